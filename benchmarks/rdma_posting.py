@@ -29,9 +29,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from messenger.counters import Counters  # noqa: E402
 from messenger.frames import Ack, Notify, decode_body, decode_prefix, encode  # noqa: E402
-from messenger.rdma.policy.choice import Wish, choose  # noqa: E402
 from messenger.rdma.policy.facts import Rail  # noqa: E402
 from messenger.rdma.policy.posting import Limits, Post, RailSpec  # noqa: E402
+from messenger.rdma.policy.rail_choice import RailRequest, choose  # noqa: E402
 from messenger.rdma.policy.rails import Rails  # noqa: E402
 from messenger.rdma.topology import rdma_ports  # noqa: E402
 from messenger.rdma.verbs import abi  # noqa: E402
@@ -58,7 +58,7 @@ def main() -> None:
     result["gil"] = gil()
     if importlib.util.find_spec("pyverbs") is not None:
         result["pyverbs"] = pyverbs_objects()
-    rails = choose(rdma_ports(), Wish()).rails
+    rails = choose(rdma_ports(), RailRequest()).rails
     if rails:
         result["device"] = device(rails[0])
     for name, figures in result.items():

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from messenger.errors import GpuMemoryUnsupported
 from messenger.memory import GpuMemory
-from messenger.rdma.policy.facts import Place
+from messenger.rdma.policy.facts import PciPosition
 from messenger.rdma.registered import Registered
 from messenger.rdma.topology import ROOT, bound_place, pci_place
 
@@ -46,8 +46,8 @@ _NO_DMABUF: Final = (
 _log = logging.getLogger(__name__)
 
 
-class Way(Enum):
-    """How the adapter's driver learns where GPU memory is."""
+class ExportMethod(Enum):
+    """Method by which the adapter's driver locates GPU memory."""
 
     DMABUF = "dmabuf"
     PEER_MEMORY = "peer memory"
@@ -55,7 +55,7 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Allocation:
-    """The allocation that a device pointer lies in, and the GPU whose it is."""
+    """The allocation that contains a device pointer, and the ordinal of its GPU."""
 
     base: int
     nbytes: int
@@ -72,7 +72,7 @@ class Span:
 
 
 class CudaDriver:
-    """The few calls of libcuda that registering needs. Raises GpuMemoryUnsupported wherever one fails."""
+    """The calls of libcuda that registration needs. Each raises GpuMemoryUnsupported when it fails."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         try:
@@ -84,7 +84,7 @@ class CudaDriver:
         self._call("cuInit", ctypes.c_uint(0))
 
     def allocation(self, memory: GpuMemory) -> Allocation:
-        """Of what the memory lies in, all of it."""
+        """Return the allocation that contains the pointer."""
         base, nbytes, gpu = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
         pointer = ctypes.c_uint64(memory.address)
         self._call("cuPointerGetAttribute", ctypes.byref(gpu), _DEVICE_ORDINAL, pointer)
@@ -100,23 +100,24 @@ class CudaDriver:
     def exports_dmabuf(self, gpu: int) -> bool:
         return bool(self._attribute(_DMABUF_SUPPORTED, gpu))
 
-    def place(self, gpu: int, root: Path = ROOT) -> Place:
-        """Where the GPU sits, for the choice of adapters."""
+    def place(self, gpu: int, root: Path = ROOT) -> PciPosition:
+        """Return the PCI position of the GPU."""
         text = ctypes.create_string_buffer(32)
         self._call("cuDeviceGetPCIBusId", text, len(text), self._device(gpu))
         return pci_place(text.value.decode(), root)
 
     def keep_in_order(self, memory: GpuMemory, gpu: int) -> None:
-        """Have the driver finish its own copies to and from the memory before it returns: an adapter does not wait for
-        its streams."""
+        """Make the driver complete its own copies to and from the memory before it returns, since an adapter does not
+        wait for CUDA streams.
+        """
         with self._context(gpu):
             flag = ctypes.c_uint(1)
             self._call("cuPointerSetAttribute", ctypes.byref(flag), _SYNC_MEMOPS, ctypes.c_uint64(memory.address))
 
     def needs_flush(self, gpu: int) -> bool:
-        """Whether what an adapter wrote is seen by the GPU's later work only after a `flush`.
+        """Return True if the GPU's later work sees an adapter's writes only after `flush`.
 
-        Raises GpuMemoryUnsupported where it needs one that the host cannot do.
+        Raises GpuMemoryUnsupported when a flush is needed and the host cannot do it.
         """
         if self._attribute(_WRITES_ORDERING, gpu) >= _ORDERED_FOR_OWNER:
             return False
@@ -127,12 +128,12 @@ class CudaDriver:
         return True
 
     def flush(self, gpu: int) -> None:
-        """All that adapters wrote to the GPU before is seen by work that it is given afterwards."""
+        """Make all earlier writes of adapters visible to work that the GPU is given afterwards."""
         with self._context(gpu):
             self._call("cuFlushGPUDirectRDMAWrites", _OF_CONTEXT, _TO_OWNER)
 
     def export(self, span: Span, gpu: int) -> int:
-        """A descriptor of the pages, which the caller closes."""
+        """Return a dmabuf descriptor of the pages; the caller closes it."""
         descriptor = ctypes.c_int(-1)
         arguments = (ctypes.c_uint64(span.start), ctypes.c_size_t(span.nbytes), _AS_DMABUF, ctypes.c_ulonglong(0))
         with self._context(gpu):
@@ -141,7 +142,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _context(self, gpu: int) -> Iterator[None]:
-        """The GPU's primary context, which torch uses too, current on this thread."""
+        """Make the GPU's primary context, which torch uses too, current on this thread."""
         context, popped, device = ctypes.c_void_p(), ctypes.c_void_p(), self._device(gpu)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         try:
@@ -173,8 +174,8 @@ class CudaDriver:
             raise GpuMemoryUnsupported(f"{name} failed with CUDA error {code}")
 
 
-def place_of(gpu: int | None, root: Path = ROOT) -> Place:
-    """Where the memory sits that adapters are to be near to: the GPU's, if there is one, else this process's."""
+def place_of(gpu: int | None, root: Path = ROOT) -> PciPosition:
+    """Return the position near which adapters are chosen: the GPU's, or this process's if `gpu` is None."""
     if gpu is None:
         return bound_place(root)
     try:
@@ -185,27 +186,31 @@ def place_of(gpu: int | None, root: Path = ROOT) -> Place:
 
 
 def has_peer_memory(root: Path = ROOT) -> bool:
-    """Whether the kernel has a module that lets adapters' drivers register device pointers."""
+    """Return True if the kernel has a module that lets adapter drivers register device pointers."""
     return any((root / "sys/module" / name).is_dir() for name in _PEER_MODULES)
 
 
-def ways(exports_dmabuf: bool, peer_memory: bool) -> tuple[Way, ...]:
-    """Those to try, the best first. Raises GpuMemoryUnsupported, naming what is missing, when there is none."""
-    found = (*((Way.DMABUF,) if exports_dmabuf else ()), *((Way.PEER_MEMORY,) if peer_memory else ()))
+def ways(exports_dmabuf: bool, peer_memory: bool) -> tuple[ExportMethod, ...]:
+    """Return the methods to try, best first. Raises GpuMemoryUnsupported, naming what is missing, without any."""
+    found = (*((ExportMethod.DMABUF,) if exports_dmabuf else ()), *((ExportMethod.PEER_MEMORY,) if peer_memory else ()))
     if not found:
         raise GpuMemoryUnsupported(f"GPU memory cannot be registered for rdma: {_NO_DMABUF}, and {_NO_PEER_MODULE}")
     return found
 
 
 def page_span(memory: GpuMemory, page_nbytes: int = mmap.PAGESIZE) -> Span:
-    """The whole host pages that the memory lies in: what the driver exports must begin and end with one."""
+    """Return the whole host pages around the memory; an exported range must start and end at a page."""
     start = memory.address // page_nbytes * page_nbytes
     end = -(-(memory.address + memory.nbytes) // page_nbytes) * page_nbytes
     return Span(start, end - start, memory.address - start)
 
 
-def first_that_works(attempts: dict[Way, Callable[[], list[Registered]]]) -> tuple[Way, list[Registered]]:
-    """The first way that succeeds. Raises GpuMemoryUnsupported with every way's reason when none does."""
+def first_that_works(
+    attempts: dict[ExportMethod, Callable[[], list[Registered]]],
+) -> tuple[ExportMethod, list[Registered]]:
+    """Return the result of the first method that succeeds. Raises GpuMemoryUnsupported with every method's reason when
+    none does.
+    """
     reasons = []
     for way, attempt in attempts.items():
         try:
@@ -217,10 +222,11 @@ def first_that_works(attempts: dict[Way, Callable[[], list[Registered]]]) -> tup
 
 def register(
     pds: Sequence[Any], memory: GpuMemory, access: int, *, driver: CudaDriver, peer_memory: bool | None = None
-) -> tuple[Way, list[Registered]]:
-    """Register with pyverbs protection domains, all of them in one way; `access` as for host memory.
+) -> tuple[ExportMethod, list[Registered]]:
+    """Register the memory with pyverbs protection domains, all by one method; `access` as for host memory.
 
-    Close what is returned before the memory is freed. `peer_memory` None: look. Raises GpuMemoryUnsupported.
+    Close the result before the memory is freed. With `peer_memory` None the kernel's modules are inspected. Raises
+    GpuMemoryUnsupported.
     """
     allocation = driver.allocation(memory)
     known = has_peer_memory() if peer_memory is None else peer_memory
@@ -238,15 +244,15 @@ def register(
     def by_peer_memory(pd: Any) -> Registered:
         return _by_peer_memory(pd, memory, access, settle)
 
-    attempts: dict[Way, Callable[[], list[Registered]]] = {
-        Way.DMABUF: lambda: _everywhere(pds, by_dmabuf),
-        Way.PEER_MEMORY: lambda: _everywhere(pds, by_peer_memory),
+    attempts: dict[ExportMethod, Callable[[], list[Registered]]] = {
+        ExportMethod.DMABUF: lambda: _everywhere(pds, by_dmabuf),
+        ExportMethod.PEER_MEMORY: lambda: _everywhere(pds, by_peer_memory),
     }
     return first_that_works({way: attempts[way] for way in possible})
 
 
 def _everywhere(pds: Sequence[Any], register_with: Callable[[Any], Registered]) -> list[Registered]:
-    """One registration for each, or none at all."""
+    """Register with every protection domain, or with none."""
     with contextlib.ExitStack() as undo:
         made: list[Registered] = []
         for pd in pds:

@@ -1,8 +1,8 @@
-"""Frames in fragments: the places of an inbox, what stands before each fragment, and frames put together again; pure.
+"""Frames in fragments: places of an inbox, fragment headers, and reassembly. Pure.
 
-The n-th fragment of a connection goes to place n modulo the share, so both sides know where it is without a word;
-credits see to it that the place is free. The header tells the number, which must be the one that is due, and a limit of
-credits for the other direction.
+The n-th fragment of a connection goes to place n modulo the share, so both sides compute the place; credits ensure that
+it is free. The header carries the fragment's number, which must be the expected one, and a credit limit for the other
+direction.
 """
 
 import struct
@@ -23,14 +23,14 @@ _MAX_FRAME_NBYTES = PREFIX.size + MAX_BODY_NBYTES
 
 
 class Fragment(NamedTuple):
-    """A piece of a frame, `is_last` where it ends one; or, `limit_only`, none, sent to tell the limit."""
+    """A piece of a frame; `is_last` marks its end. With `limit_only` it carries no piece, only a credit limit."""
 
     piece: bytes | memoryview
     is_last: bool = True
     limit_only: bool = False
 
     def pack(self, place: memoryview, number: int, limit: int) -> int:
-        """Write it into a place; the bytes used of it."""
+        """Write the fragment into a place and return the number of bytes used."""
         flags = (0 if self.is_last else _MORE) | (_LIMIT_ONLY if self.limit_only else 0)
         nbytes = len(self.piece)
         _HEADER.pack_into(place, 0, number % (1 << 32), limit, nbytes | flags)
@@ -43,7 +43,7 @@ def limit_only() -> Fragment:
 
 
 def fragments(frame: bytes) -> deque[Fragment]:
-    """The frame's fragments, in order."""
+    """Split a frame into fragments, in order."""
     if len(frame) <= ROOM_NBYTES:
         return deque((Fragment(frame),))
     view = memoryview(frame)
@@ -55,15 +55,15 @@ def fragments(frame: bytes) -> deque[Fragment]:
 
 @dataclass
 class Assembly:
-    """Frames out of the fragments of one connection."""
+    """Reassembles the fragments of one connection into frames."""
 
     num_fragments: int = 0
     _pieces: bytearray = field(default_factory=bytearray)
 
     def take(self, place: memoryview, nbytes: int) -> tuple[int, bytes | None, bool]:
-        """(the limit told, a frame if this fragment ends one, whether it was sent for its limit alone).
+        """Return (credit limit, the frame that this fragment completes or None, whether it carries only a limit).
 
-        `nbytes` is what the hardware says was written. Raises ProtocolError for a fragment that was not due.
+        `nbytes` is the length that the hardware reported. Raises ProtocolError for an unexpected fragment.
         """
         if not HEADER_NBYTES <= nbytes <= PLACE_NBYTES:
             raise ProtocolError(f"a fragment of {nbytes} bytes, where {HEADER_NBYTES} to {PLACE_NBYTES} are possible")
@@ -88,7 +88,7 @@ class Assembly:
 
 
 def decoded(frame: bytes) -> Message:
-    """What a whole frame says. Raises ProtocolError."""
+    """Decode a whole frame. Raises ProtocolError."""
     ack = ack_at(frame, 0, len(frame))
     if ack is not None and len(frame) == ACK_NBYTES:
         return ack

@@ -1,4 +1,4 @@
-"""One rail of one connection, this side's end: queue pair, completion queue, and where frames are registered."""
+"""Lane: one rail of one connection, as in UCX. This side's queue pair, completion queue and frame registration."""
 
 import contextlib
 import time
@@ -11,20 +11,20 @@ from messenger.rdma.policy.facts import Rail
 from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.completions import CompletionQueue
 from messenger.rdma.verbs.device import Device
-from messenger.rdma.verbs.queue_pair import DEPTH, Far, QueuePair
+from messenger.rdma.verbs.queue_pair import DEPTH, QueuePair, RemoteQueuePair
 
 _DRAIN_S = 2.0
 _FRAME_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_WRITE
 
 
 class Lane:
-    """`far_rail`, `mtu` and `far_rkey`, the key of the peer's inbox, are known once it is connected."""
+    """This side's end of one rail. `far_rail`, `mtu` and `far_rkey` (key of the peer's inbox) are set by `connect`."""
 
     far_rail: Rail
     mtu: int
 
     def __init__(self, device: Device, rail: Rail, memory: FrameMemory) -> None:
-        """Raises OSError when the device gives no more; then nothing is kept."""
+        """Raises OSError when the device has no more resources; nothing is kept then."""
         self.device = device
         self.rail = rail
         self.far_rkey = 0
@@ -46,25 +46,25 @@ class Lane:
 
     @property
     def end(self) -> tuple[int, int, int]:
-        """What the peer must know of it: queue pair, first packet, key of the frames' memory."""
+        """Queue pair number, first packet and frame key, as the peer needs them."""
         return self.pair.near.qp_num, self.pair.near.psn, int(self._frames.rkey)
 
     @property
     def lkey(self) -> int:
-        """Of the frames' memory."""
+        """Local key of the frame memory."""
         return int(self._frames.lkey)
 
     @property
     def is_spare(self) -> bool:
         return self.rail.is_spare or self.far_rail.is_spare
 
-    def connect(self, far_rail: Rail, far: Far, rkey: int, mtu: int) -> None:
-        """Raises OSError."""
+    def connect(self, far_rail: Rail, far: RemoteQueuePair, rkey: int, mtu: int) -> None:
+        """Connect to the remote queue pair. Raises OSError."""
         self.pair.connect(self.rail, far_rail, far, mtu)
         self.far_rail, self.mtu, self.far_rkey = far_rail, mtu, rkey
 
     def close(self) -> None:
-        """Once the queue pair failed and no thread uses it: give everything back. Raises OSError."""
+        """Release everything after the queue pair failed and no thread uses it. Raises OSError."""
         with self.device.naming("end to a connection"), contextlib.ExitStack() as rest:
             rest.callback(self.device.leave, self._connection)
             rest.callback(self._frames.close)
@@ -73,7 +73,7 @@ class Lane:
             self.discard()
 
     def discard(self) -> None:
-        """Of what completed, only what must be given back."""
+        """Release only what completions must give back."""
         while found := self.queue.poll():
             sent = [number for number, _, _ in found if number != abi.RECEIVE_ID]
             self.pair.done = max(self.pair.done, *sent, 0)
@@ -81,7 +81,7 @@ class Lane:
 
 
 def drain(lanes: Sequence[Lane]) -> None:
-    """Wait until everything posted came back; destroying the queue pairs does the rest."""
+    """Wait until all posted requests have completed; destroying the queue pairs releases the rest."""
     deadline_s = time.monotonic() + _DRAIN_S
     marks: list[tuple[Lane, int]] = []
     for lane in lanes:

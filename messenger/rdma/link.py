@@ -1,8 +1,8 @@
-"""A connection over lanes: frames in the peer's inbox, data straight between the regions; the socket tells of life.
+"""A connection over lanes: frames go to the peer's inbox, data directly between the regions; the socket shows liveness.
 
-There is no thread of its own. Whoever waits for something (a frame, room, a completion) and finds nobody at it becomes
-the leader: it polls the completion queues, sleeps on their channels, and hands what it found to everybody. `cut` wakes
-it. All state is under one lock, which nobody holds while it sleeps; only the leader replaces lanes.
+Threads: the link has none of its own. The first thread that waits (for a frame, room or a completion) becomes the
+leader: it polls the completion queues, sleeps on their channels and distributes what it found. `cut` wakes it. Locks:
+one lock guards all state and is never held while sleeping. Lifetimes: only the leader replaces lanes.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from messenger.counters import Counters
 from messenger.errors import ProtocolError
 from messenger.frames import Fabric, Frame, Goodbye, Message, encode
 from messenger.link import BufferedLink, Link, LinkClosed
-from messenger.rdma.courier import Courier, Movement
+from messenger.rdma.completion_watch import CompletionWatch, WatchResult
+from messenger.rdma.connection_io import ConnectionIO, Movement
 from messenger.rdma.inbox import decoded
 from messenger.rdma.lane import Lane, drain
+from messenger.rdma.lane_repair import LaneRepair
+from messenger.rdma.liveness_watch import LivenessWatch
 from messenger.rdma.memory import FrameMemory
-from messenger.rdma.repairs import Repairs
 from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.completions import Completions
-from messenger.rdma.vigil import Vigil
-from messenger.rdma.watching import Seen, Watch
 from messenger.rdma.windows import Window, Windows
 from messenger.transport import NoPath
 from rpc.errors import InvalidArgument
@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 
 _LAST_WORD_S = 1.0
 _LATECOMER_S = 1.0
-"""How much longer than the first rail another may take to answer, before the connection does without it."""
+"""Factor of the first rail's answer time after which the connection drops a rail that has not answered."""
 
 
 class RdmaLink(Link):
-    """`far_address` is where the peer's inbox begins, on every rail alike."""
+    """Link over RDMA lanes. `far_address` is the start of the peer's inbox, equal on every rail."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RdmaLink(Link):
     ) -> None:
         self.address = sock.address
         self.generation = 0
-        """Counts up when windows opened before, and the keys to them, do not fit the lanes any more."""
+        """Generation of keys; increased when earlier windows and their keys no longer match the lanes."""
         self._sock = sock
         self._counters = counters
         self._changed = threading.Condition()
@@ -61,13 +61,13 @@ class RdmaLink(Link):
         self._hears_frames_only = False
         self._sleeps_on = False  # the leader, for as long as nothing happens
         self._overslept = False
-        self._courier = Courier(lanes, memory, far_address, counters, self._trouble)
-        self._repairs = Repairs(self._courier, memory, self, counters, self._renewed, leads=caller)
-        self._vigil = Vigil(self._courier, self._fails)
+        self._io = ConnectionIO(lanes, memory, far_address, counters, self._trouble)
+        self._repairs = LaneRepair(self._io, memory, self, counters, self._renewed, leads=caller)
+        self._liveness = LivenessWatch(self._io, self._fails)
         self._windows = Windows()
         self._failure: Exception | None = None
         self._peer_left = False
-        self._watch = Watch(sock.fileno())
+        self._watch = CompletionWatch(sock.fileno())
         for lane in lanes:
             self.watch(lane)
 
@@ -89,10 +89,10 @@ class RdmaLink(Link):
         return message
 
     def try_receive(self) -> Message | None:
-        return self.receive_unless(_always) if self._courier.arrived else None
+        return self.receive_unless(_always) if self._io.arrived else None
 
     def receive_unless(self, is_over: Callable[[], bool]) -> Message | None:
-        """As `receive`; None as soon as it is over, by what completes."""
+        """Receive a frame as `receive` does, or return None as soon as the condition becomes true by a completion."""
         while True:
             frame = self._receive_frame(is_over)
             self._ring()
@@ -129,53 +129,55 @@ class RdmaLink(Link):
 
     @property
     def lanes(self) -> Sequence[Lane]:
-        return self._courier.lanes
+        return self._io.lanes
 
     def has_room(self) -> bool:
-        """Whether `move` would not block."""
-        return self._courier.has_room
+        """Return True if `move` would not block."""
+        return self._io.has_room
 
     def move(self, movement: Movement | None, message: Message | Frame | None) -> bool:
-        """Move the bytes, then send the frame, if any, which the peer gets when they are there (or were read).
+        """Move the bytes, then send the frame, if any; the peer receives it after the bytes have landed (or were read).
 
-        False: nothing was done, since a lane was built anew for which the movement has no key.
+        Return False, having done nothing, if a lane was rebuilt for which the movement has no key.
         """
         frame = None if message is None else encode(message)
         with self._changed:
             self._wait_for(self.has_room)
             if movement is not None and movement.generation != self.generation:
                 return False
-            self._courier.submit(movement, frame)
+            self._io.submit(movement, frame)
             self._listen_for_all()
         self._ring()
         return True
 
     def tell(self, message: Message) -> None:
-        """Send a frame from any thread, without waiting for anything; of no effect once the link ended."""
+        """Send a frame from any thread without waiting; no effect after the link ended."""
         with self._changed:
             if self._failure is None:
-                self._act(lambda: self._courier.submit_at_once(encode(message)))
+                self._act(lambda: self._io.submit_at_once(encode(message)))
                 self._listen_for_all()
         self._ring()
 
     def finish(self, movement: Movement) -> None:
-        """Wait until the hardware is done with the movement's local memory. Raises OSError when the link ended."""
+        """Wait until the hardware has finished with the movement's local memory. Raises OSError when the link ended."""
         if movement.left_nbytes:
             self.wait_for(lambda: not movement.left_nbytes)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Until it is true, perhaps by what another thread does (see `wake`). Raises OSError when the link ended."""
+        """Wait until the condition is true; another thread may make it true (see `wake`). Raises OSError when the link
+        ended.
+        """
         with self._changed:
             self._wait_for(condition)
         self._ring()
 
     def wake(self) -> None:
-        """What somebody waits for may be true now."""
+        """Make waiting threads check their conditions again."""
         with self._changed:
             self._tell()
 
     def probe(self, timeout_s: float) -> None:
-        """Try every lane by an empty write, and do without those that do not answer. Raises NoPath if none does."""
+        """Test every lane with an empty write and drop those that do not answer. Raises NoPath if none does."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             marks = [lane.pair.drain_mark() for lane in self.lanes]
@@ -194,7 +196,7 @@ class RdmaLink(Link):
         self._ring()
 
     def bind(self, registrations: Sequence[Any], address: int, nbytes: int, access: int) -> Window:
-        """A window for the peer, on every lane that works, done when the hardware has it. Raises OSError."""
+        """Open a window for the peer on every working lane and wait until the hardware has it. Raises OSError."""
         with self._changed:
             self._check()
             window = self._windows.open()
@@ -210,18 +212,18 @@ class RdmaLink(Link):
         return window
 
     def watch(self, lane: Lane) -> None:
-        """Wait for its completions too."""
+        """Include the lane's completions."""
         self._watch.add(lane)
 
     def unwatch(self, lane: Lane) -> None:
-        """Not any more: it is about to be closed."""
+        """Exclude the lane, which is about to be closed."""
         self._windows.close_on(lane)
         self._watch.remove(lane)
 
     # Handing over what was posted under the lock, without it: soft devices send within the call.
 
     def _ring(self) -> None:
-        """Hand it over; what others go on adding is the leader's, or whose who waits next."""
+        """Hand posted work to the device; the leader or the next waiting thread posts what others add meanwhile."""
         while self._is_left_by_a_round():
             with self._changed:
                 if self._is_led:
@@ -230,7 +232,7 @@ class RdmaLink(Link):
 
     def _is_left_by_a_round(self) -> bool:
         is_left = False
-        for lane in self._courier.lanes:
+        for lane in self._io.lanes:
             try:
                 if lane.pair.unrung and lane.pair.ring():
                     is_left = True
@@ -242,20 +244,20 @@ class RdmaLink(Link):
     # Waiting, with the lock held.
 
     def _receive_frame(self, is_over: Callable[[], bool]) -> bytes | None:
-        courier = self._courier
+        io = self._io
         with self._changed:
-            while not courier.arrived:
+            while not io.arrived:
                 if is_over():
                     return None
                 self._check()
                 self._pump(frames_only=True)
-            frame = courier.arrived.popleft()
-            courier.taken()
+            frame = io.arrived.popleft()
+            io.taken()
             if self._failure is None:
-                unsent_frames = courier.unsent_frames
-                courier.drive()
+                unsent_frames = io.unsent_frames
+                io.drive()
                 self._listen_for_all()
-                if courier.unsent_frames < unsent_frames:
+                if io.unsent_frames < unsent_frames:
                     self._tell()
             return frame
 
@@ -279,40 +281,40 @@ class RdmaLink(Link):
             self._num_waiting -= 1
 
     def _wait_sent(self) -> None:
-        """The last word has reached the peer, or there is no more time for it."""
+        """Wait until the last frame has reached the peer, or until the time is up."""
         deadline_s = time.monotonic() + _LAST_WORD_S
         mark = 0
         with self._changed:
             while self._failure is None and not self._peer_left and (left_s := deadline_s - time.monotonic()) > 0:
-                rail = self._courier.rails.frame_rail
+                rail = self._io.rails.frame_rail
                 if rail is None:
                     return
                 pair = self.lanes[rail].pair
-                if not self._courier.unsent_frames:
+                if not self._io.unsent_frames:
                     mark = mark or pair.drain_mark()
                     if pair.done >= mark:
                         return
                 self._pump(left_s)
 
     def _tell(self) -> None:
-        """Let everybody look again, the leader too, which may wait for what another thread just did."""
+        """Wake every waiting thread, the leader included, since its condition may have changed."""
         self._changed.notify_all()
         if self._is_led:
             self._watch.wake()
 
     def _needs_all(self) -> bool:
-        """Whether somebody waits for completions of what was sent."""
-        return self._num_waiting > 0 or self._courier.num_unframed > 0 or self._courier.is_held_up
+        """Return True if a thread waits for completions of sent work."""
+        return self._num_waiting > 0 or self._io.num_unframed > 0 or self._io.is_held_up
 
     def _listen_for_all(self) -> None:
-        """Have the leader, should it sleep for frames alone or for good, wake up for what is under way now."""
+        """Make a leader that sleeps for frames alone, or indefinitely, also wake for work now under way."""
         if self._sleeps_on or (self._hears_frames_only and self._needs_all()):
             self._watch.wake()
 
     def _pump(self, timeout_s: float | None = None, *, frames_only: bool = False) -> None:
-        """Let something happen: as the leader, or by waiting for the one there is.
+        """Make progress, as the leader or by waiting for the current leader.
 
-        `frames_only`: the caller waits for a frame.
+        `frames_only` means that the caller waits for a frame.
         """
         if self._is_led:
             self._changed.wait(timeout_s)
@@ -320,12 +322,12 @@ class RdmaLink(Link):
         self._act(self._keep_up)
         if self._failure is not None:
             return
-        for wait_s in self._repairs.wait_s(), self._vigil.wait_s():
+        for wait_s in self._repairs.wait_s(), self._liveness.wait_s():
             timeout_s = wait_s if timeout_s is None or (wait_s is not None and wait_s < timeout_s) else timeout_s
         self._hears_frames_only = frames_only and not self._overslept and not self._needs_all()
         self._is_led, self._sleeps_on = True, timeout_s is None
         self._changed.release()
-        seen = Seen([])
+        seen = WatchResult([])
         trouble: OSError | None = None
         try:
             limit_s = 0.0 if self._is_left_by_a_round() else timeout_s
@@ -342,10 +344,10 @@ class RdmaLink(Link):
 
     def _keep_up(self) -> None:
         self._repairs.work()
-        self._vigil.look()
+        self._liveness.look()
 
     def _act(self, action: Callable[[], None]) -> None:
-        """Do something that ends the link if it fails."""
+        """Run an action; the link ends if it fails."""
         try:
             action()
         except (ProtocolError, InvalidArgument) as error:
@@ -355,11 +357,11 @@ class RdmaLink(Link):
 
     def _digest(self, found: list[tuple[int, Completions]], trouble: OSError | None) -> None:
         for index, completions in found:
-            self._courier.take(index, completions)
+            self._io.take(index, completions)
         if trouble is not None:
             raise trouble
         if self._failure is None:
-            self._courier.drive()
+            self._io.drive()
 
     # Ends, with the lock held.
 
@@ -370,7 +372,7 @@ class RdmaLink(Link):
         self._fails(index, abi.status_name(status), is_denied=status == abi.WC_REM_ACCESS_ERR)
 
     def _fails(self, index: int, reason: str, *, is_denied: bool = False) -> None:
-        """The lane does not work; or `is_denied`: what was done there is no lane's fault."""
+        """Handle a lane that does not work. With `is_denied` the failure was no fault of the lane."""
         self._counters.add("rdma_rail_errors")
         if is_denied or not self._repairs.failed(index, reason):
             self._end(LinkClosed(f"rail {self.lanes[index].rail.name} to {self.address}: {reason}"))
@@ -379,7 +381,7 @@ class RdmaLink(Link):
         self.generation += 1
 
     def _end(self, failure: Exception) -> None:
-        """The hardware moves nothing of this link any more when this returns, or, should it refuse, after `close`."""
+        """End the link. On return the hardware moves nothing of it any more; if the device refuses, after `close`."""
         if self._failure is None:
             self._failure = copy.copy(failure)
             self._sock.cut()

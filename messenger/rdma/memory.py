@@ -1,4 +1,4 @@
-"""The memory of frames of one connection: the inbox, which the peer writes into, and where frames are sent from."""
+"""Frame memory of one connection: the inbox, into which the peer writes, and the outbox, from which frames are sent."""
 
 import mmap
 
@@ -11,7 +11,7 @@ SHARE = 16
 
 
 class FrameMemory:
-    """SHARE places for what comes, and as many for what goes."""
+    """SHARE places for incoming fragments, and as many for outgoing ones."""
 
     def __init__(self) -> None:
         self.nbytes = 2 * SHARE * PLACE_NBYTES
@@ -23,9 +23,9 @@ class FrameMemory:
         self._places = [(self._view[place : place + PLACE_NBYTES], self.address + place) for place in places]
 
     def inbox_place(self, number: int) -> memoryview:
-        """Where fragment `number` of the peer's is."""
+        """Return the place of the peer's fragment `number`."""
         return self._places[number % SHARE][0]
 
     def outbox_place(self, number: int) -> tuple[memoryview, int]:
-        """Where fragment `number` of this side's is sent from, and its address."""
+        """Return the place of this side's fragment `number`, and its address."""
         return self._places[SHARE + number % SHARE]

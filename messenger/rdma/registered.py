@@ -1,4 +1,4 @@
-"""A piece of memory that an adapter knows; pure but for what it holds."""
+"""Memory that is registered with an adapter. Pure, but for the objects it holds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from typing import Any
 
 
 def _is_settled() -> None:
-    """Host memory: what an adapter wrote is there when it says so."""
+    """Do nothing: host memory holds an adapter's writes when they complete."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """`mr` is pyverbs' registration, which ends with its last reference.
+    """A registration. `mr` is pyverbs' object; the registration ends with its last reference.
 
-    `first_address` is what verbs call the memory's first byte: its address in this process, a GPU's device pointer by
-    peer memory, an offset in the exported pages by dmabuf.
+    `first_address` is the address that verbs use for the memory's first byte: its address in this process, a GPU's
+    device pointer with peer memory, or an offset in the exported pages with dmabuf.
     """
 
     mr: Any
     first_address: int
     settle: Callable[[], None] = _is_settled
-    """What an adapter said that it wrote is seen by whoever looks once this returns. Raises GpuMemoryUnsupported."""
+    """Make an adapter's completed writes visible to all readers. Raises GpuMemoryUnsupported."""
 
     @property
     def lkey(self) -> int:

@@ -1,14 +1,13 @@
-"""The caller's side of rdma: asks for access once, then moves bytes itself, and tells the owner what it must know.
+"""Caller's side of rdma: obtains access once per key, then moves bytes itself and notifies the owner where needed.
 
-An access is the owner's answer to KeyQuery: where its region is, and a window's key for each rail. With it bytes are
-moved and no more: the adapters' own acknowledgement, that they are in the owner's memory, is the answer. A frame goes
-to the owner where there is a notification, where it has something to do before the bytes are seen, and where the key
-does not allow the request, which is then not tried: the frame goes alone, and the owner refuses it by name. A write
-that the owner is known to have got (a later request was done, and its answer lost with an earlier connection) is not
-done again either, since the memory may be something else's by now: the access tells the number up to which that is
-so.
+An access is the owner's reply to KeyQuery: the region's address and a window key for each rail. With it bytes move
+without the owner's processor; the adapters' acknowledgement is the answer. A frame goes to the owner for a
+notification, for work that must precede visibility of the bytes, and when the key does not allow the request: then the
+bytes are not moved and the owner refuses the request by name. A write that the owner is known to have received (a later
+request was done, and its answer was lost with an earlier connection) is not repeated, since the memory may be in other
+use by now: the access states the number up to which that holds.
 
-Answers are given in the order of the requests, whoever gives them.
+Answers are returned in the order of the requests.
 """
 
 import struct
@@ -21,7 +20,7 @@ from messenger.errors import ProtocolError
 from messenger.frames import Ack, Frame, KeyInfo, KeyQuery, Message, Refused
 from messenger.memory import RemoteKey
 from messenger.operation import Kind, Part, Transfer
-from messenger.rdma.courier import Movement
+from messenger.rdma.connection_io import Movement
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
 from messenger.slices import REMOTE
@@ -37,7 +36,7 @@ _EXTENT = struct.Struct("<qq")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Request:
-    """`movement` None: nothing is moved. `is_told`: a frame tells the owner, who answers."""
+    """A request under way. `movement` is None if no bytes move. With `is_told` the owner is notified and answers."""
 
     seq: int
     nbytes: int
@@ -46,7 +45,7 @@ class _Request:
 
     @property
     def is_moved(self) -> bool:
-        """Whether it is done, and nobody else is to say so."""
+        """Return True if the request is done and no owner's answer is due."""
         return not self.is_told and self.movement is not None and not self.movement.left_nbytes
 
 
@@ -54,7 +53,7 @@ class RdmaRequester(Requester):
     _link: RdmaLink
 
     def __init__(self, link: RdmaLink, give_up: Callable[[str], None]) -> None:
-        """`give_up(reason)` is called when memory of either side cannot be used by rdma."""
+        """`give_up(reason)` is called when rdma cannot use the memory of either side."""
         super().__init__(link)
         self._give_up = give_up
         self._lock = threading.Lock()
@@ -128,7 +127,7 @@ class RdmaRequester(Requester):
         self._link.wake()
 
     def _sent_at_once(self, part: Part) -> bool:
-        """Send it where that takes microseconds and cannot block."""
+        """Send the request if that takes microseconds and cannot block."""
         transfer = part.transfer
         if transfer is None:
             self.send(part)
@@ -166,7 +165,7 @@ class RdmaRequester(Requester):
         return self._move(part, None, read_request(part, transfer, _EXTENT.pack(start, end - start)))
 
     def _move(self, part: Part, movement: Movement | None, message: Frame | None) -> bool:
-        """False: lanes were built anew since the owner told the keys."""
+        """Start the movement. Return False if lanes were rebuilt after the owner sent the keys."""
         self._unanswered.append(_Request(part.seq, part.nbytes, movement, message is not None))
         if self._link.move(movement, message):
             return True
@@ -174,7 +173,7 @@ class RdmaRequester(Requester):
         return False
 
     def _answered(self) -> bool:
-        """The oldest request is, and its local memory is free when this returns; whether bytes of it were moved."""
+        """Finish the oldest request, so that its local memory is free; return whether its bytes were moved."""
         if not self._unanswered:
             raise ProtocolError(f"{self._link.address} answers a request that was not sent")
         movement = self._unanswered.popleft().movement
@@ -183,7 +182,7 @@ class RdmaRequester(Requester):
         return movement is not None
 
     def _await_next(self) -> None:
-        """Wait for what was moved before the request that was answered: the adapters tell of it last."""
+        """Wait for the movements before the answered request; adapters report them last."""
         movement = self._unanswered[0].movement
         assert movement is not None
         self._link.finish(movement)
@@ -210,7 +209,9 @@ class RdmaRequester(Requester):
         )
 
     def _access(self, key: RemoteKey) -> KeyInfo:
-        """What the owner allows under the key; asks it at the first use. Raises OSError when the link ended first."""
+        """Return the access under the key, requested from the owner at its first use. Raises OSError when the link
+        ended first.
+        """
         name = key.region_id, key.token
         if self._generation != self._link.generation:
             with self._lock:
@@ -230,5 +231,7 @@ class RdmaRequester(Requester):
 
 
 def _covers(access: KeyInfo, start: int, end: int) -> bool:
-    """Whether the key is for [start, end), from the first byte touched to the last; the hardware checks each slice."""
+    """Return True if the key covers [start, end), from the first byte touched to the last; the hardware checks each
+    slice.
+    """
     return access.offset <= start and end <= access.offset + access.nbytes

@@ -1,4 +1,4 @@
-"""The owner's side of rdma: opens windows in its regions, and keeps the books of what callers moved through them."""
+"""Owner's side of rdma: opens windows in its regions and counts what callers move through them."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class RdmaResponder(Responder):
         self._link.lanes[0].device.settle(region)
 
     def skip(self, message: Write) -> None:
-        """The frame carries no bytes."""
+        """Skip nothing: the frame carries no bytes."""
 
     def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
         raise ProtocolError("a read under a good key, of which nobody is told")
@@ -86,13 +86,13 @@ class RdmaResponder(Responder):
 
 
 def _nothing(query: KeyQuery, last_seq: int) -> KeyInfo:
-    """The key is void."""
+    """Reply for a void key."""
     rights = {"read": False, "write": False}
     return KeyInfo(query.region_id, query.token, last_seq, 0, 0, 0, **rights, rkeys=b"", trouble="", settles=False)
 
 
 def _extent(message: Write | Read) -> Rows:
-    """[[first byte, how many up to the last]], within which all slices lie."""
+    """Return [[first byte, number of bytes up to the last]] that contains all slices."""
     rows: Rows = np.frombuffer(message.rows, dtype="<i8").reshape(-1, 2) if len(message.rows) == 16 else _NONE
     if not len(rows) or not 0 <= message.nbytes <= MAX_PART_NBYTES or int(rows[0, 1]) < 1:
         raise ProtocolError("a transfer without an extent that can be")

@@ -1,7 +1,7 @@
-"""Reads what the kernel shows of RDMA ports and PCI devices: files to facts, no decisions, no verbs.
+"""Reads RDMA ports and PCI devices from sysfs: files to facts, without decisions or verbs.
 
-Every function takes the root that the kernel's file systems are mounted below, so that a recorded machine can be read
-like the one at hand. What a file does not tell is left at its default; nothing here raises for a strange machine.
+Every function takes the root below which the kernel's file systems are mounted, so that a recorded machine can be read
+like the local one. Missing entries keep their defaults; no function raises for an unusual machine.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from ipaddress import IPv6Address
 from pathlib import Path
 
-from messenger.rdma.policy.facts import ANYWHERE, ETHERNET, DeviceFacts, Gid, Place, roce_mtu
+from messenger.rdma.policy.facts import ANYWHERE, ETHERNET, DeviceFacts, Gid, PciPosition, roce_mtu
 
 ROOT = Path("/")
 _MAX_HOLES = 64
@@ -21,7 +21,7 @@ _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
 
 def rdma_ports(root: Path = ROOT) -> tuple[DeviceFacts, ...]:
-    """Every port of every RDMA device, by device and port."""
+    """Return every port of every RDMA device, by device and port."""
     devices = _entries(root / "sys/class/infiniband")
     prefixes = _Prefixes(root)
     return tuple(
@@ -32,15 +32,17 @@ def rdma_ports(root: Path = ROOT) -> tuple[DeviceFacts, ...]:
     )
 
 
-def pci_place(address: str, root: Path = ROOT) -> Place:
-    """Where the PCI device "0000:3b:00.0" sits (CUDA and NVML write longer domains and capitals); ANYWHERE for one that
-    is not there."""
+def pci_place(address: str, root: Path = ROOT) -> PciPosition:
+    """Return the position of the PCI device "0000:3b:00.0" (CUDA and NVML write longer domains and capitals); ANYWHERE
+    if it does not exist.
+    """
     return _place(root / "sys/bus/pci/devices" / normal_pci_address(address))
 
 
-def bound_place(root: Path = ROOT, cpus: Set[int] | None = None) -> Place:
-    """Where this process's memory comes from, if it is bound to one NUMA node of several: by its memory policy
-    (cpuset, numactl --membind), or since all its CPUs are there. Else ANYWHERE. `cpus` None: those it may run on."""
+def bound_place(root: Path = ROOT, cpus: Set[int] | None = None) -> PciPosition:
+    """Return the NUMA node to which this process's memory is bound, by its memory policy (cpuset, numactl --membind) or
+    because all its CPUs are there; else ANYWHERE. `cpus` None means the CPUs it may run on.
+    """
     nodes = {
         int(folder.name[4:]): _numbers(_read(folder / "cpulist"))
         for folder in _entries(root / "sys/devices/system/node")
@@ -53,9 +55,9 @@ def bound_place(root: Path = ROOT, cpus: Set[int] | None = None) -> Place:
         set(),
     )
     if len(allowed) == 1:
-        return Place(numa_node=allowed.pop())
+        return PciPosition(numa_node=allowed.pop())
     own = os.sched_getaffinity(0) if cpus is None else cpus
-    return next((Place(numa_node=node) for node, its in sorted(nodes.items()) if own <= its), ANYWHERE)
+    return next((PciPosition(numa_node=node) for node, its in sorted(nodes.items()) if own <= its), ANYWHERE)
 
 
 def normal_pci_address(address: str) -> str:
@@ -86,14 +88,14 @@ def _port_facts(root: Path, device: Path, folder: Path, prefixes: "_Prefixes") -
 
 
 def _netdev(device: Path, port: int, gids: tuple[Gid, ...]) -> str:
-    """The Ethernet interface behind a port: by its GIDs, or, where it has none, by the PCI device that both are."""
+    """Return the Ethernet interface of a port: by its GIDs or, without any, by the common PCI device."""
     by_gid = next((gid.netdev for gid in gids if gid.netdev), "")
     siblings = _entries(device / "device/net")
     return by_gid or next((path.name for path in siblings if _number(_read(path / "dev_port")) == port - 1), "")
 
 
 def _gids(folder: Path, prefixes: "_Prefixes") -> Iterator[Gid]:
-    """The used entries of the table, by index; unused ones are zero, and the kernel fails to tell their type."""
+    """Return the used entries of the GID table, by index; unused ones are zero, their type unreadable."""
     last_used = -1
     for index in itertools.count():
         if index - last_used > _MAX_HOLES:
@@ -116,21 +118,21 @@ def _gid_address(text: str) -> IPv6Address | None:
         return None
 
 
-def _place(link: Path) -> Place:
-    """Of what a sysfs link to a device leads to."""
+def _place(link: Path) -> PciPosition:
+    """Return the position of the device that a sysfs link points to."""
     if not link.exists():
         return ANYWHERE
     real = link.resolve()
     parts = real.parts
     bridge = next((index for index, part in enumerate(parts) if _HOST_BRIDGE.fullmatch(part)), None)
     if bridge is None:
-        return Place(numa_node=_numa_node(real))
+        return PciPosition(numa_node=_numa_node(real))
     path = [parts[bridge]]
     for part in parts[bridge + 1 :]:
         if not _PCI_ADDRESS.fullmatch(part):
             break  # what hangs behind the PCI device: a virtio port, a bus of another kind
         path.append(part)
-    return Place(tuple(path), _numa_node(Path(*parts[: bridge + len(path)])))
+    return PciPosition(tuple(path), _numa_node(Path(*parts[: bridge + len(path)])))
 
 
 def _numa_node(device: Path) -> int:
@@ -139,7 +141,7 @@ def _numa_node(device: Path) -> int:
 
 
 def _bond(root: Path, netdev: str) -> str:
-    """The bond that an interface belongs to, or is."""
+    """Return the bond that the interface belongs to, or is."""
     if not netdev:
         return ""
     folder = root / "sys/class/net" / netdev
@@ -150,7 +152,7 @@ def _bond(root: Path, netdev: str) -> str:
 
 
 class _Prefixes:
-    """The lengths of the prefixes of this host's own subnets, by interface, from the kernel's tables."""
+    """Prefix lengths of this host's subnets by interface, from the kernel's tables."""
 
     def __init__(self, root: Path) -> None:
         self._subnets: list[tuple[str, int, int]] = []  # interface, the subnet's address, bits of its prefix
@@ -164,7 +166,7 @@ class _Prefixes:
                 self._subnets.append((words[5], int(words[0], 16), int(words[2], 16)))
 
     def bits_of(self, netdev: str, address: IPv6Address) -> int:
-        """The longest prefix of the interface that has the address in it; 0 without one."""
+        """Return the length of the interface's longest prefix that contains the address; 0 without one."""
         value = int(address)
         return max(
             (
@@ -193,7 +195,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def _number(text: str) -> int:
-    """Decimal, or hexadecimal with 0x; 0 for what is none."""
+    """Parse a number, decimal or hexadecimal with 0x; return 0 if it is invalid."""
     try:
         return int(text, 0)
     except ValueError:
@@ -201,7 +203,7 @@ def _number(text: str) -> int:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """In the order of their names, numbers by value."""
+    """Return the entries in the order of their names, numbers by value."""
     try:
         found = list(folder.iterdir())
     except OSError:

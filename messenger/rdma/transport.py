@@ -1,4 +1,4 @@
-"""The rdma transport: connects like tcp, then goes on over rails. Nothing of pyverbs is imported before it is made."""
+"""The rdma transport: connects like tcp, then uses rails. It imports pyverbs when it is created, not before."""
 
 import logging
 import socket
@@ -11,10 +11,10 @@ from messenger.errors import ProtocolError, RdmaUnavailable
 from messenger.link import BufferedLink, Link
 from messenger.memory import AnyRegion, GpuRegion
 from messenger.rdma import gpu_memory
-from messenger.rdma.adoption import Adoption
 from messenger.rdma.link import RdmaLink
-from messenger.rdma.policy.choice import Wish, choose
+from messenger.rdma.link_setup import LinkSetup
 from messenger.rdma.policy.facts import Rail
+from messenger.rdma.policy.rail_choice import RailRequest, choose
 from messenger.rdma.requester import RdmaRequester
 from messenger.rdma.responder import RdmaResponder
 from messenger.rdma.topology import rdma_ports
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 class RdmaTransport(Transport):
-    """Holds the devices until `close`."""
+    """Transport over RDMA devices, held open until `close`."""
 
     name = "rdma"
 
     def __init__(self, config: MessengerConfig, tcp: TcpTransport, counters: Counters) -> None:
-        """Raises RdmaUnavailable: no pyverbs, no port that fits, or a device that cannot be used."""
+        """Raises RdmaUnavailable: no pyverbs, no suitable port, or an unusable device."""
         choice = choose(
-            rdma_ports(), Wish(devices=config.transport.rdma_devices, memory=gpu_memory.place_of(config.gpu))
+            rdma_ports(), RailRequest(devices=config.transport.rdma_devices, memory=gpu_memory.place_of(config.gpu))
         )
         if not choice.rails:
             raise RdmaUnavailable(f"no RDMA port can be used: {choice.why_none}")
@@ -58,7 +58,7 @@ class RdmaTransport(Transport):
             raise
         for verdict in choice.verdicts:
             _log.info("rdma: %s", verdict.text)
-        self._adoption = Adoption(rails, self._devices, counters, config.handshake_timeout_s)
+        self._link_setup = LinkSetup(rails, self._devices, counters, config.handshake_timeout_s)
 
     def address_of(self, endpoint: Endpoint) -> str:
         return self._tcp.address_of(endpoint)
@@ -78,9 +78,9 @@ class RdmaTransport(Transport):
     def adopt(self, link: Link, *, caller: bool) -> Link:
         assert isinstance(link, BufferedLink)
         if not caller:
-            return self._adoption.answer(link)
+            return self._link_setup.answer(link)
         try:
-            return self._adoption.call(link)
+            return self._link_setup.call(link)
         except (ProtocolError, OSError) as error:
             if isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, NoPath):
                 raise  # the socket's trouble, not the rails'
@@ -108,7 +108,7 @@ class RdmaTransport(Transport):
             device.deregister(region)
 
     def _give_up(self, peer: str, reason: str) -> None:
-        """Let other transports be tried for a while, if there may be others."""
+        """Let other transports be tried for a while, if there are any."""
         self._counters.add("rdma_given_up")
         now_s = time.monotonic()
         if peer not in self._given_up:

@@ -1,4 +1,6 @@
-"""What a peer may touch: memory windows, which the hardware checks at every packet and closes at a word."""
+"""Memory windows: ranges that a peer may access. The hardware checks each packet and revokes access when a window
+closes.
+"""
 
 import contextlib
 import logging
@@ -15,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 class Window:
-    """One range of a region, for one connection: a memory window for each of its lanes. Closed by any thread, once.
+    """One range of a region for one connection: a memory window for each of its lanes. Any thread may close it, once.
 
-    `on_closed` is called after that, to tell the peer, which need not find out by being refused.
+    `on_closed` is called afterwards and notifies the peer.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,7 @@ class Window:
         self.is_closed = False
 
     def open_on(self, lane: "Lane", registration: Any, address: int, nbytes: int, access: int) -> int:
-        """Bind one on the lane; the number of the request that does it. Raises OSError."""
+        """Bind a window on the lane; return the number of the request that does it. Raises OSError."""
         from pyverbs.mr import MW
 
         with self._lock:
@@ -40,8 +42,9 @@ class Window:
             return number
 
     def close(self) -> None:
-        """When this returns, the hardware refuses whatever comes under its keys, and is through with what came before
-        (soft-RoCE on several processors may still be copying one packet)."""
+        """Close the window. On return the hardware refuses all accesses under its keys and has finished earlier ones
+        (soft-RoCE on several processors may still be copying one packet).
+        """
         with self._lock:
             was_closed, self.is_closed = self.is_closed, True
             windows, self._windows = self._windows, {}
@@ -51,7 +54,7 @@ class Window:
             self.on_closed()
 
     def close_on(self, lane: "Lane") -> None:
-        """Before the lane's queue pair is destroyed: soft-RoCE waits a minute for windows that are bound to it."""
+        """Close it on a lane before the lane's queue pair is destroyed: soft-RoCE waits a minute for bound windows."""
         with self._lock:
             window = self._windows.pop(lane, None)
             if window is not None:
@@ -59,34 +62,34 @@ class Window:
 
 
 class Windows:
-    """Those of one connection, as far as they are open."""
+    """The open windows of one connection."""
 
     def __init__(self) -> None:
         self._open: list[Window] = []
 
     def open(self) -> Window:
-        """A further one, on no lane yet."""
+        """Create a further window, on no lane yet."""
         self._open = [*(one for one in self._open if not one.is_closed), window := Window()]
         return window
 
     def close(self) -> None:
-        """Every one, whatever another's end raises."""
+        """Close every window, even if closing one raises."""
         with contextlib.ExitStack() as rest:
             for window in self._open:
                 rest.callback(window.close)
 
     def close_on(self, lane: "Lane") -> None:
-        """As Window.close_on, for all of them."""
+        """Call Window.close_on for all windows."""
         for window in self._open:
             window.close_on(lane)
 
 
 def _nobody() -> None:
-    """Nobody is to be told."""
+    """Notify nobody."""
 
 
 def _close(lane: "Lane", window: Any) -> None:
-    """By the window itself or, should the device not let go of it, by the end of the queue pair that it is bound to."""
+    """Close by the window itself or, if the device keeps it, by the end of the queue pair that it is bound to."""
     from pyverbs.pyverbs_error import PyverbsError
 
     try:

@@ -1,4 +1,6 @@
-"""Work requests from slice lists, as arrays; pure. A thousand slices cost as many nanoseconds each as one call does."""
+"""Work requests built from slice lists as arrays; pure. A thousand slices cost as many nanoseconds each as one call
+does.
+"""
 
 import struct
 from dataclasses import dataclass
@@ -44,9 +46,9 @@ class Work:
         max_sge: int,
         signalled: bool = True,
     ) -> "Work":
-        """Writes or reads of int64 [n, 3] rows (local_offset, remote_offset, nbytes).
+        """Build writes or reads of int64 [n, 3] rows (local_offset, remote_offset, nbytes).
 
-        Rows that follow each other in the remote memory share a request, which gathers (or scatters) them locally.
+        Rows that are adjacent in the remote memory share a request, which gathers (or scatters) them locally.
         """
         flags = abi.SEND_SIGNALED if signalled else 0
         words = rows.view(np.uint64)
@@ -67,9 +69,9 @@ class Work:
 
 
 class Singles:
-    """Places for requests of one slice or none, which most posts come down to: at a tenth of what arrays cost.
+    """Ring of preallocated requests with at most one slice, the most frequent kind, at a tenth of the cost of arrays.
 
-    A place is filled again by the request that is `depth` later, when the device has its own copy.
+    An entry is reused `depth` requests later, when the device has its own copy.
     """
 
     def __init__(self, depth: int) -> None:
@@ -89,7 +91,7 @@ class Singles:
         remote_address: int = 0,
         rkey: int = 0,
     ) -> int:
-        """The address of the request with this number, filled in. `slice_`: (address, bytes, lkey)."""
+        """Fill in the request with this number and return its address. `slice_`: (address, bytes, lkey)."""
         place = number % self._depth * _SINGLE.size
         own = self._address + place
         address, nbytes, lkey = slice_ or (0, 0, 0)
@@ -101,8 +103,9 @@ class Singles:
 
 
 def _requests(rows: Rows, max_sge: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | int]:
-    """Where requests begin, at every row that does not follow its predecessor and at every `max_sge`-th of a run; and
-    how many rows each has."""
+    """Return the rows at which requests begin (every row that does not follow its predecessor, and every `max_sge`-th
+    of a run) and the number of rows of each.
+    """
     index = np.arange(len(rows))
     follows = rows[1:, REMOTE] == rows[:-1, REMOTE] + rows[:-1, NBYTES]
     if not follows.any():

@@ -1,6 +1,6 @@
 """RDMA ports and which of them Moonpool would use, their packets' size, and whether user space can reach them.
 
-Opens no device. What a port must be to be used is decided by `messenger.rdma.policy.choice`, as in a running node.
+Opens no device. What a port must be to be used is decided by `messenger.rdma.policy.rail_choice`, as in a running node.
 """
 
 import os
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional
 
 if TYPE_CHECKING:
-    from messenger.rdma.policy.choice import Choice
     from messenger.rdma.policy.facts import DeviceFacts
+    from messenger.rdma.policy.rail_choice import RailChoice
 
 _IMPORT_S: Final = 3.0
 _LEAST_MTU: Final = 4200  # of an interface, for packets of 4096 bytes
@@ -29,17 +29,17 @@ class Ports:
     """The ports as the kernel shows them, and what a node would choose of them."""
 
     found: "tuple[DeviceFacts, ...]"
-    choice: "Choice"
+    choice: "RailChoice"
 
 
 def observe_ports(devices: Sequence[str] = (), root: Path = _ROOT) -> Ports:
     """`devices`: those asked for by name, as in rdma_devices; none to have them chosen."""
     with ONE_AT_A_TIME:
-        from messenger.rdma.policy.choice import Wish, choose
+        from messenger.rdma.policy.rail_choice import RailRequest, choose
         from messenger.rdma.topology import rdma_ports
 
     found = rdma_ports(root)
-    return Ports(found, choose(found, Wish(devices=tuple(devices))))
+    return Ports(found, choose(found, RailRequest(devices=tuple(devices))))
 
 
 def judge_ports(seen: Ports, needs: Needs) -> Verdict:

@@ -1,4 +1,4 @@
-"""What is known of RDMA ports and of where things sit on the PCI tree: plain data, and arithmetic on it."""
+"""Facts about RDMA ports and PCI positions: plain data, and arithmetic on it."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,11 +15,11 @@ ACTIVE: Final = "ACTIVE"
 PATH_MTUS: Final = (256, 512, 1024, 2048, 4096)
 """Bytes of payload that a packet can have."""
 ROCE_OVERHEAD_NBYTES: Final = 104
-"""By so much an Ethernet interface's MTU must exceed the path MTU: drivers take 80 to 96, and 4200 is usual."""
+"""Excess of an Ethernet interface's MTU over the path MTU: drivers need 80 to 96, and 4200 is usual."""
 
 
 class Nearness(IntEnum):
-    """How far two PCI devices are from each other; less is nearer. UNKNOWN counts as far."""
+    """Distance of two PCI devices; less is nearer. UNKNOWN counts as far."""
 
     SAME_SWITCH = 0
     SAME_ROOT = 1
@@ -42,19 +42,22 @@ _NEARNESS_TEXTS: Final = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a device or memory sits. `pci_path`: from the host bridge to the device, as sysfs names them, such as
-    ("pci0000:00", "0000:00:01.0", "0000:01:00.0"); () for what is no PCI device. `numa_node` -1: not told."""
+class PciPosition:
+    """Position of a device or memory.
+
+    `pci_path` runs from the host bridge to the device, as sysfs names them, such as ("pci0000:00", "0000:00:01.0",
+    "0000:01:00.0"), and is () without a PCI device. `numa_node` is -1 if unknown.
+    """
 
     pci_path: tuple[str, ...] = ()
     numa_node: int = -1
 
 
-ANYWHERE: Final = Place()
+ANYWHERE: Final = PciPosition()
 
 
-def nearness(one: Place, other: Place) -> Nearness:
-    """Of two places, by their PCI paths and NUMA nodes."""
+def nearness(one: PciPosition, other: PciPosition) -> Nearness:
+    """Return the distance of two positions, by their PCI paths and NUMA nodes."""
     if one.pci_path and other.pci_path and one.pci_path[0] == other.pci_path[0]:
         shared = 0
         while shared < min(len(one.pci_path), len(other.pci_path)) and one.pci_path[shared] == other.pci_path[shared]:
@@ -68,7 +71,7 @@ def nearness(one: Place, other: Place) -> Nearness:
 
 @dataclass(frozen=True)
 class Gid:
-    """An entry of a port's GID table; `prefix_bits` is the length of its subnet's prefix, counted as in IPv6, or 0."""
+    """An entry of a port's GID table. `prefix_bits` is the length of its subnet's prefix, counted as in IPv6, or 0."""
 
     index: int
     address: IPv6Address
@@ -78,7 +81,7 @@ class Gid:
 
     @property
     def is_routable(self) -> bool:
-        """IPv4-mapped or global: neither link-local, nor of this host alone."""
+        """True for an IPv4-mapped or global address, neither link-local nor loopback."""
         mapped = self.address.ipv4_mapped
         address = mapped if mapped is not None else self.address
         return not (address.is_link_local or address.is_unspecified or address.is_loopback or address.is_multicast)
@@ -86,11 +89,11 @@ class Gid:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One port of one RDMA device, as it was found.
+    """One port of one RDMA device, as found.
 
-    `speed_gbit` is the link's, 0 where it is not told. `active_mtu` is the greatest path MTU in bytes; sysfs tells it
-    of no InfiniBand port, which has 0 until the port itself is asked. `netdev` and `netdev_mtu` are of the Ethernet
-    interface behind a RoCE port, "" and 0 of InfiniBand; `bond` is the bond it belongs to, "" if to none.
+    `speed_gbit` is the link's speed, 0 if unknown. `active_mtu` is the greatest path MTU in bytes, 0 for InfiniBand
+    ports until the port is queried. `netdev` and `netdev_mtu` belong to the Ethernet interface of a RoCE port, "" and 0
+    for InfiniBand; `bond` is the bond that it belongs to, "" for none.
     """
 
     name: str
@@ -99,7 +102,7 @@ class DeviceFacts:
     link_layer: str
     speed_gbit: float
     active_mtu: int
-    place: Place = ANYWHERE
+    place: PciPosition = ANYWHERE
     lid: int = 0
     gids: tuple[Gid, ...] = ()
     netdev: str = ""
@@ -114,11 +117,11 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Rail:
-    """One port that is used, with all that a peer must know to reach it.
+    """One port in use, with everything that a peer needs to reach it.
 
-    `gid_index` is 0 on InfiniBand, where `lid` addresses the port within its subnet; RoCE has lid 0. `gid` is 16
-    bytes. `mtu` 0: to be asked of the port. `is_spare`: farther than others from the memory, for when none of these
-    works. `numa_node` -1: not told.
+    `gid_index` is 0 on InfiniBand, where `lid` addresses the port within its subnet; RoCE has lid 0. `gid` is 16 bytes.
+    `mtu` 0 means that the port must be queried. `is_spare`: farther from the memory than others, used when none of
+    these works. `numa_node` is -1 if unknown.
     """
 
     device: str
@@ -153,7 +156,7 @@ WireRail = tuple[str, int, str, int, bytes, int, int, int, float, int, bool]
 
 
 def rail_to_wire(rail: Rail) -> WireRail:
-    """The fields in order, of types that msgpack knows."""
+    """Return the fields in order, as types of msgpack."""
     return (
         rail.device, rail.port, rail.link_layer, rail.gid_index, rail.gid, rail.prefix_bits, rail.lid, rail.mtu,
         rail.speed_gbit, rail.numa_node, rail.is_spare,
@@ -161,7 +164,7 @@ def rail_to_wire(rail: Rail) -> WireRail:
 
 
 def rail_from_wire(value: object) -> Rail:
-    """Raises ProtocolError for what is no rail."""
+    """Parse a rail. Raises ProtocolError for an invalid one."""
     kinds = (str, int, str, int, bytes, int, int, int, float, int, bool)
     if not isinstance(value, list | tuple) or len(value) != len(kinds):
         raise ProtocolError(f"a rail must have {len(kinds)} fields")
@@ -178,12 +181,12 @@ def rail_from_wire(value: object) -> Rail:
 
 
 def roce_mtu(netdev_mtu: int) -> int:
-    """The greatest path MTU that an Ethernet interface of this MTU carries; 0 if it carries none."""
+    """Return the greatest path MTU that an Ethernet interface of this MTU carries; 0 if it carries none."""
     return max((mtu for mtu in PATH_MTUS if mtu + ROCE_OVERHEAD_NBYTES <= netdev_mtu), default=0)
 
 
 def same_subnet(one: Rail, other: Rail) -> bool:
-    """Whether both are known to be in one IP subnet (RoCE) or have one subnet prefix (InfiniBand)."""
+    """Return True if both are known to be in one IP subnet (RoCE) or have one subnet prefix (InfiniBand)."""
     if one.link_layer != other.link_layer:
         return False
     bits = 64 if one.is_infiniband else min(one.prefix_bits, other.prefix_bits)
@@ -194,7 +197,7 @@ def same_subnet(one: Rail, other: Rail) -> bool:
 
 
 def can_reach(one: Rail, other: Rail) -> bool:
-    """Whether a connection between the two is possible at all: one kind of link, one family of addresses."""
+    """Return True if a connection between the two is possible: the same link type and address family."""
     if one.link_layer != other.link_layer:
         return False
     if one.is_infiniband:

@@ -1,16 +1,16 @@
-"""What `Rails` is made with, and the instructions that it gives."""
+"""Construction parameters of `Rails`, and the instructions that it returns."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from messenger.rdma.policy.shares import CUT_NBYTES
+from messenger.rdma.policy.batch_split import CUT_NBYTES
 from messenger.slices import Rows
 from rpc.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
 class RailSpec:
-    """One rail as it is given: its nominal speed, and whether it is used only when no other works."""
+    """A rail as configured: its nominal speed, and whether it is used only when no other works."""
 
     name: str
     speed_gbit: float
@@ -19,11 +19,11 @@ class RailSpec:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what is posted. Raises InvalidArgument for what cannot work.
+    """Bounds on posted work. Raises InvalidArgument for impossible values.
 
-    `least_share_nbytes`: a batch is spread over so many rails only that each gets as much. `window_nbytes` and
-    `window_rows`: bytes and slices under way on one rail. `post_nbytes` and `post_rows`: of one Post, which completes
-    as one.
+    `least_share_nbytes`: the least number of bytes that each rail gets when a batch is spread. `window_nbytes` and
+    `window_rows`: bytes and slices under way on one rail. `post_nbytes` and `post_rows`: size of one Post, which
+    completes as one.
     """
 
     least_share_nbytes: int = 256 << 10
@@ -39,7 +39,7 @@ class Limits:
 
 
 class Post(NamedTuple):
-    """Post these slices on the rail, the last signalled, and tell `completed(number)`."""
+    """Instruction: post these slices on the rail, the last one signalled, and report `completed(number)`."""
 
     number: int
     batch: int
@@ -50,7 +50,7 @@ class Post(NamedTuple):
 
 
 class Announce(NamedTuple):
-    """Send the batch's frame on the rail, behind all that is posted there, and tell `completed(number)`."""
+    """Instruction: send the batch's frame on the rail, after everything posted there; report `completed(number)`."""
 
     number: int
     batch: int

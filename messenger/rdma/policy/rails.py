@@ -1,18 +1,18 @@
-"""The rails towards one peer: which slices go on which of them and when, and what becomes of them when rails fail.
+"""Scheduling of slices over the rails to one peer, and recovery when rails fail.
 
-Events in, instructions out. The shell submits batches, asks what is `due`, posts it, and tells what completed and what
-failed; after every event more may be due. Any thread, one at a time.
+Events in, instructions out. The shell submits batches, asks what is `due`, posts it, and reports what completed and
+what failed; after every event more may be due. Any thread may call, one at a time.
 
-Order. Bytes of a batch land in any order. A batch that is to be announced (its notify, or the frame that says that it
-is done) has its Announce due only when nothing of it or of an earlier batch is unposted or under way on another rail
-than that of the frames; what is under way on that rail is ahead of the frame in the same queue pair and lands first.
-Announces come in the order of submission, and the frames' rail changes only when it fails.
+Order. Bytes of a batch land in any order. A batch with a frame (its notification, or the message that it is done) has
+its Announce due only when nothing of it or of an earlier batch is unposted or under way on another rail than the one
+that carries the frames; what is under way on that rail is ahead of the frame in the same queue pair and lands first.
+Announces follow the order of submission, and the frame rail changes only when it fails.
 
-Failure. `rail_failed` gives every unfinished slice of the rail back to be posted again, on another rail. The shell
-calls it only when the queue pair cannot write any more, at neither end: bytes that land after those sent again would
-be the worst of errors. If frames were under way on the rail, nobody here knows whether the peer has them, and the peer
-may have given the memory to something else since: then nothing is due until the shell has asked the peer and says so
-with `resolve`. A rail that failed rests, ever longer, is probed by the shell and returns.
+Failure. `rail_failed` returns every unfinished slice of the rail for posting on another rail. The shell calls it only
+when neither end of the queue pair can write any more: bytes that land after their repetition would corrupt memory. If
+frames were under way on the rail, it is unknown whether the peer has them, and the peer may have reused the memory:
+then nothing is due until the shell has asked the peer and calls `resolve`. A failed rail rests, longer after each
+failure, is probed by the shell and returns.
 """
 
 import heapq
@@ -23,19 +23,19 @@ from typing import Final
 
 import numpy as np
 
+from messenger.rdma.policy.batch_split import CUT_NBYTES, shares, take
 from messenger.rdma.policy.posting import Announce, Instruction, Limits, Post, RailSpec
-from messenger.rdma.policy.resting import Health, RailState
-from messenger.rdma.policy.shares import CUT_NBYTES, shares, take
-from messenger.rdma.policy.speed import Speed
+from messenger.rdma.policy.rail_health import RailHealth, RailState
+from messenger.rdma.policy.rail_speed import RailSpeed
 from messenger.slices import NBYTES, Rows
 from rpc.errors import InvalidArgument
 
 _SAMPLE_NBYTES: Final = 1 << 20
 _SAMPLE_NS: Final = 100_000
 ANNOUNCE_DELAY_NS: Final = 20_000
-"""What it costs to wait for another rail's completion before a frame: by so much the frames' rail is preferred."""
+"""Cost of waiting for another rail's completion before a frame: the preference for the frame rail."""
 DEFAULT_GBIT: Final = 10.0
-"""Taken for a link that does not tell its speed."""
+"""Assumed speed of a link that reports none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,15 +54,15 @@ class _Batch:
 
     @property
     def holds_up(self) -> bool:
-        """Whether no frame of this or a later batch may go."""
+        """Return True if no frame of this or a later batch may be sent."""
         return bool(self.waiting_nbytes or self.num_elsewhere)
 
 
 @dataclass(eq=False, slots=True)
 class _Rail:
     spec: RailSpec
-    speed: Speed
-    health: Health = field(default_factory=Health)
+    speed: RailSpeed
+    health: RailHealth = field(default_factory=RailHealth)
     in_flight_nbytes: int = 0
     in_flight_rows: int = 0
     posts: dict[int, Post] = field(default_factory=dict)
@@ -72,13 +72,13 @@ class _Rail:
 
 
 class Rails:
-    """See the module. Rails are named by their index in `specs`."""
+    """Scheduler of one connection's rails (see the module). Rails are named by their index in `specs`."""
 
     def __init__(self, specs: Sequence[RailSpec], limits: Limits, now_ns: int) -> None:
         if not specs:
             raise InvalidArgument("a peer needs at least one rail")
         self._limits = limits
-        self._rails = [_Rail(spec, Speed((spec.speed_gbit or DEFAULT_GBIT) * 1e9 / 8)) for spec in specs]
+        self._rails = [_Rail(spec, RailSpeed((spec.speed_gbit or DEFAULT_GBIT) * 1e9 / 8)) for spec in specs]
         for rail in self._rails:
             rail.health.since_ns = now_ns
         self._batches: dict[int, _Batch] = {}
@@ -93,7 +93,7 @@ class Rails:
         self._frame_rail: int | None = None
         self._usable: list[int] = []
         self.all_are_up = True
-        """Whether no rail rests or is probed."""
+        """True if no rail rests or is probed."""
         self._find_usable()
         self._elect_frame_rail()
 
@@ -101,12 +101,12 @@ class Rails:
 
     @property
     def frame_rail(self) -> int | None:
-        """The rail that frames go on; None while no rail is up."""
+        """Rail that carries the frames; None while no rail is up."""
         return self._frame_rail
 
     @property
     def is_stranded(self) -> bool:
-        """No rail is up: what is unfinished waits for a probe to succeed, or for the shell to give the peer up."""
+        """True if no rail is up: unfinished work waits for a successful probe, or for the shell to give the peer up."""
         return self._frame_rail is None
 
     @property
@@ -116,19 +116,19 @@ class Rails:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether something is due or waits for a completion to be so."""
+        """True if something is due, or will be after a completion."""
         return bool(self._to_announce) or self._waiting_nbytes > 0
 
     @property
     def num_unfinished(self) -> int:
-        """Batches that are not done."""
+        """Number of batches that are not done."""
         return len(self._batches)
 
     def state(self, rail: int) -> RailState:
         return self._rails[rail].health.state
 
     def bytes_s(self, rail: int, now_ns: int) -> float:
-        """The rail's speed as it is believed to be."""
+        """Return the estimated speed of the rail."""
         return self._rails[rail].speed.bytes_s(now_ns)
 
     def in_flight_nbytes(self, rail: int) -> int:
@@ -137,8 +137,10 @@ class Rails:
     # Events.
 
     def submit(self, rows: Rows, *, announce: bool) -> int:
-        """Take a batch in; the number it has from now on. `rows` are int64 [n, 3], as `messenger.slices` has them,
-        without empty ones. A batch without rows is a frame alone. Raises InvalidArgument for one that is nothing."""
+        """Add a batch and return its number. `rows` are int64 [n, 3], as in `messenger.slices`, without empty ones.
+
+        A batch without rows is a frame alone. Raises InvalidArgument for an empty batch.
+        """
         nbytes = _total(rows)
         if not (nbytes or announce):
             raise InvalidArgument("a batch needs slices, or something to announce")
@@ -154,7 +156,7 @@ class Rails:
         return batch.number
 
     def due(self, now_ns: int) -> list[Instruction]:
-        """What is to be posted now, in this order; it counts as under way."""
+        """Return what is to be posted now, in this order; it counts as under way."""
         instructions: list[Instruction] = []
         if self._doubts or self._frame_rail is None:
             return instructions
@@ -166,7 +168,9 @@ class Rails:
         return instructions
 
     def completed(self, number: int, rail: int, now_ns: int) -> int | None:
-        """An instruction was done. The batch, if that was its last. Raises InvalidArgument for one not under way."""
+        """Process the completion of an instruction; return the batch if it is done. Raises InvalidArgument for one not
+        under way.
+        """
         post = self._rails[rail].posts.get(number)
         if post is not None:
             batch = self._batches[post.batch]
@@ -180,7 +184,7 @@ class Rails:
         return self._finish(batch)
 
     def rail_failed(self, rail: int, now_ns: int) -> None:
-        """The rail's queue pair is dead at both ends, or its probe failed: what it had comes back, and it rests."""
+        """Process the failure of a rail, dead at both ends, or of its probe: its work is returned, and it rests."""
         failed = self._rails[rail]
         failed.health.failed(now_ns)
         for post in list(failed.posts.values()):
@@ -192,8 +196,11 @@ class Rails:
             self._elect_frame_rail()
 
     def resolve(self, last_delivered: int) -> list[int]:
-        """The peer has the frames of the doubtful batches up to this one (0: of none). The batches that are done by it;
-        the other frames are sent again. Raises InvalidArgument for a batch that is not in doubt."""
+        """Resolve the doubtful batches: the peer has the frames up to this one (0: none). Return the batches that are
+        done.
+
+        The other frames are sent again. Raises InvalidArgument for a batch that is not in doubt.
+        """
         if last_delivered and last_delivered not in self.doubts:
             raise InvalidArgument(f"batch {last_delivered} is not in doubt")
         for announce in reversed(self._doubts):
@@ -210,19 +217,19 @@ class Rails:
         return done
 
     def probes_due(self, now_ns: int) -> list[int]:
-        """Rails whose rest is over: rebuild each and tell `rail_returned` or `rail_failed`."""
+        """Return the rails whose rest is over: rebuild each and report `rail_returned` or `rail_failed`."""
         rested = [rail for rail, each in enumerate(self._rails) if each.health.is_rested(now_ns)]
         for rail in rested:
             self._rails[rail].health.probe(now_ns)
         return rested
 
     def next_probe_ns(self) -> int | None:
-        """When the next rest ends; None if no rail rests."""
+        """Return when the next rest ends; None if no rail rests."""
         resting = [rail.health for rail in self._rails if rail.health.state is RailState.RESTING]
         return min((health.rested_ns for health in resting), default=None)
 
     def rail_returned(self, rail: int, now_ns: int) -> None:
-        """The probe succeeded: the rail is used again."""
+        """Use the rail again after a successful probe."""
         returned = self._rails[rail]
         if returned.health.state is not RailState.PROBING:
             raise InvalidArgument(f"rail {returned.spec.name} was not being probed")
@@ -234,7 +241,7 @@ class Rails:
             self._elect_frame_rail()
 
     def validate(self) -> None:
-        """Raise AssertionError if the books do not agree: for tests, and when idle."""
+        """Raise AssertionError if the internal state is inconsistent: for tests, and when idle."""
         for index, rail in enumerate(self._rails):
             assert rail.in_flight_nbytes == sum(post.nbytes for post in rail.posts.values())
             assert rail.in_flight_rows == sum(len(post.rows) for post in rail.posts.values())
@@ -254,7 +261,7 @@ class Rails:
     # Posting.
 
     def _post(self, batch: _Batch, instructions: list[Instruction], now_ns: int) -> bool:
-        """Post what has room of the batch's slices. False when some of them must wait."""
+        """Post the batch's slices for which there is room; return False if some must wait."""
         up = self._usable
         served = [(up[0], batch.waiting_nbytes)] if len(up) == 1 else self._spread(batch, now_ns)
         spilt = 0  # what cutting slices at whole pages leaves over goes with the next rail's
@@ -271,7 +278,7 @@ class Rails:
         return not batch.waiting_nbytes
 
     def _spread(self, batch: _Batch, now_ns: int) -> list[tuple[int, int]]:
-        """(rail, bytes) of what waits of the batch."""
+        """Return (rail, bytes) for the waiting part of the batch."""
         up = self._usable
         speeds = [self._rails[rail].speed.bytes_s(now_ns) for rail in up]
         delay_ns = ANNOUNCE_DELAY_NS if batch.is_unannounced else 0
@@ -286,7 +293,7 @@ class Rails:
         return [(rail, nbytes) for rail, nbytes in zip(up, wanted, strict=True) if nbytes]
 
     def _room(self, rail: int, nbytes: int) -> int:
-        """How much of `nbytes` may be posted on the rail in one Post; 0: wait."""
+        """Return how much of `nbytes` may be posted on the rail in one Post; 0 means wait."""
         limits, state = self._limits, self._rails[rail]
         room = min(limits.window_nbytes - state.in_flight_nbytes, limits.post_nbytes)
         has_rows = state.in_flight_rows < limits.window_rows
@@ -327,7 +334,7 @@ class Rails:
                 instructions.append(batch.announce)
 
     def _first(self, heap: list[int]) -> _Batch | None:
-        """The oldest batch of the heap that still belongs there."""
+        """Return the oldest batch of the heap that still belongs there."""
         while heap:
             batch = self._batches.get(heap[0])
             belongs = batch is not None and (batch.waiting_nbytes > 0 if heap is self._to_post else batch.holds_up)
@@ -359,7 +366,7 @@ class Rails:
         return batch.number
 
     def _sample(self, rail: _Rail, post: Post, now_ns: int) -> None:
-        """Completions that are found at once say nothing one by one: bytes and busy time are gathered."""
+        """Sample the speed. Completions found together are no single samples: bytes and busy time are accumulated."""
         rail.sampled_ns += max(0, now_ns - max(post.posted_ns, rail.done_ns))
         rail.sampled_nbytes += post.nbytes
         rail.done_ns = now_ns
@@ -368,7 +375,7 @@ class Rails:
             rail.sampled_nbytes = rail.sampled_ns = 0
 
     def _find_usable(self) -> None:
-        """The rails that are up; spares only where no other is."""
+        """Return the rails that are up; spares only if no other is."""
         up = [rail for rail, each in enumerate(self._rails) if each.health.state is RailState.UP]
         self.all_are_up = len(up) == len(self._rails)
         self._usable = [rail for rail in up if not self._rails[rail].spec.is_spare] or up
@@ -382,7 +389,7 @@ class Rails:
 
 
 def _total(rows: Rows) -> int:
-    """Bytes of the rows, of which there is often one or none."""
+    """Return the bytes of the rows, of which there is often one or none."""
     if len(rows) == 1:
         return int(rows[0, NBYTES])
     return int(rows[:, NBYTES].sum()) if len(rows) else 0

@@ -1,8 +1,8 @@
-"""The structures and numbers of libibverbs that work requests and completions are made of; they never change.
+"""Structures and numbers of libibverbs for work requests and completions; they are a stable ABI.
 
-pyverbs makes and destroys every object. Work requests and completions, of which there are many, are built and read here
-as arrays: one call posts thousands of slices, at a few nanoseconds each, where pyverbs makes two objects of each slice
-(and, in the versions that distributions ship, never frees their lists). Source: infiniband/verbs.h, IBVERBS_1.1.
+pyverbs creates and destroys every object. Work requests and completions, of which there are many, are built and read
+here as arrays: one call posts thousands of slices at a few nanoseconds each, where pyverbs creates two objects per
+slice (and, in the versions that distributions ship, never frees their lists). Source: infiniband/verbs.h, IBVERBS_1.1.
 """
 
 import struct
@@ -70,5 +70,5 @@ _STATUS_NAMES: Final = (
 
 
 def status_name(status: int) -> str:
-    """What a completion's status says."""
+    """Return the name of a completion's status."""
     return _STATUS_NAMES[status] if status < len(_STATUS_NAMES) else f"status {status}"

@@ -19,7 +19,7 @@ _NOTHING: Final[Completions] = []
 
 class CompletionQueue:
     def __init__(self, device: Device, capacity: int) -> None:
-        """Raises OSError when the device gives no more."""
+        """Raises OSError when the device has no more resources."""
         from pyverbs.cq import CQ, CompChannel
         from pyverbs.pyverbs_error import PyverbsError
 
@@ -35,7 +35,7 @@ class CompletionQueue:
         self._address = int(buffer.ctypes.data)
 
     def poll(self) -> Completions:
-        """What completed; empty if nothing did. Raises OSError when the queue is broken."""
+        """Return the completions, empty if there is none. Raises OSError when the queue is broken."""
         found = self._poll(_BATCH, self._address)
         if not found:
             return _NOTHING
@@ -44,18 +44,19 @@ class CompletionQueue:
         return [*abi.WC.iter_unpack(self._view[: found * abi.WC.size])]
 
     def arm(self, *, solicited: bool = False) -> None:
-        """Let the descriptor become readable with the next completion, or the next that its sender marked or that
-        failed; poll once more afterwards. (Soft-RoCE does not count failures among the latter.)"""
+        """Make the descriptor readable with the next completion, or with the next solicited or failed one; poll once
+        more afterwards. (Soft-RoCE does not count failures among the latter.)
+        """
         self._arm(solicited)
 
     def take_event(self) -> None:
-        """Take what made the descriptor readable."""
+        """Consume the event that made the descriptor readable."""
         try:
             self._channel.get_cq_event(self.cq)
         except self._nothing_was_there:
             pass
 
     def close(self) -> None:
-        """After the queue pairs."""
+        """Destroy the queue, after its queue pairs."""
         self.cq.close()
         self._channel.close()

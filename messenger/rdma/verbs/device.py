@@ -1,4 +1,4 @@
-"""One opened device: its limits, its protection domain, its shared receive queue and what is registered with it."""
+"""One opened device: limits, protection domain, shared receive queue and registrations."""
 
 import contextlib
 import errno
@@ -16,14 +16,14 @@ from messenger.counters import Counters
 from messenger.errors import RdmaUnavailable
 from messenger.memory import AnyRegion, GpuRegion
 from messenger.rdma.memory import SHARE
-from messenger.rdma.policy.credits import InboxFull, Shares
+from messenger.rdma.policy.credits import InboxFull, InboxShares
 from messenger.rdma.registered import Registered
 from messenger.rdma.verbs import abi
 
 _RECEIVES = 8192
 _CHAIN = 64
 _IN_USE: set["Device"] = set()
-"""Not closed yet: what the garbage collector frees, it frees in any order, and libibverbs does not survive that."""
+"""Devices not closed yet, kept alive: the garbage collector frees in any order, which crashes libibverbs."""
 REGION_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_MW_BIND
 
 
@@ -36,10 +36,10 @@ class DeviceLimits:
 
 
 class Device:
-    """Open until `close`. Any thread."""
+    """An opened device, until `close`. Safe for any thread."""
 
     def __init__(self, name: str, counters: Counters, silence_s: float) -> None:
-        """`silence_s`: after so long without a completion a connection does without the device.
+        """`silence_s`: seconds without a completion after which a connection drops the device.
 
         Raises RdmaUnavailable.
         """
@@ -69,20 +69,21 @@ class Device:
             self.srq: Any = self._shared_receive_queue()
         except PyverbsError as error:
             raise RdmaUnavailable(f"cannot use {name}: {error}{_memlock_hint(error)}") from error
-        self._shares = Shares(self._receives, SHARE)
+        self._shares = InboxShares(self._receives, SHARE)
         self._users: dict[int, object] = {}
         _IN_USE.add(self)
         self._next_connection = 0
         self._is_closing = False
 
     def port_mtu(self, port: int) -> int:
-        """The greatest path MTU of a port, in bytes."""
+        """Return the greatest path MTU of a port, in bytes."""
         return 128 << int(self.context.query_port(port).active_mtu)
 
     def join(self, user: object) -> int:
-        """A new connection takes its share of the receive requests; its number. `user` is kept until it leaves.
+        """Allocate a share of the receive requests to a new connection; return its number. `user` is kept until it
+        leaves.
 
-        Raises OSError when all shares are given.
+        Raises OSError when all shares are allocated.
         """
         with self._lock:
             if self._is_closing:
@@ -96,7 +97,7 @@ class Device:
             return self._next_connection
 
     def leave(self, connection: int) -> None:
-        """The connection's queue pairs are gone."""
+        """Release the share of a connection whose queue pairs are gone."""
         with self._lock:
             self._shares.leave(connection)
             self._users.pop(connection, None)
@@ -109,10 +110,10 @@ class Device:
                 self.srq.post_recv(self._receive)
 
     def register(self, region: AnyRegion) -> Registered:
-        """The region's registration, made at its first use; that of GPU memory was given to `keep`.
+        """Return the region's registration, made at its first use; that of GPU memory was passed to `keep`.
 
-        It gives peers nothing: they come through windows. It lives as long as it is known here, or referred to by
-        others; for no longer than the region. Raises OSError.
+        It gives peers no access: they use windows. It lives while it is known here or referenced, but no longer than
+        the region. Raises OSError.
         """
         with self._lock:
             registered = self._registered.get(region.region_id)
@@ -130,13 +131,13 @@ class Device:
             return registered
 
     def keep(self, region: GpuRegion, registered: Registered, took_s: float) -> None:
-        """How the region is registered here."""
+        """Store the region's registration."""
         with self._lock:
             self._registered[region.region_id] = registered
             self._count(region, took_s)
 
     def settle(self, region: AnyRegion) -> None:
-        """As `Registered.settle`. Raises GpuMemoryUnsupported, or OSError where the region is forgotten."""
+        """Run `Registered.settle`. Raises GpuMemoryUnsupported, or OSError if the region is unknown."""
         if isinstance(region, GpuRegion):
             self.register(region).settle()
 
@@ -146,7 +147,7 @@ class Device:
         self._counters.add("rdma_registration_us", int(took_s * 1e6))
 
     def deregister(self, region: AnyRegion) -> None:
-        """Forget the registration; the memory is unpinned when nothing under way refers to it any more."""
+        """Drop the registration; the memory is unpinned when no operation refers to it any more."""
         with self._lock:
             self._registered.pop(region.region_id, None)
 
@@ -159,7 +160,7 @@ class Device:
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Turn the errors of pyverbs into OSErrors that say what could not be had."""
+        """Convert errors of pyverbs into OSErrors that name the missing resource."""
         from pyverbs.pyverbs_error import PyverbsError
 
         try:
@@ -169,7 +170,7 @@ class Device:
             raise OSError(code, f"{self.name} gives no {what}: {error}{_memlock_hint(error)}") from error
 
     def close(self) -> None:
-        """Once the last connection is gone: a messenger may be closed by a handler that runs on one of them."""
+        """Close after the last connection is gone; a messenger may be closed by a handler that runs on one of them."""
         with self._lock:
             if not self._is_closing:
                 self._is_closing = True
@@ -206,7 +207,7 @@ class Device:
 
 
 def require_pyverbs() -> None:
-    """Raises RdmaUnavailable, naming what to install."""
+    """Raise RdmaUnavailable, naming what to install, if pyverbs is missing."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

@@ -1,8 +1,8 @@
-"""Requests on their way to one queue pair: made with the connection's lock held, handed to the device without it.
+"""Requests on their way to one queue pair: built with the connection's lock held, posted without it.
 
-The device gets in one call, as one chain, whatever was made by then: whoever rings while another thread does leaves it
-to that one, which looks again before it goes, though not for ever. A soft device sends within the call, for as long as
-the bytes take.
+One call posts everything built so far as one chain. A thread that rings while another posts leaves its work to that
+thread, which checks again before it returns, a bounded number of times. A soft device sends within the call, for as
+long as the bytes take.
 """
 
 import contextlib
@@ -16,28 +16,31 @@ from typing import Final
 
 _NEXT_AT: Final = 8  # in struct ibv_send_wr
 _ROUNDS: Final = 8
-"""So often a thread posts what others added while it posted."""
+"""Rounds in which a thread posts what others added while it posted."""
 
 
 class Doorbell:
-    """`post(address of a chain)` returns an errno. `add` one thread at a time, the others any."""
+    """Posting of request chains. `post(address of a chain)` returns an errno. `add` is for one thread at a time, the
+    other methods for any.
+    """
 
     def __init__(self, post: Callable[[int], int], device: str) -> None:
         self._post = post
         self._device = device
         self.made: deque[tuple[int, int, object]] = deque()
-        """Chains that nobody has begun to post."""
+        """Chains that no thread has begun to post."""
         self._ringing = threading.Lock()
         self._closed = False
 
     def add(self, first: int, last: int, memory: object) -> None:
-        """A chain, from the address of its first request to that of its last; the memory lives until it was posted."""
+        """Add a chain by the addresses of its first and last request; the memory must live until it was posted."""
         self.made.append((first, last, memory))
 
     def ring(self) -> bool:
-        """Post what was added, or leave it to who does so now. Raises OSError when the queue pair does not take it.
+        """Post what was added, or leave it to the thread that is posting. Raises OSError when the queue pair rejects
+        it.
 
-        True: others have added so much meanwhile that somebody else should go on, and nobody does.
+        Return True if others have added so much meanwhile that another thread should continue, and none does.
         """
         for _ in range(_ROUNDS):
             if not self.made or not self._ringing.acquire(blocking=False):
@@ -49,17 +52,17 @@ class Doorbell:
         return bool(self.made)
 
     def alone(self, post: Callable[[], None]) -> None:
-        """Post what was added, and then something else, behind it. Raises what `post` raises, and OSError."""
+        """Post what was added, then run another action behind it. Raises what the action raises, and OSError."""
         with self._ringing:
             self._post_all()
             post()
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Discard what was added."""
         self.made.clear()
 
     def close(self) -> None:
-        """Nothing is posted after this."""
+        """Post nothing from now on."""
         with self._ringing:
             self._closed = True
             self.made.clear()

@@ -1,8 +1,8 @@
-"""Where libibverbs keeps an object, and the calls that its headers inline: post_send, poll_cq, req_notify_cq.
+"""Addresses of libibverbs objects, and the calls that its headers inline: post_send, poll_cq, req_notify_cq.
 
-A pyverbs object keeps the pointer to its C structure as its first field, right behind its base class. It is read from
-there and checked against what pyverbs itself tells of the object, without following it, so that a pyverbs of another
-make is found out before anything is called.
+A pyverbs object stores the pointer to its C structure as its first field, right after its base class. It is read from
+there and compared with what pyverbs reports about the object, without dereferencing it, so that an incompatible pyverbs
+is detected before anything is called.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ _Notify = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
 
 def address_of(thing: Any) -> int:
-    """The address of the C structure behind a pyverbs object."""
+    """Return the address of the C structure of a pyverbs object."""
     from pyverbs.base import PyverbsCM
 
     return int(ctypes.c_uint64.from_address(id(thing) + PyverbsCM.__basicsize__).value)
 
 
 def check_layout(qp: Any, cq: Any) -> None:
-    """Raises RdmaUnavailable unless the addresses found are those of these objects."""
+    """Raise RdmaUnavailable unless the addresses found belong to these objects."""
     found = _peek(address_of(qp) + abi.QP_NUM), _peek(address_of(cq) + abi.CQ_CQE)
     if found != (qp.qp_num, cq.cqe):
         raise RdmaUnavailable(
@@ -39,12 +39,12 @@ def check_layout(qp: Any, cq: Any) -> None:
 
 
 def channel_fd(channel: Any) -> int:
-    """The descriptor of a completion channel; it stays the channel's."""
+    """Return the descriptor of a completion channel, which the channel owns."""
     return int(ctypes.c_int.from_address(address_of(channel) + abi.CHANNEL_FD).value)
 
 
 def post_send_of(qp: Any) -> Callable[[int], int]:
-    """`post(address of the first work request)` for this queue pair; returns an errno."""
+    """Return `post(address of the first work request)` for the queue pair; it returns an errno."""
     address = address_of(qp)
     call = _Call(_operation(_pointer(address + abi.QP_CONTEXT), abi.OP_POST_SEND))
     bad = ctypes.c_void_p()
@@ -57,7 +57,7 @@ def post_send_of(qp: Any) -> Callable[[int], int]:
 
 
 def polling_of(cq: Any) -> tuple[Callable[[int, int], int], Callable[[bool], int]]:
-    """(`poll(how many, address of WCs)`, `arm(for solicited ones alone)`) of a completion queue."""
+    """Return `poll(count, address of WCs)` and `arm(solicited_only)` of a completion queue."""
     address = ctypes.c_void_p(address_of(cq))
     context = _pointer(address_of(cq))
     poll, notify = _Poll(_operation(context, abi.OP_POLL_CQ)), _Notify(_operation(context, abi.OP_REQ_NOTIFY_CQ))
@@ -73,7 +73,7 @@ def _pointer(address: int) -> int:
 
 
 def _peek(address: int) -> int:
-    """The 32 bits at an address that may be none; -1 then."""
+    """Return the 32 bits at an address that may be invalid; -1 then."""
     try:
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             read = os.pread(memory.fileno(), 4, address)

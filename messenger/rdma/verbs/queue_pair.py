@@ -1,4 +1,4 @@
-"""One reliable connection of a rail: its life from INIT to its end, and the books of its send queue."""
+"""One reliable connection of a rail: its states from INIT to its end, and the accounting of its send queue."""
 
 import secrets
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from messenger.rdma.work import Singles, Work
 
 DEPTH = 1024
 _RETRIES = 6
-"""How often packets without an answer are sent again before the rail is dead; soft-RoCE takes 7 for "for ever"."""
+"""Retransmissions of unanswered packets before the rail is dead; soft-RoCE takes 7 for "for ever"."""
 _TIMEOUT_UNIT_S = 4.096e-6
 _RNR_TIMER_CODE = 12
 _RNR_RETRIES = 6
-"""Credits see to it that no receive request is missing; a peer that lacks them all the same is not waited for long."""
+"""Retries when the peer has no receive request, which credits prevent: a faulty peer is not waited for long."""
 
 
 @dataclass(frozen=True)
-class Far:
-    """What the other side tells of its queue pair."""
+class RemoteQueuePair:
+    """Number and first packet of the peer's queue pair."""
 
     qp_num: int
     psn: int
@@ -38,10 +38,10 @@ class Far:
 
 
 class QueuePair:
-    """One thread at a time, except that `ring` and `fail` are safe at any time before `close`."""
+    """A queue pair for one thread at a time, except that `ring` and `fail` are safe at any time before `close`."""
 
     def __init__(self, device: Device, queue: CompletionQueue) -> None:
-        """Raises OSError when the device gives no more, RdmaUnavailable for a pyverbs that is not known."""
+        """Raises OSError when the device has no more resources, RdmaUnavailable for an incompatible pyverbs."""
         from pyverbs.qp import QP, QPCap, QPInitAttr
 
         self.device = device
@@ -57,9 +57,9 @@ class QueuePair:
         check_layout(self._qp, queue.cq)
         self._doorbell = Doorbell(post_send_of(self._qp), device.name)
         self.unrung = self._doorbell.made
-        """What `ring` would hand over; not empty: there is something."""
+        """Chains that `ring` would post."""
         self._singles = Singles(self.depth)
-        self.near = Far(self._qp.qp_num, secrets.randbits(24))
+        self.near = RemoteQueuePair(self._qp.qp_num, secrets.randbits(24))
         self.posted = 0
         self.done = 0
         self.connected = False
@@ -68,21 +68,21 @@ class QueuePair:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it takes work: it was connected, and did not fail."""
+        """True if it is connected and has not failed."""
         return self.connected and not self.failed
 
     @property
     def asked(self) -> int:
-        """The number of the last request that tells of its completion."""
+        """Number of the last signalled request."""
         return self._signalled
 
     @property
     def room(self) -> int:
-        """Work requests that may be posted now."""
+        """Number of work requests that may be posted now."""
         return self.depth - (self.posted - self.done)
 
-    def connect(self, rail: Rail, far_rail: Rail, far: Far, mtu: int) -> None:
-        """INIT, RTR, RTS. Raises OSError."""
+    def connect(self, rail: Rail, far_rail: Rail, far: RemoteQueuePair, mtu: int) -> None:
+        """Move through INIT, RTR and RTS. Raises OSError."""
         from pyverbs.addr import GID, AHAttr, GlobalRoute
         from pyverbs.qp import QPAttr
 
@@ -104,7 +104,7 @@ class QueuePair:
         self.connected = True
 
     def post(self, work: Work) -> int:
-        """The requests, for which there is room, go with the next `ring`; the number of the last."""
+        """Add the requests, for which there is room, to the next `ring`; return the number of the last."""
         requests = work.requests
         count = len(requests)
         requests["wr_id"] = np.arange(self.posted + 1, self.posted + 1 + count)
@@ -129,9 +129,9 @@ class QueuePair:
         remote_address: int = 0,
         rkey: int = 0,
     ) -> int:
-        """A request of one slice (address, bytes, lkey), or of none, goes with the next `ring`; its number.
+        """Add a request of one slice (address, bytes, lkey), or of none, to the next `ring`; return its number.
 
-        `solicited`: it wakes a peer that sleeps for such alone.
+        `solicited` wakes a peer that sleeps for solicited completions only.
         """
         number = self.posted + 1
         flags = abi.SEND_SOLICITED if solicited else 0
@@ -146,14 +146,14 @@ class QueuePair:
         return number
 
     def ring(self) -> bool:
-        """Hand what was posted to the device, or leave that to the thread that does so now. Raises OSError.
+        """Hand posted requests to the device, or leave that to the thread that is doing so. Raises OSError.
 
-        True: there is something left, and who calls has done its share.
+        Return True if work is left and the caller has done its share.
         """
         return self._doorbell.ring()
 
     def bind(self, window: Any, registration: Any, address: int, nbytes: int, access: int) -> tuple[int, int]:
-        """Post the binding of a memory window: (the key that it has then, the number of the request)."""
+        """Post the binding of a memory window; return (its key, the number of the request)."""
         from pyverbs.mr import MWBindInfo
         from pyverbs.wr import SendWR
 
@@ -170,13 +170,13 @@ class QueuePair:
         return key, self.posted
 
     def drain_mark(self) -> int:
-        """Post an empty, signalled request: behind it nothing is under way; its number. Raises OSError."""
+        """Post an empty signalled request, behind which nothing is under way; return its number. Raises OSError."""
         number = self.post_one(None, opcode=abi.WR_RDMA_WRITE, signalled=True)
         self.ring()
         return number
 
     def fail(self) -> None:
-        """ERR: from now on the hardware neither sends nor takes anything for it; what is posted comes back flushed.
+        """Move to ERR: from now on the hardware neither sends nor receives for it, and posted requests are flushed.
 
         Raises OSError when the device does not do it.
         """
@@ -194,7 +194,7 @@ class QueuePair:
                 raise OSError(f"a queue pair of {self.device.name} cannot be stopped: {error}") from error
 
     def _is_at_rest(self) -> bool:
-        """Whether it is as it was made: then it moves nothing, and cannot be stopped either."""
+        """Return True if it is still as created: it moves nothing, and cannot be stopped either."""
         from pyverbs.pyverbs_error import PyverbsError
 
         try:
@@ -204,13 +204,13 @@ class QueuePair:
         return int(attributes.qp_state) == abi.QPS_RESET
 
     def close(self) -> None:
-        """Nothing of it touches memory after this."""
+        """Destroy it; nothing of it touches memory afterwards."""
         self._doorbell.close()
         self._qp.close()
 
 
 def timeout_code(silence_s: float) -> int:
-    """The longest wait for an answer, as 4.096 us * 2^code, of which all tries together take no longer than this."""
+    """Return the longest timeout, as 4.096 us * 2^code, with which all retries together take no longer than this."""
     tries = silence_s / (_RETRIES + 1) / _TIMEOUT_UNIT_S
     return min(max(int(tries).bit_length() - 1, 1), 31)
 

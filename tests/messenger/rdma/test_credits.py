@@ -12,9 +12,9 @@ from messenger.rdma.policy.credits import (
     LEAST_SHARE,
     WIRE_BITS,
     InboxFull,
+    InboxShares,
     ReceiveCredits,
     SendCredits,
-    Shares,
     unwrapped,
 )
 from rpc.errors import InvalidArgument
@@ -93,7 +93,7 @@ def test_counts_survive_the_wires_width(reference: int, distance: int) -> None:
 
 
 def test_every_peer_has_its_own_share_until_all_are_given() -> None:
-    shares = Shares(total=64, share=16)
+    shares = InboxShares(total=64, share=16)
     assert [shares.join(connection) for connection in range(4)] == [16] * 4
     with pytest.raises(InboxFull, match="all 4 shares"):
         shares.join(4)
@@ -107,7 +107,7 @@ def test_every_peer_has_its_own_share_until_all_are_given() -> None:
 @pytest.mark.parametrize(("total", "share"), [(64, 3), (8, 16), (0, 0)])
 def test_shares_that_cannot_work_are_refused(total: int, share: int) -> None:
     with pytest.raises(InvalidArgument):
-        Shares(total, share)
+        InboxShares(total, share)
 
 
 class Side:

@@ -21,8 +21,8 @@ from messenger.rdma import gpu_memory
 from messenger.rdma.gpu_memory import (
     Allocation,
     CudaDriver,
+    ExportMethod,
     Span,
-    Way,
     first_that_works,
     has_peer_memory,
     page_span,
@@ -92,12 +92,12 @@ def driver(tmp_path: Path) -> Callable[..., CudaDriver]:
 @pytest.mark.parametrize(
     ("dmabuf", "peer", "expected"),
     [
-        (True, True, (Way.DMABUF, Way.PEER_MEMORY)),
-        (True, False, (Way.DMABUF,)),
-        (False, True, (Way.PEER_MEMORY,)),
+        (True, True, (ExportMethod.DMABUF, ExportMethod.PEER_MEMORY)),
+        (True, False, (ExportMethod.DMABUF,)),
+        (False, True, (ExportMethod.PEER_MEMORY,)),
     ],
 )
-def test_dmabuf_is_tried_before_peer_memory(dmabuf: bool, peer: bool, expected: tuple[Way, ...]) -> None:
+def test_dmabuf_is_tried_before_peer_memory(dmabuf: bool, peer: bool, expected: tuple[ExportMethod, ...]) -> None:
     assert ways(dmabuf, peer) == expected
 
 
@@ -132,9 +132,12 @@ def test_a_way_that_fails_gives_place_to_the_next() -> None:
         raise OSError(95, "Operation not supported")
 
     works = [Registered(object(), 5)]
-    assert first_that_works({Way.DMABUF: fails, Way.PEER_MEMORY: lambda: works}) == (Way.PEER_MEMORY, works)
+    assert first_that_works({ExportMethod.DMABUF: fails, ExportMethod.PEER_MEMORY: lambda: works}) == (
+        ExportMethod.PEER_MEMORY,
+        works,
+    )
     with pytest.raises(GpuMemoryUnsupported, match=r"by dmabuf: .*not supported; by peer memory: .*not supported"):
-        first_that_works({Way.DMABUF: fails, Way.PEER_MEMORY: fails})
+        first_that_works({ExportMethod.DMABUF: fails, ExportMethod.PEER_MEMORY: fails})
 
 
 def test_a_machine_without_the_driver_says_what_to_install() -> None:

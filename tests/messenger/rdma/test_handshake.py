@@ -9,7 +9,7 @@ from messenger.errors import ProtocolError
 from messenger.frames import VERSION, Fabric, Notify
 from messenger.rdma import handshake
 from messenger.rdma.policy.facts import ETHERNET, Rail
-from messenger.rdma.verbs.queue_pair import Far
+from messenger.rdma.verbs.queue_pair import RemoteQueuePair
 from messenger.transport import NoPath
 
 RAIL = Rail("rxe0", 1, ETHERNET, 1, bytes(10) + b"\xff\xff\x0a\x4d\x00\x01", 120, 0, 4096, 2.5)
@@ -31,24 +31,24 @@ class Wire:
         return self.messages.pop(0)
 
 
-def opening(**changes: Any) -> handshake.Opening:
+def opening(**changes: Any) -> handshake.HandshakeOffer:
     fields = {"version": VERSION, "fingerprint": handshake.fingerprint(), "nonce": NONCE}
-    return handshake.Opening(**(fields | {"rails": handshake.packed_rails([RAIL])} | changes))
+    return handshake.HandshakeOffer(**(fields | {"rails": handshake.packed_rails([RAIL])} | changes))
 
 
-def answer(**changes: Any) -> handshake.Answer:
+def answer(**changes: Any) -> handshake.HandshakeReply:
     fields = {"your_nonce": NONCE, "nonce": OTHER, "rails": handshake.packed_rails([RAIL]), "pairs": [[0, 0]]}
-    return handshake.Answer(**(fields | {"inbox_address": 4096, "ends": [[17, 5, 9]]} | changes))
+    return handshake.HandshakeReply(**(fields | {"inbox_address": 4096, "ends": [[17, 5, 9]]} | changes))
 
 
 def test_what_is_said_is_heard() -> None:
     wire: Any = Wire()
     handshake.say(wire, opening())
-    assert handshake.check_opening(handshake.hear(wire, handshake.Opening)) == [RAIL]
+    assert handshake.check_opening(handshake.hear(wire, handshake.HandshakeOffer)) == [RAIL]
     handshake.say(wire, answer())
-    heard = handshake.hear(wire, handshake.Answer)
+    heard = handshake.hear(wire, handshake.HandshakeReply)
     assert handshake.check_answer(heard, NONCE, 1) == ([RAIL], [(0, 0)])
-    assert handshake.check_ends(heard, 1) == [(Far(17, 5), 9)]
+    assert handshake.check_ends(heard, 1) == [(RemoteQueuePair(17, 5), 9)]
 
 
 @pytest.mark.parametrize("changes", [{"version": VERSION + 1}, {"fingerprint": b"another build..."}])
@@ -69,9 +69,9 @@ def test_no_two_nonces_are_alike() -> None:
 
 def test_why_the_other_side_cannot_is_told() -> None:
     wire: Any = Wire()
-    handshake.say(wire, handshake.Sorry("no rail reaches you"))
+    handshake.say(wire, handshake.HandshakeRefusal("no rail reaches you"))
     with pytest.raises(NoPath, match=r"b at 10.0.0.2:1: no rail reaches you"):
-        handshake.hear(wire, handshake.Answer)
+        handshake.hear(wire, handshake.HandshakeReply)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_why_the_other_side_cannot_is_told() -> None:
 def test_anything_else_than_what_is_due_is_refused(message: Any) -> None:
     wire: Any = Wire(message)
     with pytest.raises(ProtocolError):
-        handshake.hear(wire, handshake.Answer)
+        handshake.hear(wire, handshake.HandshakeReply)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from messenger.rdma.policy.batch_split import CUT_NBYTES, shares, take
 from messenger.rdma.policy.posting import Announce, Instruction, Limits, Post, RailSpec
+from messenger.rdma.policy.rail_health import FIRST_REST_NS, HEALED_AFTER_NS, LONGEST_REST_NS
+from messenger.rdma.policy.rail_speed import FORGET_NS, RailSpeed
 from messenger.rdma.policy.rails import Rails
-from messenger.rdma.policy.resting import FIRST_REST_NS, HEALED_AFTER_NS, LONGEST_REST_NS
-from messenger.rdma.policy.shares import CUT_NBYTES, shares, take
-from messenger.rdma.policy.speed import FORGET_NS, Speed
 from messenger.slices import NBYTES, Rows, coalesced
 from rpc.errors import InvalidArgument
 
@@ -190,7 +190,7 @@ def test_taking_rows_loses_and_reorders_nothing(sizes: list[int], nbytes: int, m
 
 
 def test_one_late_completion_in_five_changes_little() -> None:
-    speed = Speed(1e9)
+    speed = RailSpeed(1e9)
     for index in range(50):
         took_ns = 50 * MS if index % 5 == 2 else MS
         speed.sample(1_000_000, took_ns, index * MS)
@@ -198,14 +198,14 @@ def test_one_late_completion_in_five_changes_little() -> None:
 
 
 def test_a_speed_that_changed_is_learnt() -> None:
-    speed = Speed(50e9)
+    speed = RailSpeed(50e9)
     for index in range(40):
         speed.sample(1_000_000, MS, index * MS)
     assert speed.bytes_s(40 * MS) == pytest.approx(1e9, rel=0.1)
 
 
 def test_a_slow_time_long_ago_is_forgotten() -> None:
-    speed = Speed(1e9)
+    speed = RailSpeed(1e9)
     for index in range(20):
         speed.sample(1_000_000, 100 * MS, index)
     slow = speed.bytes_s(20)

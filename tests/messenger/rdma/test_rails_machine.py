@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from messenger.rdma.policy.posting import Announce, Instruction, Limits, Post, RailSpec
+from messenger.rdma.policy.rail_health import FIRST_REST_NS, LONGEST_REST_NS, RailState
 from messenger.rdma.policy.rails import Rails
-from messenger.rdma.policy.resting import FIRST_REST_NS, LONGEST_REST_NS, RailState
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows
 
 KIB, MIB, MS, SECOND = 1 << 10, 1 << 20, 1_000_000, 1_000_000_000

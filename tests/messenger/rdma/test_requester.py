@@ -12,7 +12,7 @@ from messenger.frames import PREFIX, Ack, Frame, KeyInfo, Message, Read, Refused
 from messenger.memory import RemoteKey
 from messenger.operation import Kind, Notification, Operation, Part, Transfer
 from messenger.priority import Priority
-from messenger.rdma.courier import Movement
+from messenger.rdma.connection_io import Movement
 from messenger.rdma.requester import RdmaRequester
 from messenger.slices import Slices
 

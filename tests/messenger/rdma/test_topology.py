@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from messenger.rdma.policy.facts import ANYWHERE, DeviceFacts, Gid, Nearness, Place, nearness
+from messenger.rdma.policy.facts import ANYWHERE, DeviceFacts, Gid, Nearness, PciPosition, nearness
 from messenger.rdma.topology import bound_place, normal_pci_address, pci_place, rdma_ports
 
 
@@ -24,7 +24,7 @@ def test_a_roce_port_is_read_whole(rdma_machine: Any) -> None:
             link_layer="Ethernet",
             speed_gbit=400.0,
             active_mtu=4096,
-            place=Place(("pci0000:15", "0000:15:01.0", "0000:16:00.0"), 1),
+            place=PciPosition(("pci0000:15", "0000:15:01.0", "0000:16:00.0"), 1),
             gids=(Gid(0, address, "IB/RoCE v1", "eth7", 96 + 20), Gid(1, address, "RoCE v2", "eth7", 96 + 20)),
             netdev="eth7",
             netdev_mtu=9000,
@@ -121,21 +121,21 @@ def test_devices_of_one_host_bridge_behind_different_root_ports_share_the_root(r
 
 
 def test_nothing_is_known_of_distances_without_places() -> None:
-    assert nearness(ANYWHERE, Place(("pci0000:00", "0000:00:01.0"), 0)) is Nearness.UNKNOWN
+    assert nearness(ANYWHERE, PciPosition(("pci0000:00", "0000:00:01.0"), 0)) is Nearness.UNKNOWN
 
 
 @pytest.mark.parametrize(
     ("mems", "cpus", "expected"),
     [
         ("0-1", {0, 1, 2, 3}, ANYWHERE),
-        ("0-1", {2, 3}, Place(numa_node=1)),
+        ("0-1", {2, 3}, PciPosition(numa_node=1)),
         ("0-1", {1, 2}, ANYWHERE),
-        ("1", {0, 1, 2, 3}, Place(numa_node=1)),
-        ("0,1", {0}, Place(numa_node=0)),
+        ("1", {0, 1, 2, 3}, PciPosition(numa_node=1)),
+        ("0,1", {0}, PciPosition(numa_node=0)),
     ],
 )
 def test_a_process_bound_to_one_node_has_its_memory_there(
-    rdma_machine: Any, mems: str, cpus: set[int], expected: Place
+    rdma_machine: Any, mems: str, cpus: set[int], expected: PciPosition
 ) -> None:
     rdma_machine.write("sys/devices/system/node/node0/cpulist", "0-1")
     rdma_machine.write("sys/devices/system/node/node1/cpulist", "2-3")

@@ -9,7 +9,7 @@ import pytest
 from messenger import RemoteAccessError
 from messenger.frames import KeyQuery
 from messenger.link import LinkClosed
-from messenger.rdma.courier import Movement
+from messenger.rdma.connection_io import Movement
 from messenger.rdma.verbs.abi import WR_RDMA_READ, WR_RDMA_WRITE
 
 LARGE = (1 << 20) - 5

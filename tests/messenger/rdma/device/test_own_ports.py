@@ -6,8 +6,8 @@ import pytest
 import pyverbs.enums as verbs
 from pyverbs.device import Context
 
-from messenger.rdma.policy.choice import Wish, choose
 from messenger.rdma.policy.facts import PATH_MTUS, DeviceFacts
+from messenger.rdma.policy.rail_choice import RailRequest, choose
 from messenger.rdma.topology import rdma_ports
 
 pytestmark = [pytest.mark.transports("rdma"), pytest.mark.usefixtures("transport")]
@@ -30,5 +30,5 @@ def test_state_lid_mtu_and_gids_are_those_that_the_verbs_tell(port: DeviceFacts)
 
 
 def test_every_soft_roce_port_becomes_a_rail_by_its_ipv4_address_and_subnet(port: DeviceFacts, rail: Any) -> None:
-    (chosen,) = (each for each in choose(rdma_ports(), Wish()).rails if each.device == port.name)
+    (chosen,) = (each for each in choose(rdma_ports(), RailRequest()).rails if each.device == port.name)
     assert (chosen.address, chosen.prefix_bits, chosen.is_spare) == (rail.address, 96 + 24, False)

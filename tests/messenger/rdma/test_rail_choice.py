@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from messenger.errors import ProtocolError
-from messenger.rdma.policy.choice import Choice, Wish, choose, pair, pair_mtu, usable_gid
 from messenger.rdma.policy.facts import (
     DeviceFacts,
     Gid,
-    Place,
+    PciPosition,
     Rail,
     can_reach,
     rail_from_wire,
     rail_to_wire,
     same_subnet,
 )
+from messenger.rdma.policy.rail_choice import RailChoice, RailRequest, choose, pair, pair_mtu, usable_gid
 from messenger.rdma.topology import pci_place, rdma_ports
 
 
@@ -40,11 +40,11 @@ def infiniband(name: str = "mlx5_0", **changes: Any) -> DeviceFacts:
     return replace(DeviceFacts(name, 1, "ACTIVE", "InfiniBand", 400.0, 0, lid=7, gids=gids), **changes)
 
 
-def names(choice: Choice) -> list[str]:
+def names(choice: RailChoice) -> list[str]:
     return [f"{rail.device}{' spare' if rail.is_spare else ''}" for rail in choice.rails]
 
 
-def reasons(choice: Choice) -> dict[str, str]:
+def reasons(choice: RailChoice) -> dict[str, str]:
     return {f"{verdict.device}/{verdict.port}": verdict.reason for verdict in choice.verdicts if not verdict.is_taken}
 
 
@@ -63,14 +63,14 @@ def reasons(choice: Choice) -> dict[str, str]:
     ],
 )
 def test_a_port_that_cannot_be_used_is_left_out_with_its_reason(port: DeviceFacts, said: str) -> None:
-    choice = choose([port], Wish())
+    choice = choose([port], RailRequest())
     assert choice.rails == ()
     assert said in choice.verdicts[0].reason
     assert said in choice.why_none
 
 
 def test_without_devices_that_is_said() -> None:
-    assert choose([], Wish()).why_none == "this machine shows no RDMA device"
+    assert choose([], RailRequest()).why_none == "this machine shows no RDMA device"
 
 
 def test_a_roce_rail_has_the_v2_gid_that_peers_can_reach() -> None:
@@ -81,28 +81,28 @@ def test_a_roce_rail_has_the_v2_gid_that_peers_can_reach() -> None:
         gid_of("2001:db8::5", index=3, bits=64),
         gid_of("10.0.0.5", index=5, bits=120),
     )
-    (rail,) = choose([roce("mlx5_0", *table)], Wish()).rails
+    (rail,) = choose([roce("mlx5_0", *table)], RailRequest()).rails
     assert (rail.gid_index, rail.address, rail.prefix_bits, rail.lid, rail.mtu) == (5, "10.0.0.5", 120, 0, 4096)
 
 
 def test_a_global_ipv6_gid_serves_where_there_is_no_ipv4() -> None:
-    (rail,) = choose([roce("x", gid_of("fe80::1"), gid_of("2001:db8::5", index=4))], Wish()).rails
+    (rail,) = choose([roce("x", gid_of("fe80::1"), gid_of("2001:db8::5", index=4))], RailRequest()).rails
     assert (rail.gid_index, rail.address) == (4, "2001:db8::5")
 
 
 def test_an_infiniband_rail_is_reached_by_its_lid() -> None:
-    (rail,) = choose([infiniband()], Wish()).rails
+    (rail,) = choose([infiniband()], RailRequest()).rails
     assert (rail.lid, rail.gid_index, rail.mtu, rail.is_infiniband) == (7, 0, 0, True)
 
 
 def test_of_two_ports_with_one_address_the_first_is_taken() -> None:
-    choice = choose([roce("mlx5_0", bond="bond0"), roce("mlx5_1", bond="bond0")], Wish())
+    choice = choose([roce("mlx5_0", bond="bond0"), roce("mlx5_1", bond="bond0")], RailRequest())
     assert names(choice) == ["mlx5_0"]
     assert reasons(choice) == {"mlx5_1/1": "it shares the address 10.0.0.5 of bond0 with mlx5_0/1"}
 
 
 def test_named_devices_are_taken_in_the_order_of_the_names(eight_by_eight: Any) -> None:
-    choice = choose(rdma_ports(eight_by_eight.root), Wish(devices=("mlx5_8", "mlx5_2/1", "mlx5_99", "mlx5_2")))
+    choice = choose(rdma_ports(eight_by_eight.root), RailRequest(devices=("mlx5_8", "mlx5_2/1", "mlx5_99", "mlx5_2")))
     assert names(choice) == ["mlx5_8", "mlx5_2"]
     left_out = reasons(choice)
     assert "no such device; this machine has mlx5_0/1, mlx5_1/1" in left_out["mlx5_99/0"]
@@ -110,14 +110,14 @@ def test_named_devices_are_taken_in_the_order_of_the_names(eight_by_eight: Any) 
 
 
 def test_a_named_device_that_is_down_is_no_rail() -> None:
-    choice = choose([roce(state="DOWN"), roce("mlx5_1")], Wish(devices=("mlx5_0",)))
+    choice = choose([roce(state="DOWN"), roce("mlx5_1")], RailRequest(devices=("mlx5_0",)))
     assert choice.rails == ()
     assert "mlx5_0/1 left out: its link is DOWN" in choice.why_none
 
 
 def test_a_gpus_rail_is_the_adapter_behind_its_switch_and_the_others_are_spares(eight_by_eight: Any) -> None:
     memory = pci_place("0000:37:00.0", eight_by_eight.root)
-    choice = choose(rdma_ports(eight_by_eight.root), Wish(memory=memory))
+    choice = choose(rdma_ports(eight_by_eight.root), RailRequest(memory=memory))
     near = ["mlx5_0 spare", "mlx5_1 spare", "mlx5_3 spare"]
     far = ["mlx5_4 spare", "mlx5_5 spare", "mlx5_6 spare", "mlx5_7 spare"]
     assert names(choice) == ["mlx5_2", *near, *far]
@@ -128,23 +128,23 @@ def test_a_gpus_rail_is_the_adapter_behind_its_switch_and_the_others_are_spares(
 def test_where_the_nearest_adapter_is_down_the_next_nearest_serve(eight_by_eight: Any) -> None:
     eight_by_eight.write("sys/class/infiniband/mlx5_2/ports/1/state", "1: DOWN")
     memory = pci_place("0000:37:00.0", eight_by_eight.root)
-    choice = choose(rdma_ports(eight_by_eight.root), Wish(memory=memory))
+    choice = choose(rdma_ports(eight_by_eight.root), RailRequest(memory=memory))
     assert names(choice)[:4] == ["mlx5_0", "mlx5_1", "mlx5_3", "mlx5_4 spare"]
 
 
 def test_memory_of_a_numa_node_gets_the_adapters_of_that_node(eight_by_eight: Any) -> None:
-    choice = choose(rdma_ports(eight_by_eight.root), Wish(memory=Place(numa_node=1)))
+    choice = choose(rdma_ports(eight_by_eight.root), RailRequest(memory=PciPosition(numa_node=1)))
     assert names(choice)[:5] == ["mlx5_4", "mlx5_5", "mlx5_6", "mlx5_7", "mlx5_0 spare"]
 
 
 def test_memory_that_may_be_anywhere_gets_all_fast_adapters(eight_by_eight: Any) -> None:
-    choice = choose(rdma_ports(eight_by_eight.root), Wish())
+    choice = choose(rdma_ports(eight_by_eight.root), RailRequest())
     assert names(choice) == [f"mlx5_{index}" for index in range(8)]
 
 
 def test_numbers_in_names_count_as_numbers() -> None:
     ports = [roce(f"mlx5_{index}", gid_of(f"10.0.{index}.5")) for index in (10, 9, 2)]
-    assert names(choose(ports, Wish())) == ["mlx5_2", "mlx5_9", "mlx5_10"]
+    assert names(choose(ports, RailRequest())) == ["mlx5_2", "mlx5_9", "mlx5_10"]
 
 
 ADDRESSES = st.sampled_from(["fe80::1", "10.0.0.1", "10.0.1.1", "2001:db8::1", "169.254.0.1"])
@@ -156,7 +156,7 @@ PORTS = st.builds(
     link_layer=st.sampled_from(["Ethernet", "InfiniBand", ""]),
     speed_gbit=st.sampled_from([0.0, 10.0, 100.0, 400.0]),
     active_mtu=st.sampled_from([0, 1024, 4096]),
-    place=st.builds(Place, st.sampled_from([(), ("pci0000:00", "0000:00:01.0")]), st.integers(-1, 1)),
+    place=st.builds(PciPosition, st.sampled_from([(), ("pci0000:00", "0000:00:01.0")]), st.integers(-1, 1)),
     lid=st.integers(0, 3),
     gids=st.lists(
         st.builds(gid_of, ADDRESSES, index=st.integers(0, 9), kind=st.sampled_from(["RoCE v2", "IB/RoCE v1"])),
@@ -165,15 +165,17 @@ PORTS = st.builds(
 )
 MACHINES = st.lists(PORTS, max_size=8, unique_by=lambda port: port.key)
 WISHES = st.builds(
-    Wish,
+    RailRequest,
     devices=st.lists(st.sampled_from(["mlx5_0", "mlx5_1/1", "mlx5_3", "none"]), max_size=3).map(tuple),
-    memory=st.builds(Place, st.just(()), st.integers(-1, 1)),
+    memory=st.builds(PciPosition, st.just(()), st.integers(-1, 1)),
 )
 
 
 @given(MACHINES, WISHES)
-def test_every_port_gets_one_verdict_and_every_rail_can_be_reached(machine: list[DeviceFacts], wish: Wish) -> None:
-    choice = choose(machine, wish)
+def test_every_port_gets_one_verdict_and_every_rail_can_be_reached(
+    machine: list[DeviceFacts], request: RailRequest
+) -> None:
+    choice = choose(machine, request)
     found = [(verdict.device, verdict.port) for verdict in choice.verdicts if verdict.port]
     assert sorted(found) == sorted((port.name, port.port) for port in machine)
     taken = {(verdict.device, verdict.port) for verdict in choice.verdicts if verdict.is_taken}
@@ -187,11 +189,11 @@ def test_every_port_gets_one_verdict_and_every_rail_can_be_reached(machine: list
 
 @given(MACHINES, WISHES, st.randoms(use_true_random=False))
 def test_the_order_in_which_ports_are_found_changes_nothing(
-    machine: list[DeviceFacts], wish: Wish, random: Any
+    machine: list[DeviceFacts], request: RailRequest, random: Any
 ) -> None:
     shuffled = list(machine)
     random.shuffle(shuffled)
-    assert choose(shuffled, wish) == choose(machine, wish)
+    assert choose(shuffled, request) == choose(machine, request)
 
 
 @given(MACHINES)
@@ -236,7 +238,7 @@ def test_pairs_with_spares_come_last() -> None:
 
 
 def test_what_cannot_reach_each_other_is_no_pair() -> None:
-    lid = choose([infiniband()], Wish()).rails[0]
+    lid = choose([infiniband()], RailRequest()).rails[0]
     assert pair([rail("a", "10.0.0.1")], [lid]) == ()
     assert pair([rail("a", "10.0.0.1")], [rail("b", "2001:db8::1")]) == ()
     other_fabric = replace(lid, gid=IPv6Address("fe80:0:0:1::7").packed)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from messenger.rdma.policy.silence import TICKS, Book, Silence
+from messenger.rdma.policy.silence_detector import TICKS, PostedCounts, SilenceDetector
 from messenger.rdma.verbs.queue_pair import timeout_code
 
 LIMIT_NS = 8_000
@@ -12,13 +12,13 @@ class Rail:
     """Ticks of one rail, as books."""
 
     def __init__(self) -> None:
-        self.silence = Silence(LIMIT_NS, 0)
+        self.silence = SilenceDetector(LIMIT_NS, 0)
         self.pair = object()
 
     def tick(self, posted: int, done: int, asked: int | None = None) -> tuple[bool, bool]:
         """(is silent, is to be asked)"""
         asked = posted if asked is None else asked
-        silent, unasked = self.silence.tick([Book(self.pair, posted, asked, done)], self.silence.next_ns)
+        silent, unasked = self.silence.tick([PostedCounts(self.pair, posted, asked, done)], self.silence.next_ns)
         return bool(silent), bool(unasked)
 
 
@@ -65,12 +65,12 @@ def test_a_rail_that_was_built_anew_begins_anew() -> None:
 
 
 def test_a_rail_out_of_use_is_forgotten() -> None:
-    silence, pair = Silence(LIMIT_NS, 0), object()
+    silence, pair = SilenceDetector(LIMIT_NS, 0), object()
     for _ in range(TICKS):
-        silence.tick([Book(pair, 5, 5, 2)], 0)
+        silence.tick([PostedCounts(pair, 5, 5, 2)], 0)
     assert silence.tick([None], 0) == ([], [])
     assert silence.is_at_rest
-    assert silence.tick([Book(pair, 5, 5, 2)], 0) == ([], [])
+    assert silence.tick([PostedCounts(pair, 5, 5, 2)], 0) == ([], [])
 
 
 @pytest.mark.parametrize("silence_s", [0.1, 1.0, 10.0, 60.0])

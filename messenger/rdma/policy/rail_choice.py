@@ -1,4 +1,4 @@
-"""Which ports become rails, in which order and why, and which of the peer's each of them talks to."""
+"""Choice of the ports that become rails, with reasons, and pairing with the peer's rails."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ from messenger.rdma.policy.facts import (
     DeviceFacts,
     Gid,
     Nearness,
-    Place,
+    PciPosition,
     Rail,
     can_reach,
     nearness,
@@ -27,20 +27,20 @@ SLOW_FRACTION: Final = 0.25
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is asked of the choice.
+class RailRequest:
+    """Criteria of the choice.
 
-    `devices`: exactly these ("mlx5_0", or "mlx5_0/1" for one port), in this order; () to choose. `memory`: where the
-    registered memory sits, of a GPU or of a NUMA node; ANYWHERE if it may be anywhere.
+    `devices`: exactly these ("mlx5_0", or "mlx5_0/1" for one port), in this order; () to choose freely. `memory`:
+    position of the registered memory, a GPU or a NUMA node; ANYWHERE if it is not fixed.
     """
 
     devices: tuple[str, ...] = ()
-    memory: Place = ANYWHERE
+    memory: PciPosition = ANYWHERE
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why a port is a rail, or is none: `reason` reads on from its name."""
+class PortVerdict:
+    """Decision on one port: `reason` continues a sentence that begins with its name."""
 
     device: str
     port: int
@@ -54,42 +54,42 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The rails, the nearest and those asked for first, spares last; a verdict for every port found or asked for."""
+class RailChoice:
+    """The chosen rails, nearest or requested first and spares last, and a verdict for every port."""
 
     rails: tuple[Rail, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PortVerdict, ...]
 
     @property
     def why_none(self) -> str:
-        """One line for the error that says that there is no rail."""
+        """Explanation, in one line, that no rail was chosen."""
         if not self.verdicts:
             return "this machine shows no RDMA device"
         return "; ".join(verdict.text for verdict in self.verdicts if not verdict.is_taken)
 
 
-def choose(ports: Sequence[DeviceFacts], wish: Wish) -> Choice:
-    """The rails of this process.
+def choose(ports: Sequence[DeviceFacts], request: RailRequest) -> RailChoice:
+    """Choose the rails of this process.
 
-    Asked for by name: those that work, in the order of the names. Else: of the ports that work and are not far
-    slower than the fastest, those nearest to the memory, and the farther ones as spares. Among equals by name and
-    number, so that every process of a host comes to the same order.
+    Requested by name: the ports that work, in the order of the names. Otherwise, of the ports that work and are not far
+    slower than the fastest: those nearest to the memory, and the farther ones as spares. Ties are broken by name and
+    number, so that every process of a host gets the same order.
     """
     ordered = sorted(ports, key=lambda facts: (_natural(facts.name), facts.port))
-    return _named(ordered, wish) if wish.devices else _nearest(ordered, wish.memory)
+    return _named(ordered, request) if request.devices else _nearest(ordered, request.memory)
 
 
 def usable_gid(facts: DeviceFacts) -> Gid | None:
-    """The RoCE v2 GID to use: routable, of IPv4 before IPv6, of a known subnet before others; None without any."""
+    """Return the RoCE v2 GID to use: routable; IPv4 before IPv6; a known subnet before others; None without any."""
     usable = [gid for gid in facts.gids if gid.kind == ROCE_V2 and gid.is_routable]
     return min(usable, key=lambda gid: (gid.address.ipv4_mapped is None, not gid.prefix_bits, gid.index), default=None)
 
 
 def pair(local: Sequence[Rail], remote: Sequence[Rail]) -> tuple[tuple[int, int], ...]:
-    """Which rail talks to which of the peer's, as indices: as many pairs as the side with more rails has.
+    """Pair the rails of two peers; return pairs of indices, as many as the side with more rails has.
 
-    Rails of one subnet go together first, then those of equal number (in rail-optimised networks rail n of every host
-    hangs at the same switch), then in order; on the side with fewer rails the pairs are spread evenly. A rail that
+    Rails of one subnet are paired first, then those of equal number (in rail-optimised networks rail n of every host is
+    attached to the same switch), then in order; on the side with fewer rails the pairs are spread evenly. A rail that
     reaches nothing of the other side is in no pair. Pairs of spares come last.
     """
     reachable = sorted(
@@ -113,18 +113,18 @@ def pair(local: Sequence[Rail], remote: Sequence[Rail]) -> tuple[tuple[int, int]
 
 
 def pair_mtu(local: Rail, remote: Rail) -> int:
-    """The path MTU of a connection between the two."""
+    """Return the path MTU of a connection between the two rails."""
     return min(local.mtu, remote.mtu)
 
 
-def _named(ports: Sequence[DeviceFacts], wish: Wish) -> Choice:
+def _named(ports: Sequence[DeviceFacts], request: RailRequest) -> RailChoice:
     rails: list[Rail] = []
-    verdicts: list[Verdict] = []
-    for name in dict.fromkeys(wish.devices):
+    verdicts: list[PortVerdict] = []
+    for name in dict.fromkeys(request.devices):
         asked = [facts for facts in ports if name in (facts.name, facts.key)]
         if not asked:
             there = ", ".join(facts.key for facts in ports) or "no device at all"
-            verdicts.append(Verdict(name, 0, False, f"there is no such device; this machine has {there}"))
+            verdicts.append(PortVerdict(name, 0, False, f"there is no such device; this machine has {there}"))
         for facts in asked:
             problem = _problem(facts) or _shared_address(facts, rails)
             if not problem:
@@ -132,21 +132,21 @@ def _named(ports: Sequence[DeviceFacts], wish: Wish) -> Choice:
             verdicts.append(_verdict(facts, problem, f"asked for, {_what(facts)}"))
     named = {(verdict.device, verdict.port) for verdict in verdicts}
     verdicts += [
-        Verdict(facts.name, facts.port, False, "others are asked for by name (rdma_devices)")
+        PortVerdict(facts.name, facts.port, False, "others are asked for by name (rdma_devices)")
         for facts in ports
         if (facts.name, facts.port) not in named
     ]
-    return Choice(tuple(rails), tuple(verdicts))
+    return RailChoice(tuple(rails), tuple(verdicts))
 
 
-def _nearest(ports: Sequence[DeviceFacts], memory: Place) -> Choice:
+def _nearest(ports: Sequence[DeviceFacts], memory: PciPosition) -> RailChoice:
     working = [facts for facts in ports if not _problem(facts)]
     fastest_gbit = max((facts.speed_gbit for facts in working), default=0.0)
     fast = [facts for facts in working if facts.speed_gbit >= SLOW_FRACTION * fastest_gbit]
     distances = {facts.key: _distance(facts, memory) for facts in fast}
     nearest = min(distances.values(), default=Nearness.UNKNOWN)
     rails: list[Rail] = []
-    verdicts: dict[str, Verdict] = {}
+    verdicts: dict[str, PortVerdict] = {}
     for facts in sorted(fast, key=lambda each: distances[each.key]):  # stable: names decide among equals
         distance = distances[facts.key]
         problem = _shared_address(facts, rails)
@@ -159,16 +159,16 @@ def _nearest(ports: Sequence[DeviceFacts], memory: Place) -> Choice:
     for facts in ports:
         if facts.key not in verdicts:
             verdicts[facts.key] = _verdict(facts, _problem(facts) or slow, "")
-    return Choice(tuple(rails), tuple(verdicts[facts.key] for facts in ports))
+    return RailChoice(tuple(rails), tuple(verdicts[facts.key] for facts in ports))
 
 
-def _distance(facts: DeviceFacts, memory: Place) -> Nearness:
-    """From memory that may be anywhere all ports are equally far."""
+def _distance(facts: DeviceFacts, memory: PciPosition) -> Nearness:
+    """Return the distance to the memory; all ports are equally far from memory that is not fixed."""
     return Nearness.UNKNOWN if memory == ANYWHERE else nearness(facts.place, memory)
 
 
 def _problem(facts: DeviceFacts) -> str:
-    """Why the port cannot be a rail; "" if it can."""
+    """Return why the port cannot be a rail; "" if it can."""
     if facts.link_layer not in (ETHERNET, INFINIBAND):
         return f"its link layer is {facts.link_layer or 'not told'}"
     if facts.state != ACTIVE:
@@ -193,7 +193,7 @@ def _interface(facts: DeviceFacts) -> str:
 
 
 def _shared_address(facts: DeviceFacts, rails: Sequence[Rail]) -> str:
-    """Two ports of a bond can show the bond's address: what is sent to it arrives at one of them only."""
+    """Return True if two ports of a bond show the bond's address: its traffic arrives at one of them only."""
     gid = usable_gid(facts)
     if facts.link_layer == INFINIBAND or gid is None:
         return ""
@@ -228,8 +228,8 @@ def _what(facts: DeviceFacts) -> str:
     return f"RoCE v2 at {rail.address} (GID {rail.gid_index}), {speed}"
 
 
-def _verdict(facts: DeviceFacts, problem: str, reason: str) -> Verdict:
-    return Verdict(facts.name, facts.port, not problem, problem or reason)
+def _verdict(facts: DeviceFacts, problem: str, reason: str) -> PortVerdict:
+    return PortVerdict(facts.name, facts.port, not problem, problem or reason)
 
 
 def _natural(name: str) -> tuple[tuple[str, int], ...]:

@@ -1,7 +1,7 @@
-"""What goes over the lanes of one connection, and what comes: batches, frames, credits, completions.
+"""Input and output of one connection over its lanes: batches, frames, credits and completions.
 
-Every method is called with the link's lock held, and none blocks. Which slices go on which rail, and when a frame may
-go, is the policy's to say (rdma/policy/rails.py); here it is done.
+Every method is called with the link's lock held, and none blocks. The policy (rdma/policy/rails.py) decides which
+slices go on which rail and when a frame may be sent; this module posts them.
 """
 
 import time
@@ -30,7 +30,9 @@ _NO_ROWS: Rows = np.empty((0, 3), dtype=np.int64)
 
 @dataclass(eq=False, slots=True)
 class Movement:
-    """Bytes between a local region and a remote one. `keys`: (lkey, rkey) for each lane, of this generation of them."""
+    """Bytes to move between a local and a remote region. `keys` holds (lkey, rkey) for each lane, of one generation of
+    keys.
+    """
 
     rows: Rows
     nbytes: int
@@ -40,7 +42,7 @@ class Movement:
     keys: Sequence[tuple[int, int]]
     generation: int
     held: object = None
-    """What must live until the hardware is done with it."""
+    """Objects that must live until the hardware has finished with them."""
     left_nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,8 +55,10 @@ class _Batch:
     frame: bytes | None
 
 
-class Courier:
-    """`far_address`: where the peer's inbox begins, on every rail alike; `on_trouble(lane, status)`: one failed."""
+class ConnectionIO:
+    """Send and receive over the lanes. `far_address` is the start of the peer's inbox, equal on every rail;
+    `on_trouble(lane, status)` is called when a lane fails.
+    """
 
     def __init__(
         self,
@@ -67,10 +71,10 @@ class Courier:
         depth = min(lane.pair.depth for lane in lanes)
         self.lanes = list(lanes)
         self.arrived: deque[bytes] = deque()
-        """Whole frames; `taken` is to be called for each that is taken out."""
+        """Whole frames; call `taken` for each one removed."""
         self.unsent_frames = 0
         self.num_unframed = 0
-        """Movements that are not done and that no frame follows: only their completions tell of them."""
+        """Unfinished movements without a frame: only their completions report them."""
         self.rails = Rails(
             [RailSpec(lane.rail.name, lane.rail.speed_gbit, lane.is_spare) for lane in lanes],
             Limits(window_rows=depth // 2, post_rows=depth // 4),
@@ -92,21 +96,21 @@ class Courier:
 
     @property
     def has_room(self) -> bool:
-        """Whether another batch may be submitted."""
+        """Return True if another batch may be submitted."""
         return self.unsent_frames < _MAX_UNSENT_FRAMES and self._moving_nbytes < _MAX_MOVING_NBYTES
 
     @property
     def is_held_up(self) -> bool:
-        """Whether something is to be sent that waits for a completion or a credit."""
+        """Return True if unsent work waits for a completion or a credit."""
         return bool(self._leaving) or self.rails.is_held_up
 
     @property
     def moving(self) -> list[int]:
-        """The numbers of the batches of which bytes are still to be moved, in order."""
+        """Numbers of the batches with unfinished bytes, in order."""
         return [number for number, batch in self._batches.items() if batch.movement and batch.movement.left_nbytes]
 
     def submit(self, movement: Movement | None, frame: bytes | None) -> None:
-        """Move the bytes, then send the frame, of which there is one at least, in the order of submission."""
+        """Move the bytes, then send the frame, in the order of submission. Bytes, a frame or both must be given."""
         number = self.rails.submit(_NO_ROWS if movement is None else movement.rows, announce=frame is not None)
         self._batches[number] = _Batch(movement, frame)
         if frame is None:
@@ -117,17 +121,17 @@ class Courier:
         self.drive()
 
     def submit_at_once(self, frame: bytes) -> None:
-        """Send a frame that waits for no bytes of others."""
+        """Send a frame that does not wait for the bytes of earlier batches."""
         self._leaving.append((None, fragments(frame)))
         self.unsent_frames += 1
         self.drive()
 
     def taken(self) -> None:
-        """A frame was taken out of `arrived`."""
+        """Release the inbox place of a frame that was removed from `arrived`."""
         self._receive_credits.freed()
 
     def drive(self) -> None:
-        """Post all that may be posted. Raises OSError when a queue pair does not take it."""
+        """Post everything that may be posted. Raises OSError when a queue pair rejects it."""
         if self.rails.is_held_up:
             for instruction in self.rails.due(time.monotonic_ns()):
                 if isinstance(instruction, Post):
@@ -142,7 +146,7 @@ class Courier:
             self._send_fragment(limit_only())
 
     def take(self, index: int, completions: Completions) -> None:
-        """What completed on a lane. Raises ProtocolError or InvalidArgument for a peer that breaks the rules."""
+        """Process a lane's completions. Raises ProtocolError or InvalidArgument when the peer violates the protocol."""
         lane = self.lanes[index]
         received = [number for number, _, _ in completions].count(abi.RECEIVE_ID)
         if received:
@@ -161,7 +165,7 @@ class Courier:
             self._complete(index, lane)
 
     def lane_lost(self, index: int) -> None:
-        """The lane's queue pairs are dead at both ends: what it had goes to the others."""
+        """Reassign the lane's unfinished work to the other lanes; its queue pairs are dead at both ends."""
         for _, number in self.lanes[index].pending:
             self._posts.pop(number, None)
         self.lanes[index].pending.clear()
@@ -250,7 +254,7 @@ class Courier:
             self.unsent_frames -= 1
 
     def _frame_lane(self) -> Lane | None:
-        """Where a frame can go now."""
+        """Return the lane on which a frame can be sent now."""
         rail = self.rails.frame_rail
         return self.lanes[rail] if rail is not None and self.lanes[rail].pair.room > 0 else None
 

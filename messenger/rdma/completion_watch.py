@@ -1,4 +1,4 @@
-"""Looking at the completion queues of a connection's lanes, and sleeping until there is something to see."""
+"""Poll the completion queues of a connection's lanes, and sleep until one has a completion."""
 
 import os
 import select
@@ -9,20 +9,22 @@ from messenger.rdma.lane import Lane
 from messenger.rdma.verbs.completions import Completions
 
 _FRAMES_FIRST_S = 0.05
-"""Where nobody waits for anything but frames, completions of what was sent are found along with the next frame. Should
-none come for so long, whatever completes is waited for: it may be what stops the frames."""
+"""While threads wait for frames only, completions of sent work are collected with the next frame. After this time
+without a frame any completion wakes the leader, since it may be what holds the frames up."""
 
 
-class Seen(NamedTuple):
-    """What completed, by lane; whether the peer left, having said nothing more; whether there was a sleep in vain."""
+class WatchResult(NamedTuple):
+    """Completions by lane; whether the peer closed the connection; whether the sleep ended without any event."""
 
     found: list[tuple[int, Completions]]
     peer_left: bool = False
     overslept: bool = False
 
 
-class Watch:
-    """One thread at a time looks, any wakes it. `sock_fd` tells when the peer leaves."""
+class CompletionWatch:
+    """Wait for completions; one thread at a time polls, any thread may wake it. `sock_fd` becomes readable when the
+    peer leaves.
+    """
 
     def __init__(self, sock_fd: int) -> None:
         self._sock_fd = sock_fd
@@ -32,27 +34,29 @@ class Watch:
         self._epoll.register(sock_fd, select.EPOLLRDHUP)
 
     def add(self, lane: Lane) -> None:
-        """Wait for its completions too."""
+        """Include the lane's completions."""
         self._epoll.register(lane.queue.fd, select.EPOLLIN)
 
     def remove(self, lane: Lane) -> None:
-        """Not any more: it is about to be closed."""
+        """Exclude the lane, which is about to be closed."""
         self._epoll.unregister(lane.queue.fd)
 
     def wake(self) -> None:
-        """Let whoever sleeps look again."""
+        """Wake the thread that sleeps in `look`."""
         os.eventfd_write(self._wake, 1)
 
-    def look(self, lanes: Sequence[Lane], timeout_s: float | None, *, frames_only: bool) -> Seen:
-        """What completed by now, or until something does; of completions that are no frames, perhaps only later."""
+    def look(self, lanes: Sequence[Lane], timeout_s: float | None, *, frames_only: bool) -> WatchResult:
+        """Return the completions available now, or sleep until there are some. Completions that are no frames may be
+        returned later.
+        """
         found = _polled(lanes)
         if found:
-            return Seen(found)
+            return WatchResult(found)
         for lane in lanes:
             lane.queue.arm(solicited=frames_only)
         found = _polled(lanes)
         if found:
-            return Seen(found)
+            return WatchResult(found)
         if frames_only:
             timeout_s = _FRAMES_FIRST_S if timeout_s is None else min(timeout_s, _FRAMES_FIRST_S)
         ready = {fd for fd, _ in self._epoll.poll(timeout_s)}
@@ -63,10 +67,10 @@ class Watch:
                 lane.queue.take_event()
         found = _polled(lanes)
         # What arrived before the peer left still counts.
-        return Seen(found, self._sock_fd in ready and not found, frames_only and not ready)
+        return WatchResult(found, self._sock_fd in ready and not found, frames_only and not ready)
 
     def close(self) -> None:
-        """Nobody looks or wakes any more."""
+        """Release the descriptors; no thread may use the object afterwards."""
         self._epoll.close()
         os.close(self._wake)
 

@@ -8,7 +8,7 @@ import pytest
 
 from messenger.counters import Counters
 from messenger.errors import ProtocolError
-from messenger.rdma.courier import Courier
+from messenger.rdma.connection_io import ConnectionIO
 from messenger.rdma.inbox import PLACE_NBYTES
 from messenger.rdma.verbs import abi
 
@@ -20,7 +20,7 @@ def again() -> list[int]:
 
 
 @pytest.fixture
-def courier(again: list[int]) -> Courier:
+def io(again: list[int]) -> ConnectionIO:
     lane: Any = SimpleNamespace(
         pair=SimpleNamespace(depth=64, done=0, failed=False, is_usable=True),
         rail=SimpleNamespace(name="played", speed_gbit=100.0),
@@ -29,12 +29,12 @@ def courier(again: list[int]) -> Courier:
         pending=deque(),
     )
     memory: Any = SimpleNamespace(inbox_place=lambda _number: memoryview(bytearray(PLACE_NBYTES)))
-    return Courier([lane], memory, 0, Counters(), lambda _lane, _status: None)
+    return ConnectionIO([lane], memory, 0, Counters(), lambda _lane, _status: None)
 
 
 def test_a_peer_whose_fragments_are_wrong_costs_the_others_no_receive_request(
-    courier: Courier, again: list[int]
+    io: ConnectionIO, again: list[int]
 ) -> None:
     with pytest.raises(ProtocolError):
-        courier.take(0, [(abi.RECEIVE_ID, abi.WC_SUCCESS, 1)] * 5)
+        io.take(0, [(abi.RECEIVE_ID, abi.WC_SUCCESS, 1)] * 5)
     assert sum(again) == 5

@@ -1,4 +1,4 @@
-"""When a rail that failed is tried again: rests that grow with every failure in a row."""
+"""Retry schedule of failed rails: rests that grow with every consecutive failure."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,7 +8,7 @@ _MS: Final = 1_000_000
 FIRST_REST_NS: Final = 100 * _MS
 LONGEST_REST_NS: Final = 30_000 * _MS
 HEALED_AFTER_NS: Final = 60_000 * _MS
-"""A rail that worked for so long begins anew with the shortest rest."""
+"""Time of work after which the next rest is the shortest again."""
 
 
 class RailState(Enum):
@@ -18,8 +18,8 @@ class RailState(Enum):
 
 
 @dataclass
-class Health:
-    """One rail's state: UP → RESTING (it failed) → PROBING (rest is over, the shell rebuilds it) → UP or RESTING."""
+class RailHealth:
+    """State of one rail: UP → RESTING (it failed) → PROBING (the rest is over, it is rebuilt) → UP or RESTING."""
 
     state: RailState = RailState.UP
     failures: int = 0
@@ -27,7 +27,7 @@ class Health:
     rest_ns: int = 0
 
     def failed(self, now_ns: int) -> None:
-        """From UP or PROBING: rest, twice as long as last time unless it had worked for long."""
+        """Start a rest, from UP or PROBING: twice as long as the last, unless the rail had worked for long."""
         if self.state is RailState.RESTING:
             return
         if self.state is RailState.UP and now_ns - self.since_ns >= HEALED_AFTER_NS:
@@ -41,15 +41,15 @@ class Health:
 
     @property
     def rested_ns(self) -> int:
-        """When a rest ends."""
+        """Time at which the rest ends."""
         return self.since_ns + self.rest_ns
 
     def probe(self, now_ns: int) -> None:
-        """Its rest is over and the shell tries to rebuild it."""
+        """Enter PROBING after the rest."""
         self._become(RailState.PROBING, now_ns)
 
     def returned(self, now_ns: int) -> None:
-        """It works again. Its failures are remembered until it has worked for long."""
+        """Enter UP. Earlier failures count until the rail has worked for long."""
         self._become(RailState.UP, now_ns)
 
     def _become(self, state: RailState, now_ns: int) -> None:

@@ -10,9 +10,9 @@ import pytest
 from messenger.counters import Counters
 from messenger.errors import ProtocolError
 from messenger.frames import Fabric
-from messenger.rdma.courier import Courier
-from messenger.rdma.policy.resting import RailState
-from messenger.rdma.repairs import Repairs, Step
+from messenger.rdma.connection_io import ConnectionIO
+from messenger.rdma.lane_repair import LaneRepair, RepairMessage
+from messenger.rdma.policy.rail_health import RailState
 
 END = (17, 0, 1)
 
@@ -31,35 +31,35 @@ class Lane:
         raise OSError("it is connected")
 
 
-def repairs_of(*, leads: bool) -> tuple[Repairs, Courier]:
+def repairs_of(*, leads: bool) -> tuple[LaneRepair, ConnectionIO]:
     lanes: Any = [Lane("played0"), Lane("played1")]
     counters, nothing = Counters(), SimpleNamespace()
-    courier = Courier(lanes, nothing, 0, counters, lambda _lane, _status: None)  # type: ignore[arg-type]
-    return Repairs(courier, nothing, nothing, counters, lambda: None, leads=leads), courier  # type: ignore[arg-type]
+    io = ConnectionIO(lanes, nothing, 0, counters, lambda _lane, _status: None)  # type: ignore[arg-type]
+    return LaneRepair(io, nothing, nothing, counters, lambda: None, leads=leads), io  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("end", [END, None])
-@pytest.mark.parametrize(("step", "leads"), [(Step.IS_UP, True), (Step.UP, False)])
+@pytest.mark.parametrize(("step", "leads"), [(RepairMessage.IS_UP, True), (RepairMessage.UP, False)])
 def test_a_lane_in_use_is_not_taken_away_by_an_answer_or_an_end_that_nobody_asked_for(
-    step: Step, leads: bool, end: tuple[int, int, int] | None
+    step: RepairMessage, leads: bool, end: tuple[int, int, int] | None
 ) -> None:
     """Its queue pair goes on: what it still moves would land after the same bytes were sent by another lane."""
-    repairs, courier = repairs_of(leads=leads)
-    lanes = list(courier.lanes)
+    repairs, io = repairs_of(leads=leads)
+    lanes = list(io.lanes)
     repairs.hear(Fabric(msgpack.packb((step, 1, end))))
     with pytest.raises(ProtocolError, match="not down"):
         repairs.work()
-    assert courier.rails.state(1) is RailState.UP
-    assert courier.lanes == lanes
+    assert io.rails.state(1) is RailState.UP
+    assert io.lanes == lanes
 
 
 def test_a_lane_that_answered_is_not_connected_again() -> None:
-    repairs, courier = repairs_of(leads=True)
-    courier.lane_lost(1)
-    rested_ns = courier.rails.next_probe_ns()
+    repairs, io = repairs_of(leads=True)
+    io.lane_lost(1)
+    rested_ns = io.rails.next_probe_ns()
     assert rested_ns is not None
-    assert courier.rails.probes_due(rested_ns) == [1]
-    repairs.hear(Fabric(msgpack.packb((Step.IS_UP, 1, END))))
+    assert io.rails.probes_due(rested_ns) == [1]
+    repairs.hear(Fabric(msgpack.packb((RepairMessage.IS_UP, 1, END))))
     with pytest.raises(ProtocolError, match="not down"):
         repairs.work()
-    assert courier.rails.state(1) is RailState.PROBING
+    assert io.rails.state(1) is RailState.PROBING

@@ -1,4 +1,4 @@
-"""Making an RdmaLink out of a greeted socket, on both sides."""
+"""Creation of an RdmaLink from a greeted socket, on both sides."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,16 @@ from messenger.rdma import handshake
 from messenger.rdma.lane import Lane
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.memory import FrameMemory
-from messenger.rdma.policy.choice import pair, pair_mtu
 from messenger.rdma.policy.facts import Rail
+from messenger.rdma.policy.rail_choice import pair, pair_mtu
 from messenger.rdma.verbs.device import Device
-from messenger.rdma.verbs.queue_pair import Far
+from messenger.rdma.verbs.queue_pair import RemoteQueuePair
 from messenger.transport import NoPath
 
 
 @dataclass(frozen=True)
-class Adoption:
-    """What this process has for it: its rails, and their devices by name."""
+class LinkSetup:
+    """This process's rails and their devices by name, from which links are made."""
 
     rails: Sequence[Rail]
     devices: Mapping[str, Device]
@@ -28,18 +28,18 @@ class Adoption:
     timeout_s: float
 
     def call(self, sock: BufferedLink) -> RdmaLink:
-        """The caller's part. Raises NoPath, ProtocolError or OSError; `sock` is the caller's to close then."""
+        """Set up the link as the caller. Raises NoPath, ProtocolError or OSError; then the caller closes `sock`."""
         nonce = handshake.new_nonce()
         rails = handshake.packed_rails(self.rails)
-        handshake.say(sock, handshake.Opening(VERSION, handshake.fingerprint(), nonce, rails))
-        answer = handshake.hear(sock, handshake.Answer)
+        handshake.say(sock, handshake.HandshakeOffer(VERSION, handshake.fingerprint(), nonce, rails))
+        answer = handshake.hear(sock, handshake.HandshakeReply)
         far_rails, pairs = handshake.check_answer(answer, nonce, len(self.rails))
         ends = handshake.check_ends(answer, len(pairs))
         memory, lanes = self._lanes([mine for mine, _ in pairs])
         try:
-            handshake.say(sock, handshake.Confirm(answer.nonce, memory.address, _ends(lanes)))
+            handshake.say(sock, handshake.HandshakeConfirm(answer.nonce, memory.address, _ends(lanes)))
             _connect(lanes, [far_rails[theirs] for _, theirs in pairs], ends)
-            handshake.check_nonce(handshake.hear(sock, handshake.Ready).your_nonce, nonce)
+            handshake.check_nonce(handshake.hear(sock, handshake.HandshakeReady).your_nonce, nonce)
             link = RdmaLink(sock, lanes, memory, answer.inbox_address, self.counters, caller=True)
         except BaseException:
             _give_up(lanes)
@@ -52,8 +52,8 @@ class Adoption:
         return link
 
     def answer(self, sock: BufferedLink) -> RdmaLink:
-        """The owner's part. Raises as `call` does, and has told the caller why, where there is something to tell."""
-        opening = handshake.hear(sock, handshake.Opening)
+        """Set up the link as the owner. Raises as `call` does; the caller receives the reason where possible."""
+        opening = handshake.hear(sock, handshake.HandshakeOffer)
         nonce = handshake.new_nonce()
         try:
             far_rails = handshake.check_opening(opening)
@@ -63,13 +63,13 @@ class Adoption:
             memory, lanes = self._lanes([mine for _, mine in pairs])
         except OSError as error:
             with contextlib.suppress(OSError):
-                handshake.say(sock, handshake.Sorry(str(error)))
+                handshake.say(sock, handshake.HandshakeRefusal(str(error)))
             raise
         try:
             rails, paired = handshake.packed_rails(self.rails), [list(both) for both in pairs]
-            said = handshake.Answer(opening.nonce, nonce, rails, paired, memory.address, _ends(lanes))
+            said = handshake.HandshakeReply(opening.nonce, nonce, rails, paired, memory.address, _ends(lanes))
             handshake.say(sock, said)
-            confirm = handshake.hear(sock, handshake.Confirm)
+            confirm = handshake.hear(sock, handshake.HandshakeConfirm)
             handshake.check_nonce(confirm.your_nonce, nonce)
             _connect(lanes, [far_rails[theirs] for theirs, _ in pairs], handshake.check_ends(confirm, len(pairs)))
             link = RdmaLink(sock, lanes, memory, confirm.inbox_address, self.counters, caller=False)
@@ -77,7 +77,7 @@ class Adoption:
             _give_up(lanes)
             raise
         try:
-            handshake.say(sock, handshake.Ready(opening.nonce))
+            handshake.say(sock, handshake.HandshakeReady(opening.nonce))
         except BaseException:
             link.close(reset=True)
             raise
@@ -96,7 +96,7 @@ class Adoption:
         return memory, lanes
 
 
-def _connect(lanes: Sequence[Lane], far_rails: Sequence[Rail], ends: Sequence[tuple[Far, int]]) -> None:
+def _connect(lanes: Sequence[Lane], far_rails: Sequence[Rail], ends: Sequence[tuple[RemoteQueuePair, int]]) -> None:
     for lane, far_rail, (far, rkey) in zip(lanes, far_rails, ends, strict=True):
         lane.connect(far_rail, far, rkey, pair_mtu(lane.rail, far_rail))
 

@@ -1,4 +1,4 @@
-"""How many of a batch's bytes each rail gets, so that all end at the same time."""
+"""Split of a batch's bytes over rails so that all of them finish at the same time."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,10 +12,10 @@ CUT_NBYTES: Final = 4096
 
 
 def shares(nbytes: int, backlogs: Sequence[int], speeds: Sequence[float], least_nbytes: int) -> list[int]:
-    """Bytes for each rail, `nbytes` together: those by which all rails end at once, given what they have to do already.
+    """Return the bytes for each rail, `nbytes` in total, so that all rails finish together, given their backlogs.
 
-    A rail whose share would be below `least_nbytes` gets none (one gets all of a small batch: that which would have
-    done it first; among equals the earliest).
+    A rail whose share would be below `least_nbytes` gets none. A small batch goes to the one rail that would finish it
+    first; ties go to the lowest index.
     """
     chosen = sorted(range(len(speeds)), key=lambda rail: ((backlogs[rail] + nbytes) / speeds[rail], rail))
     chosen = chosen[: max(1, nbytes // least_nbytes)]
@@ -30,8 +30,9 @@ def shares(nbytes: int, backlogs: Sequence[int], speeds: Sequence[float], least_
 
 
 def take(rows: Rows, nbytes: int, max_rows: int) -> tuple[Rows, Rows]:
-    """(the first of the rows, the rest): at most `max_rows` and at most `nbytes` >= CUT_NBYTES, and less than a slice's
-    cut below that where there is more."""
+    """Return (the first of the rows, the rest): at most `max_rows` and at most `nbytes` >= CUT_NBYTES; a split may stay
+    below `nbytes` by less than CUT_NBYTES.
+    """
     ends = np.cumsum(rows[:, NBYTES])
     whole = int(np.searchsorted(ends, nbytes, side="right"))
     if whole >= min(max_rows, len(rows)):
@@ -49,7 +50,7 @@ def take(rows: Rows, nbytes: int, max_rows: int) -> tuple[Rows, Rows]:
 
 
 def _levelled(nbytes: int, backlogs: Sequence[int], speeds: Sequence[float], rails: Sequence[int]) -> list[int]:
-    """Fill the rails like vessels that stand at different levels: those that have too much to do already get none."""
+    """Fill the rails up to one common finishing time; those whose backlog exceeds it get nothing."""
     result = [0] * len(speeds)
     filling = sorted(rails, key=lambda rail: (backlogs[rail] / speeds[rail], rail))
     while True:
