@@ -20,7 +20,7 @@ from loadtest.sse import EventStream
 from loadtest.surrogates import mended
 
 _DONE = "[DONE]"
-_SHOWN = 200
+_SHOWN_CHARS = 200
 
 
 class CompletionClient:
@@ -126,9 +126,9 @@ def take_event(
     try:
         event = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise StreamFailed(f"malformed event: {data[:_SHOWN]!r} is not JSON") from error
+        raise StreamFailed(f"malformed event: {data[:_SHOWN_CHARS]!r} is not JSON") from error
     if not isinstance(event, dict) or not isinstance(event.get("choices", []), list):
-        raise StreamFailed(f"malformed event: found {data[:_SHOWN]!r}, expected an object with choices")
+        raise StreamFailed(f"malformed event: found {data[:_SHOWN_CHARS]!r}, expected an object with choices")
     if "error" in event:
         raise StreamFailed(f"error in the stream: {error_message(data)}")
     choices = event.get("choices", [])
@@ -136,7 +136,7 @@ def take_event(
         record.event_times.append(now)
     for choice in choices:
         if not isinstance(choice, dict):
-            raise StreamFailed(f"malformed event: found a choice {str(choice)[:_SHOWN]!r}, expected an object")
+            raise StreamFailed(f"malformed event: found a choice {str(choice)[:_SHOWN_CHARS]!r}, expected an object")
         dialect.take_choice(choice, now, record, request)
     if isinstance(event.get("prompt_token_ids"), list):
         record.prompt_ids = event["prompt_token_ids"]

@@ -9,7 +9,7 @@ from loadtest.evidence import Evidence, Panel
 from loadtest.figures import PLACE_NAMES
 from loadtest.reuse import PLACES, tokens_by_place
 
-_BINS = 60
+_REUSE_BINS = 60
 _COLORS = dict(zip(PLACES, (p.BLUE, p.GREEN, p.ORANGE, p.PURPLE), strict=True))
 
 
@@ -21,14 +21,14 @@ def reuse_panels(e: Evidence) -> list[Panel]:
 def reused_over_time(e: Evidence) -> Panel:
     """Share of prompt tokens that were reused, by place, over bins of arrival."""
     found = [(r, places) for r in e.completed if (places := tokens_by_place(r)) is not None]
-    edges = np.linspace(0, max((r.due_s for r, _ in found), default=0.0) + 1e-3, _BINS + 1)
+    edges = np.linspace(0, max((r.due_s for r, _ in found), default=0.0) + 1e-3, _REUSE_BINS + 1)
     at = [r.due_s for r, _ in found]
     prompt = np.histogram(at, edges, weights=[r.prompt_tokens for r, _ in found])[0]
     with p.picture("reuse-over-time", x="arrival, seconds of replay", y="prompt tokens reused") as pic:
-        below = np.zeros(_BINS)
+        below = np.zeros(_REUSE_BINS)
         for place in PLACES:
             tokens = np.histogram(at, edges, weights=[places[place] for _, places in found])[0]
-            share = np.divide(tokens, prompt, out=np.zeros(_BINS), where=prompt > 0)
+            share = np.divide(tokens, prompt, out=np.zeros(_REUSE_BINS), where=prompt > 0)
             if tokens.any():
                 width = float(edges[1]) * 0.9
                 pic.axes.bar(
