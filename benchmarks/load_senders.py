@@ -1,7 +1,7 @@
 """What a sender of the load generator costs and keeps up with, against a cheap HTTP server in a process of its own.
 
 1. Processor time of one sender per request and per event of an answer, from two lengths of answers. It is what
-   loadtest/shares.py chooses the number of senders by, and varies little with what else the machine does.
+   loadtest/senders.py chooses the number of senders by, and varies little with what else the machine does.
 2. Requests per second when all are due at once, and how late requests leave at a rate, for each number of senders.
 
 The server does next to nothing but write an event every 10 ms to each connection, as decoding does, so that every event
@@ -25,12 +25,11 @@ from typing import Any, cast
 import numpy as np
 import uvloop
 
-from loadtest.load import Load
+from loadtest.http import allow_many_connections
 from loadtest.plan import PlannedRequest
-from loadtest.sender import Tally
+from loadtest.sender import Load, Tally
 from loadtest.senders import open_senders, send_watched, start_soon
 from loadtest.server import ServerInfo
-from loadtest.session import allow_many_connections
 from loadtest.validity import Evidence
 
 PROMPT_TOKENS = 256

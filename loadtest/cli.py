@@ -13,8 +13,8 @@ from rich.console import Console
 from loadtest import options
 from loadtest.config import MAX_SEND_LAG_S, ReplayConfig
 from loadtest.errors import ReplayError
+from loadtest.figures import print_report
 from loadtest.runner import run
-from loadtest.table import print_report
 from traces import CONVERSATION, SAMPLING_SEED, TraceError
 
 EXIT_FAILED = 1

@@ -13,9 +13,8 @@ from rich.console import Console
 from loadtest import options
 from loadtest.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, bundled_model
 from loadtest.dialogue_config import DialogueConfig
-from loadtest.dialogue_report import print_dialogues
+from loadtest.dialogue_report import last_line, print_dialogues
 from loadtest.dialogue_runner import run
-from loadtest.dialogue_summary import last_line
 from loadtest.errors import ReplayError
 from loadtest.report import finite
 

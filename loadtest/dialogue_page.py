@@ -1,19 +1,18 @@
-"""The dialogues' report as one HTML page: figures and pictures by turn; no script, nothing loaded from elsewhere."""
+"""HTML page of a dialogue run's report: figures and pictures by turn, self-contained and without scripts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
-from importlib import resources
 from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
 from loadtest import figures as say
 from loadtest import pictures as p
-from loadtest.dialogue_record import TurnRecord
 from loadtest.dialogue_report import cells, totals
-from loadtest.evidence import Panel
+from loadtest.dialogue_turns import TurnRecord
+from loadtest.html import render
+from loadtest.panels import Panel
 
 _HEADINGS = ("turn", "prompt tokens", "cached", "of prompt", "of history", "answer tokens", "TTFT p50", "TTFT p90")
 _DEFINITIONS = (
@@ -25,51 +24,25 @@ _DEFINITIONS = (
 
 
 def dialogue_page(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> str:
-    """The whole HTML document."""
-    css = resources.files("loadtest").joinpath("data", "page.css").read_text(encoding="utf-8")
+    """Return the HTML document."""
     s = f["settings"]
     lead = (
         f"{f['dialogues']:,} dialogues of {s['turns']:,} turns, {s['dialogues']:,} at a time, against {s['model']} at "
         f"{s['url']}; think time {say.seconds(s['think_time_s'])}, questions of {s['turn_tokens']} and answers of at "
         f"most {s['answer_tokens']} tokens on average, temperature {s['temperature']:g}; seed {s['seed']}."
     )
-    notices = "".join(f'<p class="lead">{escape(text)}</p>' for text in f["notices"])
-    if f["interrupted"]:
-        notices += '<p class="notice">The run was interrupted; these are the figures up to then.</p>'
-    cards = "".join(
-        f'<div class="card"><h2>{escape(panel.title)}</h2><p>{escape(panel.caption)}</p>{panel.svg}</div>'
-        for panel in panels(f, turns)
+    return render(
+        "dialogues.html",
+        title="Dialogues",
+        lead=lead,
+        notices=f["notices"],
+        interrupted=f["interrupted"],
+        panels=panels(f, turns),
+        totals=totals(f),
+        headings=_HEADINGS,
+        rows=[cells(row) for row in f["by_turn"]],
+        definitions=_DEFINITIONS,
     )
-    whole = "".join(
-        f'<tr><td class="name">{escape(name)}</td><td>{escape(value)}</td></tr>' for name, value in totals(f)
-    )
-    head = "".join(f'<th scope="col">{name}</th>' for name in _HEADINGS)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells(row)) + "</tr>" for row in f["by_turn"])
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Dialogues</title>
-<style>
-{css}</style>
-</head>
-<body>
-<main>
-<h1>Dialogues</h1>
-<p class="lead">{escape(lead)}</p>
-{notices}
-<section class="pictures after-lead">{cards}<div class="card"><h2>All turns</h2><table>{whole}</table></div></section>
-<section class="after-lead">
-<div class="card"><h2>By turn</h2>
-<div class="scroll" tabindex="0" role="region" aria-label="By turn"><table class="steps">
-<tr>{head}</tr>{rows}</table></div></div>
-</section>
-<footer>{"".join(f"<p>{escape(text)}</p>" for text in _DEFINITIONS)}</footer>
-</main>
-</body>
-</html>
-"""
 
 
 def panels(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> list[Panel]:

@@ -13,22 +13,16 @@ import numpy as np
 import uvloop
 from rich.console import Console
 
-from loadtest.background import background
-from loadtest.clocks import clock_from
 from loadtest.dialogue_config import DialogueConfig
-from loadtest.dialogue_plan import planned_turns, system_text
-from loadtest.dialogue_record import TurnRecord, share_cached
-from loadtest.dialogue_report import DialogueReport
-from loadtest.dialogue_summary import summarise_dialogues
-from loadtest.dialogue_talk import Talk, talk
-from loadtest.interrupts import interrupts
-from loadtest.paced import told
-from loadtest.progress import ProgressDisplay
+from loadtest.dialogue_report import DialogueReport, summarise_dialogues
+from loadtest.dialogue_turns import Talk, TurnRecord, planned_turns, share_cached, system_text, talk
+from loadtest.http import open_session
+from loadtest.progress import ProgressDisplay, background, interrupts
 from loadtest.report import check_writable
 from loadtest.server import ServerInfo, check_tokenizer, discover
-from loadtest.session import open_session
 from loadtest.tokens import ModelTokens, load_model_tokens
-from loadtest.verify import Reference, Verification, choose_sample, load_reference, verify_records
+from loadtest.validity import clock_from
+from loadtest.verify import Reference, Verification, choose_sample, load_reference, told, verify_records
 
 _ASK_DEADLINE_S = 15.0
 _REFRESH_S = 0.25
@@ -51,7 +45,10 @@ def run(config: DialogueConfig, console: Console | None = None) -> DialogueRepor
         "notices": live.notices,
     }
     report = DialogueReport(config.out, figures, live.turns)
-    report.write()
+    # Imported only now: matplotlib takes a second to import, which the first turn need not wait for.
+    from loadtest.dialogue_page import dialogue_page
+
+    report.write(dialogue_page(report.figures, report.turns))
     return report
 
 

@@ -1,10 +1,18 @@
-"""Service level objectives and what meeting them means. Pure.
+"""Least squares for durations: coefficients that are not negative, errors that are relative. Pure.
+
+The unloaded cluster, measured before the replay: what a request takes when it is alone.
+
+Lengths are quantiles of the replay's own prompts; the texts are the replay's own too, but each under a cache salt of
+its own: nothing is reused and nothing is left warm. TTFT over prompt length n is fitted as a + b·n + c·n² (fixed
+cost, linear layers, attention) with no coefficient below 0, on relative errors.
+
+Service level objectives and what meeting them means. Pure.
 
 The default rule follows Mooncake: TTFT at most 10 times, TBT at most 5 times that of the unloaded request, for 90 % of
 the requests. What is compared, exactly:
 
 - TTFT of a request (from sending to its first token) with 10 x the TTFT that a lone request of the same prompt length
-  without any reuse takes (loadtest/unloaded.py: the fit over lengths);
+  without any reuse takes (loadtest/objectives.py: the fit over lengths);
 - TBT of a request, that is the mean of its longest tenth of intervals between tokens, with 5 x the median of the same
   figure over the lone requests. A request of one token has no interval and meets it.
 
@@ -14,13 +22,159 @@ meet each. `slo_attainment` is the share that meets both, `goodput_rps` their nu
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from loadtest.client import CompletionClient
+from loadtest.errors import ServerUnusable
+from loadtest.plan import PlannedRequest
 from loadtest.record import Outcome, RequestRecord
-from loadtest.unloaded import Unloaded
+from loadtest.sender import new_record
+
+__all__ = ["fit_durations"]
+
+
+def fit_durations(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The coefficients x ≥ 0 [k] that make `terms` [n, k] · x come closest to `seconds` [n], n ≥ 1, all above 0.
+
+    Exact for a few terms: the best of the least-squares solutions over each subset of terms that has no negative
+    coefficient; of subsets no larger than the number of different rows. The first term is taken as constant, and its
+    coefficient is the median where nothing fits.
+    """
+    num_terms = terms.shape[1]
+    weighted = terms / seconds[:, None]
+    num_rows = len(np.unique(terms, axis=0))
+    best, best_error = np.zeros(num_terms), math.inf
+    best[0] = float(np.median(seconds))
+    for size in range(1, min(num_terms, num_rows) + 1):
+        for chosen in itertools.combinations(range(num_terms), size):
+            part, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(seconds)), rcond=None)
+            error = float(np.sum((weighted[:, chosen] @ part - 1) ** 2))
+            if (part >= 0).all() and error < best_error - 1e-12:
+                best, best_error = np.zeros(num_terms), error
+                best[list(chosen)] = part
+    return best
+
+
+LENGTH_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.98)
+REPEATS = 3
+_LEAST_OUTPUT = 8
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    """Figures of lone requests. `ttft_coefficients`: a, b, c of TTFT(n) = a + b·n + c·n², seconds and tokens.
+
+    `ttft_s`, `tbt_s`, `tbt_worst10_s`: medians over the requests of TTFT, of the mean interval (single ones are 0 where
+    a busy client reads several tokens at once), and of the mean of the longest tenth of intervals. `samples`: (prompt
+    tokens, TTFT in seconds) of each request.
+    """
+
+    ttft_s: float
+    tbt_s: float
+    tbt_worst10_s: float
+    ttft_coefficients: tuple[float, float, float]
+    samples: tuple[tuple[int, float], ...]
+
+    def ttft_of(self, prompt_tokens: int) -> float:
+        """Seconds to the first token of a lone request of that length, by the fit."""
+        a, b, c = self.ttft_coefficients
+        return a + b * prompt_tokens + c * prompt_tokens * prompt_tokens
+
+    def as_json(self) -> dict[str, Any]:
+        """For report.json."""
+        return {
+            "ttft_s": self.ttft_s,
+            "tbt_s": self.tbt_s,
+            "tbt_worst10_s": self.tbt_worst10_s,
+            "ttft_fit_s": dict(
+                zip(("constant", "per_token", "per_token_squared"), self.ttft_coefficients, strict=True)
+            ),
+            "samples": [{"prompt_tokens": n, "ttft_s": t} for n, t in self.samples],
+        }
+
+
+async def measure_unloaded(
+    client: CompletionClient,
+    requests: Sequence[PlannedRequest],
+    *,
+    clock: Callable[[], float],
+    salt: str,
+    max_model_len: int,
+    stop: asyncio.Event,
+    on_done: Callable[[int, int], None],
+) -> Unloaded | None:
+    """One request at a time; None when `stop` is set meanwhile. `on_done(done, of)` after each.
+
+    The first request is thrown away: it pays for connections and for code that is compiled at its first use. Raises
+    ServerUnusable when a lone request is not answered: then there is nothing to replay against.
+    """
+    plan = [chosen for _ in range(REPEATS) for chosen in typical_requests(requests, max_model_len)]
+    records: list[RequestRecord] = []
+    for number, request in enumerate([plan[0], *plan]):
+        record = new_record(request, clock())
+        sending = asyncio.ensure_future(client.send(request, record, cache_salt=f"{salt}-unloaded-{number}"))
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([sending, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (sending, stopped):
+            waiting.cancel()
+        await asyncio.gather(sending, stopped, return_exceptions=True)
+        if stop.is_set():
+            return None
+        if record.outcome is not Outcome.COMPLETED:
+            raise ServerUnusable(
+                f"a lone request of {record.prompt_tokens} prompt tokens was {record.outcome.value}: {record.reason}"
+            )
+        if number:
+            records.append(record)
+        on_done(number, len(plan))
+    return unloaded_of(records)
+
+
+def typical_requests(requests: Sequence[PlannedRequest], max_model_len: int) -> list[PlannedRequest]:
+    """One request per length quantile, with at least a few output tokens so that there are intervals to measure; a
+    prompt that leaves no room for them is cut."""
+    by_length = sorted(requests, key=lambda r: (len(r.prompt), r.index))
+    chosen = [by_length[min(int(q * len(by_length)), len(by_length) - 1)] for q in LENGTH_QUANTILES]
+    outputs = [max(r.max_tokens, min(_LEAST_OUTPUT, max_model_len // 2)) for r in chosen]
+    return [
+        replace(request, max_tokens=output, prompt=request.prompt[: max_model_len - output])
+        for request, output in dict(zip(chosen, outputs, strict=True)).items()
+    ]
+
+
+def unloaded_of(records: Sequence[RequestRecord]) -> Unloaded:
+    """The figures of completed lone requests."""
+    samples = tuple((r.prompt_tokens, r.ttft_s) for r in records if math.isfinite(r.ttft_s))
+    means = [fmean(r.intervals_s) for r in records if r.intervals_s]
+    worst = [r.tbt_worst10_s for r in records if r.intervals_s]
+    return Unloaded(
+        ttft_s=median(t for _, t in samples) if samples else math.nan,
+        tbt_s=median(means) if means else math.nan,
+        tbt_worst10_s=median(worst) if worst else math.nan,
+        ttft_coefficients=fit_ttft(samples),
+        samples=samples,
+    )
+
+
+def fit_ttft(samples: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """Non-negative least squares of t = a + b·n + c·n², on relative errors of the median t of each n."""
+    lengths = sorted({n for n, _ in samples})
+    if not lengths:
+        return math.nan, math.nan, math.nan
+    times = np.array([median(t for m, t in samples if m == n) for n in lengths])
+    n = np.array(lengths, float)
+    best = fit_durations(np.stack([np.ones_like(n), n, n * n], axis=1), times)
+    return float(best[0]), float(best[1]), float(best[2])
+
 
 TTFT_FACTOR = 10.0
 TBT_FACTOR = 5.0

@@ -1,18 +1,58 @@
-"""Which pictures the report shows, and what is drawn in each."""
+"""What the report's pictures are drawn from, and what one of them is.
+
+Which pictures the report shows, and what is drawn in each.
+
+The pictures of where reused KV came from and what that saved.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from loadtest import pictures as p
-from loadtest.evidence import Evidence, Panel
+from loadtest.cluster_metrics import ClusterHistory
+from loadtest.figures import PLACE_NAMES
+from loadtest.objectives import Objectives
+from loadtest.plan import PlannedRequest
 from loadtest.record import Outcome, RequestRecord
-from loadtest.reuse_panels import reuse_panels
+from loadtest.summary import PLACES, tokens_by_place
 from traces import InfiniteCache, reusable_tokens
+
+__all__ = ["Evidence", "Panel"]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture with its heading and a sentence on what it shows."""
+
+    title: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the pictures are drawn from."""
+
+    records: Sequence[RequestRecord]
+    requests: Mapping[int, PlannedRequest]
+    history: ClusterHistory
+    objectives: Objectives
+    tokens_per_block: int
+    reuse_by_tier: Mapping[str, Mapping[str, Any]] | None  # as in report.json
+
+    @property
+    def completed(self) -> list[RequestRecord]:
+        """Completed requests in order of arrival."""
+        done = [r for r in self.records if r.outcome is Outcome.COMPLETED]
+        return sorted(done, key=lambda r: (r.due_s, r.index))
+
 
 _BINS = 48
 
@@ -231,3 +271,57 @@ def _log_seconds_y(pic: p.Picture, *, drawn: bool) -> None:
         pic.axes.set_yscale("log")
     p.seconds_axis(pic.axes)
     p.legend(pic.axes)
+
+
+_REUSE_BINS = 60
+_COLORS = dict(zip(PLACES, (p.BLUE, p.GREEN, p.ORANGE, p.PURPLE), strict=True))
+
+
+def reuse_panels(e: Evidence) -> list[Panel]:
+    """Both, or none where the server does not tell."""
+    return [] if e.reuse_by_tier is None else [reused_over_time(e), saved_by_tier(e)]
+
+
+def reused_over_time(e: Evidence) -> Panel:
+    """Share of prompt tokens that were reused, by place, over bins of arrival."""
+    found = [(r, places) for r in e.completed if (places := tokens_by_place(r)) is not None]
+    edges = np.linspace(0, max((r.due_s for r, _ in found), default=0.0) + 1e-3, _REUSE_BINS + 1)
+    at = [r.due_s for r, _ in found]
+    prompt = np.histogram(at, edges, weights=[r.prompt_tokens for r, _ in found])[0]
+    with p.picture("reuse-over-time", x="arrival, seconds of replay", y="prompt tokens reused") as pic:
+        below = np.zeros(_REUSE_BINS)
+        for place in PLACES:
+            tokens = np.histogram(at, edges, weights=[places[place] for _, places in found])[0]
+            share = np.divide(tokens, prompt, out=np.zeros(_REUSE_BINS), where=prompt > 0)
+            if tokens.any():
+                width = float(edges[1]) * 0.9
+                pic.axes.bar(
+                    edges[:-1], share, width, below, align="edge", color=_COLORS[place], label=PLACE_NAMES[place]
+                )
+                below += share
+        pic.axes.set_ylim(0, None)
+        p.share_axis(pic.axes)
+        p.legend(pic.axes)
+    return Panel("Where reused KV came from", "Share of the prompts' tokens, by time of arrival.", pic.svg)
+
+
+def saved_by_tier(e: Evidence) -> Panel:
+    """Estimated seconds of computing per place, beside those of loading."""
+    assert e.reuse_by_tier is not None
+    shown = [place for place in PLACES if e.reuse_by_tier[place]["tokens"]]
+    with p.picture("saved-by-tier", x="", y="seconds, all requests") as pic:
+        for i, place in enumerate(shown):
+            facts = e.reuse_by_tier[place]
+            pic.axes.bar(i - 0.2, facts["compute_s"] or 0.0, 0.36, color=_COLORS[place])
+            pic.axes.bar(i + 0.2, facts["load_s"], 0.36, color=p.MUTED)
+            for x, value in ((i - 0.2, facts["compute_s"]), (i + 0.2, facts["load_s"])):
+                text = "–" if value is None else f"{value:.3g} s"
+                pic.axes.annotate(text, (x, value or 0.0), (0, 2), textcoords="offset points", ha="center", fontsize=9)
+        names = [f"{PLACE_NAMES[place]}\n{e.reuse_by_tier[place]['tokens']:,} tokens" for place in shown]
+        pic.axes.set_xticks(range(len(shown)), names)
+        pic.axes.set_xlim(-0.6, max(len(shown), 1) - 0.4)
+        pic.axes.grid(visible=False, axis="x")
+        pic.axes.margins(y=0.15)
+        pic.axes.set_ylim(0, None)
+    caption = "Coloured: what computing the reused tokens would have taken, by a fit; grey: what loading them took."
+    return Panel("What reuse saved", caption, pic.svg)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadtest.errors import PromptPlanError
-from loadtest.text import TextBook, TokenIds
+from loadtest.tokens import TextBook, TokenIds
 from traces import Trace, TraceRow
 
 

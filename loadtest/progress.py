@@ -1,17 +1,61 @@
-"""What the user sees while a replay runs: a bar on a terminal, a plain line now and then elsewhere."""
+"""Coroutines that run beside a block.
+
+Ctrl-C as an event: the run ends early and reports what it has.
+
+What the user sees while a replay runs: a bar on a terminal, a plain line now and then elsewhere.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadtest.record import Outcome
 from loadtest.sender import Tally
+
+
+@asynccontextmanager
+async def background(*coroutines: Any) -> AsyncIterator[None]:
+    """Run these beside the block and cancel them at its end."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+@contextmanager
+def interrupts(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C sets `stop`, a second one ends the program as usual. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
 
 _PLAIN_EVERY_S = 10.0
 _REFRESH_S = 0.25

@@ -14,33 +14,23 @@ import aiohttp
 import uvloop
 from rich.console import Console
 
-from loadtest.background import background
 from loadtest.client import CompletionClient
-from loadtest.clocks import clock_from
-from loadtest.cluster_metrics import ClusterHistory
+from loadtest.cluster_metrics import ClusterHistory, MetricsPoller
 from loadtest.config import ReplayConfig
 from loadtest.errors import PromptPlanError, SettingInvalid
-from loadtest.interrupts import interrupts
-from loadtest.load import Load
-from loadtest.objectives import Objectives
-from loadtest.paced import told
+from loadtest.http import RetryPolicy, allow_many_connections, open_session
+from loadtest.objectives import Objectives, Unloaded, measure_unloaded
 from loadtest.plan import PlannedRequest, PlanSettings, plan_requests
-from loadtest.poller import MetricsPoller
-from loadtest.progress import ProgressDisplay, detail_of, show_tally
+from loadtest.progress import ProgressDisplay, background, detail_of, interrupts, show_tally
 from loadtest.record import RequestRecord
 from loadtest.report import Report, check_writable
-from loadtest.retry import RetryPolicy
-from loadtest.sender import Tally
-from loadtest.senders import open_senders, send_watched, start_soon
+from loadtest.sender import Load, Tally
+from loadtest.senders import choose_senders, open_senders, send_watched, start_soon
 from loadtest.server import ServerInfo, check_tokenizer, discover
-from loadtest.session import allow_many_connections, open_session
-from loadtest.shares import choose_senders
 from loadtest.summary import summarise
-from loadtest.text import TextBook
-from loadtest.tokens import ModelTokens, load_model_tokens
-from loadtest.unloaded import Unloaded, measure_unloaded
-from loadtest.validity import invalid_reasons
-from loadtest.verify import Reference, Verification, choose_sample, load_reference, verify_records
+from loadtest.tokens import ModelTokens, TextBook, load_model_tokens
+from loadtest.validity import clock_from, invalid_reasons
+from loadtest.verify import Reference, Verification, choose_sample, load_reference, told, verify_records
 from traces import Trace, first_requests, first_seconds, load_trace, reuse_statistics, sample_families
 
 _ASK_DEADLINE_S = 15.0

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from loadtest.clocks import clock_from
-from loadtest.frames import Done, Job, Progress, Ready, Start, frame, read_frame
-from loadtest.load import Load, send_share
+from loadtest.http import allow_many_connections
 from loadtest.record import Outcome, RequestRecord
-from loadtest.sender import Tally
-from loadtest.session import allow_many_connections
+from loadtest.sender import Load, Tally, send_share
+from loadtest.senders import Done, Job, Progress, Ready, Start, frame, read_frame
+from loadtest.validity import clock_from
 
 _REPORT_EVERY_S = 0.25
 

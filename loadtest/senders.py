@@ -1,4 +1,12 @@
-"""The senders of a load: this process, or several others on one clock whose records come back here.
+"""Messages between the process that runs a load and those that send it: pickles with their length before them, through
+pipes that only these processes hold.
+
+How many processes send, and which requests each of them sends. Pure.
+
+One event loop writes requests and reads events of answers at a rate that is limited by one core's Python; beyond it
+requests leave late and tokens are seen late, which would be put down to the server.
+
+The senders of a load: this process, or several others on one clock whose records come back here.
 
 A sender that dies or falls silent is named and its missing records counted; the others' are kept.
 """
@@ -6,24 +14,118 @@ A sender that dies or falls silent is named and its missing records counted; the
 from __future__ import annotations
 
 import asyncio
+import pickle
 import signal
+import struct
 import sys
 import tempfile
 import time
+from asyncio import IncompleteReadError, StreamReader
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
-from loadtest.clocks import ClockWatch, clock_from
+import numpy as np
+
 from loadtest.errors import SenderUnusable
-from loadtest.frames import Done, Job, Progress, Ready, Start, Stop, frame, read_frame
-from loadtest.load import Load, send_share
+from loadtest.plan import PlannedRequest
 from loadtest.record import RequestRecord
-from loadtest.sender import Tally
-from loadtest.shares import split, split_limit
-from loadtest.validity import Evidence
+from loadtest.sender import Load, Tally, send_share
+from loadtest.validity import ClockWatch, Evidence, clock_from
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Job:
+    """To a sender, first: its share."""
+
+    load: Load
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From a sender: it has its share and waits for the start."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """To a sender: `at`, on time.monotonic(), is the clock's 0."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Stop:
+    """To a sender: send nothing more and give up what is in flight."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """From a sender, several times a second, also with nothing new: requests sent so far and those ended since."""
+
+    sent: int
+    ended: tuple[RequestRecord, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """From a sender, last: how many records it has given."""
+
+    records: int
+
+
+def frame(message: object) -> bytes:
+    """A message's bytes."""
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
+async def read_frame(reader: StreamReader) -> Any | None:
+    """The next message; None at the end of the stream, in the middle of a message too."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        return pickle.loads(await reader.readexactly(length))
+    except (IncompleteReadError, ConnectionError):
+        return None
+
+
+REQUEST_COST_S = 0.8e-3
+"""Processor time that one request takes of a sender: body, connection, headers (benchmarks/load_senders.py)."""
+EVENT_COST_S = 3e-5
+"""Processor time that one event of an answer takes."""
+BUSY_SHARE = 0.5
+"""A sender is planned to be busy so much of the time: a queue at its door would be measured as the server's."""
+_PEAK_WINDOW_S = 5.0
+
+
+def choose_senders(requests: Sequence[PlannedRequest], *, speed: float, cores: int) -> int:
+    """Processes for this load: as many as keep each at most half busy in the busiest five seconds, at most one for
+    every two cores, since a server on the same machine has to live too."""
+    if not requests:
+        return 1
+    due = np.array([r.arrival_s for r in requests]) / speed
+    costs = np.array([REQUEST_COST_S + EVENT_COST_S * r.max_tokens for r in requests])
+    total = np.concatenate([[0.0], np.cumsum(costs)])
+    ends = np.searchsorted(due, due + _PEAK_WINDOW_S, side="right")
+    busiest = float((total[ends] - total[: len(costs)]).max()) / _PEAK_WINDOW_S
+    return int(min(max(np.ceil(busiest / BUSY_SHARE), 1), max(cores // 2, 1), len(requests)))
+
+
+def split(requests: Sequence[PlannedRequest], senders: int) -> list[list[PlannedRequest]]:
+    """The requests in turns, so that each sender has a like share of every moment. Never an empty share."""
+    shares = [list(requests[number::senders]) for number in range(senders)]
+    return [share for share in shares if share] or [[]]
+
+
+def split_limit(limit: int | None, senders: int) -> list[int | None]:
+    """A limit of concurrent requests, divided: the parts add up to it. `senders` must not exceed it."""
+    if limit is None:
+        return [None] * senders
+    return [limit // senders + (number < limit % senders) for number in range(senders)]
+
 
 _READY_S = 120.0
 _SILENT_S = 60.0

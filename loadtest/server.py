@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from loadtest.errors import ServerUnreachable, ServerUnusable, TokenizerMismatch
-from loadtest.surrogates import mended
+from loadtest.http import mended
 from loadtest.tokens import ModelTokens
 
 _SHOWN = 200

@@ -2,12 +2,18 @@
 
 A run is INVALID when what it says of the server cannot be trusted, whatever the server did: requests left later than
 they were due, records are missing, or the machine's clock jumped. How requests ended is no matter of validity.
+
+The clocks of the sending machine: the one that runs are timed by, and a watch over it.
+
+time.monotonic is one clock for all processes of a host, so an instant agreed on by it is the same in each sender.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -80,3 +86,38 @@ def _lagging(records: Sequence[RequestRecord], max_send_lag_s: float) -> list[st
         f"the sender lagged: {late / len(lags):.1%} of the requests left more than {max_send_lag_s:g} s late "
         f"(p99 {np.percentile(lags, 99):.3g} s); at most {LATE_SHARE:.0%} may (--max-send-lag, --senders)"
     ]
+
+
+_WATCH_EVERY_S = 1.0
+_LOOKS = 3
+
+
+def clock_from(start: float) -> Callable[[], float]:
+    """A clock that is 0 when time.monotonic() is `start`."""
+    return lambda: time.monotonic() - start
+
+
+def read_clocks() -> ClockReading:
+    """All clocks now: of a few looks the quickest, since being preempted between two clocks looks like a jump."""
+    boot = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    looks = []
+    for _ in range(_LOOKS):
+        began = time.monotonic()
+        looks.append((ClockReading(began, time.time(), time.clock_gettime(boot)), time.monotonic() - began))
+    return min(looks, key=lambda look: look[1])[0]
+
+
+@dataclass
+class ClockWatch:
+    """Readings taken while a run lasts."""
+
+    readings: list[ClockReading] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Read for ever, until cancelled."""
+        try:
+            while True:
+                self.readings.append(read_clocks())
+                await asyncio.sleep(_WATCH_EVERY_S)
+        finally:
+            self.readings.append(read_clocks())

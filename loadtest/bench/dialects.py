@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.dialect import delta_text
+from loadtest.client import delta_text
 from loadtest.errors import StreamFailed
 from loadtest.plan import PlannedRequest
 from loadtest.record import RequestRecord

@@ -1,4 +1,7 @@
-"""A whole benchmark, from prompts to results: the thin shell around the package's parts."""
+"""Requests before the measured ones: until the server answers, and then as many as asked for. None is counted.
+
+A whole benchmark, from prompts to results: the thin shell around the package's parts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -15,28 +18,60 @@ import numpy as np
 import uvloop
 from rich.console import Console
 
-from loadtest.background import background
-from loadtest.bench.arrivals import arrival_times
 from loadtest.bench.config import BenchConfig
 from loadtest.bench.dialects import BenchDialect, BenchRequest
-from loadtest.bench.files import custom_prompts, sharegpt_prompts
-from loadtest.bench.prompts import Prompt, random_prompts, repeated_prefixes
-from loadtest.bench.warm_up import warm_up
+from loadtest.bench.prompts import (
+    Prompt,
+    arrival_times,
+    custom_prompts,
+    random_prompts,
+    repeated_prefixes,
+    sharegpt_prompts,
+)
 from loadtest.config import server_root
-from loadtest.errors import ServerUnreachable, TokenizerMismatch
-from loadtest.interrupts import interrupts
-from loadtest.load import Load
-from loadtest.paced import told
-from loadtest.progress import ProgressDisplay, show_tally
+from loadtest.errors import ServerUnreachable, ServerUnusable, TokenizerMismatch
+from loadtest.http import RetryPolicy, allow_many_connections, open_session
+from loadtest.progress import ProgressDisplay, background, interrupts, show_tally
 from loadtest.record import Outcome, RequestRecord
-from loadtest.retry import RetryPolicy
-from loadtest.sender import Tally
-from loadtest.senders import open_senders, send_watched, start_soon
+from loadtest.sender import Load, Tally, send_share
+from loadtest.senders import choose_senders, open_senders, send_watched, start_soon
 from loadtest.server import ServerInfo, check_tokenizer, discover
-from loadtest.session import allow_many_connections, open_session
-from loadtest.shares import choose_senders
 from loadtest.tokens import ModelTokens, load_model_tokens
-from loadtest.validity import invalid_reasons
+from loadtest.validity import clock_from, invalid_reasons
+from loadtest.verify import told
+
+_AGAIN_S = 0.5
+
+
+async def warm_up(load: Load, *, count: int, ready_s: float, stop: asyncio.Event) -> None:
+    """Send the load's first request for `ready_s` seconds until it is answered, and then `count` times.
+
+    `ready_s` 0: the server is taken to be ready. Returns early when `stop` is set. Raises ServerUnusable when it is not
+    answered in time, or a later one is not.
+    """
+    deadline = time.monotonic() + ready_s
+    while ready_s > 0 and not stop.is_set():
+        trial = await _send(load, 1, stop)
+        if _problem(trial) == "":
+            break
+        if time.monotonic() >= deadline:
+            raise ServerUnusable(f"the server was not ready within {ready_s:g} s: a request {_problem(trial)}")
+        await asyncio.sleep(_AGAIN_S)
+    if count and not stop.is_set() and (problem := _problem(await _send(load, count, stop))):
+        raise ServerUnusable(f"a warm-up request {problem}")
+
+
+async def _send(load: Load, count: int, stop: asyncio.Event) -> list[RequestRecord]:
+    copies = [replace(load.requests[0], index=index, arrival_s=0.0) for index in range(count)]
+    clock = clock_from(time.monotonic())
+    return await send_share(replace(load, requests=copies, retry=None), clock=clock, stop=stop, tally=Tally(count))
+
+
+def _problem(records: Sequence[RequestRecord]) -> str:
+    """How the first of them that was not answered ended; one that was given up is no problem of the server's."""
+    ended = (r for r in records if r.outcome not in (Outcome.COMPLETED, Outcome.UNFINISHED))
+    return next((f"was {record.outcome.value}: {record.reason}" for record in ended), "")
+
 
 _ASK_DEADLINE_S = 15.0
 _READY_POLL_S = 0.5

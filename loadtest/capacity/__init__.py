@@ -1,6 +1,5 @@
 """The largest rate at which a server meets its objectives: the search, the judgement of a step, and the running."""
 
-from loadtest.capacity.objective import CapacityObjective, Step, judge_step
-from loadtest.capacity.search import CapacitySearch, Finding, Verdict
+from loadtest.capacity.search import CapacityObjective, CapacitySearch, Finding, Step, Verdict, judge_step
 
 __all__ = ["CapacityObjective", "CapacitySearch", "Finding", "Step", "Verdict", "judge_step"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
-from importlib import resources
 
 from loadtest import pictures as p
-from loadtest.capacity.objective import Step
 from loadtest.capacity.runner import CapacityResult
-from loadtest.capacity.search import Verdict
-from loadtest.page import invalid_banner
+from loadtest.capacity.search import Step, Verdict
+from loadtest.html import render
+from loadtest.panels import Panel
 
 _COLORS = {Verdict.PASS: p.GREEN, Verdict.FAIL: p.RED, Verdict.INVALID: p.MUTED}
 _LABELS = {Verdict.PASS: "met", Verdict.FAIL: "missed", Verdict.INVALID: "invalid"}
@@ -39,34 +37,20 @@ def step_line(number: int, step: Step) -> str:
 
 
 def capacity_page(result: CapacityResult) -> str:
-    """The whole HTML document."""
-    css = resources.files("loadtest").joinpath("data", "page.css").read_text(encoding="utf-8")
-    notices = "".join(f'<p class="lead">{escape(text)}</p>' for text in result.notices)
-    title = headline(result)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>
-{css}</style>
-</head>
-<body>
-<main>
-<h1>{escape(title)}</h1>
-<p class="lead">{escape(result.model)}: {escape(result.objective.describe())}.</p>
-{invalid_banner(result.invalid_reasons)}
-{notices}
-<section class="pictures after-lead">{_attainment(result)}{_latencies(result)}</section>
-<section class="after-lead">{_table(result.steps)}</section>
-</main>
-</body>
-</html>
-"""
+    """Return the HTML document."""
+    return render(
+        "capacity.html",
+        title=headline(result),
+        lead=f"{result.model}: {result.objective.describe()}.",
+        invalid_reasons=result.invalid_reasons,
+        notices=result.notices,
+        panels=[_attainment(result), *_latencies(result)],
+        steps=result.steps,
+        labels=_LABELS,
+    )
 
 
-def _attainment(result: CapacityResult) -> str:
+def _attainment(result: CapacityResult) -> Panel:
     with p.picture("attainment", x="requests per second sent", y="share of requests") as pic:
         _steps(pic, result, [(step, step.attainment) for step in result.steps])
         if result.steps:
@@ -74,7 +58,9 @@ def _attainment(result: CapacityResult) -> str:
         pic.axes.set_ylim(0, 1.03)
         p.share_axis(pic.axes)
         p.legend(pic.axes)
-    return _card("Attainment and goodput by rate", "Share of judged requests within every bound, one dot a step.", pic)
+    return Panel(
+        "Attainment and goodput by rate", "Share of judged requests within every bound, one dot a step.", pic.svg
+    )
 
 
 def _goodput(pic: p.Picture, steps: Sequence[Step]) -> None:
@@ -88,7 +74,7 @@ def _goodput(pic: p.Picture, steps: Sequence[Step]) -> None:
     pic.axes.plot([], [], color=p.BLUE, linestyle=":", label="goodput (right)")
 
 
-def _latencies(result: CapacityResult) -> str:
+def _latencies(result: CapacityResult) -> list[Panel]:
     cards = []
     for metric, bound in result.objective.bounds_ms.items():
         with p.picture(f"latency-{metric}", x="requests per second sent", y=f"p{result.objective.percentile:g}") as pic:
@@ -99,8 +85,8 @@ def _latencies(result: CapacityResult) -> str:
                 pic.axes.set_yscale("log")
             p.seconds_axis(pic.axes)
             p.legend(pic.axes)
-        cards.append(_card(f"{metric.upper()} by rate", "At the objective's percentile, one dot a step.", pic))
-    return "".join(cards)
+        cards.append(Panel(f"{metric.upper()} by rate", "At the objective's percentile, one dot a step.", pic.svg))
+    return cards
 
 
 def _steps(pic: p.Picture, result: CapacityResult, values: Sequence[tuple[Step, float]]) -> None:
@@ -121,21 +107,3 @@ def _means(values: Sequence[tuple[float, float]]) -> tuple[list[float], list[flo
     for rate, value in sorted(values):
         by_rate.setdefault(rate, []).append(value)
     return list(by_rate), [sum(some) / len(some) for some in by_rate.values()]
-
-
-def _card(title: str, caption: str, pic: p.Picture) -> str:
-    return f'<div class="card"><h2>{escape(title)}</h2><p>{escape(caption)}</p>{pic.svg}</div>'
-
-
-def _table(steps: Sequence[Step]) -> str:
-    rows = "".join(
-        f'<tr><td class="name">{number}</td><td>{step.rate:.3g}/s</td><td>{_LABELS[step.verdict]}</td>'
-        f"<td>{step.attainment:.1%}</td><td>{step.goodput_rps:.3g}/s</td>"
-        f'<td class="wrap">{escape("; ".join(step.reasons))}</td></tr>'
-        for number, step in enumerate(steps, 1)
-    )
-    head = "".join(
-        f'<th scope="col">{name}</th>' for name in ("step", "rate", "verdict", "attainment", "goodput", "why")
-    )
-    scroll = '<div class="scroll" tabindex="0" role="region" aria-label="Steps">'
-    return f'<div class="card"><h2>Steps</h2>{scroll}<table class="steps"><tr>{head}</tr>{rows}</table></div></div>'

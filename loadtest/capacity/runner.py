@@ -13,11 +13,9 @@ from rich.console import Console
 
 from loadtest.bench.config import BenchConfig
 from loadtest.bench.runner import Target, find_target, measure, plan, prepare
-from loadtest.capacity.objective import CapacityObjective, Step, judge_step
-from loadtest.capacity.search import CapacitySearch, Finding
-from loadtest.interrupts import interrupts
-from loadtest.progress import ProgressDisplay
-from loadtest.session import allow_many_connections
+from loadtest.capacity.search import CapacityObjective, CapacitySearch, Finding, Step, judge_step
+from loadtest.http import allow_many_connections
+from loadtest.progress import ProgressDisplay, interrupts
 from loadtest.tokens import ModelTokens, load_model_tokens
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import aiohttp
 
 from loadtest.errors import MalformedStream
+from loadtest.http import EventStream, mended
 from loadtest.server import ServerInfo, error_message
-from loadtest.sse import EventStream
-from loadtest.surrogates import mended
 from moonpool.chat.conversation import Message
 from moonpool.errors import ChatFailed
 

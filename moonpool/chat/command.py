@@ -17,7 +17,7 @@ _ASK_S = 15.0
 
 
 def _one_key(context: typer.Context, parameter: typer.CallbackParam, given: str) -> str:
-    from loadtest.api_key import one_key
+    from loadtest.options import one_key
 
     return one_key(context, parameter, given)
 

@@ -1,7 +1,6 @@
 """Commands `moonpool bench …`: load tests of a server, transfer speed between two hosts, costs of a model's work."""
 
-from loadtest.bench.cli import serve
-from loadtest.bench.flags import VllmFlags
+from loadtest.bench.cli import VllmFlags, serve
 from moonpool.commands.arguments import command_group
 from moonpool.commands.lazy import LazyTarget, add_lazy
 from moonpool.transfer_bench.command import ListenByDefault, messenger

@@ -9,7 +9,7 @@ import typer.main
 
 from loadtest.bench.cli import app
 from loadtest.bench.config import BenchConfig
-from loadtest.bench.result import Saving, result_of
+from loadtest.bench.results import Saving, result_of
 from loadtest.bench.runner import BenchResult
 
 BENCH, CAPACITY = "Bench: any prompts, any server, any rate", "The rate that a server can bear"

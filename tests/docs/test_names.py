@@ -20,7 +20,7 @@ from kvpool import PoolNodeConfig, node_metrics
 from kvpool.node import PoolNode
 from loadtest.cluster_metrics import ClusterHistory
 from loadtest.dialogue_config import DialogueConfig
-from loadtest.dialogue_summary import summarise_dialogues
+from loadtest.dialogue_report import summarise_dialogues
 from loadtest.objectives import Objectives
 from loadtest.summary import summarise
 from messenger.counters import CERTIFICATE_LEFT, Counters, reported

@@ -18,7 +18,7 @@ import pytest
 
 from frontend import FrontendConfig, ServedModelConfig, serve_frontend
 from frontend.tokenizer import Tokenizer
-from loadtest.text import sentence
+from loadtest.tokens import sentence
 
 MODEL = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 TURNS = 50

@@ -101,7 +101,7 @@ def test_configuration_that_cannot_be_right_is_refused_by_name(
         (lambda path: (path / "tokenizer.json").unlink(), "cannot read .*tokenizer.json"),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "is not a valid tokenizer"),
         (lambda path: (path / "config.json").unlink(), "cannot read .*config.json"),
-        (lambda path: (path / "config.json").write_text("{"), "not JSON"),
+        (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
         (lambda path: (path / "config.json").write_text('{"vocab_size": "many"}'), "vocab_size"),
         (lambda path: (path / "chat_template.jinja").write_text("{% if %}"), "does not compile"),
         (lambda path: (path / "tokenizer_config.json").write_text('{"chat_template": 5}'), "chat_template"),

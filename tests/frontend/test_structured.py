@@ -84,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "(["}, "guided_regex", ""),
     ({"guided_grammar": "start: thing"}, "guided_grammar", "thing"),
     ({"guided_grammar": ""}, "guided_grammar", ""),
-    ({"structured_outputs": {"json": "no"}}, "structured_outputs.json", "no JSON"),
+    ({"structured_outputs": {"json": "no"}}, "structured_outputs.json", "is not valid JSON"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "one of them"),
     ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "one of them"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "complete"),

@@ -259,7 +259,7 @@ def test_arguments_nested_deeper_than_a_template_can_write_are_refused() -> None
     nested: Any = []
     for _ in range(2000):
         nested = [nested]
-    with pytest.raises(InvalidRequest, match="refuses"):
+    with pytest.raises(InvalidRequest, match="rejects"):
         template.render([{"role": "assistant", "tool_calls": nested}], {}, add_generation_prompt=True)
 
 
@@ -282,7 +282,7 @@ def test_a_template_that_knows_tools_gets_them_and_calls_as_objects() -> None:
     assert text == "[1][system:be][assistant:now(7)][tool:noon]"
     for arguments in ("{", '{"a": "\\ud800"}', "[" * 5000 + "]" * 5000):
         broken = call | {"function": {"name": "now", "arguments": arguments}}
-        with pytest.raises(InvalidRequest, match="is no JSON"):
+        with pytest.raises(InvalidRequest, match="is not valid JSON"):
             native_messages([ChatMessage.model_validate({"role": "assistant", "tool_calls": [broken]})])
 
 

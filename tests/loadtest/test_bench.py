@@ -14,12 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from loadtest.bench.arrivals import arrival_times
-from loadtest.bench.cli import app
+from loadtest.bench.cli import app, normalised
 from loadtest.bench.config import BenchConfig
-from loadtest.bench.figures import bench_figures, busiest_second, most_at_once
-from loadtest.bench.flags import normalised
-from loadtest.bench.prompts import ordinary_ids, random_prompts, repeated_prefixes
+from loadtest.bench.prompts import arrival_times, ordinary_ids, random_prompts, repeated_prefixes
+from loadtest.bench.results import bench_figures, busiest_second, most_at_once
 from loadtest.record import Outcome, RequestRecord
 
 VLLM_KEYS = {

@@ -18,9 +18,9 @@ import pytest
 from aiohttp import web
 
 from loadtest.dialogue_config import DialogueConfig
-from loadtest.dialogue_plan import planned_turns, system_text
 from loadtest.dialogue_report import DialogueReport
 from loadtest.dialogue_runner import run
+from loadtest.dialogue_turns import planned_turns, system_text
 from loadtest.errors import SettingInvalid
 from loadtest.tokens import ModelTokens
 from tests.chromium import look_at

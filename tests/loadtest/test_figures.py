@@ -15,13 +15,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from loadtest import figures
 from loadtest.cluster_metrics import ClusterHistory, parse_metrics
-from loadtest.objectives import Objectives, attainment
+from loadtest.objectives import Objectives, Unloaded, attainment, fit_ttft, typical_requests, unloaded_of
 from loadtest.panels import in_flight
 from loadtest.pictures import averaged
 from loadtest.record import Outcome, RequestRecord, worst_tenth_mean
 from loadtest.report import finite
 from loadtest.summary import percentiles
-from loadtest.unloaded import Unloaded, fit_ttft, typical_requests, unloaded_of
 from telemetry.nodes import NodeSample, NodesCollector
 
 

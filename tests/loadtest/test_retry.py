@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.client import CompletionClient
+from loadtest.http import RetryPolicy
 from loadtest.record import Outcome, RequestRecord
-from loadtest.retry import RetryPolicy
 from loadtest.sender import new_record
 from loadtest.server import ServerInfo
 

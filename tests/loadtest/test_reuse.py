@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from loadtest.cluster_metrics import ClusterHistory
-from loadtest.evidence import Evidence
-from loadtest.fitting import fit_durations
-from loadtest.objectives import Objectives
+from loadtest.objectives import Objectives, fit_durations
+from loadtest.panels import Evidence, reuse_panels
 from loadtest.record import Outcome, RequestRecord
-from loadtest.reuse import PrefillFit, fit_prefill, reuse_by_tier, tokens_by_place
-from loadtest.reuse_panels import reuse_panels
+from loadtest.summary import PrefillFit, fit_prefill, reuse_by_tier, tokens_by_place
 
 FIT = PrefillFit(0.01, 1e-4, 1e-7, 50)
 

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from loadtest.bench.dialects import BenchDialect
 from loadtest.client import CompletionClient, take_event
-from loadtest.dialogue_talk import ChatTurn
+from loadtest.dialogue_turns import ChatTurn
 from loadtest.errors import StreamFailed
 from loadtest.record import Outcome, RequestRecord
 from loadtest.sender import Tally, new_record, send_open_loop

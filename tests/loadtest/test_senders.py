@@ -14,12 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import SenderUnusable
-from loadtest.load import Load
 from loadtest.record import Outcome
-from loadtest.sender import Tally
-from loadtest.senders import open_senders, send_watched, start_soon
+from loadtest.sender import Load, Tally
+from loadtest.senders import choose_senders, open_senders, send_watched, split, split_limit, start_soon
 from loadtest.server import ServerInfo
-from loadtest.shares import choose_senders, split, split_limit
 from loadtest.validity import Evidence, invalid_reasons
 
 
@@ -158,7 +156,7 @@ async def test_senders_end_with_the_process_that_started_them(serve, make_reques
     script = f"""
 import asyncio, uvloop, numpy as np
 from loadtest.errors import SenderUnusable
-from loadtest.load import Load
+from loadtest.sender import Load
 from loadtest.plan import PlannedRequest
 from loadtest.sender import Tally
 from loadtest.senders import open_senders

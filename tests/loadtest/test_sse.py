@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import MalformedStream
-from loadtest.sse import EventStream
+from loadtest.http import EventStream
 
 
 @given(

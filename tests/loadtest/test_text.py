@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from loadtest.errors import PromptPlanError
 from loadtest.plan import PlannedRequest, PlanSettings, plan_requests, scaled_output_tokens, scaled_prompt_tokens
-from loadtest.text import TextBook, block_text
-from loadtest.tokens import ModelTokens
+from loadtest.tokens import ModelTokens, TextBook, block_text
 from traces import Trace, TraceRow, load_conversation, sample_families, token_hit_rate
 
 

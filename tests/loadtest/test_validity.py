@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.clocks import read_clocks
 from loadtest.record import Outcome, RequestRecord
-from loadtest.validity import ClockReading, Evidence, clock_jumps, invalid_reasons
+from loadtest.validity import ClockReading, Evidence, clock_jumps, invalid_reasons, read_clocks
 
 
 def record_of(index: int, lag_s: float = 0.0, held_s: float = 0.0) -> RequestRecord:

@@ -12,10 +12,9 @@ import pytest
 from engine import Model, SamplingRow
 from engine.config import read_config
 from loadtest.errors import VerificationError
-from loadtest.paced import PacedReference
 from loadtest.record import Outcome, RequestRecord
 from loadtest.server import ServerInfo
-from loadtest.verify import Verification, choose_sample, judge, load_reference, verify_records
+from loadtest.verify import PacedReference, Verification, choose_sample, judge, load_reference, verify_records
 from worker.paced.tokens import Draw, PacedTokens
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"

@@ -3,19 +3,30 @@
 TTFT: from sending to the first event with a choice. ITL: between successive such events. E2EL: from sending to the
 last of them. TPOT: of an answer of n > 1 tokens, (E2EL - TTFT) / (n - 1). All over completed requests, in ms; standard
 deviations are of the whole population. Tokens are the server's own count.
+
+The result of a benchmark as JSON, with vLLM's keys, and the file it is saved to.
+
+The results on the terminal, under the labels that users (and their scripts) know from vLLM's command.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from loadtest.bench.config import BenchConfig
+from loadtest.bench.runner import BenchResult
+from loadtest.errors import OutputUnwritable, SettingInvalid
 from loadtest.record import Outcome, RequestRecord
+from loadtest.report import finite
 
 
 @dataclass(frozen=True)
@@ -137,3 +148,128 @@ def _spread(name: str, values: Sequence[float], percentiles: Sequence[float]) ->
 
 def _per(count: int, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where results go. `filename` empty: made of what was run, as vLLM does."""
+
+    save: bool = False
+    append: bool = False
+    detailed: bool = False
+    folder: Path = Path()
+    filename: str = ""
+    label: str = ""
+    metadata: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises SettingInvalid."""
+        for pair in self.metadata:
+            if "=" not in pair:
+                raise SettingInvalid(f"--metadata is {pair!r}; expected KEY=VALUE")
+
+
+def result_of(result: BenchResult, config: BenchConfig, saving: Saving, now: datetime) -> dict[str, Any]:
+    """All keys of the result; those of single requests only if asked for."""
+    tokenizer = config.tokenizer
+    figures = bench_figures(
+        result.records,
+        metrics=config.percentile_metrics,
+        percentiles=config.metric_percentiles,
+        goodput_ms=config.goodput,
+    )
+    return {
+        "date": now.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": config.backend,
+        "backend": config.backend,
+        "label": saving.label or None,
+        "model_id": result.model,
+        "tokenizer_id": str(tokenizer) if tokenizer else None,
+        "num_prompts": config.num_prompts,
+        **{key.strip(): value.strip() for key, _, value in (pair.partition("=") for pair in saving.metadata)},
+        "request_rate": config.request_rate if math.isfinite(config.request_rate) else "inf",
+        "burstiness": config.burstiness if math.isfinite(config.burstiness) else "inf",
+        "max_concurrency": config.max_concurrency,
+        "valid": not result.invalid_reasons,
+        "invalid_reasons": list(result.invalid_reasons),
+        "interrupted": result.interrupted,
+        "senders": result.senders,
+        **figures,
+        **(detailed(result.records) if saving.detailed else {}),
+    }
+
+
+def save(figures: Mapping[str, Any], config: BenchConfig, saving: Saving) -> Path | None:
+    """Write the result if it is to be kept; its path. Raises OutputUnwritable."""
+    if not saving.save and not saving.append:
+        return None
+    path = saving.folder / (saving.filename or default_name(figures, config, saving))
+    text = json.dumps(finite(dict(figures)), allow_nan=False, ensure_ascii=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if saving.append else "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise OutputUnwritable(f"cannot write the result to {path}: {error}") from error
+    return path
+
+
+def default_name(figures: Mapping[str, Any], config: BenchConfig, saving: Saving) -> str:
+    """vLLM's: label-RATEqps[-concurrencyN]-model-date.json; INVALID in front where it is."""
+    invalid = "" if figures["valid"] else "INVALID-"
+    limit = f"-concurrency{config.max_concurrency}" if config.max_concurrency is not None else ""
+    model = str(figures["model_id"]).rsplit("/", 1)[-1]
+    rate = float(config.request_rate)
+    return f"{invalid}{saving.label or config.backend}-{rate}qps{limit}-{model}-{figures['date']}.json"
+
+
+_WIDTH = 50
+_TITLES = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+}
+_COUNTS = (
+    ("Benchmark duration (s):", "duration"),
+    ("Total input tokens:", "total_input_tokens"),
+    ("Total generated tokens:", "total_output_tokens"),
+    ("Request throughput (req/s):", "request_throughput"),
+    ("Request goodput (req/s):", "request_goodput"),
+    ("Output token throughput (tok/s):", "output_throughput"),
+    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+    ("Peak concurrent requests:", "max_concurrent_requests"),
+    ("Total token throughput (tok/s):", "total_token_throughput"),
+)
+
+
+def table(result: Mapping[str, Any], config: BenchConfig) -> str:
+    """The whole table; the word INVALID in its headline where the run is."""
+    title = "Serving Benchmark Result" if result["valid"] else "INVALID Serving Benchmark Result"
+    lines = [f" {title} ".center(_WIDTH, "=")]
+    lines += [_row("Successful requests:", result["completed"]), _row("Failed requests:", result["failed"])]
+    if result["rejected"]:
+        lines.append(_row("of them rejected (HTTP 429):", result["rejected"]))
+    if result["retries"]:
+        lines.append(_row("Sent again after a rejection:", result["retries"]))
+    if config.max_concurrency is not None:
+        lines.append(_row("Maximum request concurrency:", config.max_concurrency))
+    if math.isfinite(config.request_rate):
+        lines.append(_row("Request rate configured (RPS):", config.request_rate))
+    lines += [_row(label, result[key]) for label, key in _COUNTS if result[key] is not None]
+    for metric in config.percentile_metrics:
+        lines += _section(metric, result, config.metric_percentiles)
+    lines.append("=" * _WIDTH)
+    return "\n".join(lines)
+
+
+def _section(metric: str, result: Mapping[str, Any], percentiles: Sequence[float]) -> list[str]:
+    short, title = _TITLES[metric]
+    words = ["mean", "median", *map(percentile_name, percentiles)]
+    rows = [_row(f"{word.capitalize()} {short} (ms):", result[f"{word}_{metric}_ms"]) for word in words]
+    return [title.center(_WIDTH, "-"), *rows]
+
+
+def _row(label: str, value: float | None) -> str:
+    shown = "–" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label:<40} {shown:<10}".rstrip()

@@ -1,24 +1,139 @@
-"""One dialogue: every question waits for the answer before it, and every answer becomes history."""
+"""What is said in dialogues, how long and when: determined by the seed and the dialogue's number. Pure but for the
+tokenizer.
+
+What is kept of one turn: the request's record, and its place in the dialogue.
+
+One dialogue: every question waits for the answer before it, and every answer becomes history.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from random import Random
+from typing import Any, Protocol
 
 import aiohttp
 import numpy as np
 
-from loadtest.client import CompletionClient
-from loadtest.dialect import cached_tokens_of, delta_text, take_tokens
-from loadtest.dialogue_plan import PlannedTurn
-from loadtest.dialogue_record import TurnRecord
+from loadtest.client import CompletionClient, cached_tokens_of, delta_text, take_tokens
+from loadtest.dialogue_config import DialogueConfig
 from loadtest.errors import StreamFailed
+from loadtest.http import RetryPolicy
 from loadtest.plan import PlannedRequest
 from loadtest.record import Outcome, RequestRecord
-from loadtest.retry import RetryPolicy
 from loadtest.server import ServerInfo
+from loadtest.tokens import block_text
+
+_SPREAD = 0.5  # sigma of the logarithm of lengths: a tenth is longer than 1.7 times the mean
+_SYSTEM = -1
+
+
+class Cutter(Protocol):
+    """What the plan needs of a tokenizer."""
+
+    def cut(self, text: str, num_tokens: int) -> str:
+        """The beginning of a text that has `num_tokens` tokens."""
+
+
+@dataclass(frozen=True)
+class PlannedTurn:
+    """One question. `think_s`: how long after the answer before it."""
+
+    turn: int
+    question: str
+    num_tokens: int  # of the question by itself, about
+    max_tokens: int
+    think_s: float
+    seed: int
+
+
+def system_text(config: DialogueConfig, cutter: Cutter) -> str:
+    """The system message of all dialogues; empty for none."""
+    return _text(config.seed, _SYSTEM, config.system_tokens, cutter) if config.system_tokens else ""
+
+
+def planned_turns(config: DialogueConfig, dialogue: int, cutter: Cutter) -> Iterator[PlannedTurn]:
+    """The turns of one dialogue."""
+    rng = Random(_number(config.seed, dialogue, "lengths"))
+    for turn in range(config.turns):
+        num_tokens = _length(rng, config.turn_tokens)
+        max_tokens = _length(rng, config.answer_tokens)
+        think_s = rng.expovariate(1 / config.think_time_s) if turn and config.think_time_s else 0.0
+        yield PlannedTurn(
+            turn=turn,
+            question=_text(config.seed, dialogue * config.turns + turn, num_tokens, cutter),
+            num_tokens=num_tokens,
+            max_tokens=max_tokens,
+            think_s=think_s,
+            seed=_number(config.seed, dialogue, f"turn {turn}") % 2**63,
+        )
+
+
+def _length(rng: Random, mean: int) -> int:
+    return max(1, round(rng.lognormvariate(math.log(mean) - _SPREAD**2 / 2, _SPREAD)))
+
+
+def _text(seed: int, number: int, num_tokens: int, cutter: Cutter) -> str:
+    return cutter.cut(block_text(seed, number, num_tokens).strip(), num_tokens)
+
+
+def _number(seed: int, dialogue: int, what: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{dialogue}:{what}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+@dataclass
+class TurnRecord:
+    """One turn. `history_tokens`: of prompt and answer of the turn before, whose KV there could be; the answer's last
+    token is never computed. 0 in the first turn."""
+
+    dialogue: int
+    turn: int
+    think_s: float
+    history_tokens: int
+    request: RequestRecord
+
+    @property
+    def completed(self) -> bool:
+        """Whether the whole answer came."""
+        return self.request.outcome is Outcome.COMPLETED
+
+    @property
+    def dropped_messages(self) -> int:
+        """Messages that the server left out, as far as it tells."""
+        dropped = self.request.extension.get("dropped_messages", 0)
+        return dropped if isinstance(dropped, int) else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as one line of turns.jsonl."""
+        return {
+            "dialogue": self.dialogue,
+            "turn": self.turn,
+            "think_s": round(self.think_s, 6),
+            "history_tokens": self.history_tokens,
+            "output_tokens": self.request.output_tokens,
+            "text": self.request.text,
+            **self.request.as_json(),
+        }
+
+
+def share_cached(turns: Sequence[TurnRecord]) -> float | None:
+    """Cached tokens over prompt tokens of completed turns after the first; None of none."""
+    later = [t.request for t in turns if t.completed and t.turn]
+    prompt = sum(r.prompt_tokens for r in later)
+    return sum(r.cached_tokens for r in later) / prompt if prompt else None
+
+
+def share_of_history(turns: Sequence[TurnRecord]) -> float | None:
+    """Cached tokens over those that a turn could have found, over completed turns after the first; None of none."""
+    later = [t for t in turns if t.completed and t.history_tokens]
+    history = sum(min(t.history_tokens, t.request.prompt_tokens) for t in later)
+    return sum(t.request.cached_tokens for t in later) / history if history else None
+
 
 _AROUND_A_TURN = 32
 

@@ -1,0 +1,117 @@
+"""The HTTP session that requests are sent through.
+
+When a request that was rejected with HTTP 429 is sent again. Pure: the same seed waits the same times.
+
+Texts out of JSON may hold halves of characters, which can be neither written nor printed. Pure.
+
+JSON's escapes are of UTF-16, and servers that count in it cut an emoji between two events.
+
+Server-sent events from a byte stream: a sans-I/O parser.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import aiohttp
+
+from loadtest.errors import MalformedStream
+
+_KEPT_S = 2.0
+"""Servers close an idle connection after 5 s or more; a request must not meet that moment."""
+
+
+@asynccontextmanager
+async def open_session(
+    *, api_key: str, headers: Mapping[str, str] | None = None, keep_connections: bool = False
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session without a limit of connections, which would close an open loop.
+
+    `keep_connections` False: a connection per request, as from as many users.
+    """
+    sent = {"Content-Type": "application/json"}
+    if api_key:
+        sent["Authorization"] = f"Bearer {api_key}"
+    connector = (
+        aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S)
+        if keep_connections
+        else aiohttp.TCPConnector(limit=0, force_close=True)
+    )
+    async with aiohttp.ClientSession(connector=connector, headers={**sent, **(headers or {})}) as session:
+        yield session
+
+
+def allow_many_connections() -> None:
+    """An overloaded server leaves many requests in flight, each with a connection: take all the files we may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+_FIRST_WAIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """`max_attempts`: sendings in all. `max_wait_s`: bound of one wait, whatever Retry-After says."""
+
+    max_attempts: int = 8
+    max_wait_s: float = 30.0
+
+    def wait_s(self, *, attempts: int, retry_after_s: float | None, seed: int) -> float | None:
+        """Seconds until the next sending after `attempts` of them; None: give it up.
+
+        What Retry-After asks for, else 0.5 s doubled with each attempt, at most the bound; and up to a quarter more, by
+        the request's seed, so that those rejected together do not come back together.
+        """
+        if attempts >= self.max_attempts:
+            return None
+        asked = _FIRST_WAIT_S * 2.0 ** (attempts - 1) if retry_after_s is None else max(retry_after_s, 0.0)
+        digest = blake2b(f"{seed}:retry:{attempts}".encode(), digest_size=8).digest()
+        return min(asked, self.max_wait_s) * (1 + 0.25 * int.from_bytes(digest, "little") / 2**64)
+
+
+def mended(text: str) -> str:
+    """The text with halves of characters put together; one without its other half becomes U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+class EventStream:
+    """Feed bytes, get the data of each event that is complete. Comments and other fields than `data` are skipped."""
+
+    MAX_EVENT_BYTES = 8 << 20
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[str] = []
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """The data of the events that `chunk` completes. Raises MalformedStream."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > self.MAX_EVENT_BYTES:
+            raise MalformedStream(f"an event of more than {self.MAX_EVENT_BYTES} bytes")
+        events = []
+        for raw in lines:
+            line = raw.rstrip(b"\r")
+            if not line:
+                if self._data:
+                    events.append("\n".join(self._data))
+                    self._data = []
+            elif line.startswith(b"data:"):
+                self._data.append(self._text(line[5:].removeprefix(b" ")))
+            elif not line.startswith((b":", b"event:", b"id:", b"retry:")):
+                raise MalformedStream(f"found {line[:80]!r} in the stream; expected a server-sent event")
+        return events
+
+    @staticmethod
+    def _text(data: bytes) -> str:
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise MalformedStream(f"an event is not UTF-8: {error}") from error
