@@ -1,8 +1,5 @@
 """HTTP pieces of the load test: retries and server-sent events."""
 
-The event stream parser.
-"""
-
 from __future__ import annotations
 
 import asyncio
