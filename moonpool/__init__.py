@@ -1,4 +1,4 @@
-"""The application: command line, configuration, and the processes of a cluster. Nothing below imports it."""
+"""Application layer: command line, configuration, and the processes of a cluster. No other package imports it."""
 
 import os
 import signal
@@ -10,12 +10,12 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-# The kernel gives a container's first process no signal that it has no handler for: told to end while it still imports,
-# it would come up all the same, and be killed when its grace is over. A role's own handler takes the place of this one.
+# The kernel delivers no signal without a handler to a container's first process: a SIGTERM during its imports would be
+# lost, and the container killed after its grace. A role's own handler replaces this one.
 _is_first = os.getpid() == 1 and threading.current_thread() is threading.main_thread()
 if _is_first and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
     signal.signal(signal.SIGTERM, _end)
 
-# Left to itself, gRPC's core prints every handshake that fails, past our logs. What is wrong is told by those who
-# called. It looks at this once, when it is imported.
+# By default gRPC's core prints every failed handshake to stderr, past our logs; callers report such errors themselves.
+# gRPC reads this variable once, at import.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,10 +1,10 @@
 """`python -m moonpool`: the same as the `moonpool` command."""
 
-from moonpool.supervision.parent_death import tether_to_supervisor
+from moonpool.supervision.parent_death import die_with_supervisor
 
-tether_to_supervisor()
+die_with_supervisor()
 
-from moonpool.cli import main  # noqa: E402  (the tether comes before slow imports, lest an orphan slip through)
+from moonpool.cli import main  # noqa: E402  (before slow imports, during which the supervisor may die)
 
 if __name__ == "__main__":
     main()

@@ -17,7 +17,7 @@ from moonpool.commands.serve import config_keys, serve
 from moonpool.commands.status import status, validate
 from moonpool.config import ServeConfig
 from moonpool.options import configured_command
-from moonpool.role_process.roles import ROLES, Role, run_role
+from moonpool.role_process.roles import ROLES, RoleCommand, run_role
 
 _HELP = """
 Disaggregated prefill/decode LLM serving built around the KV cache.
@@ -108,7 +108,7 @@ _EARLIER_NAMES = {
 }
 
 
-def _runner(role: Role) -> Callable[[Any], int]:
+def _runner(role: RoleCommand) -> Callable[[Any], int]:
     def run(config: Any) -> int:
         exit_code = run_role(role, config)
         # The role has closed what it opened. The interpreter's own shutdown, with torch and numba loaded, takes a

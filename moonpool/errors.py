@@ -1,32 +1,32 @@
-"""Every error the application raises; `exit_code` is what the process ends with. Nothing else lives here.
+"""Errors of the application; `exit_code` is the exit status of the process.
 
 MoonpoolError               1
-├── ConfigError             2  the configuration is wrong: running the same again cannot help
-│   ├── UnknownKey          2  a key, flag or variable that nothing reads
-│   ├── PortInUse           2  somebody listens at the address already
-│   ├── RunDirInUse         2  another cluster lives in the run directory
+├── ConfigError             2  the configuration is wrong: a retry cannot succeed
+│   ├── UnknownKey          2  an unknown key, flag or variable
+│   ├── PortInUse           2  the address is already in use
+│   ├── RunDirInUse         2  another cluster uses the run directory
 │   ├── ModelFolderError    2  the model folder lacks what a model needs
 │   ├── RayUnusable         2  Ray is not installed, not reachable, or lacks resources
-│   └── ScaleRefused        2  a number of workers that cannot be
-├── RoleFailed              1  a role ended for good; 2 when it refused its configuration
-│   └── StartupFailed       1  the same, or it was not ready in time, while the cluster came up
-├── DrainRefused            1  a node that cannot be drained, or is unknown
-├── ClusterNotFound         1  no running cluster could be found or asked
-├── SloNotChanged           1  objectives stay as they are: somebody was faster, or they cannot be stored now
-├── PoolNotAsked            1  a pool node did not answer, or refused what was asked of it
-├── DecisionLogError         1  no decision log where one was sought, or one that cannot be read
-├── ChatFailed              1  a chat cannot begin, or an answer failed
-│   ├── ChatFileError       1  a conversation cannot be read from a file or written to it
-│   └── ChatCommandError    1  a line that begins with / is no command
-├── TransferBenchFailed     1  nothing could be measured between two hosts, or bytes arrived wrong
-└── DemoFailed              1  the demo ran, and its result is not what it must be
+│   └── ScaleRefused        2  an impossible number of workers
+├── RoleFailed              1  a role ended for good; 2 if it rejected its configuration
+│   └── StartupFailed       1  the same during start-up, or it was not ready in time
+├── DrainRefused            1  the node cannot be drained, or is unknown
+├── ClusterNotFound         1  no running cluster was found, or it does not answer
+├── SloNotChanged           1  objectives were not changed: a concurrent change, or no store
+├── PoolNotAsked            1  a pool node did not answer, or rejected the request
+├── DecisionLogError        1  the decision log is missing or cannot be read
+├── ChatFailed              1  a chat cannot start, or an answer failed
+│   ├── ChatFileError       1  a conversation's file cannot be read or written
+│   └── ChatCommandError    1  an unknown or malformed /command
+├── TransferBenchFailed     1  the measurement failed, or bytes arrived corrupted
+└── DemoFailed              1  the demo's result is not as expected
 """
 
 from collections.abc import Sequence
 
 
 class MoonpoolError(Exception):
-    """Root of the package's errors; the message is shown to the user as it is."""
+    """Root of the package's errors; the message is shown to the user unchanged."""
 
     exit_code = 1
 
@@ -38,11 +38,11 @@ class ConfigError(MoonpoolError):
 
 
 class UnknownKey(ConfigError):
-    """A configuration key that nothing reads; the message suggests the nearest valid one."""
+    """An unknown configuration key; the message suggests the nearest valid one."""
 
 
 class PortInUse(ConfigError):
-    """The HTTP port is taken."""
+    """The HTTP port is in use."""
 
 
 class RunDirInUse(ConfigError):
@@ -59,7 +59,7 @@ class RoleFailed(MoonpoolError):
     def __init__(
         self, reason: str, *, node_id: str, log_tail: Sequence[str], log_path: str, exit_code: int = 1
     ) -> None:
-        tail = "\n".join(f"  {line}" for line in log_tail) or "  (it wrote nothing)"
+        tail = "\n".join(f"  {line}" for line in log_tail) or "  (no output)"
         super().__init__(f"{node_id} {reason}; its last lines:\n{tail}\nThe whole log: {log_path}")
         self.node_id = node_id
         self.log_tail = tuple(log_tail)
@@ -68,52 +68,52 @@ class RoleFailed(MoonpoolError):
 
 
 class StartupFailed(RoleFailed):
-    """A role did not come up; the cluster was stopped again."""
+    """A role did not start; the cluster was stopped."""
 
 
 class ClusterNotFound(MoonpoolError):
-    """There is no cluster where one was sought, or it does not answer."""
+    """No cluster was found, or it does not answer."""
 
 
 class SloNotChanged(MoonpoolError):
-    """Somebody else was faster, the store is away, or not every conductor goes by the new version in time."""
+    """A concurrent change came first, the store is unavailable, or a conductor did not apply the version in time."""
 
 
 class PoolNotAsked(MoonpoolError):
-    """There is no pool node, it does not answer, or it refuses; the message names it and says why."""
+    """There is no pool node, it does not answer, or it rejects the request; the message gives the reason."""
 
 
 class DecisionLogError(MoonpoolError):
-    """There is no decision log, it cannot be read, or its events cannot be replayed; the message says where and why."""
+    """There is no decision log, it cannot be read, or its events cannot be replayed."""
 
 
 class ChatFailed(MoonpoolError):
-    """No server to chat with, or no whole answer from it."""
+    """No server was found, or its answer is incomplete."""
 
 
 class ChatFileError(ChatFailed):
-    """A conversation's file cannot be read, written or understood."""
+    """A conversation's file cannot be read, written or parsed."""
 
 
 class ChatCommandError(ChatFailed):
-    """No command of a chat; the message names the nearest."""
+    """Not a command of the chat; the message suggests the nearest."""
 
 
 class RayUnusable(ConfigError):
-    """Ray is not installed, cannot be reached, or lacks the resources that the cluster asks for."""
+    """Ray is not installed, cannot be reached, or lacks the resources that the cluster needs."""
 
 
 class ScaleRefused(ConfigError):
-    """The counts asked for cannot be; the message says why and what can."""
+    """The requested counts are impossible; the message gives the reason and the alternatives."""
 
 
 class DrainRefused(MoonpoolError):
-    """The conductor does not let the node go, or does not know it."""
+    """The conductor rejects the drain, or does not know the node."""
 
 
 class TransferBenchFailed(MoonpoolError):
-    """The other side cannot be reached or refuses, or what arrived is not what was sent."""
+    """The other side cannot be reached or rejects the session, or the received bytes differ from those sent."""
 
 
 class DemoFailed(MoonpoolError):
-    """The demo's report shows something that must not be."""
+    """The demo's report shows a failure."""

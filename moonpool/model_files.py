@@ -1,7 +1,4 @@
-"""A look at a model folder before any process starts: what would make a worker refuse it is found here, at once.
-
-Which cost profile each model begins with: words of the command line and of files to profiles.
-"""
+"""Checks of model folders and cost profiles before any process starts."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -15,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def check_model_folder(path: Path, *, paced: bool = False) -> None:
-    """Raises ModelFolderError, in the engine's words, unless `path` is a Hugging Face folder that it can compute.
+    """Raise ModelFolderError, with the engine's message, unless `path` is a Hugging Face folder of a supported model.
 
-    Reads configuration and headers, never the weights; takes milliseconds and no torch. A `paced` engine needs no
-    weights.
+    Reads configuration and headers, never the weights, within milliseconds and without torch. A `paced` engine needs
+    no weights.
     """
     from engine import EngineError, check_folder, find_tokenizer
     from engine.config import read_config
@@ -33,7 +30,7 @@ def check_model_folder(path: Path, *, paced: bool = False) -> None:
 
 
 def check_paced_profile(name: str) -> None:
-    """Raises ConfigError unless there is such a cost profile."""
+    """Raise ConfigError unless there is such a cost profile."""
     from worker.errors import ProfileError
     from worker.paced.profiles import profile_of
 
@@ -43,13 +40,10 @@ def check_paced_profile(name: str) -> None:
         raise ConfigError(f"--paced-profile: {error}") from error
 
 
-__all__ = ["cost_profiles_of"]
-
-
 def cost_profiles_of(words: Sequence[str], models: Collection[str]) -> "dict[str, CostProfile]":
-    """By model, from [MODEL=]PROFILE each. `models`: those that are served, none where that is not known.
+    """Parse texts [MODEL=]PROFILE to profiles by model. Raises ConfigError.
 
-    Raises ConfigError.
+    `models`: the served models; empty if they are not known.
     """
     if not words:
         return {}
@@ -67,12 +61,12 @@ def cost_profiles_of(words: Sequence[str], models: Collection[str]) -> "dict[str
         if models and model not in models:
             raise ConfigError(
                 f"--cost-profile {word!r} is for model {model!r}, which is not served here ({', '.join(models)}): "
-                "say for which one, as MODEL=PROFILE"
+                "name the model, as MODEL=PROFILE"
             )
         if model in found:
             raise ConfigError(f"--cost-profile is given twice for model {model!r}: {found[model].name!r} and {word!r}")
         prefill, decode = profile.prefill, profile.decode
         if not (prefill.fixed_s + prefill.per_token_s + prefill.per_pair_s and decode.fixed_s + decode.per_sequence_s):
-            raise ConfigError(f"--cost-profile {word!r}: by this profile work takes no time, which predicts nothing")
+            raise ConfigError(f"--cost-profile {word!r}: all its costs are 0, which predicts nothing")
         found[model] = profile
     return found

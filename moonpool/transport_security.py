@@ -1,4 +1,4 @@
-"""Has this process's gRPC encrypted, and closed to strangers, as settings say: a role's, `serve`'s, or a command's."""
+"""Sets up TLS and join tokens for this process's gRPC: for roles, `serve`, and commands that call a cluster."""
 
 import os
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ _VARIABLES = ("MOONPOOL_TLS_", "MOONPOOL_JOIN_TOKEN_FILE", CONFIG_VARIABLE)
 
 
 @dataclass(frozen=True)
-class Asking:
-    """What a command reads that has no settings of its own."""
+class TransportSecurity:
+    """TLS and access settings of a command that has no configuration of its own."""
 
     tls: TlsSettings = field(default_factory=TlsSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
 
 
 def secure(tls: TlsSettings, access: AccessSettings) -> None:
-    """Before the first server or channel is made. Raises ConfigError for files that are of no use."""
+    """Apply the settings; to be called before the first server or channel. Raises ConfigError for unusable files."""
     token_file = access.join_token_file
     if tls.tls_cert is None and token_file is None:
         return
@@ -40,15 +40,22 @@ def secure(tls: TlsSettings, access: AccessSettings) -> None:
         raise ConfigError(str(error)) from error
 
 
-def secure_as_environment_says() -> None:
-    """By MOONPOOL_TLS_*, MOONPOOL_JOIN_TOKEN_FILE, and the file that MOONPOOL_CONFIG names. Raises ConfigError."""
-    said = settings_of_environment()
-    secure(said.tls, said.access)
+def secure_from_environment() -> None:
+    """Apply MOONPOOL_TLS_*, MOONPOOL_JOIN_TOKEN_FILE and the file in MOONPOOL_CONFIG. Raises ConfigError."""
+    found = settings_of_environment()
+    secure(found.tls, found.access)
 
 
-def settings_of_environment(environ: Mapping[str, str] = os.environ) -> Asking:
-    """Those of these variables, over those of the file that MOONPOOL_CONFIG names. Raises ConfigError."""
+def settings_of_environment(environ: Mapping[str, str] = os.environ) -> TransportSecurity:
+    """Return the settings of these variables, which override the file in MOONPOOL_CONFIG. Raises ConfigError."""
     if not any(name.startswith(_VARIABLES) for name in environ):
-        return Asking()
+        return TransportSecurity()
     reserved = (SUPERVISOR_VARIABLE,)
-    return load(Asking, flags={}, environ=environ, config_file=None, known=all_settings(), reserved_variables=reserved)
+    return load(
+        TransportSecurity,
+        flags={},
+        environ=environ,
+        config_file=None,
+        known=all_settings(),
+        reserved_variables=reserved,
+    )

@@ -23,7 +23,7 @@ from contest import REGION_NBYTES, Contender, Owner, Rows, Start, Wait, random_b
 from numpy.typing import NDArray
 
 from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory
-from moonpool.transfer_bench.plan import Shape
+from moonpool.transfer_bench.plan import BatchShape
 from moonpool.transfer_bench.server import SliceDigests
 from settings.keys import assemble
 
@@ -86,17 +86,17 @@ class WithDigests(Messaging):
         self.drain = lambda: self._peer.notify(DRAIN, b"").result()
 
     def prepare(self, rows: Rows, *, write: bool) -> Start:
-        slices, shape, base = np.array(rows, np.int64), Shape(rows[0][2], len(rows)), rows[0][0]
+        slices, shape, base = np.array(rows, np.int64), BatchShape(rows[0][2], len(rows)), rows[0][0]
         return self._writing(slices, shape, base) if write else self._reading(slices, shape, base)
 
-    def _writing(self, slices: NDArray[np.int64], shape: Shape, base: int) -> Start:
+    def _writing(self, slices: NDArray[np.int64], shape: BatchShape, base: int) -> Start:
         def start() -> Wait:
             message = self._digests.message(shape, base)
             return self._peer.write_notify(self._key, self._region, slices, self._compared, message).result
 
         return start
 
-    def _reading(self, slices: NDArray[np.int64], shape: Shape, base: int) -> Start:
+    def _reading(self, slices: NDArray[np.int64], shape: BatchShape, base: int) -> Start:
         self._peer.read(self._key, self._region, slices).result()
         message = self._digests.message(shape, base)
 

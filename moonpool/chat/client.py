@@ -35,7 +35,7 @@ class AnswerOptions:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """An answer as far as it has come. Times are seconds since the question was sent, by this client's clock."""
 
     text: str = ""
@@ -72,7 +72,7 @@ class ChatClient:
         self._options = options
         self._timeout_s = timeout_s
 
-    async def ask(self, messages: Sequence[Message], answer: Answer, on_text: Callable[[str], None]) -> None:
+    async def ask(self, messages: Sequence[Message], answer: ChatAnswer, on_text: Callable[[str], None]) -> None:
         """Fill `answer` in as it comes; `on_text` gets each piece. Raises ChatFailed."""
         url = f"{self.server.base_url}/v1/chat/completions"
         body = {
@@ -108,7 +108,7 @@ class ChatClient:
 
 
 async def _follow(
-    response: aiohttp.ClientResponse, began: float, answer: Answer, on_text: Callable[[str], None]
+    response: aiohttp.ClientResponse, began: float, answer: ChatAnswer, on_text: Callable[[str], None]
 ) -> None:
     stream = EventStream()
     async for chunk in response.content.iter_any():
@@ -120,7 +120,7 @@ async def _follow(
     raise ChatFailed("the answer broke off: its stream ended before its end")
 
 
-def _take(data: str, now_s: float, answer: Answer, on_text: Callable[[str], None]) -> None:
+def _take(data: str, now_s: float, answer: ChatAnswer, on_text: Callable[[str], None]) -> None:
     """Put one event into `answer`."""
     try:
         event = json.loads(data)

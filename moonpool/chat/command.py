@@ -64,10 +64,10 @@ def chat(
     from loadtest.server import discover
     from moonpool.chat.client import AnswerOptions, ChatClient
     from moonpool.chat.conversation import Conversation
-    from moonpool.chat.loop import ChatLoop, View
+    from moonpool.chat.loop import ChatLoop, ChatView
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    view = View(interactive=interactive, figures=interactive if figures is None else figures)
+    view = ChatView(interactive=interactive, figures=interactive if figures is None else figures)
     options = AnswerOptions(temperature=temperature, max_tokens=max_tokens, seed=seed)
     with reported_errors(), asyncio.Runner() as runner:
         session = runner.run(_open_session(api_key))

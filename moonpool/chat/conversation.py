@@ -22,14 +22,14 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {  # name: (argument, what it does
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChatLine:
     """`command` "" is a question, whose text is `text`; otherwise `text` is the command's argument."""
 
     command: str
     text: str
 
 
-def parse(line: str) -> Line | None:
+def parse(line: str) -> ChatLine | None:
     """The meaning of a line; None for an empty one. A question that begins with / is typed with //.
 
     Raises ChatCommandError for an unknown command, or one without, or with too much of, an argument.
@@ -38,9 +38,9 @@ def parse(line: str) -> Line | None:
     if not line:
         return None
     if line.startswith("//"):
-        return Line("", line[1:])
+        return ChatLine("", line[1:])
     if not line.startswith("/"):
-        return Line("", line)
+        return ChatLine("", line)
     name, _, argument = line.partition(" ")
     argument = argument.strip()
     if name not in COMMANDS:
@@ -52,14 +52,14 @@ def parse(line: str) -> Line | None:
         raise ChatCommandError(f"{name} takes nothing after it, not {argument!r}: it is to {what}")
     if takes and not takes.startswith("[") and not argument:
         raise ChatCommandError(f"{name} needs a {takes}: it is to {what}")
-    return Line(name, argument)
+    return ChatLine(name, argument)
 
 
 Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """A question and the answer exactly as it came: its KV is reused only if it goes back unchanged."""
 
     question: str
@@ -71,7 +71,7 @@ class Conversation:
     """Turns so far, oldest first; `system` "" is none."""
 
     system: str = ""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ChatTurn] = field(default_factory=list)
 
     def messages(self, question: str = "") -> list[Message]:
         """OpenAI's messages of all turns, with a new question at the end where one is given."""
@@ -82,9 +82,9 @@ class Conversation:
 
     def add(self, question: str, answer: str) -> None:
         """A turn has ended."""
-        self.turns.append(Turn(question, answer))
+        self.turns.append(ChatTurn(question, answer))
 
-    def undo(self) -> Turn | None:
+    def undo(self) -> ChatTurn | None:
         """Take the last turn back; None when there is none."""
         return self.turns.pop() if self.turns else None
 
@@ -111,7 +111,7 @@ class Conversation:
                 "system message"
             )
         contents = [content for _, content in said]
-        return cls(system, [Turn(q, a) for q, a in zip(contents[::2], contents[1::2], strict=True)])
+        return cls(system, [ChatTurn(q, a) for q, a in zip(contents[::2], contents[1::2], strict=True)])
 
 
 def _content(message: dict[str, Any]) -> str:

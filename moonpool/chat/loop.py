@@ -14,8 +14,8 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.chat.client import Answer, ChatClient
-from moonpool.chat.conversation import COMMANDS, Conversation, Line, parse
+from moonpool.chat.client import ChatAnswer, ChatClient
+from moonpool.chat.conversation import COMMANDS, ChatLine, Conversation, parse
 from moonpool.errors import ChatCommandError, ChatFailed, ChatFileError
 
 # All control characters but newline and tab: what a server says must not move the cursor or recolour the terminal.
@@ -27,7 +27,7 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-class View:
+class ChatView:
     """`interactive`: a terminal on both sides. `figures`: a line of figures after each answer."""
 
     def __init__(self, *, interactive: bool, figures: bool) -> None:
@@ -72,7 +72,7 @@ class ChatLoop:
     """Carries one conversation. In a terminal an error is shown and the chat goes on; piped, it is raised."""
 
     def __init__(
-        self, runner: asyncio.Runner, client: ChatClient, view: View, conversation: Conversation | None = None
+        self, runner: asyncio.Runner, client: ChatClient, view: ChatView, conversation: Conversation | None = None
     ) -> None:
         self.conversation = conversation or Conversation()
         self._runner = runner
@@ -91,7 +91,7 @@ class ChatLoop:
                     raise
                 self._view.error(str(error))
 
-    def _take(self, line: Line) -> bool:
+    def _take(self, line: ChatLine) -> bool:
         """False to leave."""
         match line.command:
             case "":
@@ -118,7 +118,7 @@ class ChatLoop:
 
     def _ask(self, question: str) -> None:
         """Ask, show the answer as it comes, keep it. Ctrl-C ends the answer; what came of it stays."""
-        answer = Answer()
+        answer = ChatAnswer()
         figures = ""
         try:
             self._runner.run(self._client.ask(self.conversation.messages(question), answer, self._view.piece))

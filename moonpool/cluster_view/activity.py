@@ -1,16 +1,16 @@
-"""What `moonpool top` shows, from several looks at a cluster: what is there now, and what happened in between. Pure."""
+"""Activity of a cluster over the last minute, computed from samples of the conductor's replies. Pure."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from moonpool.cluster_view.reply import directory_state, is_pool, samples
 from moonpool.cluster_view.status import ClusterStatus, cluster_status
 from moonpool.supervision.ready_file import ReadyFile
-from moonpool_proto.v1 import common_pb2, conductor_pb2
+from moonpool_proto.v1 import conductor_pb2
 
 WINDOW_S: Final = 60.0
-_DIRECTORY: Final = {1.0: "EXACT", 0.0: "DEGRADED"}
 _COUNTED: Final = ("prompt_tokens", "cached_tokens", "generation_tokens")
 _COUNTED_OF_POOLS: Final = ("pool_lookup_blocks", "pool_hit_dram_blocks", "pool_hit_ssd_blocks", "pool_evicted_blocks")
 _TIERS: Final = {
@@ -19,21 +19,21 @@ _TIERS: Final = {
 }
 
 Labels = tuple[tuple[str, str], ...]
-Told = tuple[str, Labels]
+CounterKey = tuple[str, Labels]
 K = TypeVar("K")
 
 
 @dataclass(frozen=True)
-class Look:
-    """What the conductor told, and when, in seconds of a clock that never goes back."""
+class ClusterSample:
+    """A conductor's reply, and its time by a monotonic clock in seconds."""
 
     at_s: float
     reply: conductor_pb2.ClusterReply
 
 
 @dataclass(frozen=True)
-class Attained:
-    """Requests that had an objective, in the window."""
+class Attainment:
+    """Requests in the window that had an objective."""
 
     model: str
     slo_class: str
@@ -43,27 +43,27 @@ class Attained:
 
 
 @dataclass(frozen=True)
-class Tier:
-    """One tier of a pool node's. Bytes."""
+class TierUsage:
+    """Used and total bytes of one tier of a pool node."""
 
     used: int
     capacity: int
 
 
 @dataclass(frozen=True)
-class PoolRow:
-    """One pool node; `found_share`: of the blocks asked for in the window, None where nobody asked."""
+class PoolUsage:
+    """One pool node; `found_share` is the hit rate of the blocks requested in the window, None without requests."""
 
     node: str
-    tiers: Mapping[str, Tier]  # "DRAM", "SSD"; those that it has
+    tiers: Mapping[str, TierUsage]  # "DRAM", "SSD"; only those that exist
     found_share: float | None
     evicted_blocks: int  # in the window
-    directory: str  # "EXACT", "DEGRADED", or "" where the conductor does not follow it
+    directory: str  # "EXACT", "DEGRADED", or "" if the conductor does not follow it
 
 
 @dataclass(frozen=True)
-class TopFigures:
-    """The cluster over the last `window_s` seconds; rates are per second."""
+class ClusterActivity:
+    """Activity of the cluster over the last `window_s` seconds; rates are per second."""
 
     status: ClusterStatus
     window_s: float
@@ -72,69 +72,70 @@ class TopFigures:
     prompt_rate: float
     generated_rate: float
     reused_share: float | None  # of the prompt tokens in the window
-    loads: Mapping[tuple[str, str], float]  # by model and phase; above 1 is too much
-    attained: tuple[Attained, ...]
+    loads: Mapping[tuple[str, str], float]  # by model and phase; above 1 is overload
+    attained: tuple[Attainment, ...]
     rejected: Mapping[str, int]  # in the window, by reason, of all models
-    pools: tuple[PoolRow, ...]
-    prompt_rates: tuple[float, ...]  # between each two looks, oldest first
+    pools: tuple[PoolUsage, ...]
+    prompt_rates: tuple[float, ...]  # one for each interval, oldest first
     generated_rates: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Step:
-    """What happened between two looks."""
+class SampleInterval:
+    """Counter increments between two samples."""
 
     seconds: float
     counted: Counter[str]  # of all nodes
     of_nodes: Mapping[str, Counter[str]]  # of each pool node
-    told: Counter[Told]  # the conductor's own counters
+    conductor: Counter[CounterKey]  # the conductor's own counters
 
     def rate(self, name: str) -> float:
-        """Per second."""
+        """Return the increments of a counter per second."""
         return self.counted[name] / self.seconds if self.seconds > 0 else 0.0
 
 
-class History:
-    """The looks of the last `window_s` seconds, as what happened between them."""
+class ActivityHistory:
+    """The intervals between the samples of the last `window_s` seconds."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
-        self._last: Look | None = None
-        self._steps: deque[Step] = deque()
+        self._last: ClusterSample | None = None
+        self._intervals: deque[SampleInterval] = deque()
 
-    def add(self, look: Look, ready: ReadyFile | None) -> TopFigures:
-        """What is to be shown now. Looks come in their order; with the first alone nothing has happened yet."""
+    def add(self, look: ClusterSample, ready: ReadyFile | None) -> ClusterActivity:
+        """Add a sample, in order of time, and return the activity; after the first one, all rates are 0."""
         if self._last is not None:
-            self._steps.append(step_between(self._last, look))
+            self._intervals.append(interval_between(self._last, look))
         self._last = look
-        while len(self._steps) > 1 and sum(step.seconds for step in self._steps) > self._window_s:
-            self._steps.popleft()
-        return _figures(look.reply, tuple(self._steps), cluster_status(look.reply, ready))
+        while len(self._intervals) > 1 and sum(interval.seconds for interval in self._intervals) > self._window_s:
+            self._intervals.popleft()
+        return _figures(look.reply, tuple(self._intervals), cluster_status(look.reply, ready))
 
 
-def step_between(before: Look, after: Look) -> Step:
-    """Counters of a node, or a conductor, that began anew in between count from nothing."""
+def interval_between(before: ClusterSample, after: ClusterSample) -> SampleInterval:
+    """Return the increments; counters of a node or conductor that restarted in between start from 0."""
     old = {item.node.node_id: item for item in before.reply.nodes}
     counted: Counter[str] = Counter()
     of_nodes: dict[str, Counter[str]] = {}
     for item in after.reply.nodes:
         was = old.get(item.node.node_id)
-        if was is None:  # what it did before it was first seen did not happen now
+        if was is None:  # its counters before it was first seen do not belong here
             continue
-        if item.node.role == common_pb2.ROLE_POOL:
-            of_nodes[item.node.node_id] = _grown(was, item, _COUNTED_OF_POOLS)
+        if is_pool(item):
+            of_nodes[item.node.node_id] = _increments(was, item, _COUNTED_OF_POOLS)
         else:
-            counted.update(_grown(was, item, _COUNTED))
-    return Step(after.at_s - before.at_s, counted, of_nodes, _newly_told(before.reply, after.reply))
+            counted.update(_increments(was, item, _COUNTED))
+    return SampleInterval(after.at_s - before.at_s, counted, of_nodes, _conductor_increments(before.reply, after.reply))
 
 
-def _figures(reply: conductor_pb2.ClusterReply, steps: tuple[Step, ...], status: ClusterStatus) -> TopFigures:
-    window_s = sum(step.seconds for step in steps)
-    counted = _sum(step.counted for step in steps)
-    told = _sum(step.told for step in steps)
+def _figures(
+    reply: conductor_pb2.ClusterReply, intervals: tuple[SampleInterval, ...], status: ClusterStatus
+) -> ClusterActivity:
+    window_s = sum(interval.seconds for interval in intervals)
+    counted = _sum(interval.counted for interval in intervals)
+    counts = _sum(interval.conductor for interval in intervals)
     prompt = counted["prompt_tokens"]
-    loads = [each for each in reply.samples if each.name == "load"]
-    return TopFigures(
+    return ClusterActivity(
         status=status,
         window_s=window_s,
         running=sum(row.running or 0 for row in status.nodes),
@@ -142,69 +143,70 @@ def _figures(reply: conductor_pb2.ClusterReply, steps: tuple[Step, ...], status:
         prompt_rate=prompt / window_s if window_s else 0.0,
         generated_rate=counted["generation_tokens"] / window_s if window_s else 0.0,
         reused_share=counted["cached_tokens"] / prompt if prompt else None,
-        loads={(each.labels["model_name"], each.labels["phase"]): each.value for each in loads},
-        attained=_attained(told),
-        rejected=_rejected(told),
-        pools=_pools(reply, steps),
-        prompt_rates=tuple(step.rate("prompt_tokens") for step in steps),
-        generated_rates=tuple(step.rate("generation_tokens") for step in steps),
+        loads={(each.labels["model_name"], each.labels["phase"]): each.value for each in samples(reply, "load")},
+        attained=_attained(counts),
+        rejected=_rejected(counts),
+        pools=_pools(reply, intervals),
+        prompt_rates=tuple(interval.rate("prompt_tokens") for interval in intervals),
+        generated_rates=tuple(interval.rate("generation_tokens") for interval in intervals),
     )
 
 
-def _attained(told: Mapping[Told, int]) -> tuple[Attained, ...]:
+def _attained(counts: Mapping[CounterKey, int]) -> tuple[Attainment, ...]:
     met: Counter[tuple[str, str, str]] = Counter()
     judged: Counter[tuple[str, str, str]] = Counter()
-    for (name, labels), count in told.items():
+    for (name, labels), count in counts.items():
         if name == "slo_requests_total":
             of = dict(labels)
             key = (of["model_name"], of["slo_class"], of["objective"])
             judged[key] += count
             met[key] += count if of["result"] == "met" else 0
-    return tuple(Attained(*key, met[key], judged[key]) for key in sorted(judged))
+    return tuple(Attainment(*key, met[key], judged[key]) for key in sorted(judged))
 
 
-def _rejected(told: Mapping[Told, int]) -> dict[str, int]:
+def _rejected(counts: Mapping[CounterKey, int]) -> dict[str, int]:
     found: Counter[str] = Counter()
-    for (name, labels), count in told.items():
+    for (name, labels), count in counts.items():
         if name == "admission_rejected_total":
             found[dict(labels)["reason"]] += count
     return dict(sorted(found.items()))
 
 
-def _pools(reply: conductor_pb2.ClusterReply, steps: tuple[Step, ...]) -> tuple[PoolRow, ...]:
-    exact = {each.labels["node"]: each.value for each in reply.samples if each.name == "directory_exact"}
+def _pools(reply: conductor_pb2.ClusterReply, intervals: tuple[SampleInterval, ...]) -> tuple[PoolUsage, ...]:
     rows = []
     for item in reply.nodes:
-        if item.node.role != common_pb2.ROLE_POOL:
+        if not is_pool(item):
             continue
         node, now = item.node.node_id, item.report.counters
-        grown = _sum(step.of_nodes[node] for step in steps if node in step.of_nodes)
+        grown = _sum(interval.of_nodes[node] for interval in intervals if node in interval.of_nodes)
         asked, found = grown["pool_lookup_blocks"], grown["pool_hit_dram_blocks"] + grown["pool_hit_ssd_blocks"]
-        tiers = {name: Tier(int(now[used]), int(now[size])) for name, (used, size) in _TIERS.items() if now.get(size)}
+        tiers = {
+            name: TierUsage(int(now[used]), int(now[size])) for name, (used, size) in _TIERS.items() if now.get(size)
+        }
         share = found / asked if asked else None
-        directory = _DIRECTORY.get(exact.get(node, -1.0), "")
-        rows.append(PoolRow(node, tiers, share, grown["pool_evicted_blocks"], directory))
+        rows.append(PoolUsage(node, tiers, share, grown["pool_evicted_blocks"], directory_state(reply, node)))
     return tuple(rows)
 
 
-def _grown(before: conductor_pb2.NodeStatus, after: conductor_pb2.NodeStatus, names: Iterable[str]) -> Counter[str]:
+def _increments(
+    before: conductor_pb2.NodeStatus, after: conductor_pb2.NodeStatus, names: Iterable[str]
+) -> Counter[str]:
     is_same = before.node.incarnation == after.node.incarnation
     was: Mapping[str, float] = before.report.counters if is_same else {}
     now = after.report.counters
     return Counter({name: max(0, round(now.get(name, 0.0) - was.get(name, 0.0))) for name in names})
 
 
-def _newly_told(before: conductor_pb2.ClusterReply, after: conductor_pb2.ClusterReply) -> Counter[Told]:
+def _conductor_increments(before: conductor_pb2.ClusterReply, after: conductor_pb2.ClusterReply) -> Counter[CounterKey]:
     is_same = before.conductor_incarnation == after.conductor_incarnation
     was = _counters(before) if is_same else {}
     return Counter({key: max(0, round(value - was.get(key, 0.0))) for key, value in _counters(after).items()})
 
 
-def _counters(reply: conductor_pb2.ClusterReply) -> dict[Told, float]:
+def _counters(reply: conductor_pb2.ClusterReply) -> dict[CounterKey, float]:
     return {
         (each.name, tuple(sorted(each.labels.items()))): each.value
-        for each in reply.samples
-        if each.name in ("slo_requests_total", "admission_rejected_total")
+        for each in samples(reply, "slo_requests_total", "admission_rejected_total")
     }
 
 

@@ -1,4 +1,4 @@
-"""Finds a running cluster: by the conductor's address, or by what `serve` wrote on this machine."""
+"""Locates a running cluster: by the conductor's address, or by the ready file of `serve` on this machine."""
 
 import os
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ from urllib.parse import urlsplit
 from moonpool.errors import ClusterNotFound, ConfigError
 from moonpool.supervision.ready_file import READY_NAME, ReadyFile
 from moonpool.supervision.run_dir import default_run_dir
-from moonpool.transport_security import secure_as_environment_says
+from moonpool.transport_security import secure_from_environment
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True)
 class Located:
-    """Whom to ask. `ready` is None for a cluster that `serve` of this machine did not start."""
+    """Addresses of a cluster. `ready` is None for a cluster that `serve` on this machine did not start."""
 
     conductor: str  # gRPC address
-    urls: tuple[str, ...]  # of the front doors known
+    urls: tuple[str, ...]  # of the known API servers
     ready: ReadyFile | None
 
 
 def locate(*, conductor: str, url: str, ready_file: Path | None) -> Located:
-    """The cluster that is meant; `conductor` or `ready_file` go before `url`, whose port names a local cluster.
+    """Return the requested cluster; `conductor` and `ready_file` override `url`, whose port identifies a local cluster.
 
-    It is asked with the encryption that the environment names. Raises ClusterNotFound when `serve` left nothing there,
-    ConfigError for key material that is of no use.
+    Applies the environment's TLS settings. Raises ClusterNotFound if there is no ready file, ConfigError for unusable
+    key material.
     """
-    secure_as_environment_says()
+    secure_from_environment()
     if conductor:
         return Located(conductor, (), None)
     path = ready_file or _default_ready_file(url)
@@ -37,16 +37,16 @@ def locate(*, conductor: str, url: str, ready_file: Path | None) -> Located:
     except ClusterNotFound as error:
         raise ClusterNotFound(
             f"no cluster of this user and machine is known for {ready_file or url} ({error}); "
-            "give --conductor ADDRESS for one that runs elsewhere"
+            "give --conductor ADDRESS for a cluster elsewhere"
         ) from error
     return Located(ready.conductor, (ready.url,) if ready.url else (), ready)
 
 
 def chat_url(url: str) -> str:
-    """Where to ask: `url` as given, without a trailing slash or /v1; else port 8000, as the other commands do, unless
-    no cluster of this user lives there and one does elsewhere: then the newest.
+    """Return the server's URL: `url` without a trailing slash or /v1, or a cluster of this user if it is empty.
 
-    Raises ConfigError for what is no http URL.
+    The default is the cluster at port 8000, or the newest one if none runs there. Raises ConfigError for an invalid
+    URL.
     """
     if not url:
         found = _usual_ready_file()
@@ -55,14 +55,14 @@ def chat_url(url: str) -> str:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError as error:
-        raise ConfigError(f"--url {url!r} is no URL: {error}") from error
+        raise ConfigError(f"--url {url!r} is not a URL: {error}") from error
     if not usable:
         raise ConfigError(f"--url {url!r}: expected http://HOST:PORT")
     return parts.geturl().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _usual_ready_file() -> ReadyFile | None:
-    """Of this user's clusters that live, the one at the default port, else the one that came up last."""
+    """Return this user's running cluster at the default port, otherwise the one that started last."""
     usual = _default_ready_file(DEFAULT_URL)
     found = []
     for path in default_run_dir(READY_NAME).parent.glob(f"*/{READY_NAME}"):
@@ -72,7 +72,7 @@ def _usual_ready_file() -> ReadyFile | None:
             if ready.url:
                 found.append((path == usual, path.stat().st_mtime, ready))
         except (ClusterNotFound, OSError):
-            continue  # gone, or left behind by one that was killed
+            continue  # it has stopped, or was killed and left its file
     return max(found, key=lambda entry: entry[:2])[2] if found else None
 
 
@@ -81,7 +81,7 @@ def _default_ready_file(url: str) -> Path:
         parts = urlsplit(url if "//" in url else f"//{url}")
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise ConfigError(f"--url {url!r} is no URL: {error}") from error
+        raise ConfigError(f"--url {url!r} is not a URL: {error}") from error
     if parts.scheme not in ("", "http", "https") or not parts.hostname:
         raise ConfigError(f"--url {url!r}: expected http://HOST:PORT")
     return default_run_dir(str(port)) / READY_NAME

@@ -1,54 +1,53 @@
-"""What `moonpool pool status` tells: figures of each pool node and of all, from what nodes and conductor say. Pure."""
+"""Status of the KV pool: figures of each pool node and of all, from the nodes' and the conductor's answers. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from moonpool_proto.v1 import common_pb2, conductor_pb2
+from moonpool.cluster_view.reply import directory_state, node_state, samples
+from moonpool_proto.v1 import conductor_pb2
 from telemetry.histograms import histogram_of
-
-__all__ = ["PoolNodeFigures", "PoolStatus", "TierFigures", "is_pool", "node_figures", "pool_status", "silent_node"]
 
 TIERS: Final = ("dram", "ssd")
 _SSD_ERRORS: Final = ("ssd_read_errors", "ssd_write_errors", "ssd_full_errors", "ssd_corrupt_blocks")
 
 
 @dataclass(frozen=True)
-class TierFigures:
-    """One tier of one node. Ages and seconds saved are None where nothing was evicted, or there is no such tier."""
+class TierStatus:
+    """One tier of one node. The eviction age is None if nothing was evicted."""
 
     capacity_bytes: int
     used_bytes: int
     blocks: int
     hit_blocks: int
     hit_tokens: int
-    saved_s: float  # what computing the blocks found had taken
-    evicted_blocks: dict[str, int]  # by reason; those that are 0 are left out
-    evicted_age_p50_s: float | None  # since it was stored, when evicted for room
+    saved_s: float  # seconds that computing the found blocks took before
+    evicted_blocks: dict[str, int]  # by reason, without zeros
+    evicted_age_p50_s: float | None  # median age at eviction for room
 
 
 @dataclass(frozen=True)
-class PoolNodeFigures:
-    """One pool node since its start. `problem`: why it could not be asked; what only it can tell is not known then."""
+class PoolNodeStatus:
+    """One pool node since its start. If it did not answer, `problem` says why, and its own figures are missing."""
 
     node_id: str
     address: str
     state: str  # "ready", "draining" or "silent", as the conductor sees it
-    directory: str  # "EXACT", "DEGRADED" or "" where the conductor does not follow it
+    directory: str  # "EXACT", "DEGRADED", or "" if the conductor does not follow it
     directory_blocks: int | None
     problem: str = ""
-    tiers: dict[str, TierFigures] = field(default_factory=dict)
-    asked_blocks: int = 0  # the denominator: = hits of both tiers + waiting + missed
-    waiting_blocks: int = 0  # on SSD, and not in memory in time
+    tiers: dict[str, TierStatus] = field(default_factory=dict)
+    asked_blocks: int = 0  # the denominator: hits of both tiers + waiting + missed
+    waiting_blocks: int = 0  # on SSD, but not loaded in time
     missed_blocks: int = 0
-    hit_rate: float | None = None  # of the blocks asked for, those that were found in memory in time
+    hit_rate: float | None = None  # share of the requested blocks that were in memory in time
     reuse_gap_p50_s: float | None = None
     lost_blocks: dict[str, int] = field(default_factory=dict)  # by reason
     loaded_blocks: int = 0
     load_timeouts: int = 0
     loading_blocks: int = 0
     written_blocks: int = 0
-    unwritten_blocks: int | None = None  # in memory and not on SSD: the backlog; None without an SSD
+    unwritten_blocks: int | None = None  # backlog of blocks in memory that are not on SSD; None without an SSD
     ssd_state: str = ""  # "ok", "read_only", "failed"; "" without one
     ssd_folder: str = ""
     ssd_errors: dict[str, int] = field(default_factory=dict)
@@ -56,15 +55,15 @@ class PoolNodeFigures:
     leases: int = 0
     puts: int = 0
     namespaces: dict[str, int] = field(default_factory=dict)  # blocks by KV namespace: one per model and storage
-    memory_pages: str = ""  # what kind of pages the memory is made of
-    door: str = ""  # the socket for processes of its host; "": none
+    memory_pages: str = ""  # kind of memory pages of the arena
+    door: str = ""  # socket for the host's processes; "" if there is none
 
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """All pool nodes; tokens of prompts by where their KV came from, as the workers count them; copies of prefixes."""
+    """All pool nodes; prompt tokens by source of their KV, as the workers count them; replicas of prefixes."""
 
-    nodes: tuple[PoolNodeFigures, ...]
+    nodes: tuple[PoolNodeStatus, ...]
     prompt_tokens: int
     reused_tokens: dict[str, int]  # "pages" (the worker's own), "dram", "ssd", "remote"
     replicas: int
@@ -72,11 +71,11 @@ class PoolStatus:
     replication_spent_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """As `pool status --json` prints it."""
+        """Return what `pool status --json` prints."""
         return asdict(self)
 
     def troubles(self) -> list[str]:
-        """What needs a look."""
+        """Return one sentence for each thing that needs attention."""
         found = []
         for node in self.nodes:
             if node.problem:
@@ -85,35 +84,35 @@ class PoolStatus:
             if node.ssd_state not in ("", "ok"):
                 found.append(f"{node.node_id}: the SSD in {node.ssd_folder} is {node.ssd_state}")
             if node.directory == "DEGRADED":
-                found.append(f"{node.node_id}: the conductor does not know all that it holds")
+                found.append(f"{node.node_id}: the conductor's directory of it is incomplete")
             if node.corrupt_blocks:
-                found.append(f"{node.node_id}: {node.corrupt_blocks} damaged blocks were taken out")
+                found.append(f"{node.node_id}: {node.corrupt_blocks} damaged blocks were removed")
         return found
 
 
-def pool_status(reply: conductor_pb2.ClusterReply, nodes: Sequence[PoolNodeFigures]) -> PoolStatus:
-    """Of the cluster as the conductor tells it and of its nodes."""
+def pool_status(reply: conductor_pb2.ClusterReply, nodes: Sequence[PoolNodeStatus]) -> PoolStatus:
+    """Combine the conductor's reply with the nodes' status."""
     totals: dict[str, float] = {}
     for item in reply.nodes:
         for name, value in item.report.counters.items():
             totals[name] = totals.get(name, 0.0) + value
     tiers = {tier: int(totals.get(f"cached_{tier}_tokens", 0)) for tier in ("dram", "ssd", "remote")}
     pages = int(totals.get("cached_tokens", 0)) - sum(tiers.values())
-    told = {sample.name: sample.value for sample in reply.samples if not sample.labels}
+    unlabelled = {sample.name: sample.value for sample in reply.samples if not sample.labels}
     return PoolStatus(
         nodes=tuple(nodes),
         prompt_tokens=int(totals.get("prompt_tokens", 0)),
         reused_tokens={"pages": pages, **tiers},
-        replicas=int(told.get("replicas", 0)),
-        replication_saved_s=told.get("replication_saved_seconds_total", 0.0),
-        replication_spent_s=told.get("replication_spent_seconds_total", 0.0),
+        replicas=int(unlabelled.get("replicas", 0)),
+        replication_saved_s=unlabelled.get("replication_saved_seconds_total", 0.0),
+        replication_spent_s=unlabelled.get("replication_spent_seconds_total", 0.0),
     )
 
 
-def node_figures(
+def node_status(
     item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterReply, state: Mapping[str, Any]
-) -> PoolNodeFigures:
-    """Of one node, from the conductor's word on it and its own `state`."""
+) -> PoolNodeStatus:
+    """Return a node's status from the conductor's reply and the node's own `state`."""
     counters = state["counters"]
 
     def count(name: str) -> int:
@@ -124,7 +123,7 @@ def node_figures(
     hits = sum(count(f"hit_{tier}_blocks") for tier in TIERS)
     ssd = state["ssd"]
     on_ssd = state["tiers"]["ssd"]["blocks"]
-    return PoolNodeFigures(
+    return PoolNodeStatus(
         **_known(item, reply),
         tiers=tiers,
         asked_blocks=asked,
@@ -150,34 +149,27 @@ def node_figures(
     )
 
 
-def silent_node(item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterReply, problem: str) -> PoolNodeFigures:
-    """Of a node that could not be asked."""
-    return PoolNodeFigures(**_known(item, reply), problem=problem)
-
-
-def is_pool(item: conductor_pb2.NodeStatus) -> bool:
-    """Whether the node is a pool node."""
-    return item.node.role == common_pb2.ROLE_POOL
+def unreachable_node(item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterReply, problem: str) -> PoolNodeStatus:
+    """Return the status of a node that did not answer."""
+    return PoolNodeStatus(**_known(item, reply), problem=problem)
 
 
 def _known(item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterReply) -> dict[str, Any]:
     node_id = item.node.node_id
-    mine = [sample for sample in reply.samples if sample.labels.get("node") == node_id]
-    exact = next((sample.value for sample in mine if sample.name == "directory_exact"), None)
+    directory = directory_state(reply, node_id)
+    blocks = int(sum(sample.value for sample in samples(reply, "directory_blocks", node=node_id)))
     return {
         "node_id": node_id,
         "address": item.node.target,
-        "state": "silent" if item.suspect else "draining" if item.report.draining else "ready",
-        "directory": "" if exact is None else "EXACT" if exact else "DEGRADED",
-        "directory_blocks": None
-        if exact is None
-        else int(sum(sample.value for sample in mine if sample.name == "directory_blocks")),
+        "state": node_state(item),
+        "directory": directory,
+        "directory_blocks": blocks if directory else None,
     }
 
 
-def _tier(tier: str, state: Mapping[str, Any]) -> TierFigures:
+def _tier(tier: str, state: Mapping[str, Any]) -> TierStatus:
     counters, here = state["counters"], state["tiers"][tier]
-    return TierFigures(
+    return TierStatus(
         capacity_bytes=here["capacity_bytes"],
         used_bytes=here["used_bytes"],
         blocks=here["blocks"],

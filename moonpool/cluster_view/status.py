@@ -1,18 +1,19 @@
-"""What `moonpool status` tells: the conductor's view of the nodes and `serve`'s of their processes, as one. Pure."""
+"""State of a cluster's nodes: the conductor's view of them joined with `serve`'s view of their processes. Pure."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moonpool.cluster_view.reply import colocated_prefills, desired_nodes, node_state, role_name, role_switches
 from moonpool.supervision.ready_file import ReadyFile, ReadyNode
-from moonpool_proto.v1 import common_pb2, conductor_pb2
+from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.common_pb2 import Software
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """One node; None where it is not known, or does not apply to its role."""
+    """One node; None where a figure is not known or does not apply to its role."""
 
     node: str
     role: str
@@ -24,33 +25,44 @@ class NodeRow:
     running: int | None
     free_tokens: int | None
     capacity_tokens: int | None
-    cached_share: float | None  # of the prompt tokens it was given, those whose KV it did not compute
+    cached_share: float | None  # share of its prompt tokens whose KV was reused
     address: str
-    stand_in: str = ""  # what it has in place of an engine that computes
-    version: str = ""  # of Moonpool; "" where it is not told
+    stand_in: str = ""  # the engine that computes nothing, if it has one
+    version: str = ""  # of Moonpool; "" if unknown
+
+    @property
+    def free_share(self) -> float | None:
+        """Free share of its KV capacity, 0 to 1."""
+        known = self.free_tokens is not None and self.capacity_tokens
+        return self.free_tokens / self.capacity_tokens if known else None  # type: ignore[operator]
+
+    @property
+    def model_text(self) -> str:
+        """The model, with the engine that stands in for its computation."""
+        return f"{self.model} ({self.stand_in})" if self.stand_in else self.model
 
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """A cluster at one moment. `models`: whether a request of each can be placed."""
+    """A cluster at one moment. `models`: True for each model whose requests can be placed."""
 
     ready: bool
     models: dict[str, bool]
     cached_share: float | None
     nodes: tuple[NodeRow, ...]
-    undivided: dict[str, int] = field(default_factory=dict)  # requests by what came of weighing it
-    role_switches: dict[str, dict[str, int]] = field(default_factory=dict)  # by roles, by what came of it
-    desired_nodes: dict[str, dict[str, int]] = field(default_factory=dict)  # by model and role: what its demand needs
+    undivided: dict[str, int] = field(default_factory=dict)  # requests by outcome of weighing colocated prefill
+    role_switches: dict[str, dict[str, int]] = field(default_factory=dict)  # by roles and outcome
+    desired_nodes: dict[str, dict[str, int]] = field(default_factory=dict)  # by model and role
 
     def to_json(self) -> dict[str, Any]:
-        """As `status --json` prints it."""
+        """Return what `status --json` prints."""
         return asdict(self)
 
     def verdict(self) -> str:
-        """One sentence: does it serve, how well does the cache do, and who needs a look."""
+        """Return one sentence: is it ready, how much does the cache save, which nodes need attention."""
         missing = [model for model, is_ready in self.models.items() if not is_ready]
-        of_these = f" of {' or '.join(missing)}" if missing else ""
-        parts = ["ready" if self.ready else f"not ready: no place can serve a request{of_these}"]
+        of_models = f" of {' or '.join(missing)}" if missing else ""
+        parts = ["ready" if self.ready else f"not ready: no node can serve a request{of_models}"]
         if self.cached_share is not None:
             parts.append(f"{self.cached_share:.0%} of prompt tokens from the cache")
         if done := self.undivided.get("done"):
@@ -58,8 +70,8 @@ class ClusterStatus:
         if advised := self.undivided.get("advised"):
             parts.append(f"{_requests(advised)} better prefilled where they decode")
         for roles, counts in self.role_switches.items():
-            told = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts.items())
-            parts.append(f"role switches {roles}: {told}")
+            outcomes = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts.items())
+            parts.append(f"role switches {roles}: {outcomes}")
         versions = sorted({row.version for row in self.nodes if row.version})
         parts += [f"versions {' and '.join(versions)} together"] if len(versions) > 1 else []
         for model, desired in self.desired_nodes.items():
@@ -71,15 +83,15 @@ class ClusterStatus:
         return "; ".join([*parts, *troubled])
 
     def _differing(self, model: str, roles: Mapping[str, int]) -> str:
-        """Of the roles whose demand needs another number of nodes than there are, both numbers."""
+        """Return desired and present numbers of nodes for the roles in which they differ."""
         present = Counter(row.role for row in self.nodes if row.model == model and row.state == "ready")
         return ", ".join(
-            f"{role} {wanted} (has {present[role]})" for role, wanted in roles.items() if wanted != present[role]
+            f"{role} {desired} (has {present[role]})" for role, desired in roles.items() if desired != present[role]
         )
 
 
 def cluster_status(reply: conductor_pb2.ClusterReply, ready: ReadyFile | None) -> ClusterStatus:
-    """`ready` None: a cluster that `serve` of this machine did not start, whose processes are not known."""
+    """Join the two views; `ready` is None for a cluster whose processes `serve` on this machine did not start."""
     joined = {item.node.node_id: item for item in reply.nodes}
     started = ready.nodes if ready is not None else {}
     names = [*started, *(name for name in joined if name not in started)]
@@ -89,41 +101,15 @@ def cluster_status(reply: conductor_pb2.ClusterReply, ready: ReadyFile | None) -
     )
     models = {row.model: row.model in reply.ready_models for row in rows if row.model}
     share = _share(*map(sum, zip(*(_prompt_tokens(item.report.counters) for item in reply.nodes), strict=True)))
-    is_ready = bool(models) and all(models.values())
-    return ClusterStatus(is_ready, models, share, rows, _undivided(reply), _role_switches(reply), desired_nodes(reply))
-
-
-def role_name(role: common_pb2.Role.ValueType) -> str:
-    """ "prefill" for ROLE_PREFILL."""
-    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
-
-
-def _undivided(reply: conductor_pb2.ClusterReply) -> dict[str, int]:
-    """Of all models together."""
-    counts: Counter[str] = Counter()
-    for told in reply.samples:
-        if told.name == "undivided_total":
-            counts[told.labels.get("outcome", "")] += int(told.value)
-    return dict(counts)
-
-
-def _role_switches(reply: conductor_pb2.ClusterReply) -> dict[str, dict[str, int]]:
-    """Of all models together, "prefill to decode" and back."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    for told in reply.samples:
-        if told.name in ("role_switches_total", "role_switches_refused_total"):
-            outcome = told.labels.get("outcome") or f"refused ({told.labels.get('reason')})"
-            found[f"{told.labels.get('from_role')} to {told.labels.get('to_role')}"][outcome] += int(told.value)
-    return {roles: dict(counts) for roles, counts in found.items()}
-
-
-def desired_nodes(reply: conductor_pb2.ClusterReply) -> dict[str, dict[str, int]]:
-    """By model, and role: nodes that the demand needs."""
-    found: dict[str, dict[str, int]] = defaultdict(dict)
-    for told in reply.samples:
-        if told.name == "desired_nodes":
-            found[told.labels.get("model_name", "")][told.labels.get("role", "")] = int(told.value)
-    return dict(found)
+    return ClusterStatus(
+        ready=bool(models) and all(models.values()),
+        models=models,
+        cached_share=share,
+        nodes=rows,
+        undivided=colocated_prefills(reply),
+        role_switches=role_switches(reply),
+        desired_nodes=desired_nodes(reply),
+    )
 
 
 def _requests(count: int) -> str:
@@ -136,7 +122,7 @@ def _row(
     process: ReadyNode | None,
     software: Software | None,
 ) -> NodeRow:
-    """`software`: of a process that does not join."""
+    """Make a row of what is known of a node; `software` is that of a process that does not join."""
     node = item.node if item is not None else conductor_pb2.Node()
     report = item.report if item is not None and node.capacity_tokens else None
     return NodeRow(
@@ -161,13 +147,13 @@ def _state(item: conductor_pb2.NodeStatus | None, process: ReadyNode | None) -> 
     if process is not None and process.pid is None:
         return "restarting"
     if item is not None:
-        return "silent" if item.suspect else "draining" if item.report.draining else "ready"
+        return node_state(item)
     joins = process is not None and process.role not in ("conductor", "frontend")
     return "starting" if joins or process is None or not process.ready else "ready"
 
 
 def _prompt_tokens(counters: Mapping[str, float]) -> tuple[float, float]:
-    """(cached, all) prompt tokens of a node."""
+    """Return (cached, all) prompt tokens of a node."""
     return counters.get("cached_tokens", 0.0), counters.get("prompt_tokens", 0.0)
 
 

@@ -20,15 +20,14 @@ from conductor.policy import PolicyConfig
 from conductor.policy.codec import LOGGED_NAMES, config_from_json, config_to_json, to_json
 from conductor.policy.decisions import Decision, Place, Reject
 from conductor.policy.events import RequestArrived
-from moonpool.cluster_view.collector import ANSWER_DEADLINE_S, conductors_of
+from moonpool.cluster_view.collector import ANSWER_DEADLINE_S, call_conductor, conductors_of
 from moonpool.cluster_view.locate import DEFAULT_URL, Located, locate
 from moonpool.commands import decision_view as view
 from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group
 from moonpool.errors import ClusterNotFound, ConfigError, DecisionLogError
 from moonpool.options import reported_errors
 from moonpool_proto.v1 import conductor_pb2
-from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
-from rpc.control import ControlError, call, open_channel
+from rpc.control import ControlError
 
 app = command_group("decisions", "Decisions of a running cluster's conductors, and of their logs.")
 _SEARCH_DEADLINE_S = 6 * ANSWER_DEADLINE_S  # files are read, perhaps many
@@ -116,10 +115,8 @@ async def _ask(located: Located, request_id: str) -> dict[str, Any]:
 
 
 async def _ask_one(target: str, request_id: str) -> Any:
-    async with open_channel(target) as channel:
-        rpc = ConductorStub(channel).Explain(conductor_pb2.ExplainRequest(request_id=request_id))
-        reply = await call(rpc, what="Conductor.Explain", target=target, deadline_s=_SEARCH_DEADLINE_S)
-    return json.loads(reply.json)
+    request = conductor_pb2.ExplainRequest(request_id=request_id)
+    return json.loads((await call_conductor(target, "Explain", request, deadline_s=_SEARCH_DEADLINE_S)).json)
 
 
 def _silent(why: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvpool.handles import Verified
-from moonpool.cluster_view import collector as questions
+from moonpool.cluster_view import pool_client
 from moonpool.cluster_view import pool_rendering as view
 from moonpool.cluster_view.locate import DEFAULT_URL, locate
 from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group, wide_console
@@ -36,11 +36,11 @@ def status(
     """
     with reported_errors():
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        seen = asyncio.run(questions.ask_pool_status(located.conductor))
+        seen = asyncio.run(pool_client.ask_pool_status(located.conductor))
         if as_json:
             print(json.dumps(seen.to_json(), indent=2))
         else:
-            wide_console().print(view.status_picture(seen))
+            wide_console().print(view.status_table(seen))
 
 
 @app.command()
@@ -59,16 +59,16 @@ def inspect(
         digits = _checked_key(key)
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
 
-        async def ask() -> list[questions.FoundBlock]:
-            nodes = await questions.pool_nodes(located.conductor)
-            found = await questions.inspect_key(nodes, bytes.fromhex(digits[: len(digits) // 2 * 2]))
+        async def ask() -> list[pool_client.FoundBlock]:
+            nodes = await pool_client.pool_nodes(located.conductor)
+            found = await pool_client.inspect_key(nodes, bytes.fromhex(digits[: len(digits) // 2 * 2]))
             return [block for block in found if block.facts["key"].startswith(digits)]
 
         found = asyncio.run(ask())
         if as_json:
             print(json.dumps([{"node_id": block.node_id, **block.facts} for block in found], indent=2))
         elif found:
-            wide_console().print(view.blocks_picture(found))
+            wide_console().print(view.blocks_table(found))
         else:
             print(f"No pool node has a block whose key begins with {digits}.")
         damaged = any(not copy["right"] for block in found for copy in block.facts["tiers"].values())
@@ -93,12 +93,12 @@ def flush(
     """
     with reported_errors():
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        nodes = asyncio.run(questions.pool_nodes(located.conductor, node))
+        nodes = asyncio.run(pool_client.pool_nodes(located.conductor, node))
         what = "the memory" if dram_only else "memory and SSD"
         if not yes and not _confirmed(f"Empty {what} of {', '.join(nodes)}?"):
             print("Nothing was removed.")
             raise typer.Exit(1)
-        done = asyncio.run(questions.flush_nodes(nodes, dram_only=dram_only))
+        done = asyncio.run(pool_client.flush_nodes(nodes, dram_only=dram_only))
         if as_json:
             print(json.dumps({name: asdict(each) for name, each in done.items()}, indent=2))
         else:
@@ -129,13 +129,13 @@ def verify(
 
 async def _verify(conductor: str, node: str) -> dict[str, Verified]:
     """The last word on each node, with a bar on a terminal meanwhile."""
-    nodes = await questions.pool_nodes(conductor, node)
+    nodes = await pool_client.pool_nodes(conductor, node)
     console = Console(stderr=True)
     done: dict[str, Verified] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         bars = {name: progress.add_task(name, total=None) for name in nodes}
-        async for name, each in questions.verify_nodes(nodes):
+        async for name, each in pool_client.verify_nodes(nodes):
             done[name] = each
             progress.update(bars[name], completed=each.checked, total=each.total)
     return done

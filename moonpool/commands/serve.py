@@ -14,7 +14,7 @@ from moonpool.transport_security import secure
 
 def serve(config: ServeConfig) -> int:
     """Run the cluster until SIGINT or SIGTERM; 0 after a clean stop. Raises MoonpoolError when it cannot run."""
-    from moonpool.supervision.cluster import Cluster
+    from moonpool.supervision.cluster import ClusterRun
 
     secure(config.tls, config.access)
     for entry in config.served:
@@ -30,7 +30,7 @@ def serve(config: ServeConfig) -> int:
     run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir("joined" if joins else str(port)))
     with RunDirLock(run_dir), chosen_runtime(config, run_dir) as runtime:
         shutil.rmtree(run_dir / OBJECTIVES, ignore_errors=True)  # an earlier run's: only a state folder outlives a run
-        asyncio.run(Cluster(config, run_dir, port, runtime).run())
+        asyncio.run(ClusterRun(config, run_dir, port, runtime).run())
     return 0
 
 

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from moonpool.cluster_view.formatting import count_text, percent_text, plain_table, state_text
 from moonpool.cluster_view.locate import DEFAULT_URL, locate
 from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, wide_console
 from moonpool.commands.secret_file import read_secret
@@ -42,7 +43,6 @@ _HEADINGS = (
     "version",
     "address",
 )
-_STYLES = {"silent": "bold red", "restarting": "bold red", "draining": "yellow", "starting": "yellow"}
 
 
 def status(
@@ -104,9 +104,7 @@ def _picture(seen: "ClusterStatus", *, brief: bool = False) -> Group:
     """A table and a verdict. `brief` fits a terminal of 80 columns: without pids, versions and addresses."""
     left_out = {"pid", "version", "address"} if brief else set()
     cells = [_cells(row, brief=brief) for row in seen.nodes]
-    table = Table(box=None, pad_edge=False, collapse_padding=brief)
-    for heading in (heading for heading in _HEADINGS if heading not in left_out):
-        table.add_column(heading, no_wrap=True)
+    table = plain_table(*(heading for heading in _HEADINGS if heading not in left_out), collapse_padding=brief)
     for row in cells:
         table.add_row(*(cell for heading, cell in zip(_HEADINGS, row, strict=True) if heading not in left_out))
     return Group(table, Text(seen.verdict()))
@@ -119,11 +117,9 @@ def _cells(row: "NodeRow", *, brief: bool) -> list[str | Text]:
         free = (
             f"{row.free_tokens / row.capacity_tokens:.0%}" if brief else f"{row.free_tokens} of {row.capacity_tokens}"
         )
-    counts = ["" if count is None else str(count) for count in (row.pid, row.restarts, row.waiting, row.running)]
-    cached = "" if row.cached_share is None else f"{row.cached_share:.0%}"
-    state = Text(row.state, style=_STYLES.get(row.state, ""))
-    model = f"{row.model} ({row.stand_in})" if row.stand_in else row.model
-    return [row.node, row.role, model, state, *counts, free, cached, row.version, row.address]
+    counts = map(count_text, (row.pid, row.restarts, row.waiting, row.running))
+    cached = percent_text(row.cached_share)
+    return [row.node, row.role, row.model_text, state_text(row.state), *counts, free, cached, row.version, row.address]
 
 
 _POLL_S = 0.2

@@ -22,10 +22,10 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from moonpool.cluster_view.activity import History, Look, TopFigures
+from moonpool.cluster_view.activity import ActivityHistory, ClusterActivity, ClusterSample
 from moonpool.cluster_view.collector import ask_cluster
 from moonpool.cluster_view.locate import DEFAULT_URL, Located, locate
-from moonpool.cluster_view.top_rendering import KEYS, SORTS, View, picture
+from moonpool.cluster_view.top_rendering import KEYS, SORTS, TopView, screen
 from moonpool.commands.arguments import Conductor, ReadyPath, Url, wide_console
 from moonpool.options import reported_errors
 
@@ -75,12 +75,12 @@ def top(
     ready_file: ReadyPath = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look twice, print that, and end; so it is without a terminal.")
+        bool, typer.Option("--once", help="ClusterSample twice, print that, and end; so it is without a terminal.")
     ] = False,
 ) -> None:
     """Watch a running cluster: throughput, load, objectives, rejections, KV tiers, and its nodes by what they do.
 
-    Keys: q ends it, p holds the picture, s sorts the nodes by the next column, r reverses, arrows and page keys scroll.
+    Keys: q ends it, p holds the screen, s sorts the nodes by the next column, r reverses, arrows and page keys scroll.
 
     Examples: moonpool top · moonpool top --url http://127.0.0.1:8080 · moonpool top --conductor 10.0.0.1:7000 --once
     """
@@ -89,8 +89,8 @@ def top(
         asker = _Asker(located, every)
         if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             seen = asyncio.run(asker.twice())
-            console, shown = wide_console(), View(clock=_clock())
-            console.print(picture(seen, shown, columns=console.width, lines=_TEXT_LINES))
+            console, shown = wide_console(), TopView(clock=_clock())
+            console.print(screen(seen, shown, columns=console.width, lines=_TEXT_LINES))
             return
         try:
             _watch(asker)
@@ -104,11 +104,11 @@ class _Asker:
     def __init__(self, located: Located, every_s: float) -> None:
         self._located = located
         self._every_s = every_s
-        self._history = History()
+        self._history = ActivityHistory()
         self.first: Future[None] = Future()  # of the looks that follow each other
-        self.seen: tuple[TopFigures, str]  # from then on: the last look, and what is wrong since
+        self.seen: tuple[ClusterActivity, str]  # from then on: the last look, and what is wrong since
 
-    async def twice(self) -> TopFigures:
+    async def twice(self) -> ClusterActivity:
         """What happened in between. Raises ClusterNotFound."""
         await self._look()
         await asyncio.sleep(self._every_s)
@@ -130,9 +130,9 @@ class _Asker:
                 self.seen = self.seen[0], str(error) or type(error).__name__
             tell()
 
-    async def _look(self) -> TopFigures:
+    async def _look(self) -> ClusterActivity:
         reply = await ask_cluster(self._located.conductor)
-        return self._history.add(Look(time.monotonic(), reply), self._located.ready)
+        return self._history.add(ClusterSample(time.monotonic(), reply), self._located.ready)
 
 
 def _watch(asker: _Asker) -> None:
@@ -145,11 +145,11 @@ def _watch(asker: _Asker) -> None:
     threading.Thread(target=follow, name="top", daemon=True).start()
     asker.first.result()
     drawn = asker.seen
-    console, view = Console(), View(keys=KEYS, clock=_clock())
+    console, view = Console(), TopView(keys=KEYS, clock=_clock())
     with single_keys() as keys, Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             view = replace(view, trouble=drawn[1])
-            live.update(picture(drawn[0], view, columns=console.width, lines=console.height), refresh=True)
+            live.update(screen(drawn[0], view, columns=console.width, lines=console.height), refresh=True)
             key = key_or_event(keys, event)
             if key == "q":
                 return
@@ -161,7 +161,7 @@ def _watch(asker: _Asker) -> None:
                 drawn, view = asker.seen, replace(view, clock=_clock())
 
 
-def after_key(view: View, key: str, *, num_nodes: int) -> View:
+def after_key(view: TopView, key: str, *, num_nodes: int) -> TopView:
     """The view once a key was pressed; one that means nothing changes nothing."""
     names = list(SORTS)
     scrolled = {"up": -1, "down": 1, "page up": -_PAGE, "page down": _PAGE}

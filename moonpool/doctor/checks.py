@@ -39,7 +39,7 @@ class Purpose(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What one check found; `advice`, one sentence on what to do, is empty where nothing is to be done."""
 
     check: str
@@ -60,9 +60,9 @@ class Check:
     observe: Callable[[], Any]
     judge: Callable[[Any, Needs], Verdict]
 
-    def look(self, needs: Needs) -> Finding:
+    def look(self, needs: Needs) -> CheckResult:
         """Observe and judge."""
-        return Finding(self.name, *self.judge(self.observe(), needs))
+        return CheckResult(self.name, *self.judge(self.observe(), needs))
 
 
 def optional(needs: Needs, *purposes: Purpose) -> Level:
@@ -70,34 +70,25 @@ def optional(needs: Needs, *purposes: Purpose) -> Level:
     return Level.FAIL if needs & set(purposes) else Level.NOTE
 
 
-def size_text(nbytes: float) -> str:
-    """ "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.3g} TiB"
-
-
 DEADLINE_S = 4.0
 
 
-def examine(checks: Sequence[Check], needs: Needs, *, deadline_s: float = DEADLINE_S) -> list[Finding]:
+def examine(checks: Sequence[Check], needs: Needs, *, deadline_s: float = DEADLINE_S) -> list[CheckResult]:
     """Every check's finding, in their order. One that raises, or has not answered by the deadline, is a warning."""
     give_up_s = time.monotonic() + deadline_s
-    answers: queue.SimpleQueue[tuple[int, Finding]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[int, CheckResult]] = queue.SimpleQueue()
 
     def look(index: int, check: Check) -> None:
         try:
             answers.put((index, check.look(needs)))
         except Exception as error:  # a machine's files can hold anything: the other checks go on
             text = f"could not be looked at: {type(error).__name__}: {error}"
-            answers.put((index, Finding(check.name, Level.WARN, text, "Look at it by hand.")))
+            answers.put((index, CheckResult(check.name, Level.WARN, text, "Look at it by hand.")))
 
     for index, check in enumerate(checks):
         # Daemons: a call that the kernel does not return from must not keep the command from ending.
         threading.Thread(target=look, args=(index, check), name=f"doctor-{check.name}", daemon=True).start()
-    found: dict[int, Finding] = {}
+    found: dict[int, CheckResult] = {}
     while len(found) < len(checks):
         try:
             index, finding = answers.get(timeout=max(0.0, give_up_s - time.monotonic()))
@@ -107,7 +98,7 @@ def examine(checks: Sequence[Check], needs: Needs, *, deadline_s: float = DEADLI
     return [found.get(index) or _unanswered(check, deadline_s) for index, check in enumerate(checks)]
 
 
-def _unanswered(check: Check, deadline_s: float) -> Finding:
-    return Finding(
+def _unanswered(check: Check, deadline_s: float) -> CheckResult:
+    return CheckResult(
         check.name, Level.WARN, f"did not answer within {deadline_s:g} s", "Try again; if it stays so, it may hang."
     )

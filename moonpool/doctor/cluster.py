@@ -1,11 +1,12 @@
-"""What is judged of a running cluster. Each judge is pure, and says what to do about what it finds."""
+"""Checks of a running cluster. Each judge is pure and advises on what it finds."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from moonpool.cluster_view.collector import ClusterSeen
-from moonpool.doctor.checks import Finding, Level, Verdict
+from moonpool.cluster_view.collector import ClusterObservation
+from moonpool.cluster_view.reply import is_pool, samples
+from moonpool.doctor.checks import CheckResult, Level, Verdict
 from moonpool.doctor.peers import judge_peer
 from moonpool_proto.v1 import common_pb2
 
@@ -13,26 +14,26 @@ if TYPE_CHECKING:
     from moonpool_proto.v1 import conductor_pb2
 
 _MOST_NAMED: Final = 5
-_SLOW: Final = 1.5  # times as long as a usual node
-_HELD_S: Final = 0.25  # of an event loop: others' tokens wait so long
+_SLOW: Final = 1.5  # times the duration on a usual node
+_HELD_S: Final = 0.25  # that an event loop may block, which delays all its requests' tokens
 _CERTIFICATE_S: Final = 14 * 86400.0
 _FULL: Final = 0.95
 _PREFILLS: Final = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_AGGREGATED)
 _DECODES: Final = (common_pb2.ROLE_DECODE, common_pb2.ROLE_AGGREGATED)
 
-Judge = Callable[[ClusterSeen], Verdict]
+Judge = Callable[[ClusterObservation], Verdict]
 
 
-def judge_cluster(seen: ClusterSeen) -> list[Finding]:
-    """Every check's finding, in the order in which it is shown."""
-    return [Finding(name, *judge(seen)) for name, judge in CHECKS.items()]
+def judge_cluster(seen: ClusterObservation) -> list[CheckResult]:
+    """Return every check's result, in the order in which they are shown."""
+    return [CheckResult(name, *judge(seen)) for name, judge in CHECKS.items()]
 
 
-def judge_conductors(seen: ClusterSeen) -> Verdict:
+def judge_conductors(seen: ClusterObservation) -> Verdict:
     away = [f"{name}: {reply}" for name, reply in seen.conductors.items() if isinstance(reply, str)]
     if away:
         advice = (
-            "Look at its log and whether it runs: front doors go to the others, and nodes join again by themselves."
+            "Check that it runs, and its log: API servers use the others meanwhile, and nodes rejoin by themselves."
         )
         return Level.FAIL, _some(away), advice
     known = {name: _incarnations(reply) for name, reply in seen.conductors.items() if not isinstance(reply, str)}
@@ -43,28 +44,28 @@ def judge_conductors(seen: ClusterSeen) -> Verdict:
         return (
             Level.WARN,
             _some(missing),
-            "Start each node with all conductors' addresses (--conductor, once for each).",
+            "Start each node with the addresses of all conductors (repeat --conductor).",
         )
     count = f"{len(known)} conductor{'s' if len(known) > 1 else ''}"
     if len(known) == 1:
         return Level.OK, f"{count}, {len(everyone)} nodes", ""
-    return Level.OK, f"{count} that know the same {len(everyone)} nodes", ""
+    return Level.OK, f"{count} with the same {len(everyone)} nodes", ""
 
 
-def judge_models(seen: ClusterSeen) -> Verdict:
-    nodes = [item.node for item in seen.told.nodes]
+def judge_models(seen: ClusterObservation) -> Verdict:
+    nodes = [item.node for item in seen.reply.nodes]
     models = sorted({node.model for node in nodes if node.model})
     if not models:
         return Level.FAIL, "no worker has joined", "Start prefill and decode nodes with this conductor's address."
-    waiting = [model for model in models if model not in seen.told.ready_models]
+    waiting = [model for model in models if model not in seen.reply.ready_models]
     if waiting:
         advice = "A model needs a prefill and a decode node that are neither draining nor silent, and their pool node."
-        return Level.FAIL, f"no place can serve {_some(waiting)}", advice
+        return Level.FAIL, f"no node can serve {_some(waiting)}", advice
     return Level.OK, f"{_some(models)} can be served", ""
 
 
-def judge_spares(seen: ClusterSeen) -> Verdict:
-    """Which roles of which models hang on one node."""
+def judge_spares(seen: ClusterObservation) -> Verdict:
+    """Find the roles of each model that have only one node."""
     alone = []
     for model, items in _by_model(seen).items():
         able = [item.node for item in items if not item.suspect and not item.report.draining]
@@ -72,58 +73,62 @@ def judge_spares(seen: ClusterSeen) -> Verdict:
             if sum(node.role in roles for node in able) == 1:
                 alone.append(f"{name} of {model}")
     if alone:
-        return Level.NOTE, f"one node alone for {_some(alone)}", "With a second one its loss costs time, not service."
-    return Level.OK, "no role hangs on one node", ""
+        return (
+            Level.NOTE,
+            f"only one node for {_some(alone)}",
+            "With a second node, losing one costs time instead of service.",
+        )
+    return Level.OK, "no role depends on a single node", ""
 
 
-def judge_nodes(seen: ClusterSeen) -> Verdict:
-    silent = [item.node.node_id for item in seen.told.nodes if item.suspect]
-    leaving = [item.node.node_id for item in seen.told.nodes if item.report.draining and not item.suspect]
+def judge_nodes(seen: ClusterObservation) -> Verdict:
+    silent = [item.node.node_id for item in seen.reply.nodes if item.suspect]
+    leaving = [item.node.node_id for item in seen.reply.nodes if item.report.draining and not item.suspect]
     if silent:
-        advice = "It gets no work until it reports again: look at its host, its log, and the way to the conductor."
+        advice = "It gets no work until it reports again: check its host, its log, and its connection to the conductor."
         return Level.FAIL, f"silent: {_some(silent)}", advice
     if leaving:
-        return Level.NOTE, f"draining: {_some(leaving)}", "They end by themselves once nothing runs on them."
+        return Level.NOTE, f"draining: {_some(leaving)}", "They stop by themselves once nothing runs on them."
     return Level.OK, "all report", ""
 
 
-def judge_control(seen: ClusterSeen) -> Verdict:
-    if seen.silent:
-        suspects = {item.node.node_id for item in seen.told.nodes if item.suspect}
-        if seen.silent.keys() <= suspects:
-            return Level.FAIL, f"{_some(seen.silent)} do not answer either", "As for their reports."
-        found = _some([f"{node}: {why}" for node, why in seen.silent.items()])
+def judge_control(seen: ClusterObservation) -> Verdict:
+    if seen.unreachable:
+        suspects = {item.node.node_id for item in seen.reply.nodes if item.suspect}
+        if seen.unreachable.keys() <= suspects:
+            return Level.FAIL, f"{_some(seen.unreachable)} do not answer either", "See the advice for their reports."
+        found = _some([f"{node}: {why}" for node, why in seen.unreachable.items()])
         advice = (
-            "The conductor hears it, but whoever is here cannot call it. If front doors and workers cannot either, "
-            "requests fail: check its --listen and --advertise addresses and the firewall."
+            "It reports to the conductor, but cannot be called from here. If API servers and workers cannot call it "
+            "either, requests fail: check its --listen and --advertise addresses and the firewall."
         )
         return Level.FAIL, found, advice
-    return Level.OK, f"{len(seen.told.nodes)} nodes answer from here", ""
+    return Level.OK, f"{len(seen.reply.nodes)} nodes answer from here", ""
 
 
-def judge_doors(seen: ClusterSeen) -> Verdict:
-    verdicts = {node: judge_peer(peer, frozenset()) for node, peer in seen.doors.items()}
+def judge_kv_ports(seen: ClusterObservation) -> Verdict:
+    verdicts = {node: judge_peer(peer, frozenset()) for node, peer in seen.kv_ports.items()}
     bad = {node: verdict for node, verdict in verdicts.items() if verdict[0] in (Level.WARN, Level.FAIL)}
     if bad:
         worst = max((verdict[0] for verdict in bad.values()), key=[Level.WARN, Level.FAIL].index)
         return worst, _some([f"{node}: {found}" for node, (_, found, _) in bad.items()]), next(iter(bad.values()))[2]
-    greeted = [peer.greeting for peer in seen.doors.values() if peer.greeting is not None]
+    greeted = [peer.greeting for peer in seen.kv_ports.values() if peer.greeting is not None]
     if not greeted:
-        return Level.OK, "no node listens at TCP", ""
+        return Level.OK, "no node listens for KV over TCP", ""
     in_clear = sum(not greeting.encrypted for greeting in greeted)
     if 0 < in_clear < len(greeted):
         return (
             Level.FAIL,
-            f"{in_clear} of {len(greeted)} nodes take KV in the clear",
-            "Set certificates on all or none.",
+            f"{in_clear} of {len(greeted)} nodes accept unencrypted KV",
+            "Configure certificates on all nodes or on none.",
         )
     slowest = max(greeting.seconds for greeting in greeted)
-    how = "in the clear" if in_clear else "encrypted"
-    return Level.OK, f"{len(greeted)} nodes take KV, {how}, after {1000 * slowest:.3g} ms at most", ""
+    how = "unencrypted" if in_clear else "encrypted"
+    return Level.OK, f"{len(greeted)} nodes accept KV, {how}, and answer within {1000 * slowest:.3g} ms", ""
 
 
-def judge_fit(seen: ClusterSeen) -> Verdict:
-    """Workers of one model must compute the same thing."""
+def judge_fit(seen: ClusterObservation) -> Verdict:
+    """Find workers of one model that differ in what they compute."""
     wrong = []
     for model, items in _by_model(seen).items():
         for what, values in (
@@ -134,9 +139,7 @@ def judge_fit(seen: ClusterSeen) -> Verdict:
             if len(values) > 1:
                 wrong.append(f"workers of {model} differ in {what}")
     if wrong:
-        advice = (
-            "Start all of them with the same model folder, --dtype and --block-tokens; no KV goes between them now."
-        )
+        advice = "Start all of them with the same model folder, --dtype and --block-tokens; they exchange no KV now."
         return Level.FAIL, _some(wrong), advice
     short = [
         f"{model} {min(lengths)} to {max(lengths)}"
@@ -144,40 +147,39 @@ def judge_fit(seen: ClusterSeen) -> Verdict:
         if len(lengths := {item.node.max_model_len for item in items}) > 1
     ]
     if short:
-        advice = "The shortest holds for all: start all with the same --max-model-len."
+        advice = "The shortest applies to all: start all with the same --max-model-len."
         return Level.WARN, f"longest sequences differ: {_some(short)}", advice
     return Level.OK, "workers of each model fit together", ""
 
 
-def judge_versions(seen: ClusterSeen) -> Verdict:
-    nodes = [item.node for item in seen.told.nodes]
+def judge_versions(seen: ClusterObservation) -> Verdict:
+    nodes = [item.node for item in seen.reply.nodes]
     versions = Counter(node.software.version for node in nodes if node.software.version)
     found = ", ".join(f"{count} nodes of {version}" for version, count in sorted(versions.items()))
     if len({node.software.kv_wire for node in nodes if node.software.kv_wire}) > 1:
-        return Level.FAIL, f"{found}: no KV goes between some of them", "Replace the older ones now."
+        return Level.FAIL, f"{found}: no KV goes between some of them", "Upgrade the older ones now."
     if len(versions) > 1:
-        return Level.NOTE, found, "They work together; let the upgrade come to its end, or go back."
-    return Level.OK, found or "none are told", ""
+        return Level.NOTE, found, "They work together; finish the upgrade, or roll it back."
+    return Level.OK, found or "no versions are reported", ""
 
 
-def judge_hosts(seen: ClusterSeen) -> Verdict:
-    pools = {item.node.node_id for item in seen.told.nodes if item.node.role == common_pb2.ROLE_POOL}
-    workers = [item.node for item in seen.told.nodes if item.node.role != common_pb2.ROLE_POOL]
+def judge_hosts(seen: ClusterObservation) -> Verdict:
+    pools = {item.node.node_id for item in seen.reply.nodes if is_pool(item)}
+    workers = [item.node for item in seen.reply.nodes if not is_pool(item)]
     without = [node.node_id for node in workers if node.pool_node_id not in pools]
     if without:
-        advice = "Start a pool node on its host: until then what it computes is not kept, and nothing is found."
+        advice = "Start a pool node on its host: until then its KV is neither stored nor reused."
         return Level.WARN, f"their pool node has not joined: {_some(without)}", advice
     return Level.OK, f"each of {len(workers)} workers has its pool node", ""
 
 
-def judge_pools(seen: ClusterSeen) -> Verdict:
-    samples = seen.told.samples
-    degraded = [each.labels["node"] for each in samples if each.name == "directory_exact" and not each.value]
+def judge_pools(seen: ClusterObservation) -> Verdict:
+    degraded = [each.labels["node"] for each in samples(seen.reply, "directory_exact") if not each.value]
     if degraded:
-        advice = "It is asked for a snapshot by itself; if it lasts, look at the conductor's log and the node's load."
-        return Level.WARN, f"the conductor does not know all that {_some(degraded)} holds", advice
+        advice = "The conductor requests a snapshot by itself; if this persists, check its log and the node's load."
+        return Level.WARN, f"the conductor's directory of {_some(degraded)} is incomplete", advice
     broken, full = [], []
-    for item in seen.told.nodes:
+    for item in seen.reply.nodes:
         counters = item.report.counters
         if counters.get("pool_ssd_capacity_bytes"):
             if not (counters.get("pool_ssd_readable", 1.0) and counters.get("pool_ssd_writable", 1.0)):
@@ -188,116 +190,124 @@ def judge_pools(seen: ClusterSeen) -> Verdict:
         return (
             Level.FAIL,
             f"the SSD failed on {_some(broken)}",
-            "See `moonpool pool status` and the kernel's log; replace it.",
+            "See `moonpool pool status` and the kernel's log; replace the disk.",
         )
     if full:
         advice = (
-            "It evicts what is least worth keeping. More memory (--pool-bytes) or an SSD (--pool-ssd-dir) keeps more."
+            "It evicts the least valuable blocks. More memory (--pool-bytes) or an SSD (--pool-ssd-dir) keeps more."
         )
         return Level.NOTE, f"full, and without an SSD: {_some(full)}", advice
-    return Level.OK, "all is known, no SSD has failed", ""
+    return Level.OK, "the directory is complete, no SSD has failed", ""
 
 
-def judge_objectives(seen: ClusterSeen) -> Verdict:
+def judge_objectives(seen: ClusterObservation) -> Verdict:
     slo = seen.objectives
     if isinstance(slo, str):
-        return Level.WARN, f"not told: {slo}", "Try `moonpool slo show`."
+        return Level.WARN, f"not available: {slo}", "Try `moonpool slo show`."
     behind = [each.node_id for each in slo.acknowledged if each.digest != slo.current.digest]
     for level, found, advice in (
-        (Level.WARN, [slo.trouble] if slo.trouble else [], "They hold, and cannot be changed until it answers again."),
-        (Level.WARN, list(slo.unmeetable), "Loosen the objective, or add faster nodes: what comes for it is rejected."),
-        (Level.WARN, [f"{_some(behind)} go by another version"] if behind else [], "See `moonpool slo show`."),
-        (Level.NOTE, list(slo.drift), "The configuration says otherwise than what is in force: `moonpool slo show`."),
+        (
+            Level.WARN,
+            [slo.trouble] if slo.trouble else [],
+            "They stay in force, and cannot be changed until the store answers again.",
+        ),
+        (Level.WARN, list(slo.unmeetable), "Loosen the objective, or add faster nodes: its requests are rejected."),
+        (Level.WARN, [f"{_some(behind)} apply another version"] if behind else [], "See `moonpool slo show`."),
+        (Level.NOTE, list(slo.drift), "The configuration differs from what is in force: see `moonpool slo show`."),
     ):
         if found:
             return level, _some(found), advice
     return Level.OK, f"version {slo.current.version} is in force everywhere", ""
 
 
-def judge_redis(seen: ClusterSeen) -> Verdict:
-    told = {name: _sample(reply, "shared_store_up") for name, reply in seen.conductors.items()}
-    down = [name for name, value in told.items() if value == 0]
+def judge_redis(seen: ClusterObservation) -> Verdict:
+    up = {name: _sample(reply, "shared_store_up") for name, reply in seen.conductors.items()}
+    down = [name for name, value in up.items() if value == 0]
     if down:
-        advice = "Requests go on; objectives cannot be changed, and a conductor that restarts knows less. See its log."
+        advice = (
+            "Requests go on, but objectives cannot be changed, and a restarted conductor loses its state. See its log."
+        )
         return Level.WARN, f"{_some(down)} cannot use Redis", advice
-    used = any(value is not None for value in told.values())
-    return Level.OK, "Redis answers" if used else "none is used", ""
+    used = any(value is not None for value in up.values())
+    return Level.OK, "Redis answers" if used else "not used", ""
 
 
-def judge_paces(seen: ClusterSeen) -> Verdict:
+def judge_speed(seen: ClusterObservation) -> Verdict:
     slow = [
         f"{each.labels['node']} takes {each.value:.1f} times as long for {each.labels['what']}s"
-        for each in seen.told.samples
-        if each.name == "node_slowdown" and each.value >= _SLOW
+        for each in samples(seen.reply, "node_slowdown")
+        if each.value >= _SLOW
     ]
     if slow:
-        advice = "Look for others on its host, a throttled device, fewer --threads; it is given less work meanwhile."
+        advice = (
+            "Check for other programs on its host, a throttled device, or fewer --threads; it gets less work meanwhile."
+        )
         return Level.WARN, _some(slow), advice
-    return Level.OK, "no node is much slower than its like", ""
+    return Level.OK, "no node is much slower than its peers", ""
 
 
-def judge_loops(seen: ClusterSeen) -> Verdict:
+def judge_loops(seen: ClusterObservation) -> Verdict:
     held = [
         f"{each.labels.get('process', 'conductor')} {1000 * each.value:.0f} ms"
-        for each in seen.told.samples
-        if each.name == "event_loop_held_seconds" and each.value >= _HELD_S
+        for each in samples(seen.reply, "event_loop_held_seconds")
+        if each.value >= _HELD_S
     ]
     if held:
-        advice = "Its host has too few cores for it, or it has too much to do: give it a core, or start another."
-        return Level.WARN, f"held up of late: {_some(held)}", advice
-    return Level.OK, "event loops come round", ""
+        advice = "Its host has too few cores, or it is overloaded: give it a core, or start another process."
+        return Level.WARN, f"blocked recently: {_some(held)}", advice
+    return Level.OK, "event loops respond", ""
 
 
-def judge_certificates(seen: ClusterSeen) -> Verdict:
+def judge_certificates(seen: ClusterObservation) -> Verdict:
     left = {
         item.node.node_id: item.report.counters["messenger_tls_certificate_left_seconds"]
-        for item in seen.told.nodes
+        for item in seen.reply.nodes
         if "messenger_tls_certificate_left_seconds" in item.report.counters
     }
     ending = [f"{node} in {seconds / 86400:.1f} days" for node, seconds in left.items() if seconds < _CERTIFICATE_S]
     if ending:
         ended = any(left[node] <= 0 for node in left)
-        advice = "Write the new certificate into its file: it is read again without a restart."
-        return Level.FAIL if ended else Level.WARN, f"ending: {_some(ending)}", advice
+        advice = "Write the new certificate to its file: it is reloaded without a restart."
+        return Level.FAIL if ended else Level.WARN, f"expiring: {_some(ending)}", advice
     return (
         Level.OK,
-        f"the first of {len(left)} ends in {min(left.values()) / 86400:.0f} days" if left else "none used",
+        f"the first of {len(left)} expires in {min(left.values()) / 86400:.0f} days" if left else "none used",
         "",
     )
 
 
-def judge_fronts(seen: ClusterSeen) -> Verdict:
-    troubled = [f"{front.url}: {front.trouble}" for front in seen.fronts if front.trouble]
+def judge_frontends(seen: ClusterObservation) -> Verdict:
+    troubled = [f"{front.url}: {front.trouble}" for front in seen.frontends if front.trouble]
     if troubled:
-        return Level.FAIL, _some(troubled), "It says why it takes no requests; look at its log."
-    if not seen.fronts:
-        return Level.NOTE, "none is known here", "Ask each one's /ready."
-    return Level.OK, f"{len(seen.fronts)} take requests", ""
+        return Level.FAIL, _some(troubled), "It reports why it accepts no requests; see its log."
+    if not seen.frontends:
+        return Level.NOTE, "none is known here", "Query /ready of each."
+    return Level.OK, f"{len(seen.frontends)} accept requests", ""
 
 
 CHECKS: Final[Mapping[str, Judge]] = {
     "conductors": judge_conductors,
-    "front doors": judge_fronts,
+    "API servers": judge_frontends,
     "models": judge_models,
     "spare nodes": judge_spares,
     "reports": judge_nodes,
     "control ports": judge_control,
-    "KV ports": judge_doors,
+    "KV ports": judge_kv_ports,
     "fit of workers": judge_fit,
     "versions": judge_versions,
     "pool nodes of workers": judge_hosts,
     "KV pool": judge_pools,
     "objectives": judge_objectives,
     "Redis": judge_redis,
-    "paces": judge_paces,
+    "node speed": judge_speed,
     "event loops": judge_loops,
     "certificates": judge_certificates,
 }
 
 
-def _by_model(seen: ClusterSeen) -> "dict[str, list[conductor_pb2.NodeStatus]]":
+def _by_model(seen: ClusterObservation) -> "dict[str, list[conductor_pb2.NodeStatus]]":
     found: dict[str, list[conductor_pb2.NodeStatus]] = defaultdict(list)
-    for item in seen.told.nodes:
+    for item in seen.reply.nodes:
         if item.node.model:
             found[item.node.model].append(item)
     return dict(sorted(found.items()))
@@ -308,11 +318,11 @@ def _incarnations(reply: "conductor_pb2.ClusterReply") -> dict[str, int]:
 
 
 def _sample(reply: "conductor_pb2.ClusterReply | str", name: str) -> float | None:
-    return None if isinstance(reply, str) else next((each.value for each in reply.samples if each.name == name), None)
+    return None if isinstance(reply, str) else next((each.value for each in samples(reply, name)), None)
 
 
 def _some(texts: Iterable[str]) -> str:
-    """Of many only the first few."""
+    """Join the first few texts, and count the others."""
     all_of_them: Sequence[str] = list(texts)
     more = len(all_of_them) - _MOST_NAMED
     return ", ".join(all_of_them[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -15,7 +15,7 @@ from rich.text import Text
 from moonpool.cluster_view.locate import DEFAULT_URL, locate
 from moonpool.commands.arguments import ReadyPath, Url
 from moonpool.doctor import gpu, machine, network, peers, rdma, software, storage
-from moonpool.doctor.checks import Check, Finding, Level, Needs, Purpose, examine
+from moonpool.doctor.checks import Check, CheckResult, Level, Needs, Purpose, examine
 from moonpool.options import reported_errors
 from settings.keys import parse_size
 
@@ -105,7 +105,7 @@ def doctor(
     _report(examine(all_checks(asked), asked.needs), "machine", as_json)
 
 
-def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> list[Finding]:
+def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> list[CheckResult]:
     from moonpool.cluster_view.collector import observe_cluster
     from moonpool.doctor.cluster import judge_cluster
 
@@ -113,7 +113,7 @@ def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> l
     return judge_cluster(asyncio.run(observe_cluster(located, conductors[1:])))
 
 
-def _report(findings: Sequence[Finding], what: str, as_json: bool) -> NoReturn:
+def _report(findings: Sequence[CheckResult], what: str, as_json: bool) -> NoReturn:
     """Show them, and exit."""
     ok = all(finding.level is not Level.FAIL for finding in findings)
     if as_json:
@@ -141,7 +141,7 @@ def all_checks(asked: Asked) -> tuple[Check, ...]:
     )
 
 
-def _show(findings: Sequence[Finding], what: str, ok: bool) -> None:
+def _show(findings: Sequence[CheckResult], what: str, ok: bool) -> None:
     console = Console(highlight=False)
     table = Table("", "", "", box=None, show_header=False, pad_edge=False)
     for finding in findings:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional, size_text
+from moonpool.cluster_view.formatting import size_text
+from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional
 
 _ASK_S: Final = 3.5
 _DRIVER_SCRIPT: Final = """

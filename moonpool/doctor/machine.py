@@ -13,7 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional, size_text
+from moonpool.cluster_view.formatting import size_text
+from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional
 from moonpool.supervision.threads import usable_cores
 
 GIB: Final = 1 << 30
@@ -112,22 +113,22 @@ def _cgroup_memory(root: Path) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class FileLimits:
     """This process's resource limits; -1 is unlimited."""
 
     files: int
     files_hard: int
 
 
-def observe_limits() -> Limits:
+def observe_limits() -> FileLimits:
     def limit(which: int, index: int) -> int:
         value = resource.getrlimit(which)[index]
         return -1 if value == resource.RLIM_INFINITY else value
 
-    return Limits(limit(resource.RLIMIT_NOFILE, 0), limit(resource.RLIMIT_NOFILE, 1))
+    return FileLimits(limit(resource.RLIMIT_NOFILE, 0), limit(resource.RLIMIT_NOFILE, 1))
 
 
-def judge_files(seen: Limits, needs: Needs) -> Verdict:
+def judge_files(seen: FileLimits, needs: Needs) -> Verdict:
     found = "unlimited" if seen.files == -1 else f"{seen.files} (hard limit {_count_text(seen.files_hard)})"
     advice = f"Raise it (ulimit -n {GOOD_FILES}): every client's connection is an open file."
     if 0 <= seen.files < LEAST_FILES:
@@ -212,23 +213,23 @@ def judge_kernel(seen: Kernel, needs: Needs) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Clock:
+class KernelClock:
     """Whether the kernel's clock is disciplined; None where it does not say."""
 
     is_synchronised: bool | None
     max_error_s: float
 
 
-def observe_clock() -> Clock:
+def observe_clock() -> KernelClock:
     buffer = ctypes.create_string_buffer(_TIMEX_NBYTES)  # modes 0: read only
     if ctypes.CDLL(None).adjtimex(buffer) < 0:
-        return Clock(None, 0.0)
+        return KernelClock(None, 0.0)
     (status,) = struct.unpack_from("<i", buffer, _TIMEX_STATUS)
     (microseconds,) = struct.unpack_from("<q", buffer, _TIMEX_MAXERROR)
-    return Clock(not status & _STA_UNSYNC, microseconds / 1e6)
+    return KernelClock(not status & _STA_UNSYNC, microseconds / 1e6)
 
 
-def judge_clock(seen: Clock, needs: Needs) -> Verdict:
+def judge_clock(seen: KernelClock, needs: Needs) -> Verdict:
     if seen.is_synchronised is None:
         return Level.NOTE, "the kernel does not say", ""
     if not seen.is_synchronised:
@@ -260,7 +261,7 @@ _CAP_IPC_LOCK: Final = 14
 _WHOLE_ID_RANGE: Final = ["0", "0", "4294967295"]
 
 
-class Surroundings(StrEnum):
+class HostEnvironment(StrEnum):
     """What started this process: decides who sets its limits."""
 
     KUBERNETES = "Kubernetes"
@@ -277,18 +278,18 @@ class Locking:
     soft: int
     hard: int
     may_exceed: bool
-    surroundings: Surroundings
+    surroundings: HostEnvironment
     registered: int
 
 
 _CURES: Final = {
-    Surroundings.KUBERNETES: (
+    HostEnvironment.KUBERNETES: (
         "give the pod securityContext.capabilities.add: [IPC_LOCK], or the nodes' container runtime "
         "LimitMEMLOCK=infinity (containerd.service)"
     ),
-    Surroundings.CONTAINER: "start the container with --ulimit memlock=-1 (or --cap-add IPC_LOCK)",
-    Surroundings.SYSTEMD: "set LimitMEMLOCK=infinity in the unit (systemctl edit), then restart it",
-    Surroundings.SHELL: (
+    HostEnvironment.CONTAINER: "start the container with --ulimit memlock=-1 (or --cap-add IPC_LOCK)",
+    HostEnvironment.SYSTEMD: "set LimitMEMLOCK=infinity in the unit (systemctl edit), then restart it",
+    HostEnvironment.SHELL: (
         "ulimit -l unlimited where the hard limit allows it, else 'memlock unlimited' in /etc/security/limits.conf and "
         "a new login"
     ),
@@ -315,13 +316,13 @@ def judge_locking(seen: Locking, needs: Needs) -> Verdict:
     return optional(needs, Purpose.RDMA), f"{limit}, in {seen.surroundings} without IPC_LOCK", advice
 
 
-def surroundings(root: Path, environ: Mapping[str, str]) -> Surroundings:
+def surroundings(root: Path, environ: Mapping[str, str]) -> HostEnvironment:
     """By the marks that container runtimes and systemd leave."""
     if "KUBERNETES_SERVICE_HOST" in environ or (root / "var/run/secrets/kubernetes.io").is_dir():
-        return Surroundings.KUBERNETES
+        return HostEnvironment.KUBERNETES
     if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists() or "container" in environ:
-        return Surroundings.CONTAINER
-    return Surroundings.SYSTEMD if "INVOCATION_ID" in environ else Surroundings.SHELL
+        return HostEnvironment.CONTAINER
+    return HostEnvironment.SYSTEMD if "INVOCATION_ID" in environ else HostEnvironment.SHELL
 
 
 def _may_exceed(root: Path) -> bool:

@@ -30,7 +30,7 @@ _NOBODY: Final = "?"
 _MOST_SHOWN: Final = 300
 
 
-class Spoken(StrEnum):
+class PeerProtocol(StrEnum):
     """What the other side turned out to speak."""
 
     MESSENGER = "messenger"
@@ -44,7 +44,7 @@ class Spoken(StrEnum):
 class Greeting:
     """`detail`: who it says it is, or what is wrong in its or our words; `seconds` until it answered."""
 
-    spoken: Spoken
+    spoken: PeerProtocol
     detail: str = ""
     encrypted: bool = False
     seconds: float = 0.0
@@ -60,35 +60,35 @@ def greet(host: str, port: int, environ: Mapping[str, str] = os.environ, within_
 
     material = _material(environ)
     small = _said((host, port), _NOBODY, material, within_s)
-    if small.spoken is not Spoken.MESSENGER:
+    if small.spoken is not PeerProtocol.MESSENGER:
         return small
     large = _said((host, port), _NOBODY * _LARGE, material, within_s)
-    return replace(small, loses_large=large.spoken is Spoken.NOTHING)
+    return replace(small, loses_large=large.spoken is PeerProtocol.NOTHING)
 
 
 def judge_greeting(address: str, seen: Greeting) -> Verdict:
     detail = _shown(seen.detail)
-    if seen.spoken is Spoken.MESSENGER and seen.loses_large:
+    if seen.spoken is PeerProtocol.MESSENGER and seen.loses_large:
         found = f"{address} answers a small greeting ({detail}), and not one of {_LARGE >> 10} KiB"
         return Level.FAIL, found, _LARGE_ADVICE
-    if seen.spoken is Spoken.MESSENGER:
+    if seen.spoken is PeerProtocol.MESSENGER:
         how = "encrypted" if seen.encrypted else "in the clear"
         mtu = f", path MTU {seen.path_mtu}" if seen.path_mtu else ""
         return Level.OK, f"{address}: {detail}, {how}, answers after {1000 * seen.seconds:.3g} ms{mtu}", ""
-    if seen.spoken is Spoken.GRPC:
+    if seen.spoken is PeerProtocol.GRPC:
         return Level.OK, f"{address}: gRPC, as at a role's --listen; the port of its KV is another", ""
     return _LEVELS[seen.spoken], f"{address}: {detail}", _ADVICE[seen.spoken]
 
 
-_LEVELS: Final = {Spoken.CIPHER: Level.FAIL, Spoken.OTHER: Level.WARN, Spoken.NOTHING: Level.WARN}
+_LEVELS: Final = {PeerProtocol.CIPHER: Level.FAIL, PeerProtocol.OTHER: Level.WARN, PeerProtocol.NOTHING: Level.WARN}
 _LARGE_ADVICE: Final = (
     "Full packets vanish on the way: its MTU is below this interface's, and the ICMP messages that would tell are "
     "filtered. Lower the interface's MTU, let ICMP pass, or set net.ipv4.tcp_mtu_probing=1."
 )
 _ADVICE: Final = {
-    Spoken.CIPHER: "Set tls_cert, tls_key and tls_ca, of one CA, on both sides, or on none.",
-    Spoken.OTHER: "Check that this is the port of a node of the same Moonpool.",
-    Spoken.NOTHING: "The port is open and nobody greets back: is its process stopped, or is it another program's?",
+    PeerProtocol.CIPHER: "Set tls_cert, tls_key and tls_ca, of one CA, on both sides, or on none.",
+    PeerProtocol.OTHER: "Check that this is the port of a node of the same Moonpool.",
+    PeerProtocol.NOTHING: "The port is open and nothing answers: is its process stopped, or is it another program's?",
 }
 
 
@@ -119,18 +119,18 @@ def _said(address: tuple[str, int], whom: str, material: "Material | None", with
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 link.send(Hello("doctor", 1, whom, 0, bytes(16), "tcp"))
             if material is None and _is_http2(sock.recv(9, socket.MSG_PEEK)):
-                return Greeting(Spoken.GRPC)
+                return Greeting(PeerProtocol.GRPC)
             heard = _understood(link.receive())
             seconds = time.monotonic() - began_s
             return replace(heard, seconds=seconds, encrypted=material is not None, path_mtu=_path_mtu(sock))
         except EncryptionRefused as error:
-            return Greeting(Spoken.CIPHER, str(error))
+            return Greeting(PeerProtocol.CIPHER, str(error))
         except ProtocolError as error:
-            return Greeting(Spoken.OTHER, f"no messenger of this version: {error}")
+            return Greeting(PeerProtocol.OTHER, f"no messenger of this version: {error}")
         except TimeoutError:
-            return Greeting(Spoken.NOTHING, f"takes the connection, and says nothing within {within_s:g} s")
+            return Greeting(PeerProtocol.NOTHING, f"takes the connection, and says nothing within {within_s:g} s")
         except OSError as error:
-            return Greeting(Spoken.OTHER, f"hangs up when it is greeted: {error}")
+            return Greeting(PeerProtocol.OTHER, f"hangs up when it is greeted: {error}")
         finally:
             link.close()
 
@@ -140,11 +140,11 @@ def _understood(answer: object) -> Greeting:
     from messenger.frames import VERSION, Reject
 
     if not isinstance(answer, Reject):
-        return Greeting(Spoken.OTHER, f"answers {answer!r}")
+        return Greeting(PeerProtocol.OTHER, f"answers {answer!r}")
     if answer.code == "tls":
-        return Greeting(Spoken.CIPHER, answer.reason)
+        return Greeting(PeerProtocol.CIPHER, answer.reason)
     who = answer.reason.partition(" listens here")[0] if answer.code == "restarted" else answer.reason
-    return Greeting(Spoken.MESSENGER, f"messenger of protocol {VERSION}, {who}")
+    return Greeting(PeerProtocol.MESSENGER, f"messenger of protocol {VERSION}, {who}")
 
 
 def _shown(words: str) -> str:
@@ -172,7 +172,7 @@ _FULL_FRACTION: Final = 0.8
 _UNREACHABLE: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM)
 
 
-class Answer(StrEnum):
+class ConnectResult(StrEnum):
     """What came back to an attempt to connect."""
 
     OPEN = "answers"
@@ -184,11 +184,11 @@ class Answer(StrEnum):
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerProbe:
     """`address` as it was given; `detail` is the system's own word; `greeting`: what came of one, where it is open."""
 
     address: str
-    answer: Answer
+    answer: ConnectResult
     detail: str = ""
     greeting: Greeting | None = None
 
@@ -203,26 +203,26 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def observe_peer(address: str, within_s: float = _CONNECT_S) -> Peer:
+def observe_peer(address: str, within_s: float = _CONNECT_S) -> PeerProbe:
     """Connects, hangs up, and connects again to greet whoever is there."""
     host, port = split_address(address)
     try:
         with socket.create_connection((host, port), timeout=within_s):
             pass
-        return Peer(address, Answer.OPEN, greeting=greet(host, port))
+        return PeerProbe(address, ConnectResult.OPEN, greeting=greet(host, port))
     except TimeoutError:
-        answer, detail = Answer.SILENT, f"nothing within {within_s:g} s"
+        answer, detail = ConnectResult.SILENT, f"nothing within {within_s:g} s"
     except ConnectionRefusedError as error:
-        answer, detail = Answer.REFUSED, str(error.strerror)
+        answer, detail = ConnectResult.REFUSED, str(error.strerror)
     except socket.gaierror as error:
-        answer, detail = Answer.UNKNOWN, str(error.strerror)
+        answer, detail = ConnectResult.UNKNOWN, str(error.strerror)
     except OSError as error:
-        answer = Answer.UNREACHABLE if error.errno in _UNREACHABLE else Answer.OTHER
+        answer = ConnectResult.UNREACHABLE if error.errno in _UNREACHABLE else ConnectResult.OTHER
         detail = str(error.strerror or error)
-    return Peer(address, answer, detail)
+    return PeerProbe(address, answer, detail)
 
 
-def judge_peer(seen: Peer, needs: Needs) -> Verdict:
+def judge_peer(seen: PeerProbe, needs: Needs) -> Verdict:
     if seen.greeting is not None:
         level, found, advice = judge_greeting(seen.address, seen.greeting)
         if level is Level.OK and Purpose.RDMA in needs:
@@ -236,17 +236,17 @@ def judge_peer(seen: Peer, needs: Needs) -> Verdict:
 
 
 _PEER_ADVICE: Final = {
-    Answer.REFUSED: (
+    ConnectResult.REFUSED: (
         "The host is there and nothing listens at the port: start the node, check its port and that it listens at an "
         "address others reach (--host, --data-host); a firewall that rejects looks the same."
     ),
-    Answer.SILENT: (
+    ConnectResult.SILENT: (
         "Packets vanish: a firewall drops them (the host's, the cloud's security group, a network policy), or the host "
         "is down; try from the host itself to tell which."
     ),
-    Answer.UNREACHABLE: "There is no way to the host, or a firewall forbids it: check `ip route get` and its rules.",
-    Answer.UNKNOWN: "Check the name, or give the address.",
-    Answer.OTHER: "Look at the address and the interfaces' state by hand.",
+    ConnectResult.UNREACHABLE: "No route to the host, or a firewall blocks it: see `ip route get` and its rules.",
+    ConnectResult.UNKNOWN: "Check the name, or give the address.",
+    ConnectResult.OTHER: "Look at the address and the interfaces' state by hand.",
 }
 
 

@@ -129,7 +129,7 @@ def judge_extra(seen: Package, needs: Needs, extra: Extra) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class CompiledKernels:
     """Compiled CPU kernels on the disk: how many modules the cache has, and whether it can be written."""
 
     num_modules: int
@@ -137,14 +137,14 @@ class Kernels:
     is_writable: bool
 
 
-def observe_kernels() -> Kernels:
+def observe_kernels() -> CompiledKernels:
     """Looks for numba's index files where numba keeps them; loads no kernel."""
     sources = [_ROOT / name for name in KERNELS]
     is_writable = all(_can_write(cache_folder(source, os.environ)) for source in sources)
-    return Kernels(len(sources), sum(_is_compiled(source) for source in sources), is_writable)
+    return CompiledKernels(len(sources), sum(_is_compiled(source) for source in sources), is_writable)
 
 
-def judge_kernels(seen: Kernels, needs: Needs) -> Verdict:
+def judge_kernels(seen: CompiledKernels, needs: Needs) -> Verdict:
     found = f"{seen.num_compiled} of {seen.num_modules} modules are compiled"
     if seen.num_compiled == seen.num_modules:
         return Level.OK, found, ""
@@ -176,7 +176,7 @@ def _can_write(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Model:
+class BundledModel:
     """The bundled model's files against their recorded hashes."""
 
     is_there: bool
@@ -184,14 +184,14 @@ class Model:
     damaged: tuple[str, ...]  # missing, or another content
 
 
-def observe_model(folder: Path = BUNDLED_MODEL) -> Model:
+def observe_model(folder: Path = BUNDLED_MODEL) -> BundledModel:
     sums = folder / SUMS_NAME
     recorded = [line.split(maxsplit=1) for line in sums.read_text().splitlines()] if sums.is_file() else []
     damaged = [name for expected, name in recorded if _sha256(folder / name) != expected]
-    return Model(folder.is_dir(), len(recorded), tuple(damaged))
+    return BundledModel(folder.is_dir(), len(recorded), tuple(damaged))
 
 
-def judge_model(seen: Model, needs: Needs) -> Verdict:
+def judge_model(seen: BundledModel, needs: Needs) -> Verdict:
     if not seen.is_there or seen.damaged:
         found = f"damaged: {', '.join(seen.damaged)}" if seen.is_there else "not installed"
         advice = "Install again (pip install --force-reinstall moonpool), or serve a model folder of your own."

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from moonpool.doctor.checks import Check, Level, Needs, Verdict, size_text
+from moonpool.cluster_view.formatting import size_text
+from moonpool.doctor.checks import Check, Level, Needs, Verdict
 from moonpool.supervision.run_dir import LONGEST_SOCKET_NAME, default_run_dir
 
 MIB: Final = 1 << 20
@@ -88,13 +89,13 @@ def judge_shm(seen: Folder, needs: Needs) -> Verdict:
 
 
 @dataclass(frozen=True)
-class SharedMemory:
+class SharedMemoryProbe:
     """Whether anonymous shared memory can be made and mapped; `problem` "" if so."""
 
     problem: str
 
 
-def observe_shared_memory() -> SharedMemory:
+def observe_shared_memory() -> SharedMemoryProbe:
     """Makes some, as pools and workers do for KV."""
     try:
         descriptor = os.memfd_create("moonpool-doctor")
@@ -105,11 +106,11 @@ def observe_shared_memory() -> SharedMemory:
         finally:
             os.close(descriptor)
     except OSError as error:
-        return SharedMemory(f"{error.strerror} (memfd_create)")
-    return SharedMemory("")
+        return SharedMemoryProbe(f"{error.strerror} (memfd_create)")
+    return SharedMemoryProbe("")
 
 
-def judge_shared_memory(seen: SharedMemory, needs: Needs) -> Verdict:
+def judge_shared_memory(seen: SharedMemoryProbe, needs: Needs) -> Verdict:
     if seen.problem:
         advice = "Allow memfd_create and mmap in the container's security profile: KV lives in anonymous shared memory."
         return Level.FAIL, seen.problem, advice

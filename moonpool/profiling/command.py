@@ -20,7 +20,7 @@ from rich.table import Table
 
 from moonpool.errors import ConfigError
 from moonpool.options import reported_errors
-from moonpool.profiling.fitting import Grid, Point, fit, fit_error, grid_of
+from moonpool.profiling.fitting import MeasuredPoint, WorkGrid, fit, fit_error, grid_of
 from settings.worker import BUNDLED_MODEL, name_of_folder
 from worker.errors import ProfileError
 from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range, TransferCost, save_profile
@@ -116,7 +116,7 @@ class _Work:
     clock: Callable[[], float]
 
 
-def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[Point], list[Point]]:
+def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPoint], list[MeasuredPoint]]:
     from engine import EngineError, load_model
     from moonpool.profiling.measuring import EngineRun
     from moonpool.role_configs import choose_device
@@ -173,7 +173,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[Point], li
     return made, prefills, steps
 
 
-def _prefill_cost(points: list[Point]) -> PrefillCost:
+def _prefill_cost(points: list[MeasuredPoint]) -> PrefillCost:
     features = [(1.0, float(new), new * (reused + new / 2)) for new, reused in (point.x for point in points)]
     seconds = [point.median_s for point in points]
     fixed, per_token, per_pair = found = fit(features, seconds)
@@ -182,7 +182,7 @@ def _prefill_cost(points: list[Point]) -> PrefillCost:
     return PrefillCost(fixed, per_token, per_pair, *ranges, error=fit_error(features, seconds, found))
 
 
-def _decode_cost(grid: Grid, points: list[Point]) -> DecodeCost:
+def _decode_cost(grid: WorkGrid, points: list[MeasuredPoint]) -> DecodeCost:
     features = [(1.0, float(batch), float(context)) for batch, context in (point.x for point in points)]
     seconds = [point.median_s for point in points]
     fixed, per_sequence, per_token = found = fit(features, seconds)

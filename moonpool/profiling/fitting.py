@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from moonpool.errors import ConfigError
 from worker.policy.cost_profile import FitError
 
-__all__ = ["Grid", "Point", "grid_of"]
+__all__ = ["MeasuredPoint", "WorkGrid", "grid_of"]
 
 _LEAST_NEW = 16
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """Work that was done some times: its median and shortest, in seconds. `x`: (new, reused) or (batch, context)."""
 
     x: tuple[int, int]
@@ -28,14 +28,14 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Grid:
+class WorkGrid:
     """`prefills`: (new, reused) tokens; `steps`: (batch, tokens of context of each sequence)."""
 
     prefills: tuple[tuple[int, int], ...]
     steps: tuple[tuple[int, int], ...]
 
 
-def grid_of(max_model_len: int, max_batch: int, capacity_tokens: int) -> Grid:
+def grid_of(max_model_len: int, max_batch: int, capacity_tokens: int) -> WorkGrid:
     """New tokens in powers of 2, 4 at least, after nothing, an eighth and half of the longest prompt; batches likewise.
 
     What does not fit into `capacity_tokens` of KV is left out. Raises ConfigError when too little is left to fit to.
@@ -51,7 +51,7 @@ def grid_of(max_model_len: int, max_batch: int, capacity_tokens: int) -> Grid:
             f"there is room for prompts of {longest} tokens and {capacity_tokens} tokens of KV: too little to fit "
             f"costs to; expected a --max-model-len and --capacity-tokens of {16 * _LEAST_NEW} or more"
         )
-    return Grid(tuple(sorted(prefills)), tuple(sorted(steps)))
+    return WorkGrid(tuple(sorted(prefills)), tuple(sorted(steps)))
 
 
 __all__ = ["fit", "fit_error", "predicted"]

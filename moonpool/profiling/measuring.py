@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from engine import ForwardBatch, Model, SamplingRow, SequenceChunk, sample
-from moonpool.profiling.fitting import Grid, Point, fit, fit_error
-from moonpool.transfer_bench.plan import Plan
+from moonpool.profiling.fitting import MeasuredPoint, WorkGrid, fit, fit_error
+from moonpool.transfer_bench.plan import BenchPlan
 from moonpool.transfer_bench.run import measure_here
 from settings.messenger import TlsSettings
 from worker.policy.cost_profile import Range, TransferCost
@@ -28,7 +28,7 @@ _PATHS = {("shm", "read"): "load", ("tcp", "read"): "fetch", ("tcp", "write"): "
 
 def measure_transfers(seconds: float, console: Console) -> dict[str, TransferCost]:
     """By path: "load", "fetch" and "push", of batches awaited one at a time. Raises TransferBenchFailed."""
-    plan = Plan(
+    plan = BenchPlan(
         sizes=_SIZES,
         slices=(1,),
         directions=("read", "write"),
@@ -83,18 +83,18 @@ class EngineRun:
         model.warm_up()
         self._prefill(self._longest - 1, 0)  # KV that is attended to later must be numbers
 
-    def prefills(self, grid: Grid, on_done: Callable[[int], None]) -> list[Point]:
+    def prefills(self, grid: WorkGrid, on_done: Callable[[int], None]) -> list[MeasuredPoint]:
         """One point per (new, reused)."""
         return self._measure([(x, lambda x=x: self._prefill(*x)) for x in grid.prefills], on_done)  # type: ignore[misc]
 
-    def steps(self, grid: Grid, on_done: Callable[[int], None]) -> list[Point]:
+    def steps(self, grid: WorkGrid, on_done: Callable[[int], None]) -> list[MeasuredPoint]:
         """One point per (batch, context); `x` holds the context of all sequences together."""
         found = self._measure([(x, lambda x=x: self._step(*x)) for x in grid.steps], on_done)  # type: ignore[misc]
-        return [Point((p.x[0], p.x[0] * p.x[1]), p.median_s, p.least_s) for p in found]
+        return [MeasuredPoint((p.x[0], p.x[0] * p.x[1]), p.median_s, p.least_s) for p in found]
 
     def _measure(
         self, work: Sequence[tuple[tuple[int, int], Callable[[], None]]], on_done: Callable[[int], None]
-    ) -> list[Point]:
+    ) -> list[MeasuredPoint]:
         """Each point in every round rather than one after the other: what disturbs the machine disturbs them all."""
         seconds: list[list[float]] = [[] for _ in work]
         done = 0
@@ -107,7 +107,7 @@ class EngineRun:
                         taken.append(self._clock() - began)
                 done += 1
                 on_done(done)
-        return [Point(x, median(taken), min(taken)) for (x, _), taken in zip(work, seconds, strict=True)]
+        return [MeasuredPoint(x, median(taken), min(taken)) for (x, _), taken in zip(work, seconds, strict=True)]
 
     @torch.inference_mode()
     def _prefill(self, new: int, reused: int) -> None:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from moonpool.errors import ConfigError
-from moonpool.profiling.fitting import Point
+from moonpool.profiling.fitting import MeasuredPoint
 from worker.policy.cost_profile import CostProfile
 
 __all__ = ["check_picture_path", "draw"]
@@ -41,7 +41,7 @@ def check_picture_path(path: Path) -> None:
         raise ConfigError(f"cannot draw {path}: there is no folder {path.parent}")
 
 
-def draw(profile: CostProfile, prefills: Sequence[Point], steps: Sequence[Point], path: Path) -> None:
+def draw(profile: CostProfile, prefills: Sequence[MeasuredPoint], steps: Sequence[MeasuredPoint], path: Path) -> None:
     """Dots: medians; lines: the fit. Raises ConfigError when the file cannot be written."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9.6, 4.4), layout="constrained")

@@ -1,5 +1,6 @@
-"""A role's sign of life over HTTP, for orchestrators: /live says that its event loop turns, /ready that it can be
-called and is not about to end. Imports its HTTP server only when it is to answer.
+"""Health endpoints of a role for orchestrators: /live answers while its event loop runs, /ready while it accepts calls.
+
+The HTTP server is imported only when an address is configured.
 """
 
 import asyncio
@@ -19,9 +20,9 @@ _STARTING, _READY, _DRAINING = "starting", "ready", "draining"
 async def health_answers(
     address: tuple[str, int], node_id: str, stop: asyncio.Event
 ) -> AsyncIterator[tuple[int, Callable[[], None]]]:
-    """Answers at (host, port) until left; gives the port listened at, and what is to be called once the role is ready.
+    """Serve the endpoints at (host, port); yield the port, and the function to call once the role is ready.
 
-    `stop`: from when on it is set, /ready answers 503. Raises ConfigError when the address cannot be listened at.
+    Once `stop` is set, /ready answers 503. Raises ConfigError if it cannot listen at the address.
     """
     from aiohttp import web
 
@@ -43,7 +44,7 @@ async def health_answers(
 
 
 class _State:
-    """What is told of one role."""
+    """State of one role, and its two endpoints."""
 
     def __init__(self, node_id: str, stop: asyncio.Event) -> None:
         self._node_id = node_id

@@ -1,6 +1,6 @@
 """One role in the foreground: its settings, its serve function, its READY line, its exit code.
 
-The serving packages are imported by the process that becomes the role, and by nobody else.
+Only the process that becomes a role imports the role's serving package.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from moonpool.transport_security import secure
 log = logging.getLogger(__name__)
 
 Ready = Callable[[str], None]
-Serving = Coroutine[Any, Any, bool | None]  # True: drained, and not wanted back
+Serving = Coroutine[Any, Any, bool | None]  # True: it was drained, and must not be restarted
 
 
 @dataclass(frozen=True)
-class Role:
-    """A sub-command that runs one role."""
+class RoleCommand:
+    """Command that runs one role."""
 
     command: str
     composite: type
@@ -34,10 +34,11 @@ class Role:
     help: str
 
 
-def run_role(role: Role, config: Any) -> int:
-    """Serve until SIGINT or SIGTERM; announces `MOONPOOL_READY {json}` on stdout once it can be called.
+def run_role(role: RoleCommand, config: Any) -> int:
+    """Serve until SIGINT or SIGTERM; prints `MOONPOOL_READY {json}` to stdout once the role accepts calls.
 
-    A node that ends because the conductor had it drained says `MOONPOOL_DRAINED`, for its supervisor to let it go.
+    A node that ends because the conductor drained it prints `MOONPOOL_DRAINED`, so that its supervisor does not restart
+    it.
     """
     from moonpool.role_configs import node_id_of
     from rpc.control import run
@@ -48,7 +49,7 @@ def run_role(role: Role, config: Any) -> int:
     stop = asyncio.Event()
 
     def on_ready(target: str) -> None:
-        settle()  # what is there by now stays until the end
+        settle()  # objects made so far live until the end
         announcement = {"node_id": node_id, "role": role.command, "target": target, "pid": os.getpid()}
         print(READY_PREFIX + json.dumps(announcement), flush=True)
 
@@ -68,9 +69,9 @@ def run_role(role: Role, config: Any) -> int:
     return 0
 
 
-async def _serve(role: Role, config: Any, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool | None:
-    """The role, with a sign of life over HTTP beside it if it was given an address for one."""
-    health = getattr(config, "health", None)  # the front door has routes of its own
+async def _serve(role: RoleCommand, config: Any, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool | None:
+    """Serve the role, with health endpoints beside it if an address is configured."""
+    health = getattr(config, "health", None)  # the frontend has routes of its own
     address = health.address if health is not None else None
     if address is None:
         return await role.serve(config, node_id, stop, on_ready)
@@ -127,7 +128,7 @@ async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_
     await serve_frontend(frontend_config(config, node_id), stop, on_ready, settle_at_rest)
 
 
-# What a serve function raises when trying again with the same configuration cannot help.
+# Errors of a serve function after which a retry with the same configuration cannot succeed.
 _CONFIGURATION_ERRORS = {
     "rpc.errors": ("AddressInUse", "BindFailed", "InvalidArgument"),
     "messenger.errors": ("RdmaUnavailable",),
@@ -141,56 +142,56 @@ _CONFIGURATION_ERRORS = {
 
 
 def _configuration_errors() -> tuple[type[Exception], ...]:
-    """The classes of that table; a module that was never imported cannot have raised, and stays unimported."""
+    """Return the classes of that table; modules that were not imported cannot have raised, and stay unimported."""
     loaded = [(sys.modules.get(module), names) for module, names in _CONFIGURATION_ERRORS.items()]
     return (ConfigError, *(getattr(module, name) for module, names in loaded if module for name in names))
 
 
-ROLES: tuple[Role, ...] = (
-    Role(
+ROLES: tuple[RoleCommand, ...] = (
+    RoleCommand(
         "conductor",
         ConductorRole,
         _conductor,
-        "The global scheduler: admits each request and places it. One per cluster; start it first.\n\n"
-        "[bold]moonpool conductor --listen 0.0.0.0:7000[/bold]",
+        "The global scheduler: admits and places each request. Start it first.\n\n"
+        "[bold]moonpool node conductor --listen 0.0.0.0:7000[/bold]",
     ),
-    Role(
+    RoleCommand(
         "pool-node",
         PoolNodeRole,
         _pool_node,
         "The KV pool of one host: keeps KV in shared memory, outlives the workers, needs no GPU.\n\n"
-        "[bold]moonpool pool-node --conductor head:7000 --listen 10.0.0.2:7001 --data-host 10.0.0.2 "
+        "[bold]moonpool node pool --conductor head:7000 --listen 10.0.0.2:7001 --data-host 10.0.0.2 "
         "--pool-bytes 64GiB[/bold]",
     ),
-    Role(
+    RoleCommand(
         "prefill-node",
         WorkerRole,
         _prefill_node,
-        "A worker that computes prompts and pushes their KV, layer by layer, to decode workers.\n\n"
-        "[bold]moonpool prefill-node --conductor head:7000 --pool 10.0.0.2:7001 --listen 10.0.0.2:7002 "
+        "A worker that computes prompts and sends their KV, layer by layer, to decode workers.\n\n"
+        "[bold]moonpool node prefill --conductor head:7000 --pool 10.0.0.2:7001 --listen 10.0.0.2:7002 "
         "--data-host 10.0.0.2 --model ./my-model[/bold]",
     ),
-    Role(
+    RoleCommand(
         "decode-node",
         WorkerRole,
         _decode_node,
-        "A worker that takes the KV of computed prompts and generates the answers, many at a time.\n\n"
-        "[bold]moonpool decode-node --conductor head:7000 --pool 10.0.0.2:7001 --listen 10.0.0.2:7003 "
+        "A worker that receives the KV of computed prompts and generates the answers in batches.\n\n"
+        "[bold]moonpool node decode --conductor head:7000 --pool 10.0.0.2:7001 --listen 10.0.0.2:7003 "
         "--data-host 10.0.0.2 --model ./my-model[/bold]",
     ),
-    Role(
+    RoleCommand(
         "aggregated-node",
         WorkerRole,
         _aggregated_node,
-        "A worker that does both phases: the baseline that disaggregation is compared with.\n\n"
-        "[bold]moonpool aggregated-node --conductor head:7000 --pool 10.0.0.2:7001 --listen 10.0.0.2:7004 "
+        "A worker that runs both phases: the baseline for disaggregation.\n\n"
+        "[bold]moonpool node aggregated --conductor head:7000 --pool 10.0.0.2:7001 --listen 10.0.0.2:7004 "
         "--data-host 10.0.0.2 --model ./my-model[/bold]",
     ),
-    Role(
+    RoleCommand(
         "frontend",
         FrontendRole,
         _frontend,
-        "The HTTP front door: OpenAI's API, tokenising and streaming. Needs the model's tokenizer, not its weights.\n\n"
-        "[bold]moonpool frontend --conductor head:7000 --model ./my-model --host 0.0.0.0 --port 8000[/bold]",
+        "The API server: OpenAI's API, tokenising and streaming. Needs the model's tokenizer, not its weights.\n\n"
+        "[bold]moonpool node frontend --conductor head:7000 --model ./my-model --host 0.0.0.0 --port 8000[/bold]",
     ),
 )

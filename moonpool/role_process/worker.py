@@ -1,4 +1,4 @@
-"""One worker's process: it can do all that workers do; its role says which of it the conductor asks for."""
+"""Worker process: it can do all that workers do, and its role decides which requests the conductor sends it."""
 
 import asyncio
 from collections.abc import Callable

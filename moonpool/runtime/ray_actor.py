@@ -108,7 +108,7 @@ Event = tuple[str, Any]  # ("line", text), ("ready", announcement), ("drained", 
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorPlacement:
     """Where a role runs: Ray's id of its host, this cluster's run directory there, and whether the actor prints what
     the role says, for Ray to keep.
     """
@@ -119,7 +119,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedLife:
     """A life of the role that runs: its number, its process, the first of its events that is still kept, and how it
     announced itself, if it did.
     """
@@ -173,7 +173,9 @@ class RoleActor:
         """Whether its role does."""
         return self._life.runs
 
-    def start(self, plan: tuple[str, str, dict[str, Any], dict[str, str]], place: "Place", *, adopt: bool) -> "Begun":
+    def start(
+        self, plan: tuple[str, str, dict[str, Any], dict[str, str]], place: "ActorPlacement", *, adopt: bool
+    ) -> "StartedLife":
         """Begin a life of the role: `plan` is node id, role, settings and environment. With `adopt` one that runs,
         begun with the same plan in the same place, goes on instead.
         """
@@ -183,7 +185,7 @@ class RoleActor:
                 self._begin(plan, place)
             return self._life.begun(self._lives)
 
-    def _begin(self, plan: tuple[str, str, dict[str, Any], dict[str, str]], place: "Place") -> None:
+    def _begin(self, plan: tuple[str, str, dict[str, Any], dict[str, str]], place: "ActorPlacement") -> None:
         node_id, role, settings, env = plan
         own = make_run_dir(Path(place.folder))
         child = child_plan(node_id, role, {**settings, "socket_dir": str(own)}, env, own)
@@ -232,11 +234,11 @@ class _Life:
     def runs(self) -> bool:
         return self.child is not None and not self.child.ended.done()
 
-    def begun(self, number: int) -> "Begun":
+    def begun(self, number: int) -> "StartedLife":
         """How to go on with this life for one who knows nothing of it."""
         assert self.child is not None
         with self._news:
-            return Begun(number, self.child.pid, self._num_heard, self._ready)
+            return StartedLife(number, self.child.pid, self._num_heard, self._ready)
 
     def tell(self, kind: str, what: Any) -> None:
         if kind == "line" and self._prints_as:  # to where Ray keeps what its workers say

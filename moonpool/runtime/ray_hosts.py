@@ -23,7 +23,7 @@ LOCAL_UNITS = 1024  # of each resource in a Ray of our own: room to scale
 
 
 @dataclass(frozen=True)
-class Host:
+class RayHost:
     """One of Ray's nodes."""
 
     ray_node_id: str
@@ -38,10 +38,10 @@ class Host:
         return max(1, int(self.resources.get("CPU", 1) // max(1, workers)))
 
 
-def hosts(nodes: Sequence[Mapping[str, Any]], only_address: str = "") -> dict[str, Host]:
+def hosts(nodes: Sequence[Mapping[str, Any]], only_address: str = "") -> dict[str, RayHost]:
     """Ray's list of its nodes, those that live, by Ray's id; `only_address` goes before the one that Ray knows."""
     return {
-        node["NodeID"]: Host(
+        node["NodeID"]: RayHost(
             node["NodeID"], only_address or node["NodeManagerAddress"], node["Resources"], node.get("Labels") or {}
         )
         for node in nodes
@@ -64,7 +64,7 @@ def local_resources() -> dict[str, float]:
     return dict.fromkeys((POOL_RESOURCE, *WORKER_RESOURCES), float(LOCAL_UNITS))
 
 
-def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, Host]) -> None:
+def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, RayHost]) -> None:
     """Raises RayUnusable, saying what is missing and how to offer it, when the hosts could never hold the bundles."""
     wanted: Counter[str] = Counter()
     for bundle in bundles:
@@ -92,7 +92,7 @@ def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, Host
         )
 
 
-def _offers(found: Mapping[str, Host]) -> str:
+def _offers(found: Mapping[str, RayHost]) -> str:
     return "; ".join(
         f"{host.address} offers " + (", ".join(f"{name}={units:g}" for name, units in sorted(mine.items())) or "none")
         for host in found.values()
@@ -100,7 +100,7 @@ def _offers(found: Mapping[str, Host]) -> str:
     )
 
 
-def located(plan: RolePlan, host: Host, *, target: str, pool: str, gpu: bool, threads: int) -> dict[str, Any]:
+def located(plan: RolePlan, host: RayHost, *, target: str, pool: str, gpu: bool, threads: int) -> dict[str, Any]:
     """The plan's settings, completed for its host: every role listens on TCP at the host's address.
 
     `target`: the gRPC address to listen at; `pool`: that of the host's pool node, "" for a pool node's own plan.
@@ -125,7 +125,7 @@ RACK_LABELS = ("moonpool.io/rack", "ray.io/availability-zone")  # the first that
 
 
 def preferred_host(
-    plan: RolePlan, found: Mapping[str, Host], placed: Mapping[str, tuple[RolePlan, str]], *, gpu: bool
+    plan: RolePlan, found: Mapping[str, RayHost], placed: Mapping[str, tuple[RolePlan, str]], *, gpu: bool
 ) -> str | None:
     """Ray's id of the host; None where none has room. `placed`: by node id, the other workers and their hosts' ids."""
     others = [(other, host_id) for node_id, (other, host_id) in placed.items() if node_id != plan.node_id]
@@ -133,7 +133,7 @@ def preferred_host(
     if not room:
         return None
 
-    def by_nearness(host: Host) -> tuple[float, ...]:
+    def by_nearness(host: RayHost) -> tuple[float, ...]:
         near = [other for other, host_id in others if host_id in found and _rack(found[host_id]) == _rack(host)]
         here = [other for other, host_id in others if host_id == host.ray_node_id]
         alike = sum(other.role == plan.role and other.model == plan.model for other in here)
@@ -146,7 +146,7 @@ def preferred_host(
     return min(room, key=lambda host: (by_nearness(host), host.ray_node_id)).ray_node_id
 
 
-def _has_room(plan: RolePlan, host: Host, others: list[tuple[RolePlan, str]], *, gpu: bool) -> bool:
+def _has_room(plan: RolePlan, host: RayHost, others: list[tuple[RolePlan, str]], *, gpu: bool) -> bool:
     taken: dict[str, float] = {}
     for other, host_id in others:
         if host_id == host.ray_node_id:
@@ -158,6 +158,6 @@ def _has_room(plan: RolePlan, host: Host, others: list[tuple[RolePlan, str]], *,
     )
 
 
-def _rack(host: Host) -> str:
+def _rack(host: RayHost) -> str:
     """Hosts that say nothing of their rack share one."""
     return next((host.labels[name] for name in RACK_LABELS if name in host.labels), "")

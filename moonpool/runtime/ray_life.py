@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from moonpool.runtime.ray_actor import LOST_EXIT_CODE, Begun
+from moonpool.runtime.ray_actor import LOST_EXIT_CODE, StartedLife
 from moonpool.supervision.child import TAIL_LINES, LogFile
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class RayLife:
 
     def __init__(
         self,
-        begin: Callable[[Callable[[str], None]], Awaitable[tuple[Actor, Begun] | None]],
+        begin: Callable[[Callable[[str], None]], Awaitable[tuple[Actor, StartedLife] | None]],
         log: LogFile,
         *,
         on_ready: Callable[[dict[str, Any]], None],

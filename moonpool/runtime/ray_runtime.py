@@ -27,8 +27,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from moonpool.plan import POOL_TIER, WORKER_TIER, RolePlan
 from moonpool.runtime.interface import Running
 from moonpool.runtime.processes import Processes
-from moonpool.runtime.ray_actor import Begun, Orphanhood, Place, RoleActor
-from moonpool.runtime.ray_hosts import GPU, POOL_RESOURCE, Host, bundle_of, environment, hosts, located, preferred_host
+from moonpool.runtime.ray_actor import ActorPlacement, Orphanhood, RoleActor, StartedLife
+from moonpool.runtime.ray_hosts import (
+    GPU,
+    POOL_RESOURCE,
+    RayHost,
+    bundle_of,
+    environment,
+    hosts,
+    located,
+    preferred_host,
+)
 from moonpool.runtime.ray_life import ActorAway, ActorLost, Errands, RayLife, apart
 from moonpool.supervision.child import LogFile
 from moonpool.supervision.run_dir import default_run_dir
@@ -37,7 +46,7 @@ _POLL_S = 0.1
 _START_S = 120.0
 
 
-class Handle:
+class ActorHandle:
     """An actor's handle, with Ray's errors as ours. It outlives the actor's processes: Ray restarts those."""
 
     def __init__(self, actor: Any, *, named: bool = False) -> None:
@@ -111,10 +120,10 @@ class RayRuntime:
         self._folder = str(run_dir) if only_address else str(default_run_dir(self._name))
         self._add_pool: Callable[[int], None]
         self._groups: dict[str, PlacementGroup] = {}
-        self._actors: dict[str, Handle] = {}
+        self._actors: dict[str, ActorHandle] = {}
         self._pools: dict[str, _HostPool] = {}  # by Ray's id of the host
         self._pool_numbers = itertools.count()
-        self._known: dict[str, Host] = {}  # every host that a node was placed on
+        self._known: dict[str, RayHost] = {}  # every host that a node was placed on
         self._placed: dict[str, tuple[RolePlan, str]] = {}  # workers, and Ray's ids of their hosts
         self._wanted: set[str] = set()  # nodes that were launched and not released
         self._unheard: set[str] = set()  # nodes that may run well though their last life was given up
@@ -137,7 +146,7 @@ class RayRuntime:
         self._pool_numbers = itertools.count(max(numbers, default=-1) + 1)
         self.found = tuple(node_id for node_id in self._actors if not node_id.startswith(_POOL))
 
-    def _find(self, node_id: str, actor: Any, there: dict[str, Host]) -> None:
+    def _find(self, node_id: str, actor: Any, there: dict[str, RayHost]) -> None:
         group = _group_named(f"{self._name}-{node_id}")
         try:
             host_id, listens = ray.get([actor.host.remote(), actor.listens.remote()], timeout=_ASK_S)
@@ -147,7 +156,7 @@ class RayRuntime:
         if (host is None or not listens) if is_pool else group is None:  # there is nothing to go on with
             ray.kill(actor, no_restart=True)
             return
-        self._actors[node_id] = Handle(actor, named=True)
+        self._actors[node_id] = ActorHandle(actor, named=True)
         self._unheard.add(node_id)
         if host is not None:
             self._known[node_id] = host
@@ -207,7 +216,7 @@ class RayRuntime:
             self.release(node_id)
         self._errands.wait()
 
-    async def _begin_worker(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[Handle, Begun]:
+    async def _begin_worker(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[ActorHandle, StartedLife]:
         bundle = bundle_of(plan, gpu=self._gpus)
         host = await self._present_host(plan.node_id)
         if host is None:
@@ -225,7 +234,7 @@ class RayRuntime:
         settings = located(plan, host, target=target, pool=pool, gpu=self._gpus, threads=threads)
         return handle, await self._start(handle, plan, settings, host, say)
 
-    async def _begin_pool(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[Handle, Begun] | None:
+    async def _begin_pool(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[ActorHandle, StartedLife] | None:
         place = next(pool for pool in self._pools.values() if pool.node_id == plan.node_id)
         host = await self._present_host(plan.node_id)
         if host is None:
@@ -271,17 +280,17 @@ class RayRuntime:
         return group
 
     async def _start(
-        self, handle: Handle, plan: RolePlan, settings: dict[str, Any], host: Host, say: Callable[[str], None]
-    ) -> Begun:
+        self, handle: ActorHandle, plan: RolePlan, settings: dict[str, Any], host: RayHost, say: Callable[[str], None]
+    ) -> StartedLife:
         adopt = plan.node_id in self._unheard
         self._unheard.discard(plan.node_id)
         what = (plan.node_id, plan.role, settings, environment(plan, settings))
-        place = Place(host.ray_node_id, self._folder, prints=not self._only_address)
-        begun: Begun = await handle.call_back("start", what, place, adopt=adopt)
+        place = ActorPlacement(host.ray_node_id, self._folder, prints=not self._only_address)
+        begun: StartedLife = await handle.call_back("start", what, place, adopt=adopt)
         say(f"Ray runs {plan.node_id} on {host.address} as process {begun.pid}")
         return begun
 
-    async def _present_host(self, node_id: str) -> Host | None:
+    async def _present_host(self, node_id: str) -> RayHost | None:
         """The host on which the node's actor is known to run; Ray's head, which may be away, is not asked."""
         handle, host = self._actors.get(node_id), self._known.get(node_id)
         if handle is None or handle.dead or host is None:
@@ -292,7 +301,7 @@ class RayRuntime:
         except (ActorLost, TimeoutError):
             return None
 
-    async def _host_of(self, group: PlacementGroup, bundle: dict[str, float], say: Callable[[str], None]) -> Host:
+    async def _host_of(self, group: PlacementGroup, bundle: dict[str, float], say: Callable[[str], None]) -> RayHost:
         """The host that the group was given; waits until there is one."""
         for waited in itertools.count():
             table = await apart(placement_group_table, group)
@@ -306,10 +315,10 @@ class RayRuntime:
             await asyncio.sleep(_POLL_S)
         raise AssertionError
 
-    async def _hosts(self) -> dict[str, Host]:
+    async def _hosts(self) -> dict[str, RayHost]:
         return hosts(await apart(ray.nodes), self._only_address)
 
-    async def _pool_on(self, host: Host) -> str:
+    async def _pool_on(self, host: RayHost) -> str:
         """The gRPC address of the host's pool node; the first to ask has it started."""
         if host.ray_node_id not in self._pools:
             index = next(self._pool_numbers)
@@ -336,7 +345,7 @@ class RayRuntime:
             options |= {"name": f"{self._name}/{node_id}", "lifetime": "detached", "get_if_exists": True}
             orphanhood = self._orphanhood(plan, str(options["name"]))
         made = await apart(lambda: ray.remote(RoleActor).options(**options).remote(orphanhood))
-        handle = Handle(made, named=self.outlives)
+        handle = ActorHandle(made, named=self.outlives)
         if node_id in self._wanted:
             self._actors[node_id] = handle
         else:
@@ -353,7 +362,7 @@ class RayRuntime:
 class _HostPool:
     """The pool node of one host; `listens`: its gRPC address, "" until it is known."""
 
-    def __init__(self, node_id: str, host: Host, listens: str = "") -> None:
+    def __init__(self, node_id: str, host: RayHost, listens: str = "") -> None:
         self.node_id = node_id
         self.host = host
         self.listens = listens

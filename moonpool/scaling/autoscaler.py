@@ -1,7 +1,4 @@
-"""How many workers each group shall have, by what the conductors say that is needed and the bounds given. Pure.
-
-Has a cluster follow its demand: asks the conductors what is needed, and scales as if somebody had asked for it.
-"""
+"""Autoscaling of workers within bounds, by the number of nodes that the conductors report as needed."""
 
 import asyncio
 import re
@@ -10,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.cluster_view.collector import ask_conductor
-from moonpool.cluster_view.status import desired_nodes
+from moonpool.cluster_view.reply import desired_nodes
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.plan import Group
 from moonpool.scaling.counts import MAX_WORKERS
 from rpc.control import ControlError
-
-__all__ = ["Bounds", "autoscaled", "parse_bounds"]
 
 _FORM = re.compile(r"([^=]+)=(\d{1,4}):(\d{1,4})")
 Desired = Mapping[str, Mapping[str, int]]  # by model and role
@@ -24,14 +19,14 @@ Desired = Mapping[str, Mapping[str, int]]  # by model and role
 
 @dataclass(frozen=True)
 class Bounds:
-    """A group has at least, and at most, so many workers."""
+    """Minimum and maximum number of a group's workers."""
 
     least: int
     most: int
 
 
 def parse_bounds(given: Sequence[str], groups: Mapping[str, Group]) -> dict[str, Bounds]:
-    """By group, of `prefill=1:4`. Raises ConfigError, naming what was expected."""
+    """Parse texts such as `prefill=1:4` to bounds by group. Raises ConfigError."""
     found: dict[str, Bounds] = {}
     for text in given:
         form = _FORM.fullmatch(text)
@@ -51,8 +46,10 @@ def parse_bounds(given: Sequence[str], groups: Mapping[str, Group]) -> dict[str,
 def autoscaled(
     bounds: Mapping[str, Bounds], groups: Mapping[str, Group], present: Mapping[str, int], told: Sequence[Desired]
 ) -> dict[str, int]:
-    """Workers that each bounded group shall have. `told`: what each conductor that answers says is needed; each knows a
-    part of the demand, so the largest counts. Where none says anything, as many as there are stay.
+    """Return the number of workers that each bounded group should have.
+
+    `told`: the need that each answering conductor reports. Each sees a part of the demand, so the largest counts;
+    without a report the present number stays.
     """
     wanted = {}
     for name, own in bounds.items():
@@ -65,9 +62,9 @@ def autoscaled(
 
 _EVERY_S = 2.0
 _ANSWER_S = 5.0
-_REST_S = 60.0  # after a change that failed
+_REST_S = 60.0  # after a failed change
 
-Scale = Callable[[Mapping[str, int]], Any]  # an awaitable of the change
+Scale = Callable[[Mapping[str, int]], Any]  # returns an awaitable of the change
 
 
 async def autoscale(
@@ -79,7 +76,7 @@ async def autoscale(
     scale: Scale,
     say: Callable[[str], None],
 ) -> None:
-    """Until cancelled. `scale(counts)` returns, or raises MoonpoolError, once the change is made."""
+    """Follow the demand until cancelled. `scale(counts)` returns, or raises MoonpoolError, when the change is done."""
     while True:
         told = await asyncio.gather(*map(_desired, conductors))
         here = present()

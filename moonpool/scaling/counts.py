@@ -1,4 +1,4 @@
-"""What must be started and drained for every group to have the number of workers asked for. Pure."""
+"""Changes that bring every group to the requested number of workers. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from moonpool.errors import ScaleRefused
 from moonpool.plan import WORKER_TIER, Group, RolePlan
 from moonpool.supervision.supervisor import NodeState
 
-MAX_WORKERS = 256  # of one role, as the settings say
+MAX_WORKERS = 256  # of one role; the limit of the settings
 
 
 @dataclass(frozen=True)
-class Change:
-    """`num_new` workers of the group are started, `leaving`, the newest, are drained."""
+class CountChange:
+    """Change of one group: `num_new` workers to start, and `leaving`, the newest ones, to drain."""
 
     group: str
     num_new: int
@@ -20,7 +20,7 @@ class Change:
 
 
 def workers(states: Iterable[NodeState], plans: Mapping[str, RolePlan]) -> dict[str, list[str]]:
-    """By group, the node ids of the workers that stay, the oldest first."""
+    """Return the node ids of the workers that are not leaving, by group, the oldest first."""
     found: dict[str, list[str]] = {}
     for state in states:
         if plans[state.node_id].tier == WORKER_TIER and not state.leaving:
@@ -30,8 +30,8 @@ def workers(states: Iterable[NodeState], plans: Mapping[str, RolePlan]) -> dict[
 
 def changes(
     present: Mapping[str, list[str]], wanted: Mapping[str, int], groups: Mapping[str, Group], *, force: bool
-) -> list[Change]:
-    """From what there is to what is wanted. Raises ScaleRefused."""
+) -> list[CountChange]:
+    """Return the changes from the present workers to the wanted counts. Raises ScaleRefused."""
     for name, count in wanted.items():
         if name not in groups:
             hint = "; every host with workers has one pool node" if name.startswith("pool") else ""
@@ -44,7 +44,7 @@ def changes(
             own = [group for group in groups.values() if group.model.name == model]
             _check_serves(model, {group.role: after[group.name] for group in own})
     return [
-        Change(name, max(0, count - len(here)), tuple(reversed(here[count:])))
+        CountChange(name, max(0, count - len(here)), tuple(reversed(here[count:])))
         for name, count in after.items()
         if count != len(here := present.get(name, []))
     ]
@@ -54,5 +54,5 @@ def _check_serves(model: str, after: Mapping[str, int]) -> None:
     if not after["aggregated"] and not (after["prefill"] and after["decode"]):
         raise ScaleRefused(
             f"model {model!r} could not be served with prefill={after['prefill']} decode={after['decode']} "
-            "aggregated=0: it needs a prefill and a decode worker, or an aggregated one; --force does it all the same"
+            "aggregated=0: it needs a prefill and a decode worker, or an aggregated one; --force does it anyway"
         )

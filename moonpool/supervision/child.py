@@ -1,6 +1,6 @@
-"""A node's log on disk: appended line by line, bounded in size.
+"""Child process of one node, in its own process group, and its log file of bounded size.
 
-One child process: started in its own process group, read line by line, and stopped for certain.
+`Child.ended` is the task that reads stdout and stderr until the process has ended; its result is the exit code.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
 
 
 class LogFile:
-    """Holds at most two files of `limit_nbytes`: the current one, and PATH.1 before it."""
+    """Log of at most two files of `limit_nbytes`: the current one, and PATH.1 before it."""
 
     def __init__(self, path: Path, *, limit_nbytes: int = 32 << 20) -> None:
         self.path = path
@@ -26,7 +26,7 @@ class LogFile:
         self._file: BinaryIO = path.open("wb", buffering=0)
 
     def write(self, line: str) -> None:
-        """Append one line; a full disk loses it, and must not stop the cluster."""
+        """Append one line; it is lost on a full disk, which must not stop the cluster."""
         try:
             self._file.write(line.encode(errors="replace") + b"\n")
             if self._file.tell() >= self._limit_nbytes:
@@ -55,20 +55,20 @@ _DRAIN_S = 1.0
 
 @dataclass(frozen=True)
 class ChildPlan:
-    """What to run for one node of the cluster."""
+    """Command and environment of one node's process."""
 
     node_id: str
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)  # over the supervisor's own environment
+    env: Mapping[str, str] = field(default_factory=dict)  # overrides the supervisor's own environment
 
 
 class Child:
-    """A running process of a plan, and the task that reads it; its result is the exit code."""
+    """Running process of a plan, and the task that reads its output; the task's result is the exit code."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: LogFile | None) -> None:
         self.pid = process.pid
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self.drained = False  # it ends because the cluster no longer wants it
+        self.drained = False  # it announced that it ends because it was drained
         self.ended: asyncio.Task[int]
         self._process = process
         self._log = log
@@ -82,7 +82,7 @@ class Child:
         on_ready: Callable[[dict[str, Any]], None],
         on_line: Callable[[str], None],
     ) -> "Child":
-        """Start it. Raises OSError when it cannot be."""
+        """Start the process. Raises OSError if it cannot be started."""
         process = await asyncio.create_subprocess_exec(
             *plan.argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -90,7 +90,7 @@ class Child:
             stderr=asyncio.subprocess.PIPE,
             limit=_LINE_LIMIT_NBYTES,
             env=child_environment(os.environ, plan.env),
-            process_group=0,  # the terminal's Ctrl-C reaches the supervisor alone
+            process_group=0,  # the terminal's Ctrl-C reaches only the supervisor
         )
         child = cls(process, log)
         child.ended = asyncio.create_task(child._follow(on_ready, on_line), name=f"follow-{plan.node_id}")
@@ -101,7 +101,7 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and whatever it started."""
+        """Kill it and every process that it started."""
         self._signal(signal.SIGKILL)
 
     async def _follow(self, on_ready: Callable[[dict[str, Any]], None], on_line: Callable[[str], None]) -> int:
@@ -125,7 +125,7 @@ class Child:
             asyncio.create_task(_read_lines(stream, take)) for stream in (self._process.stdout, self._process.stderr)
         ]
         exit_code = await self._process.wait()
-        # What the process started itself is in its group and must not outlive it; it could also hold the pipes open.
+        # Its own children are in its group: they must not outlive it, and could hold the pipes open.
         self._kill_group()
         await asyncio.wait(readers, timeout=_DRAIN_S)
         for reader in readers:
@@ -154,7 +154,7 @@ class Child:
 
 
 def parse_ready(line: str) -> dict[str, Any] | None:
-    """The JSON object of a MOONPOOL_READY line; None for any other line."""
+    """Return the JSON object of a MOONPOOL_READY line; None for any other line."""
     if not line.startswith(READY_PREFIX):
         return None
     try:
@@ -165,7 +165,7 @@ def parse_ready(line: str) -> dict[str, Any] | None:
 
 
 def child_environment(base: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """The supervisor's environment without its own MOONPOOL_* settings, which the plan's file holds already."""
+    """Return the supervisor's environment without its MOONPOOL_* settings, which the plan's file already contains."""
     kept = {name: value for name, value in base.items() if not name.startswith("MOONPOOL_")}
     return {**kept, "PYTHONUNBUFFERED": "1", **extra, SUPERVISOR_VARIABLE: str(os.getpid())}
 

@@ -1,4 +1,4 @@
-"""One run of a whole cluster: brought up, announced, watched, and ended."""
+"""One run of a whole cluster: start, announcement, supervision and stop."""
 
 import asyncio
 import os
@@ -28,8 +28,8 @@ from moonpool.supervision.threads import usable_cores
 _STOP_GRACE_S = 0.2
 
 
-class Cluster(TerminalView):
-    """One run of `serve`: the supervisor's listener, and what it is told to do."""
+class ClusterRun(TerminalView):
+    """One run of `serve`: handles the supervisor's events, and gives it its orders."""
 
     def __init__(self, config: ServeConfig, run_dir: Path, port: int, runtime: ClusterRuntime) -> None:
         super().__init__(sys.stderr, verbose=config.supervisor.verbose)
@@ -46,10 +46,12 @@ class Cluster(TerminalView):
         if runtime.outlives:
             self._supervisor.let_go()
         if config.supervisor.autoscale and config.policy.role_switching == "act":
-            raise ConfigError("--autoscale and --role-switching act would both answer the same need: leave one out")
+            raise ConfigError(
+                "--autoscale and --role-switching act conflict, since both react to demand: leave one out"
+            )
         self._groups = planner.groups
         self._bounds = parse_bounds(config.supervisor.autoscale, planner.groups)
-        self._surplus = {  # that an earlier `serve` has left
+        self._surplus = {  # workers that an earlier `serve` left running
             group: count
             for group, count in planner.initial_counts().items()
             if group not in self._bounds
@@ -65,7 +67,7 @@ class Cluster(TerminalView):
         self._up = False
 
     async def run(self) -> None:
-        """Start all, announce, wait for a signal or a failure, end all."""
+        """Start all processes, announce the cluster, wait for a signal or a failure, and stop all."""
         self._remove_ready_files()
         stop = asyncio.Event()
         started_s = time.monotonic()
@@ -85,7 +87,7 @@ class Cluster(TerminalView):
                 self._remove_ready_files()
 
     def on_change(self) -> None:
-        """Keep the ready files true over restarts."""
+        """Update the ready files after restarts."""
         if self._up:
             try:
                 self._write_ready_files()
@@ -93,11 +95,11 @@ class Cluster(TerminalView):
                 self.show(f"cannot write the ready file: {error}")
 
     async def _come_up(self) -> None:
-        """Until every process is ready and the front door has workers behind it."""
+        """Wait until every process is ready and the API server has workers."""
         timeout_s = self._config.supervisor.startup_timeout_s
         deadline_s = time.monotonic() + timeout_s
         await self._supervisor.wait_ready(timeout_s)
-        if self._joins:  # whether all of that cluster is well is its own business
+        if self._joins:  # the joined cluster looks after its own processes
             return
         try:
             async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
@@ -108,7 +110,7 @@ class Cluster(TerminalView):
             ) from None
 
     async def _stay_up(self) -> None:
-        """Look after the cluster and take orders; raises RoleFailed when a process is given up."""
+        """Supervise the cluster and serve requests to change it. Raises RoleFailed when a process is given up."""
         timeout_s = self._config.supervisor.hang_timeout_s
         guarding = asyncio.create_task(
             guard(self._supervisor, conductors=self._conductors, url=self._url, timeout_s=timeout_s)
@@ -175,7 +177,7 @@ def _named(config: ServeConfig) -> str:
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """`work` to its end, or until `stop` is set."""
+    """Run `work` to its end, or until `stop` is set."""
     working = asyncio.create_task(work)
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -189,7 +191,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def _signals(stop: asyncio.Event, supervisor: Supervisor[RolePlan]) -> Iterator[None]:
-    """The first signal asks for a clean stop, the second kills."""
+    """Install handlers: the first signal requests a clean stop, the second one kills."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -198,7 +200,7 @@ def _signals(stop: asyncio.Event, supervisor: Supervisor[RolePlan]) -> Iterator[
         stop.set()
 
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it is to be ignored
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored
         numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, on_signal)

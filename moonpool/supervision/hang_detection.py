@@ -1,8 +1,6 @@
-"""Which processes have been silent for too long. Pure: time is an argument.
+"""Detection of processes that hang instead of dying: they are killed, and thereby restarted.
 
-Has processes that hang, instead of dying, started again.
-
-Asks the conductors who is silent, and the conductors and the frontend themselves for a sign of life.
+Conductors report which nodes are silent; conductors and the frontend are also called directly.
 """
 
 import asyncio
@@ -17,10 +15,10 @@ from rpc.control import ControlError
 
 
 class HangWatch:
-    """Counts each node's silence. A timeout of 0 suspects nobody.
+    """Measures each node's silence; a timeout of 0 disables it. Pure: time is an argument.
 
-    Silence counts only while somebody looked: after a pause longer than `longest_look_s` it was this process, or the
-    whole machine, that stood still.
+    Silence counts only between regular observations: after a pause longer than `longest_look_s`, this process or the
+    whole machine was suspended.
     """
 
     def __init__(self, timeout_s: float, longest_look_s: float) -> None:
@@ -30,7 +28,7 @@ class HangWatch:
         self._looked_s: float | None = None
 
     def look(self, now_s: float, silent: Set[str]) -> dict[str, float]:
-        """It is `now_s`, and these nodes are silent: seconds of silence of those that hang, each told once."""
+        """Record the silent nodes at `now_s`, and return seconds of silence of those that hang, each once."""
         if self._looked_s is not None and now_s - self._looked_s > self._longest_look_s:
             self._silent_since_s.clear()
         self._looked_s = now_s
@@ -53,9 +51,9 @@ _LONGEST_LOOK_S = 3 * (_EVERY_S + _ANSWER_S)
 
 
 async def guard(supervisor: Supervisor[RolePlan], *, conductors: Mapping[str, str], url: str, timeout_s: float) -> None:
-    """Until cancelled: a process that was silent for `timeout_s` (0: however long) is killed, and so comes back.
+    """Kill every process that is silent for `timeout_s`, until cancelled; a timeout of 0 disables it.
 
-    `conductors`: targets by node id; `url`: the front door's, "" if it is not ours.
+    `conductors`: targets by node id; `url`: the frontend's, "" if it is not ours.
     """
     watch = HangWatch(timeout_s, _LONGEST_LOOK_S)
     while True:
@@ -67,28 +65,26 @@ async def guard(supervisor: Supervisor[RolePlan], *, conductors: Mapping[str, st
 
 
 def _serves(state: NodeState) -> bool:
-    """Ready, and wanted: one that starts or leaves has its own time limits."""
+    """Return True for a node that is ready and stays; starting and leaving nodes have their own time limits."""
     return state.announcement is not None and not state.leaving
 
 
 async def _silent(states: list[NodeState], conductors: Mapping[str, str], url: str) -> set[str]:
     workers = {state.node_id for state in states if _serves(state) and state.role not in ("conductor", "frontend")}
-    told, frontend_lives = await asyncio.gather(
-        asyncio.gather(*map(_heard, conductors.values())), _front_door_lives(url)
-    )
+    told, frontend_lives = await asyncio.gather(asyncio.gather(*map(_heard, conductors.values())), _frontend_lives(url))
     heard = dict(zip(conductors, told, strict=True))
     silent = {name for name, joined in heard.items() if joined is None} | (set() if frontend_lives else {"frontend"})
-    if len(silent & heard.keys()) == len(heard):  # what became of the others, nobody knows
+    if len(silent & heard.keys()) == len(heard):  # without a conductor, the state of the others is unknown
         return silent
     return silent | workers.difference(*(joined for joined in heard.values() if joined is not None))
 
 
-async def _front_door_lives(url: str) -> bool:
+async def _frontend_lives(url: str) -> bool:
     return not url or await is_alive(url, _ANSWER_S)
 
 
 async def _heard(conductor: str) -> set[str] | None:
-    """The nodes that report, and those that drain, however quietly; None when the conductor does not answer."""
+    """Return the nodes that report, and all that drain; None if the conductor does not answer."""
     try:
         cluster = await ask_conductor(conductor, deadline_s=_ANSWER_S)
     except ControlError:

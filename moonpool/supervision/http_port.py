@@ -1,4 +1,4 @@
-"""The HTTP port: found free before anything starts, and asked whether the cluster is ready. No server lives here."""
+"""The HTTP port: claimed before anything starts, and polled until the cluster is ready. Contains no server."""
 
 import asyncio
 import errno
@@ -7,6 +7,8 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from typing import Any
 
 from moonpool.errors import ConfigError, PortInUse
 
@@ -15,7 +17,7 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 def claim_port(host: str, port: int) -> int:
-    """The port to serve on: `port` itself, or a free one for 0. Raises PortInUse, or ConfigError for a bad host."""
+    """Return the port to serve on: `port`, or a free one for 0. Raises PortInUse, or ConfigError for a bad host."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -35,14 +37,14 @@ def claim_port(host: str, port: int) -> int:
 
 
 def local_url(host: str, port: int, scheme: str = "http") -> str:
-    """The URL under which this machine reaches a server that listens at `host`."""
+    """Return the URL by which this machine reaches a server that listens at `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
     bracketed = f"[{reachable}]" if ":" in reachable and "[" not in reachable else reachable
     return f"{scheme}://{bracketed}:{port}"
 
 
 async def wait_http_ready(url: str) -> None:
-    """Until `url`/ready answers 200; the caller sets the deadline."""
+    """Wait until `url`/ready answers 200; the caller sets the deadline."""
     while True:
         if await asyncio.to_thread(_answers_ok, f"{url}/ready"):
             return
@@ -50,22 +52,31 @@ async def wait_http_ready(url: str) -> None:
 
 
 async def is_alive(url: str, timeout_s: float) -> bool:
-    """Whether `url`/live answers 200 within `timeout_s`."""
+    """Return True if `url`/live answers 200 within `timeout_s`."""
     return await asyncio.to_thread(_answers_ok, f"{url}/live", timeout_s)
 
 
 def _answers_ok(url: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> bool:
-    https = urllib.request.HTTPSHandler(context=_any_certificate())
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
-        with opener.open(url, timeout=timeout_s) as answer:
+        with open_url(url, timeout_s, any_certificate=True) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return False
 
 
-def _any_certificate() -> ssl.SSLContext:
-    """For a sign of life of a process of our own, to which nothing is told: its certificate is for clients to check."""
+def open_url(
+    url: str, timeout_s: float, *, headers: Mapping[str, str] | None = None, any_certificate: bool = False
+) -> Any:
+    """Open a URL without the environment's proxies. Raises urllib's HTTPError for an error status, and OSError.
+
+    `any_certificate` is for liveness checks of our own processes, which send nothing secret.
+    """
+    https = [urllib.request.HTTPSHandler(context=_unverified())] if any_certificate else []
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *https)
+    return opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=timeout_s)
+
+
+def _unverified() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context

@@ -1,4 +1,4 @@
-"""The JSON file in which `serve` says what runs where: written for scripts, tests, and `moonpool status`."""
+"""Ready file: JSON in which `serve` describes its processes, for scripts, tests and `moonpool status`."""
 
 import json
 import os
@@ -15,7 +15,7 @@ READY_NAME = "serve.json"  # in the run directory
 
 @dataclass(frozen=True)
 class ReadyNode:
-    """One process of the cluster."""
+    """One process of the cluster, as the ready file describes it."""
 
     role: str
     pid: int | None  # None while it is being restarted
@@ -23,7 +23,7 @@ class ReadyNode:
     ready: bool
     restarts: int
     log: str
-    model: str = ""  # that a worker serves
+    model: str = ""  # model that a worker serves
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class ReadyModel:
 
 @dataclass(frozen=True)
 class ReadyFile:
-    """A running cluster."""
+    """Description of a running cluster."""
 
-    url: str  # http://HOST:PORT; "" where another cluster was joined, whose front doors are elsewhere
+    url: str  # http://HOST:PORT; "" for workers that joined another cluster
     model: str  # the first one's name
     supervisor_pid: int
     run_dir: str
@@ -48,14 +48,14 @@ class ReadyFile:
     models: list[ReadyModel] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Replace `path` at once: a reader sees the old or the new, never half."""
+        """Replace `path` atomically: a reader sees the old or the new content, never a part."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> "ReadyFile":
-        """Raises ClusterNotFound when there is none, or one of something else."""
+        """Read a ready file. Raises ClusterNotFound if there is none, or it has another form."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             nodes = {node_id: ReadyNode(**node) for node_id, node in content.pop("nodes").items()}
@@ -64,11 +64,11 @@ class ReadyFile:
         except OSError as error:
             raise ClusterNotFound(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ClusterNotFound(f"{path} is no ready file of `moonpool serve`: {error}") from error
+            raise ClusterNotFound(f"{path} is not a ready file of `moonpool serve`: {error}") from error
 
 
 def ready_nodes(states: Sequence[NodeState], plans: Mapping[str, RolePlan]) -> dict[str, ReadyNode]:
-    """The nodes' part of a ready file; where a node has announced its address, that goes before the planned one."""
+    """Return the nodes' part of a ready file; an address that a node announced overrides the planned one."""
     return {
         state.node_id: ReadyNode(
             role=state.role,

@@ -1,4 +1,4 @@
-"""When a process that ended is started again. Pure: time is an argument."""
+"""Restart policy: back-off, and giving up on a process that never starts. Pure: time is an argument."""
 
 from dataclasses import dataclass
 
@@ -11,26 +11,26 @@ class RestartPolicy:
 
     first_delay_s: float = 0.2
     max_delay_s: float = 10.0
-    healthy_after_s: float = 20.0  # a process that was ready for so long has its back-off forgotten
-    startup_attempts: int = 3  # tries to become ready for the first time
+    healthy_after_s: float = 20.0  # after this time in the ready state the back-off is reset
+    startup_attempts: int = 3  # attempts to become ready for the first time
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start it again after `delay_s`."""
+    """Decision to restart the process after `delay_s`."""
 
     delay_s: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Do not start it again."""
+    """Decision not to restart the process."""
 
     reason: str
 
 
 class RestartTracker:
-    """One process's history: how often it failed in a row, and whether it was ever ready."""
+    """History of one process: consecutive failures, and whether it was ever ready."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -39,16 +39,16 @@ class RestartTracker:
         self._ready_since_ns: int | None = None
 
     def on_ready(self, now_ns: int) -> None:
-        """The process reported that it is ready."""
+        """Record that the process reported to be ready."""
         self._ever_ready = True
         self._ready_since_ns = now_ns
 
     def on_exit(self, now_ns: int, exit_code: int) -> Restart | GiveUp:
-        """The process ended without being asked to; negative codes are signals."""
+        """Decide after an unexpected exit; a negative exit code is a signal."""
         was_ready_s = 0.0 if self._ready_since_ns is None else (now_ns - self._ready_since_ns) / 1e9
         self._ready_since_ns = None
         if exit_code == CONFIG_EXIT_CODE:
-            return GiveUp("refused its configuration (exit code 2)")
+            return GiveUp("rejected its configuration (exit code 2)")
         if was_ready_s >= self._policy.healthy_after_s:
             self._failures = 0
         self._failures += 1
@@ -59,5 +59,5 @@ class RestartTracker:
 
 
 def exit_text(exit_code: int) -> str:
-    """ "exit code 1" or "killed by signal 9"."""
+    """Return "exit code 1" or "killed by signal 9"."""
     return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

@@ -1,4 +1,4 @@
-"""The folder in which a node or a cluster keeps its sockets, logs and ready file; and who owns it."""
+"""Run directory: the folder of a cluster's sockets, logs and ready file, and the lock on it."""
 
 import fcntl
 import os
@@ -8,23 +8,23 @@ from types import TracebackType
 
 from moonpool.errors import ConfigError, RunDirInUse
 
-OBJECTIVES = "objectives"  # the folder for versions of objectives, in a cluster's run directory or state folder
-LONGEST_SOCKET_NAME = 40  # bytes left for file names inside: a unix socket's path has at most 107
+OBJECTIVES = "objectives"  # folder of the objectives' versions, in the run directory or the state folder
+LONGEST_SOCKET_NAME = 40  # bytes for file names inside; a unix socket's path has at most 107
 _MAX_SOCKET_PATH_NBYTES = 107
 
 
 def default_run_dir(name: str) -> Path:
-    """moonpool-UID/NAME in the temporary folder (or XDG_RUNTIME_DIR): the same for every run of the same name."""
+    """Return moonpool-UID/NAME in XDG_RUNTIME_DIR or the temporary folder: the same in every run."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(base) / f"moonpool-{os.getuid()}" / name
 
 
 def make_run_dir(path: Path) -> Path:
-    """Create `path`, readable by this user only; refuses one that another user made or that is too long a path."""
+    """Create `path`, readable by this user only. Raises RunDirInUse for another user's, ConfigError for a bad path."""
     path = path.absolute()
     if len(os.fsencode(path)) + 1 + LONGEST_SOCKET_NAME > _MAX_SOCKET_PATH_NBYTES:
         raise ConfigError(
-            f"the run directory {path} is too long a path for unix sockets; give a shorter --run-dir, "
+            f"the run directory {path} is too long for unix sockets; give a shorter --run-dir, "
             f"at most {_MAX_SOCKET_PATH_NBYTES - 1 - LONGEST_SOCKET_NAME} bytes"
         )
     try:
@@ -44,7 +44,7 @@ def supervisor_target(run_dir: Path) -> str:
 
 
 class RunDirLock:
-    """Holds a run directory for one cluster; the kernel lets go of it when the process ends, however it ends."""
+    """Lock on a run directory; the kernel releases it when the process ends."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "serve.lock"

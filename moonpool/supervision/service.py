@@ -1,4 +1,4 @@
-"""The gRPC face of `serve` itself, at supervisor.sock in its run directory: scaling, and what runs. Thin."""
+"""gRPC service of `serve` itself, at supervisor.sock in its run directory: Scale and State."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import grpc
 
 from moonpool.errors import MoonpoolError, ScaleRefused
 from moonpool.plan import RolePlan
-from moonpool.scaling.scaler import Scaler, Step
+from moonpool.scaling.scaler import Scaler, ScalingStep
 from moonpool.supervision.ready_file import ready_nodes
 from moonpool.supervision.run_dir import supervisor_target
 from moonpool.supervision.supervisor import Supervisor
@@ -23,7 +23,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SupervisorService(SupervisorServicer):
-    """Scale and State."""
+    """Carries out changes of scale, and reports the state of the nodes."""
 
     def __init__(self, scaler: Scaler, supervisor: Supervisor[RolePlan]) -> None:
         self._scaler = scaler
@@ -31,15 +31,19 @@ class SupervisorService(SupervisorServicer):
         self._changes: set[asyncio.Task[None]] = set()
 
     async def serve(self, run_dir: Path) -> ControlServer:
-        """Listen; the server must be stopped by the caller."""
+        """Start listening; the caller must stop the returned server."""
         return await start_server(
             supervisor_target(run_dir), lambda server: add_SupervisorServicer_to_server(self, server)
         )
 
     def scale(
-        self, counts: Mapping[str, int], *, force: bool = False, on_step: Callable[[Step], None] = lambda step: None
+        self,
+        counts: Mapping[str, int],
+        *,
+        force: bool = False,
+        on_step: Callable[[ScalingStep], None] = lambda step: None,
     ) -> "asyncio.Task[None]":
-        """Begin a change, which goes on without its caller."""
+        """Start a change, which continues even if its caller leaves."""
         change = asyncio.create_task(self._scaler.scale(counts, force=force, on_step=on_step))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
@@ -48,7 +52,7 @@ class SupervisorService(SupervisorServicer):
     async def Scale(
         self, request: supervisor_pb2.ScaleRequest, context: Context
     ) -> AsyncIterator[supervisor_pb2.ScaleStep]:
-        steps: asyncio.Queue[Step | None] = asyncio.Queue()
+        steps: asyncio.Queue[ScalingStep | None] = asyncio.Queue()
         change = self.scale(dict(request.counts), force=request.force, on_step=steps.put_nowait)
         change.add_done_callback(lambda _: steps.put_nowait(None))
         while (step := await steps.get()) is not None:
@@ -65,7 +69,7 @@ class SupervisorService(SupervisorServicer):
         return common_pb2.JsonReply(json=json.dumps({node_id: asdict(node) for node_id, node in nodes.items()}))
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel changes in progress."""
         for change in self._changes:
             change.cancel()
         await asyncio.gather(*self._changes, return_exceptions=True)

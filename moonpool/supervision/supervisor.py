@@ -1,7 +1,9 @@
-"""One node under supervision: its plan, its present process, and what others are told of it. Decides nothing.
+"""Supervisor of a cluster's processes: starts them, restarts those that die, stops them all.
 
-Keeps the processes of a cluster alive: starts them, brings the dead ones back, ends them all. Knows no role, and
-not what runs them.
+It depends neither on the nodes' roles nor on the runtime that runs the processes. Everything here runs on one event
+loop. Each node has a keeper task (`_keep`), which lives from `add` until the node is forgotten or given up. A node's
+`starting` lock is held from the decision to launch until the process is known, so that `stop` and `remove` always see
+a process that is being born. `_changed` is replaced by a new event at each change and wakes all who wait.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ P = TypeVar("P", bound=NodePlan)
 
 @dataclass(frozen=True)
 class NodeState:
-    """What is known of one node now."""
+    """State of one node at one moment."""
 
     node_id: str
     role: str
@@ -33,26 +35,26 @@ class NodeState:
 
 
 class SupervisorEvents:
-    """What a supervisor tells; every method may be overridden. Called on the event loop."""
+    """Callbacks of a supervisor, on the event loop; every method may be overridden."""
 
     def on_ready(self, state: NodeState, seconds: float) -> None:
-        """The node's process is ready, `seconds` after its start."""
+        """Called when the node's process is ready, `seconds` after its start."""
 
     def on_exit(self, state: NodeState, cause: str, restart_in_s: float | None) -> None:
-        """The node's process ended unasked; it is started again, or given up when `restart_in_s` is None."""
+        """Called when the process ended unexpectedly; it is restarted, or given up if `restart_in_s` is None."""
 
     def on_left(self, state: NodeState) -> None:
-        """The node was drained or removed; it does not come back."""
+        """Called when the node was drained or removed for good."""
 
     def on_line(self, node_id: str, line: str) -> None:
-        """The node logged a line."""
+        """Called with each line that the node logs."""
 
     def on_change(self) -> None:
-        """A pid or a readiness changed, or a node left."""
+        """Called when a pid or a readiness changed, or a node left."""
 
 
-class KeptNode(Generic[P]):
-    """A plan and its present process."""
+class SupervisedNode(Generic[P]):
+    """A node under supervision: its plan, its current process and its log."""
 
     def __init__(self, plan: P, log_path: Path, *, on_trial: bool) -> None:
         self.plan = plan
@@ -69,12 +71,13 @@ class KeptNode(Generic[P]):
         self.start_error = ""
 
     def tail(self) -> tuple[str, ...]:
-        """Its last lines, or why it could not be started."""
+        """Return its last lines, or the reason why it could not be started."""
         if self.running is not None:
             return tuple(self.running.tail)
         return (self.start_error,) if self.start_error else ()
 
     def state(self) -> NodeState:
+        """Return its current state."""
         alive = self.running is not None and not self.running.ended.done()
         return NodeState(
             node_id=self.plan.node_id,
@@ -88,9 +91,9 @@ class KeptNode(Generic[P]):
 
 
 class GaveUp(Exception):
-    """A node is not to be started again."""
+    """A node will not be restarted."""
 
-    def __init__(self, reason: str, node: KeptNode[Any], child_exit_code: int) -> None:
+    def __init__(self, reason: str, node: SupervisedNode[Any], child_exit_code: int) -> None:
         super().__init__(f"{node.plan.node_id} {reason}")
         self.reason = reason
         self.node = node
@@ -102,10 +105,10 @@ _KILLED_S = 30.0  # a killed process is gone within this
 
 
 class Supervisor(Generic[P]):
-    """Runs the plans' processes until told to stop.
+    """Runs the plans' processes until it is stopped.
 
-    Use: `async with supervisor:` starts all; `await wait_ready(timeout)`; `await wait_failed()`; leaving the block ends
-    every process: SIGTERM by tiers, the highest first, SIGKILL after the plans' grace, or at once after `hurry`.
+    Use: `async with supervisor:` starts all; `await wait_ready(timeout)`; `await wait_failed()`. Leaving the block
+    stops every process: SIGTERM by tier, the highest first, then SIGKILL after the plans' grace, at once if hurried.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Supervisor(Generic[P]):
         self._events = events or SupervisorEvents()
         self._policy = policy or RestartPolicy()
         self._first_plans = sorted(plans, key=lambda plan: plan.tier)
-        self._nodes: dict[str, KeptNode[P]] = {}
+        self._nodes: dict[str, SupervisedNode[P]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._hurry = asyncio.Event()
         self._let_go = False
@@ -140,21 +143,24 @@ class Supervisor(Generic[P]):
         await self.stop()
 
     def states(self) -> list[NodeState]:
-        """Every node's state, in order of start."""
+        """Return every node's state, in order of start."""
         return [node.state() for node in self._nodes.values()]
 
     def plans(self) -> dict[str, P]:
-        """Every node's plan."""
+        """Return every node's plan by node id."""
         return {node_id: node.plan for node_id, node in self._nodes.items()}
 
     def add(self, plan: P, *, on_trial: bool = False) -> None:
-        """Start a further node. One `on_trial` that never becomes ready fails alone; any other ends the cluster."""
-        node = self._nodes[plan.node_id] = KeptNode(plan, self._log_dir / f"{plan.node_id}.log", on_trial=on_trial)
+        """Start another node. A node that never becomes ready stops the cluster, unless it is `on_trial`."""
+        node = self._nodes[plan.node_id] = SupervisedNode(
+            plan, self._log_dir / f"{plan.node_id}.log", on_trial=on_trial
+        )
         self._tasks[plan.node_id] = asyncio.create_task(self._keep(node), name=f"keep-{plan.node_id}")
 
     async def remove(self, node_id: str, *, grace_s: float) -> None:
-        """The node is to leave: returns when its process has ended, which it does by itself or is made to after
-        `grace_s`; it is not started again.
+        """Remove a node, and return when its process has ended.
+
+        The process has `grace_s` to end by itself before it is killed. It is not restarted.
         """
         node = self._nodes.get(node_id)
         if node is None:
@@ -178,37 +184,37 @@ class Supervisor(Generic[P]):
             node.running.terminate()
 
     def restart(self, node_id: str, reason: str) -> None:
-        """Kill a process that does not do its work; it comes back as after any other death."""
+        """Kill a process that hangs; it is restarted as after any other exit."""
         node = self._nodes.get(node_id)
         if node is not None and node.running is not None and not node.running.ended.done():
             node.killed_because = reason
             node.running.kill()
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Until every node is ready. Raises StartupFailed, with the log's tail, when one never will be."""
+        """Wait until every node is ready. Raises StartupFailed, with the log's tail, if a node is not ready in time."""
         await self._wait_ready(lambda: [n for n in self._nodes.values() if n.announcement is None], timeout_s)
 
     async def wait_node_ready(self, node_id: str, timeout_s: float) -> None:
-        """As `wait_ready`, for one node that was added."""
+        """Wait like `wait_ready`, for one added node."""
         node = self._nodes[node_id]
         await self._wait_ready(lambda: [] if node.announcement is not None or node.failure else [node], timeout_s)
         if node.failure is not None:
             raise self._failure_of(node.failure, StartupFailed)
 
-    async def _wait_ready(self, late: Callable[[], list[KeptNode[P]]], timeout_s: float) -> None:
-        async def nobody_is_late() -> None:
+    async def _wait_ready(self, late: Callable[[], list[SupervisedNode[P]]], timeout_s: float) -> None:
+        async def all_ready() -> None:
             while late():
                 await self._changed.wait()
 
         try:
             async with asyncio.timeout(timeout_s):
-                await self.unless_failed(nobody_is_late())
+                await self.unless_failed(all_ready())
         except TimeoutError:
             missing = late()[0]
             raise self.startup_failure(missing.plan.node_id, f"was not ready within {timeout_s:g} s") from None
 
     async def unless_failed(self, work: Coroutine[Any, Any, Any]) -> None:
-        """`work` to its end; raises StartupFailed as soon as a node is given up."""
+        """Run `work` to its end. Raises StartupFailed as soon as a node is given up."""
         working = asyncio.create_task(work)
         failed = asyncio.create_task(self._failed.wait())
         try:
@@ -221,12 +227,12 @@ class Supervisor(Generic[P]):
             await asyncio.gather(working, failed, return_exceptions=True)
 
     async def wait_failed(self) -> None:
-        """Until a node is given up: raises RoleFailed."""
+        """Wait until a node is given up, then raise RoleFailed."""
         await self._failed.wait()
         self._raise_failure(RoleFailed)
 
     def startup_failure(self, node_id: str, reason: str) -> StartupFailed:
-        """The error for a node that is not as it should be, with the tail of its log."""
+        """Return the error for a node that failed to start, with the tail of its log."""
         node = self._nodes[node_id]
         return StartupFailed(reason, node_id=node_id, log_tail=node.tail(), log_path=str(node.log_path))
 
@@ -235,15 +241,15 @@ class Supervisor(Generic[P]):
         self._hurry.set()
 
     def let_go(self) -> None:
-        """Let the processes live on at the stop; somebody else will look after them."""
+        """Leave the processes running at the stop; a later supervisor takes them over."""
         self._let_go = True
 
     async def stop(self) -> None:
-        """End every process; returns when none is left. After `let_go` they go on, unless it is to `hurry`."""
+        """Stop every process, and return when none is left; after `let_go` they keep running, unless `hurry` is set."""
         self._stopping.set()
         nodes = list(self._nodes.values())
         for node in nodes:
-            async with node.starting:  # a process being born must be seen by what follows
+            async with node.starting:  # what follows must see a process that is being launched
                 pass
         tiers = [] if self._let_go and not self._hurry.is_set() else sorted({node.plan.tier for node in nodes})
         for tier in reversed(tiers):
@@ -256,7 +262,7 @@ class Supervisor(Generic[P]):
         if self._failure is not None and not isinstance(self._failure, GaveUp):
             raise self._failure
 
-    async def _stop_tier(self, nodes: list[KeptNode[P]]) -> None:
+    async def _stop_tier(self, nodes: list[SupervisedNode[P]]) -> None:
         running = [node.running for node in nodes if node.running is not None and not node.running.ended.done()]
         if not running:
             return
@@ -271,8 +277,8 @@ class Supervisor(Generic[P]):
             one.kill()
         await ended
 
-    async def _keep(self, node: KeptNode[P]) -> None:
-        """Run one node's process until it is let go or given up."""
+    async def _keep(self, node: SupervisedNode[P]) -> None:
+        """Run one node's process, and restart it, until it is removed or given up."""
         try:
             await self._live(node)
         except GaveUp as error:
@@ -284,7 +290,7 @@ class Supervisor(Generic[P]):
         except Exception as error:
             self._fail(error)
 
-    async def _live(self, node: KeptNode[P]) -> None:
+    async def _live(self, node: SupervisedNode[P]) -> None:
         tracker = RestartTracker(self._policy)
         while True:
             exit_code = await self._run(node, tracker)
@@ -305,8 +311,8 @@ class Supervisor(Generic[P]):
             await asyncio.sleep(decision.delay_s)
             node.restarts += 1
 
-    async def _run(self, node: KeptNode[P], tracker: RestartTracker) -> int | None:
-        """One life of a node's process: its exit code; None when the supervisor stops, and nothing was started."""
+    async def _run(self, node: SupervisedNode[P], tracker: RestartTracker) -> int | None:
+        """Run a node's process once and return its exit code; None if the supervisor stops and nothing was started."""
         started_s = time.monotonic()
 
         def on_ready(announcement: dict[str, Any]) -> None:
@@ -325,7 +331,7 @@ class Supervisor(Generic[P]):
                 return None
             try:
                 node.running = await self._runtime.launch(node.plan, node.log, on_ready=on_ready, on_line=on_line)
-            except OSError as error:  # no memory or no process left to give: later there may be
+            except OSError as error:  # out of memory or processes: a later attempt may succeed
                 node.start_error = f"cannot start {node.plan.node_id}: {error}"
                 node.log.write(node.start_error)
                 on_line(node.start_error)
@@ -333,7 +339,7 @@ class Supervisor(Generic[P]):
         self._notify()
         return await asyncio.shield(node.running.ended)
 
-    def _forget(self, node: KeptNode[P]) -> None:
+    def _forget(self, node: SupervisedNode[P]) -> None:
         if self._nodes.get(node.plan.node_id) is node:
             del self._nodes[node.plan.node_id], self._tasks[node.plan.node_id]
             node.log.close()
@@ -342,7 +348,7 @@ class Supervisor(Generic[P]):
             self._notify()
 
     def _notify(self) -> None:
-        """Something changed that others wait for or write down."""
+        """Wake all waiting tasks, and call `on_change`."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         self._events.on_change()
@@ -353,7 +359,7 @@ class Supervisor(Generic[P]):
             self._failed.set()
 
     def _raise_failure(self, kind: type[RoleFailed]) -> None:
-        """Raise what ended a node's keeper, as `kind` if the node was given up."""
+        """Raise the error that ended a node's keeper task, as `kind` if the node was given up."""
         if isinstance(self._failure, GaveUp):
             raise self._failure_of(self._failure, kind)
         if self._failure is not None:

@@ -1,4 +1,4 @@
-"""What the terminal shows of a cluster: who became ready when, restarts, and the lines worth showing."""
+"""Terminal output of `serve`: start-up, restarts, and the log lines that need attention."""
 
 import json
 import re
@@ -11,10 +11,10 @@ _ROUTINE = frozenset({"DEBUG", "INFO"})
 
 
 class TerminalView(SupervisorEvents):
-    """Writes one line per event to `stream`; of the log lines, all when `verbose`, else those that need a reader.
+    """Writes one line per event to `stream`, and all log lines if `verbose`, otherwise only the important ones.
 
-    While the cluster comes up those are errors: that a process does not find another yet is no news. Then warnings
-    too. Once it goes down, none: processes lose each other.
+    During start-up these are errors, since processes that do not find each other yet are normal; later also warnings;
+    during shutdown none, since processes lose each other.
     """
 
     def __init__(self, stream: TextIO, *, verbose: bool) -> None:
@@ -40,15 +40,15 @@ class TerminalView(SupervisorEvents):
             self.show(f"[{node_id}] {line}")
 
     def started(self) -> None:
-        """The cluster is up."""
+        """Note that the cluster is up."""
         self._hidden = _ROUTINE
 
     def stopping(self) -> None:
-        """The cluster goes down."""
+        """Note that the cluster shuts down."""
         self._stopping = True
 
     def _is_worth_showing(self, node_id: str, line: str) -> bool:
-        """Records of the levels in question, a traceback's lines after them, and what comes before any record."""
+        """Return True for records of the shown levels, the traceback after one, and lines before any record."""
         if self._stopping:
             return False
         level = record_level(line)
@@ -57,7 +57,7 @@ class TerminalView(SupervisorEvents):
         return self._shown.get(node_id, True)
 
     def show(self, text: str) -> None:
-        """One line; a terminal that is gone does not matter."""
+        """Print one line; a closed terminal is ignored."""
         try:
             print(text, file=self._stream, flush=True)
         except OSError:
@@ -65,7 +65,7 @@ class TerminalView(SupervisorEvents):
 
 
 def record_level(line: str) -> str | None:
-    """The level of a log record in either format; None for a line that begins no record."""
+    """Return the level of a log record in either format; None for a line that starts no record."""
     match = _RECORD.match(line)
     if match:
         return match.group(1)

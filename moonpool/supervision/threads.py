@@ -1,4 +1,4 @@
-"""How many CPU threads each engine process takes. Reads the machine, changes nothing."""
+"""Number of CPU threads of each engine process."""
 
 import math
 import os
@@ -8,7 +8,7 @@ _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores(cpu_max: Path = _CGROUP_CPU_MAX) -> int:
-    """Cores this process may use: its affinity, cut to the container's CPU quota (cgroup v2)."""
+    """Return the number of cores for this process: its affinity, limited by the container's CPU quota (cgroup v2)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = cpu_max.read_text().split()
@@ -20,14 +20,14 @@ def usable_cores(cpu_max: Path = _CGROUP_CPU_MAX) -> int:
 
 
 def engine_threads(configured: int, num_engines: int, cores: int) -> int:
-    """The configured number, or an equal share of the cores."""
+    """Return the configured number, or an equal share of the cores if it is 0."""
     return configured or max(1, cores // max(1, num_engines))
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Variables that keep the numeric libraries of one process to `threads`.
+    """Return environment variables that limit a process's numeric libraries to `threads`.
 
-    PASSIVE: a waiting OpenMP thread that spins steals the core from the process it waits for.
+    PASSIVE, because a spinning OpenMP thread would take the core from the process that it waits for.
     """
     count = str(threads)
     return {

@@ -32,7 +32,7 @@ from messenger import Endpoint, Messenger, MessengerConfig, RemoteKey, SharedMem
 from messenger.frames import VERSION
 from messenger.priority import Priority
 from moonpool.errors import TransferBenchFailed
-from moonpool.transfer_bench.plan import Cell, CellResult, Plan, Settled, Shape, Timed
+from moonpool.transfer_bench.plan import BatchShape, BenchPlan, Cell, CellResult, Timed, VerifiedBatches
 from moonpool.transfer_bench.server import METHOD, PLAIN, SERVICE, WITH_DIGESTS, SliceDigests, fill, hash_of
 from moonpool_proto.v1 import common_pb2
 from rpc.control import call, open_channel
@@ -44,7 +44,7 @@ LISTEN_COMMAND = "moonpool bench messenger --listen"
 
 
 @dataclass(frozen=True)
-class OwnerFacts:
+class ServerFacts:
     """What the owner lends, and where."""
 
     endpoint: Endpoint
@@ -53,7 +53,7 @@ class OwnerFacts:
     cores: int
 
 
-class Session:
+class BenchSession:
     """Towards one owner at `host`:`port`; `node_id` is who the caller's messenger must say it is."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -63,7 +63,7 @@ class Session:
         self._stream: grpc.aio.StreamStreamCall[bytes, bytes] | None = None
         self.node_id = f"bench-caller-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
-    async def open(self, region_nbytes: int) -> OwnerFacts:
+    async def open(self, region_nbytes: int) -> ServerFacts:
         """Ask for memory. Raises TransferBenchFailed."""
         await asyncio.to_thread(probe, self._host, self._port, f"start `{LISTEN_COMMAND}` there")
         self._channel = open_channel(self._target)
@@ -72,16 +72,16 @@ class Session:
         endpoint = Endpoint.from_proto(common_pb2.Endpoint.FromString(bytes.fromhex(told["endpoint"])))
         if told["wildcard"]:
             endpoint = replace(endpoint, tcp_host=self._host)
-        return OwnerFacts(endpoint, RemoteKey.unpack(bytes.fromhex(told["key"])), told["host"], told["cores"])
+        return ServerFacts(endpoint, RemoteKey.unpack(bytes.fromhex(told["key"])), told["host"], told["cores"])
 
-    async def hash_of(self, shape: Shape, base: int) -> str:
+    async def hash_of(self, shape: BatchShape, base: int) -> str:
         """What `owner.hash_of` gives of the owner's memory."""
         asked = {"ask": "hash", "slice_nbytes": shape.slice_nbytes, "slices": shape.slices, "base": base}
         return str((await self._ask(asked))["hash"])
 
-    async def settle(self) -> Settled:
+    async def settle(self) -> VerifiedBatches:
         """Wait until all that landed has been compared; what was wrong since the last time."""
-        return Settled(**await self._ask({"ask": "settle"}))
+        return VerifiedBatches(**await self._ask({"ask": "settle"}))
 
     async def close(self) -> None:
         if self._stream is not None:
@@ -137,10 +137,10 @@ OnProgress = Callable[[str, Cell, float], None]
 """(transport, cell, share done): called now and then on the thread that measures."""
 
 
-class Caller:
+class BenchClient:
     """Batches between this process's memory and that which an owner has lent."""
 
-    def __init__(self, plan: Plan, config: MessengerConfig, node_id: str, owner: OwnerFacts) -> None:
+    def __init__(self, plan: BenchPlan, config: MessengerConfig, node_id: str, owner: ServerFacts) -> None:
         self._plan = plan
         self._owner = owner
         self._priority = Priority[plan.priority.upper()]
@@ -174,7 +174,9 @@ class Caller:
         self._messenger.close()
         self._memory.close()
 
-    async def measure(self, cell: Cell, session: Session, stop: threading.Event, on_progress: OnProgress) -> CellResult:
+    async def measure(
+        self, cell: Cell, session: BenchSession, stop: threading.Event, on_progress: OnProgress
+    ) -> CellResult:
         """One cell; cut short when `stop` is set. Raises TransferBenchFailed, MessengerError."""
         on_progress(self.transport, cell, 0.0)
         await self._check(cell, session)
@@ -195,7 +197,7 @@ class Caller:
         )
         return CellResult.of(self.transport, cell, timed, after.cpu_s - before.cpu_s, compared)
 
-    async def _check(self, cell: Cell, session: Session) -> None:
+    async def _check(self, cell: Cell, session: BenchSession) -> None:
         """One batch at a random place, compared byte by byte, in the cell's direction."""
         shape = cell.shape
         base = int(self._rng.integers(0, self._plan.region_nbytes - shape.span + 1)) // 256 * 256

@@ -17,11 +17,11 @@ from typer.core import TyperCommand
 from messenger import AddressInUse, InvalidArgument, MessengerConfig
 from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.options import reported_errors
-from moonpool.supervision.parent_death import tether_to_supervisor
-from moonpool.transfer_bench.plan import Plan, bytes_of, table
-from moonpool.transfer_bench.run import Outcome, measure_all, measure_here
+from moonpool.supervision.parent_death import die_with_supervisor
+from moonpool.transfer_bench.plan import BenchPlan, bytes_of, table
+from moonpool.transfer_bench.run import BenchOutcome, measure_all, measure_here
 from moonpool.transfer_bench.server import WILDCARDS, Listening, own
-from moonpool.transport_security import secure_as_environment_says, settings_of_environment
+from moonpool.transport_security import secure_from_environment, settings_of_environment
 from rpc.control import run
 from rpc.errors import NetworkError
 from settings.keys import assemble
@@ -88,13 +88,13 @@ def messenger(
         if data_port and not listen:
             raise ConfigError("--data-port is of the side that listens: give it with --listen, the other side is told")
         tls = tls_of(tls_cert, tls_key, tls_ca, tls_name)
-        secure_as_environment_says()  # the join tokens; the certificates are given on by hand, as flags go before
+        secure_from_environment()  # the join tokens; the certificates are given on by hand, as flags go before
         try:
             if listen:
-                tether_to_supervisor()
+                die_with_supervisor()
                 _listen(*host_and_port(listen), data_port, tls, as_json)
                 return
-            plan = Plan(
+            plan = BenchPlan(
                 sizes=tuple(bytes_of(text) for text in size or ("64KiB", "1MiB", "16MiB")),
                 slices=tuple(slices or (1,)),
                 directions=tuple(direction or ("write", "read")),
@@ -171,7 +171,7 @@ def _shown(host: str) -> str:
     return "THIS_HOST" if host in WILDCARDS else host
 
 
-def _show(outcome: Outcome, plan: Plan, as_json: bool) -> None:
+def _show(outcome: BenchOutcome, plan: BenchPlan, as_json: bool) -> None:
     if as_json:
         print(json.dumps(outcome.to_json(plan)))
         return
@@ -181,7 +181,7 @@ def _show(outcome: Outcome, plan: Plan, as_json: bool) -> None:
         console.print(line)
 
 
-def _remarks(outcome: Outcome) -> Sequence[str]:
+def _remarks(outcome: BenchOutcome) -> Sequence[str]:
     checked = sum(result.checked_bytes for result in outcome.results)
     lines = [f"{checked:,} bytes were compared one by one, and were right."]
     compared = sum(result.digests_compared for result in outcome.results)

@@ -30,7 +30,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """A batch of `slices` slices; more than one lie apart on both sides, as layers of scattered blocks do."""
 
     slice_nbytes: int
@@ -62,12 +62,12 @@ class Shape:
 class Cell:
     """One line of the result."""
 
-    shape: Shape
+    shape: BatchShape
     direction: str
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """`seconds` is for each cell, a third of it for latency; `deadline_s` for each batch."""
 
     sizes: tuple[int, ...]
@@ -115,7 +115,7 @@ class Plan:
         for slices in self.slices:
             for size in self.sizes:
                 for direction in self.directions:
-                    yield Cell(Shape(size, slices), direction)
+                    yield Cell(BatchShape(size, slices), direction)
 
 
 def bytes_of(text: str) -> int:
@@ -140,7 +140,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Settled:
+class VerifiedBatches:
     """What the owner tells of the batches since it was last asked: compared, of these wrong; its CPU seconds so far."""
 
     verified: int

@@ -21,8 +21,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from messenger import MessengerConfig
 from moonpool.errors import TransferBenchFailed
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
-from moonpool.transfer_bench.client import Caller, Session
-from moonpool.transfer_bench.plan import Cell, CellResult, Plan, size_text
+from moonpool.transfer_bench.client import BenchClient, BenchSession
+from moonpool.transfer_bench.plan import BenchPlan, Cell, CellResult, size_text
 from rpc.control import run, secure
 from rpc.tls import TlsFiles
 from settings.keys import assemble
@@ -34,7 +34,7 @@ START_TIMEOUT_S = 120.0
 
 
 @dataclass
-class Outcome:
+class BenchOutcome:
     """What was found; `trouble` counts what the messenger had to do twice."""
 
     results: list[CellResult] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Outcome:
     there: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
 
-    def to_json(self, plan: Plan) -> dict[str, Any]:
+    def to_json(self, plan: BenchPlan) -> dict[str, Any]:
         return {
             "bench": "messenger",
             "plan": asdict(plan),
@@ -54,12 +54,12 @@ class Outcome:
         }
 
 
-def measure_all(plan: Plan, host: str, port: int, tls: TlsSettings, console: Console) -> Outcome:
+def measure_all(plan: BenchPlan, host: str, port: int, tls: TlsSettings, console: Console) -> BenchOutcome:
     """Measure against the owner at host:port. Ctrl-C ends it early, with what there is until then.
 
     Raises TransferBenchFailed, MessengerError.
     """
-    outcome = Outcome()
+    outcome = BenchOutcome()
     stop = asyncio.Event()
     with _progress(plan, console) as bar:
         run(_measure(plan, host, port, tls, outcome, bar, stop), stop=stop)
@@ -67,14 +67,20 @@ def measure_all(plan: Plan, host: str, port: int, tls: TlsSettings, console: Con
     return outcome
 
 
-def measure_here(plan: Plan, tls: TlsSettings, console: Console) -> Outcome:
+def measure_here(plan: BenchPlan, tls: TlsSettings, console: Console) -> BenchOutcome:
     """Measure against a process that this one starts and ends."""
     with _child(tls) as port:
         return measure_all(plan, "127.0.0.1", port, tls, console)
 
 
 async def _measure(
-    plan: Plan, host: str, port: int, tls: TlsSettings, outcome: Outcome, bar: Bar, stop: asyncio.Event
+    plan: BenchPlan,
+    host: str,
+    port: int,
+    tls: TlsSettings,
+    outcome: BenchOutcome,
+    bar: BenchProgress,
+    stop: asyncio.Event,
 ) -> None:
     secure(TlsFiles.of(tls))
     stopping = threading.Event()
@@ -84,18 +90,23 @@ async def _measure(
         for transport in plan.transports:
             if not stopping.is_set():
                 config = assemble(MessengerConfig, transport=transport, tls=tls)
-                await _measure_transport(plan, config, Session(host, port), outcome, bar, stopping)
+                await _measure_transport(plan, config, BenchSession(host, port), outcome, bar, stopping)
     finally:
         waiting.cancel()
 
 
 async def _measure_transport(
-    plan: Plan, config: MessengerConfig, session: Session, outcome: Outcome, bar: Bar, stopping: threading.Event
+    plan: BenchPlan,
+    config: MessengerConfig,
+    session: BenchSession,
+    outcome: BenchOutcome,
+    bar: BenchProgress,
+    stopping: threading.Event,
 ) -> None:
     try:
         owner = await session.open(plan.region_nbytes)
         outcome.there = {"host": owner.host, "cores": owner.cores}
-        caller = await asyncio.to_thread(Caller, plan, config, session.node_id, owner)
+        caller = await asyncio.to_thread(BenchClient, plan, config, session.node_id, owner)
         try:
             for cell in plan.cells():
                 if stopping.is_set():
@@ -110,10 +121,10 @@ async def _measure_transport(
         await session.close()
 
 
-class Bar:
+class BenchProgress:
     """What the user sees meanwhile: a bar over all cells on a terminal, a line per cell elsewhere."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: BenchPlan, console: Console) -> None:
         self._num_cells = len(plan.transports) * sum(1 for _ in plan.cells())
         self._console = console
         self._seen: list[tuple[str, Cell]] = []
@@ -134,8 +145,8 @@ class Bar:
 
 
 @contextmanager
-def _progress(plan: Plan, console: Console) -> Iterator[Bar]:
-    bar = Bar(plan, console)
+def _progress(plan: BenchPlan, console: Console) -> Iterator[BenchProgress]:
+    bar = BenchProgress(plan, console)
     with bar.progress:
         yield bar
 

@@ -31,7 +31,7 @@ from kvpool.digest import warm_up
 from messenger import Messenger, MessengerConfig, SharedMemory
 from messenger.frames import VERSION
 from moonpool.errors import ConfigError
-from moonpool.transfer_bench.plan import MAX_REGION_NBYTES, Shape
+from moonpool.transfer_bench.plan import MAX_REGION_NBYTES, BatchShape
 from rpc.control import secure, start_server
 from rpc.errors import NetworkError
 
@@ -48,13 +48,13 @@ class SliceDigests:
         self._memory = memory
         self._specs: dict[int, KvSpec] = {}
 
-    def of(self, shape: Shape, base: int) -> NDArray[np.uint64]:
+    def of(self, shape: BatchShape, base: int) -> NDArray[np.uint64]:
         """uint64 [slices, layers]; `shape.slice_nbytes` is a multiple of 256."""
         spec = self._spec(shape.slice_nbytes)
         valid = np.full(shape.slices, spec.block_tokens, np.int32)
         return layer_digests_at(self._memory, shape.offsets(base), spec, 0, valid)
 
-    def message(self, shape: Shape, base: int) -> bytes:
+    def message(self, shape: BatchShape, base: int) -> bytes:
         """What a writer sends with the batch."""
         return _HEAD.pack(base, shape.slice_nbytes, shape.slices) + self.of(shape, base).tobytes()
 
@@ -62,7 +62,7 @@ class SliceDigests:
         """Whether the batch that a message is of has these digests here. False for what is no such message."""
         try:
             base, slice_nbytes, slices = _HEAD.unpack_from(message)
-            shape = Shape(slice_nbytes, slices)
+            shape = BatchShape(slice_nbytes, slices)
             if not slices or not slice_nbytes or base + shape.span > len(self._memory):
                 return False
             expected = np.frombuffer(message, "<u8", offset=_HEAD.size)
@@ -87,7 +87,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 WILDCARDS = ("0.0.0.0", "[::]", "::")
 
 
-class Refusal(Exception):
+class SessionRefused(Exception):
     """A session cannot be had; the message goes to the caller."""
 
 
@@ -104,7 +104,7 @@ async def own(
 ) -> None:
     """Listen until `stop` is set; `told` hears where. Raises NetworkError when it cannot be listened there."""
     secure(config.tls_files)
-    owner = Owner(host, config)
+    owner = BenchServer(host, config)
     server = None
     try:
         endpoint = owner.messenger.start()
@@ -121,12 +121,12 @@ async def own(
         await asyncio.to_thread(owner.close)
 
 
-class Owner:
+class BenchServer:
     """The messenger and its sessions by the node id of their callers."""
 
     def __init__(self, host: str, config: MessengerConfig) -> None:
         self._wildcard = host in WILDCARDS
-        self._sessions: dict[str, Lent | None] = {}
+        self._sessions: dict[str, LentRegion | None] = {}
         identity = f"bench-owner-{socket.gethostname()}-{os.getpid()}"
         self.messenger = Messenger(config, node_id=identity, incarnation=secrets.randbits(63))
         self.messenger.on_notify(self._on_notify)
@@ -143,21 +143,21 @@ class Owner:
         No generator: one that is cancelled between two answers would be closed whenever memory is tidied.
         """
         caller: str | None = None
-        lending: asyncio.Task[Lent] | None = None
+        lending: asyncio.Task[LentRegion] | None = None
         try:
             while isinstance(request := await context.read(), bytes):
                 message = json.loads(request)
                 if lending is None:
                     caller, nbytes = self._admit(message)
-                    lending = asyncio.create_task(asyncio.to_thread(Lent, self.messenger, nbytes))
+                    lending = asyncio.create_task(asyncio.to_thread(LentRegion, self.messenger, nbytes))
                     # Who leaves meanwhile does not stop the thread: what it makes is taken back below.
                     self._sessions[caller] = lent = await asyncio.shield(lending)
                     answer = self._greeting(lent)
                 else:
                     answer = await asyncio.to_thread(lending.result().answer, message)
                 await context.write(json.dumps(answer).encode())
-        except (Refusal, ValueError, KeyError, TypeError) as error:
-            refusal = str(error) if isinstance(error, Refusal) else f"a message is not understood: {error!r}"
+        except (SessionRefused, ValueError, KeyError, TypeError) as error:
+            refusal = str(error) if isinstance(error, SessionRefused) else f"a message is not understood: {error!r}"
             await context.write(json.dumps({"refused": refusal}).encode())
         except (OSError, MemoryError) as error:
             refusal = f"there is not as much memory to lend here: {error}"
@@ -169,19 +169,19 @@ class Owner:
     def _admit(self, hello: dict[str, Any]) -> tuple[str, int]:
         """Who calls, whose place is taken from now on, and the bytes it wants."""
         if hello["version"] != VERSION:
-            raise Refusal(
+            raise SessionRefused(
                 f"this side speaks version {VERSION} of the messenger's protocol, the other {hello['version']}: "
                 "run the same Moonpool on both hosts"
             )
         caller, nbytes = str(hello["node_id"]), int(hello["region_nbytes"])
         if caller in self._sessions or len(self._sessions) >= MAX_SESSIONS:
-            raise Refusal(f"{len(self._sessions)} sessions are open, of at most {MAX_SESSIONS}: try again later")
+            raise SessionRefused(f"{len(self._sessions)} sessions are open, of at most {MAX_SESSIONS}: try again later")
         if not 0 < nbytes <= MAX_REGION_NBYTES:
-            raise Refusal(f"{nbytes} bytes of memory were asked for, of at most {MAX_REGION_NBYTES}")
+            raise SessionRefused(f"{nbytes} bytes of memory were asked for, of at most {MAX_REGION_NBYTES}")
         self._sessions[caller] = None
         return caller, nbytes
 
-    async def _take_back(self, caller: str, lending: asyncio.Task[Lent] | None) -> None:
+    async def _take_back(self, caller: str, lending: asyncio.Task[LentRegion] | None) -> None:
         try:
             if lending is not None:
                 await asyncio.to_thread((await lending).close)
@@ -190,7 +190,7 @@ class Owner:
         finally:
             del self._sessions[caller]
 
-    def _greeting(self, lent: Lent) -> dict[str, Any]:
+    def _greeting(self, lent: LentRegion) -> dict[str, Any]:
         return {
             "version": VERSION,
             "endpoint": self.messenger.endpoint.to_proto().SerializeToString().hex(),
@@ -206,7 +206,7 @@ class Owner:
             lent.compare(payload)
 
 
-class Lent:
+class LentRegion:
     """The memory of one session, and what is counted about it."""
 
     def __init__(self, messenger: Messenger, nbytes: int) -> None:
@@ -227,13 +227,13 @@ class Lent:
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """What the caller asks between its batches."""
         if message["ask"] == "hash":
-            shape = Shape(int(message["slice_nbytes"]), int(message["slices"]))
+            shape = BatchShape(int(message["slice_nbytes"]), int(message["slices"]))
             return {"hash": hash_of(self._memory.array, shape, int(message["base"]))}
         if message["ask"] == "settle":
             done, self._verified = self._verified, []
             wrong = sum(not future.result() for future in done)
             return {"verified": len(done), "wrong": wrong, "cpu_s": time.process_time()}
-        raise Refusal(f"nobody knows what {message['ask']!r} is")
+        raise SessionRefused(f"nobody knows what {message['ask']!r} is")
 
     def close(self) -> None:
         self._verifier.shutdown(cancel_futures=True)
@@ -244,7 +244,7 @@ class Lent:
         self._memory.close()
 
 
-def hash_of(memory: NDArray[np.uint8], shape: Shape, base: int) -> str:
+def hash_of(memory: NDArray[np.uint8], shape: BatchShape, base: int) -> str:
     """Of the batch's bytes in order; both sides make it the same way."""
     if base < 0 or base + shape.span > len(memory) or shape.slice_nbytes < 1:
         raise ConfigError(f"a batch of {shape} at {base} is not within {len(memory)} bytes")

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from moonpool.cluster_view.collector import Answer, validate_cluster
+from moonpool.cluster_view.collector import ValidationResult, validate_cluster
 from moonpool.cluster_view.locate import Located
 from moonpool.supervision.child import READY_PREFIX
 
@@ -151,7 +151,7 @@ class Roles:
             assert time.monotonic() < deadline_s, held
             await asyncio.sleep(0.2)
 
-    async def _validate(self) -> list[Answer]:
+    async def _validate(self) -> list[ValidationResult]:
         found = []
         for conductor in self.conductors:
             found += await validate_cluster(Located(conductor, tuple(self.urls), None))

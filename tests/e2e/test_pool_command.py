@@ -114,7 +114,7 @@ async def test_the_pool_of_a_live_cluster_is_shown_verified_and_emptied(
         assert sum(node["namespaces"].values()) >= 8 * NUM_PROMPTS
         assert seen["prompt_tokens"] >= 131 * (NUM_PROMPTS + 1)
         picture = await pool.run("status")
-        assert all(word in picture for word in ("pool-0", "EXACT", "SSD ok in", "Tokens of prompts"))
+        assert all(word in picture for word in ("pool-0", "EXACT", "SSD ok in", "Prompt tokens"))
 
         key, offset = await pool.any_key_on_ssd()
         (block,) = await pool.json("inspect", key)
@@ -126,8 +126,8 @@ async def test_the_pool_of_a_live_cluster_is_shown_verified_and_emptied(
         assert whole["pool-0"]["checked"] == whole["pool-0"]["total"] > 0
         flip(tmp_path / "pool-0" / "segment-00000", offset)
         damaged = await pool.run("verify", "--node", "pool-0", expect=1)
-        assert "1 blocks were damaged and are taken out" in damaged
-        assert "all are right" in await pool.run("verify")
+        assert "1 damaged blocks were removed" in damaged
+        assert "all are intact" in await pool.run("verify")
         assert (await pool.json("status"))["nodes"][0]["corrupt_blocks"] == 1
         await pool.run("inspect", key, expect=1)
 

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from moonpool.supervision.parent_death import tether_to_supervisor
+from moonpool.supervision.parent_death import die_with_supervisor
 
 
 def ready(**more: object) -> None:
@@ -32,7 +32,7 @@ def wait_for_ever() -> None:
 
 
 def main(mode: str, *arguments: str) -> int:
-    tether_to_supervisor()
+    die_with_supervisor()
     if mode in ("deaf", "parent"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:

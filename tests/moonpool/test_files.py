@@ -46,7 +46,7 @@ def test_a_ready_file_is_read_as_written(tmp_path: Path) -> None:
 def test_what_is_no_ready_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ready.json"
     path.write_text(text)
-    with pytest.raises(ClusterNotFound, match=r"is no ready file of `moonpool serve`"):
+    with pytest.raises(ClusterNotFound, match=r"is not a ready file of `moonpool serve`"):
         ReadyFile.read(path)
 
 
@@ -94,12 +94,12 @@ def test_a_run_directory_is_its_users_alone(short_path: Path) -> None:
 
 
 def test_a_run_directory_too_long_for_unix_sockets_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="too long a path for unix sockets"):
+    with pytest.raises(ConfigError, match="too long for unix sockets"):
         make_run_dir(tmp_path / ("x" * 80))
 
 
 def test_a_run_directory_that_is_a_file_is_refused() -> None:
-    # pytest's own folder may be too long a path for unix sockets, which is found first.
+    # pytest's own folder may be too long for unix sockets, which is found first.
     with tempfile.NamedTemporaryFile() as file, pytest.raises(ConfigError, match="cannot make the run directory"):
         make_run_dir(Path(file.name))
 

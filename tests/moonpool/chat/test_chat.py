@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from moonpool.chat.client import Answer, _take
-from moonpool.chat.conversation import COMMANDS, Conversation, Line, Turn, parse
-from moonpool.chat.loop import View, printable
+from moonpool.chat.client import ChatAnswer, _take
+from moonpool.chat.conversation import COMMANDS, ChatLine, ChatTurn, Conversation, parse
+from moonpool.chat.loop import ChatView, printable
 from moonpool.errors import ChatCommandError, ChatFileError
 
 
@@ -108,10 +108,10 @@ def chat(server: ChatServer) -> Chat:
 
 def test_a_line_is_a_question_or_a_command() -> None:
     assert parse("  \n") is None
-    assert parse("Who are you?\n") == Line("", "Who are you?")
-    assert parse("//etc is a folder") == Line("", "/etc is a folder")
-    assert parse("/save  a b.json ") == Line("/save", "a b.json")
-    assert parse("/system") == Line("/system", "")
+    assert parse("Who are you?\n") == ChatLine("", "Who are you?")
+    assert parse("//etc is a folder") == ChatLine("", "/etc is a folder")
+    assert parse("/save  a b.json ") == ChatLine("/save", "a b.json")
+    assert parse("/system") == ChatLine("/system", "")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_wrong_command_is_told_what_was_expected(line: str, said: str) -> None
 
 
 def test_a_conversation_survives_its_file_to_the_letter() -> None:
-    said = Conversation("Be brief.", [Turn("a", " b\n\n"), Turn("é\t", "\u2028 ")])
+    said = Conversation("Be brief.", [ChatTurn("a", " b\n\n"), ChatTurn("é\t", "\u2028 ")])
     assert Conversation.from_json(said.to_json("m")) == said
     assert json.loads(said.to_json("m"))["messages"] == said.messages()
 
@@ -147,7 +147,7 @@ def test_what_is_no_conversation_is_refused(text: str) -> None:
 
 
 def test_nothing_that_a_server_says_moves_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
-    view = View(interactive=False, figures=True)
+    view = ChatView(interactive=False, figures=True)
     view.notice("node\x1b[2J")
     view.error("busy\x1b[2J")
     assert capsys.readouterr().err == "node\ufffd[2J\nError: busy\ufffd[2J\n"
@@ -155,12 +155,12 @@ def test_nothing_that_a_server_says_moves_the_cursor(capsys: pytest.CaptureFixtu
 
 def test_half_a_character_can_be_shown() -> None:
     shown: list[str] = []
-    _take('{"choices": [{"delta": {"content": "a\\ud83d"}}]}', 0.0, Answer(), shown.append)
+    _take('{"choices": [{"delta": {"content": "a\\ud83d"}}]}', 0.0, ChatAnswer(), shown.append)
     assert shown == ["a\ufffd"]
 
 
 def test_figures_of_an_odd_server_are_left_out() -> None:
-    answer = Answer(text="a", ttft_s=0.5, last_s=1.0)
+    answer = ChatAnswer(text="a", ttft_s=0.5, last_s=1.0)
     _take('{"usage": ["a"], "moonpool": "a"}', 0.0, answer, print)
     assert answer.figures() == "TTFT 0.50 s"
     odd = {"completion_tokens": "3", "prompt_tokens": 9, "prompt_tokens_details": [1]}
@@ -174,10 +174,10 @@ def test_an_answer_cannot_move_the_cursor() -> None:
 
 def test_figures_leave_out_what_the_server_does_not_tell() -> None:
     usage = {"prompt_tokens": 40, "completion_tokens": 11}
-    assert Answer(ttft_s=0.5, last_s=2.5, usage=usage).figures() == (
+    assert ChatAnswer(ttft_s=0.5, last_s=2.5, usage=usage).figures() == (
         "TTFT 0.50 s · 5.0 tokens/s · 0 of 40 prompt tokens cached"
     )
-    assert Answer().figures() == ""
+    assert ChatAnswer().figures() == ""
 
 
 def test_piped_questions_give_plain_answers_in_one_conversation(chat: Chat, server: ChatServer) -> None:

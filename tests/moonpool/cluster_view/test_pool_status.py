@@ -9,8 +9,9 @@ import pytest
 
 from kvpool import PoolNodeConfig, node_metrics
 from kvpool.node import PoolNode
-from moonpool.cluster_view.collector import ask_pool_status
-from moonpool.cluster_view.pool_status import is_pool, node_figures, pool_status, silent_node
+from moonpool.cluster_view.pool_client import ask_pool_status
+from moonpool.cluster_view.pool_status import node_status, pool_status, unreachable_node
+from moonpool.cluster_view.reply import is_pool
 from moonpool.errors import ClusterNotFound
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
@@ -53,7 +54,7 @@ def test_tokens_are_told_by_where_their_kv_came_from(reply: conductor_pb2.Cluste
 def test_a_node_that_does_not_answer_is_told_with_what_the_conductor_knows(reply: conductor_pb2.ClusterReply) -> None:
     (item,) = (item for item in reply.nodes if is_pool(item))
     item.suspect = True
-    seen = pool_status(reply, [silent_node(item, reply, "no answer within 10 s")])
+    seen = pool_status(reply, [unreachable_node(item, reply, "no answer within 10 s")])
     (node,) = seen.nodes
     assert (node.state, node.directory, node.directory_blocks, node.hit_rate) == ("silent", "DEGRADED", 5, None)
     assert seen.troubles() == ["pool does not answer: no answer within 10 s"]
@@ -65,13 +66,13 @@ def test_a_disk_in_trouble_an_inexact_directory_and_damage_are_troubles(
     (item,) = (item for item in reply.nodes if is_pool(item))
     state["ssd"] = {"state": "read_only", "folder": "/ssd"}
     state["counters"] |= {"pool_ssd_write_errors": 3, "pool_dram_corrupt_blocks": 1}
-    seen = pool_status(reply, [node_figures(item, reply, state)])
+    seen = pool_status(reply, [node_status(item, reply, state)])
     (node,) = seen.nodes
     assert (node.ssd_errors, node.unwritten_blocks, node.namespaces) == ({"ssd_write_errors": 3}, 3, {"ab": 5})
     assert seen.troubles() == [
         "pool: the SSD in /ssd is read_only",
-        "pool: the conductor does not know all that it holds",
-        "pool: 1 damaged blocks were taken out",
+        "pool: the conductor's directory of it is incomplete",
+        "pool: 1 damaged blocks were removed",
     ]
 
 
@@ -87,7 +88,7 @@ def test_evictions_are_told_by_tier_and_reason_with_their_median_age(
         "pool_evicted_dram_age_count": 4,
         "pool_saved_ssd_compute_us": 250_000,
     }
-    node = node_figures(item, reply, state)
+    node = node_status(item, reply, state)
     assert {name: tier.evicted_blocks for name, tier in node.tiers.items()} == {
         "dram": {"room": 3},
         "ssd": {"quota": 1},

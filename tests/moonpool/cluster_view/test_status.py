@@ -93,7 +93,7 @@ def test_a_process_that_has_not_joined_is_starting_or_being_restarted(joined: Ca
 def test_a_model_without_a_place_is_named() -> None:
     seen = cluster_status(conductor_pb2.ClusterReply(), ready_file(d=process("decode-node")))
     assert (seen.ready, seen.models, seen.cached_share) == (False, {"m": False}, None)
-    assert seen.verdict() == "not ready: no place can serve a request of m; d starting"
+    assert seen.verdict() == "not ready: no node can serve a request of m; d starting"
     assert not cluster_status(conductor_pb2.ClusterReply(), None).ready
 
 

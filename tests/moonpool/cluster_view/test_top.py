@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moonpool.cluster_view.activity import History, Look, TopFigures
-from moonpool.cluster_view.top_rendering import KEYS, SORTS, View, picture, sparkline
+from moonpool.cluster_view.activity import ActivityHistory, ClusterActivity, ClusterSample
+from moonpool.cluster_view.top_rendering import KEYS, SORTS, TopView, screen, sparkline
 from moonpool.commands.top import after_key, name_of
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
@@ -31,17 +31,17 @@ def counted(told: Any, name: str, value: float, **labels: str) -> Any:
     return told
 
 
-def shown(*looks: Any, window_s: float = 60.0) -> TopFigures:
+def shown(*looks: Any, window_s: float = 60.0) -> ClusterActivity:
     """After looks at second 0, 1, and so on."""
-    history = History(window_s)
+    history = ActivityHistory(window_s)
     for at_s, told in enumerate(looks):
-        seen = history.add(Look(float(at_s), told), None)
+        seen = history.add(ClusterSample(float(at_s), told), None)
     return seen
 
 
-def text(seen: TopFigures, view: View | None = None, *, columns: int = 80, lines: int = 24) -> str:
+def text(seen: ClusterActivity, view: TopView | None = None, *, columns: int = 80, lines: int = 24) -> str:
     console = Console(width=columns, height=lines, record=True, file=io.StringIO())
-    console.print(picture(seen, view or View(keys=KEYS), columns=columns, lines=lines))
+    console.print(screen(seen, view or TopView(keys=KEYS), columns=columns, lines=lines))
     return console.export_text()
 
 
@@ -116,7 +116,7 @@ def test_a_large_cluster_fits_and_says_what_it_leaves_out(columns: int, lines: i
     assert drawn[-1].startswith("q quit")
     assert any("waiting" in line and "running" in line and "cached" in line for line in drawn)
     assert any("pool nodes that are less full" in line for line in drawn)
-    scrolled = text(seen, View(first=298), columns=columns, lines=lines)
+    scrolled = text(seen, TopView(first=298), columns=columns, lines=lines)
     assert "p199" in scrolled
     assert "above" in scrolled
     assert "below" not in scrolled
@@ -126,21 +126,23 @@ def test_every_order_can_be_chosen_and_shows_the_troubled_first() -> None:
     told = reply(("p0", {}), ("p1", {}), ("p2", {}))
     told.nodes[1].suspect = True
     told.nodes[2].report.num_running = 5
-    view, firsts = View(), {}
+    view, firsts = TopView(), {}
     for _ in SORTS:
         rows = [line for line in text(shown(told), view).splitlines() if re.match(r"p\d", line)]
         firsts[view.sort] = rows[0][:2]
         view = after_key(view, "s", num_nodes=3)
-    assert view.sort == View().sort
+    assert view.sort == TopView().sort
     assert (firsts["node"], firsts["state"], firsts["running"]) == ("p0", "p1", "p2")
     rows = [
-        line for line in text(shown(told), after_key(View(), "r", num_nodes=3)).splitlines() if re.match(r"p\d", line)
+        line
+        for line in text(shown(told), after_key(TopView(), "r", num_nodes=3)).splitlines()
+        if re.match(r"p\d", line)
     ]
     assert [row[:2] for row in rows] == ["p2", "p1", "p0"]
 
 
 def test_keys_scroll_within_the_nodes_and_others_mean_nothing() -> None:
-    view = after_key(View(), "page down", num_nodes=5)
+    view = after_key(TopView(), "page down", num_nodes=5)
     assert view.first == 4
     assert after_key(after_key(view, "page up", num_nodes=5), "up", num_nodes=5).first == 0
     assert after_key(view, "x", num_nodes=5) == view
@@ -152,7 +154,7 @@ def test_keys_scroll_within_the_nodes_and_others_mean_nothing() -> None:
 
 def test_old_figures_say_why_they_are_old() -> None:
     assert "as last seen: the conductor does not answer" in text(
-        shown(reply()), View(trouble="the conductor does not answer")
+        shown(reply()), TopView(trouble="the conductor does not answer")
     )
 
 

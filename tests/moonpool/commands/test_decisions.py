@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moonpool.commands.decisions import app
+from moonpool.cli import app
 
 
 @pytest.mark.parametrize("more", [{}, {"at": 1}, {"at": 1, "model": "m", "input_length": "x"}])
@@ -15,7 +15,7 @@ def test_a_record_of_another_form_ends_in_a_sentence(tmp_path: Path, more: dict[
     (tmp_path / "log.json").write_text("{}")
     record = {"request_id": "x", "attempts": [{}], **more}
     (tmp_path / "decisions-000001.jsonl").write_text(json.dumps(record, separators=(",", ":")) + "\n")
-    done = CliRunner().invoke(app, ["x", "--log", str(tmp_path)])
+    done = CliRunner().invoke(app, ["decisions", "explain", "x", "--log", str(tmp_path)])
     assert done.exit_code == 1
     said = done.output.replace("\n", " ")
     assert ("of another version of this program" if more else "Nothing is known of request 'x'") in said

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.doctor import gpu, machine, network, software, storage
-from moonpool.doctor.checks import Check, Finding, Level, Needs, Purpose, Verdict, examine
+from moonpool.doctor.checks import Check, CheckResult, Level, Needs, Purpose, Verdict, examine
 from moonpool.doctor.command import Asked, all_checks
 
 ROOT = Path(__file__).parents[3]
@@ -40,13 +40,19 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (software.judge_packages, (software.Package("numba", "0.61.2", "0.61"),), (), OK, "all 1 are there"),
         (software.judge_packages, (software.Package("numba", "", "0.61"),), (), FAIL, "too old: numba"),
         (software.judge_packages, (software.Package("numba", "0.60", "0.61"),), (), FAIL, "numba 0.60 (needs 0.61)"),
-        (software.judge_kernels, software.Kernels(5, 5, False), (), OK, "5 of 5"),
-        (software.judge_kernels, software.Kernels(5, 1, True), (), NOTE, "first start compiles"),
-        (software.judge_kernels, software.Kernels(5, 1, False), (), WARN, "NUMBA_CACHE_DIR"),
-        (software.judge_model, software.Model(True, 6, ()), (), OK, "intact (6 files)"),
-        (software.judge_model, software.Model(True, 6, ("model.safetensors",)), (), FAIL, "damaged: model.safetensors"),
-        (software.judge_model, software.Model(False, 0, ()), (), FAIL, "not installed"),
-        (software.judge_model, software.Model(True, 0, ()), (), WARN, "SHA256SUMS"),
+        (software.judge_kernels, software.CompiledKernels(5, 5, False), (), OK, "5 of 5"),
+        (software.judge_kernels, software.CompiledKernels(5, 1, True), (), NOTE, "first start compiles"),
+        (software.judge_kernels, software.CompiledKernels(5, 1, False), (), WARN, "NUMBA_CACHE_DIR"),
+        (software.judge_model, software.BundledModel(True, 6, ()), (), OK, "intact (6 files)"),
+        (
+            software.judge_model,
+            software.BundledModel(True, 6, ("model.safetensors",)),
+            (),
+            FAIL,
+            "damaged: model.safetensors",
+        ),
+        (software.judge_model, software.BundledModel(False, 0, ()), (), FAIL, "not installed"),
+        (software.judge_model, software.BundledModel(True, 0, ()), (), WARN, "SHA256SUMS"),
         (machine.judge_cores, machine.Cores(8, 4, 0.5), (), OK, "4 usable of 8"),
         (machine.judge_cores, machine.Cores(8, 1, 0.5), (), WARN, "2 cores or more"),
         (machine.judge_cores, machine.Cores(8, 4, 9.0), (), WARN, "busy"),
@@ -55,10 +61,10 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (machine.judge_memory, replace(GOOD_MEMORY, limit=4 * GIB, used=GIB), (), WARN, "limit is 4 GiB"),
         (machine.judge_memory, replace(GOOD_MEMORY, limit=2 * GIB, used=3 * GIB), (), FAIL, "0 B free"),
         (machine.judge_memory, replace(GOOD_MEMORY, swap_used=8 * GIB), (), WARN, "Turn swap off"),
-        (machine.judge_files, machine.Limits(1 << 20, 1 << 20), (), OK, "1048576"),
-        (machine.judge_files, machine.Limits(-1, -1), (), OK, "unlimited"),
-        (machine.judge_files, machine.Limits(1024, -1), (), NOTE, "ulimit -n 4096"),
-        (machine.judge_files, machine.Limits(256, 4096), (), FAIL, "256 (hard limit 4096)"),
+        (machine.judge_files, machine.FileLimits(1 << 20, 1 << 20), (), OK, "1048576"),
+        (machine.judge_files, machine.FileLimits(-1, -1), (), OK, "unlimited"),
+        (machine.judge_files, machine.FileLimits(1024, -1), (), NOTE, "ulimit -n 4096"),
+        (machine.judge_files, machine.FileLimits(256, 4096), (), FAIL, "256 (hard limit 4096)"),
         (
             machine.judge_huge_pages,
             machine.HugePages(0, 0, "madvise", True),
@@ -73,9 +79,9 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (machine.judge_kernel, machine.Kernel("6.1", 0, 60, 65530, 4096), (), OK, "Linux 6.1"),
         (machine.judge_kernel, machine.Kernel("6.1", 2, 60, 65530, 4096), (), WARN, "vm.overcommit_memory=0"),
         (machine.judge_kernel, machine.Kernel("6.1", 0, 60, 65530, 128), (), NOTE, "somaxconn=4096"),
-        (machine.judge_clock, machine.Clock(True, 0.002), (), OK, "within 0.002 s"),
-        (machine.judge_clock, machine.Clock(False, 16.0), (), NOTE, "chrony"),
-        (machine.judge_clock, machine.Clock(None, 0.0), (), NOTE, "does not say"),
+        (machine.judge_clock, machine.KernelClock(True, 0.002), (), OK, "within 0.002 s"),
+        (machine.judge_clock, machine.KernelClock(False, 16.0), (), NOTE, "chrony"),
+        (machine.judge_clock, machine.KernelClock(None, 0.0), (), NOTE, "does not say"),
         (storage.judge_run_dir, FOLDER, (), OK, "50 GiB free"),
         (storage.judge_run_dir, replace(FOLDER, problem="read-only"), (), FAIL, "--run-dir"),
         (storage.judge_run_dir, replace(FOLDER, path="/tmp/" + "x" * 60), (), FAIL, "too long a path"),
@@ -86,8 +92,8 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (storage.judge_shm, FOLDER, (), OK, "free of 100 GiB"),
         (storage.judge_shm, replace(FOLDER, total=64 << 20), (), NOTE, "--shm-size"),
         (storage.judge_shm, replace(FOLDER, problem="No such file or directory"), (), NOTE, "--shm-size"),
-        (storage.judge_shared_memory, storage.SharedMemory(""), (), OK, "can be made"),
-        (storage.judge_shared_memory, storage.SharedMemory("Operation not permitted"), (), FAIL, "memfd_create"),
+        (storage.judge_shared_memory, storage.SharedMemoryProbe(""), (), OK, "can be made"),
+        (storage.judge_shared_memory, storage.SharedMemoryProbe("Operation not permitted"), (), FAIL, "memfd_create"),
         (storage.judge_ssd, None, (Purpose.POOL,), NOTE, "--pool-ssd-dir"),
         (
             storage.judge_ssd,
@@ -210,7 +216,7 @@ def test_a_damaged_model_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
     known = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"  # of "x"
     (tmp_path / "SHA256SUMS").write_text(f"{known}  a\n{known}  b\n")
-    assert software.observe_model(tmp_path) == software.Model(True, 2, ("b",))
+    assert software.observe_model(tmp_path) == software.BundledModel(True, 2, ("b",))
     (tmp_path / "b").write_text("y")
     assert software.observe_model(tmp_path).damaged == ("b",)
 
@@ -330,7 +336,7 @@ def test_a_check_that_hangs_or_raises_does_not_hold_up_the_others() -> None:
     for_ever.set()
     assert (hangs.level, hangs.found) == (WARN, "did not answer within 0.5 s")
     assert (raises.level, "ZeroDivisionError" in raises.found) == (WARN, True)
-    assert works == Finding("works", OK, "fine")
+    assert works == CheckResult("works", OK, "fine")
 
 
 def doctor(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from moonpool.cluster_view.collector import ClusterSeen, FrontDoor
+from moonpool.cluster_view.collector import ClusterObservation, FrontendState
 from moonpool.doctor.checks import Level
 from moonpool.doctor.cluster import CHECKS, judge_cluster
-from moonpool.doctor.peers import Answer, Greeting, Peer, Spoken
+from moonpool.doctor.peers import ConnectResult, Greeting, PeerProbe, PeerProtocol
 from moonpool.errors import ClusterNotFound
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
@@ -17,7 +17,7 @@ OK, NOTE, WARN, FAIL = Level.OK, Level.NOTE, Level.WARN, Level.FAIL
 ROLES = {"p": common_pb2.ROLE_PREFILL, "d": common_pb2.ROLE_DECODE, "a": common_pb2.ROLE_AGGREGATED}
 
 
-def well() -> ClusterSeen:
+def well() -> ClusterObservation:
     """Two prefill nodes, two decode nodes and their pool node, seen by two conductors alike."""
     told = conductor_pb2.ClusterReply(ready_models=["m"])
     for name in ("p0", "p1", "d0", "d1"):
@@ -29,17 +29,19 @@ def well() -> ClusterSeen:
     version = conductor_pb2.SloVersion(version=3, digest="x")
     slo = conductor_pb2.ShowSloReply(current=version)
     slo.acknowledged.add(node_id="one", version=3, digest="x")
-    door = Peer("h:1", Answer.OPEN, greeting=Greeting(Spoken.MESSENGER, "messenger", encrypted=True, seconds=0.002))
+    door = PeerProbe(
+        "h:1", ConnectResult.OPEN, greeting=Greeting(PeerProtocol.MESSENGER, "messenger", encrypted=True, seconds=0.002)
+    )
     doors = dict.fromkeys(("p0", "p1", "d0", "d1", "k"), door)
-    return ClusterSeen({"one": told, "two": other}, slo, {}, doors, [FrontDoor("http://h", "")])
+    return ClusterObservation({"one": told, "two": other}, slo, {}, doors, [FrontendState("http://h", "")])
 
 
-def sample(seen: ClusterSeen, name: str, value: float, **labels: str) -> None:
-    seen.told.samples.add(name=name, value=value, labels=labels)
+def sample(seen: ClusterObservation, name: str, value: float, **labels: str) -> None:
+    seen.reply.samples.add(name=name, value=value, labels=labels)
 
 
-def node(seen: ClusterSeen, name: str) -> Any:
-    return next(item for item in seen.told.nodes if item.node.node_id == name)
+def node(seen: ClusterObservation, name: str) -> Any:
+    return next(item for item in seen.reply.nodes if item.node.node_id == name)
 
 
 def test_nothing_is_wrong_with_a_cluster_that_is_well() -> None:
@@ -47,96 +49,96 @@ def test_nothing_is_wrong_with_a_cluster_that_is_well() -> None:
     assert [finding.check for finding in judge_cluster(well())] == list(CHECKS)
 
 
-def silent(seen: ClusterSeen) -> None:
+def silent(seen: ClusterObservation) -> None:
     node(seen, "d0").suspect = True
 
 
-def draining(seen: ClusterSeen) -> None:
+def draining(seen: ClusterObservation) -> None:
     node(seen, "d0").report.draining = True
 
 
-def not_ready(seen: ClusterSeen) -> None:
-    del seen.told.ready_models[:]
+def not_ready(seen: ClusterObservation) -> None:
+    del seen.reply.ready_models[:]
 
 
-def empty(seen: ClusterSeen) -> None:
+def empty(seen: ClusterObservation) -> None:
     for reply in seen.conductors.values():
         del reply.nodes[:]  # type: ignore[union-attr]
 
 
-def unknown(seen: ClusterSeen) -> None:
-    del seen.told.nodes[1]
+def unknown(seen: ClusterObservation) -> None:
+    del seen.reply.nodes[1]
 
 
-def other_weights(seen: ClusterSeen) -> None:
+def other_weights(seen: ClusterObservation) -> None:
     node(seen, "p1").node.model_fingerprint = "g"
 
 
-def other_blocks(seen: ClusterSeen) -> None:
+def other_blocks(seen: ClusterObservation) -> None:
     node(seen, "p1").node.spec.block_tokens = 32
 
 
-def shorter(seen: ClusterSeen) -> None:
+def shorter(seen: ClusterObservation) -> None:
     node(seen, "p1").node.max_model_len = 50
 
 
-def newer(seen: ClusterSeen) -> None:
-    for item in seen.told.nodes:
+def newer(seen: ClusterObservation) -> None:
+    for item in seen.reply.nodes:
         item.node.software.version = "0.1"
     node(seen, "p1").node.software.version = "0.2"
 
 
-def other_wire(seen: ClusterSeen) -> None:
+def other_wire(seen: ClusterObservation) -> None:
     newer(seen)
     node(seen, "p0").node.software.kv_wire = 4
     node(seen, "p1").node.software.kv_wire = 5
 
 
-def no_pool(seen: ClusterSeen) -> None:
+def no_pool(seen: ClusterObservation) -> None:
     node(seen, "p1").node.pool_node_id = "k2"
 
 
-def degraded(seen: ClusterSeen) -> None:
+def degraded(seen: ClusterObservation) -> None:
     sample(seen, "directory_exact", 0.0, node="k")
 
 
-def broken_ssd(seen: ClusterSeen) -> None:
+def broken_ssd(seen: ClusterObservation) -> None:
     node(seen, "k").report.counters.update(pool_ssd_capacity_bytes=9.0, pool_ssd_readable=1.0, pool_ssd_writable=0.0)
 
 
-def full(seen: ClusterSeen) -> None:
+def full(seen: ClusterObservation) -> None:
     node(seen, "k").report.counters.update(pool_used_bytes=99.0, pool_capacity_bytes=100.0)
 
 
-def slow(seen: ClusterSeen) -> None:
+def slow(seen: ClusterObservation) -> None:
     sample(seen, "node_slowdown", 2.5, node="d1", what="step")
 
 
-def held(seen: ClusterSeen) -> None:
+def held(seen: ClusterObservation) -> None:
     sample(seen, "event_loop_held_seconds", 0.4, process="conductor")
 
 
-def redis_down(seen: ClusterSeen) -> None:
+def redis_down(seen: ClusterObservation) -> None:
     sample(seen, "shared_store_up", 0.0)
 
 
-def ending(seen: ClusterSeen) -> None:
+def ending(seen: ClusterObservation) -> None:
     node(seen, "p0").report.counters["messenger_tls_certificate_left_seconds"] = 2 * 86400.0
 
 
-def ended(seen: ClusterSeen) -> None:
+def ended(seen: ClusterObservation) -> None:
     node(seen, "p0").report.counters["messenger_tls_certificate_left_seconds"] = -5.0
 
 
-def unmeetable(seen: ClusterSeen) -> None:
+def unmeetable(seen: ClusterObservation) -> None:
     seen.objectives.unmeetable.append("ttft of chat is below any prefill")  # type: ignore[union-attr]
 
 
-def behind(seen: ClusterSeen) -> None:
+def behind(seen: ClusterObservation) -> None:
     seen.objectives.acknowledged.add(node_id="two", version=2, digest="y")  # type: ignore[union-attr]
 
 
-def drift(seen: ClusterSeen) -> None:
+def drift(seen: ClusterObservation) -> None:
     seen.objectives.drift.append("ttft 1 -> 2")  # type: ignore[union-attr]
 
 
@@ -145,7 +147,7 @@ def drift(seen: ClusterSeen) -> None:
     [
         (silent, "reports", FAIL, "silent: d0"),
         (draining, "reports", NOTE, "draining: d0"),
-        (not_ready, "models", FAIL, "no place can serve m"),
+        (not_ready, "models", FAIL, "no node can serve m"),
         (empty, "models", FAIL, "no worker has joined"),
         (unknown, "conductors", WARN, "one does not know p1"),
         (draining, "spare nodes", NOTE, "decode of m"),
@@ -155,21 +157,21 @@ def drift(seen: ClusterSeen) -> None:
         (newer, "versions", NOTE, "4 nodes of 0.1, 1 nodes of 0.2"),
         (other_wire, "versions", FAIL, "no KV goes between"),
         (no_pool, "pool nodes of workers", WARN, "p1"),
-        (degraded, "KV pool", WARN, "does not know all that k holds"),
+        (degraded, "KV pool", WARN, "directory of k is incomplete"),
         (broken_ssd, "KV pool", FAIL, "SSD failed on k"),
         (full, "KV pool", NOTE, "without an SSD: k"),
-        (slow, "paces", WARN, "d1 takes 2.5 times as long for steps"),
+        (slow, "node speed", WARN, "d1 takes 2.5 times as long for steps"),
         (held, "event loops", WARN, "conductor 400 ms"),
         (redis_down, "Redis", WARN, "one cannot use Redis"),
         (ending, "certificates", WARN, "p0 in 2.0 days"),
         (ended, "certificates", FAIL, "p0"),
         (unmeetable, "objectives", WARN, "ttft of chat"),
-        (behind, "objectives", WARN, "two go by another version"),
+        (behind, "objectives", WARN, "two apply another version"),
         (drift, "objectives", NOTE, "ttft 1 -> 2"),
     ],
 )
 def test_what_is_wrong_is_found_by_its_check_alone(
-    change: Callable[[ClusterSeen], None], check: str, level: Level, said: str
+    change: Callable[[ClusterObservation], None], check: str, level: Level, said: str
 ) -> None:
     seen = well()
     change(seen)
@@ -183,9 +185,9 @@ def test_what_is_wrong_is_found_by_its_check_alone(
 @pytest.mark.parametrize(
     ("fields", "check", "said"),
     [
-        ({"silent": {"p0": "State at h:1: refused"}}, "control ports", "p0: State at h:1: refused"),
-        ({"doors": {"p0": Peer("h:1", Answer.REFUSED, "refused")}}, "KV ports", "p0: h:1: refused"),
-        ({"fronts": [FrontDoor("http://h", "draining")]}, "front doors", "http://h: draining"),
+        ({"unreachable": {"p0": "State at h:1: refused"}}, "control ports", "p0: State at h:1: refused"),
+        ({"kv_ports": {"p0": PeerProbe("h:1", ConnectResult.REFUSED, "refused")}}, "KV ports", "p0: h:1: refused"),
+        ({"frontends": [FrontendState("http://h", "draining")]}, "API servers", "http://h: draining"),
         ({"objectives": "no answer"}, "objectives", "no answer"),
     ],
 )
@@ -197,8 +199,9 @@ def test_what_does_not_answer_is_told_in_its_own_words(fields: dict[str, Any], c
 
 def test_nodes_of_which_only_some_encrypt_are_a_mistake() -> None:
     seen = well()
-    bare = Peer("h:2", Answer.OPEN, greeting=Greeting(Spoken.MESSENGER, "messenger", encrypted=False))
-    findings = {finding.check: finding for finding in judge_cluster(replace(seen, doors={**seen.doors, "p0": bare}))}
+    bare = PeerProbe("h:2", ConnectResult.OPEN, greeting=Greeting(PeerProtocol.MESSENGER, "messenger", encrypted=False))
+    mixed = replace(seen, kv_ports={**seen.kv_ports, "p0": bare})
+    findings = {finding.check: finding for finding in judge_cluster(mixed)}
     assert (findings["KV ports"].level, "1 of 5" in findings["KV ports"].found) == (FAIL, True)
 
 
@@ -208,10 +211,10 @@ def test_a_conductor_that_is_away_is_named_and_the_others_word_counts() -> None:
     findings = {finding.check: finding for finding in judge_cluster(seen)}
     assert (findings["conductors"].level, findings["models"].level) == (FAIL, OK)
     with pytest.raises(ClusterNotFound, match="no answer"):
-        _ = replace(seen, conductors={"one": "no answer"}).told
+        _ = replace(seen, conductors={"one": "no answer"}).reply
 
 
 def test_of_many_only_a_few_are_named() -> None:
-    seen = replace(well(), silent={f"n{number}": "away" for number in range(9)})
+    seen = replace(well(), unreachable={f"n{number}": "away" for number in range(9)})
     findings = {finding.check: finding for finding in judge_cluster(seen)}
     assert "and 4 more" in findings["control ports"].found

@@ -16,7 +16,7 @@ import pytest
 from messenger import Messenger, MessengerConfig
 from messenger.frames import PREFIX, VERSION, Reject, encode
 from moonpool.doctor.checks import Level
-from moonpool.doctor.peers import Spoken, greet, judge_greeting
+from moonpool.doctor.peers import PeerProtocol, greet, judge_greeting
 from rpc.control import start_server
 from settings.keys import assemble
 
@@ -45,7 +45,7 @@ def port_of(short_path: Path) -> Iterator[Callable[..., int]]:
 
 def test_a_messenger_is_told_with_its_node_and_how_it_speaks(port_of: Callable[..., int]) -> None:
     seen = greet(HERE, port_of(), {}, WITHIN_S)
-    assert (seen.spoken, seen.encrypted, seen.loses_large) == (Spoken.MESSENGER, False, False)
+    assert (seen.spoken, seen.encrypted, seen.loses_large) == (PeerProtocol.MESSENGER, False, False)
     level, found, _ = judge_greeting("h:1", seen)
     assert level is Level.OK
     assert found.startswith(f"h:1: messenger of protocol {VERSION}, node 'far' of incarnation 0x")
@@ -58,7 +58,7 @@ def test_with_key_material_an_encrypted_messenger_is_greeted_in_cipher(
 ) -> None:
     settings = tls_settings()
     seen = greet(HERE, port_of(**settings), environ_of(settings), WITHIN_S)
-    assert (seen.spoken, seen.encrypted) == (Spoken.MESSENGER, True)
+    assert (seen.spoken, seen.encrypted) == (PeerProtocol.MESSENGER, True)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -76,7 +76,7 @@ async def test_a_roles_grpc_port_is_recognised() -> None:
         seen = await asyncio.to_thread(greet, HERE, port, {}, WITHIN_S)
     finally:
         await server.stop()
-    assert seen.spoken is Spoken.GRPC
+    assert seen.spoken is PeerProtocol.GRPC
     assert judge_greeting("h:1", seen)[0] is Level.OK
 
 
@@ -114,7 +114,7 @@ def test_a_node_of_another_version_is_told() -> None:
 
     with speaker(of_next_version) as port:
         seen = greet(HERE, port, {}, WITHIN_S)
-    assert seen.spoken is Spoken.OTHER
+    assert seen.spoken is PeerProtocol.OTHER
     assert f"protocol version {VERSION + 1} where this side speaks {VERSION}" in judge_greeting("h:1", seen)[1]
 
 
@@ -140,7 +140,7 @@ def test_a_way_that_loses_full_packets_is_told(port_of: Callable[..., int]) -> N
 
     with speaker(small_only) as port:
         seen = greet(HERE, port, {}, 5.0)  # waited for in full: the large greeting is never answered
-    assert (seen.spoken, seen.loses_large) == (Spoken.MESSENGER, True)
+    assert (seen.spoken, seen.loses_large) == (PeerProtocol.MESSENGER, True)
     level, found, advice = judge_greeting("h:1", seen)
     assert level is Level.FAIL
     assert "not one of 16 KiB" in found

@@ -13,8 +13,8 @@ import pytest
 
 from moonpool.doctor import machine, peers, rdma
 from moonpool.doctor.checks import Level, Needs, Purpose
-from moonpool.doctor.machine import Locking, Surroundings
-from moonpool.doctor.peers import Answer, Greeting, Peer, Spoken, Tracking
+from moonpool.doctor.machine import HostEnvironment, Locking
+from moonpool.doctor.peers import ConnectResult, Greeting, PeerProbe, PeerProtocol, Tracking
 from moonpool.doctor.rdma import UserSpace
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -167,16 +167,16 @@ def test_what_lets_adapters_reach_gpu_memory_is_looked_for(
 @pytest.mark.parametrize(
     ("seen", "needs", "level", "said"),
     [
-        (Locking(-1, -1, False, Surroundings.SHELL, GIB), FOR_RDMA, OK, "unlimited"),
-        (Locking(8 * MIB, -1, True, Surroundings.SHELL, GIB), FOR_RDMA, OK, "CAP_IPC_LOCK overrides"),
-        (Locking(2 * GIB, -1, False, Surroundings.SHELL, GIB), FOR_RDMA, OK, "enough to register 1 GiB"),
-        (Locking(8 * MIB, -1, False, Surroundings.SHELL, GIB), NOTHING, NOTE, "ulimit -l unlimited"),
-        (Locking(8 * MIB, 8 * MIB, False, Surroundings.SHELL, GIB), FOR_RDMA, FAIL, "limits.conf"),
-        (Locking(8 * MIB, -1, False, Surroundings.SYSTEMD, GIB), FOR_RDMA, FAIL, "LimitMEMLOCK=infinity"),
-        (Locking(8 * MIB, -1, False, Surroundings.CONTAINER, GIB), FOR_RDMA, FAIL, "--ulimit memlock=-1"),
-        (Locking(8 * MIB, -1, False, Surroundings.CONTAINER, GIB), FOR_RDMA, FAIL, "a container without IPC_LOCK"),
-        (Locking(8 * MIB, -1, False, Surroundings.KUBERNETES, GIB), FOR_RDMA, FAIL, "capabilities.add: [IPC_LOCK]"),
-        (Locking(8 * MIB, -1, False, Surroundings.SHELL, 64 * GIB), FOR_RDMA, FAIL, "registers, here 64 GiB"),
+        (Locking(-1, -1, False, HostEnvironment.SHELL, GIB), FOR_RDMA, OK, "unlimited"),
+        (Locking(8 * MIB, -1, True, HostEnvironment.SHELL, GIB), FOR_RDMA, OK, "CAP_IPC_LOCK overrides"),
+        (Locking(2 * GIB, -1, False, HostEnvironment.SHELL, GIB), FOR_RDMA, OK, "enough to register 1 GiB"),
+        (Locking(8 * MIB, -1, False, HostEnvironment.SHELL, GIB), NOTHING, NOTE, "ulimit -l unlimited"),
+        (Locking(8 * MIB, 8 * MIB, False, HostEnvironment.SHELL, GIB), FOR_RDMA, FAIL, "limits.conf"),
+        (Locking(8 * MIB, -1, False, HostEnvironment.SYSTEMD, GIB), FOR_RDMA, FAIL, "LimitMEMLOCK=infinity"),
+        (Locking(8 * MIB, -1, False, HostEnvironment.CONTAINER, GIB), FOR_RDMA, FAIL, "--ulimit memlock=-1"),
+        (Locking(8 * MIB, -1, False, HostEnvironment.CONTAINER, GIB), FOR_RDMA, FAIL, "a container without IPC_LOCK"),
+        (Locking(8 * MIB, -1, False, HostEnvironment.KUBERNETES, GIB), FOR_RDMA, FAIL, "capabilities.add: [IPC_LOCK]"),
+        (Locking(8 * MIB, -1, False, HostEnvironment.SHELL, 64 * GIB), FOR_RDMA, FAIL, "registers, here 64 GiB"),
     ],
 )
 def test_a_limit_on_locked_memory_is_held_against_what_is_registered(
@@ -190,16 +190,16 @@ def test_a_limit_on_locked_memory_is_held_against_what_is_registered(
 @pytest.mark.parametrize(
     ("mark", "environ", "expected"),
     [
-        ("", {}, Surroundings.SHELL),
-        ("", {"INVOCATION_ID": "x"}, Surroundings.SYSTEMD),
-        (".dockerenv", {"INVOCATION_ID": "x"}, Surroundings.CONTAINER),
-        ("run/.containerenv", {}, Surroundings.CONTAINER),
-        (".dockerenv", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, Surroundings.KUBERNETES),
-        ("var/run/secrets/kubernetes.io/x", {}, Surroundings.KUBERNETES),
+        ("", {}, HostEnvironment.SHELL),
+        ("", {"INVOCATION_ID": "x"}, HostEnvironment.SYSTEMD),
+        (".dockerenv", {"INVOCATION_ID": "x"}, HostEnvironment.CONTAINER),
+        ("run/.containerenv", {}, HostEnvironment.CONTAINER),
+        (".dockerenv", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, HostEnvironment.KUBERNETES),
+        ("var/run/secrets/kubernetes.io/x", {}, HostEnvironment.KUBERNETES),
     ],
 )
 def test_who_sets_the_limits_is_told_by_the_marks_they_leave(
-    tmp_path: Path, mark: str, environ: dict[str, str], expected: Surroundings
+    tmp_path: Path, mark: str, environ: dict[str, str], expected: HostEnvironment
 ) -> None:
     if mark:
         (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +225,7 @@ def test_the_capability_counts_in_the_hosts_own_namespace(
 
 
 def test_this_process_has_the_limit_that_it_was_started_with() -> None:
-    script = "from moonpool.doctor import locking; seen = locking.observe_locking(1); print(seen.soft, seen.hard)"
+    script = "from moonpool.doctor import machine; seen = machine.observe_locking(1); print(seen.soft, seen.hard)"
     command = ["bash", "-c", f"ulimit -S -l 4096; ulimit -H -l 8192; exec {sys.executable} -c '{script}'"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert shown.stdout.split() == [str(4 * MIB), str(8 * MIB)]
@@ -257,13 +257,13 @@ def full_listener() -> Iterator[int]:
 def test_a_port_where_nobody_greets_back_is_told_apart_from_one_that_is_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         seen = peers.observe_peer(f"127.0.0.1:{listener.getsockname()[1]}")
-    assert seen.answer is Answer.OPEN
+    assert seen.answer is ConnectResult.OPEN
     level, found, _ = peers.judge_peer(seen, NOTHING)
     assert (level, "takes the connection, and says nothing" in found) == (WARN, True)
 
 
 def test_the_other_way_of_rdma_is_told_where_a_messenger_answers() -> None:
-    seen = Peer("h:1", Answer.OPEN, greeting=Greeting(Spoken.MESSENGER, "node 'n'"))
+    seen = PeerProbe("h:1", ConnectResult.OPEN, greeting=Greeting(PeerProtocol.MESSENGER, "node 'n'"))
     assert peers.judge_peer(seen, NOTHING)[0] is OK
     level, _, advice = peers.judge_peer(seen, FOR_RDMA)
     assert (level, "UDP port 4791" in advice) == (NOTE, True)
@@ -274,7 +274,7 @@ def test_a_refused_port_and_a_silent_one_are_told_apart(full_listener: int) -> N
         closed.bind(("127.0.0.1", 0))
         refused = peers.observe_peer(f"127.0.0.1:{closed.getsockname()[1]}")
     silent = peers.observe_peer(f"127.0.0.1:{full_listener}", within_s=0.5)
-    assert (refused.answer, silent.answer) == (Answer.REFUSED, Answer.SILENT)
+    assert (refused.answer, silent.answer) == (ConnectResult.REFUSED, ConnectResult.SILENT)
     assert "nothing listens" in peers.judge_peer(refused, NOTHING)[2]
     assert "a firewall drops them" in peers.judge_peer(silent, NOTHING)[2]
     assert peers.judge_peer(silent, NOTHING)[0] is FAIL
@@ -282,13 +282,13 @@ def test_a_refused_port_and_a_silent_one_are_told_apart(full_listener: int) -> N
 
 def test_an_unknown_name_is_no_matter_of_firewalls() -> None:
     seen = peers.observe_peer("no-such-host.invalid:7000")
-    assert seen.answer is Answer.UNKNOWN
+    assert seen.answer is ConnectResult.UNKNOWN
     assert "Check the name" in peers.judge_peer(seen, NOTHING)[2]
 
 
-@pytest.mark.parametrize("answer", [answer for answer in Answer if answer is not Answer.OPEN])
-def test_every_failure_has_its_advice(answer: Answer) -> None:
-    level, found, advice = peers.judge_peer(Peer("h:1", answer, "why"), NOTHING)
+@pytest.mark.parametrize("answer", [answer for answer in ConnectResult if answer is not ConnectResult.OPEN])
+def test_every_failure_has_its_advice(answer: ConnectResult) -> None:
+    level, found, advice = peers.judge_peer(PeerProbe("h:1", answer, "why"), NOTHING)
     assert (level, found, bool(advice)) == (FAIL, "h:1: why", True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.runtime.ray_actor import LOST_EXIT_CODE, Begun, Place, RoleActor, _Life
+from moonpool.runtime.ray_actor import LOST_EXIT_CODE, ActorPlacement, RoleActor, StartedLife, _Life
 from moonpool.runtime.ray_head import _address, _begun
 from moonpool.runtime.ray_life import ActorAway, RayLife
 from moonpool.supervision.child import ChildPlan, LogFile
@@ -67,8 +67,8 @@ async def lived(actor: Unreachable, tmp_path: Path) -> tuple[int, list[str], lis
     ready: list[dict[str, Any]] = []
     unheard: list[str] = []
 
-    async def begin(say: Any) -> tuple[Unreachable, Begun]:
-        return actor, Begun(number=3, pid=77, after=40, ready={"target": "h:1"})
+    async def begin(say: Any) -> tuple[Unreachable, StartedLife]:
+        return actor, StartedLife(number=3, pid=77, after=40, ready={"target": "h:1"})
 
     log = LogFile(tmp_path / "log")
     life = RayLife(
@@ -104,7 +104,7 @@ def test_an_actor_starts_follows_and_hands_on_its_role(short_path: Path, monkeyp
         "moonpool.runtime.ray_actor.child_plan", lambda *given: ChildPlan("d", (sys.executable, "-c", script))
     )
     before = asyncio.get_event_loop_policy()
-    actor, place = RoleActor(), Place("host", str(short_path / "run"), prints=False)
+    actor, place = RoleActor(), ActorPlacement("host", str(short_path / "run"), prints=False)
     asyncio.set_event_loop_policy(before)
     plan: Any = ("d", "decode-node", {"listen": "h:0"}, {})
     first = actor.start(plan, place, adopt=False)

@@ -9,7 +9,7 @@ from moonpool.config import ServeConfig, all_settings, load
 from moonpool.errors import RayUnusable
 from moonpool.plan import Planner, RolePlan
 from moonpool.runtime.choice import chosen_runtime
-from moonpool.runtime.ray_hosts import Host, bundle_of, check_offer, environment, hosts, local_resources, located
+from moonpool.runtime.ray_hosts import RayHost, bundle_of, check_offer, environment, hosts, local_resources, located
 from moonpool.runtime.ray_session import wait_for_offer
 from moonpool.supervision.http_port import claim_port
 
@@ -62,12 +62,12 @@ def test_a_host_that_takes_workers_must_take_a_pool_node() -> None:
 
 
 def test_a_ray_of_our_own_offers_enough() -> None:
-    check_offer([{"moonpool_prefill": 1.0}] * 256, {"aa": Host("aa", "127.0.0.1", local_resources())})
+    check_offer([{"moonpool_prefill": 1.0}] * 256, {"aa": RayHost("aa", "127.0.0.1", local_resources())})
 
 
 def test_nodes_lie_on_tcp_at_their_hosts_address_and_use_its_pool_node() -> None:
     planned = plans(decode_nodes=2)
-    host = Host("aa", "10.0.0.2", {"CPU": 8.0, "moonpool_prefill": 1.0, "moonpool_decode": 3.0})
+    host = RayHost("aa", "10.0.0.2", {"CPU": 8.0, "moonpool_prefill": 1.0, "moonpool_decode": 3.0})
     own = located(planned["decode-1"], host, target="10.0.0.2:0", pool="10.0.0.2:7001", gpu=False, threads=0)
     assert [own[key] for key in ("listen", "data_host", "pool", "conductor", "node_id")] == [
         "10.0.0.2:0",
@@ -86,7 +86,7 @@ def test_nodes_lie_on_tcp_at_their_hosts_address_and_use_its_pool_node() -> None
 def test_a_worker_with_a_gpu_takes_the_one_that_ray_shows_it() -> None:
     plan = plans(prefill_nodes=3)["prefill-2"]
     assert bundle_of(plan, gpu=True) == {"moonpool_prefill": 1.0, "GPU": 1.0}
-    own = located(plan, Host("aa", "10.0.0.2", {"CPU": 8.0}), target="10.0.0.2:0", pool="p:1", gpu=True, threads=0)
+    own = located(plan, RayHost("aa", "10.0.0.2", {"CPU": 8.0}), target="10.0.0.2:0", pool="p:1", gpu=True, threads=0)
     assert (own["device"], own["worker_index"]) == ("cuda", 0)
 
 

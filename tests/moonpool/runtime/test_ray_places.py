@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.plan import RolePlan
-from moonpool.runtime.ray_hosts import Host, preferred_host, resource_of
+from moonpool.runtime.ray_hosts import RayHost, preferred_host, resource_of
 
 
 def worker(name: str, model: str = "m") -> RolePlan:
@@ -16,12 +16,12 @@ def worker(name: str, model: str = "m") -> RolePlan:
     return RolePlan(name, f"{role}-node", {}, {}, 2, str(Path("unix:/x")), 5.0, model)
 
 
-def host(name: str, rack: str = "", *, prefill: int = 0, decode: int = 0, gpus: int = 0) -> Host:
+def host(name: str, rack: str = "", *, prefill: int = 0, decode: int = 0, gpus: int = 0) -> RayHost:
     resources = {"moonpool_prefill": float(prefill), "moonpool_decode": float(decode), "GPU": float(gpus)}
-    return Host(name, f"address-{name}", resources, {"moonpool.io/rack": rack} if rack else {})
+    return RayHost(name, f"address-{name}", resources, {"moonpool.io/rack": rack} if rack else {})
 
 
-def placed_all(names: list[str], hosts: list[Host], *, gpu: bool = False) -> dict[str, str | None]:
+def placed_all(names: list[str], hosts: list[RayHost], *, gpu: bool = False) -> dict[str, str | None]:
     """Each in its turn, given those before it."""
     found = {one.ray_node_id: one for one in hosts}
     placed: dict[str, tuple[RolePlan, str]] = {}

@@ -9,8 +9,8 @@ from moonpool.commands.nodes import parse_counts
 from moonpool.config import ModelEntry, ServeConfig
 from moonpool.errors import ConfigError, ScaleRefused
 from moonpool.plan import Group, Planner
-from moonpool.scaling.counts import Change, changes
-from moonpool.scaling.scaler import Scaler, Step
+from moonpool.scaling.counts import CountChange, changes
+from moonpool.scaling.scaler import Scaler, ScalingStep
 from moonpool.supervision.supervisor import Supervisor
 
 FIRST, SECOND = ModelEntry("first", Path("/first")), ModelEntry("second", Path("/second"))
@@ -26,13 +26,16 @@ PRESENT = {
 }
 
 
-def asked(force: bool = False, **wanted: int) -> list[Change]:
+def asked(force: bool = False, **wanted: int) -> list[CountChange]:
     counts = {name.replace("_", "-"): count for name, count in wanted.items()}
     return changes(PRESENT, counts, GROUPS, force=force)
 
 
 def test_more_are_started_and_the_newest_leave() -> None:
-    assert asked(prefill=4, decode=1) == [Change("prefill", 2, ()), Change("decode", 0, ("decode-2", "decode-1"))]
+    assert asked(prefill=4, decode=1) == [
+        CountChange("prefill", 2, ()),
+        CountChange("decode", 0, ("decode-2", "decode-1")),
+    ]
 
 
 def test_what_is_not_named_stays_and_equal_counts_change_nothing() -> None:
@@ -74,6 +77,6 @@ async def test_a_worker_that_left_before_its_turn_is_gone_already(scripts: Any, 
     supervisor: Supervisor[Any] = Supervisor([], runtime=scripts, log_dir=tmp_path)
     planner = Planner(ServeConfig(), run_dir=tmp_path, port=1, cores=1)
     scaler = Scaler(supervisor, planner, conductor="unix:/nowhere", startup_s=1.0)
-    steps: list[Step] = []
+    steps: list[ScalingStep] = []
     await scaler._drain("decode-1", steps.append)
-    assert steps == [Step("decode-1", "gone")]
+    assert steps == [ScalingStep("decode-1", "gone")]

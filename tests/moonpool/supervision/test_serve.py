@@ -163,7 +163,7 @@ def test_the_doctor_finds_the_cluster_well(served: Served) -> None:
     checks = {check["check"]: check for check in json.loads(shown.stdout)["checks"]}
     assert {name for name, check in checks.items() if check["level"] == "fail"} == set()
     assert checks["control ports"]["found"] == "3 nodes answer from here"
-    assert checks["front doors"]["found"] == "1 take requests"
+    assert checks["API servers"]["found"] == "1 accept requests"
 
 
 def test_watching_shows_what_changes_until_ctrl_c(served: Served) -> None:
@@ -254,6 +254,6 @@ def test_a_worker_that_refuses_its_configuration_ends_the_start_with_exit_code_2
         _, err = cluster.process.communicate(timeout=DEADLINE_S)
         assert cluster.process.returncode == 2, err
         assert "device 'cuda:99' is not there" in err
-        assert "refused its configuration" in err
+        assert "rejected its configuration" in err
         assert "its last lines" in err
         assert "Traceback" not in err

@@ -155,7 +155,7 @@ sys.exit(role_script.main(mode))
     async with supervisor(plans, tmp_path) as running:
         await running.wait_ready(30)
         os.kill(pids(running)["a"], signal.SIGKILL)
-        with pytest.raises(RoleFailed, match="refused its configuration") as failure:
+        with pytest.raises(RoleFailed, match="rejected its configuration") as failure:
             async with asyncio.timeout(30):
                 await running.wait_failed()
         assert failure.value.exit_code == 2

@@ -24,10 +24,10 @@ from messenger import MessengerConfig
 from moonpool.commands.bench import app
 from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.transfer_bench import client, run
-from moonpool.transfer_bench.client import OwnerFacts, Session, probe
+from moonpool.transfer_bench.client import BenchSession, ServerFacts, probe
 from moonpool.transfer_bench.command import host_and_port, tls_of
-from moonpool.transfer_bench.plan import Plan, Shape, bytes_of
-from moonpool.transfer_bench.server import Owner, SliceDigests
+from moonpool.transfer_bench.plan import BatchShape, BenchPlan, bytes_of
+from moonpool.transfer_bench.server import BenchServer, SliceDigests
 from rpc.control import secure
 from settings.keys import assemble
 from settings.messenger import TlsSettings
@@ -36,7 +36,7 @@ COMMAND = [sys.executable, "-m", "moonpool", "bench", "messenger"]
 TLS = Path(__file__).parents[2] / "data" / "tls"
 NO_TLS = TlsSettings()
 WITH_TLS = TlsSettings(TLS / "node.pem", TLS / "node.key", TLS / "ca.pem")
-SMALL = Plan(
+SMALL = BenchPlan(
     sizes=(4096,),
     slices=(1, 7),
     directions=("write", "read"),
@@ -68,7 +68,7 @@ def port(owner: tuple[int, subprocess.Popen[str]]) -> int:
     return owner[0]
 
 
-def measured(plan: Plan, port: int, tls: TlsSettings = NO_TLS) -> run.Outcome:
+def measured(plan: BenchPlan, port: int, tls: TlsSettings = NO_TLS) -> run.BenchOutcome:
     return run.measure_all(plan, "127.0.0.1", port, tls, Console(quiet=True))
 
 
@@ -115,11 +115,11 @@ def test_digests_of_every_batch_are_compared(port: int, transport: str) -> None:
 
 
 def test_a_batch_whose_bytes_differ_fails_the_command(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Elsewhere(Session):
-        async def hash_of(self, shape: Shape, base: int) -> str:
+    class Elsewhere(BenchSession):
+        async def hash_of(self, shape: BatchShape, base: int) -> str:
             return await super().hash_of(shape, base + 256 if base == 0 else base - 256)
 
-    monkeypatch.setattr(run, "Session", Elsewhere)
+    monkeypatch.setattr(run, "BenchSession", Elsewhere)
     with pytest.raises(TransferBenchFailed, match="other bytes than it should"):
         measured(SMALL, port)
 
@@ -154,7 +154,7 @@ class Stream:
 
 
 @pytest.fixture
-def lender(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Owner, threading.Event, threading.Event]]:
+def lender(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[BenchServer, threading.Event, threading.Event]]:
     """An owner in this process whose lending takes as long as a test wants: when it begins, and that it may end."""
     begun, may_end = threading.Event(), threading.Event()
 
@@ -163,7 +163,7 @@ def lender(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Owner, threading.E
         assert may_end.wait(60)
 
     monkeypatch.setattr("moonpool.transfer_bench.server.fill", slowly)
-    owner = Owner("127.0.0.1", assemble(MessengerConfig, transport="tcp"))
+    owner = BenchServer("127.0.0.1", assemble(MessengerConfig, transport="tcp"))
     owner.messenger.start()
     yield owner, begun, may_end
     owner.close()
@@ -247,12 +247,12 @@ def test_another_version_is_refused_by_name(port: int, monkeypatch: pytest.Monke
 def test_a_data_port_that_cannot_be_reached_is_named(
     port: int, monkeypatch: pytest.MonkeyPatch, unused_port: Callable[[], int]
 ) -> None:
-    class Blocked(Session):
-        async def open(self, region_nbytes: int) -> OwnerFacts:
+    class Blocked(BenchSession):
+        async def open(self, region_nbytes: int) -> ServerFacts:
             owner = await super().open(region_nbytes)
             return replace(owner, endpoint=replace(owner.endpoint, tcp_port=unused_port()))
 
-    monkeypatch.setattr(run, "Session", Blocked)
+    monkeypatch.setattr(run, "BenchSession", Blocked)
     with pytest.raises(TransferBenchFailed, match=r"the port the bytes go to.*--data-port"):
         measured(SMALL, port)
 
@@ -368,5 +368,5 @@ def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
 
 def test_a_message_that_is_no_digests_agrees_with_nothing() -> None:
     digests = SliceDigests(np.zeros(1 << 16, np.uint8))
-    messages: list[Any] = [b"", b"x" * 24, SliceDigests(np.zeros(1 << 20, np.uint8)).message(Shape(4096), 1 << 17)]
+    messages: list[Any] = [b"", b"x" * 24, SliceDigests(np.zeros(1 << 20, np.uint8)).message(BatchShape(4096), 1 << 17)]
     assert [digests.agrees(message) for message in messages] == [False, False, False]
