@@ -1,4 +1,4 @@
-"""The messenger's rdma transport beside perftest's ib_write_bw, in one boot of the soft-RoCE bed, turn by turn.
+"""The messenger's rdma transport beside perftest's ib_write_bw, in one boot of the test VM, turn by turn.
 
 Both write between two processes of one VM over the same device, over and over into the same place, with the same size
 and the same number of writes under way, and take a completion for each (ib_write_bw's -Q 1). The VM is emulated: only
@@ -13,7 +13,7 @@ CPU time is that of the whole VM, the kernel's share of soft-RoCE included, per 
 costs more than one of the fewest writes. `cpu_us_per_slice` is what each of many small slices of one batch costs more
 than the same bytes in one piece, in the whole VM.
 
-Run: python benchmarks/rdma_vm.py [--rounds N] [--count]; outside the bed it goes there by itself. The last line is
+Run: python benchmarks/rdma_vm.py [--rounds N] [--count]; outside the VM it starts itself there. The last line is
 JSON: `write_vs_ib_write_bw` is the least ratio over the sizes from 1 MiB up, all stand under `by_size`.
 """
 
@@ -69,10 +69,10 @@ class Figure:
 
 
 def outside(rounds: int, *, count: bool) -> int:
-    """Runs this script in the bed."""
+    """Run this script in the VM."""
     inner = ["python3", str(Path(__file__).resolve()), "--rounds", str(rounds)]
-    bed = [sys.executable, "-m", "tools.rdma_vm", "run", "--timeout", "900", *(["--count"] if count else [])]
-    return subprocess.run([*bed, "--", *inner], cwd=ROOT).returncode
+    vm = [sys.executable, "-m", "tools.rdma_vm", "run", "--timeout", "900", *(["--count"] if count else [])]
+    return subprocess.run([*vm, "--", *inner], cwd=ROOT).returncode
 
 
 def cpu_s() -> float:

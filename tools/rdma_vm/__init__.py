@@ -1,5 +1,5 @@
-"""A bed for tests that need a real verbs device: a small Debian VM with soft-RoCE devices, built and booted here.
+"""Test VM with soft-RoCE devices, for tests that need a real verbs device: a small Debian image, built and booted here.
 
-Nothing of the serving system may live here and nothing here is shipped: `python -m tools.rdma_vm run -- COMMAND` runs a
-command inside the VM, with the repository at the path it has outside. README.md tells how to use it.
+The package imports nothing of the serving system and is not shipped: `python -m tools.rdma_vm run -- COMMAND` runs a
+command inside the VM, with the repository at the same path as outside. README.md describes its use.
 """

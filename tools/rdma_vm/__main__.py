@@ -1,6 +1,6 @@
-"""`python -m tools.rdma_vm run [--two] -- COMMAND`: a command inside a VM with soft-RoCE devices.
+"""Command line: `python -m tools.rdma_vm run [--two] -- COMMAND` runs a command inside a VM with soft-RoCE devices.
 
-The exit status is the command's; 125 if the VM gave none (crash, deadline) or could not be built or booted.
+The exit status is the command's, or 125 if the VM reported none (crash, deadline) or could not be built or booted.
 """
 
 import argparse
@@ -8,25 +8,27 @@ import sys
 from pathlib import Path
 
 from tools.rdma_vm import machine, qemu, suite
-from tools.rdma_vm.bed import Bed, Shape
-from tools.rdma_vm.errors import BedError
+from tools.rdma_vm.errors import VmError
+from tools.rdma_vm.launcher import SoftRoceVm, VmShape
 from tools.rdma_vm.progress import Deadline, say
 
 
 def main() -> int:
-    """The program; its exit status."""
+    """Run the program and return its exit status."""
     options = _parser().parse_args()
     machine.end_on_signals()
     deadline = Deadline.after(options.timeout + (options.seconds if options.action == "soak" else 0.0))
     try:
-        bed = Bed.made(deadline)
+        vm = SoftRoceVm.made(deadline)
         if options.action == "run":
-            shape = Shape(2 if options.two else 1, options.rails, options.memory, options.results, counts=options.count)
-            return bed.run(options.command, shape, deadline)
+            shape = VmShape(
+                2 if options.two else 1, options.rails, options.memory, options.results, counts=options.count
+            )
+            return vm.run(options.command, shape, deadline)
         if options.action == "soak":
-            return suite.soak(bed, deadline, options.seconds, options.seed)
-        return suite.run(bed, deadline, one=options.one) if options.action == "test" else 0
-    except BedError as error:
+            return suite.soak(vm, deadline, options.seconds, options.seed)
+        return suite.run(vm, deadline, one=options.one) if options.action == "test" else 0
+    except VmError as error:
         say(f"{type(error).__name__}: {error}")
         return qemu.STATUS_NONE
 

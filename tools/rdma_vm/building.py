@@ -1,4 +1,4 @@
-"""The steps in which an image is made, each a program of others at work."""
+"""Build steps of an image, each of which runs an external program."""
 
 import contextlib
 import os
@@ -17,10 +17,9 @@ _CLEARING_LIMIT_S = 20.0
 
 
 def bootstrap(work: Path, tools: Tools, deadline: Deadline) -> None:
-    """Leaves the root filesystem, with kernel and initramfs in boot/, in `work`/root.tar.
+    """Write the root filesystem, with kernel and initramfs in boot/, to `work`/root.tar.
 
-    Raises:
-        BuildFailed, DeadlineExceeded, NotPermitted.
+    Raises BuildFailed, DeadlineExceeded, NotPermitted.
     """
     (work / "tmp").mkdir(mode=0o777)
     (work / "tmp").chmod(0o777)
@@ -58,10 +57,9 @@ def bootstrap(work: Path, tools: Tools, deadline: Deadline) -> None:
 
 
 def _isolation() -> list[str]:
-    """What to run mmdebstrap under, so that neither mounts nor processes outlive it.
+    """Return the command prefix for mmdebstrap that keeps mounts and processes from outliving it.
 
-    Raises:
-        NotPermitted: neither root nor a user with subordinate ids in a kernel with user namespaces.
+    Raises NotPermitted for a user who is neither root nor has subordinate ids in a kernel with user namespaces.
     """
     unshare = find_program("unshare")
     if os.geteuid() == 0:
@@ -78,7 +76,7 @@ def _isolation() -> list[str]:
 
 
 def unpack(archive: Path, root: Path) -> None:
-    """Unpacks all but devices. Owners do not matter: in the guest there is only root."""
+    """Unpack everything but devices. Owners are dropped: the guest has only root."""
 
     def kept(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
         return None if member.isdev() else member
@@ -88,11 +86,7 @@ def unpack(archive: Path, root: Path) -> None:
 
 
 def make_disk(make_filesystem: Path, root: Path, disk: Path, deadline: Deadline) -> None:
-    """An ext4 image of what is below `root`.
-
-    Raises:
-        BuildFailed, DeadlineExceeded.
-    """
+    """Write an ext4 image of the tree below `root`. Raises BuildFailed, DeadlineExceeded."""
     used = sum(path.lstat().st_size + 4096 for path in root.rglob("*"))
     command = [str(make_filesystem), "-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d", str(root), str(disk)]
     try:

@@ -1,46 +1,46 @@
-"""The errors of the bed. Each says what is missing or went wrong and what to do about it.
+"""Errors of the test VM. Each says what is missing or went wrong and what to do about it.
 
-BedError
-├── UnsupportedHost      not Linux on x86-64, or a Python that the guest's libraries do not fit
-├── MissingTool          a program that the bed cannot fetch by itself
+VmError
+├── UnsupportedHost      not Linux on x86-64, or a Python that does not fit the guest's libraries
+├── MissingTool          a required program that cannot be fetched
 ├── NotPermitted         no right to make a root filesystem, or to write to the cache folder
 ├── NoSpace              the cache folder's disk is too full
-├── BuildFailed          a step of the build failed (a download, most often)
-├── DeadlineExceeded     the time given for everything is over
+├── BuildFailed          a build step failed (usually a download)
+├── DeadlineExceeded     the deadline for build, boot and command passed
 └── BootFailed           the VM ended, or ran out of time, before it was ready for the command
 """
 
 
-class BedError(Exception):
-    """Base of all errors of the bed."""
+class VmError(Exception):
+    """Root of the errors of the test VM."""
 
 
-class UnsupportedHost(BedError):
-    """The machine cannot run the bed at all."""
+class UnsupportedHost(VmError):
+    """The machine cannot run the test VM."""
 
 
-class MissingTool(BedError):
-    """A program is missing that the bed cannot fetch by itself."""
+class MissingTool(VmError):
+    """A required program is missing and cannot be fetched."""
 
 
-class NotPermitted(BedError):
+class NotPermitted(VmError):
     """No right to make a root filesystem, or to write to the cache folder."""
 
 
-class NoSpace(BedError):
+class NoSpace(VmError):
     """Too little room on the cache folder's disk."""
 
 
-class BuildFailed(BedError):
+class BuildFailed(VmError):
     """A step of the build ended with an error."""
 
 
-class DeadlineExceeded(BedError):
+class DeadlineExceeded(VmError):
     """The one deadline for build, boot and command has passed."""
 
 
-class BootFailed(BedError):
-    """The VM gave no sign that it is ready. `reason` is the line that tells most; the text tells all that is known."""
+class BootFailed(VmError):
+    """The VM did not become ready. `reason` is the most significant line; the text has all that is known."""
 
     def __init__(self, reason: str, story: str) -> None:
         super().__init__(story)

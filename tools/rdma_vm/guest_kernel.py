@@ -1,7 +1,7 @@
-"""Run by mmdebstrap on the finished root filesystem: puts a kernel, the modules the bed needs and an initramfs in.
+"""Installation of a kernel, modules and an initramfs in the root filesystem, run by mmdebstrap.
 
-`python -m tools.rdma_vm.guest_kernel ROOT`. A process of its own, because only mmdebstrap's (perhaps unprivileged)
-namespace may write there. Uses apt with the lists of the guest's suite, so the host's own suite does not matter.
+`python -m tools.rdma_vm.guest_kernel ROOT` is a process of its own, because only mmdebstrap's (perhaps unprivileged)
+namespace may write there. It uses apt with the lists of the guest's suite, so the host's suite does not matter.
 """
 
 import os
@@ -16,8 +16,8 @@ from tools.rdma_vm.errors import BuildFailed
 
 
 def main(root: Path) -> None:
-    """Adds usr/lib/modules/VERSION, boot/vmlinux and boot/initramfs to the filesystem at `root`."""
-    with tempfile.TemporaryDirectory(prefix="rdma-bed-kernel-") as name:
+    """Add usr/lib/modules/VERSION, boot/vmlinux and boot/initramfs to the filesystem at `root`."""
+    with tempfile.TemporaryDirectory(prefix="rdma-vm-kernel-") as name:
         unpacked = Path(name)
         version = _download(unpacked)
         found = _install_modules(unpacked / "lib/modules" / version, root / "usr/lib/modules" / version)
@@ -37,7 +37,7 @@ def main(root: Path) -> None:
 
 
 def _download(into: Path) -> str:
-    """Fetches and unpacks the newest generic kernel; its version."""
+    """Fetch and unpack the newest generic kernel; return its version."""
     apt = {**os.environ, "APT_CONFIG": os.environ["MMDEBSTRAP_APT_CONFIG"]}
     depends = subprocess.run(
         ["apt-cache", "depends", recipe.KERNEL_METAPACKAGE], env=apt, check=True, capture_output=True, text=True
@@ -52,7 +52,7 @@ def _download(into: Path) -> str:
 
 
 def _install_modules(source: Path, target: Path) -> dict[str, Path]:
-    """Copies the modules that the bed needs; their files by name."""
+    """Copy the required modules; return their files by name."""
     files = {initramfs.module_name(path.name): path for path in sorted(source.rglob("*.ko"))}
     needs = {module: initramfs.needed_modules(path.read_bytes()) for module, path in files.items()}
     builtin = {initramfs.module_name(Path(line).name) for line in (source / "modules.builtin").read_text().split()}

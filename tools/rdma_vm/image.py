@@ -1,4 +1,4 @@
-"""The VM image: built once per recipe, published whole or not at all, shared by every run."""
+"""The VM image: built once per recipe, published atomically, shared by every run."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ _KEPT_IMAGES = 2
 
 @dataclass(frozen=True)
 class Image:
-    """The files of a built image; nobody writes to them."""
+    """Files of a built image, which are read-only."""
 
     root: Path
     kernel: Path
@@ -29,14 +29,14 @@ class Image:
 
     @classmethod
     def at(cls, folder: Path) -> "Image":
-        """The image in `folder`."""
+        """Return the image in `folder`."""
         return cls(folder / "root.img", folder / "vmlinux", folder / "initramfs")
 
 
 def provide(cache: Path, deadline: Deadline) -> tuple[Image, Tools]:
-    """The image of today's recipe and the tools, built and fetched first where they are not in `cache` yet.
+    """Return the image of the current recipe and the tools; build and fetch them first where `cache` lacks them.
 
-    Raises BedError.
+    Raises VmError.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def provide(cache: Path, deadline: Deadline) -> tuple[Image, Tools]:
 
 @contextlib.contextmanager
 def _locked(path: Path, deadline: Deadline) -> Iterator[None]:
-    """Holds the cache's lock, which the system takes back from a process that dies."""
+    """Hold the cache's lock, which the kernel releases when the process dies."""
     with path.open("w") as file:
         told = False
         while True:
@@ -72,7 +72,7 @@ def _locked(path: Path, deadline: Deadline) -> Iterator[None]:
 
 
 def _build(folder: Path, tools: Tools, deadline: Deadline) -> None:
-    """Publishes the image as `folder` once it is whole."""
+    """Build the image and publish it as `folder` once it is complete."""
     free = shutil.disk_usage(folder.parent).free
     if free < _NEEDED_BYTES:
         raise NoSpace(
@@ -103,7 +103,7 @@ def _build(folder: Path, tools: Tools, deadline: Deadline) -> None:
 
 
 def _forget_old(cache: Path, newest: Path) -> None:
-    """Keeps the newest images only. A VM that runs from one keeps it open, so nothing is taken from it."""
+    """Delete all but the newest images. A running VM keeps its image open, so it loses nothing."""
     older = sorted((path for path in cache.glob("image-*") if path != newest), key=lambda path: path.stat().st_mtime)
     for folder in older[: max(len(older) - _KEPT_IMAGES + 1, 0)]:
         shutil.rmtree(folder)

@@ -1,5 +1,5 @@
-"""The guest's kernel, as QEMU likes it: which modules follow from which, the cpio archive of the initramfs, and the
-kernel unpacked. Bytes in, bytes out.
+"""Preparation of the guest's kernel: module dependencies, the cpio archive of the initramfs, and the unpacked kernel.
+Pure.
 """
 
 import lzma
@@ -12,12 +12,12 @@ _XZ_MAGIC = b"\xfd7zXZ\0"
 
 
 def module_name(file_name: str) -> str:
-    """The name of a module by its file's: `crc32c-intel.ko` is `crc32c_intel`."""
+    """Return the module's name for a file name: `crc32c-intel.ko` is `crc32c_intel`."""
     return file_name.split(".")[0].replace("-", "_")
 
 
 def needed_modules(module: bytes) -> list[str]:
-    """The names of the modules that a module needs directly, from the text of its file's .modinfo section."""
+    """Return the direct dependencies of a module, from the text of its .modinfo section."""
     at = module.find(b"\0depends=")
     if at < 0:
         return []
@@ -26,8 +26,8 @@ def needed_modules(module: bytes) -> list[str]:
 
 
 def closure(wanted: Iterable[str], needs: Mapping[str, list[str]]) -> list[str]:
-    """`wanted` and all that they need, in an order in which they can be loaded. Names that are not in `needs` are
-    taken to be built into the kernel.
+    """Return `wanted` and all dependencies in load order. Names that are not in `needs` are taken as built into the
+    kernel.
     """
     order: list[str] = []
 
@@ -43,7 +43,7 @@ def closure(wanted: Iterable[str], needs: Mapping[str, list[str]]) -> list[str]:
 
 
 def cpio(files: Mapping[str, bytes]) -> bytes:
-    """A `newc` archive of executable files and the folders that they lie in; paths without a leading slash."""
+    """Return a `newc` archive of executable files and their folders; paths have no leading slash."""
     folders = {"/".join(path.split("/")[:depth]) for path in files for depth in range(1, path.count("/") + 1)}
     entries = [(name, stat.S_IFDIR | 0o755, b"") for name in sorted(folders)]
     entries += [(name, stat.S_IFREG | 0o755, files[name]) for name in sorted(files)]
@@ -60,10 +60,9 @@ def cpio(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked_kernel(vmlinuz: bytes) -> bytes:
-    """The ELF image inside a compressed kernel: booted as it is, it spares an emulated guest the unpacking.
+    """Return the ELF image inside a compressed kernel, which an emulated guest then need not decompress.
 
-    Raises:
-        BuildFailed: the kernel is not compressed by xz, as Debian's is.
+    Raises BuildFailed if the kernel is not compressed by xz, as Debian's is.
     """
     at = vmlinuz.find(_XZ_MAGIC)
     if at < 0:

@@ -1,4 +1,4 @@
-"""Running VMs: one process each, their output as it comes, one deadline, an exit status, and nothing left behind."""
+"""Running VMs: one process each, streamed output, one deadline, an exit status, and complete clean-up."""
 
 import contextlib
 import fcntl
@@ -29,7 +29,7 @@ _KVM_GET_API_VERSION, _KVM_CREATE_VM, _KVM_CREATE_VCPU = 0xAE00, 0xAE01, 0xAE41
 
 
 def kvm_is_usable() -> bool:
-    """Whether the processor helps: the device is there, may be opened, and gives a machine with a processor."""
+    """Return True if KVM works: the device exists, may be opened, and creates a machine with a processor."""
     try:
         with open("/dev/kvm", "rb+", buffering=0) as device:
             fcntl.ioctl(device, _KVM_GET_API_VERSION, 0)
@@ -45,7 +45,7 @@ def kvm_is_usable() -> bool:
 
 @dataclass
 class _Running:
-    """A VM that runs: its process, its folder, and what it has told."""
+    """A running VM: its process, its folder and its output."""
 
     guest: qemu.Guest
     process: subprocess.Popen[bytes]
@@ -61,24 +61,24 @@ class _Running:
         return self.process.stdout
 
     def look(self) -> None:
-        """Notes when the guest became ready."""
+        """Record when the guest became ready."""
         if self.ready_s is None and (self.folder / "ready").exists():
             self.ready_s = time.monotonic() - self.began_s
 
     def errors(self) -> list[str]:
-        """What QEMU complained of."""
+        """Return QEMU's error output."""
         return (self.folder / "qemu.log").read_text(errors="replace").splitlines()
 
     def console(self) -> str:
-        """What the guest's kernel said."""
+        """Return the output of the guest's kernel."""
         with contextlib.suppress(FileNotFoundError):
             return (self.folder / "console.log").read_text(errors="replace").replace("\r", "")
         return ""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run ended. `status`: the command's exit status, 125 if the VM gave none."""
+class VmOutcome:
+    """Result of a run. `status` is the command's exit status, 125 if the VM reported none."""
 
     status: int
     boot_s: float
@@ -87,7 +87,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to boot and what to run in it: a job, a shell script, for each guest."""
+    """Guests to boot, and the job, a shell script, to run in each."""
 
     guests: Sequence[qemu.Guest]
     jobs: Sequence[str]
@@ -97,8 +97,8 @@ class Plan:
     cache: Path
 
 
-def run(plan: Plan, kvm: bool, deadline: Deadline, output: IO[bytes]) -> Outcome:
-    """Boots the guests together, runs a job in each and ends when all have ended, or soon after one has failed.
+def run(plan: Plan, kvm: bool, deadline: Deadline, output: IO[bytes]) -> VmOutcome:
+    """Boot the guests together and run a job in each; end when all have ended, or soon after one has failed.
 
     Raises:
         BootFailed: a VM ended or ran out of time before it was ready.
@@ -130,7 +130,7 @@ def run(plan: Plan, kvm: bool, deadline: Deadline, output: IO[bytes]) -> Outcome
 def _started(
     command: Sequence[str], tools: Tools, descriptors: Sequence[int], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that dies with this one, however this one ends."""
+    """Start a process that dies with this one, however this one ends."""
     with log.open("wb") as errors:
         process = subprocess.Popen(
             [require_program("setpriv", "util-linux"), "--pdeathsig", "KILL", *command],
@@ -151,8 +151,8 @@ def _started(
             process.stdout.close()
 
 
-def _watch(machines: Sequence[_Running], boot_limit_s: float, deadline: Deadline, output: IO[bytes]) -> Outcome:
-    """Forwards output until all machines have ended."""
+def _watch(machines: Sequence[_Running], boot_limit_s: float, deadline: Deadline, output: IO[bytes]) -> VmOutcome:
+    """Forward output until all machines have ended."""
     status, limit_s = 0, deadline.at_s
     with selectors.DefaultSelector() as selector:
         for machine in machines:
@@ -180,11 +180,11 @@ def _watch(machines: Sequence[_Running], boot_limit_s: float, deadline: Deadline
                     "\n".join(_story(machine, f"was not done within {deadline.given_s:g} s") for machine in machines)
                 )
     boot_s = max(machine.ready_s or 0.0 for machine in machines)
-    return Outcome(status, boot_s, time.monotonic() - machines[0].began_s - boot_s)
+    return VmOutcome(status, boot_s, time.monotonic() - machines[0].began_s - boot_s)
 
 
 def _forward(machine: _Running, chunk: bytes, output: IO[bytes]) -> None:
-    """Writes what came; with a label, whole lines only."""
+    """Write the output; with a label, whole lines only."""
     if machine.label:
         *lines, machine.partial = (machine.partial + chunk).split(b"\n")
         if not chunk and machine.partial:
@@ -196,7 +196,7 @@ def _forward(machine: _Running, chunk: bytes, output: IO[bytes]) -> None:
 
 
 def _ended(machine: _Running) -> int:
-    """The status of a machine whose output has ended. Raises BootFailed if it was never ready."""
+    """Return the status of a machine whose output has ended. Raises BootFailed if it was never ready."""
     machine.process.wait()
     machine.look()
     if machine.ready_s is None:
@@ -218,7 +218,7 @@ def _boot_failed(machine: _Running, what: str) -> BootFailed:
 
 
 def _story(machine: _Running, what: str) -> str:
-    """What is known of a VM that failed."""
+    """Describe what is known of a VM that failed."""
     told = machine.folder / "failed"
     lines = [f"the VM {what}", *([told.read_text().strip()] if told.exists() else [])]
     lines += [f"QEMU: {line}" for line in machine.errors()[-5:]]
@@ -226,7 +226,7 @@ def _story(machine: _Running, what: str) -> str:
 
 
 def end_on_signals() -> None:
-    """Lets SIGTERM and SIGHUP end the program as Ctrl-C does, so that VMs and folders are cleared away."""
+    """Make SIGTERM and SIGHUP end the program as Ctrl-C does, so that VMs and folders are removed."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

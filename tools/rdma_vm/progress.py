@@ -1,4 +1,4 @@
-"""What the bed says while it works, and the one deadline that all its steps share."""
+"""Progress messages, and the one deadline that all steps share."""
 
 import sys
 import time
@@ -8,32 +8,32 @@ from tools.rdma_vm.errors import DeadlineExceeded
 
 
 def say(text: str) -> None:
-    """One line to standard error, which the command's own output does not go to."""
+    """Write a line to standard error, apart from the command's own output."""
     print(f"rdma_vm: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """A point in time, and how much time there was until then."""
+    """A point in time, and the time that was available until then."""
 
     given_s: float
     at_s: float
 
     @classmethod
     def after(cls, seconds: float) -> "Deadline":
-        """The deadline `seconds` from now."""
+        """Return the deadline `seconds` from now."""
         return cls(seconds, time.monotonic() + seconds)
 
     def left(self) -> float:
-        """Seconds left, never below zero."""
+        """Return the seconds left, never below zero."""
         return max(self.at_s - time.monotonic(), 0.0)
 
     def passed(self) -> bool:
-        """Whether no time is left."""
+        """Return True if no time is left."""
         return self.left() == 0.0
 
     def error(self, doing: str) -> DeadlineExceeded:
-        """The error to raise when the deadline passed while `doing` something."""
+        """Return the error to raise when the deadline passed while `doing` something."""
         return DeadlineExceeded(
             f"{doing} was not done within the {self.given_s:g} s given for all: --timeout gives more"
         )

@@ -1,4 +1,4 @@
-"""QEMU's command line, and what the guest is told through the run's share. Pure: values in, values out."""
+"""QEMU's command line, and the files that configure the guest. Pure."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ STATUS_NONE = 125
 
 @dataclass(frozen=True)
 class Mount:
-    """A folder of the host that the guest sees at `path`."""
+    """A folder of the host, mounted in the guest at `path`."""
 
     source: Path
     path: Path
@@ -22,7 +22,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Rail:
-    """A soft-RoCE device of the guest, on an interface of its own in a subnet of its own."""
+    """A soft-RoCE device of the guest, on an interface and a subnet of its own."""
 
     device: str
     interface: str
@@ -31,7 +31,7 @@ class Rail:
 
 @dataclass(frozen=True)
 class Guest:
-    """One VM: `number` is 0 or 1; with `peers` = 2 the other one is reached over wires, one to each rail."""
+    """One VM: `number` is 0 or 1; with `peers` = 2 a wire per rail connects it to the other one."""
 
     number: int
     peers: int
@@ -43,13 +43,13 @@ class Guest:
     with KVM, and on one processor."""
 
     def rails(self, number: int | None = None) -> list[Rail]:
-        """This guest's rails, or those of guest `number`."""
+        """Return this guest's rails, or those of guest `number`."""
         host = (self.number if number is None else number) + 1
         kind = "eth" if self.peers == 2 else "dummy"
         return [Rail(f"rxe{rail}", f"{kind}{rail}", f"10.77.{rail}.{host}") for rail in range(self.num_rails)]
 
     def environment(self) -> dict[str, str]:
-        """What tells the command where it is.
+        """Return the variables that describe the VM to the command.
 
         RDMA_VM is 1 in every guest; RDMA_VM_RAILS is `device=address` per rail, separated by commas. With two guests,
         RDMA_VM_ROLE is first or second, and RDMA_VM_PEER_RAILS has the other's rails.
@@ -66,12 +66,12 @@ def _listed(rails: Sequence[Rail]) -> str:
 
 
 def exit_status(text: str) -> int:
-    """The command's exit status from what the guest left; 125 if that is nothing, or no status."""
+    """Parse the exit status that the guest wrote; return 125 if there is none or it is invalid."""
     return int(text) if text.strip().isdecimal() and int(text) < 256 else STATUS_NONE
 
 
 def run_files(guest: Guest, mounts: Sequence[Mount], job: str) -> dict[str, str]:
-    """The files that guest/boot.sh reads, by name."""
+    """Return the files that guest/boot.sh reads, by name."""
     return {
         "mounts": "".join(
             f"mount{number} {mount.path} {'rw' if mount.writable else 'ro'}\n" for number, mount in enumerate(mounts)
@@ -82,7 +82,7 @@ def run_files(guest: Guest, mounts: Sequence[Mount], job: str) -> dict[str, str]
 
 
 def job_script(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
-    """A shell script that runs `command` in `folder`."""
+    """Return a shell script that runs `command` in `folder`."""
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
     return f"{exports}cd {shlex.quote(str(folder))} || exit {STATUS_NONE}\nexec {shlex.join(command)}\n"
 
@@ -124,5 +124,5 @@ def arguments(
 
 
 def _escaped(path: Path) -> str:
-    """A path as QEMU's options take it."""
+    """Escape a path for QEMU's options."""
     return str(path).replace(",", ",,")

@@ -1,8 +1,8 @@
-"""What the VM image is made from, and the key under which it is cached. Data and arithmetic only.
+"""Ingredients of the VM image, and the key under which it is cached. Data and arithmetic only.
 
-The key is a hash over everything that decides what is in the image, this file among it: change any, and the next run
-builds anew. What the guest does after it has found its root filesystem is not part of the image: `guest/boot.sh` goes
-in with each run.
+The key is a hash over everything that determines the image, including this file: after a change the next run builds a
+new one. `guest/boot.sh`, which runs once the root filesystem is mounted, is not part of the image but sent with each
+run.
 """
 
 import hashlib
@@ -50,12 +50,12 @@ _INGREDIENTS = ("recipe.py", "building.py", "guest_kernel.py", "initramfs.py", "
 
 
 def tools_key() -> str:
-    """The key of the unpacked tools."""
+    """Return the key of the unpacked tools."""
     return hashlib.sha256(" ".join(TOOL_PACKAGES).encode()).hexdigest()[:16]
 
 
 def image_key(folder: Path = _HERE) -> str:
-    """The image's key, 16 hexadecimal digits, from the files in `folder` that decide what is in it."""
+    """Return the image's key, 16 hexadecimal digits, from the files in `folder` that determine it."""
     digest = hashlib.sha256()
     for name in _INGREDIENTS:
         text = (folder / name).read_bytes()

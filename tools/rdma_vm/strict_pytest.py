@@ -1,6 +1,6 @@
-"""A pytest plugin for the inside of the VM: what is skipped there has failed, for there is nowhere else to run it.
+"""Pytest plugin for the inside of the VM: a skipped test counts as failed, since it can run nowhere else.
 
-And a run that its time limit cut short was interrupted, not failed: there are tests that nobody ran.
+A run that its time limit ended counts as interrupted, because some tests did not run.
 """
 
 from collections.abc import Generator
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that skips itself."""
+    """Fail a skipped test."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail"):
         report.outcome, report.longrepr = "failed", f"skipped inside the VM: {report.longrepr}"
@@ -19,7 +19,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A file that skips itself."""
+    """Fail a skipped file."""
     report = yield
     if report.skipped:
         report.outcome, report.longrepr = "failed", f"skipped inside the VM: {report.longrepr}"
@@ -28,6 +28,6 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """`--session-timeout` ends a run as a failure would."""
+    """Report a run that `--session-timeout` ended as interrupted."""
     if session.shouldfail:
         session.exitstatus = pytest.ExitCode.INTERRUPTED

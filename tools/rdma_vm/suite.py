@@ -1,10 +1,10 @@
-"""What `make test-rdma` runs: the messenger's tests over rdma in one VM, then between two; a soak."""
+"""Runs behind `make test-rdma` and `make soak-rdma`: the messenger's tests in one VM, then between two; a soak."""
 
 import os
 import subprocess
 import sys
 
-from tools.rdma_vm.bed import REPOSITORY, Bed, Shape
+from tools.rdma_vm.launcher import REPOSITORY, SoftRoceVm, VmShape
 from tools.rdma_vm.progress import Deadline, say
 
 # Emulation is slow and machines are shared: every time limit of the tests times this.
@@ -36,35 +36,35 @@ esac
 """
 
 
-def soak(bed: Bed, deadline: Deadline, seconds: float, seed: int | None) -> int:
-    """The exit status of the messenger's soak over rdma; its report is the last line of standard output.
+def soak(vm: SoftRoceVm, deadline: Deadline, seconds: float, seed: int | None) -> int:
+    """Run the messenger's soak over rdma and return its exit status; its report is the last line of standard output.
 
-    Raises BedError.
+    Raises VmError.
     """
     say(f"the messenger's soak over verbs devices, {seconds:g} s")
     command = f"python3 -m soak --transport rdma --seconds {seconds:g} --patience {_PATIENCE} {_SOAKED}"
-    return bed.run([*command.split(), *([] if seed is None else ["--seed", str(seed)])], Shape(), deadline)
+    return vm.run([*command.split(), *([] if seed is None else ["--seed", str(seed)])], VmShape(), deadline)
 
 
-def run(bed: Bed, deadline: Deadline, *, one: bool) -> int:
-    """The first exit status that is not 0; `one`: of what runs in one VM only.
+def run(vm: SoftRoceVm, deadline: Deadline, *, one: bool) -> int:
+    """Run the tests and return the first exit status that is not 0; `one` limits them to one VM.
 
-    Raises BedError.
+    Raises VmError.
     """
     _compile(deadline)
-    steps = [("over a verbs device", _ONE_HOST, Shape(num_cpus=1))]
+    steps = [("over a verbs device", _ONE_HOST, VmShape(num_cpus=1))]
     if not one:
-        steps.append(("between two hosts", _TWO_HOSTS, Shape(num_machines=2, memory_mib=1024, num_cpus=1)))
+        steps.append(("between two hosts", _TWO_HOSTS, VmShape(num_machines=2, memory_mib=1024, num_cpus=1)))
     for name, script, shape in steps:
         say(f"the messenger's tests {name}")
-        status = bed.run(["sh", "-c", script], shape, deadline)
+        status = vm.run(["sh", "-c", script], shape, deadline)
         if status:
             return status
     return 0
 
 
 def _compile(deadline: Deadline) -> None:
-    """Collect the tests here: pytest keeps what it makes of them, which would take an emulated machine a minute."""
+    """Collect the tests here, so that pytest stores its compiled modules; an emulated machine would need a minute."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/messenger"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     try:

@@ -1,4 +1,4 @@
-"""The programs that the bed runs on the host: found, or fetched into the cache folder. Nothing is installed."""
+"""Programs that run on the host: found, or fetched into the cache folder. Nothing is installed."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ _SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 
 @dataclass(frozen=True)
 class Tools:
-    """Where the tools are. `environment` is what to run them under; `qemu_data` is empty for an installed QEMU."""
+    """Paths of the tools. `environment` holds the variables they need; `qemu_data` is empty for an installed QEMU."""
 
     qemu: Path
     qemu_data: tuple[Path, ...]
@@ -26,9 +26,9 @@ class Tools:
 
 
 def check_host() -> None:
-    """Raises UnsupportedHost where the bed cannot work at all."""
+    """Raise UnsupportedHost where the test VM cannot work."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise UnsupportedHost(f"the bed runs on Linux on x86-64 only, not on {sys.platform} on {platform.machine()}")
+        raise UnsupportedHost(f"the vm runs on Linux on x86-64 only, not on {sys.platform} on {platform.machine()}")
     if sys.version_info[:2] != recipe.PYTHON:
         wanted, found = (".".join(map(str, version)) for version in (recipe.PYTHON, sys.version_info[:2]))
         raise UnsupportedHost(
@@ -38,13 +38,13 @@ def check_host() -> None:
 
 
 def find_program(name: str) -> Path | None:
-    """The path of a program that is on PATH or where system programs are."""
+    """Return the path of a program on PATH or among the system's programs."""
     found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_SYSTEM_PATHS}")
     return Path(found) if found else None
 
 
 def require_program(name: str, package: str) -> Path:
-    """The path of a program that the bed does not fetch. Raises MissingTool, naming the Debian package it is in."""
+    """Return the path of a program that cannot be fetched. Raises MissingTool, naming its Debian package."""
     found = find_program(name)
     if found is None:
         raise MissingTool(f"{name} is missing: install Debian's package {package}")
@@ -52,13 +52,13 @@ def require_program(name: str, package: str) -> Path:
 
 
 def obtain(cache: Path, deadline: Deadline) -> Tools:
-    """QEMU and mmdebstrap from PATH, and what is not there from Debian's packages unpacked below `cache`.
+    """Return QEMU and mmdebstrap from PATH, or from Debian's packages unpacked below `cache`.
 
     The caller holds the cache's lock.
 
     Raises:
         MissingTool: neither the tools nor apt are there.
-        BuildFailed: the download failed, or apt takes for installed what is not on PATH.
+        BuildFailed: the download failed, or apt considers installed what is not on PATH.
     """
     environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATHS}"}
     qemu, mmdebstrap = find_program("qemu-system-x86_64"), find_program("mmdebstrap")

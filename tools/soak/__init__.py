@@ -1,5 +1,6 @@
-"""Load and faults for the messenger, for as long as one likes: `python -m soak`; and the proxy that makes the faults.
+"""Soak test of the messenger: load and faults for any duration (`python -m tools.soak`), and the proxy that injects
+faults.
 
-A tool of the project, not shipped: it knows the messenger by what its package exports, but for `rails.py`, and needs no
-compiled code.
+A development tool, not shipped. It uses only the messenger's public names, except in `rails.py`, and needs no compiled
+code.
 """

@@ -1,6 +1,6 @@
-"""`python -m soak`: load and trouble for so many seconds; what was found, as JSON, on the last line.
+"""Command line of the soak: load and faults for a number of seconds; the result is JSON on the last line.
 
-Exit status 1 when a byte was wrong, an error came out of nothing, something hung, or something grew or was left over.
+The exit status is 1 when a byte was wrong, an error had no cause, an operation hung, or a resource grew or leaked.
 """
 
 import argparse
@@ -145,7 +145,7 @@ class Soak:
         }
 
     def _callers(self) -> dict[str, Messenger]:
-        """By transport: one that speaks all that is in the clear, and one that encrypts."""
+        """Return callers by transport: one for all unencrypted transports, and one that encrypts."""
         plain = [transport for transport in self._settings.transports if transport != "tls"]
         spoken = {"tls": ["tls"]} if "tls" in self._settings.transports else {}
         if plain:
@@ -159,14 +159,16 @@ class Soak:
         return callers
 
     def _usage_at_rest(self, before: dict[str, int]) -> dict[str, int]:
-        """Once it is what it was before, for a thread outlives its join by a moment; or after a while."""
+        """Return the usage once it is back at its start value (a thread outlives its join by a moment), or after a
+        while.
+        """
         end_s = time.monotonic() + 5.0 * self._arguments.patience
         while (now := usage())["threads"] > before["threads"] and time.monotonic() < end_s:
             time.sleep(0.01)
         return now
 
     def _watch(self, members: list[Member], workers: list[Worker], trouble: Trouble, end_s: float) -> None:
-        """Until the time is up, or something failed."""
+        """Wait until the time is up, or something failed."""
         started_s = shown_s = time.monotonic()
         while not self._over.wait(SAMPLE_S) and time.monotonic() < end_s:
             self._samples.append(usage())
@@ -182,7 +184,7 @@ class Soak:
                 self._show(shown_s - started_s, workers, trouble)
 
     def _hang(self, workers: list[Worker]) -> bool:
-        """Whether an operation outlived its deadline. One that stalls while its peer is well is told of."""
+        """Return True if an operation outlived its deadline. Reports one that stalls while its peer is well."""
         now_s = time.monotonic()
         for worker in workers:
             since_s = worker.waits_since_s
@@ -219,7 +221,7 @@ class Soak:
                 self._failures.append(f"{type(worker.failure).__name__}: {worker.failure}")
 
     def _question(self, members: list[Member], messengers: Iterable[Messenger]) -> None:
-        """At rest nothing is pending, and every notification came with the data that it promised."""
+        """Check that at rest nothing is pending, and every notification came with the data that it promised."""
         for messenger in messengers:
             self._failures += messenger.validate()
         for member in members:

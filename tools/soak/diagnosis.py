@@ -1,4 +1,4 @@
-"""What everybody does while an operation does not move, on stderr: what explains a stall is gone once it has ended."""
+"""Diagnosis of a stalled operation on stderr, taken while it stalls, since the evidence is gone afterwards."""
 
 import contextlib
 import faulthandler
@@ -17,7 +17,7 @@ __all__ = ["tell"]
 
 
 def tell(what: str, member: Member, messenger: Messenger) -> None:
-    """Of both processes the stacks, and of the lines between them what the kernel knows and the proxy does."""
+    """Write the stacks of both processes, and the state of their connections in the kernel and the proxy."""
     _say(f"{what}; lately {member.lately()}")
     _say(f"the caller: {messenger.validate() or 'nothing pending'}, {messenger.counters()}")
     for thread in threading.enumerate():
@@ -41,5 +41,5 @@ def _say(text: str) -> None:
 
 
 def _state(pid: int) -> str:
-    """As proc(5) has it: T is stopped."""
+    """Return the process state as in proc(5); T is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

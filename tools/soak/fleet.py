@@ -1,4 +1,4 @@
-"""Peers that come and go: their processes, the proxies in front of them, and the trouble they are put through."""
+"""Peers that come and go: their processes, the proxies in front of them, and the faults injected."""
 
 import contextlib
 import dataclasses
@@ -39,14 +39,14 @@ class Settings:
     patience: float
 
     def messenger(self, transport: str) -> dict[str, Any]:
-        """What every messenger of a transport is configured with, as JSON may hold it."""
+        """Return the messenger configuration for a transport, as JSON-compatible values."""
         common = {"shm_dir": self.run_dir, "handshake_timeout_s": 5.0 * self.patience}
         if transport != "tls":
             return common | {"transport": transport}
         return common | {"transport": "tcp"} | self._tls()
 
     def _tls(self) -> dict[str, str]:
-        """Copies of the tests' certificates, which nobody else may read."""
+        """Copy the tests' certificates so that nobody else may read them."""
         sources = {"tls_cert": "node.pem", "tls_key": "node.key", "tls_ca": "ca.pem"}
         given = {setting: os.path.join(self.run_dir, name) for setting, name in sources.items()}
         for copy in given.values():
@@ -58,7 +58,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Generation:
-    """One process of a peer, as its callers know it."""
+    """One process of a peer, as its callers see it."""
 
     number: int
     endpoint: Endpoint
@@ -66,7 +66,7 @@ class Generation:
 
 
 class Member:
-    """One peer through all its processes. Any thread."""
+    """One peer through all its processes. Safe for any thread."""
 
     def __init__(self, number: int, settings: Settings) -> None:
         self.node_id = f"peer-{number}"
@@ -83,7 +83,7 @@ class Member:
         self.generation = self._start(1)
 
     def ask(self, generation: Generation, *command: Any) -> Any:
-        """The answer of that generation's process. Raises PeerGone."""
+        """Return the answer of that generation's process. Raises PeerGone."""
         with self._talking:
             process = self._process
             if process is None or generation is not self.generation:
@@ -101,41 +101,41 @@ class Member:
         return json.loads(answer)
 
     def next_generation(self, known: Generation, timeout_s: float) -> Generation:
-        """Waits for a process after the known one. Raises PeerGone when none comes in time."""
+        """Wait for a process after the given one. Raises PeerGone when none comes in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.generation is not known, timeout_s):
                 raise PeerGone(self.node_id)
             return self.generation
 
     def note(self, kind: str) -> None:
-        """That something begins to be done to it."""
+        """Record that a disturbance begins."""
         self._lately.append((kind, time.monotonic()))
 
     def lately(self) -> str:
-        """What was done to it last, and how long ago that began."""
+        """Return the last disturbance, and how long ago it began."""
         now_s = time.monotonic()
         return ", ".join(f"{kind} {now_s - begun_s:.1f} s ago" for kind, begun_s in list(self._lately)) or "nothing"
 
     def line(self) -> str:
-        """What the proxy in front of it does now."""
+        """Return what the proxy in front of the peer does now."""
         return "none" if self._proxy is None else self._proxy.describe()
 
     def ports(self) -> list[int]:
-        """On both sides of the proxy."""
+        """Return the ports on both sides of the proxy."""
         return [] if self._proxy is None else [self._proxy.address[1], self._port]
 
     def pid(self) -> int | None:
-        """Of its process, while there is one."""
+        """Return the process id, while there is a process."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
     @property
     def has_line(self) -> bool:
-        """Whether a proxy stands in front of it."""
+        """Return True if a proxy stands in front of the peer."""
         return self._proxy is not None
 
     def was_disturbed_since(self, moment_s: float) -> bool:
-        """Whether something was done to it after `moment_s`, or is being done: errors are to be expected then."""
+        """Return True if the peer was disturbed after `moment_s`, or is being disturbed: then errors are expected."""
         return self._calm_s >= moment_s
 
     def freeze(self, seconds: float, ended: threading.Event) -> None:
@@ -159,7 +159,7 @@ class Member:
                 self._changed.notify_all()
 
     def break_rail(self, caller: Messenger | None, rng: random.Random) -> None:
-        """A rail of a connection fails at the caller, or, without one, at the peer."""
+        """Break a rail of a connection at the caller or, without one, at the peer."""
         with self._disturbed():
             if caller is not None:
                 break_rail(caller, rng)
@@ -167,7 +167,7 @@ class Member:
                 self.ask(self.generation, "break_rail", rng.randrange(1 << 30))
 
     def trouble(self, kind: str, seconds: float, rng: random.Random, ended: threading.Event) -> None:
-        """Do something to the line for so long."""
+        """Inject a fault into the connection for a duration."""
         proxy = self._proxy
         assert proxy is not None
         with self._disturbed():
@@ -199,7 +199,7 @@ class Member:
             self._proxy.close()
 
     def _finish(self, process: subprocess.Popen[str]) -> None:
-        """Let the process end, or see that it does."""
+        """Wait for the process to end, or kill it."""
         assert process.stdin is not None
         assert process.stdout is not None
         with self._talking:
@@ -256,7 +256,7 @@ class Member:
 
 
 class Trouble:
-    """A thread that picks a peer and something to do to it, again and again. Steady ones are not replaced."""
+    """Thread that repeatedly picks a peer and a fault. Steady peers are not replaced."""
 
     PROCESS = ("freeze", "kill", "end")
     RAIL = ("rail broken by its caller", "rail broken by its owner")
@@ -265,7 +265,7 @@ class Trouble:
     def __init__(
         self, members: list[Member], callers: Mapping[str, Messenger], pause_s: float, rng: random.Random
     ) -> None:
-        """`callers`: by transport."""
+        """`callers`: the messengers by transport."""
         self._members = members
         self._callers = callers
         self._pause_s = pause_s
@@ -304,6 +304,6 @@ class Trouble:
             self.failure = error
 
     def _kinds(self, member: Member) -> tuple[str, ...]:
-        """What can be done to it."""
+        """Return the faults that apply to the peer."""
         line = self.LINE if member.has_line else ()
         return self.PROCESS + line + (self.RAIL if member.transport == "rdma" else ())

@@ -1,7 +1,7 @@
-"""Two hosts for as long as a test needs them: network namespaces joined by a veth pair, with a firewall each.
+"""Two hosts for tests: network namespaces joined by a veth pair, with a firewall each.
 
-Needs root, iproute2 and iptables; `what_is_missing` tells. A thread that is `inside` a host has its network, and so
-have all threads and processes that it starts meanwhile.
+Needs root, iproute2 and iptables; `what_is_missing` reports what is missing. A thread that is `inside` a host uses its
+network, as do all threads and processes that it starts meanwhile.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _TOOLS = {"ip": "iproute2", "iptables": "iptables"}
 
 
 def what_is_missing() -> str | None:
-    """Why there can be no namespaces here; None if there can."""
+    """Return why namespaces cannot be made here; None if they can."""
     lacking = [package for tool, package in _TOOLS.items() if shutil.which(tool) is None]
     if lacking:
         return f"network namespaces need {' and '.join(lacking)}, which are not installed"
@@ -30,7 +30,7 @@ def what_is_missing() -> str | None:
 
 
 class TwoHosts:
-    """Context manager. Hosts are numbered 0 and 1; `addresses[n]` is host n's."""
+    """Context manager of two hosts, numbered 0 and 1; `addresses[n]` is the address of host n."""
 
     addresses = ("10.77.0.1", "10.77.0.2")
 
@@ -53,31 +53,31 @@ class TwoHosts:
             _run("ip", "netns", "del", name)
 
     def command(self, host: int) -> list[str]:
-        """What to put before a command so that it runs on the host."""
+        """Return the command prefix that runs a command on the host."""
         return ["ip", "netns", "exec", self.names[host]]
 
     def firewall(self, host: int, *rule: str) -> None:
-        """iptables, e.g. `firewall(1, "-A", "INPUT", "-j", "DROP")`."""
+        """Run iptables on the host, e.g. `firewall(1, "-A", "INPUT", "-j", "DROP")`."""
         _run(*self.command(host), "iptables", *rule)
 
     def passed(self, host: int, chain: str) -> list[int]:
-        """How many packets each rule of the chain has met."""
+        """Return the packet count of each rule of the chain."""
         listed = _run(*self.command(host), "iptables", "-L", chain, "-v", "-x", "-n").stdout.splitlines()
         return [int(line.split()[0]) for line in listed[2:]]
 
     def heal(self) -> None:
-        """No rules, and the wire is up."""
+        """Remove all rules and set the link up."""
         for host, name in enumerate(self.names):
             self.firewall(host, "-F")
             _run("ip", "-n", name, "link", "set", "wire", "up")
 
     def unplug(self, host: int) -> None:
-        """The host's end of the wire goes down."""
+        """Set the host's end of the link down."""
         _run("ip", "-n", self.names[host], "link", "set", "wire", "down")
 
     @contextlib.contextmanager
     def inside(self, host: int) -> Iterator[None]:
-        """The calling thread is on the host."""
+        """Run the calling thread on the host."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(f"/run/netns/{self.names[host]}", os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""The process of one peer: a messenger, a region of slots with a key each, and a digest check at every notification.
+"""Process of one peer: a messenger, a region of slots with a key each, and a digest check at every notification.
 
-It prints where it listens and its keys as a line of JSON, then answers each command, a list in JSON, with a line. The
-commands are the methods of Peer. Asked by SIGUSR1, it tells on stderr what each of its threads does.
+It prints its address and keys as a line of JSON, then answers each command, a JSON list, with a line. The commands are
+the methods of Peer. On SIGUSR1 it writes the stacks of its threads to stderr.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ SLOT = struct.Struct("<I")
 
 
 def digest(data: Any) -> bytes:
-    """16 bytes."""
+    """Return a digest of 16 bytes."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def configured(settings: dict[str, Any]) -> MessengerConfig:
-    """What came as JSON: its paths are strings."""
+    """Build the configuration from JSON, in which paths are strings."""
     paths = ("shm_dir", "tls_cert", "tls_key", "tls_ca")
     typed: dict[str, Any] = {name: Path(value) if name in paths else value for name, value in settings.items()}
     return assemble(MessengerConfig, **typed)
@@ -49,7 +49,7 @@ class Peer:
         self._wrong: list[str] = []
 
     def renew(self, slot: int, value: int | None) -> str:
-        """Revoke the slot's key, then fill it with the value if one is given; a new key, in hex."""
+        """Revoke the slot's key, then fill the slot if a value is given; return a new key, in hex."""
         self._messenger.revoke(self.keys[slot])
         if value is not None:
             start = slot * self._slot_nbytes
@@ -58,15 +58,15 @@ class Peer:
         return self.keys[slot].pack().hex()
 
     def digest(self, slot: int) -> str:
-        """Of the slot's bytes, in hex."""
+        """Return the digest of the slot's bytes, in hex."""
         return digest(self._slot(slot)).hex()
 
     def break_rail(self, seed: int) -> bool:
-        """Of one of its connections over rdma; False if there is none."""
+        """Break a rail of one of its rdma connections; return False if there is none."""
         return break_rail(self._messenger, random.Random(seed))
 
     def report(self) -> dict[str, Any]:
-        """What it uses and has open, how often it was told, and what was wrong then."""
+        """Return resource usage, open objects, the number of notifications, and the errors found."""
         opened = {name: value for name, value in self._messenger.counters().items() if name.endswith("_open")}
         return {"usage": usage(), "open": opened, "told": self._told, "wrong": self._wrong}
 
@@ -82,7 +82,7 @@ class Peer:
         return self._memory.array[slot * self._slot_nbytes : (slot + 1) * self._slot_nbytes]
 
     def _check(self, node_id: str, tag: bytes, payload: bytes) -> None:
-        """A notification names the slot and says what is in it, once the data before it has landed."""
+        """Check a notification: it names the slot and its content, and the data before it must have landed."""
         (slot,) = SLOT.unpack(tag)
         self._told += 1
         if digest(self._slot(slot)) != payload:

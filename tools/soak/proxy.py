@@ -1,8 +1,8 @@
-"""A proxy for one tcp address that does to connections what networks do: real sockets, on an event loop of its own.
+"""Proxy for one tcp address that injects network faults: real sockets, on an event loop of its own.
 
-Whoever dials the proxy reaches the target, until a fault is set. Faults hold for connections that are open and for
-those to come, one way or both, until `heal`; `reset` and `abandon` are acts. The two ways are seen from the caller: UP
-goes to the target, DOWN comes from it.
+Connections to the proxy reach the target until a fault is set. Faults apply to open and new connections, in one
+direction or both, until `heal`; `reset` and `abandon` act once. Directions are seen from the caller: UP goes to the
+target, DOWN comes from it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class Fault:
-    """What happens to the bytes of one way."""
+    """Treatment of the bytes of one direction."""
 
     free: asyncio.Event = field(default_factory=asyncio.Event)
     """While it is not set nothing passes, and nothing is lost."""
@@ -40,7 +40,7 @@ class Fault:
 
 @dataclass(eq=False)
 class _Pipe:
-    """One caller's connection and the one made for it."""
+    """One caller's connection and its connection to the target."""
 
     ends: dict[Way, tuple[asyncio.StreamReader, asyncio.StreamWriter]]
     """Where the bytes of a way come from."""
@@ -52,7 +52,7 @@ class _Pipe:
 
 
 class FaultProxy:
-    """A context manager; `address` is what callers dial. Its methods may be called from any thread."""
+    """Context manager; callers connect to `address`. Its methods may be called from any thread."""
 
     def __init__(self, target: tuple[str, int], listen_host: str = "127.0.0.1") -> None:
         self._target = target
@@ -81,46 +81,46 @@ class FaultProxy:
         self.close()
 
     def hold(self, *ways: Way) -> None:
-        """A partition: nothing passes that way (none named: both) until `heal`; connections are still accepted."""
+        """Partition: hold all bytes of the direction (both without one) until `heal`; connections are accepted."""
         self._set(ways, lambda fault: fault.free.clear())
 
     def delay(self, delay_s: float, *ways: Way) -> None:
-        """Each piece, of at most 64 KiB, waits so long."""
+        """Delay each piece, of at most 64 KiB."""
         self._set(ways, lambda fault: setattr(fault, "delay_s", delay_s))
 
     def throttle(self, bytes_per_s: float, *ways: Way) -> None:
-        """So much per connection and way, and no more."""
+        """Limit the rate per connection and direction."""
         self._set(ways, lambda fault: setattr(fault, "bytes_per_s", bytes_per_s))
 
     def reset_after(self, nbytes: int, way: Way) -> None:
-        """Once so many more bytes have passed, reset the connection that brings the next, in the middle of anything."""
+        """Reset, at any point, the connection that carries the byte after the next `nbytes`."""
         self._set((way,), lambda fault: setattr(fault, "reset_after", nbytes))
 
     def flip_after(self, nbytes: int, way: Way) -> None:
-        """Change one byte, once: the one that follows the next nbytes."""
+        """Change one byte, once: the one after the next `nbytes`."""
         self._set((way,), lambda fault: setattr(fault, "flip_after", nbytes))
 
     def refuse(self) -> None:
-        """Turn away new connections, which are reset at once, until `heal`."""
+        """Reset new connections at once, until `heal`."""
         self._call(lambda: setattr(self, "_refusing", True))
 
     def heal(self) -> None:
-        """No fault any more: what was held goes on, and what was abandoned is reset on the caller's side too."""
+        """Remove all faults: held bytes go on, and abandoned connections are reset on the caller's side too."""
         self._call(self._heal)
 
     def reset(self) -> int:
-        """Reset every connection now; returns how many there were."""
+        """Reset every connection now; return their number."""
         return self._call(self._reset_all)
 
     def abandon(self) -> int:
-        """Make every connection half-open; returns how many there were.
+        """Make every connection half-open; return their number.
 
-        The target's end is reset, and the caller, whose bytes nobody reads any more, is told nothing.
+        The target's end is reset, and the caller, whose bytes are read by nobody, is not notified.
         """
         return self._call(self._abandon_all)
 
     def describe(self) -> str:
-        """What is open, what holds it up, and what went through."""
+        """Describe the open connections, the faults and the bytes passed."""
         return self._call(self._describe)
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class FaultProxy:
             await fault.free.wait()
 
     def _damaged(self, way: Way, piece: bytes) -> bytes:
-        """What is left of the piece: a shorter one means that the connection is to be reset after it."""
+        """Return the piece after damage; a shorter one means that the connection is to be reset after it."""
         fault = self._faults[way]
         if fault.flip_after is not None:
             at, fault.flip_after = fault.flip_after, fault.flip_after - len(piece)

@@ -1,6 +1,7 @@
-"""Rails that fail under connections over rdma: a queue pair ends in error, as by a port that fails.
+"""Failure of rails under rdma connections: a queue pair is put in the error state, as by a failed port.
 
-The one part of the soak that reaches into the messenger, for no call of a messenger's breaks what is whole.
+This is the one module of the soak that uses internals of the messenger, since its interface offers no way to break a
+rail.
 """
 
 import random
@@ -12,7 +13,7 @@ __all__ = ["break_rail"]
 
 
 def break_rail(messenger: Messenger, rng: random.Random) -> bool:
-    """One lane of one of its connections, either way; False if there is none."""
+    """Break one lane of one of the connections; return False if there is none."""
     links = _links(messenger)
     return bool(links) and _break(rng.choice(links), rng)
 

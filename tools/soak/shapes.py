@@ -1,4 +1,4 @@
-"""Slice lists of every kind, and what they do to bytes; pure."""
+"""Slice lists of every kind, and their effect on bytes; pure."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ MAX_ROWS = 400
 
 
 def random_rows(rng: np.random.Generator, room: int) -> Rows:
-    """int64 [n, 3] (source, destination, nbytes) within `room` bytes on both sides; no two destinations overlap."""
+    """Return int64 [n, 3] (source, destination, nbytes) within `room` bytes; destinations do not overlap."""
     kind = int(rng.integers(5))
     if kind == 0:  # one piece
         nbytes = int(rng.integers(1, room + 1))
@@ -36,7 +36,7 @@ def random_rows(rng: np.random.Generator, room: int) -> Rows:
 
 
 def applied(rows: Rows, source: Bytes, destination: Bytes) -> Bytes:
-    """A copy of the destination after the rows were moved there from the source."""
+    """Return a copy of the destination after the rows were moved there from the source."""
     result = destination.copy()
     for start, end, nbytes in rows.tolist():
         result[end : end + nbytes] = source[start : start + nbytes]
@@ -44,7 +44,7 @@ def applied(rows: Rows, source: Bytes, destination: Bytes) -> Bytes:
 
 
 def first_difference(found: Bytes, *allowed: Bytes) -> str | None:
-    """Where a byte is none of the allowed ones at its place; None if nowhere."""
+    """Return the first position with a byte that is not allowed there; None without any."""
     good: Any = np.zeros(len(found), dtype=bool)
     for one in allowed:
         good |= found == one

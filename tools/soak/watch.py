@@ -1,4 +1,4 @@
-"""What a process uses, and whether that grows: a trend over the run, not the noise in it."""
+"""Resource usage of a process, and detection of growth as a trend over the run."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,9 @@ FEWEST_SAMPLES = 60
 
 
 def usage() -> dict[str, int]:
-    """Of this process, its free memory given back: threads that come and go leave holes, which are no leak."""
+    """Return the usage of this process after returning its free memory: threads that come and go leave holes, which are
+    no leak.
+    """
     with contextlib.suppress(AttributeError):  # glibc has it
         ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -28,7 +30,7 @@ def usage() -> dict[str, int]:
 
 
 def open_descriptors() -> list[str]:
-    """What this process's descriptors are."""
+    """Return the targets of this process's descriptors."""
     found = []
     for number in sorted(os.listdir("/proc/self/fd"), key=int):
         with contextlib.suppress(OSError):  # the listing's own
@@ -37,12 +39,14 @@ def open_descriptors() -> list[str]:
 
 
 def running_threads() -> list[str]:
-    """Python's threads."""
+    """Return the names of the running Python threads."""
     return [thread.name for thread in threading.enumerate()]
 
 
 def verbs_resources() -> dict[str, int]:
-    """Queue pairs, registrations and the like on this machine's verbs devices; empty where there are none."""
+    """Return the counts of queue pairs, registrations and the like on this machine's verbs devices; empty without
+    devices.
+    """
     tool = shutil.which("rdma")
     if tool is None or not Path("/sys/class/infiniband").is_dir():
         return {}
@@ -57,7 +61,7 @@ def verbs_resources() -> dict[str, int]:
 
 
 def growth(name: str, samples: Sequence[dict[str, int]]) -> list[str]:
-    """What grew from the middle third of the samples to the last; none with too few samples to tell."""
+    """Return what grew from the middle third of the samples to the last; empty with too few samples."""
     if len(samples) < FEWEST_SAMPLES:
         return []
     third = len(samples) // 3

@@ -1,8 +1,8 @@
-"""One thread of load: it owns a slot of a peer's region, knows every byte that must be there, and looks.
+"""One thread of load: it owns a slot of a peer's region and checks every byte of it.
 
-Whatever failed leaves the slot with old or new bytes, each at its place; the key is then renewed, so that nothing under
-way can change it any more, and the slot is read and compared. An error is expected while the peer is in trouble, or
-where the worker asked for it; any other is a failure of the run, as is whatever takes longer than its deadline.
+A failed operation leaves old or new bytes in the slot, each at its place; the key is then renewed, so that pending
+operations cannot change it any more, and the slot is read and compared. An error is expected while the peer is
+disturbed, or where the worker provoked it; any other fails the run, as does an operation that outlives its deadline.
 """
 
 import threading
@@ -43,7 +43,7 @@ _OF_TROUBLE = (PeerLost, TransferDeadlineExceeded, InvalidArgument)
 
 
 class Failed(Exception):
-    """The messenger did what it must not."""
+    """The messenger violated its contract."""
 
 
 class Worker:
@@ -119,7 +119,7 @@ class Worker:
             self._meet(self.member.next_generation(self._generation, PATIENCE_S * self._patience))
 
     def _meet(self, generation: Generation) -> None:
-        """A new process begins with zeros."""
+        """Attach to a new process, whose slot is all zeros."""
         self._generation = generation
         self._peer = self.messenger.connect(generation.endpoint)
         self._key = generation.keys[self._slot]
@@ -158,7 +158,7 @@ class Worker:
             self._compare("a read", self._sink, wanted)
 
     def _borrow(self) -> None:
-        """Shared memory is lent in place: what is confirmed is what must be there."""
+        """Borrow shared memory in place and check the confirmed bytes."""
         if self._peer.transport != "shm":
             return
         first = int(self._rng.integers(self._room))
@@ -184,7 +184,7 @@ class Worker:
         self._settle([self._begin(part) for part in parts if len(part)], after)
 
     def _hurry(self) -> None:
-        """Deadlines that may be too short."""
+        """Use deadlines that may be too short."""
         rows, after = self._fresh_rows()
         deadline_s = float(10 ** self._rng.uniform(-4, -1.5))
         row = [[self._room, self._slot * self._room, 8]]
@@ -195,7 +195,7 @@ class Worker:
         self._settle(futures, after, allowed=TransferDeadlineExceeded)
 
     def _change_mind(self) -> None:
-        """Cancel what is queued, under way or done."""
+        """Cancel operations that are queued, under way or done."""
         rows, after = self._fresh_rows()
         futures = [self._begin(rows) for _ in range(int(self._rng.integers(1, 9)))]
         time.sleep(float(self._rng.uniform(0, 0.003)))
@@ -204,7 +204,7 @@ class Worker:
         self._settle(futures, after, allowed=TransferCancelled)
 
     def _lose_the_right(self) -> None:
-        """Once a revoke has returned, the owner's memory is as the owner leaves it, whatever was under way."""
+        """Check that after a revoke the owner's memory no longer changes, whatever was under way."""
         rows, _ = self._fresh_rows()
         futures = [self._begin(rows) for _ in range(int(self._rng.integers(1, 9)))]
         value = int(self._rng.integers(256))
@@ -217,7 +217,7 @@ class Worker:
         self._look()
 
     def _look(self) -> None:
-        """The whole slot, by a read and by the digest that its owner makes."""
+        """Check the whole slot, by a read and by its owner's digest."""
         found = self._fetched()
         if found is None:
             self._possible.append(self._expected)
@@ -230,7 +230,7 @@ class Worker:
 
     @property
     def longest_wait_s(self) -> float:
-        """What waits for longer hangs."""
+        """Seconds after which a waiting operation counts as hanging."""
         return self._deadline_s + SLACK_S * self._patience
 
     @property
@@ -250,7 +250,7 @@ class Worker:
         return self._memory.array[self._room :]
 
     def _fresh_rows(self) -> tuple[Rows, Bytes]:
-        """Rows within the slot, new bytes to write by them, and what the slot holds after that."""
+        """Return rows within the slot, new bytes to write with them, and the slot's content afterwards."""
         first = int(self._rng.integers(len(self._pool) - self._room))
         self._source[:] = self._pool[first : first + self._room]
         rows = random_rows(self._rng, self._room)
@@ -276,7 +276,7 @@ class Worker:
     def _settle(
         self, futures: Sequence[Future[TransferResult]], after: Bytes, *, allowed: type[TransferError] | None = None
     ) -> None:
-        """The slot holds `after` if all succeeded; if not, each byte of it is an old or a new one."""
+        """Record that the slot holds `after` on success; otherwise each byte is an old or a new one."""
         outcomes = [self._outcome(future, allowed) for future in futures]
         if all(outcomes):
             self._expected = after
@@ -301,7 +301,7 @@ class Worker:
             self.waits_since_s = None
 
     def _excuse(self, error: NetworkError, allowed: type[TransferError] | None = None) -> None:
-        """Raises Failed for an error that nobody asked for while the peer was in no trouble."""
+        """Raise Failed for an error without a cause."""
         name = type(error).__name__
         self.errors[name] += 1
         asked_for = allowed is not None and isinstance(error, allowed)
@@ -315,7 +315,7 @@ class Worker:
         self._key = RemoteKey.unpack(bytes.fromhex(packed))
 
     def _recover(self) -> None:
-        """After a failure: fence what was under way, then see what has become of the slot."""
+        """Recover after a failure: fence pending operations, then check the slot."""
         self._renew(None)
         end_s = time.monotonic() + PATIENCE_S * self._patience
         while (found := self._fetched()) is None:
@@ -329,7 +329,7 @@ class Worker:
         self._possible.clear()
 
     def _fetched(self) -> Bytes | None:
-        """A copy of the slot, unless it cannot be had now."""
+        """Return a copy of the slot, or None if it cannot be read now."""
         self._sink[:] = 0xA5
         row = [[self._room, self._slot * self._room, self._room]]
         future = self._peer.read(self._key, self._region, row, deadline_s=self._deadline_s)

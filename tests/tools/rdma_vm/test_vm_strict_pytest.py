@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.rdma_vm import bed
+from tools.rdma_vm import launcher
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_run_cut_short_by_its_limit_does_not_pass_for_one_in_which_tests_faile
 def _status_of(folder: Path, text: str, *options: str) -> int:
     (folder / "pytest.ini").touch()
     (folder / "test_file.py").write_text(text)
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(bed.REPOSITORY)}
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(launcher.REPOSITORY)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.rdma_vm.strict_pytest", *options, str(folder)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     return done.returncode

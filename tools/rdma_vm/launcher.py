@@ -1,4 +1,4 @@
-"""One run of the bed from image to exit status: what the command finds inside, and how the VMs are booted."""
+"""One run of the test VM, from image to exit status: environment of the command, and boot of the VMs."""
 
 import os
 import subprocess
@@ -20,8 +20,8 @@ _PYTEST_PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "tools.rdma_vm.str
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How many VMs, and of what kind; `results` is a folder of the host that the command may write to."""
+class VmShape:
+    """Number and kind of the VMs; `results` is a folder of the host that the command may write to."""
 
     num_machines: int = 1
     num_rails: int = 2
@@ -34,29 +34,28 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Bed:
-    """Image and tools, ready to boot from."""
+class SoftRoceVm:
+    """Image and tools, ready to boot."""
 
     image: Image
     tools: Tools
     cache: Path
 
     @classmethod
-    def made(cls, deadline: Deadline) -> "Bed":
-        """Builds and fetches what is not in the cache folder yet: `.rdma_vm` in the repository or $RDMA_VM_CACHE.
+    def made(cls, deadline: Deadline) -> "SoftRoceVm":
+        """Build and fetch what the cache folder lacks: `.rdma_vm` in the repository, or $RDMA_VM_CACHE.
 
-        Raises BedError.
+        Raises VmError.
         """
         check_host()
         cache = Path(os.environ.get("RDMA_VM_CACHE") or REPOSITORY / ".rdma_vm").resolve()
         image, tools = provide(cache, deadline)
         return cls(image, tools, cache)
 
-    def run(self, command: Sequence[str], shape: Shape, deadline: Deadline) -> int:
-        """Boots, runs the command in every VM with its output on standard output, and returns its exit status: with
-        two VMs the first one that is not 0; 125 if a VM gave none.
+    def run(self, command: Sequence[str], shape: VmShape, deadline: Deadline) -> int:
+        """Boot, run the command in every VM with its output on standard output, and return its exit status.
 
-        Raises BedError.
+        With two VMs it is the first status that is not 0; 125 if a VM reported none. Raises VmError.
         """
         _compile(deadline)
         cpus = 1 if shape.counts else min(os.cpu_count() or 1, shape.num_cpus)
@@ -72,8 +71,8 @@ class Bed:
         return outcome.status
 
 
-def _run(plan: machine.Plan, deadline: Deadline) -> machine.Outcome:
-    """With KVM where it works, which only a boot can tell; else without, and where instructions are counted."""
+def _run(plan: machine.Plan, deadline: Deadline) -> machine.VmOutcome:
+    """Boot with KVM where it works, which only a boot can show; else, or when counting instructions, without."""
     accelerator = "tcg" if plan.guests[0].counts else os.environ.get("RDMA_VM_ACCEL", "auto")
     if accelerator == "kvm" or (accelerator == "auto" and machine.kvm_is_usable()):
         try:
@@ -86,7 +85,7 @@ def _run(plan: machine.Plan, deadline: Deadline) -> machine.Outcome:
 
 
 def _compile(deadline: Deadline) -> None:
-    """Let Python keep here what it compiles; the guest, which cannot, would take seconds more for every process."""
+    """Compile the Python modules here: the guest cannot store them and would spend seconds more on every process."""
     folders = [REPOSITORY / "proto", *(path.parent for path in REPOSITORY.glob("*/__init__.py"))]
     try:
         subprocess.run([sys.executable, "-m", "compileall", "-q", *folders], timeout=deadline.left())
@@ -98,7 +97,7 @@ def _packages() -> Path:
     return Path(sysconfig.get_paths()["purelib"]).resolve()
 
 
-def _mounts(shape: Shape) -> list[qemu.Mount]:
+def _mounts(shape: VmShape) -> list[qemu.Mount]:
     mounts = [qemu.Mount(REPOSITORY, REPOSITORY)]
     if not _packages().is_relative_to(REPOSITORY):
         mounts.append(qemu.Mount(_packages(), _packages()))
@@ -108,7 +107,7 @@ def _mounts(shape: Shape) -> list[qemu.Mount]:
     return mounts
 
 
-def _environment(guest: qemu.Guest, shape: Shape) -> dict[str, str]:
+def _environment(guest: qemu.Guest, shape: VmShape) -> dict[str, str]:
     found = {
         "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'proto'}:{_packages()}",
         "PYTHONUNBUFFERED": "1",

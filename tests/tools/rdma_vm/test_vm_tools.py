@@ -1,4 +1,4 @@
-"""Where the bed's tools come from. In apt's place is a program that "downloads" what a machine lacks; `dpkg-deb` makes
+"""Where the vm's tools come from. In apt's place is a program that "downloads" what a machine lacks; `dpkg-deb` makes
 and unpacks real packages.
 """
 
