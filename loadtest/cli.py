@@ -13,7 +13,7 @@ from rich.console import Console
 from loadtest import options
 from loadtest.config import MAX_SEND_LAG_S, ReplayConfig
 from loadtest.errors import ReplayError
-from loadtest.figures import print_report
+from loadtest.report import print_report
 from loadtest.runner import run
 from traces import CONVERSATION, SAMPLING_SEED, TraceError
 

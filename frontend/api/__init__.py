@@ -1,1 +1,1 @@
-"""The HTTP face: OpenAI's API in pydantic models, routes and responses. What it means is decided outside."""
+"""HTTP layer of OpenAI's API: routes, pydantic models, response formats. It contains no serving logic."""

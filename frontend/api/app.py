@@ -1,7 +1,4 @@
-"""The application: routes, and how errors look. Each route decodes, calls, encodes.
-
-The span of a request from outside: from its arrival to the last byte of its answer, whatever becomes of it.
-"""
+"""ASGI application: routes, error responses, and the trace span of each request."""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -47,14 +44,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(service: Service) -> ASGIApp:
-    """The HTTP application over a started service."""
+    """Return the ASGI application for a started service."""
     app = _App(service)
     return TracingMiddleware(app) if tracing.is_on() else app
 
 
 class _App:
-    """Not a framework's: matching a request with routes and passing each piece of its answer through layers would cost
-    more than what is done for it here."""
+    """ASGI application without a framework, whose routing and middleware would cost more than the routes' own work."""
 
     def __init__(self, service: Service) -> None:
         routes = _Routes(service)
@@ -85,11 +81,11 @@ class _App:
         except ApiError as error:
             response = _refusal(http, error.body(), error.status, error.headers())
         except ClientGone:
-            response = Response(status_code=499)  # nginx's code for it; nobody reads it
+            response = Response(status_code=499)  # nginx's status for a disconnected client, who does not read it
         except Exception:
             _log.exception("%s %s failed", http.method, http.url.path)
             response = _refusal(http, ApiError("internal error", code="internal_error").body(), 500, {})
-        if self._service.draining:  # so that nobody sends another request just when the connection is closed
+        if self._service.draining:  # no client shall send another request while the connection is being closed
             response.headers["connection"] = "close"
         await response(scope, receive, send)
 
@@ -106,7 +102,7 @@ class _App:
 
 
 class _Routes:
-    """The handlers; all but the operators' ask for a key."""
+    """Handlers of all routes. All but the operators' routes require an API key, if keys are configured."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -129,7 +125,7 @@ class _Routes:
             strings = model.tokenizer.tokens(ids) if body.return_token_strs else None
             return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
-        return await self._service.threads.run(told)  # a body's text may have millions
+        return await self._service.threads.run(told)  # a body's text may have millions of tokens
 
     async def detokenize(self, http: Request) -> Response:
         self._caller(http)
@@ -189,7 +185,7 @@ class _Routes:
                 self._service, http, body, model, requests, form, timing=timing, reservation=reservation
             )
         except BaseException:
-            reservation.leave(used_tokens=0, served=False)  # unless its session has settled it
+            reservation.leave(used_tokens=0, served=False)  # no effect if the session has settled it
             raise
 
     async def _body(self, http: Request, kind: type[B]) -> B:
@@ -202,7 +198,7 @@ class _Routes:
         return self._service.keys.caller(http.headers.get("authorization"))
 
     def _card(self, name: str, model: ServedModel) -> dict[str, object]:
-        """A model under one of its names; `root` is the one that its aliases share."""
+        """Return a model's card under one of its names; `root` is its main name."""
         service = self._service
         return {
             "id": name,
@@ -251,7 +247,7 @@ _KEY: Final = "moonpool.span"
 
 
 class TracingMiddleware:
-    """Around the application: traces what generates. The answer's `traceparent` names the request's span."""
+    """ASGI middleware that traces generation requests. The response's `traceparent` header names the span."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -282,6 +278,6 @@ class TracingMiddleware:
 
 
 def span_of(http: Request) -> tracing.Span:
-    """The request's span; OFF where it is not traced."""
+    """Return the request's span; OFF if it is not traced."""
     span: tracing.Span = http.scope.get(_KEY, tracing.OFF)
     return span

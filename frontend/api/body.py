@@ -1,7 +1,4 @@
-"""The memory that bodies of requests may take together while they come in and are read.
-
-Receiving a request's body, bounded in size and time, and understanding it.
-"""
+"""Reading and parsing of request bodies, with limits on size, time and total memory."""
 
 import asyncio
 from types import TracebackType
@@ -15,21 +12,21 @@ from frontend.event_loop import WorkThreads
 
 
 class BodyBudget:
-    """Of one front door."""
+    """Limit on the memory of all request bodies of one frontend."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self.used_nbytes = 0
 
     def place(self) -> "BodyReservation":
-        """For one body; what it took is given back on exit."""
+        """Return a reservation for one body; leaving its context releases it."""
         return BodyReservation(self)
 
     def take(self, nbytes: int) -> None:
-        """Raises ServiceUnavailable where all together would be too much."""
+        """Reserve `nbytes`. Raises ServiceUnavailable if all bodies together would exceed the limit."""
         if self.used_nbytes + nbytes > self._nbytes:
             raise ServiceUnavailable(
-                f"other requests' bodies take all of the {self._nbytes} bytes there are for bodies; try again soon",
+                f"request bodies in flight use all of the {self._nbytes} bytes reserved for bodies; try again soon",
                 code="bodies",
                 retry_after_s=1.0,
             )
@@ -37,7 +34,7 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """What one body has taken so far."""
+    """Memory reserved by one body."""
 
     def __init__(self, room: BodyBudget) -> None:
         self._room = room
@@ -52,7 +49,7 @@ class BodyReservation:
         self._room.used_nbytes -= self._taken
 
     def take(self, nbytes: int) -> None:
-        """So much more has come. Raises ServiceUnavailable."""
+        """Reserve `nbytes` more. Raises ServiceUnavailable."""
         self._room.take(nbytes)
         self._taken += nbytes
 
@@ -62,11 +59,14 @@ _LARGE_BODY_NBYTES: Final = 32 << 10
 
 
 async def read_body(request: Request, place: BodyReservation, *, max_nbytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as that is known, ServiceUnavailable where there is no room for it,
-    BodyTimeout, ClientGone."""
+    """Return the whole body.
+
+    Raises BodyTooLarge as soon as the size is known, ServiceUnavailable if there is no memory for it, BodyTimeout, and
+    ClientGone.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_nbytes:
-        raise BodyTooLarge(f"the body has {declared} bytes: at most {max_nbytes} are taken")
+        raise BodyTooLarge(f"the body has {declared} bytes: at most {max_nbytes} are allowed")
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
@@ -76,14 +76,14 @@ async def read_body(request: Request, place: BodyReservation, *, max_nbytes: int
                 if len(body) > max_nbytes:
                     raise BodyTooLarge(f"the body has more than {max_nbytes} bytes")
     except TimeoutError as error:
-        raise BodyTimeout(f"the body did not arrive within {timeout_s:g} s: {len(body)} bytes did") from error
+        raise BodyTimeout(f"the body did not arrive within {timeout_s:g} s: received {len(body)} bytes") from error
     except ClientDisconnect as error:
-        raise ClientGone("the client left while sending its request") from error
+        raise ClientGone("the client disconnected while sending its request") from error
     return bytes(body)
 
 
 async def parse_body(model: type[B], body: bytes, threads: WorkThreads) -> B:
-    """The body as a model; large ones off the event loop. Raises InvalidRequest."""
+    """Parse the body as a model; a large body in a thread. Raises InvalidRequest."""
     if len(body) < _LARGE_BODY_NBYTES:
         return parse(model, body)
     return await threads.run(lambda: parse(model, body))

@@ -1,12 +1,5 @@
-"""Which of an answer's optional parts a client wants to see.
-
-How log-probabilities look on the wire: OpenAI's for completions and for chats, and vLLM's of the prompt. Pure.
-
-How calls of tools look on the wire: OpenAI's tool_calls, whole and in deltas.
-
-Where a request's time went, as told to those who ask: a response header, and a part of `moonpool` in the answer.
-
-How generations look on the wire: OpenAI's completion and chat objects, whole and in chunks.
+"""Response formats: OpenAI's completion and chat objects, whole and in chunks, with log-probabilities, tool calls,
+time breakdowns and Moonpool's extension.
 """
 
 import time
@@ -26,9 +19,10 @@ from frontend.tools import CallDelta, ToolReader, reads_calls
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """`num_top`: likeliest tokens beside each token; None: no log-probabilities. `prompt_top`: of the prompt's.
+    """Optional parts of a response that a client requested.
 
-    `reads_calls`: calls of tools are told apart from the text. `timing`: where the time went is told.
+    `num_top`: number of likeliest tokens per token; None: no log-probabilities. `prompt_top`: the same for the prompt.
+    `reads_calls`: tool calls are parsed from the text. `timing`: the time breakdown is included.
     """
 
     include_usage: bool = False
@@ -43,7 +37,7 @@ class ResponseOptions:
 
     @classmethod
     def of(cls, body: GenerationBody, *, timing: bool = False) -> "ResponseOptions":
-        """What `body` asks for, and a header."""
+        """Return the options of `body`; `timing` comes from a header."""
         options = body.stream_options
         return cls(
             include_usage=options is not None and bool(options.include_usage),
@@ -58,11 +52,11 @@ class ResponseOptions:
         )
 
 
-_FLOOR: Final = -9999.0  # JSON has no minus infinity; vLLM's stand-in
+_FLOOR: Final = -9999.0  # vLLM's substitute for minus infinity, which JSON lacks
 
 
 def of_completion(scores: Sequence[ScoredToken], num_top: int, *, as_ids: bool) -> dict[str, list[Any]]:
-    """Parallel lists; the first token of a prompt has null in two of them."""
+    """Return a completion's log-probabilities as parallel lists; a prompt's first token has null in two of them."""
     return {
         "tokens": [_name(score.token_id, score.data, as_ids, "bytes:") for score in scores],
         "token_logprobs": [None if score.own is None else _finite(score.own) for score in scores],
@@ -72,7 +66,7 @@ def of_completion(scores: Sequence[ScoredToken], num_top: int, *, as_ids: bool) 
 
 
 def of_chat(scores: Iterable[ScoredToken], num_top: int, *, as_ids: bool) -> dict[str, Any]:
-    """An entry per token."""
+    """Return a chat's log-probabilities, one entry per token."""
     content = [
         _entry(score.own, as_ids) | {"top_logprobs": [_entry(candidate, as_ids) for candidate in score.top[:num_top]]}
         for score in scores
@@ -82,7 +76,7 @@ def of_chat(scores: Iterable[ScoredToken], num_top: int, *, as_ids: bool) -> dic
 
 
 def of_prompt(scores: Iterable[ScoredToken], num_top: int, *, as_ids: bool) -> list[dict[str, Any] | None]:
-    """vLLM's prompt_logprobs: by token id; null for the first token."""
+    """Return vLLM's prompt_logprobs: candidates by token id; null for the first token."""
     return [
         None
         if score.own is None
@@ -99,7 +93,7 @@ def of_prompt(scores: Iterable[ScoredToken], num_top: int, *, as_ids: bool) -> l
 
 
 def _first(score: ScoredToken, num_top: int) -> tuple[Candidate, ...]:
-    """The likeliest `num_top`, and the token itself if it is none of them."""
+    """Return the likeliest `num_top` candidates, and the token itself if it is not among them."""
     top = score.top[:num_top]
     if score.own is None or any(candidate.token_id == score.token_id for candidate in top):
         return top
@@ -109,7 +103,7 @@ def _first(score: ScoredToken, num_top: int) -> tuple[Candidate, ...]:
 def _by_name(score: ScoredToken, num_top: int, as_ids: bool) -> dict[str, float]:
     found: dict[str, float] = {}
     for candidate in _first(score, num_top):
-        # Two ids may have one text: the likelier one is told.
+        # Two ids may have the same text: keep the likelier one.
         found.setdefault(_name(candidate.token_id, candidate.data, as_ids, "bytes:"), _finite(candidate))
     return found
 
@@ -120,11 +114,11 @@ def _entry(candidate: Candidate, as_ids: bool) -> dict[str, Any]:
 
 
 def _finite(candidate: Candidate) -> float:
-    return candidate.logprob if candidate.logprob > _FLOOR else _FLOOR  # so no NaN either
+    return candidate.logprob if candidate.logprob > _FLOOR else _FLOOR  # also replaces NaN
 
 
 def _name(token_id: int, data: bytes, as_ids: bool, prefix: str) -> str:
-    """A token's text; of one that is part of a character the bytes, as OpenAI writes them: \\xf0\\x9f."""
+    """Return a token's text; for part of a character, its bytes as OpenAI writes them: \\xf0\\x9f."""
     if as_ids:
         return f"token_id:{token_id}"
     try:
@@ -134,13 +128,13 @@ def _name(token_id: int, data: bytes, as_ids: bool, prefix: str) -> str:
 
 
 class ToolCallFormatter:
-    """One choice's calls. Every step must be told, in order."""
+    """Formatter of one choice's tool calls. Pass every step, in order."""
 
     def __init__(self) -> None:
         self._reader = ToolReader()
 
     def message(self, step: OutputChunk) -> dict[str, Any]:
-        """Content and calls of an answer that came as one step."""
+        """Return content and calls of an answer that is one step."""
         read = self._reader.feed(step.text, is_last=True)
         calls: dict[int, dict[str, Any]] = {}
         for call in read.calls:
@@ -150,7 +144,7 @@ class ToolCallFormatter:
         return {"content": read.content or None, "tool_calls": [_without_index(call) for call in calls.values()]}
 
     def delta(self, step: OutputChunk) -> dict[str, Any]:
-        """What a step adds: content, or pieces of calls; of each call its id and name first."""
+        """Return the delta of a step: content, or pieces of calls; a call's first piece has its id and name."""
         read = self._reader.feed(step.text, is_last=step.finish_reason is not None)
         calls: dict[int, dict[str, Any]] = {}
         for call in read.calls:
@@ -159,7 +153,9 @@ class ToolCallFormatter:
         return delta | {"tool_calls": list(calls.values())} if calls else delta
 
     def finish_reason(self, step: OutputChunk) -> str | None:
-        """OpenAI's: an answer that ended for its calls. One that a stop text cut within a call did not."""
+        """Return "tool_calls" if the answer ended with complete calls. A stop string inside a call leaves it
+        unchanged.
+        """
         return "tool_calls" if step.finish_reason == "stop" and self._reader.is_complete else step.finish_reason
 
 
@@ -175,18 +171,18 @@ def _without_index(call: dict[str, Any]) -> dict[str, Any]:
     return {"id": call["id"], "type": call["type"], "function": call["function"]}
 
 
-_DIGITS: Final = 9  # of a second: the parts still sum to the whole
+_DIGITS: Final = 9  # decimal places of seconds: the rounded parts still sum to the whole
 
 
 def server_timing(generations: Sequence[Generation]) -> dict[str, str]:
-    """The header Server-Timing (W3C), in milliseconds: of the first answer, as far as is known when headers go out."""
+    """Return the W3C header Server-Timing (milliseconds) of the first choice, as known when headers are sent."""
     stats = generations[0].stats
     told = _metrics("", "ttft", stats.ttft) + _metrics("handoff-", "handoff", stats.handoff)
     return {"server-timing": ", ".join(told)} if told else {}
 
 
 def timing_of(stats: RequestStats) -> dict[str, Any]:
-    """In seconds; None where the request had no hand-off."""
+    """Return the time breakdowns in seconds; a part is None if the request has none."""
     return {"ttft": _told(stats.ttft), "handoff": _told(stats.handoff)}
 
 
@@ -205,7 +201,7 @@ def _metrics(prefix: str, whole: str, parts: TtftBreakdown | HandoffBreakdown | 
 
 
 class ResponseFormatter(ABC):
-    """One response's constant parts. `events` must be called for every step, in order."""
+    """Formatter of one response. Call `events` for every chunk, in order."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -213,21 +209,21 @@ class ResponseFormatter(ABC):
     def __init__(self, generations: Sequence[Generation], model: str, view: ResponseOptions) -> None:
         self._generations = generations
         self._head = {"id": generations[0].request.request_id, "created": int(time.time()), "model": model}
-        # Every chunk begins alike: what does not change is written down once.
+        # All chunks begin with the same bytes, which are encoded only once.
         self._opening = encode({**self._head, "object": self.chunk_object})[:-1] + b',"choices":'
         self._view = view
         self._started: set[int] = set()
-        self._num_told = [0] * len(generations)  # tokens, by choice
+        self._num_told = [0] * len(generations)  # returned tokens by choice
         self._num_running = len(generations)
 
     def whole(self, steps: Sequence[OutputChunk]) -> dict[str, Any]:
-        """The response to a request that does not stream."""
+        """Return the response object of a request that does not stream."""
         self._num_told = [len(step.token_ids) for step in steps]
         choices = [self._whole_choice(index, step) for index, step in enumerate(steps)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(), **self._facts()}
 
     def events(self, index: int, step: OutputChunk) -> bytes:
-        """What a stream sends for one step, perhaps nothing; with the last choice's last step, the usage too."""
+        """Return the stream's events for one chunk, possibly none; the last choice's last chunk adds the usage."""
         opens, is_first = not self._started, index not in self._started
         self._started.add(index)
         self._num_told[index] += len(step.token_ids)
@@ -251,11 +247,11 @@ class ResponseFormatter(ABC):
     def _logprobs(self, step: OutputChunk, num_top: int) -> dict[str, Any] | None: ...
 
     def _once(self) -> dict[str, Any]:
-        """What is told beside the choices, once."""
+        """Return the fields that the response or its first event has besides the choices."""
         return {}
 
     def _beside(self) -> dict[str, Any]:
-        """The fields of a chunk beside its choices."""
+        """Return the fields of a chunk besides its choices."""
         if not self._view.include_usage:
             return {}
         return {"usage": self._usage() if self._view.continuous_usage else None}
@@ -264,7 +260,7 @@ class ResponseFormatter(ABC):
         return self._opening + encode(choices) + (b"," + encode(beside)[1:] if beside else b"}")
 
     def _end(self, index: int, step: OutputChunk, *, with_prompt: bool) -> dict[str, Any]:
-        """The fields that all choices have."""
+        """Return the fields that choices of all formats share."""
         num_top = self._view.num_top
         end: dict[str, Any] = {
             "logprobs": None if num_top is None else self._logprobs(step, num_top),
@@ -284,7 +280,7 @@ class ResponseFormatter(ABC):
         return {"prompt_logprobs": of_prompt(step.echo.scores.tokens(), num_top, as_ids=self._view.tokens_as_ids)}
 
     def _usage(self) -> dict[str, Any]:
-        """As far as it was told to the client. A prompt counts once, however many answers it has."""
+        """Return the usage of the tokens sent so far. A prompt counts once, regardless of its number of choices."""
         prompts = [generation for generation in self._generations if generation.leader is None]
         num_prompt = sum(len(generation.request.prompt_ids) for generation in prompts)
         num_new = sum(self._num_told)
@@ -296,7 +292,7 @@ class ResponseFormatter(ABC):
         }
 
     def _facts(self) -> dict[str, Any]:
-        """Moonpool's extension: an object, or a list of them by choice where there are several."""
+        """Return Moonpool's extension: one object, or a list by choice if there are several."""
         stats = [_facts(generation) for generation in self._generations]
         if self._view.timing:
             for told, generation in zip(stats, self._generations, strict=True):
@@ -305,7 +301,7 @@ class ResponseFormatter(ABC):
 
 
 class CompletionFormatter(ResponseFormatter):
-    """/v1/completions."""
+    """Formatter of /v1/completions."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
@@ -328,7 +324,7 @@ class CompletionFormatter(ResponseFormatter):
 
 
 class ChatFormatter(ResponseFormatter):
-    """/v1/chat/completions."""
+    """Formatter of /v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -351,7 +347,7 @@ class ChatFormatter(ResponseFormatter):
         delta = {"content": step.text} if calls is None else calls.delta(step)
         choice = {"index": index, "delta": delta, **self._end(index, step, with_prompt=False)}
         if not is_first:
-            # What is written around a call's name and arguments is told to nobody.
+            # Text around a call's name and arguments is not sent.
             tells = delta or step.finish_reason or step.scores or self._view.return_token_ids
             return [choice] if tells else []
         # OpenAI's streams open with the role alone.
@@ -366,7 +362,7 @@ class ChatFormatter(ResponseFormatter):
         return of_chat(step.scores, num_top, as_ids=self._view.tokens_as_ids)
 
     def _once(self) -> dict[str, Any]:
-        """A chat has one prompt, told beside the choices, as vLLM does."""
+        """Return the prompt's ids. A chat has one prompt, returned besides the choices as in vLLM."""
         if not self._view.return_token_ids:
             return {}
         return {"prompt_token_ids": self._generations[0].request.prompt_ids.tolist()}

@@ -1,4 +1,4 @@
-"""Answering one generation request, streamed or whole."""
+"""Generation of the response to one request, streamed or whole."""
 
 import asyncio
 import re
@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from frontend.api.formats import ResponseFormatter, ResponseOptions, server_timing
 from frontend.api.request_models import GenerationBody
-from frontend.api.stream import DisconnectWatch, EventStreamResponse, encode
+from frontend.api.stream import DisconnectWatch, EventSource, EventStreamResponse, encode
 from frontend.callers import QuotaReservation
 from frontend.errors import ApiError
 from frontend.generation import RequestSession
@@ -20,9 +20,9 @@ from frontend.service import ServedModel, Service
 from telemetry import logs
 
 T = TypeVar("T")
-_TELLABLE: Final = re.compile(r"[\x21-\x7e]{1,128}")
-_MANY_TOKENS: Final = 1024  # told at once: writing them down would hold up the event loop
-_STALLED_CLIENT_S: Final = 5.0  # past its deadline the request is over; then the connection is, too
+_VALID_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_MANY_TOKENS: Final = 1024  # encoding more tokens at once would block the event loop
+_STALLED_CLIENT_S: Final = 5.0  # the connection is closed this long after the request's deadline
 
 
 async def answer(
@@ -36,9 +36,9 @@ async def answer(
     timing: bool,
     reservation: QuotaReservation,
 ) -> Response:
-    """Run the requests on their model and answer in `form`; with `timing`, tell where the time went.
+    """Run the requests on their model and return the response in `form`; with `timing`, include the time breakdown.
 
-    Raises ApiError while no byte of the answer is out.
+    Raises ApiError as long as no byte of the response was sent.
     """
     headers = {"x-request-id": given_request_id(http) or requests[0].request_id} | reservation.headers()
     with logs.request(requests[0].request_id):
@@ -48,7 +48,7 @@ async def answer(
         try:
             shape = form(
                 session.generations,
-                body.model or model.name,  # the name that was asked for: an alias is answered under the alias
+                body.model or model.name,  # the requested name: a request for an alias is answered with the alias
                 ResponseOptions.of(body, timing=timing),
             )
             if sum(len(each.prompt_ids) for each in requests if each.tells_prompt) > _MANY_TOKENS:
@@ -64,20 +64,19 @@ async def answer(
                 index, step = await session.next()
                 return await _told(service, [step], lambda: shape.events(index, step))
 
-            # The first step is awaited before any header is sent, so that what fails early fails with its status.
+            # Await the first chunk before sending headers, so that an early error gets its HTTP status.
             first = await disconnect_watch.run(more())
             handed_over = True
             headers |= server_timing(session.generations) if timing else {}
-            return EventStreamResponse(
-                first,
+            source = EventSource(
                 more,
-                disconnect_watch=disconnect_watch,
-                request_id=requests[0].request_id,
                 is_over=lambda: session.is_over,
                 aborts=[each.overflowed for each in session.generations],
                 close=lambda: service.close_session(session),
                 deadline_s=lambda: max(each.deadline_s for each in session.generations) + _STALLED_CLIENT_S,
-                headers=headers,
+            )
+            return EventStreamResponse(
+                first, source, disconnect_watch=disconnect_watch, request_id=requests[0].request_id, headers=headers
             )
         except ApiError as error:
             error.request_id = requests[0].request_id
@@ -95,7 +94,7 @@ async def _end(service: Service, session: RequestSession, disconnect_watch: Disc
 async def _told(
     service: Service, steps: Sequence[OutputChunk], tell: Callable[[], T], prompts: Sequence[GenerationRequest] = ()
 ) -> T:
-    """What `tell` makes of the steps and of the `prompts` told with them; off the event loop where that takes long."""
+    """Return `tell()`, which encodes the steps and the returned `prompts`; in a thread if it is slow."""
     return await service.threads.run(tell) if _takes_long(steps, prompts) else tell()
 
 
@@ -109,6 +108,6 @@ def _takes_long(steps: Sequence[OutputChunk], prompts: Sequence[GenerationReques
 
 
 def given_request_id(http: Request) -> str:
-    """The client's x-request-id, or "". In the cluster requests go under ids that no client can choose."""
+    """Return the client's x-request-id, or "". Inside the cluster, requests have ids that clients cannot choose."""
     given = http.headers.get("x-request-id", "")
-    return given if _TELLABLE.fullmatch(given) else ""
+    return given if _VALID_REQUEST_ID.fullmatch(given) else ""

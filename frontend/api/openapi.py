@@ -1,4 +1,4 @@
-"""The OpenAPI description of what is served, made of the models that requests are checked by."""
+"""OpenAPI description of the API, generated from the models that validate requests."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -10,15 +10,15 @@ from frontend.api import request_models, response_models
 from frontend.api.request_models import CLASS_NAME, refused_fields
 
 _ERRORS: Final = {
-    400: "The request cannot be served as it stands; `param` names the field at fault.",
-    401: "No API key, or a wrong one.",
-    404: "No such model.",
-    405: "No such method here.",
+    400: "The request is invalid; `param` names the invalid field.",
+    401: "The API key is missing or invalid.",
+    404: "The model does not exist.",
+    405: "The method is not allowed for this path.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "The cluster cannot meet its objectives for this request now; Retry-After says when to ask again.",
+    429: "The cluster cannot meet its objectives for this request now; retry after the time in Retry-After.",
     500: "The cluster accepted the request and could not finish it.",
-    503: "Nothing can serve the request now.",
+    503: "The request cannot be served now.",
     504: "The request did not end within its deadline.",
 }
 _GENERATION: Final = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
@@ -38,14 +38,14 @@ _HEADERS: Final = [
         "name": "x-slo-class",
         "in": "header",
         "required": False,
-        "description": "Class of objectives; the field slo_class is the same.",
+        "description": "Class of objectives; same as the field slo_class.",
         "schema": {"type": "string", "pattern": CLASS_NAME},
     },
     {
         "name": "x-moonpool-timing",
         "in": "header",
         "required": False,
-        "description": "1: the answer tells where its time went, in the header Server-Timing and in moonpool.timing.",
+        "description": "1: return the time breakdown in the header Server-Timing and in moonpool.timing.",
         "schema": {"type": "string", "enum": ["0", "1"]},
     },
 ]
@@ -73,7 +73,7 @@ _ANSWERS: Final = (
 
 
 def describe(*, asks_for_key: bool) -> dict[str, Any]:
-    """The description, as served at /openapi.json."""
+    """Return the description served at /openapi.json."""
     paths = {
         "/v1/completions": _post(
             "Continue prompts",
@@ -93,19 +93,19 @@ def describe(*, asks_for_key: bool) -> dict[str, Any]:
             "Token ids of a text or chat", request_models.TokenizeBody, response_models.Tokenized, _TEXT
         ),
         "/detokenize": _post("Text of token ids", request_models.DetokenizeBody, response_models.Detokenized, _TEXT),
-        "/v1/models": _get("The models served", response_models.ModelList, (401, 405)),
+        "/v1/models": _get("List the served models", response_models.ModelList, (401, 405)),
         "/v1/models/{name}": _get("One model", response_models.ModelCard, (401, 404, 405)) | {"parameters": _NAME},
-        "/health": _get("Whether the process answers", response_models.Status, (405,)),
-        "/live": _get("Whether the process answers", response_models.Status, (405,)),
-        "/version": _get("The version of Moonpool", response_models.Version, (405,)),
-        "/ready": _get("Whether the cluster can serve", response_models.Status, (405,)),
-        "/validate": _get("What the process holds", response_models.SelfCheck, (405,)),
+        "/health": _get("Liveness of the process", response_models.Status, (405,)),
+        "/live": _get("Liveness of the process", response_models.Status, (405,)),
+        "/version": _get("Version of Moonpool", response_models.Version, (405,)),
+        "/ready": _get("Readiness of the cluster", response_models.Status, (405,)),
+        "/validate": _get("Self-check of the process's resources", response_models.SelfCheck, (405,)),
         "/metrics": {"get": _operation("Prometheus metrics", _media("text/plain", {"type": "string"}), (405,))},
         "/openapi.json": {
             "get": _operation("This description", _media("application/json", {"type": "object"}), (405,))
         },
     }
-    paths["/ready"]["get"]["responses"]["503"] = _response("It cannot.", response_models.Status)
+    paths["/ready"]["get"]["responses"]["503"] = _response("The cluster cannot serve.", response_models.Status)
     if asks_for_key:
         for path, item in paths.items():
             if path.startswith("/v1/") or path.endswith("tokenize"):
@@ -117,21 +117,21 @@ def describe(*, asks_for_key: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Moonpool", "version": "1"},  # of the interface
+        "info": {"title": "Moonpool", "version": "1"},  # version of the API
         "paths": paths,
         "components": components,
     }
 
 
 def _schemas() -> dict[str, Any]:
-    """Of all requests and answers, by name."""
+    """Return the JSON schemas of all requests and responses by name."""
     both = [(model, "validation") for model in (*_BODIES, *_ANSWERS)]
     _, schema = models_json_schema(both, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     definitions: dict[str, Any] = schema["$defs"]
     for body in (request_models.CompletionBody, request_models.ChatBody):
         properties = definitions[body.__name__]["properties"]
         for name, neutral in refused_fields().items():
-            properties.setdefault(name, {"enum": [*neutral, None], "description": "Not served."})
+            properties.setdefault(name, {"enum": [*neutral, None], "description": "Not supported."})
     return definitions
 
 

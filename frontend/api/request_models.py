@@ -28,8 +28,8 @@ from frontend.errors import InvalidRequest
 
 MAX_TOKEN_ID: Final = 2**31 - 1
 MAX_PRIORITY: Final = 2**31 - 1
-CLASS_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"  # of a class of objectives
-MAX_TOP: Final = 20  # of the likeliest tokens told beside each token
+CLASS_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"  # name of a class of objectives
+MAX_TOP: Final = 20  # limit on the number of likeliest tokens per token
 _TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
 
 
@@ -39,7 +39,7 @@ def _listed(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """A completions prompt in any of OpenAI's four forms as a list. Raises ValueError."""
+    """Return a completions prompt in any of OpenAI's four forms as a list. Raises ValueError."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -58,20 +58,20 @@ def _prompts(value: Any) -> list[str | list[int]]:
 def _token_ids(value: list[Any]) -> list[int]:
     for item in value:
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
-            raise ValueError("a token id is an integer that is not negative")
+            raise ValueError("a token id must be a non-negative integer")
     return value
 
 
 def _biases(value: Any) -> dict[int, float]:
-    """Biases by token id; JSON's keys are texts. Raises ValueError."""
+    """Return biases by token id; JSON's keys are strings. Raises ValueError."""
     if not isinstance(value, Mapping):
         raise ValueError("expected an object from token ids to biases")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
-            raise ValueError(f"the key {key[:32]!r} is no token id: expected a text of digits")
+            raise ValueError(f"the key {key[:32]!r} is not a token id: expected a string of digits")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ValueError(f"the bias of token {key} is no number from -100 to 100")
+            raise ValueError(f"the bias of token {key} must be a number from -100 to 100")
         biases[int(key)] = float(bias)
     return biases
 
@@ -79,12 +79,12 @@ def _biases(value: Any) -> dict[int, float]:
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Stops = Annotated[
-    list[str],  # how many there may be is a setting
+    list[str],  # the maximum number is configurable
     Field(fail_fast=True),
     BeforeValidator(_listed),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
-# By hand: pydantic would try a union of lists in every way, and report an error per token.
+# Validated by hand: pydantic would try all members of a union of lists and report an error per token.
 Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(_prompts),
@@ -113,13 +113,13 @@ LogitBias = Annotated[
 
 
 class RequestModel(BaseModel):
-    """What all bodies have in common."""
+    """Base of all request bodies."""
 
-    # Unknown fields are kept, to be looked up among those refused by name.
+    # Unknown fields are kept, so that unsupported ones can be rejected by name.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     def parts(self) -> Iterable["RequestModel"]:
-        """The model itself and the models directly inside it."""
+        """Yield the model itself and the models directly inside it."""
         yield self
         for value in self.__dict__.values():
             for item in value if isinstance(value, list) else (value,):
@@ -127,7 +127,7 @@ class RequestModel(BaseModel):
                     yield item
 
 
-# Any of these values (and null) asks for nothing.
+# Unsupported fields, each with its neutral values, which are accepted like null.
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "allowed_token_ids": ([],),
     "audio": (),
@@ -157,7 +157,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def unsupported_field(fields: Mapping[str, Any]) -> str | None:
-    """The first of `fields` that asks for something not served. Fields unknown to everybody are ignored, as in vLLM."""
+    """Return the first of `fields` that requests an unsupported feature. Unknown fields are ignored, as in vLLM."""
     for name, value in fields.items():
         if value is None or name not in _NEUTRAL:
             continue
@@ -169,7 +169,7 @@ def unsupported_field(fields: Mapping[str, Any]) -> str | None:
 
 
 def refused_fields() -> Mapping[str, Sequence[Any]]:
-    """The fields by name, each with the values that ask for nothing."""
+    """Return the unsupported fields by name, each with its neutral values."""
     return _NEUTRAL
 
 
@@ -179,7 +179,7 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=Tr
 
 
 class JsonSchemaFormat(RequestModel):
-    """The nested part of response_format; `strict` changes nothing: answers are always held to the schema."""
+    """Nested part of response_format. `strict` has no effect: answers always match the schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     description: str | None = None
@@ -199,7 +199,7 @@ def _none_if_empty(value: Any) -> Any:
 
 
 class StructuredOutputs(RequestModel):
-    """vLLM's structured_outputs: one of these."""
+    """vLLM's structured_outputs; exactly one field is set."""
 
     json_: Annotated[JsonSchema | None, Field(alias="json")] = None
     regex: str | None = None
@@ -216,7 +216,9 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(RequestModel):
-    """What a tool does. `parameters` is the JSON Schema of an object; `strict` changes nothing: it always holds."""
+    """Function of a tool. `parameters` is the JSON Schema of an object. `strict` has no effect: calls always match
+    it.
+    """
 
     name: FunctionName
     description: str | None = None
@@ -225,21 +227,21 @@ class Function(RequestModel):
 
 
 class Tool(RequestModel):
-    """One tool. Only functions are served."""
+    """Tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
 class CalledFunction(RequestModel):
-    """Name and arguments, as JSON text, of a call."""
+    """Name and arguments (JSON text) of a call."""
 
     name: str
     arguments: str
 
 
 class ToolCall(RequestModel):
-    """A call that an earlier answer made."""
+    """Tool call made by an earlier answer."""
 
     id: str
     type: Literal["function"] = "function"
@@ -247,13 +249,13 @@ class ToolCall(RequestModel):
 
 
 class NamedTool(RequestModel):
-    """tool_choice: this function and no other."""
+    """tool_choice that requires this function."""
 
     name: FunctionName
 
 
 def _tool_choice(value: Any) -> str | NamedTool:
-    """OpenAI's four forms. Raises ValueError."""
+    """Return a tool_choice in any of OpenAI's four forms. Raises ValueError."""
     if value in ("none", "auto", "required"):
         return str(value)
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
@@ -295,14 +297,14 @@ def _as_parts(value: Any) -> Any:
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries beside the text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(RequestModel):
-    """Fields that completions and chats share. Null means the default."""
+    """Fields shared by completions and chats. Null means the default."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
@@ -342,17 +344,17 @@ class GenerationBody(RequestModel):
 
     @property
     def num_choices(self) -> int:
-        """Answers per prompt."""
+        """Number of choices per prompt."""
         return self.n or 1
 
     @property
     def num_top(self) -> int | None:
-        """How many of the likeliest tokens are told beside each token; None where no log-probability is asked for."""
+        """Number of likeliest tokens returned per token; None without log-probabilities."""
         return None
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: Prompts
     echo: bool | None = None
@@ -376,14 +378,14 @@ _PARTS: Final = {
 
 
 class ContentPart(RequestModel):
-    """A piece of a message's content. Only text is served."""
+    """Part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(RequestModel):
-    """One message of a chat. Only an assistant's with tool calls goes without content."""
+    """Message of a chat. Only an assistant's message with tool calls may omit the content."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -411,19 +413,19 @@ class ChatMessage(RequestModel):
     @classmethod
     def _made_by_assistants(cls, value: list[ToolCall] | None, info: ValidationInfo) -> list[ToolCall] | None:
         if value and info.data.get("role") not in ("assistant", None):
-            raise ValueError("only a message of the assistant has tool calls")
+            raise ValueError("only messages of the assistant may have tool calls")
         return value
 
     @field_validator("content")
     @classmethod
     def _is_there(cls, value: list[ContentPart] | None, info: ValidationInfo) -> list[ContentPart] | None:
         if value is None and not info.data.get("tool_calls"):
-            raise ValueError("expected a text or a list of text parts; only with tool_calls it may be null")
+            raise ValueError("expected a string or a list of text parts; null is allowed only with tool_calls")
         return value
 
     @property
     def text(self) -> str:
-        """The content as one text."""
+        """Content as one string."""
         return "\n".join(part.text for part in self.content or ())
 
 
@@ -432,7 +434,7 @@ Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
 
 class ChatRendering(RequestModel):
-    """What of a chat goes into its prompt."""
+    """Fields that determine a chat's rendered prompt."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -441,7 +443,7 @@ class ChatRendering(RequestModel):
 
 
 class ChatBody(GenerationBody, ChatRendering):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
@@ -457,7 +459,7 @@ class ChatBody(GenerationBody, ChatRendering):
 
 
 class TokenizeBody(ChatRendering):
-    """POST /tokenize: a text or a chat."""
+    """Body of POST /tokenize: a text or a chat."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -475,7 +477,7 @@ class TokenizeBody(ChatRendering):
 
 
 class DetokenizeBody(RequestModel):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
@@ -485,7 +487,7 @@ Body = TypeVar("Body", bound=RequestModel)
 
 
 def parse(model: type[Body], body: bytes) -> Body:
-    """The request in `body`. Raises InvalidRequest naming the field at fault."""
+    """Parse `body`. Raises InvalidRequest naming the invalid field."""
     try:
         request = model.model_validate_json(body)
     except ValidationError as error:
@@ -495,5 +497,5 @@ def parse(model: type[Body], body: bytes) -> Body:
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
     for part in request.parts():
         if (name := unsupported_field(part.model_extra or {})) is not None:
-            raise InvalidRequest(f"{name} is not supported here", param=name, code="unsupported_parameter")
+            raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
     return request

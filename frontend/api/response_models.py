@@ -1,4 +1,4 @@
-"""What is answered, as pydantic models: the OpenAPI description is made of them, and answers are checked against it."""
+"""Responses as pydantic models, for the OpenAPI description, against which tests check the responses."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,19 +9,19 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class ResponseModel(BaseModel):
-    """No answer has a field that is not here."""
+    """Base of all responses; no response has other fields than its model."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class CachedTokens(ResponseModel):
-    """Prompt tokens whose KV was reused."""
+    """Number of prompt tokens whose KV was reused."""
 
     cached_tokens: Count
 
 
 class TokenUsage(ResponseModel):
-    """Tokens of the whole request; a prompt counts once however many answers it has."""
+    """Token counts of the whole request; a prompt counts once, regardless of its number of choices."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -30,7 +30,9 @@ class TokenUsage(ResponseModel):
 
 
 class TtftParts(ResponseModel):
-    """Where the time to the first token went; the parts sum to `whole_s`. What is left may be a hair below 0."""
+    """Breakdown of the time to first token; the parts sum to `whole_s`. Parts without a bound may be slightly
+    negative.
+    """
 
     tokenize_s: Seconds
     sibling_s: float
@@ -44,7 +46,7 @@ class TtftParts(ResponseModel):
 
 
 class HandoffParts(ResponseModel):
-    """The same of the time from the first token to the next, which another worker computed."""
+    """Breakdown of the time from the first token to the next one, which another worker generates."""
 
     tail_s: Seconds
     join_s: Seconds
@@ -54,14 +56,14 @@ class HandoffParts(ResponseModel):
 
 
 class Timing(ResponseModel):
-    """Where an answer's time went, for those who ask by x-moonpool-timing."""
+    """Time breakdown of a choice, requested by x-moonpool-timing."""
 
     ttft: TtftParts | None
     handoff: HandoffParts | None
 
 
 class MoonpoolExtension(ResponseModel):
-    """How one answer came about."""
+    """Moonpool's extension of one choice: nodes, timing and cache statistics."""
 
     request_id: str
     tokenize_s: Seconds
@@ -87,7 +89,7 @@ AnyMoonpoolExtension = MoonpoolExtension | list[MoonpoolExtension]
 
 
 class PromptToken(ResponseModel):
-    """A token that could stand in a place of the prompt."""
+    """Candidate token at a position of the prompt."""
 
     logprob: float
     rank: Count
@@ -98,7 +100,7 @@ PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
 class CompletionLogprobs(ResponseModel):
-    """Parallel lists; null for the first token of a prompt."""
+    """Log-probabilities as parallel lists; null for the first token of a prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -107,7 +109,7 @@ class CompletionLogprobs(ResponseModel):
 
 
 class TopToken(ResponseModel):
-    """A token that could stand in a place of the answer; `bytes` may be part of a character."""
+    """Candidate token at a position of the answer; `bytes` may be part of a character."""
 
     token: str
     logprob: float
@@ -115,20 +117,20 @@ class TopToken(ResponseModel):
 
 
 class TokenLogprob(TopToken):
-    """A token of the answer."""
+    """Token of the answer with its likeliest candidates."""
 
     top_logprobs: list[TopToken]
 
 
 class ChatLogprobs(ResponseModel):
-    """One entry per token."""
+    """Log-probabilities of a chat, one entry per token."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class CompletionChoice(ResponseModel):
-    """One answer, or a piece of it."""
+    """Choice of a completion, or a piece of it in a stream."""
 
     index: Count
     text: str
@@ -141,7 +143,7 @@ class CompletionChoice(ResponseModel):
 
 
 class CompletionResponse(ResponseModel):
-    """The answer of /v1/completions; in a stream each event is one, with `usage` and `moonpool` in the last."""
+    """Response of /v1/completions; in a stream, each event is one, with `usage` and `moonpool` in the last."""
 
     id: str
     object: Literal["text_completion"]
@@ -153,14 +155,14 @@ class CompletionResponse(ResponseModel):
 
 
 class FunctionCall(ResponseModel):
-    """What is called with which arguments, as JSON text."""
+    """Name and arguments (JSON text) of a called function."""
 
     name: str
     arguments: str
 
 
 class ToolCallResponse(ResponseModel):
-    """A call of a tool."""
+    """Call of a tool."""
 
     id: str
     type: Literal["function"]
@@ -168,7 +170,7 @@ class ToolCallResponse(ResponseModel):
 
 
 class AssistantMessage(ResponseModel):
-    """An answer. Its content is null where there are only calls."""
+    """Message of the assistant. `content` is null if there are only calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -179,7 +181,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(ResponseModel):
-    """One answer."""
+    """Choice of a chat."""
 
     index: Count
     message: AssistantMessage
@@ -190,7 +192,7 @@ class ChatChoice(ResponseModel):
 
 
 class ChatCompletion(ResponseModel):
-    """The answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
@@ -204,14 +206,14 @@ class ChatCompletion(ResponseModel):
 
 
 class FunctionCallDelta(ResponseModel):
-    """The name where a call begins, and more of its arguments."""
+    """Piece of a called function: the name in the first piece, and the next part of the arguments."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCallDelta(ResponseModel):
-    """A piece of a call."""
+    """Piece of a tool call."""
 
     index: Count
     id: str | None = None
@@ -220,7 +222,7 @@ class ToolCallDelta(ResponseModel):
 
 
 class ChatDelta(ResponseModel):
-    """What an event adds to an answer."""
+    """Delta of a chat's choice in one event."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -228,7 +230,7 @@ class ChatDelta(ResponseModel):
 
 
 class ChatChunkChoice(ResponseModel):
-    """A piece of one answer."""
+    """Piece of a chat's choice."""
 
     index: Count
     delta: ChatDelta
@@ -239,7 +241,7 @@ class ChatChunkChoice(ResponseModel):
 
 
 class ChatChunk(ResponseModel):
-    """One event of a streamed chat."""
+    """Event of a streamed chat."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -252,7 +254,7 @@ class ChatChunk(ResponseModel):
 
 
 class ModelFacts(ResponseModel):
-    """What the cluster's workers say of a model. `stand_ins`: what waits and computes nothing in its place, if any."""
+    """Model data reported by the cluster's workers. `stand_ins`: engines that only simulate the model, if any."""
 
     fingerprint: str | None
     block_tokens: Count
@@ -260,7 +262,7 @@ class ModelFacts(ResponseModel):
 
 
 class ModelCard(ResponseModel):
-    """A model under one of its names; `root` is the one that its aliases share."""
+    """Card of a model under one of its names; `root` is its main name."""
 
     id: str
     object: Literal["model"]
@@ -273,14 +275,14 @@ class ModelCard(ResponseModel):
 
 
 class ModelList(ResponseModel):
-    """All models that are served."""
+    """List of the served models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class Tokenized(ResponseModel):
-    """The ids of a text or chat."""
+    """Token ids of a text or chat."""
 
     count: Count
     max_model_len: Count
@@ -289,26 +291,26 @@ class Tokenized(ResponseModel):
 
 
 class Detokenized(ResponseModel):
-    """The text of ids."""
+    """Text of token ids."""
 
     prompt: str
 
 
 class Status(ResponseModel):
-    """Of the process or the cluster; `reason` says why it is not ready."""
+    """Status of the process or the cluster; `reason` explains why it is not ready."""
 
     status: str
     reason: str | None = None
 
 
 class Version(ResponseModel):
-    """Of the front door's package."""
+    """Version of the frontend's package."""
 
     version: str
 
 
 class SelfCheck(ResponseModel):
-    """What the process holds."""
+    """Resources that the process holds."""
 
     ok: bool
     problems: list[str]
@@ -316,7 +318,7 @@ class SelfCheck(ResponseModel):
 
 
 class ErrorDetail(ResponseModel):
-    """`param` names the field at fault, `code` is for programs."""
+    """Error; `param` names the invalid field, `code` identifies the error for programs."""
 
     message: str
     type: str
@@ -325,6 +327,6 @@ class ErrorDetail(ResponseModel):
 
 
 class ErrorResponse(ResponseModel):
-    """OpenAI's shape of every error."""
+    """OpenAI's error object."""
 
     error: ErrorDetail

@@ -1,12 +1,10 @@
-"""Noticing that a client has gone, by one task for the whole of its request.
-
-Server-sent events.
-"""
+"""Server-sent events, and detection of clients that disconnect."""
 
 import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
@@ -21,15 +19,15 @@ T = TypeVar("T")
 
 
 class DisconnectWatch:
-    """Of one client, from when its request was read on. `close` in any case."""
+    """Watch for one client's disconnect, from the end of its request's body. Always call `close`."""
 
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.create_task(_disconnected(receive))
 
     async def run(self, work: Awaitable[T], *ends: "asyncio.Future[Any]") -> T:
-        """What `work`, done in the task that calls, returns or raises.
+        """Run `work` in the calling task; return its result or raise its error.
 
-        When the client leaves first, or one of `ends` is done, `work` is cancelled and ClientGone raised.
+        If the client disconnects or one of `ends` is done first, `work` is cancelled and ClientGone is raised.
         """
         own = asyncio.current_task()
         assert own is not None
@@ -48,7 +46,7 @@ class DisconnectWatch:
             return await work
         except asyncio.CancelledError:
             if interrupted and own.uncancel() <= already:
-                raise ClientGone("the client left before its answer was ready") from None
+                raise ClientGone("the client disconnected before its answer was ready") from None
             raise
         finally:
             over = True
@@ -56,13 +54,13 @@ class DisconnectWatch:
                 each.remove_done_callback(interrupt)
 
     async def close(self) -> None:
-        """Leave no task behind."""
+        """Cancel the watching task."""
         self._gone.cancel()
         await asyncio.gather(self._gone, return_exceptions=True)
 
 
 class RecedingDeadline:
-    """A future that is done at a deadline which may recede: `deadline_s()`, of the monotonic clock."""
+    """Future that is resolved at a deadline which may move later: `deadline_s()`, on the monotonic clock."""
 
     def __init__(self, deadline_s: Callable[[], float]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -71,7 +69,7 @@ class RecedingDeadline:
         self._timer = self._loop.call_at(deadline_s(), self._look)
 
     def close(self) -> None:
-        """Leave no timer behind."""
+        """Cancel the timer."""
         self._timer.cancel()
 
     def _look(self) -> None:
@@ -92,21 +90,35 @@ _DONE: Final = b"data: [DONE]\n\n"
 
 
 def encode(value: Any) -> bytes:
-    """JSON as sent to clients."""
+    """Return `value` as JSON, as sent to clients."""
     return _JSON.encode(value).encode()
 
 
 def event(data: bytes) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + data + b"\n\n"
 
 
-class EventStreamResponse(Response):
-    """Sends the server-sent events that `more` gives until `is_over`, the client leaves, or one of `aborts` is done.
+@dataclass(frozen=True)
+class EventSource:
+    """Source of a stream's events, and the conditions that end it.
 
-    `first` goes out with the headers; what `more` gives once `is_over` goes out with the stream's end. An ApiError of
-    `more` is sent as an error event. `close` is awaited in any case, perhaps twice. `deadline_s()` (monotonic clock),
-    which may recede, bounds a client that neither reads nor leaves.
+    `more` returns the next events until `is_over`; events returned once it is over are sent with the stream's end.
+    The stream also ends when one of `aborts` is done. `close` is always awaited, possibly twice. `deadline_s()`
+    (monotonic clock), which may move later, bounds a client that neither reads nor disconnects.
+    """
+
+    more: Callable[[], Awaitable[bytes]]
+    is_over: Callable[[], bool]
+    aborts: Sequence["asyncio.Future[None]"]
+    close: Callable[[], Awaitable[None]]
+    deadline_s: Callable[[], float]
+
+
+class EventStreamResponse(Response):
+    """Response that sends the source's server-sent events until it is over or aborted or the client disconnects.
+
+    `first` is sent with the headers. An ApiError of the source is sent as an error event.
     """
 
     media_type = "text/event-stream"
@@ -114,53 +126,45 @@ class EventStreamResponse(Response):
     def __init__(
         self,
         first: bytes,
-        more: Callable[[], Awaitable[bytes]],
+        source: EventSource,
         *,
         disconnect_watch: DisconnectWatch,
         request_id: str,
-        is_over: Callable[[], bool],
-        aborts: Sequence["asyncio.Future[None]"],
-        close: Callable[[], Awaitable[None]],
-        deadline_s: Callable[[], float],
         headers: Mapping[str, str],
     ) -> None:
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]  # set by Response for its empty body
         self._first = first
-        self._more = more
-        self._presence = disconnect_watch
+        self._source = source
+        self._disconnect_watch = disconnect_watch
         self._request_id = request_id
-        self._is_over = is_over
-        self._aborts = aborts
-        self._close = close
-        self._deadline_s = deadline_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        expiry = RecedingDeadline(self._deadline_s)
+        expiry = RecedingDeadline(self._source.deadline_s)
         with logs.request(self._request_id):
             try:
-                await self._presence.run(self._pump(send), expiry.reached, *self._aborts)
+                await self._disconnect_watch.run(self._pump(send), expiry.reached, *self._source.aborts)
             except ClientGone:
-                pass  # nobody reads what could be said
+                pass  # there is no client to answer
             finally:
                 expiry.close()
                 await asyncio.shield(self._end())
 
     async def _end(self) -> None:
-        await self._presence.close()
-        await self._close()
+        await self._disconnect_watch.close()
+        await self._source.close()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             events = self._first
-            while not self._is_over():
+            while not self._source.is_over():
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-                events = await self._more()
+                events = await self._source.more()
         except ApiError as error:
-            _log.warning("told in the stream: %s", error)
+            _log.warning("error sent in the stream: %s", error)
             events = event(encode(error.body()))
-        # Before the last word, so that whoever has read it finds the request counted and nothing held.
-        await self._close()
+        # Close before the last event, so that a client that has read it finds the request counted and nothing held.
+        await self._source.close()
         await send({"type": "http.response.body", "body": events + _DONE, "more_body": False})

@@ -1,4 +1,4 @@
-"""The console: a page that shows a running cluster, what it is told once a second, and what an admin may do there.
+"""The console: a page that shows a running cluster, its data (updated every second), and the admins' actions.
 
-`page/` is served as it lies there: no build step, no code from elsewhere, no request to anywhere else.
+The files in `page/` are served unchanged: no build step, no third-party code, no requests to other hosts.
 """

@@ -1,4 +1,4 @@
-"""What an admin may do from the console: calls to a conductor, and its refusals as the page is told them."""
+"""Admins' actions from the console: calls to a conductor, and its refusals as API errors."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 _CALL_S: Final = 10.0
-_EXPLAIN_S: Final = 15.0  # files are read, perhaps many
+_EXPLAIN_S: Final = 15.0  # the conductor may have to read many files
 _ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 _REFUSALS: Final[Mapping[str, type[ApiError]]] = {
     "NOT_FOUND": NoSuchNode,
@@ -29,31 +29,31 @@ T = TypeVar("T")
 
 
 class ConsoleActions:
-    """Each raises ApiError for what was refused, and ServiceUnavailable where no conductor answers."""
+    """Actions and queries. Each raises ApiError for a refusal and ServiceUnavailable if no conductor answers."""
 
     def __init__(self, conductor: ConductorClient) -> None:
         self._conductor = conductor
 
     async def drain(self, body: Mapping[str, Any], who: str) -> dict[str, Any]:
-        """Ask a node to finish its work and leave."""
+        """Drain a node: it finishes its work and leaves the cluster."""
         node_id = _text(body, "node_id")
-        _log.info("%s asks node %r to drain, from the console", who, node_id)
+        _log.info("%s drains node %r from the console", who, node_id)
         request = conductor_pb2.DrainNodeRequest(node_id=node_id)
         await self._act("DrainNode", lambda stub: stub.DrainNode(request))
         return {"node_id": node_id}
 
     async def switch(self, body: Mapping[str, Any], who: str) -> dict[str, Any]:
-        """Ask a node to change its role."""
+        """Switch a node's role."""
         node_id, role = _text(body, "node_id"), _text(body, "role")
         if role not in _ROLES:
-            raise InvalidRequest(f"role is {role[:40]!r}: expected prefill or decode", param="role")
-        _log.info("%s asks node %r to become a %s node, from the console", who, node_id, role)
+            raise InvalidRequest(f"role must be prefill or decode, got {role[:40]!r}", param="role")
+        _log.info("%s switches node %r to role %s from the console", who, node_id, role)
         request = conductor_pb2.SwitchNodeRequest(node_id=node_id, role=_ROLES[role])
         await self._act("SwitchNode", lambda stub: stub.SwitchNode(request))
         return {"node_id": node_id, "role": role}
 
     async def objectives(self) -> dict[str, Any]:
-        """The record in force and its last versions."""
+        """Return the objectives in force and their last versions."""
         reply = await self._act("ShowSlo", lambda stub: stub.ShowSlo(conductor_pb2.ShowSloRequest(history=20)))
         return {
             "current": _version(reply.current),
@@ -69,15 +69,17 @@ class ConsoleActions:
         }
 
     async def change_objectives(self, body: Mapping[str, Any], who: str) -> dict[str, Any]:
-        """Make a new version, or, as a `trial`, tell what it would change and would have done."""
+        """Create a new version of the objectives; with `trial`, only return its differences and a preview of its
+        effect.
+        """
         content, trial = body.get("content"), body.get("trial", False)
         if not isinstance(content, dict):
-            raise InvalidRequest("content: expected a record of objectives, a JSON object", param="content")
+            raise InvalidRequest("content: expected the objectives as a JSON object", param="content")
         if not isinstance(trial, bool):
             raise InvalidRequest("trial: expected true or false", param="trial")
         expected = body.get("expect_version")
         if expected is not None and (type(expected) is not int or not 0 <= expected < 1 << 63):
-            raise InvalidRequest("expect_version: expected a whole number", param="expect_version")
+            raise InvalidRequest("expect_version: expected a non-negative integer", param="expect_version")
         request = conductor_pb2.ChangeSloRequest(
             author=who,
             reason="a preview" if trial else _text(body, "reason"),
@@ -86,7 +88,7 @@ class ConsoleActions:
             trial=trial,
         )
         if not trial:
-            _log.info("%s changes the objectives, from the console: %r", who, request.reason)
+            _log.info("%s changes the objectives from the console: %r", who, request.reason)
         reply = await self._act("ChangeSlo", lambda stub: stub.ChangeSlo(request))
         return {
             "version": _version(reply.version),
@@ -97,7 +99,7 @@ class ConsoleActions:
         }
 
     async def explain(self, request_id: str) -> list[dict[str, Any]]:
-        """What each conductor knows of a request: any of them may have placed it."""
+        """Return each conductor's explanation of a request; any of them may have placed it."""
         request, told = conductor_pb2.ExplainRequest(request_id=request_id), []
         for target in self._conductor.targets:
             try:
@@ -122,7 +124,7 @@ class ConsoleActions:
 def _refuse(error: CallRefused) -> NoReturn:
     kind = _REFUSALS.get(error.code)
     if kind is None:
-        raise ServiceUnavailable(f"the conductor cannot do that now: {error}", code="refused") from error
+        raise ServiceUnavailable(f"the conductor refused the action: {error}", code="refused") from error
     raise kind(str(error), code="refused") from error
 
 
@@ -130,18 +132,18 @@ def _json(content: Any) -> str:
     try:
         return json.dumps(content)
     except RecursionError as error:
-        raise InvalidRequest("content: it is nested too deeply", param="content") from error
+        raise InvalidRequest("content: nested too deeply", param="content") from error
 
 
 def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not value.strip() or len(value) > 1000 or not _is_whole(value):
-        raise InvalidRequest(f"{name}: expected a text of 1 to 1000 characters", param=name)
+        raise InvalidRequest(f"{name}: expected a string of 1 to 1000 characters", param=name)
     return value
 
 
 def _is_whole(text: str) -> bool:
-    """JSON can write halves of characters, which nothing else can."""
+    # JSON strings may contain lone surrogates, which UTF-8 cannot encode.
     return text.encode("utf-8", "ignore").decode() == text
 
 

@@ -1,7 +1,4 @@
-"""How much came and went, of all conductors together: slices of time, with quantiles, and their sum. Pure.
-
-What the console shows, made of what the front door knows of the cluster and of the conductors' overviews. Pure.
-"""
+"""The console's figures, computed from the cluster's state and the conductors' overviews. Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,12 +10,12 @@ from frontend.cluster import ROLE_NAMES
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 Json = Mapping[str, Any]
-ALL = ""  # models together
+ALL = ""  # key of all models together
 
 
 @dataclass(slots=True)
 class TrafficCounts:
-    """Requests of one model, or of all. Times are counted by what stands for them, in seconds."""
+    """Counts of requests of one model, or of all. Durations are counted by bucket value, in seconds."""
 
     arrived: int = 0
     prompt_tokens: int = 0
@@ -28,10 +25,10 @@ class TrafficCounts:
     ended: Counter[str] = field(default_factory=Counter)
     ttft: Counter[float] = field(default_factory=Counter)
     tbt: Counter[float] = field(default_factory=Counter)
-    attained: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # class, objective, result
+    attained: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (class, objective, result)
 
     def add(self, flow: Json) -> None:
-        """What one conductor counted."""
+        """Add one conductor's counts."""
         self.arrived += flow["arrived"]
         self.prompt_tokens += flow["prompt_tokens"]
         self.cached_tokens += flow["cached_tokens"]
@@ -43,7 +40,7 @@ class TrafficCounts:
         self.attained.update({(a, b, c): count for a, b, c, count in flow["attained"]})
 
     def include(self, other: "TrafficCounts") -> None:
-        """Another one's, too."""
+        """Add another object's counts."""
         self.arrived += other.arrived
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
@@ -52,7 +49,7 @@ class TrafficCounts:
             getattr(self, name).update(getattr(other, name))
 
     def to_json(self) -> dict[str, Any]:
-        """With quantiles in place of counted times; null where nothing was measured."""
+        """Return JSON data with quantiles instead of counted durations; None without measurements."""
         return {
             "arrived": self.arrived,
             "rejected": sum(self.rejected.values()),
@@ -67,18 +64,18 @@ class TrafficCounts:
 
 @dataclass(slots=True)
 class TimeSlice:
-    """A slice of time by model; `ALL` has all of them together."""
+    """Counts of a slice of time by model; `ALL` has all models together."""
 
-    number: int  # of all slices since 1970
+    number: int  # counted since 1970
     flows: dict[str, TrafficCounts] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As the page takes it."""
+        """Return JSON data for the page."""
         return {"number": self.number, "models": {model: flow.to_json() for model, flow in self.flows.items()}}
 
 
 def merged_slices(overviews: Sequence[Json]) -> list[TimeSlice]:
-    """Oldest first. Conductors' slices begin at other moments: they go into that of the time of day they begin in."""
+    """Merge the conductors' slices, oldest first. They begin at different times and are aligned by their start."""
     found: dict[int, TimeSlice] = {}
     for overview in overviews:
         for each in overview["slices"]:
@@ -86,13 +83,13 @@ def merged_slices(overviews: Sequence[Json]) -> list[TimeSlice]:
             merged = found.setdefault(number, TimeSlice(number))
             for model, flow in each["flows"].items():
                 merged.flows.setdefault(ALL, TrafficCounts()).add(flow)
-                if model != ALL:  # of models that nobody serves
+                if model != ALL:  # requests for models that are not served have this key
                     merged.flows.setdefault(model, TrafficCounts()).add(flow)
     return [found[number] for number in sorted(found)]
 
 
 def window(slices: Iterable[TimeSlice]) -> dict[str, Any]:
-    """All slices as one, by model: quantiles, rejections by reason, and how often objectives were met."""
+    """Return the sum of all slices by model: quantiles, rejections by reason, attainment of objectives."""
     flows: dict[str, TrafficCounts] = {}
     for each in slices:
         for model, flow in each.flows.items():
@@ -109,7 +106,7 @@ def window(slices: Iterable[TimeSlice]) -> dict[str, Any]:
 
 
 def quantile_s(counted: Mapping[float, int], share: float) -> float | None:
-    """The time that this share of all stays within; None of none."""
+    """Return the `share` quantile of counted durations in seconds; None if there are none."""
     left = share * sum(counted.values())
     for seconds, count in sorted(counted.items()):
         left -= count
@@ -118,11 +115,11 @@ def quantile_s(counted: Mapping[float, int], share: float) -> float | None:
     return None
 
 
-_NEWEST: Final = 100  # requests, of all conductors
+_NEWEST: Final = 100  # number of recent requests, over all conductors
 
 
 def cluster_figures(reply: conductor_pb2.ClusterReply, overviews: Sequence[Json]) -> dict[str, Any]:
-    """Nodes, pool and directory: what is so now."""
+    """Return the current state: nodes, pool and directory."""
     loads = {node_id: load for overview in overviews for node_id, load in overview["workers"].items()}
     return {
         "nodes": [_node(status, loads.get(status.node.node_id, {})) for status in reply.nodes],
@@ -132,7 +129,7 @@ def cluster_figures(reply: conductor_pb2.ClusterReply, overviews: Sequence[Json]
 
 
 def past_figures(overviews: Sequence[Json], now_s: float) -> dict[str, Any]:
-    """What was, of all conductors together; objectives as the first one has them."""
+    """Return the recent past over all conductors; the objectives are the first conductor's."""
     slices = merged_slices(overviews)
     first: Json = overviews[0] if overviews else {}
     requests = [request for overview in overviews for request in overview["requests"]]
@@ -173,7 +170,7 @@ def _node(status: conductor_pb2.NodeStatus, load: Json) -> dict[str, Any]:
 
 
 def _state(status: conductor_pb2.NodeStatus, load: Json) -> str:
-    """What matters most of it."""
+    """Return the node's most important state."""
     if status.suspect:
         return "suspect"
     if status.report.draining or load.get("is_leaving"):
@@ -207,7 +204,7 @@ def _directory(samples: Iterable[conductor_pb2.Sample]) -> dict[str, str]:
 
 
 def _pool_node(status: conductor_pb2.NodeStatus, directory: Mapping[str, str]) -> dict[str, Any]:
-    """One pool node since its start, as it reports."""
+    """Return one pool node's report since its start."""
     counters, node_id = status.report.counters, status.node.node_id
     tiers = {
         "memory": _tier(counters, "dram", "pool_used_bytes", "pool_capacity_bytes", "pool_held_blocks"),
@@ -234,16 +231,17 @@ def _tier(counters: Mapping[str, float], tier: str, used: str, capacity: str, bl
 
 
 def _evicted(counters: Mapping[str, float], start: str) -> Iterator[tuple[str, int]]:
-    """By reason."""
+    """Yield evicted blocks by reason."""
     for name, value in sorted(counters.items()):
         if name.startswith(start) and name.endswith("_blocks") and value:
             yield name.removeprefix(start).removesuffix("_blocks"), int(_finite(value))
 
 
 def _count(counters: Mapping[str, float], name: str) -> int:
-    return int(_finite(counters[name])) if name in counters else 0  # a protobuf map makes entries of what is asked for
+    # Indexing a protobuf map would create missing entries
+    return int(_finite(counters[name])) if name in counters else 0
 
 
 def _finite(value: float) -> float:
-    """A node says what it likes; JSON knows no infinity."""
+    # A node may report any float; JSON has no infinity or NaN.
     return value if isfinite(value) else 0.0

@@ -1,8 +1,8 @@
-"""The console's files as HTTP answers. What is served is what lies in `page/` when the process starts, nothing else.
+"""Routes of the console: its files and its API.
 
-The console's routes. Reading needs an admin's key where any key is asked for; doing needs one always.
-
-No cookie is ever set or read, and every action comes with a key in its header: another site's page can send neither.
+Reading requires a key with admin scope if any keys are configured; actions always require one. No cookies are used, and
+every action carries a key in its header, so another site's page cannot trigger actions. The served files are those in
+`page/` when the process starts.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Scripts, styles and requests of this origin alone; nothing inline, no frame, no form, and no text becomes markup.
+# Only scripts, styles and requests of this origin; nothing inline, no frames, no forms, no text parsed as markup.
 _POLICY: Final = "; ".join(
     (
         "default-src 'none'",
@@ -54,19 +54,19 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class ConsoleFile:
-    """One file. A browser keeps it, and asks each time whether it has changed."""
+    """Static file. Browsers cache it and revalidate it by its ETag each time."""
 
     body: bytes
     headers: Mapping[str, str]
 
     def is_known(self, if_none_match: str) -> bool:
-        """Whether the browser has this very content, as its header says."""
+        """Return True if the If-None-Match header contains this content's ETag."""
         named = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
         return self.headers["etag"] in named or "*" in named
 
 
 class ConsoleFiles:
-    """All files by name; "" is the page itself."""
+    """Static files by name; "" is the page itself."""
 
     def __init__(self) -> None:
         found = {each.name: each.read_bytes() for each in (files(__package__) / "page").iterdir() if each.is_file()}
@@ -74,12 +74,12 @@ class ConsoleFiles:
         self._pages[""] = self._pages["index.html"]
 
     def find(self, name: str) -> ConsoleFile | None:
-        """The file of that name."""
+        """Return the file of that name, or None."""
         return self._pages.get(name)
 
     @property
     def names(self) -> list[str]:
-        """Of all of them."""
+        """Names of all files, sorted."""
         return sorted(self._pages)
 
 
@@ -103,7 +103,7 @@ _MOST_BODY_NBYTES: Final = 1 << 20
 
 
 class ConsoleRoutes:
-    """Everything at and below /console."""
+    """Handler of all paths at and below /console."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -113,7 +113,7 @@ class ConsoleRoutes:
         self._actions = {"drain": actions.drain, "switch": actions.switch, "objectives": actions.change_objectives}
 
     def methods(self, path: str) -> tuple[str, ...]:
-        """What may be done with a path; () where there is none."""
+        """Return the allowed methods of a path; () if it does not exist."""
         if not path.startswith(_API):
             return ("GET",) if path == CONSOLE or self._pages.find(_name(path)) is not None else ()
         name = path.removeprefix(_API)
@@ -121,7 +121,7 @@ class ConsoleRoutes:
         return (*(("GET",) if reads else ()), *(("POST",) if name in self._actions else ()))
 
     async def __call__(self, http: Request) -> Response:
-        """Answer a request whose path and method are right. Raises ApiError."""
+        """Answer a request whose path and method are valid. Raises ApiError."""
         path: str = http.scope["path"]
         if not path.startswith(_API):
             return self._page(http, path)
@@ -137,7 +137,7 @@ class ConsoleRoutes:
         return await self._readings[name](http)
 
     def _page(self, http: Request, path: str) -> Response:
-        if path == CONSOLE:  # relative, so that it holds behind a proxy's prefix, too
+        if path == CONSOLE:  # relative, so that it also works behind a proxy's path prefix
             return Response(status_code=307, headers={"location": "console/", **SECURITY_HEADERS})
         page = self._pages.find(_name(path))
         assert page is not None  # `methods` has found it
@@ -146,7 +146,7 @@ class ConsoleRoutes:
         return Response(page.body if http.method == "GET" else b"", headers=page.headers)
 
     def _check_reader(self, http: Request) -> None:
-        """Tenants must not see each other's requests. Raises Unauthorized, Forbidden."""
+        """Check the reader's key: tenants must not see each other's requests. Raises Unauthorized, Forbidden."""
         if self._needs_key:
             self._service.keys.admin(http.headers.get("authorization"))
 
@@ -155,7 +155,7 @@ class ConsoleRoutes:
         return self._service.keys.are_required or self._service.keys.has_admin
 
     async def _about(self, http: Request) -> Response:
-        """What a page without a key must know."""
+        """Return what a page without a key needs to know."""
         return _answer({"needs_key": self._needs_key, "has_admin": self._service.keys.has_admin})
 
     async def _state(self, http: Request) -> Response:
@@ -181,19 +181,19 @@ class ConsoleRoutes:
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the body is no JSON: {error}") from error
+            raise InvalidRequest(f"the body is not valid JSON: {error}") from error
         if not isinstance(body, dict):
-            raise InvalidRequest("the body is no JSON object")
+            raise InvalidRequest("the body must be a JSON object")
         return body
 
 
 def _name(path: str) -> str:
-    """Of a file of the page."""
+    """Return the name of a file of the page."""
     return path.removeprefix(f"{CONSOLE}/")
 
 
 def _who(caller: ApiCaller) -> str:
-    """For the audit: a key's name, never the key."""
+    """Return the author for the audit log: the key's name, never the key."""
     return f"{caller.key_name or caller.tenant or 'admin'} (console)"
 
 

@@ -1,4 +1,4 @@
-"""What the console shows, built once a second for all who look, and not at all while nobody does."""
+"""The console's data, built at most once a second, shared by all viewers, and only while there is a viewer."""
 
 import asyncio
 import gzip
@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 _EVERY_S: Final = 1.0
 _ASK_S: Final = 2.0
 _PARTS: Final = ("workers", "slice_s", "slices", "requests", "hottest", "objectives", "slo")
-_FORGET_S: Final = 900.0  # what a conductor that stays away told last
+_FORGET_S: Final = 900.0  # how long the last overview of an unreachable conductor is shown
 
 
 @dataclass(frozen=True)
 class ConsoleState:
-    """Encoded: as it is, and packed."""
+    """Encoded state: plain JSON and gzip."""
 
     plain: bytes
     packed: bytes
@@ -36,7 +36,7 @@ class ConsoleState:
 
 @dataclass
 class _Told:
-    """What one conductor told last."""
+    """Last overview of one conductor."""
 
     overview: dict[str, Any] | None = None
     at_s: float = 0.0  # the monotonic clock
@@ -44,7 +44,9 @@ class _Told:
     slices: dict[int, Any] = field(default_factory=dict)  # by number
 
     def take(self, overview: dict[str, Any], now_s: float) -> None:
-        """Slices come once: those that cannot change any more are kept. Raises KeyError where a part is missing."""
+        """Take a new overview. A conductor sends a finished slice only once, so slices are kept. Raises KeyError if a
+        part is missing.
+        """
         for part in _PARTS:
             overview[part]
         if self.overview is None or self.overview["incarnation"] != overview["incarnation"]:
@@ -58,12 +60,12 @@ class _Told:
 
     @property
     def first_slice(self) -> int:
-        """The newest that it has told: it may have grown since."""
+        """Number of the newest slice received, which may have grown since."""
         return max(self.slices, default=0)
 
 
 class ConsoleWatch:
-    """`about()` tells of the front door itself; it and the cluster's last state are told with every state."""
+    """Builder of the console's state from `about()` (this frontend's data), the cluster and the conductors."""
 
     def __init__(
         self, conductor: ConductorClient, cluster: ClusterWatch, about: Callable[[], Mapping[str, Any]]
@@ -76,15 +78,15 @@ class ConsoleWatch:
         self._building: asyncio.Task[ConsoleState] | None = None
 
     async def state(self) -> ConsoleState:
-        """No older than a second, and what the conductors take to answer."""
+        """Return the state, at most one second old plus the conductors' response time."""
         if self._state is not None and monotonic() - self._state.built_s < _EVERY_S:
             return self._state
         if self._building is None or self._building.done():
             self._building = asyncio.create_task(self._build(), name="console state")
-        return await asyncio.shield(self._building)  # one viewer that leaves ends it for no other
+        return await asyncio.shield(self._building)  # a viewer that disconnects must not cancel it for the others
 
     async def close(self) -> None:
-        """Build nothing more."""
+        """Stop building."""
         if self._building is not None:
             self._building.cancel()
             await asyncio.gather(self._building, return_exceptions=True)
@@ -121,11 +123,11 @@ class ConsoleWatch:
             told.take(json.loads(reply.json, parse_constant=lambda _: None), monotonic())
         except CallRefused as error:
             told.problem = (
-                "it is of a version that tells no overview" if error.code == "UNIMPLEMENTED" else f"refused: {error}"
+                "its version does not support overviews" if error.code == "UNIMPLEMENTED" else f"refused: {error}"
             )
         except ControlError as error:
             told.problem = f"does not answer: {error}"
-        except (ValueError, KeyError, TypeError) as error:  # another version's
+        except (ValueError, KeyError, TypeError) as error:  # from another version
             _log.warning("the overview of the conductor at %s cannot be read: %r", target, error)
             told.problem = f"its overview cannot be read: {error!r}"
 
@@ -138,7 +140,8 @@ class ConsoleWatch:
             "is_asked": target == self._conductor.target,
             "problem": told.problem,
             "age_s": None if told.overview is None else now_s - told.at_s,
-            "incarnation": str(overview.get("incarnation", "")),  # more digits than a number has in JavaScript
+            # A string, because JavaScript numbers have too few digits
+            "incarnation": str(overview.get("incarnation", "")),
             "admission": overview.get("admission", ""),
             "mode": overview.get("mode", ""),
             "has_decision_log": overview.get("has_decision_log", False),

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from loadtest import OutputUnwritable, ReplayConfig, Report, ServerUnusable, SettingInvalid, run
 from loadtest.errors import VerificationError
-from loadtest.figures import print_report
+from loadtest.report import print_report
 from tests.chromium import look_at
 from traces import Trace
 
