@@ -166,7 +166,7 @@ async def test_the_console_shows_the_cluster_and_the_path_of_a_request(
         await expect(path.filter(has_text="Prefill on prefill-0").first).to_be_visible()
         await expect(path.filter(has_text="pushed the last KV to the decode node")).to_be_visible()
         await expect(path.filter(has_text="Decode on decode-0").first).to_be_visible()
-        await expect(page.get_by_text("as this front door measured it")).to_be_visible()
+        await expect(page.get_by_text("as measured by this frontend")).to_be_visible()
         await expect(page.get_by_text("6 tokens, in 1 attempt(s)")).to_be_visible()
         await page.get_by_role("link", name="KV pool").click()
         await expect(page.locator("tbody tr", has=page.get_by_text("memory", exact=True))).to_contain_text("EXACT")

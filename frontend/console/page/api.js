@@ -1,5 +1,5 @@
-// What the page asks of the front door it came from. The admin's key stays in this module: it is in no storage and in no
-// address, and is gone with the page.
+// Requests to the frontend that serves the page. The admin key is kept only in this module: it is never stored or put into
+// a URL, and is gone when the page is closed.
 const PATIENCE_MS = 20000;
 const ROOT = new URL("api/", document.baseURI);
 
@@ -32,7 +32,7 @@ async function ask(path, options = {}) {
       signal: AbortSignal.timeout(PATIENCE_MS),
     });
   } catch (error) {
-    throw new Problem(error.name === "TimeoutError" ? "the front door does not answer" : "the front door cannot be reached", 0, "away");
+    throw new Problem(error.name === "TimeoutError" ? "the frontend does not answer" : "the frontend cannot be reached", 0, "away");
   }
   let body;
   try {

@@ -1,4 +1,4 @@
-// Small line charts as inline SVG: the last quarter of an hour, one point for each slice of time.
+// Small line charts as inline SVG: the last 15 minutes, one point per slice of time.
 import { setAttribute, svg } from "./dom.js";
 import { isNumber } from "./format.js";
 
@@ -18,12 +18,12 @@ function path(points, most) {
     text += `${isDrawing ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
     isDrawing = true;
   });
-  // A point of its own is drawn as a short line.
+  // An isolated point is drawn as a short line.
   return text.replace(/(M([\d.]+) ([\d.]+))(?=M|$)/g, "$1h1.5");
 }
 
 export class Chart {
-  // `label` says what it shows; `format` is for the figures that are read out.
+  // `label` describes the chart; `format` formats the figures for screen readers.
   constructor(label, format) {
     this.label = label;
     this.format = format;
@@ -40,7 +40,7 @@ export class Chart {
     );
   }
 
-  // Values by slice, oldest first; null: nothing was measured.
+  // Values by slice, oldest first; null: no measurement.
   draw(first, second = []) {
     const measured = [...first, ...second].filter(isNumber);
     const most = Math.max(...measured, 0) || 1;

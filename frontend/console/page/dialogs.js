@@ -1,4 +1,4 @@
-// Asking before something is done, and asking for the admin's key. One dialog at a time, closed by Escape.
+// Confirmation dialogs and the dialog for the admin key. One dialog at a time; Escape closes it.
 import { h, say } from "./dom.js";
 import { hasKey, holdKey } from "./api.js";
 
@@ -22,7 +22,7 @@ function open(build) {
   });
 }
 
-// `act` is done while the dialog stays: its refusal is shown there. Resolves with what it gave, or null.
+// `act` runs while the dialog is open, which shows its error. Resolves with the result of `act`, or null.
 export function confirm({ title, consequence, details = [], verb, act, grave = false }) {
   return open((close) => {
     const outcome = h("p", { class: "outcome bad", role: "alert", hidden: true });
@@ -35,7 +35,7 @@ export function confirm({ title, consequence, details = [], verb, act, grave = f
         const done = (await act()) ?? true;
         close(done);
       } catch (error) {
-        outcome.textContent = `Not done: ${error.message}`;
+        outcome.textContent = `Failed: ${error.message}`;
         outcome.hidden = false;
         go.disabled = cancel.disabled = false;
         go.focus();
@@ -51,7 +51,7 @@ export function confirm({ title, consequence, details = [], verb, act, grave = f
   });
 }
 
-// Resolves with true once a key is held.
+// Resolves with true once a key is set.
 export function askKey(canAct) {
   return open((close) => {
     const input = h("input", { type: "password", autocomplete: "off", spellcheck: "false", id: "key-input", required: true });
@@ -63,7 +63,7 @@ export function askKey(canAct) {
           const text = input.value.trim();
           if (!text) return;
           holdKey(text);
-          say("The admin key is held until this page is closed.");
+          say("The admin key is kept until this page is closed.");
           close(true);
         },
       },
@@ -77,7 +77,7 @@ export function askKey(canAct) {
         "div",
         { class: "buttons" },
         hasKey()
-          ? h("button", { type: "button", onclick: () => (holdKey(""), say("The admin key is forgotten."), close(true)) }, "Forget the key")
+          ? h("button", { type: "button", onclick: () => (holdKey(""), say("The admin key was removed."), close(true)) }, "Remove the key")
           : null,
         h("button", { type: "button", onclick: () => close(null) }, "Cancel"),
         h("button", { type: "submit", class: "main" }, "Use this key"),

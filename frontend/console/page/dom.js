@@ -1,4 +1,4 @@
-// Elements are made here and nowhere else. Whatever comes from outside becomes text: there is no way to markup.
+// All elements are created here. External data is inserted only as text, never as markup.
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children) {
@@ -15,7 +15,7 @@ function fill(node, attributes, children) {
 export const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
 export const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
-// Text that is the same is left alone: what is selected stays so, and nothing is read out again.
+// Unchanged text is not set again, which keeps selections and avoids repeated screen reader output.
 export function setText(node, text) {
   const wanted = String(text);
   if (node.textContent !== wanted) node.textContent = wanted;
@@ -28,7 +28,7 @@ export function setAttribute(node, name, value) {
 
 export const byId = (id) => document.getElementById(id);
 
-// A horizontal bar of a share from 0 to 1. What it shows stands beside it in figures.
+// Horizontal bar of a share from 0 to 1. The figure is shown beside it.
 function bar(share, isLow = false) {
   const width = Math.max(0, Math.min(1, Number.isFinite(share) ? share : 0)) * 100;
   return svg(
@@ -38,8 +38,8 @@ function bar(share, isLow = false) {
   );
 }
 
-// A bar and the figure that it shows.
+// Bar with its figure.
 export const measure = (share, text, isLow = false) => h("span", { class: "measure" }, bar(share, isLow), h("span", null, text));
 
-// For screen readers: said once, when it happens.
+// Announces a text once to screen readers.
 export const say = (text) => setText(byId("told"), text);

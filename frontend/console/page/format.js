@@ -1,4 +1,4 @@
-// Numbers as people read them. Nothing here knows the page.
+// Formatting of numbers, independent of the page.
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 export const NONE = "–";

@@ -1,4 +1,4 @@
-// The page's loop: asks for the state once a second, shows it in the view that is open, and says when it is old.
+// Main loop: loads the state once a second, shows it in the open view, and warns if it is outdated.
 import * as api from "./api.js";
 import { byId, h, setAttribute, setText } from "./dom.js";
 import { askKey } from "./dialogs.js";
@@ -34,7 +34,7 @@ async function look() {
   }
   asking = true;
   try {
-    // Without a key that is needed, nothing but that is asked.
+    // If a key is required and missing, only that is checked.
     if (!state && !api.hasKey()) mayRead(await api.about());
     state = await api.state();
     heardAt = performance.now();
@@ -45,7 +45,7 @@ async function look() {
     trouble = error;
     pause = Math.min(LONGEST_MS, 2 * pause);
     if (error.status === 401 || error.status === 403) {
-      // Without the right to read, nothing stays that was read with it, and no key either.
+      // Without the right to read, all data read before and the key are removed.
       if (state) location.reload();
       pause = LONGEST_MS;
     }
@@ -60,8 +60,8 @@ async function look() {
 
 function mayRead({ needs_key: needsKey, has_admin: hasAdmin }) {
   if (!needsKey) return;
-  if (hasAdmin) throw new api.Problem("an admin key is needed", 401, "");
-  throw new api.Problem("API keys are asked for here, and none of them is an admin's. Make one with `moonpool keys new --admin`.", 403, "no_admin_key");
+  if (hasAdmin) throw new api.Problem("an admin key is required", 401, "");
+  throw new api.Problem("API keys are required here, but none has admin scope. Create one with `moonpool keys new --admin`.", 403, "no_admin_key");
 }
 
 function show() {
@@ -90,38 +90,38 @@ function pills() {
   list.replaceChildren(...told.map(([text, kind, title]) => h("li", { class: `pill ${kind}`, title }, text)));
 }
 
-// How old is what is shown, and why.
+// Age of the shown data, and its reason.
 function standing() {
   const sinceS = (performance.now() - heardAt) / 1000;
   const closed = trouble && (trouble.status === 401 || trouble.status === 403);
   let text = "";
   let isStale = false;
   if (closed) {
-    text = api.hasKey() ? `This key does not open the console: ${trouble.message}` : trouble.status === 403 ? trouble.message : "The console needs an admin key here: it shows requests of all tenants.";
+    text = api.hasKey() ? `This key has no access to the console: ${trouble.message}` : trouble.status === 403 ? trouble.message : "The console requires an admin key here: it shows requests of all tenants.";
     byId("loading").hidden = true;
   } else if (trouble) {
     isStale = state !== null;
-    text = `${trouble.message}. ${state ? `What is shown is ${duration(sinceS)} old.` : "There is nothing to show yet."}`;
+    text = `${trouble.message}. ${state ? `The data shown is ${duration(sinceS)} old.` : "There is no data yet."}`;
   } else if (state?.problem) {
     isStale = true;
-    text = state.age_s === null ? `No conductor has answered yet: ${state.problem}` : `What is shown of the nodes is ${duration(state.age_s + sinceS)} old: ${state.problem}.`;
+    text = state.age_s === null ? `No conductor has answered yet: ${state.problem}` : `The node data shown is ${duration(state.age_s + sinceS)} old: ${state.problem}.`;
   } else if (state && (state.age_s ?? 0) + sinceS > STALE_S) {
     isStale = true;
-    text = `What is shown is ${duration(state.age_s + sinceS)} old.`;
+    text = `The data shown is ${duration(state.age_s + sinceS)} old.`;
   }
   byId("locked").hidden = !closed;
   document.body.classList.toggle("is-stale", isStale);
   const banner = byId("banner");
   banner.hidden = text === "";
   banner.classList.toggle("mild", closed ? !api.hasKey() : !trouble && !state?.problem);
-  // Its age changes each second: said aloud only when the reason does.
+  // The age changes each second, so it is announced only when the reason changes.
   const reason = text.replace(/\d+/g, "");
   if (banner.dataset.reason !== reason) {
     banner.dataset.reason = reason;
     banner.setAttribute("role", "alert");
   } else banner.setAttribute("role", "none");
   setText(banner, text.charAt(0).toUpperCase() + text.slice(1));
-  setText(byId("age"), state ? `As of ${clock(state.at_s)}${isStale ? ", old" : ", looked at each second"}. Times are this browser's.` : "");
+  setText(byId("age"), state ? `As of ${clock(state.at_s)}${isStale ? ", outdated" : ", updated every second"}. Times are in this browser's time zone.` : "");
   setText(byId("key"), api.hasKey() ? "Admin key held" : "Admin key…");
 }
 
@@ -152,7 +152,7 @@ function theme(chosen) {
     if (chosen === "auto") localStorage.removeItem("moonpool-theme");
     else localStorage.setItem("moonpool-theme", chosen);
   } catch {
-    // Storage is closed: it holds until the page is left.
+    // Storage is unavailable: the choice lasts until the page is closed.
   }
   setText(byId("theme"), THEMES[chosen]);
 }

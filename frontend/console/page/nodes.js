@@ -1,4 +1,4 @@
-// All nodes, and what an admin may ask of one.
+// All nodes, and the actions that an admin may perform on one.
 import * as api from "./api.js";
 import { h, measure, say, setText } from "./dom.js";
 import { confirm } from "./dialogs.js";
@@ -27,7 +27,7 @@ export class Nodes {
     this.outcome = h("p", { class: "outcome", role: "status", hidden: true });
     this.locked = h("p", { class: "note" }, "To drain a node or switch its role, give an admin key (top right).");
     this.table = new DataTable({
-      caption: "Nodes that have joined the conductor",
+      caption: "Nodes that have joined the cluster",
       empty: "No node matches.",
       key: (node) => node.id,
       sort: "id",
@@ -101,7 +101,7 @@ export class Nodes {
   }
 
   async #drain(made) {
-    const node = this.nodes.find((each) => each.id === made.id) ?? made; // the button is older than what is known by now
+    const node = this.nodes.find((each) => each.id === made.id) ?? made; // the button may be older than the current data
     const peers = this.nodes.filter((each) => each.id !== node.id && each.role === node.role && each.model === node.model && each.state === "ready");
     const done = await confirm({
       title: `Drain ${node.id}?`,
@@ -109,8 +109,8 @@ export class Nodes {
         `It takes no new work, finishes or hands over what it has (${count(node.running)} running, ${count(node.waiting)} waiting), and leaves. moonpool serve does not start it again by itself, unless it follows the demand; Kubernetes starts another in its place.`,
         peers.length || node.role === "pool"
           ? `${count(peers.length)} other ready ${node.role} ${peers.length === 1 ? "node stays" : "nodes stay"}${node.model ? ` for ${node.model}` : ""}.`
-          : `It is the last ready ${node.role} node of ${node.model}: its requests will have nowhere to go.`,
-        ...(node.role === "pool" ? ["The KV that it holds is lost; what other pool nodes hold is not. A pool node that workers use is refused: drain these first."] : []),
+          : `It is the last ready ${node.role} node of ${node.model}: its requests can no longer be served.`,
+        ...(node.role === "pool" ? ["Its KV is lost; other pool nodes keep theirs. A pool node in use by workers cannot be drained: drain the workers first."] : []),
       ],
       verb: "Drain it",
       grave: true,
@@ -121,12 +121,12 @@ export class Nodes {
 
   async #switch(node, role) {
     const done = await confirm({
-      title: `Make ${node.id} a ${role} node?`,
+      title: `Switch ${node.id} to ${role}?`,
       consequence: [
-        `It finishes the ${node.role} work that it has, in which time it takes no new one, and goes on as a ${role} node in the same process. Long answers go on beside its new work.`,
-        "A node that has not finished within its drain grace stays what it is. The last node of a role is refused.",
+        `It finishes its ${node.role} work without taking new work, then continues as a ${role} node in the same process. Long answers continue beside its new work.`,
+        "If it does not finish within its drain grace, it keeps its role. The last node of a role cannot be switched.",
       ],
-      verb: `Make it a ${role} node`,
+      verb: `Switch to ${role}`,
       act: () => api.switchRole(node.id, role),
     });
     if (done) this.#tell(`${node.id} was asked to become a ${role} node.`);

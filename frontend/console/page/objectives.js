@@ -1,4 +1,4 @@
-// The objectives in force, how they are met, and changing them: first a preview, then a new version.
+// The objectives in force, their attainment, and changes to them: first a preview, then a new version.
 import * as api from "./api.js";
 import { h, say, setText } from "./dom.js";
 import { confirm } from "./dialogs.js";
@@ -19,7 +19,7 @@ export class Objectives {
     this.facts = h("dl", { class: "facts" });
     this.warnings = h("ul", { class: "notes" });
     this.inForce = new DataTable({
-      caption: "What a request without headers and without objectives of its tenant is held to",
+      caption: "Objectives of requests without headers and without tenant objectives",
       empty: "No model is served yet.",
       key: (row) => JSON.stringify([row.model, row.slo_class]),
       sort: "model",
@@ -49,7 +49,7 @@ export class Objectives {
     this.state = state;
     const slo = state.slo ?? {};
     const rows = [
-      ["Version", slo.version ? `${slo.version}, since ${day(slo.at_s)}` : "that of the configuration"],
+      ["Version", slo.version ? `${slo.version}, since ${day(slo.at_s)}` : "as configured"],
       ["Made by", slo.author || NONE],
       ["Because", slo.reason || NONE],
       ["Kept", slo.kept || NONE],
@@ -57,9 +57,9 @@ export class Objectives {
     if (this.facts.children.length === 0) this.facts.append(...rows.flatMap(([label]) => [h("dt", null, label), h("dd")]));
     rows.forEach(([, text], index) => setText(this.facts.children[2 * index + 1], text));
     const warnings = [
-      ...(slo.trouble ? [`They cannot be changed now: ${slo.trouble}`] : []),
-      ...(slo.unmeetable ?? []).map((text) => `Nothing can meet this: ${text}`),
-      ...(slo.drift ?? []).map((text) => `The configuration says otherwise (in force → configured): ${text}`),
+      ...(slo.trouble ? [`The objectives cannot be changed now: ${slo.trouble}`] : []),
+      ...(slo.unmeetable ?? []).map((text) => `Cannot be met: ${text}`),
+      ...(slo.drift ?? []).map((text) => `Differs from the configuration (in force → configured): ${text}`),
     ];
     if (this.warnings.dataset.told !== warnings.join("\n")) {
       this.warnings.dataset.told = warnings.join("\n");
@@ -95,7 +95,7 @@ export class Objectives {
     this.start.hidden = !api.hasKey();
   }
 
-  // Cluster, then the models that are served or named, then the classes. What else the record says stays as it is.
+  // Cluster, then the served or named models, then the classes. Other parts of the record stay unchanged.
   #build() {
     const content = this.base.content;
     const models = [...new Set([...this.state.objectives.map((row) => row.model), ...Object.keys(content.models ?? {})])].sort();
@@ -159,7 +159,7 @@ export class Objectives {
         const next = { ...old };
         if (text) next[key] = text;
         else delete next[key];
-        // A name such as __proto__ is a name like any other.
+        // A name such as __proto__ must be treated like any other.
         Object.defineProperty(content[part], scope, { value: next, enumerable: true, configurable: true, writable: true });
       }
     }
@@ -172,7 +172,7 @@ export class Objectives {
     try {
       const told = await api.changeObjectives({ content: this.#wanted(), trial: true, expect_version: this.base.version });
       this.outcome.replaceChildren(showPreview(told));
-      say("The preview is there.");
+      say("The preview is ready.");
     } catch (error) {
       this.#refused(error);
     } finally {
@@ -196,15 +196,15 @@ export class Objectives {
       }
       this.outcome.replaceChildren(showPreview(trial));
       const done = await confirm({
-        title: `Make version ${this.base.version + 1} of the objectives?`,
-        consequence: "New requests are judged by it at once, at every conductor within seconds. Requests that were admitted keep what they were admitted with. Going back is a further version: moonpool slo rollback.",
+        title: `Create version ${this.base.version + 1} of the objectives?`,
+        consequence: "It applies to new requests immediately, at all conductors within seconds. Admitted requests keep their objectives. To go back, create a further version: moonpool slo rollback.",
         details: [...trial.differences, ...trial.warnings.map((text) => `Warning: ${text}`)],
         verb: "Change them",
         act: () => api.changeObjectives({ ...change, reason, trial: false }),
       });
       if (done) {
         this.#close();
-        const text = done.differences.length ? `Version ${done.version.version} is in force.` : "Nothing was changed.";
+        const text = done.differences.length ? `Version ${done.version.version} is in force.` : "Nothing changed.";
         this.editor.replaceChildren(h("p", { class: "outcome good", role: "status" }, text));
         say(text);
         this.start.focus();

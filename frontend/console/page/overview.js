@@ -1,4 +1,4 @@
-// How the cluster does: the last quarter of an hour in figures and small charts.
+// Overview of the cluster: figures and small charts of the last 15 minutes.
 import { h, measure, setText } from "./dom.js";
 import { count, isNumber, NONE, rate, seconds, share } from "./format.js";
 import { Chart } from "./chart.js";
@@ -51,8 +51,8 @@ export function attainment(state) {
 
 export function attainmentTable() {
   return new DataTable({
-    caption: "Of the requests that had an objective: how many met it, over the last quarter of an hour",
-    empty: "No request with an objective ended in the last quarter of an hour.",
+    caption: "Attainment of objectives in the last 15 minutes, over requests with an objective",
+    empty: "No request with an objective ended in the last 15 minutes.",
     key: (row) => row.key,
     sort: "model",
     columns: [
@@ -75,19 +75,19 @@ export function attainmentTable() {
 export class Overview {
   constructor() {
     this.tiles = {
-      requests: new Tile("Requests a second", rate),
+      requests: new Tile("Requests per second", rate),
       ttft: new Tile("Time to first token", seconds),
       tbt: new Tile("Time between tokens", seconds),
-      rejected: new Tile("Rejected a second", rate),
-      tokens: new Tile("Tokens a second", rate),
+      rejected: new Tile("Rejected per second", rate),
+      tokens: new Tile("Tokens per second", rate),
       cached: new Tile("Prompt tokens from cache", (value) => share(value, 1)),
     };
     this.model = h("select", { id: "overview-model", onchange: () => this.state && this.update(this.state) }, h("option", { value: "" }, "all models"));
     this.chooser = h("div", { class: "form" }, h("label", { for: "overview-model" }, "Model", this.model));
     this.attained = attainmentTable();
     this.reasons = new DataTable({
-      caption: "Requests that were turned away in the last quarter of an hour",
-      empty: "Nothing was rejected in the last quarter of an hour.",
+      caption: "Requests rejected in the last 15 minutes",
+      empty: "No request was rejected in the last 15 minutes.",
       key: (row) => row.reason,
       sort: "number",
       descending: true,
@@ -98,7 +98,7 @@ export class Overview {
       ],
     });
     this.conductors = new DataTable({
-      caption: "Conductors, and which of them this front door asks",
+      caption: "Conductors, and which one this frontend uses",
       empty: "No conductor is configured.",
       key: (row) => row.target,
       columns: [

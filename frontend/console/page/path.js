@@ -1,24 +1,24 @@
-// One request's way: front door, conductor, prefill, transfer, decode, with times; why there; predicted and measured.
+// Path of one request: frontend, conductor, prefill, transfer, decode, with times, placement reasons and predictions.
 import * as api from "./api.js";
 import { h, svg } from "./dom.js";
 import { count, day, NONE, seconds } from "./format.js";
 import { reasonOf } from "./overview.js";
 
 const PARTS = {
-  tokenize: ["Front door", "received, checked, tokenised"],
-  sibling: ["Front door", "waited for the prompt's first answer"],
-  schedule: ["Conductor", "asked for a place"],
+  tokenize: ["Frontend", "received, checked, tokenised"],
+  sibling: ["Frontend", "waited for the prompt's first choice"],
+  schedule: ["Conductor", "placed the request"],
   lost: ["Lost attempts", "placed on nodes that failed"],
-  queue: ["Prefill", "waited for its turn"],
+  queue: ["Prefill", "waited in the queue"],
   load: ["Prefill", "loaded reused KV"],
   prefill: ["Prefill", "computed the rest of the prompt"],
-  delivery: ["Front door", "the first token's way to the front door"],
+  delivery: ["Frontend", "received the first token"],
 };
 const HANDOFF = {
   tail: ["Transfer", "pushed the last KV to the decode node"],
   join: ["Decode", "verified it, joined the batch"],
   step: ["Decode", "its first step"],
-  delivery: ["Front door", "that token's way to the front door"],
+  delivery: ["Frontend", "received that token"],
 };
 const PHASES = {
   prefill_started: ["Prefill", "began"],
@@ -43,7 +43,7 @@ export class Path {
     await this.#fetch();
   }
 
-  // While the request is under way: looked at again now and then.
+  // Refreshed while the request is running.
   tick() {
     this.ticks += 1;
     if (this.isOpen && !this.loading && this.ticks % 2 === 0) this.#fetch();
@@ -100,13 +100,13 @@ function facts(id, known, record, door) {
   return h("dl", { class: "facts" }, ...rows.flatMap(([label, value]) => [h("dt", null, label), h("dd", null, value)]));
 }
 
-// What the front door measured; else what the conductor heard.
+// The frontend's measurements, or else the conductor's reports.
 function steps(known, door) {
   const rows = door?.ttft ? measured(door) : heard(known);
   if (!rows.length) return h("p", { class: "note" }, "No times are known of it yet.");
   const whole = Math.max(...rows.map((row) => row.from + row.took), 1e-9);
   const list = h("ol", { class: "path" }, ...rows.map((row) => step(row, whole)));
-  const source = door?.ttft ? "as this front door measured it" : "as the conductor heard of it from the workers, whose reports take a moment; another front door has the exact times";
+  const source = door?.ttft ? "as measured by this frontend" : "as reported to the conductor by the workers, with some delay; the exact times are at another frontend";
   return h("div", null, h("h3", null, "Where its time went"), h("p", { class: "note" }, source), list);
 }
 
@@ -150,7 +150,7 @@ function heard(known) {
     rows.push({ stage: last[0], what: last[1], node: last[2], from, took: Math.max(0, mark.after_s - from) });
     from = mark.after_s;
     const [stage, what] = PHASES[mark.phase] ?? [mark.phase, ""];
-    const next = { prefill_started: "computes the prompt", prefill_ended: "hands over", decode_joined: "decodes", ended: "tidies up" }[mark.phase];
+    const next = { prefill_started: "computes the prompt", prefill_ended: "hands over", decode_joined: "decodes", ended: "cleans up" }[mark.phase];
     last = [mark.phase === "prefill_ended" ? "Transfer" : stage, next ?? what, mark.node];
   }
   if (known.ended_after_s !== null && known.marks.length) rows.push({ stage: last[0], what: last[1], node: last[2], from, took: Math.max(0, known.ended_after_s - from) });
@@ -170,7 +170,7 @@ function compared(known, door) {
     h(
       "table",
       null,
-      h("caption", null, h("span", null, "What the conductor predicted, what was to be met, what was measured")),
+      h("caption", null, h("span", null, "Predicted, objective, measured")),
       h("thead", null, h("tr", null, ...["", "Predicted", "To be met", "Measured"].map((label, index) => h(index ? "th" : "td", index ? { scope: "col", class: "number" } : null, label)))),
       h(
         "tbody",
@@ -183,7 +183,7 @@ function compared(known, door) {
   );
 }
 
-// The candidates, if a decision log has them.
+// The candidates, if they are in a decision log.
 function why(record, conductors) {
   const title = h("h3", null, "Why there");
   if (!record) {

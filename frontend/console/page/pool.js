@@ -1,4 +1,4 @@
-// The KV pool: what each tier holds, what was found there, what had to go.
+// The KV pool: content, hits and evictions of each tier.
 import { h, measure, setText } from "./dom.js";
 import { bytes, count, NONE, share } from "./format.js";
 import { stateOf } from "./nodes.js";
@@ -26,7 +26,7 @@ export class Pool {
     this.summary = h("dl", { class: "facts" });
     this.sources = new DataTable({
       caption: "Where the KV of prompt tokens came from, since the workers' start",
-      empty: "No prompt was served yet.",
+      empty: "No prompt has been served yet.",
       key: (row) => row.source,
       columns: [
         { name: "source", label: "From", isHead: true, value: (row) => row.source },
@@ -53,8 +53,8 @@ export class Pool {
       ],
     });
     this.hottest = new DataTable({
-      caption: "Prefixes that most of the remembered requests began with",
-      empty: "No remembered request shared a prefix with the pool.",
+      caption: "Most frequent prefixes among the remembered requests",
+      empty: "No remembered request had a prefix in the pool.",
       key: (row) => row.key,
       sort: "uses",
       descending: true,
@@ -86,7 +86,7 @@ export class Pool {
     const asked = nodes.reduce((total, node) => total + node.asked_blocks, 0);
     const found = rows.reduce((total, row) => total + row.hit_blocks, 0);
     const tell = (label, text) => setText(this.facts.get(label), text);
-    tell("Directory", directory === "EXACT" ? "EXACT: the conductor knows every block that the pool nodes hold" : directory === "DEGRADED" ? "DEGRADED: of some nodes not all is known; it costs time, never tokens" : "not known");
+    tell("Directory", directory === "EXACT" ? "EXACT: the conductor's directory lists every block of the pool nodes" : directory === "DEGRADED" ? "DEGRADED: of some nodes not all is known; it costs time, never tokens" : "not known");
     tell("Memory", sum("memory", "capacity_bytes") ? `${bytes(sum("memory", "used_bytes"))} of ${bytes(sum("memory", "capacity_bytes"))} used` : NONE);
     tell("SSD", sum("ssd", "capacity_bytes") ? `${bytes(sum("ssd", "used_bytes"))} of ${bytes(sum("ssd", "capacity_bytes"))} used` : "none");
     tell("Blocks asked for", `${count(asked)}: ${share(found, asked)} found in time`);

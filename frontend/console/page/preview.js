@@ -1,4 +1,4 @@
-// What other objectives would have done to the recent past, with what nobody can know of it.
+// Counterfactual effect of other objectives on recent requests, and its limits.
 import { h } from "./dom.js";
 import { count, duration, share } from "./format.js";
 import { name } from "./table.js";
@@ -21,7 +21,7 @@ export function showPreview(told) {
 function past(preview) {
   if (!preview.judged) return [h("p", { class: "note" }, "What it would have done to the recent past: no request was judged yet.")];
   const forgotten = preview.forgotten ? `; ${count(preview.forgotten)} earlier ones are no longer known` : "";
-  const caption = `What it would have done to the last ${count(preview.judged)} requests that the conductor judged, over ${duration(preview.span_s)}${forgotten}: before → now`;
+  const caption = `Effect on the last ${count(preview.judged)} requests that the conductor judged, over ${duration(preview.span_s)}${forgotten}: before → now`;
   return [
     h(
       "div",
@@ -55,12 +55,12 @@ const kept = (met, missed) => (met + missed ? `${share(met, met + missed)} of ${
 
 function caveats(preview) {
   const sum = (key) => preview.rows.reduce((total, each) => total + each[key], 0);
-  const told = ["Each request is judged again by what was predicted of it then. With other requests let in, queues would have been others, too: that is not in it."];
-  if (sum("now_admitted")) told.push(`How long the ${count(sum("now_admitted"))} newly admitted would have taken is not known: they were never served.`);
+  const told = ["Each request is judged again by its prediction at that time. The preview ignores that admitting other requests would have changed the queues."];
+  if (sum("now_admitted")) told.push(`How long the ${count(sum("now_admitted"))} newly admitted requests would have taken is unknown: they were never served.`);
   if (sum("unmeasured")) told.push(`${count(sum("unmeasured"))} that were admitted have no times: cancelled, failed or still under way.`);
-  if (preview.admission !== "enforce") told.push(`Admission is ${preview.admission}: rejected means would be, and nobody is turned away by objectives.`);
-  else if (preview.mode === "none") told.push("The admission mode is none: nobody is turned away by objectives.");
-  else if (preview.mode === "load") told.push("Decode load is judged after the prefill: of those that never came so far, that part is not known.");
+  if (preview.admission !== "enforce") told.push(`Admission is ${preview.admission}: "rejected" means "would be rejected"; no request is rejected for its objectives.`);
+  else if (preview.mode === "none") told.push("The admission mode is none: no request is rejected for its objectives.");
+  else if (preview.mode === "load") told.push("Decode load is judged after the prefill; for requests that never got there, that part is unknown.");
   return told;
 }
 

@@ -1,4 +1,4 @@
-// The last requests, and the path of one of them.
+// Recent requests, and the path of one of them.
 import { h, setText } from "./dom.js";
 import { clock, count, NONE, seconds } from "./format.js";
 import { DataTable, name } from "./table.js";
@@ -10,7 +10,7 @@ const SIGNS = { finished: "✓", rejected: "✕", failed: "✕", cancelled: "–
 const outcomeOf = (request) =>
   h("span", { class: `state ${KINDS[request.outcome] ?? ""}` }, `${SIGNS[request.outcome] ?? "?"} ${request.outcome === "open" ? "under way" : request.outcome}${request.reason ? `: ${request.reason}` : ""}`);
 
-// What was predicted, and what it was.
+// Predicted and measured.
 const both = (predicted, actual) => `${predicted ? seconds(predicted) : NONE} → ${actual === null || actual === undefined ? NONE : seconds(actual)}`;
 
 export class Requests {
@@ -19,8 +19,8 @@ export class Requests {
     this.id = h("input", { id: "request-id", class: "mono", placeholder: "cmpl-…", autocomplete: "off", spellcheck: "false" });
     this.path = new Path();
     this.table = new DataTable({
-      caption: "The last requests that the conductors judged; predicted → measured",
-      empty: "No request was judged yet, or none matches.",
+      caption: "Recent requests judged by the conductors; predicted → measured",
+      empty: "No request has been judged yet, or none matches.",
       key: (row) => `${row.request_id}`,
       sort: "at",
       descending: true,

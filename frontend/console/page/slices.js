@@ -1,4 +1,4 @@
-// The last quarter of an hour as one slice after the other, with a gap where nothing happened.
+// The last 15 minutes as consecutive slices, with gaps for slices without events.
 const SPAN_S = 900;
 
 export function slicesOf(state, model) {

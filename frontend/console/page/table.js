@@ -1,13 +1,12 @@
-// A table that is told its rows again and again: sorted by its headings, filtered, and changed in place, so that the
-// focus and what is selected stay where they are.
+// Table that is updated in place: sorted by its headings and filtered; focus and selection are kept.
 import { h, setAttribute, setText } from "./dom.js";
 import { NONE } from "./format.js";
 
 const PAGE = 50;
 
 export class DataTable {
-  // columns: {name, label, value(row) -> what is sorted by and shown, show(row) -> text or node, number, isHead, fixed}
-  // A cell's `show` may give a node; then `value` says when it is made anew. `fixed`: made once for each row.
+  // columns: {name, label, value(row) -> value to sort by and show, show(row) -> text or node, number, isHead, fixed}
+  // A cell's `show` may return a node, which is created again when `value` changes. `fixed`: created once per row.
   constructor({ caption, columns, key, empty, sort = null, descending = false, tall = false, paged = false }) {
     this.columns = columns;
     this.key = key;
@@ -119,6 +118,6 @@ export class DataTable {
   }
 }
 
-// Names may be long: cut where they stand, whole for who points at them. Of addresses the end tells more.
+// Long names are shortened and shown in full on hover. Addresses are shortened at their start.
 export const ending = (text) => h("span", { title: text }, text.length > 24 ? `…${text.slice(-23)}` : text);
 export const name = (text) => h("span", { class: "name", title: text }, text);

@@ -1,8 +1,8 @@
-// Before the page is drawn: the theme that was chosen here before. Without one, the system's holds.
+// Applies the previously chosen theme before the page is drawn; the default is the system's theme.
 "use strict";
 try {
   const chosen = localStorage.getItem("moonpool-theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 } catch {
-  // Storage is closed: the system's theme it is.
+  // Storage is unavailable: use the system's theme.
 }

@@ -28,7 +28,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 async def give_key(page: Page, key: str = ADMIN) -> None:
-    await page.get_by_role("button", name="Give an admin key…").click()
+    await page.get_by_role("button", name="Enter an admin key…").click()
     await page.get_by_label("Admin API key").fill(key)
     await page.keyboard.press("Enter")
 
@@ -50,7 +50,7 @@ async def test_every_view_is_sound_in_light_and_dark_on_desktop_and_phone(
         await bed.serve("cmpl-rejected", prompt=4000, ttft_objective_s=0.000001)
         async with open_visit(browser, f"{bed.url}/console/", scheme=scheme, window=window) as visit:
             page = visit.page
-            await expect(page.get_by_text("Nothing is shown without an admin key.")).to_be_visible()
+            await expect(page.get_by_text("The console requires an admin key.")).to_be_visible()
             await visit.axe()
             await give_key(page)
             await expect(page.locator(".pills")).to_contain_text("5 nodes")
@@ -109,7 +109,7 @@ async def test_a_node_is_drained_by_keyboard_alone_and_a_refusal_is_shown(open_b
         refused = "Failed to load resource: the server responded with a status of 409"
         async with open_visit(browser, f"{bed.url}/console/", expects=(refused,)) as visit:
             page, keyboard = visit.page, visit.page.keyboard
-            await expect(page.get_by_role("button", name="Give an admin key…")).to_be_visible()
+            await expect(page.get_by_role("button", name="Enter an admin key…")).to_be_visible()
             await tab_to(page, "#unlock")
             await keyboard.press("Enter")
             await keyboard.type(ADMIN)
@@ -139,9 +139,9 @@ async def test_a_node_is_drained_by_keyboard_alone_and_a_refusal_is_shown(open_b
             await expect(page.locator("tbody tr", has=page.get_by_text("decode-1"))).to_contain_text("draining")
 
             await page.get_by_role("button", name="Make decode-0 a prefill node").click()
-            await page.get_by_role("button", name="Make it a prefill node").click()
+            await page.get_by_role("button", name="Switch to prefill").click()
             alert = page.get_by_role("dialog").get_by_role("alert")
-            await expect(alert).to_contain_text("Not done:")
+            await expect(alert).to_contain_text("Failed:")
             await expect(alert).to_contain_text("is the last decode node")
 
 
@@ -183,13 +183,13 @@ async def test_objectives_are_previewed_and_changed(open_bed: Any, browser: Brow
             await expect(page.get_by_text("Give a reason first")).to_be_visible()
             await page.get_by_label("Reason, kept with the version").fill("a test")
             await page.get_by_role("button", name="Change…", exact=True).click()
-            await expect(page.get_by_role("dialog")).to_contain_text("Make version 2 of the objectives?")
+            await expect(page.get_by_role("dialog")).to_contain_text("Create version 2 of the objectives?")
             await page.get_by_role("button", name="Change them").click()
             await expect(page.get_by_text("Version 2 is in force.").first).to_be_visible()
             await expect(page.locator("tbody tr", has=page.get_by_text("gold", exact=True)).first).to_contain_text("5x")
         # A key is in no storage: a new page has none.
         async with open_visit(browser, f"{bed.url}/console/") as visit:
-            await expect(visit.page.get_by_text("Nothing is shown without an admin key.")).to_be_visible()
+            await expect(visit.page.get_by_text("The console requires an admin key.")).to_be_visible()
             assert (
                 await visit.page.evaluate("() => JSON.stringify([{...localStorage}, {...sessionStorage}])") == "[{},{}]"
             )
@@ -205,7 +205,7 @@ async def test_what_is_old_is_marked_with_its_age_and_comes_back(open_bed: Any, 
             await expect(page.locator("#banner")).to_be_hidden()
             await bed.stop_conductor()
             await expect(page.locator("#banner")).to_contain_text(
-                re.compile(r"What is shown of the nodes is \d+ s old: ")
+                re.compile(r"The node data shown is \d+ s old: ")
             )
             await expect(page.locator("tbody tr")).to_have_count(4)
             await expect(page.locator("body")).to_have_class("is-stale")
@@ -214,7 +214,7 @@ async def test_what_is_old_is_marked_with_its_age_and_comes_back(open_bed: Any, 
             await expect(page.locator("#banner")).to_be_hidden()
             await expect(page.get_by_text("No node has joined yet.")).to_be_visible()
             await bed.stop_front()
-            await expect(page.locator("#banner")).to_contain_text("The front door cannot be reached. What is shown is")
+            await expect(page.locator("#banner")).to_contain_text("The frontend cannot be reached. The data shown is")
 
 
 async def test_names_from_outside_are_text_and_nothing_else(open_bed: Any, browser: Browser) -> None:
