@@ -78,9 +78,7 @@ class HandoffBreakdown(_Parts):
     tail_s: float  # until the last KV was pushed
     join_s: float  # until the first step on the decode node: verification and joining the batch
     step_s: float  # the first step on the decode node
-    delivery_s: (
-        float  # what is left: the Commit's way, and what this token took to the front door more than the first one
-    )
+    delivery_s: float  # the rest: the Commit's transport, and this token's transport minus the first one's
 
     @classmethod
     def of(cls, gap_s: float, timing: worker_pb2.HandoffTiming) -> "HandoffBreakdown":

@@ -1,8 +1,6 @@
-"""All HTTP connections of a front door: how many may be open, and how long one may stay without a request in flight.
+"""HTTP connections: the protocol with limits on requests' heads, and the monitor of open connections.
 
-Time is counted in ticks of a sweep over all of them, so that a request costs no timer and no look at the clock.
-
-HTTP/1.1 of one connection with bounds, of which uvicorn sets none to a request's head nor to the time it takes.
+Time is counted in ticks of a sweep over all connections, so that a request needs no timer and does not read the clock.
 """
 
 import asyncio

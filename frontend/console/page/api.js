@@ -38,7 +38,7 @@ async function ask(path, options = {}) {
   try {
     body = await answer.json();
   } catch {
-    throw new Problem(`the front door's answer (${answer.status}) cannot be read`, answer.status, "unreadable");
+    throw new Problem(`the frontend's answer (${answer.status}) cannot be read`, answer.status, "unreadable");
   }
   if (!answer.ok) throw new Problem(body?.error?.message ?? `status ${answer.status}`, answer.status, body?.error?.code ?? "");
   return body;

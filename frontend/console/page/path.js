@@ -39,7 +39,7 @@ export class Path {
 
   async load(id) {
     this.id = id;
-    this.node.replaceChildren(h("p", { class: "loading" }, "Asking the front door and the conductors…"));
+    this.node.replaceChildren(h("p", { class: "loading" }, "Loading from the frontend and the conductors…"));
     await this.#fetch();
   }
 
@@ -66,10 +66,10 @@ export class Path {
   #show(told) {
     const known = told.conductors.map((each) => each.remembered).find(Boolean);
     const record = told.conductors.flatMap((each) => each.records ?? []).sort((a, b) => b.at - a.at)[0];
-    const door = told.front_door;
-    this.isOpen = (known?.outcome ?? door?.outcome) === "open";
+    const local = told.front_door;
+    this.isOpen = (known?.outcome ?? local?.outcome) === "open";
     const problems = told.conductors.filter((each) => each.problem).map((each) => `${each.target}: ${each.problem}`);
-    if (!known && !record && !door) {
+    if (!known && !record && !local) {
       this.node.replaceChildren(
         h("p", { class: "outcome warn" }, `Nothing is known of ${told.request_id}: it was never here, or too long ago (conductors remember the last 4,096 requests that they judged; a decision log goes further back).`),
         ...problems.map((text) => h("p", { class: "note wrap" }, text)),
@@ -77,36 +77,36 @@ export class Path {
       return;
     }
     this.node.replaceChildren(
-      facts(told.request_id, known, record, door),
-      steps(known, door),
-      compared(known, door),
+      facts(told.request_id, known, record, local),
+      steps(known, local),
+      compared(known, local),
       ...why(record, told.conductors),
       ...problems.map((text) => h("p", { class: "note wrap" }, `Not asked: ${text}`)),
     );
   }
 }
 
-function facts(id, known, record, door) {
-  const outcome = known?.outcome ?? record?.outcome ?? door?.outcome;
+function facts(id, known, record, local) {
+  const outcome = known?.outcome ?? record?.outcome ?? local?.outcome;
   const reason = known?.reason;
   const rows = [
     ["Request", h("code", { class: "wrap" }, id)],
-    ["Came at", day(known?.at_s ?? record?.at ?? door?.at_s)],
+    ["Arrived", day(known?.at_s ?? record?.at ?? local?.at_s)],
     ["Outcome", (outcome === "open" ? "under way" : outcome) + (reason ? `: ${reason} (${reasonOf(reason)})` : "")],
-    ["Model and class", `${known?.model ?? record?.model ?? door?.model}, ${known?.slo_class || record?.slo_class || "no class"}`],
-    ["Prompt", `${count(known?.prompt_tokens ?? record?.input_length ?? door?.prompt_tokens)} tokens, of which ${count(door?.cached_tokens ?? known?.cached_tokens)} were reused`],
-    ["Answer", `${count(door?.generated ?? known?.generated ?? record?.output_length)} tokens${outcome === "open" ? " so far" : ""}, in ${count(door?.attempts ?? known?.attempts ?? record?.attempts?.length)} attempt(s)`],
+    ["Model and class", `${known?.model ?? record?.model ?? local?.model}, ${known?.slo_class || record?.slo_class || "no class"}`],
+    ["Prompt", `${count(known?.prompt_tokens ?? record?.input_length ?? local?.prompt_tokens)} tokens, of which ${count(local?.cached_tokens ?? known?.cached_tokens)} were reused`],
+    ["Answer", `${count(local?.generated ?? known?.generated ?? record?.output_length)} tokens${outcome === "open" ? " so far" : ""}, in ${count(local?.attempts ?? known?.attempts ?? record?.attempts?.length)} attempt(s)`],
   ];
   return h("dl", { class: "facts" }, ...rows.flatMap(([label, value]) => [h("dt", null, label), h("dd", null, value)]));
 }
 
 // The frontend's measurements, or else the conductor's reports.
-function steps(known, door) {
-  const rows = door?.ttft ? measured(door) : heard(known);
+function steps(known, local) {
+  const rows = local?.ttft ? measured(local) : heard(known);
   if (!rows.length) return h("p", { class: "note" }, "No times are known of it yet.");
   const whole = Math.max(...rows.map((row) => row.from + row.took), 1e-9);
   const list = h("ol", { class: "path" }, ...rows.map((row) => step(row, whole)));
-  const source = door?.ttft ? "as measured by this frontend" : "as reported to the conductor by the workers, with some delay; the exact times are at another frontend";
+  const source = local?.ttft ? "as measured by this frontend" : "as reported to the conductor by the workers, with some delay; the exact times are at another frontend";
   return h("div", null, h("h3", null, "Where its time went"), h("p", { class: "note" }, source), list);
 }
 
@@ -126,7 +126,7 @@ function step({ stage, what, node, from, took }, whole) {
   );
 }
 
-function measured(door) {
+function measured(local) {
   const rows = [];
   let from = 0;
   const add = ([stage, what], took, node) => {
@@ -134,10 +134,10 @@ function measured(door) {
     rows.push({ stage, what, node, from, took });
     from += took;
   };
-  for (const [part, took] of Object.entries(door.ttft)) add(PARTS[part] ?? [part, ""], took, PARTS[part]?.[0] === "Prefill" ? door.prefill : "");
-  for (const [part, took] of Object.entries(door.handoff ?? {})) add(HANDOFF[part] ?? [part, ""], took, HANDOFF[part]?.[0] === "Decode" ? door.decode : "");
-  const left = door.seconds - from;
-  if (door.generated > 1) add(["Decode", "all further tokens, until the end"], left, door.decode || door.prefill);
+  for (const [part, took] of Object.entries(local.ttft)) add(PARTS[part] ?? [part, ""], took, PARTS[part]?.[0] === "Prefill" ? local.prefill : "");
+  for (const [part, took] of Object.entries(local.handoff ?? {})) add(HANDOFF[part] ?? [part, ""], took, HANDOFF[part]?.[0] === "Decode" ? local.decode : "");
+  const left = local.seconds - from;
+  if (local.generated > 1) add(["Decode", "all further tokens, until the end"], left, local.decode || local.prefill);
   return rows;
 }
 
@@ -157,11 +157,11 @@ function heard(known) {
   return rows;
 }
 
-function compared(known, door) {
+function compared(known, local) {
   if (!known) return h("span");
   const cells = [
     ["Time to first token", known.predicted_ttft_s, known.ttft_objective_s, known.ttft_from, known.ttft_s],
-    ["of it, in queues", known.predicted_wait_s, 0, "none", door?.ttft?.queue],
+    ["of it, in queues", known.predicted_wait_s, 0, "none", local?.ttft?.queue],
     ["Time between tokens", known.predicted_tbt_s, known.tbt_objective_s, known.tbt_from, known.tbt_s],
   ];
   return h(

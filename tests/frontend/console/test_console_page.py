@@ -204,9 +204,7 @@ async def test_what_is_old_is_marked_with_its_age_and_comes_back(open_bed: Any, 
             await expect(page.locator("tbody tr")).to_have_count(4)
             await expect(page.locator("#banner")).to_be_hidden()
             await bed.stop_conductor()
-            await expect(page.locator("#banner")).to_contain_text(
-                re.compile(r"The node data shown is \d+ s old: ")
-            )
+            await expect(page.locator("#banner")).to_contain_text(re.compile(r"The node data shown is \d+ s old: "))
             await expect(page.locator("tbody tr")).to_have_count(4)
             await expect(page.locator("body")).to_have_class("is-stale")
             await visit.axe()
