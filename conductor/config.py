@@ -15,7 +15,7 @@ __all__ = ["ConductorConfig"]
 
 @dataclass(frozen=True, slots=True)
 class ConductorConfig:
-    """Configuration of one conductor process. Raises ConfigError."""
+    """Configuration of one conductor process. Raises ConductorConfigError."""
 
     listen: ListenSettings
     node: NodeSettings = field(default_factory=lambda: NodeSettings("conductor"))  # with the id filled in

@@ -1,4 +1,4 @@
-"""The policy, its clock and its log: the one door through which a live cluster's events enter. No I/O but the log's."""
+"""Policy, clock and decision log of a live conductor: the only entry point for events. No I/O except the log's."""
 
 import logging
 import time
@@ -23,10 +23,10 @@ _NO_KEYS = np.zeros(0, np.uint64)
 
 
 class Core:
-    """Takes events on the event loop's thread, one after the other."""
+    """Passes events to the policy in order. All calls are made on the event loop's thread."""
 
     def __init__(self, config: ConductorConfig, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Raises ConfigError for a decision log that cannot be begun."""
+        """Raises ConductorConfigError if the decision log cannot be opened."""
         policy, logged = config.policy, config.decision_log
         if logged.decision_log is not None:
             policy = replace(policy, explain=logged.decision_log_candidates)
@@ -37,16 +37,16 @@ class Core:
             self.log = DecisionLog(logged.decision_log, logged, policy, now_ns=clock())
 
     def now_ns(self) -> int:
-        """The policy's clock."""
+        """Return the policy's time, in nanoseconds of a monotonic clock."""
         return self._clock()
 
     def handle(self, event: Event, keys: NDArray[np.uint64] = _NO_KEYS) -> list[Decision]:
-        """Decide on an event. `keys` of the prompt's blocks go to the log only."""
+        """Return the policy's decisions on an event. `keys`: short keys of the prompt's blocks (uint64 [n]), for the log."""
         now_ns = self._clock()
         before = self.policy.suspects
         decisions = self.policy.on_event(now_ns, event)
         if self.policy.suspects is not before:
-            _tell(before, self.policy.suspects)
+            _log_suspects(before, self.policy.suspects)
         for warning in self.policy.take_warnings():
             log.warning("%s", warning)
         if self.log is not None:
@@ -54,19 +54,19 @@ class Core:
         return decisions
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """What the log has written and left out, as numbers."""
+        """Yield counts of lines that the decision log wrote and dropped."""
         for name, label, key in (("lines", "kind", "written"), ("lost", "reason", "lost")):
             for value, count in sorted(self.log.counts()[key].items()) if self.log is not None else ():
                 yield sample(f"decision_log_{name}_total", count, **{label: value})
 
     def close(self) -> None:
-        """Close the log; what still happens is not written."""
+        """Close the log; later events are not written."""
         if self.log is not None:
             self.log.close()
             self.log = None
 
 
-def _tell(before: frozenset[str], now: frozenset[str]) -> None:
+def _log_suspects(before: frozenset[str], now: frozenset[str]) -> None:
     for node_id in sorted(now - before):
         log.warning("node %s is suspect: it has stopped reporting and gets no work until it does again", node_id)
     for node_id in sorted(before - now):

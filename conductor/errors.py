@@ -1,19 +1,20 @@
-"""Every error this package raises; nothing else lives here. Calls to other roles also raise messenger's ControlError.
+"""Errors of the package conductor. Calls to other roles also raise rpc.errors.ControlError.
 
 ConductorError
-├── ConfigError              a configuration that cannot work
-├── ObjectivesError          a record of objectives that cannot be
-├── SloConflict              the record of objectives is not at the version that a change was made for
-├── JoinRefused              a node that cannot be part of this cluster; `problem` says what differs from whom
-├── FrontDoorRefused         a front door of a version with which this one cannot work
-├── MalformedCall            a front door's call that asks for nothing that can be
-├── UnknownNode              a node id under which nobody has joined
-├── NodeInUse                a node that others need: it cannot be drained now
-├── SharedStoreError         what conductors share cannot be read or written
-│   ├── SharedStoreRefused       ... and never will: a wrong password, another cluster's data, another format
-│   └── SharedStoreUnavailable   ... now: not reachable, read-only, out of memory
-├── SnapshotUnusable         a snapshot of the directory that is damaged, or not this cluster's
-└── LogFormatError           a row of an event log that is no event or decision of this version
+├── ConductorConfigError     an invalid configuration
+├── ObjectivesError          an invalid record of objectives
+├── SloConflict              the record of objectives has a newer version than the change expected
+├── JoinRefused              a node that does not fit this cluster
+├── FrontendRefused          a frontend of an incompatible version
+├── MalformedCall            an invalid call of a frontend
+├── UnknownNode              no node has joined under this id
+├── SwitchRefused            the node cannot change to this role
+├── NodeInUse                other nodes need the node: it cannot be drained now
+├── SharedStoreError         the store shared by conductors cannot be read or written
+│   ├── SharedStoreRefused       permanently: wrong password, another cluster's data, another format
+│   └── SharedStoreUnavailable   temporarily: unreachable, read-only, out of memory
+├── SnapshotUnusable         a snapshot of the directory that is damaged or of another cluster
+└── LogFormatError           a row of an event log that this version cannot read
 """
 
 
@@ -22,35 +23,35 @@ class ConductorError(Exception):
 
 
 class ConductorConfigError(ConductorError, ValueError):
-    """A configuration that cannot work; the message names the field."""
+    """Invalid configuration; the message names the field."""
 
 
 class ObjectivesError(ConductorError, ValueError):
-    """A record of objectives that cannot be; the message names the place in it and what is expected there."""
+    """Invalid record of objectives; the message names the field and the expected value."""
 
 
 class SloConflict(ConductorError):
-    """Somebody else changed the record of objectives first; the message says which version there is, and whose."""
+    """The record of objectives was changed meanwhile; the message names the current version and its author."""
 
 
 class JoinRefused(ConductorError):
-    """The node's model, spec or description does not fit the cluster: fix the node, joining again changes nothing."""
+    """The node's model, spec or description does not fit the cluster. Permanent until the node's configuration changes."""
 
 
 class FrontendRefused(ConductorError):
-    """Its version and this one cannot work together; the message names both."""
+    """The frontend's version and this one are incompatible; the message names both."""
 
 
 class MalformedCall(ConductorError, ValueError):
-    """A front door's call that contradicts itself; the message says where."""
+    """Invalid or inconsistent call of a frontend; the message names the field."""
 
 
 class UnknownNode(ConductorError, LookupError):
-    """Nobody has joined under this node id; the message names those who have."""
+    """No node has joined under this id; the message lists the nodes that have."""
 
 
 class SwitchRefused(ConductorError):
-    """The node cannot have that role; the message says why, `reason` in a word for those who count."""
+    """The node cannot change to this role. `reason`: one word, the label of the metric."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -58,24 +59,24 @@ class SwitchRefused(ConductorError):
 
 
 class NodeInUse(ConductorError):
-    """Others need the node; the message names them."""
+    """Other nodes need the node; the message names them."""
 
 
 class SharedStoreError(ConductorError):
-    """What conductors share cannot be read or written; the message says where and why, and no password."""
+    """The shared store cannot be read or written; the message gives location and cause, without a password."""
 
 
 class SharedStoreRefused(SharedStoreError):
-    """Trying again cannot help: a conductor that starts with this ends."""
+    """Permanent failure: a conductor that meets it at start exits."""
 
 
 class SharedStoreUnavailable(SharedStoreError):
-    """It may come back: a conductor goes on without."""
+    """Temporary failure: the conductor continues without the store."""
 
 
 class SnapshotUnusable(ConductorError):
-    """A snapshot of the directory that cannot be loaded; the message says why. The pool nodes tell all there is."""
+    """The directory's snapshot cannot be loaded; pool nodes then send all their contents."""
 
 
 class LogFormatError(ConductorError, ValueError):
-    """A row that cannot be read back as an event or a decision."""
+    """A row that is not an event or decision of this version."""

@@ -1,8 +1,6 @@
-"""What the policy knows of costs and of its predictions' errors, as numbers for the front doors' /metrics.
+"""The policy's counters as metric samples: costs, prediction errors, admission (docs/admission.md), tenants' usage.
 
-What admission did and how right it was, as samples for the metrics (docs/admission.md). Nothing else lives here.
-
-What tenants have used, as samples for the metrics; labels are bounded as accounts are. Nothing else lives here.
+Frontends fetch the samples and export them; `telemetry.conductor` has each metric's help text.
 """
 
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ _BOUNDS = (*(str(bound) for bound in ERROR_BOUNDS), "+Inf")
 
 
 def costs_given(model: str, profile: CostProfile) -> CostsGiven:
-    """What the policy needs of a profile; paths that it does not plan with are left out."""
+    """Convert a cost profile to the policy's event; transfer paths that the policy does not plan with are left out."""
     prefill, decode = profile.prefill, profile.decode
     return CostsGiven(
         model=model,
@@ -42,7 +40,7 @@ def costs_given(model: str, profile: CostProfile) -> CostsGiven:
 
 
 def cost_samples(policy: Conductor) -> Iterator[Sample]:
-    """Errors as cumulative buckets per model, node and what was predicted; slow nodes; what was refused or guessed."""
+    """Yield prediction errors (cumulative buckets), node slowdowns, rejected cost samples and extrapolations."""
     for errors in policy.errors:
         labels = {"what": errors.what, "model_name": errors.model, "node": errors.node_id}
         for bound, count in zip(_BOUNDS, accumulate(errors.counts), strict=True):
@@ -62,7 +60,8 @@ def cost_samples(policy: Conductor) -> Iterator[Sample]:
 
 
 def admission_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
-    """Of models that were served; a count appears with its first event, a load where there is an objective."""
+    """Yield admission counters, desired nodes and loads per model. A counter appears with its first event, a load
+    if the model has an objective."""
     for model, reason, rejected, unwanted in policy.rejections():
         labels = {"model_name": model, "reason": reason}
         yield sample("admission_rejected_total", rejected, **labels)
@@ -83,7 +82,7 @@ def admission_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
 
 
 def tenant_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
-    """Of all accounts, those of tenants that share one among them."""
+    """Yield usage per account. Tenants beyond the bound share one account, so the number of labels is bounded."""
     for model, account, live in policy.tenants():
         labels, used = {"model_name": model, "tenant": account.name}, account.used
         yield sample("tenant_uncached_tokens_total", used.uncached_tokens, **labels)

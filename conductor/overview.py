@@ -1,4 +1,4 @@
-"""The present and the recent past of one conductor for people who look on, as JSON. Nothing is decided or kept here."""
+"""Current state and recent history of one conductor as JSON, for the console. Stateless."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from conductor.policy.objectives import tell_objective
 from conductor.registry import Registry
 from conductor.slo import SloKeeper
 
-__all__ = ["overview", "told_request"]
+__all__ = ["overview", "request_to_json"]
 
 _NEWEST: Final = 60  # requests
 _HOTTEST: Final = 10  # prefixes
@@ -23,7 +23,10 @@ _MOST_OBJECTIVES: Final = 200  # models times classes
 def overview(
     core: Core, registry: Registry, slo: SloKeeper, first_slice: int, *, clock: Callable[[], float] = time.time
 ) -> dict[str, Any]:
-    """All that a console shows and `Cluster` does not tell. Costs about a millisecond."""
+    """Return what the console shows beyond the reply to `Cluster`. Takes about a millisecond.
+
+    `first_slice`: number of the first traffic slice to include.
+    """
     policy, now_ns, now_s = core.policy, core.now_ns(), clock()
     past, config = policy.past, policy.config
     members = {member.node.node_id: member for member in registry}
@@ -60,7 +63,7 @@ def overview(
             for one in past.flow.slices()
             if one.number >= first_slice
         ],
-        "requests": [told_request(request, now_ns, now_s) for request in past.newest(_NEWEST)],
+        "requests": [request_to_json(request, now_ns, now_s) for request in past.newest(_NEWEST)],
         "remembered": len(past),
         "hottest": [
             {"key": f"{hot.key & (1 << 64) - 1:016x}", "uses": hot.uses, "blocks": hot.blocks}
@@ -69,8 +72,8 @@ def overview(
     }
 
 
-def told_request(request: PastRequest, now_ns: int, now_s: float) -> dict[str, Any]:
-    """What is remembered of one. Times of marks are in seconds after it came; null where something is not known."""
+def request_to_json(request: PastRequest, now_ns: int, now_s: float) -> dict[str, Any]:
+    """Convert a past request to JSON. Marks are in seconds after its arrival; unknown values are null."""
     wanted = request.objectives
     return {
         "request_id": request.request_id,
@@ -106,13 +109,13 @@ def told_request(request: PastRequest, now_ns: int, now_s: float) -> dict[str, A
 
 
 def _objectives(core: Core) -> Iterator[dict[str, Any]]:
-    """What is in force, by model and class."""
+    """Yield the objectives in force, by model and class."""
     book, count = core.policy.slo, 0
     for model in core.policy.models():
         for slo_class in ["", *sorted(book.record.classes)]:
             resolved = book.resolve(model, "", slo_class)
             if slo_class == "" and resolved.slo_class:
-                continue  # who names no class is of the default one
+                continue  # requests without a class belong to the default class
             yield {
                 "model": model,
                 "slo_class": resolved.slo_class,

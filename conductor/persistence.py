@@ -1,6 +1,6 @@
-"""What lets a conductor go on where the last one was: first contact with Redis, and the tasks behind the service.
+"""Persistence across restarts of a conductor: the connection to Redis, registry synchronisation, directory snapshots.
 
-Requests and events never wait for any of it.
+Requests and events never wait for any of these.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SharedStoreConnection:
-    """What came of the first contact. `trouble`: why Redis could not be used yet; "" when it could."""
+    """Connection to Redis, if configured. `trouble`: why Redis could not be used at start, or ""."""
 
     store: RedisStore | None
-    incarnation: int  # of this conductor: greater than any before
+    incarnation: int  # of this conductor: greater than any earlier one
     trouble: str = ""
 
     async def close(self) -> None:
@@ -39,7 +39,7 @@ class SharedStoreConnection:
 
 
 async def connect_shared_store(config: ConductorConfig) -> SharedStoreConnection:
-    """Draw this conductor's incarnation, in Redis if there is one. Raises SharedStoreRefused."""
+    """Connect to Redis, if configured, and draw this conductor's incarnation. Raises SharedStoreRefused."""
     candidate = time.time_ns() // 1000
     if not config.shared_store.redis_url:
         return SharedStoreConnection(None, candidate)
@@ -48,7 +48,7 @@ async def connect_shared_store(config: ConductorConfig) -> SharedStoreConnection
         await store.claim()
         return SharedStoreConnection(store, await store.new_epoch(candidate))
     except SharedStoreUnavailable as error:
-        log.warning("starting without the shared store, trying again meanwhile: %s", error)
+        log.warning("starting without the shared store, retrying in the background: %s", error)
         return SharedStoreConnection(store, candidate, str(error))
     except BaseException:
         await store.close()
@@ -56,55 +56,55 @@ async def connect_shared_store(config: ConductorConfig) -> SharedStoreConnection
 
 
 class Persistence:
-    """Restores the directory, then keeps registry and snapshots up to date until closed."""
+    """Restores the directory, then synchronises the registry and writes snapshots until closed."""
 
     def __init__(
-        self, config: ConductorConfig, contact: SharedStoreConnection, following: DirectoryUpdater, registry: Registry
+        self, config: ConductorConfig, connection: SharedStoreConnection, updater: DirectoryUpdater, registry: Registry
     ) -> None:
-        """Raises ConfigError when the folder for snapshots cannot be made."""
+        """Raises ConductorConfigError if the folder for snapshots cannot be created."""
         self._config = config
-        self._store = contact.store
-        self._incarnation = contact.incarnation
-        self._following = following
+        self._store = connection.store
+        self._incarnation = connection.incarnation
+        self._updater = updater
         self._registry = registry
-        self._keeper: RegistrySync | None = None
+        self._registry_sync: RegistrySync | None = None
         self._task: asyncio.Task[None] | None = None
-        if contact.store is not None:
-            self._keeper = RegistrySync(
-                contact.store,
-                contact.incarnation,
+        if connection.store is not None:
+            self._registry_sync = RegistrySync(
+                connection.store,
+                connection.incarnation,
                 self._records,
-                lambda targets: following.expect("registry", targets),
+                lambda targets: updater.expect("registry", targets),
                 every_s=config.shared_store.shared_refresh_s,
                 ttl_s=config.shared_store.shared_ttl_s,
-                trouble=contact.trouble,
+                trouble=connection.trouble,
             )
         self._snapshots: Snapshots | None = None
         state_dir = config.shared_store.state_dir
         if state_dir is not None:
             try:
-                self._snapshots = Snapshots(state_dir, config.shared_store.cluster_name, following.directory)
+                self._snapshots = Snapshots(state_dir, config.shared_store.cluster_name, updater.directory)
             except OSError as error:
                 raise ConductorConfigError(f"state_dir is {str(state_dir)!r}, which cannot be used: {error}") from error
 
     def start(self) -> None:
-        """Begin; the directory is followed as soon as what there is of it is loaded."""
-        self._task = asyncio.create_task(self._run(), name="continuity")
+        """Start the tasks; pool events are followed once the snapshot is loaded."""
+        self._task = asyncio.create_task(self._run(), name="persistence")
         self._task.add_done_callback(_log_failure)
 
     def state(self) -> dict[str, Any]:
-        """For export; {} without Redis."""
-        return self._keeper.state() if self._keeper is not None else {}
+        """Return the state of the registry synchronisation; {} without Redis."""
+        return self._registry_sync.state() if self._registry_sync is not None else {}
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """The same as numbers."""
-        if self._keeper is not None:
-            yield from self._keeper.samples()
+        """Yield the state as metrics."""
+        if self._registry_sync is not None:
+            yield from self._registry_sync.samples()
 
     async def close(self) -> None:
-        """End the tasks. What is in Redis stays: the nodes live on, and the next conductor wants to know of them."""
-        if self._keeper is not None:
-            self._keeper.close()
+        """Cancel the tasks. Records stay in Redis: the nodes are still up, and the next conductor reads them."""
+        if self._registry_sync is not None:
+            self._registry_sync.close()
         await cancel_and_wait(self._task)
 
     async def _run(self) -> None:
@@ -113,12 +113,12 @@ class Persistence:
             if self._snapshots is not None:
                 restored = await self._snapshots.restore(await self._pointers())
         finally:
-            self._following.expect("snapshot", restored)
-            self._following.open()
+            self._updater.expect("snapshot", restored)
+            self._updater.open()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._stop_expecting())
-            if self._keeper is not None:
-                tasks.create_task(self._keeper.run())
+            if self._registry_sync is not None:
+                tasks.create_task(self._registry_sync.run())
             if self._snapshots is not None:
                 tasks.create_task(self._keep_snapshots(self._snapshots))
 
@@ -129,24 +129,24 @@ class Persistence:
             await self._store.claim()
             return await self._store.snapshots()
         except SharedStoreError as error:
-            log.warning("snapshots of other conductors are not looked for: %s", error)
+            log.warning("cannot look for snapshots of other conductors: %s", error)
             return []
 
     async def _stop_expecting(self) -> None:
-        """A node of the snapshot that nobody has spoken of since is not there any more."""
+        """Forget nodes of the snapshot that have neither joined nor been listed by another conductor since."""
         await asyncio.sleep(self._config.shared_store.shared_ttl_s)
-        self._following.expect("snapshot", {})
+        self._updater.expect("snapshot", {})
 
     async def _keep_snapshots(self, snapshots: Snapshots) -> None:
         while True:
             await asyncio.sleep(self._config.shared_store.snapshot_s)
             try:
-                pointer = await snapshots.write(self._following.targets)
+                pointer = await snapshots.write(self._updater.targets)
             except OSError as error:
-                log.warning("no snapshot of the directory could be written, trying again: %s", error)
+                log.warning("the snapshot of the directory was not written, retrying: %s", error)
                 continue
-            if pointer is not None and self._keeper is not None:
-                self._keeper.pointer = pointer
+            if pointer is not None and self._registry_sync is not None:
+                self._registry_sync.pointer = pointer
 
     def _records(self) -> Iterator[NodeRecord]:
         for node in self._registry.nodes.values():

@@ -1,6 +1,6 @@
-"""Prefixes that were copied between pool nodes: found again in prompts, and kept count of. No I/O.
+"""The conductor's clients of the pool nodes: prefix matching, copies of hot prefixes, replica hints.
 
-The pool nodes as the conductor uses them: followed while they are there, prefixes matched, copies carried out.
+`CopiedPrefixes` is bookkeeping without I/O; `PoolNodes` does the calls.
 """
 
 import asyncio
@@ -29,33 +29,33 @@ _MAX_PREFIXES = 4096
 
 @dataclass(eq=False)
 class CopiedPrefix:
-    """A prefix, and the copies of it that were made."""
+    """A prefix and its copies."""
 
     kv_namespace: bytes
     chain: NDArray[np.uint8]  # [num_blocks, 16]
     targets: dict[str, int] = field(default_factory=dict)  # match_key of the Copy, per pool node
-    told: frozenset[str] = frozenset()  # the holders that know how many there are
-    leaving: frozenset[str] = frozenset()  # pool nodes that were asked to drop it, and may still seem to have it
+    hinted: frozenset[str] = frozenset()  # holders that were sent the current replica count
+    leaving: frozenset[str] = frozenset()  # pool nodes that were asked to drop it; the directory may still list them
 
     @property
     def name(self) -> tuple[bytes, int]:
-        """Namespace and short key of the last block."""
+        """Identity: namespace and short key of the last block."""
         return self.kv_namespace, int(keys_u64(self.chain[-1:])[0])
 
 
 class CopiedPrefixes:
-    """A bounded number of copied prefixes; the ones copied longest ago are forgotten first."""
+    """Bounded table of copied prefixes; the oldest are forgotten first."""
 
     def __init__(self) -> None:
         self._prefixes: dict[tuple[bytes, int], CopiedPrefix] = {}
         self._lengths: defaultdict[bytes, Counter[int]] = defaultdict(Counter)  # blocks of the prefixes, per namespace
-        self._waiting: list[tuple[bytes, int]] = []  # for their turn in this round
+        self._waiting: list[tuple[bytes, int]] = []  # not yet visited in this round
 
     def __len__(self) -> int:
         return len(self._prefixes)
 
     def add(self, kv_namespace: bytes, chain: bytes, target: str, match_key: int) -> CopiedPrefix:
-        """The prefix was copied to `target`."""
+        """Record that the prefix was copied to `target`."""
         fresh = CopiedPrefix(kv_namespace, keys_from_bytes(chain).copy())
         prefix = self._prefixes.get(fresh.name)
         if prefix is None:
@@ -66,8 +66,8 @@ class CopiedPrefixes:
         prefix.targets[target] = match_key
         return prefix
 
-    def take_turn(self, num_blocks: int) -> list[CopiedPrefix]:
-        """The next prefixes, until they have so many blocks together; each comes once in a round."""
+    def next_batch(self, num_blocks: int) -> list[CopiedPrefix]:
+        """Return the next prefixes in round-robin order, until they have `num_blocks` blocks in total."""
         taken, left = [], num_blocks
         if not self._waiting:
             self._waiting = list(self._prefixes)
@@ -78,13 +78,13 @@ class CopiedPrefixes:
                 left -= len(prefix.chain)
         return taken
 
-    def not_told(self, pool: str) -> None:
-        """The pool node knows nothing of other holders: it has joined anew."""
+    def reset_hints(self, pool: str) -> None:
+        """Forget that `pool` was sent replica hints: it has joined again and lost them."""
         for prefix in self._prefixes.values():
-            prefix.told -= {pool}
+            prefix.hinted -= {pool}
 
     def within(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, int]:
-        """Of a prompt's blocks (uint64 [n]): per pool node that has some of them by a Copy, that Copy's match_key."""
+        """Return match_key per pool node of the Copies that brought some of the prompt's blocks (`keys`, uint64 [n])."""
         found: dict[str, int] = {}
         for length in sorted(self._lengths.get(kv_namespace, ())):
             if length <= len(keys):
@@ -93,7 +93,7 @@ class CopiedPrefixes:
         return found
 
     def shrink(self, target: str, match_key: int) -> CopiedPrefix | None:
-        """The copy at `target` is to go: the prefix, of which that is no copy any more. None: it is not known."""
+        """Remove the copy at `target` and return its prefix; None if it is unknown."""
         for prefix in self._prefixes.values():
             if prefix.targets.get(target) == match_key:
                 del prefix.targets[target]
@@ -101,7 +101,7 @@ class CopiedPrefixes:
         return None
 
     def forget(self, prefix: CopiedPrefix) -> None:
-        """The prefix is one as any other."""
+        """Stop tracking the prefix."""
         del self._prefixes[prefix.name]
         lengths = self._lengths[prefix.kv_namespace]
         lengths[len(prefix.chain)] -= 1
@@ -117,38 +117,40 @@ _BLOCKS_AT_ONCE = 1 << 16  # of copied prefixes, looked up in one go: some milli
 
 
 class PoolNodes:
-    """One client per joined pool node."""
+    """Clients of the joined pool nodes, one each, and the directory of their blocks."""
 
     def __init__(self, core: Core, incarnation: int, copy_timeout_s: float) -> None:
         self._core = core
         self._incarnation = incarnation
         self._copy_timeout_s = copy_timeout_s
-        self.following = DirectoryUpdater()
+        self.directory_updater = DirectoryUpdater()
         self.replicas = CopiedPrefixes()
         self._clients: dict[str, PoolClient] = {}
-        self._roster: tuple[str, ...] | None = None  # of the directory, and of it those that have not joined
+        self._roster: tuple[str, ...] | None = (
+            None  # the directory's, as of the last match; `_absent`: indices of nodes not joined here
+        )
         self._absent = np.zeros(0, int)
         self._tasks: set[asyncio.Task[None]] = set()  # copies, hints, removals, and clients being closed
 
     def add(self, node: conductor_pb2.Node) -> None:
-        """A pool node joined, perhaps at another address than before."""
+        """Add a pool node that joined, possibly at a new address."""
         self._disconnect(node.node_id)
         self._clients[node.node_id] = PoolClient(node.target, owner=_OWNER, owner_incarnation=self._incarnation)
-        self.following.join(node.node_id, node.target)
-        self.replicas.not_told(node.node_id)
+        self.directory_updater.join(node.node_id, node.target)
+        self.replicas.reset_hints(node.node_id)
 
     def remove(self, node_id: str) -> None:
-        """A pool node has left: nothing can be had there any more."""
+        """Remove a pool node that left."""
         self._disconnect(node_id)
-        self.following.leave(node_id)
+        self.directory_updater.leave(node_id)
 
     @property
     def directory(self) -> Directory:
-        """Of all pool nodes that are followed."""
-        return self.following.directory
+        """Directory of all followed pool nodes."""
+        return self.directory_updater.directory
 
     def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> Matches:
-        """What each joined pool node that holds any holds of the chain's leading blocks."""
+        """Return how many leading blocks of the chain (uint64 [n]) each joined pool node holds."""
         matches = self.directory.match(kv_namespace, keys)
         if matches.roster is not self._roster:
             self._roster = matches.roster
@@ -160,13 +162,13 @@ class PoolNodes:
         return matches
 
     def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes) -> None:
-        """Carry out a copy in the background; the policy hears of its end."""
+        """Start a copy in the background; its end is reported to the policy as CopyFinished."""
         source, target = self._clients[copy.source], self._clients[copy.target]
         keys = keys_from_bytes(chain)[: copy.num_blocks]
         self._spawn(self._copy(copy, source.target, target, kv_namespace, keys))
 
     def shrink(self, shrink: Shrink) -> None:
-        """Drop a copy that is used no more, in the background, unless it may be the last one by now."""
+        """Drop an unused copy in the background, unless it may be the last one."""
         prefix = self.replicas.shrink(shrink.pool, shrink.match_key)
         if prefix is None or shrink.pool not in self._clients:
             return
@@ -176,18 +178,18 @@ class PoolNodes:
             brought = prefix.chain[shrink.keep_blocks :]
             self._spawn(self._drop(self._clients[shrink.pool], shrink.pool, prefix.kv_namespace, brought))
 
-    def tell_replicas(self) -> None:
-        """Where the holders of a copied prefix are others than before, let each know how many there are besides.
+    def send_replica_hints(self) -> None:
+        """Send each holder of a copied prefix the number of other holders, where the holders have changed.
 
-        Where there are very many prefixes, a part of them at each call.
+        Each call covers a bounded number of blocks; further prefixes follow at the next calls.
         """
         account = self._core.policy.replication
-        for prefix in self.replicas.take_turn(_BLOCKS_AT_ONCE):
+        for prefix in self.replicas.next_batch(_BLOCKS_AT_ONCE):
             prefix.targets = {pool: key for pool, key in prefix.targets.items() if account.of(pool, key) is not None}
             holders = self._holders(prefix)
             prefix.leaving &= holders
-            if holders != prefix.told:
-                prefix.told = holders
+            if holders != prefix.hinted:
+                prefix.hinted = holders
                 for pool in sorted(holders):
                     self._spawn(self._hint(self._clients[pool], prefix, pool, len(holders) - 1))
             if len(holders) < 2 and not prefix.targets:
@@ -195,30 +197,30 @@ class PoolNodes:
 
     @property
     def num_copies(self) -> int:
-        """Copies under way, and what else is being told to pool nodes."""
+        """Background tasks: copies, removals and hints under way."""
         return len(self._tasks)
 
     def state(self) -> dict[str, Any]:
-        """For export: how much is known of each pool node, and how sure it is."""
-        return self.following.state()
+        """Return the directory's state per pool node, for export."""
+        return self.directory_updater.state()
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """The same as numbers, and what copying hot prefixes cost and saved."""
-        yield from self.following.samples()
+        """Yield the state as metrics, with the seconds that copying hot prefixes cost and saved."""
+        yield from self.directory_updater.samples()
         account = self._core.policy.replication
         yield sample("replicas", len(account))
         yield sample("replication_saved_seconds_total", account.saved_s)
         yield sample("replication_spent_seconds_total", account.spent_s)
 
     def validate(self) -> list[str]:
-        """What does not fit together in the directory."""
+        """Return inconsistencies of the directory."""
         return self.directory.validate()
 
     async def close(self) -> None:
-        """End feeds and copies, disconnect."""
+        """Cancel event feeds, wait for background tasks and disconnect."""
         for node_id in list(self._clients):
             self._disconnect(node_id)
-        await self.following.close()
+        await self.directory_updater.close()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -242,26 +244,26 @@ class PoolNodes:
             if num_blocks:
                 self.replicas.add(kv_namespace, keys.tobytes(), copy.target, copy.match_key)
         finally:
-            # Whatever happened, also when the client was closed meanwhile: else the policy would count on it for ever.
+            # In every case, also if the client was closed: otherwise the policy would expect the copy indefinitely.
             seconds = loop.time() - began_s
             self._core.handle(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
 
     async def _drop(self, client: PoolClient, pool: str, kv_namespace: bytes, brought: NDArray[np.uint8]) -> None:
         try:
             removed = await client.evict(kv_namespace, brought)
-            log.info("dropped %d of %d copied blocks at %s, which nobody used", removed, len(brought), pool)
+            log.info("dropped %d of %d unused copied blocks at %s", removed, len(brought), pool)
         except (KvPoolError, NetworkError) as error:
-            log.warning("copied blocks were not dropped at %s, which may evict them itself: %s", pool, error)
+            log.warning("copied blocks were not dropped at %s (its eviction may still remove them): %s", pool, error)
 
     async def _hint(self, client: PoolClient, prefix: CopiedPrefix, pool: str, others: int) -> None:
         try:
             await client.hint(prefix.kv_namespace, prefix.chain, [others] * len(prefix.chain))
         except (KvPoolError, NetworkError) as error:
-            prefix.told -= {pool}
-            log.info("%s was not told of %d other holders: %s", pool, others, error)
+            prefix.hinted -= {pool}
+            log.info("%s did not receive the hint about %d other holders: %s", pool, others, error)
 
     def _holders(self, prefix: CopiedPrefix) -> frozenset[str]:
-        """The joined pool nodes that have all of it."""
+        """Return the joined pool nodes that hold the whole prefix."""
         held = self.match(prefix.kv_namespace, keys_u64(prefix.chain))
         return frozenset(pool for pool, match in held.items() if match.blocks == len(prefix.chain))
 

@@ -1,4 +1,4 @@
-"""Redis URLs as they may be given, and as they may be shown. Passwords are never shown."""
+"""Validation and redaction of Redis URLs. Passwords are never shown."""
 
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -10,7 +10,7 @@ _SCHEMES = ("redis", "rediss", "unix")
 
 
 def check_redis_url(url: str) -> None:
-    """Raises ConfigError that says what is expected."""
+    """Raise ConductorConfigError unless `url` is a Redis URL."""
     expected = "expected redis://[user:password@]host[:port][/db], rediss://... (TLS) or unix://[:password@]/socket"
     try:
         parts = urlsplit(url)
@@ -23,7 +23,7 @@ def check_redis_url(url: str) -> None:
 
 
 def with_password(url: str, password: str) -> str:
-    """The URL with `password`, given unescaped, where it has none of its own. Raises ConfigError for no URL."""
+    """Return the URL with `password` (unescaped) added if it has none. Raises ConductorConfigError for an invalid URL."""
     if not password:
         return url
     check_redis_url(url)
@@ -35,7 +35,7 @@ def with_password(url: str, password: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """The URL without its password, and without options, which may hold one too."""
+    """Return the URL without its password and options, which may hold one too."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -52,6 +52,6 @@ def _without_password(netloc: str) -> str:
 
 
 def _why(error: ValueError, url: str) -> str:
-    """The reason, if it does not repeat what was given."""
+    """Return the reason, unless it repeats the URL, which may hold a password."""
     text = str(error)
     return "not a URL" if any(part and part in text for part in (url, url.rpartition("@")[0])) else text

@@ -1,4 +1,4 @@
-"""What front doors ask of a conductor, over one stream each: to place requests, and to hear what became of them."""
+"""Scheduling calls of frontends, one stream each: place requests, record their completion."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,11 +18,11 @@ from telemetry import logs, tracing
 __all__ = ["Scheduling"]
 
 log = logging.getLogger(__name__)
-_AT_ONCE: Final = 16  # calls that are answered before the event loop comes round again
+_AT_ONCE: Final = 16  # calls answered before yielding to the event loop
 
 
 class Scheduling:
-    """Answers calls. A decision awaits nothing: it is made in one go."""
+    """Answers scheduling calls. Each decision is made synchronously, without awaiting."""
 
     def __init__(self, core: Core, registry: Registry, pools: PoolNodes) -> None:
         self._core = core
@@ -34,7 +34,7 @@ class Scheduling:
         calls: AsyncIterator[conductor_pb2.FrontendCalls],
         write: Callable[[conductor_pb2.ConductorAnswers], Awaitable[None]],
     ) -> None:
-        """One stream, to its end. Raises FrontDoorRefused."""
+        """Serve one stream until it ends. Raises FrontendRefused."""
         await write(conductor_pb2.ConductorAnswers())
         is_first = True
         async for message in calls:
@@ -50,7 +50,7 @@ class Scheduling:
             await write(answers)
 
     def schedule(self, request: conductor_pb2.ScheduleRequest, reply: conductor_pb2.ScheduleReply) -> None:
-        """Decide on a request, into an empty reply. Raises MalformedCall."""
+        """Decide on a request and fill the empty reply. Raises MalformedCall."""
         logs.attempt(request.request_id, request.attempt)
         try:
             keys = short_keys_from_bytes(request.chain)
@@ -80,7 +80,7 @@ class Scheduling:
         log.debug("request %s", request.outcome)
 
     def _answer(self, call: conductor_pb2.FrontendCall, answer: conductor_pb2.ConductorAnswer) -> None:
-        """One call's fault, or a fault of ours in answering it, is no other call's."""
+        """Answer one call; an error in it does not affect the other calls of the stream."""
         kind = call.WhichOneof("call")
         try:
             if kind == "schedule":
@@ -89,11 +89,11 @@ class Scheduling:
                 self._complete(call.complete)
                 answer.complete.SetInParent()
             else:
-                raise MalformedCall("it asks for nothing that this version knows")
+                raise MalformedCall("unknown kind of call: expected schedule or complete")
         except MalformedCall as error:
             answer.refused = str(error)
         except Exception as error:
-            log.exception("a call cannot be answered")
+            log.exception("cannot answer a call")
             answer.refused = f"internal error: {type(error).__name__}"
 
     def _write(self, decisions: list[Decision], reply: conductor_pb2.ScheduleReply) -> None:
@@ -114,7 +114,7 @@ class Scheduling:
 
 
 def _check_software(first: conductor_pb2.FrontendCalls) -> None:
-    if problem := why_not_together(first.software, "this front door", own_software(), "the conductor"):
+    if problem := why_not_together(first.software, "this frontend", own_software(), "the conductor"):
         raise FrontendRefused(problem)
 
 

@@ -1,4 +1,4 @@
-"""The conductor's process: puts service, policy and pool side together and runs them until told to stop."""
+"""Conductor process: assembles service, policy and pool clients, and runs them until stopped."""
 
 import asyncio
 import contextlib
@@ -31,32 +31,32 @@ _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
     """Serve until `stop`; `on_ready(target)` is called once nodes can join.
 
-    After a restart workers join again and say what they hold; pool nodes go on with their events where the last
-    snapshot of the directory stands, or send all they have. Raises messenger's AddressInUse or BindFailed, ConfigError,
-    and SharedStoreRefused for a Redis that can never be this conductor's.
+    After a restart, workers join again and report what they hold; pool nodes resume their events at the position of
+    the last directory snapshot, or send all their contents. Raises rpc.errors.AddressInUse or BindFailed,
+    ConductorConfigError, and SharedStoreRefused if the Redis server is permanently unusable.
     """
     async with contextlib.AsyncExitStack() as stack:
-        contact = await connect_shared_store(config)
-        stack.push_async_callback(contact.close)
+        shared_store = await connect_shared_store(config)
+        stack.push_async_callback(shared_store.close)
         core = Core(config)
         stack.callback(core.close)
         for model, profile in sorted(config.cost_profiles.items()):
             core.handle(costs_given(model, profile))
             log.info("costs of model %r begin with the %s profile %r", model, profile.kind, profile.name)
-        pools, registry = PoolNodes(core, contact.incarnation, config.copy_timeout_s), Registry()
+        pools, registry = PoolNodes(core, shared_store.incarnation, config.copy_timeout_s), Registry()
         stack.push_async_callback(pools.close)
-        continuity = Persistence(config, contact, pools.following, registry)
-        stack.push_async_callback(continuity.close)
-        slo = slo_keeper(config, contact, core)
+        persistence = Persistence(config, shared_store, pools.directory_updater, registry)
+        stack.push_async_callback(persistence.close)
+        slo = slo_keeper(config, shared_store, core)
         stack.push_async_callback(slo.close)
         await slo.start()
         watch = LoopWatch()
         stack.push_async_callback(watch.close)
-        service = ConductorService(core, registry, pools, continuity, slo, contact.incarnation, watch)
+        service = ConductorService(core, registry, pools, persistence, slo, shared_store.incarnation, watch)
         server = await start_server(config.listen.listen, lambda s: add_ConductorServicer_to_server(service, s))
         ticking = asyncio.create_task(_tick(core, pools, registry, config.tick_s), name="conductor tick")
         try:
-            continuity.start()
+            persistence.start()
             log.info("conductor listens at %s", server.target)
             on_ready(server.target)
             watch.start()
@@ -78,16 +78,16 @@ async def _tick(core: Core, pools: PoolNodes, registry: Registry, every_s: float
                 _switch(decision, registry)
             else:
                 log.warning("released: %s", decision)
-        pools.tell_replicas()
+        pools.send_replica_hints()
 
 
 def _switch(decision: SwitchRole, registry: Registry) -> None:
     if decision.is_advice:
         registry.switches.count(registry.change_of(decision.node_id, decision.role), "advised")
-        log.info("%s would do better as a %s node: %s", decision.node_id, decision.role, decision.reason)
+        log.info("advice: %s should become a %s node: %s", decision.node_id, decision.role, decision.reason)
         return
     log.info("%s is to become a %s node: %s", decision.node_id, decision.role, decision.reason)
     try:
         registry.ask_to_switch(decision.node_id, _ROLES[decision.role])
     except (UnknownNode, SwitchRefused) as error:
-        log.warning("it stays what it is: %s", error)
+        log.warning("the node keeps its role: %s", error)

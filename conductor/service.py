@@ -1,4 +1,4 @@
-"""The gRPC face of the conductor: messages in, replies out. What they mean is decided in `core` and `pools`."""
+"""gRPC service of the conductor: converts messages and calls core, registry and pool nodes. No decisions here."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from conductor.core import Core
 from conductor.directory.feeds import sample
 from conductor.errors import FrontendRefused, JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.metrics import admission_samples, cost_samples, tenant_samples
-from conductor.overview import overview, told_request
+from conductor.overview import overview, request_to_json
 from conductor.persistence import Persistence
 from conductor.policy.events import NodeJoined, NodeLost
 from conductor.pools import PoolNodes
@@ -35,14 +35,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ConductorService(ConductorServicer):
-    """One conductor's RPCs."""
+    """RPC handlers of one conductor."""
 
     def __init__(
         self,
         core: Core,
         registry: Registry,
         pools: PoolNodes,
-        continuity: Persistence,
+        persistence: Persistence,
         slo: SloKeeper,
         incarnation: int,
         loop_watch: LoopWatch,
@@ -50,13 +50,13 @@ class ConductorService(ConductorServicer):
         self._core = core
         self._registry = registry
         self._pools = pools
-        self._continuity = continuity
+        self._persistence = persistence
         self._slo = SloCalls(slo, core)
         self._incarnation = incarnation
         self._loop_watch = loop_watch
         self.scheduling = Scheduling(core, registry, pools)
 
-    async def Join(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
+    async def Join(  # type: ignore[override]  # writes instead of yielding, so that cancellation arrives at once
         self, request_iterator: AsyncIterator[conductor_pb2.NodeReport], context: Context
     ) -> None:
         first = await anext(request_iterator, None)
@@ -69,23 +69,23 @@ class ConductorService(ConductorServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         self._joined(member, first)
         reading = asyncio.ensure_future(self._read(member, request_iterator))
-        telling = asyncio.ensure_future(self._tell(member, context))
+        writing = asyncio.ensure_future(self._send_commands(member, context))
         try:
-            await first_of(reading, telling, member.replaced)
+            await first_of(reading, writing, member.replaced)
         finally:
-            telling.cancel()
+            writing.cancel()
             reading.cancel()
             try:
-                end, _ = await asyncio.gather(reading, telling, return_exceptions=True)
+                end, _ = await asyncio.gather(reading, writing, return_exceptions=True)
                 if isinstance(end, Exception):
-                    log.error("a report of node %s cannot be taken in", member.node.node_id, exc_info=end)
-            finally:  # also when this is cut short while both end
+                    log.error("a report of node %s cannot be processed", member.node.node_id, exc_info=end)
+            finally:  # also if cancelled while both end
                 self._left(member)
         if member.replaced.is_set():
             text = f"another stream has joined as {member.node.node_id!r}: node ids must be unique"
             await context.abort(grpc.StatusCode.ABORTED, text)
 
-    async def Schedule(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
+    async def Schedule(  # type: ignore[override]  # writes instead of yielding, so that cancellation arrives at once
         self, request_iterator: AsyncIterator[conductor_pb2.FrontendCalls], context: Context
     ) -> None:
         try:
@@ -109,7 +109,7 @@ class ConductorService(ConductorServicer):
             ready_models=self._core.policy.ready_models(),
             samples=[
                 *self._pools.samples(),
-                *self._continuity.samples(),
+                *self._persistence.samples(),
                 *self._core.samples(),
                 *admission_samples(self._core.policy),
                 *tenant_samples(self._core.policy),
@@ -164,7 +164,7 @@ class ConductorService(ConductorServicer):
             incarnation=self._incarnation,
             ready_models=self._core.policy.ready_models(),
             pools=self._pools.state(),
-            shared_store=self._continuity.state(),
+            shared_store=self._persistence.state(),
             slo=self._slo.keeper.state(),
             role_switches=self._registry.switches.state(),
         )
@@ -181,13 +181,13 @@ class ConductorService(ConductorServicer):
         return common_pb2.JsonReply(json=json.dumps({"ok": not problems, "problems": problems, "counts": counts}))
 
     async def Overview(self, request: conductor_pb2.OverviewRequest, context: Context) -> common_pb2.JsonReply:
-        told = overview(self._core, self._registry, self._slo.keeper, request.first_slice)
-        return common_pb2.JsonReply(json=json.dumps({"incarnation": self._incarnation, **told}))
+        found = overview(self._core, self._registry, self._slo.keeper, request.first_slice)
+        return common_pb2.JsonReply(json=json.dumps({"incarnation": self._incarnation, **found}))
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: Context) -> common_pb2.JsonReply:
         decisions, known = self._core.log, self._core.policy.past.find(request.request_id)
         now_ns, now_s = self._core.now_ns(), time.time()
-        remembered = told_request(known, now_ns, now_s) if known is not None else None
+        remembered = request_to_json(known, now_ns, now_s) if known is not None else None
         if decisions is None:
             return common_pb2.JsonReply(json=json.dumps({"log": None, "remembered": remembered}))
         try:
@@ -206,7 +206,7 @@ class ConductorService(ConductorServicer):
         if wire.ROLES[node.role] == "pool":
             self._pools.add(node)
 
-    async def _tell(self, member: JoinedNode, context: Context) -> None:
+    async def _send_commands(self, member: JoinedNode, context: Context) -> None:
         accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation, software=own_software())
         await context.write(conductor_pb2.NodeCommand(accepted=accepted))
         while True:

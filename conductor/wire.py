@@ -1,4 +1,4 @@
-"""Between the wire's messages and the policy's plain data, in both directions. No state, no decisions."""
+"""Conversion between protobuf messages and the policy's plain data, in both directions. Stateless."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -56,7 +56,7 @@ _PHASES: Mapping[int, Phase] = {
 
 
 def node_view(node: conductor_pb2.Node) -> NodeView:
-    """Of a node whose role is known."""
+    """Convert a node's description; its role must be one of ROLES."""
     return NodeView(
         node_id=node.node_id,
         role=ROLES[node.role],
@@ -76,7 +76,7 @@ def node_view(node: conductor_pb2.Node) -> NodeView:
 
 
 def report(node_id: str, message: conductor_pb2.NodeReport) -> NodeReported:
-    """A report of a joined node; phases that this version does not know are left out."""
+    """Convert the report of a joined node; progress in unknown phases is left out."""
     return NodeReported(
         node_id,
         message.draining,
@@ -107,12 +107,12 @@ def _turn(turn: conductor_pb2.Turn) -> Turn:
 
 
 def _seconds(value: float) -> float:
-    """What a clock that jumped may have told, as a time that can be reckoned with."""
+    """Clamp a reported time to at most one day, past or future; after a clock jump anything may be reported."""
     return max(-_LONGEST_S, min(value, _LONGEST_S)) if isfinite(value) else 0.0
 
 
 def prefix_key(kv_namespace: bytes, last_key: int) -> int:
-    """Names a prefix by its last block; the same prompt for another model is another prefix."""
+    """Return the key of a prefix: its last block's key, combined with the namespace."""
     return last_key ^ int.from_bytes(kv_namespace[:8], "little")
 
 
@@ -123,8 +123,11 @@ def request_arrived(
     keys: NDArray[np.uint64],
     replicas: Mapping[str, int],
 ) -> RequestArrived:
-    """`matches`: what pool nodes hold of `kv_namespace`; `keys`: one per full block; `replicas`: per pool node
-    that has some of it by a Copy, that Copy's match_key."""
+    """Convert a request to the policy's event.
+
+    `matches`: leading blocks that pool nodes hold in `kv_namespace`; `keys`: uint64, one per full block; `replicas`:
+    match_key per pool node whose blocks were brought by a Copy.
+    """
     found, match_key, waited_s = NO_MATCHES, 0, request.waited_s
     if matches is not None and (longest := matches.longest):
         held = matches.held
@@ -153,7 +156,7 @@ def request_arrived(
 
 
 def request_completed(request: conductor_pb2.CompleteRequest) -> RequestCompleted:
-    """The frontend's last word."""
+    """Convert the frontend's completion report."""
     return RequestCompleted(
         request.request_id,
         request.attempt,
@@ -172,7 +175,7 @@ def write_placement(
     nodes: Mapping[str, conductor_pb2.Node],
     refs: Mapping[str, conductor_pb2.NodeRef],
 ) -> None:
-    """Into an empty message. `nodes`: all joined nodes by id; `refs`: what others are told of them."""
+    """Fill an empty message. `nodes`: all joined nodes by id; `refs`: their public references by id."""
     # Field by field: messages that are built first and then put in are copied at each level.
     prefill = place.prefill
     message.prefill.CopyFrom(refs[prefill])
@@ -204,7 +207,7 @@ def write_placement(
 
 
 def rejection(reject: Reject) -> conductor_pb2.Rejection:
-    """The refusal as sent."""
+    """Convert a rejection."""
     return conductor_pb2.Rejection(
         reason=reject.reason,
         message=reject.message,
@@ -214,12 +217,12 @@ def rejection(reject: Reject) -> conductor_pb2.Rejection:
 
 
 def node_ref(node: conductor_pb2.Node) -> conductor_pb2.NodeRef:
-    """What others are told of a node, to find it by."""
+    """Return the reference by which others reach the node."""
     return conductor_pb2.NodeRef(node_id=node.node_id, incarnation=node.incarnation, target=node.target)
 
 
 def decision_fields(reply: conductor_pb2.ScheduleReply) -> dict[str, str | int | float | bool]:
-    """A decision's facts, for a trace."""
+    """Return a decision's facts, for spans and logs."""
     if reply.WhichOneof("result") == "rejection":
         return {"rejected": reply.rejection.reason, "retry_after_s": reply.rejection.retry_after_s}
     placement = reply.placement

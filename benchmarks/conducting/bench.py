@@ -30,7 +30,7 @@ class Bench:
         self.pools = PoolNodes(self.core, 1, 1.0)
         self.registry = Registry()
         contact = SharedStoreConnection(None, 1)
-        continuity = Persistence(config, contact, self.pools.following, self.registry)
+        continuity = Persistence(config, contact, self.pools.directory_updater, self.registry)
         slo = slo_keeper(config, contact, self.core)
         self.service = ConductorService(self.core, self.registry, self.pools, continuity, slo, 1, LoopWatch())
         for number in range(workers):

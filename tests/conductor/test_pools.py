@@ -95,7 +95,7 @@ async def until(condition):
 @pytest.fixture
 async def nodes(tmp_path):
     made = Nodes(tmp_path)
-    made.pools.following.open()
+    made.pools.directory_updater.open()
     for name in NAMES:
         await made.start(name)
         made.join(name)
@@ -133,27 +133,27 @@ async def test_what_was_there_before_the_copy_stays_when_the_copy_goes(nodes):
 async def test_a_holder_that_could_not_be_told_of_the_others_is_told_later(nodes):
     nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
     await nodes.stop("pool-1")
-    nodes.pools.tell_replicas()
+    nodes.pools.send_replica_hints()
     await nodes.settled()
     await nodes.start("pool-1")
     await nodes.store("pool-1")
     await nodes.known(*NAMES)
     assert await nodes.told("pool-1") == [0] * 10
-    nodes.pools.tell_replicas()
+    nodes.pools.send_replica_hints()
     await nodes.settled()
     assert await nodes.told("pool-1") == [1] * 10
 
 
 async def test_a_holder_that_joins_anew_is_told_anew(nodes):
     nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
-    nodes.pools.tell_replicas()
+    nodes.pools.send_replica_hints()
     await nodes.settled()
     await nodes.stop("pool-1")
     await nodes.start("pool-1")
     nodes.join("pool-1")
     await nodes.store("pool-1")
     await nodes.known(*NAMES)
-    nodes.pools.tell_replicas()
+    nodes.pools.send_replica_hints()
     await nodes.settled()
     assert await nodes.told("pool-1") == [1] * 10
 
@@ -162,7 +162,7 @@ async def test_a_pool_node_that_leaves_before_it_is_told_is_no_error(nodes):
     nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
     loop, failed = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: failed.append(context))
-    nodes.pools.tell_replicas()
+    nodes.pools.send_replica_hints()
     nodes.pools.remove("pool-1")
     await nodes.settled()
     assert failed == []
@@ -171,7 +171,7 @@ async def test_a_pool_node_that_leaves_before_it_is_told_is_no_error(nodes):
 async def test_a_copied_prefix_that_the_policy_counts_as_one_no_more_is_forgotten_with_its_holders(nodes):
     nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
     nodes.pools.remove("pool-1")
-    nodes.pools.tell_replicas()
+    nodes.pools.send_replica_hints()
     await nodes.settled()
     assert len(nodes.pools.replicas) == 0
 
@@ -219,7 +219,7 @@ def test_very_many_prefixes_have_their_turns_one_after_the_other():
     rng = np.random.default_rng(2)
     for number in range(7):
         replicas.add(NAMESPACE, rng.bytes(16 * 10), "pool-1", number + 1)
-    turns = [replicas.take_turn(25) for _ in range(3)]
+    turns = [replicas.next_batch(25) for _ in range(3)]
     assert [len(turn) for turn in turns] == [3, 3, 1]
     assert len({prefix.name for turn in turns for prefix in turn}) == 7
-    assert len(replicas.take_turn(25)) == 3
+    assert len(replicas.next_batch(25)) == 3
