@@ -41,7 +41,8 @@ class Core:
         return self._clock()
 
     def handle(self, event: Event, keys: NDArray[np.uint64] = _NO_KEYS) -> list[Decision]:
-        """Return the policy's decisions on an event. `keys`: short keys of the prompt's blocks (uint64 [n]), for the log."""
+        """Return the policy's decisions on an event. `keys`: short keys of the prompt's blocks (uint64 [n]), logged
+        only."""
         now_ns = self._clock()
         before = self.policy.suspects
         decisions = self.policy.on_event(now_ns, event)

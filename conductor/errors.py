@@ -35,7 +35,7 @@ class SloConflict(ConductorError):
 
 
 class JoinRefused(ConductorError):
-    """The node's model, spec or description does not fit the cluster. Permanent until the node's configuration changes."""
+    """The node's model, spec or description does not fit the cluster. Joining again unchanged cannot help."""
 
 
 class FrontendRefused(ConductorError):

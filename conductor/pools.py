@@ -84,7 +84,7 @@ class CopiedPrefixes:
             prefix.hinted -= {pool}
 
     def within(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, int]:
-        """Return match_key per pool node of the Copies that brought some of the prompt's blocks (`keys`, uint64 [n])."""
+        """Return the match_key of the Copy per pool node that got some of the prompt's blocks (uint64 [n]) by one."""
         found: dict[str, int] = {}
         for length in sorted(self._lengths.get(kv_namespace, ())):
             if length <= len(keys):
@@ -126,10 +126,8 @@ class PoolNodes:
         self.directory_updater = DirectoryUpdater()
         self.replicas = CopiedPrefixes()
         self._clients: dict[str, PoolClient] = {}
-        self._roster: tuple[str, ...] | None = (
-            None  # the directory's, as of the last match; `_absent`: indices of nodes not joined here
-        )
-        self._absent = np.zeros(0, int)
+        self._roster: tuple[str, ...] | None = None  # as of the last match
+        self._absent = np.zeros(0, int)  # indices in the roster of nodes that have not joined here
         self._tasks: set[asyncio.Task[None]] = set()  # copies, hints, removals, and clients being closed
 
     def add(self, node: conductor_pb2.Node) -> None:

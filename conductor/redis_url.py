@@ -23,7 +23,7 @@ def check_redis_url(url: str) -> None:
 
 
 def with_password(url: str, password: str) -> str:
-    """Return the URL with `password` (unescaped) added if it has none. Raises ConductorConfigError for an invalid URL."""
+    """Return the URL with `password` (unescaped) added if it has none. Raises ConductorConfigError."""
     if not password:
         return url
     check_redis_url(url)

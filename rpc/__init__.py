@@ -1,1 +1,5 @@
-"""Control plane shared by every role: gRPC servers and calls, TLS, join tokens, protocol versions."""
+"""Control plane that all roles share: gRPC servers, channels and calls, mutual TLS, join tokens, protocol versions.
+
+`control` starts servers and makes calls; `grpc_tls` and `join_tokens` authenticate them; `tls` loads certificates for
+the messenger, too.
+"""

@@ -1,7 +1,7 @@
-"""gRPC glue shared by every role: servers, channels, calls with deadlines, and the main loop. No service lives here.
+"""gRPC servers, channels, calls with deadlines, and the main loop of every role. Contains no service.
 
-Targets are gRPC's: "unix:/dir/name.sock" or "host:port". Once `secure` was called, all of the latter go by mutual TLS;
-once `admit_by` was, every call shows a join token and every server asks for one.
+Targets are gRPC's: "unix:/dir/name.sock" or "host:port". After `secure`, host:port traffic uses mutual TLS; after
+`admit_by`, every call sends a join token and every server requires one.
 """
 
 import asyncio
@@ -87,23 +87,23 @@ _tokens: JoinTokens | None = None
 
 
 def secure(files: TlsFiles | None) -> None:
-    """This process's servers and channels that are made from now on encrypt what goes over host:port; None: do not.
+    """Encrypt host:port traffic of all servers and channels that this process creates from now on; None: do not.
 
-    A process has one identity, so that no call can be forgotten. Raises InvalidArgument for files that are of no use.
+    A process has one identity, so that no call can miss it. Raises InvalidArgument for unusable files.
     """
     global _identity
     _identity = None if files is None else identity(files)
 
 
 def admit_by(tokens: JoinTokens | None) -> None:
-    """This process's servers that are started from now on answer only calls that show one of `tokens`, and the channels
-    opened from now on show the newest; None: neither. Unix sockets are no exception."""
+    """Require one of `tokens` from callers of servers started from now on, and send the newest on channels opened from
+    now on; None: neither. Unix sockets are included."""
     global _tokens
     _tokens = tokens
 
 
 class ControlServer:
-    """A started gRPC server; `target` is where it listens, with the real port."""
+    """A started gRPC server. `target`: its address, with the real port."""
 
     def __init__(self, server: grpc.aio.Server, target: str) -> None:
         self.target = target
@@ -112,22 +112,22 @@ class ControlServer:
         self._identity = unix_socket.identity(self._path) if self._path else None
 
     async def stop(self, grace: float | None = None) -> None:
-        """Take no new calls, give the running ones `grace` seconds, then cancel them."""
+        """Accept no new calls, give running ones `grace` seconds, then cancel them."""
         await self._server.stop(grace)
         # A successor may listen at the same path already: only our own socket is removed.
         if self._path is not None and self._identity is not None and unix_socket.identity(self._path) == self._identity:
             self._path.unlink(missing_ok=True)
 
     async def wait_for_termination(self) -> None:
-        """Until `stop` has ended."""
+        """Wait until `stop` has completed."""
         await self._server.wait_for_termination()
 
 
 async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None]) -> ControlServer:
     """Start a server at `listen_target`; `add` registers the servicers. Port 0 picks a free port.
 
-    Raises AddressInUse when somebody listens there, BindFailed when it cannot be listened at, InvalidArgument for
-    a target of another form.
+    Raises AddressInUse if another process listens there, BindFailed if the address cannot be bound, InvalidArgument if
+    the target is malformed.
     """
     path = _unix_path(listen_target)
     host_port = _split_host_port(listen_target) if path is None else None
@@ -158,9 +158,9 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
 
 
 def target_to_dial(listened: str, advertise: str) -> str:
-    """The target to tell others of a server that listens at `listened`: `advertise`, unless it is empty.
+    """Return the target by which others reach a server listening at `listened`: `advertise`, unless empty.
 
-    Port 0 of `advertise` stands for the port listened at. Raises InvalidArgument for a target of another form.
+    Port 0 in `advertise` stands for the port listened at. Raises InvalidArgument for a malformed target.
     """
     if not advertise:
         return listened
@@ -175,13 +175,13 @@ def target_to_dial(listened: str, advertise: str) -> str:
 
 
 def check_target(target: str) -> None:
-    """Raises InvalidArgument for what is no target."""
+    """Raise InvalidArgument unless `target` is a valid gRPC target."""
     if _unix_path(target) is None:
         _split_host_port(target)
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel with keepalive, room for 256 MiB messages and quick reconnects; must be closed by the caller."""
+    """Open a channel with keepalive, 256 MiB messages and quick reconnects. The caller must close it."""
     check_target(target)
     channel: grpc.aio.Channel
     if _unix_path(target) is None and _identity is not None:
@@ -192,7 +192,7 @@ def open_channel(target: str) -> grpc.aio.Channel:
 
 
 async def call(rpc: Awaitable[T], *, what: str, target: str, deadline_s: float | None) -> T:
-    """Await a unary call (or one `read`/`write` of a stream) and turn its failure into a ControlError.
+    """Await a unary call (or one `read`/`write` of a stream) and convert its failure to a ControlError.
 
     `what` names the call in the error, e.g. "Conductor.Schedule". The call is cancelled at the deadline.
     """
@@ -208,9 +208,9 @@ async def call(rpc: Awaitable[T], *, what: str, target: str, deadline_s: float |
 
 
 async def outgoing(messages: AsyncIterator[T], *, what: str, target: str) -> AsyncIterator[T]:
-    """What a client's stream is to send. Where the next message cannot be made, that is logged and the stream ends.
+    """Yield the messages of a client's stream. An exception in producing the next one is logged and ends the stream.
 
-    An error that gRPC meets here cancels its caller, who then looks like one that was told to stop.
+    Otherwise gRPC would turn the exception into a cancellation of the caller, which looks like a shutdown.
     """
     try:
         async for message in messages:
@@ -220,15 +220,15 @@ async def outgoing(messages: AsyncIterator[T], *, what: str, target: str) -> Asy
 
 
 def end_if_cancelled() -> None:
-    """Raises CancelledError in a task that was told to end. For loops that begin a stream again when it broke: where it
-    breaks in the moment of the cancellation, gRPC raises its own error alone."""
+    """Raise CancelledError if the current task was cancelled. For loops that reopen a broken stream: if it breaks
+    during the cancellation, gRPC raises only its own error."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 def control_error(error: grpc.aio.AioRpcError, *, what: str, target: str) -> ControlError:
-    """The ControlError for gRPC's error: for loops over streams, which cannot go through `call`."""
+    """Convert gRPC's error to a ControlError; for loops over streams, which cannot use `call`."""
     code = error.code()
     kinds: dict[grpc.StatusCode, type[ControlError]] = {
         grpc.StatusCode.UNAVAILABLE: Unavailable,
@@ -299,7 +299,7 @@ def _split_host_port(target: str) -> tuple[str, int]:
 
 
 def _bind_error(target: str, host_port: tuple[str, int] | None, error: RuntimeError) -> AddressInUse | BindFailed:
-    """gRPC says only "Failed to bind": ask the kernel why."""
+    """Find the cause of a failed bind from the kernel; gRPC reports only "Failed to bind"."""
     if host_port is not None:
         host, port = host_port
         try:

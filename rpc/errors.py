@@ -1,9 +1,9 @@
-"""Errors of the control plane and of connections; nothing else lives here.
+"""Errors of the control plane and of connections.
 
 NetworkError
-├── InvalidArgument          a wrong configuration, file or argument, found before anything was sent
-├── AddressInUse             another process listens at the address
-├── BindFailed               the address cannot be listened at for another reason
+├── InvalidArgument          an invalid argument, configuration or file; nothing was sent
+├── AddressInUse             another process listens at this address
+├── BindFailed               the address cannot be bound for another reason
 ├── DeadlineExceeded         the deadline passed first
 └── ControlError             a gRPC call failed
     ├── Unavailable          no connection to the target, or it broke during the call
@@ -15,7 +15,7 @@ NetworkError
 
 
 class NetworkError(Exception):
-    """Root of the errors that another process, its address or the way to it can cause."""
+    """Root of errors caused by another process, its address or the connection to it."""
 
 
 class InvalidArgument(NetworkError, ValueError):
@@ -27,7 +27,7 @@ class AddressInUse(NetworkError):
 
 
 class BindFailed(NetworkError):
-    """The address cannot be listened at: no such host, no permission, or the path is too long."""
+    """The address cannot be bound: unknown host, no permission, or the path is too long."""
 
 
 class DeadlineExceeded(NetworkError):

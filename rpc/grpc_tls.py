@@ -1,4 +1,4 @@
-"""How gRPC goes by mutual TLS: servers and channels whose certificate can be replaced, and calls of members only."""
+"""Mutual TLS for gRPC: servers and channels with replaceable certificates, and calls restricted to cluster members."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """Each handshake takes what is in the files then; who has no certificate of the CA is not let in."""
+    """Return credentials that read the files at each handshake and require a client certificate signed by the CA."""
     shown = identity.material()
 
     def current() -> grpc.ServerCertificateConfiguration | None:
@@ -42,7 +42,7 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 
 class MembersOnly(grpc.aio.ServerInterceptor):
-    """Refuses calls of those whose certificate, though signed by the CA, is not one of the cluster's."""
+    """Interceptor that rejects callers whose certificate is signed by the CA but lacks the cluster's name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -83,7 +83,7 @@ class MembersOnly(grpc.aio.ServerInterceptor):
 
 
 class TlsChannel(grpc.aio.Channel):
-    """Every call goes over a connection made with the certificate that was in force when the call began."""
+    """Channel whose calls use a connection made with the certificate in force when the call begins."""
 
     def __init__(self, target: str, identity: Identity, options: Sequence[tuple[str, Any]]) -> None:
         self._target = target
@@ -95,7 +95,7 @@ class TlsChannel(grpc.aio.Channel):
         self._closing: set[asyncio.Task[None]] = set()
 
     def current(self) -> grpc.aio.Channel:
-        """The channel for a call that begins now. Calls that go on keep the one before until the next change."""
+        """Return the channel for a new call. Running calls keep theirs until the next certificate change."""
         material = self._identity.material()
         if material is not self._material:
             if self._former is not None:
@@ -144,7 +144,7 @@ class TlsChannel(grpc.aio.Channel):
 
 
 class _Late:
-    """A method of a stub, bound to a channel when it is called."""
+    """Stub method that is bound to a channel only when it is called."""
 
     def __init__(self, channel: TlsChannel, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> None:
         self._channel, self._kind, self._method, self._how = channel, kind, method, how

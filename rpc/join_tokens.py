@@ -1,10 +1,8 @@
-"""The tokens by which the cluster's processes know each other: a file of them, read again as it changes. Opens no
-connection, and no message shows a token.
+"""Join tokens, by which the cluster's processes authenticate each other, and their use on gRPC calls.
 
-One token per line; empty lines and those that begin with # mean nothing. A process shows the first one and accepts all,
-so that a new one can be known everywhere before anybody shows it.
-
-Join tokens over gRPC: each call shows one, and a server with tokens answers nobody who shows none of its own.
+A file holds one token per line; empty lines and lines beginning with # are ignored. It is read again when it changes. A
+process sends the first token and accepts all of them, so that a new token can be distributed everywhere before any
+process sends it. No error or log line contains a token.
 """
 
 import hashlib
@@ -36,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class JoinTokens:
-    """Those in the file at `path` now, or when it could last be used. Raises InvalidArgument for a file of no use."""
+    """Tokens of the file at `path`, as last read successfully. Raises InvalidArgument if the file is unusable."""
 
     def __init__(self, path: Path, look_every_s: float = LOOK_EVERY_S) -> None:
         self.path = path
@@ -49,13 +47,13 @@ class JoinTokens:
         self._next_look_s = time.monotonic() + look_every_s
 
     def newest(self) -> str:
-        """To be shown by a call that begins now."""
+        """Token to send with a call that begins now."""
         with self._lock:
             self._look()
             return self._tokens[0]
 
     def knows(self, token: str) -> bool:
-        """Whether it is one of them. Takes as long for any other."""
+        """Return whether the token is valid, in constant time."""
         shown = _hash(token)
         with self._lock:
             self._look()
@@ -65,7 +63,7 @@ class JoinTokens:
             return found
 
     def _look(self) -> None:
-        """Not more often than that: calls may come by the thousand."""
+        """Check the file for changes, at a limited rate: there may be thousands of calls per second."""
         now_s = time.monotonic()
         if now_s < self._next_look_s:
             return
@@ -130,7 +128,7 @@ _UNKNOWN: Final = f"the join token that was shown is none of those accepted here
 
 
 class TokensOnly(grpc.aio.ServerInterceptor):
-    """Refuses calls without a known token before anything of them is read, whatever method they name."""
+    """Interceptor that rejects calls without a valid token before reading them, whatever their method."""
 
     def __init__(self, tokens: JoinTokens) -> None:
         self._tokens = tokens
@@ -151,7 +149,7 @@ class TokensOnly(grpc.aio.ServerInterceptor):
         return self._refusing(_NONE_SHOWN)
 
     def _refusing(self, reason: str) -> "Handler":
-        """A handler of streams: else gRPC would read a single message of up to 256 MiB first."""
+        """Return a streaming handler that rejects the call; with a unary one gRPC would first read up to 256 MiB."""
 
         async def refuse(requests: Any, context: Any) -> None:
             self._tell(str(context.peer()), reason)
@@ -160,7 +158,7 @@ class TokensOnly(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _tell(self, peer: str, reason: str) -> None:
-        """A line in ten seconds, however many try."""
+        """Log a rejection, at most once in ten seconds."""
         now_s = time.monotonic()
         if now_s < self._next_line_s:
             self._num_untold += 1
@@ -171,7 +169,7 @@ class TokensOnly(grpc.aio.ServerInterceptor):
 
 
 class TokenChannel(grpc.aio.Channel):
-    """`channel`, each of whose calls shows the token that is the newest when it begins."""
+    """Channel wrapper that adds the newest token to each call."""
 
     def __init__(self, channel: grpc.aio.Channel, tokens: JoinTokens) -> None:
         self._channel = channel

@@ -1,13 +1,11 @@
-"""What all who show certificates from files need: whether the files changed, and a handshake with oneself.
+"""TLS certificates of the cluster's hosts, for the messenger's TCP links and gRPC. Opens no connection.
 
-The key material of traffic between hosts, for both planes: the messenger's tcp links and gRPC. Opens no connection.
+Both sides of a connection send a certificate. It is accepted if the cluster's CA signed it and it carries the cluster's
+name as a DNS name. Addresses are not checked, since hosts change them, and members are not distinguished, since each
+may do everything in the cluster.
 
-Both sides of a connection show a certificate. It is accepted when the cluster's CA signed it and it carries the
-cluster's name as a DNS name: hosts come and go under many addresses, and whoever belongs to the cluster may do
-everything in it, so nothing would be gained by telling its members apart.
-
-Certificates are replaced in place: what is in the files is looked at again for each new connection. What cannot be used
-is passed over with a warning, and the last good material stays in force.
+Certificates are replaced in place: the files are checked again for each new connection. Unusable files are skipped with
+a warning, and the last good certificate stays in force.
 """
 
 import contextlib
@@ -30,7 +28,7 @@ _MAX_STEPS: Final = 32
 
 
 def file_mark(path: Path) -> tuple[int, ...]:
-    """Another one when the file may hold something else; () while there is none."""
+    """Return a fingerprint that changes when the file may have changed; () if the file does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -39,7 +37,8 @@ def file_mark(path: Path) -> tuple[int, ...]:
 
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None = None) -> ssl.SSLObject:
-    """The client's side of a connection between the two, to whom the server is `name`. Raises what ssl raises."""
+    """Do a handshake between the two contexts in memory and return the client's side. `name`: the server's name. Raises
+    ssl errors."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller = client.wrap_bio(to_client, to_server, server_hostname=name)
     owner = server.wrap_bio(to_server, to_client, server_side=True)
@@ -50,7 +49,7 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None
 
 
 def certificate_end_s(connection: ssl.SSLObject) -> float:
-    """When the other side's certificate, which was verified, ends: seconds since the epoch."""
+    """Return the expiry of the verified peer certificate, in seconds since the epoch."""
     return float(ssl.cert_time_to_seconds(str((connection.getpeercert() or {})["notAfter"])))
 
 
@@ -62,8 +61,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files: this node's certificate, its private key, and the CA that signs all nodes' certificates; `name` is the
-    DNS name that each of these carries."""
+    """PEM files: this node's certificate, its private key, and the CA that signs all nodes' certificates. `name`: the
+    DNS name that every node's certificate carries."""
 
     cert: Path
     key: Path
@@ -72,7 +71,7 @@ class TlsFiles:
 
     @classmethod
     def of(cls, settings: TlsSettings) -> "TlsFiles | None":
-        """The files that the settings name; None if nothing is encrypted."""
+        """Return the files named in the settings; None if traffic is not encrypted."""
         if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
             return None
         return cls(settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_name)
@@ -80,7 +79,7 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class Material:
-    """What was in the files at one time, checked."""
+    """Validated contents of the files at one time."""
 
     name: str
     server: ssl.SSLContext
@@ -93,7 +92,7 @@ class Material:
 
 
 class Identity:
-    """Who this node is to the others. Raises InvalidArgument for files that cannot be used."""
+    """This node's certificate, reloaded when its files change. Raises InvalidArgument for unusable files."""
 
     def __init__(self, files: TlsFiles) -> None:
         self.files = files
@@ -105,7 +104,7 @@ class Identity:
         self._warn_of_end(time.time())
 
     def material(self) -> Material:
-        """For a new connection: what is in the files now, or was when they could last be used."""
+        """Return the material for a new connection: the files' current contents, or the last usable ones."""
         with self._lock:
             seen = _signature(self.files)
             if seen != self._seen:
@@ -114,11 +113,11 @@ class Identity:
             return self._material
 
     def left_s(self) -> float:
-        """Until the certificate that new connections show expires; negative afterwards."""
+        """Return the seconds until the certificate expires; negative afterwards."""
         return self.material().expires_s - time.time()
 
     def _warn_of_end(self, now_s: float) -> None:
-        """Once a day when the end is near: at the start of a process that runs for months it was not."""
+        """Warn once a day when the expiry is near; a process may run for months."""
         left_s = self._material.expires_s - now_s
         if left_s < EXPIRES_SOON_S and now_s - self._warned_s >= DAY_S:
             self._warned_s = now_s
@@ -140,12 +139,12 @@ class Identity:
 
 @functools.cache
 def identity(files: TlsFiles) -> Identity:
-    """One for both planes of a process. Raises InvalidArgument."""
+    """Return the process's identity, one for both planes. Raises InvalidArgument."""
     return Identity(files)
 
 
 def load(files: TlsFiles) -> Material:
-    """Read and check: a connection to oneself must come about. Raises InvalidArgument."""
+    """Read and validate the files, including a handshake with oneself. Raises InvalidArgument."""
     ca_pem = _read(files.ca, "tls_ca", b"CERTIFICATE-----")
     cert_pem = _read(files.cert, "tls_cert", b"CERTIFICATE-----")
     key_pem = _read(files.key, "tls_key", b"PRIVATE KEY-----")
@@ -158,12 +157,12 @@ def load(files: TlsFiles) -> Material:
 
 
 def carries(names: Iterable[str], name: str) -> bool:
-    """Whether a certificate with these DNS names is one of the cluster's."""
+    """Return whether a certificate with these DNS names belongs to the cluster."""
     return name.lower() in {own.lower() for own in names}
 
 
 def dns_names(connection: ssl.SSLObject) -> list[str]:
-    """Those of the other side's certificate, which was verified."""
+    """Return the DNS names of the verified peer certificate."""
     certificate = connection.getpeercert() or {}
     alternatives = certificate.get("subjectAltName", ())
     return [str(entry[1]) for entry in alternatives if entry[0] == "DNS"]
@@ -213,7 +212,7 @@ def _refuse_password(files: TlsFiles) -> bytes:
 
 
 def _check(files: TlsFiles, server: ssl.SSLContext, client: ssl.SSLContext) -> float:
-    """Shake hands with ourselves; when the certificate expires, seconds since the epoch."""
+    """Do a handshake with oneself; return the certificate's expiry in seconds since the epoch."""
     try:
         caller = shake_hands(server, client, files.name)
     except ssl.SSLCertVerificationError as error:

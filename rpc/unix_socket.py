@@ -1,4 +1,4 @@
-"""Claiming the path of a unix socket: a dead owner's socket is removed, a live one's never."""
+"""Unix socket paths: removes a dead owner's socket, never a live one's."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ MAX_UNIX_PATH_NBYTES = 107
 
 
 def claim_socket(path: Path) -> None:
-    """Make `path` free to bind. Raises AddressInUse when somebody lives there, BindFailed when it cannot be bound."""
+    """Make `path` free to bind. Raises AddressInUse if a process listens there, BindFailed if it cannot be bound."""
     if len(os.fsencode(path)) > MAX_UNIX_PATH_NBYTES:
         raise BindFailed(
             f"{path} is longer than a unix socket's {MAX_UNIX_PATH_NBYTES} bytes: take a shorter directory"
@@ -36,7 +36,8 @@ def claim_socket(path: Path) -> None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of the socket at `path`, None when there is none: tells our socket from a successor's."""
+    """Return device and inode of the socket at `path`, None if there is none; distinguishes our socket from a
+    successor's."""
     try:
         status = path.stat()
     except OSError:

@@ -1,8 +1,8 @@
-"""Which version a process runs, and whether two of them can work together.
+"""Versions of a process, and the check whether two processes are compatible.
 
-Messages may get new fields at any time: who does not know them passes over them. `WIRE` grows when that is not enough,
-because an older peer would misunderstand what it is told; `OLDEST_WIRE` is the last one that this version still takes
-care not to confuse. Who is called looks at who calls; of nodes, the conductor looks at each pair.
+Messages may gain fields at any time; receivers ignore unknown ones. `WIRE` is incremented when that is not enough,
+because an older peer would misunderstand a message. `OLDEST_WIRE` is the oldest version still supported. The callee
+checks its caller; the conductor checks each pair of nodes.
 """
 
 import functools
@@ -19,7 +19,7 @@ OLDEST_WIRE: Final = 1
 
 @functools.cache
 def package_version() -> str:
-    """Of this installation; "unknown" where nothing was installed."""
+    """Return the installed package's version; "unknown" if it is not installed."""
     try:
         return importlib.metadata.version("moonpool")
     except importlib.metadata.PackageNotFoundError:
@@ -32,14 +32,14 @@ def own_software(*, kv_wire: int = 0) -> Software:
 
 
 def named(software: Software) -> str:
-    """For a sentence: "Moonpool 0.1.0 (wire 2)"."""
+    """Format a version for messages: "Moonpool 0.1.0 (wire 2)"."""
     if not software.wire:
         return "a Moonpool that does not tell its version (wire 1)"
     return f"Moonpool {software.version} (wire {software.wire})"
 
 
 def why_not_together(one: Software, who: str, other: Software, whom: str) -> str:
-    """ "" when the two can work together; else a sentence with both versions and what to do."""
+    """Return "" if the two are compatible; otherwise a sentence with both versions and what to do."""
     advice = "run versions that follow each other, and replace all of one before the next (docs: versions)"
     for new, old, newer, older in ((one, other, who, whom), (other, one, whom, who)):
         if (old.wire or 1) < new.oldest_wire:

@@ -1,9 +1,4 @@
-"""How long to wait before the next try: longer after each one in vain, up to a bound, and not in step with others.
-
-Waiting for whichever of several things comes first.
-
-How the conductor's long tasks are ended.
-"""
+"""Waiting in asyncio: exponential backoff with jitter, the first of several events, cancellation of a task."""
 
 import asyncio
 import random
@@ -13,7 +8,7 @@ _GROWTH = 1.6
 
 
 class Backoff:
-    """One line of tries. The first waits are short, for what is back in a moment must be found in a moment."""
+    """Exponential backoff with jitter. The first waits are short, since most outages are brief."""
 
     def __init__(self, first_s: float = 0.2, most_s: float = 3.0, rng: random.Random | None = None) -> None:
         self._first_s, self._most_s = first_s, most_s
@@ -21,17 +16,17 @@ class Backoff:
         self._rng = rng or random.Random()
 
     def succeeded(self) -> None:
-        """The next wait is a first one again."""
+        """Reset: the next wait is a first one again."""
         self._step_s = self._first_s
 
     def failed(self) -> float:
-        """Seconds to wait now: between half of this step and all of it."""
+        """Return the seconds to wait now: between half of the current step and all of it."""
         step_s, self._step_s = self._step_s, min(self._step_s * _GROWTH, self._most_s)
         return step_s * self._rng.uniform(0.5, 1.0)
 
 
 async def first_of(*either: "asyncio.Future[Any] | asyncio.Event") -> None:
-    """Until one of the futures is done or one of the events is set. The futures are left as they are."""
+    """Wait until one of the futures is done or one of the events is set. The futures are not cancelled."""
     waits = [asyncio.ensure_future(each.wait()) for each in either if isinstance(each, asyncio.Event)]
     try:
         futures = (each for each in either if not isinstance(each, asyncio.Event))
@@ -46,8 +41,8 @@ _CANCEL_AGAIN_S = 1.0
 
 
 async def cancel_and_wait(task: "asyncio.Task[None] | None") -> None:
-    """Returns once the task, if there is one, is over. It is cancelled again and again: what it waits for may take a
-    cancellation for its own."""
+    """Cancel the task, if any, and wait until it has ended. Cancels repeatedly, since an await in the task may swallow
+    a cancellation."""
     while task is not None and not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)

@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names and structured logs with request ids; knows no other package."""
+"""Metrics under vLLM's names, structured logs with request ids, and tracing. Imports no other package."""
 
 from telemetry.conductor import CONDUCTOR_METRICS, ConductorCollector, ConductorSample
 from telemetry.errors import BadTracing, TelemetryError, UnknownLogLevel

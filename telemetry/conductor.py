@@ -1,4 +1,4 @@
-"""Export of the conductor's own numbers, as one Prometheus collector. What each means is said here, once."""
+"""Prometheus collector of the conductor's metrics, with the help text of each."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,85 +12,88 @@ __all__ = ["CONDUCTOR_HISTOGRAMS", "CONDUCTOR_METRICS", "ConductorCollector", "C
 
 # Names without the prefix moonpool:, those of counters with _total; and the labels of each.
 CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "directory_exact": ("1 while the directory knows exactly what the pool node holds.", ("node",)),
-    "directory_blocks": ("Blocks the pool node is known to hold, by tier.", ("node", "tier")),
-    "directory_mismatches_total": ("Messages whose sum of the node's contents was not the directory's.", ("node",)),
-    "directory_snapshots_total": ("Snapshots of pool nodes taken in, by what they were for.", ("reason",)),
-    "directory_resyncs_total": ("Events that could not be taken in, so that a snapshot was needed.", ("reason",)),
-    "replicas": ("Prefixes copied to a second pool node and still in use there.", ()),
-    "replication_saved_seconds_total": ("Predicted TTFT without copied prefixes less that with them, summed.", ()),
-    "replication_spent_seconds_total": ("Seconds that copying prefixes between pool nodes took.", ()),
-    "tenant_uncached_tokens_total": ("Prompt tokens computed for ended requests.", ("model_name", "tenant")),
-    "tenant_generated_tokens_total": ("Tokens generated for ended requests.", ("model_name", "tenant")),
+    "directory_exact": ("1 if the directory matches the pool node's contents exactly, else 0.", ("node",)),
+    "directory_blocks": ("Blocks of the pool node in the directory, by tier.", ("node", "tier")),
+    "directory_mismatches_total": ("Events whose contents checksum differed from the directory's.", ("node",)),
+    "directory_snapshots_total": ("Pool node snapshots received, by reason.", ("reason",)),
+    "directory_resyncs_total": ("Snapshots requested because events could not be applied, by reason.", ("reason",)),
+    "replicas": ("Replicas of hot prefixes in use.", ()),
+    "replication_saved_seconds_total": ("Predicted TTFT saved by replicas of hot prefixes, in seconds.", ()),
+    "replication_spent_seconds_total": ("Seconds spent copying prefixes between pool nodes.", ()),
+    "tenant_uncached_tokens_total": ("Prompt tokens computed for completed requests.", ("model_name", "tenant")),
+    "tenant_generated_tokens_total": ("Tokens generated for completed requests.", ("model_name", "tenant")),
     "tenant_kv_block_seconds_total": (
-        "Blocks of KV of ended requests, times the seconds that each was held where the request decoded.",
+        "KV block-seconds held on decode nodes by completed requests.",
         ("model_name", "tenant"),
     ),
-    "tenant_requests": ("Requests placed and not ended.", ("model_name", "tenant")),
-    "admission_rejected_total": ("Requests rejected for load when they came, by reason.", ("model_name", "reason")),
+    "tenant_requests": ("Requests placed and not completed yet.", ("model_name", "tenant")),
+    "admission_rejected_total": ("Requests rejected at arrival because of load, by reason.", ("model_name", "reason")),
     "admission_unwanted_total": (
-        "Requests admitted in shadow that would have been rejected, by reason.",
+        "Requests admitted in shadow mode that would have been rejected, by reason.",
         ("model_name", "reason"),
     ),
     "admission_hindsight_total": (
-        "Rejections, enforced or in shadow, by what hindsight says of them.",
+        "Rejections, enforced or in shadow mode, by the verdict of the later evaluation.",
         ("model_name", "reason", "verdict"),
     ),
     "admission_admitted_total": (
-        "Admitted requests that finished, by what became of their objectives.",
+        "Admitted requests that finished, by whether they met their objectives.",
         ("model_name", "outcome"),
     ),
     "undivided_total": (
-        "Placed requests of which was asked whether to prefill them where they decode, by what came of it.",
+        "Placed requests considered for colocated prefill, by outcome.",
         ("model_name", "outcome"),
     ),
     "role_switches_total": (
-        "Changes of nodes' roles, by whether they were only advised, asked for, or made.",
+        "Role changes of nodes, by outcome: advised, asked, done, kept or left.",
         ("model_name", "from_role", "to_role", "outcome"),
     ),
     "role_switches_refused_total": (
-        "Changes of nodes' roles that cannot be, by why.",
+        "Rejected role changes of nodes, by reason.",
         ("model_name", "from_role", "to_role", "reason"),
     ),
-    "desired_nodes": ("Nodes of a role that a model's demand needs, with hysteresis.", ("model_name", "role")),
-    "load": ("Predicted latency of a phase's nodes over its objective; above 1 is too much.", ("model_name", "phase")),
-    "load_swing": ("Standard deviation of the same over about a minute.", ("model_name", "phase")),
+    "desired_nodes": ("Nodes of a role that a model's demand requires, with hysteresis.", ("model_name", "role")),
+    "load": ("Predicted latency of a phase divided by its objective; above 1 is overload.", ("model_name", "phase")),
+    "load_swing": ("Standard deviation of the load over about a minute.", ("model_name", "phase")),
     "decision_log_lines_total": ("Lines of the decision log written, by kind.", ("kind",)),
-    "decision_log_lost_total": ("What the decision log left out, by why.", ("reason",)),
-    "shared_store_up": ("1 while Redis can be written and read; 0: the conductor goes on without.", ()),
-    "shared_store_errors_total": ("Tries to write or read Redis that failed.", ("reason",)),
-    "slo_version": ("The version of the record of objectives that the conductor goes by; 0: not stored yet.", ()),
-    "slo_unmeetable": ("Objectives that no node can meet, by what was measured.", ()),
-    "slo_drift": ("Places in which the configured objectives differ from those in force.", ()),
+    "decision_log_lost_total": ("Entries dropped from the decision log, by reason.", ("reason",)),
+    "shared_store_up": ("1 if Redis can be read and written; 0: the conductor works without it.", ()),
+    "shared_store_errors_total": ("Failed reads and writes of Redis, by reason.", ("reason",)),
+    "slo_version": ("Version of the objectives in force; 0: not stored yet.", ()),
+    "slo_unmeetable": ("Objectives that no node can meet, according to measured costs.", ()),
+    "slo_drift": ("Fields in which the configured objectives differ from those in force.", ()),
     "slo_requests_total": (
-        "Requests that had an objective, by what became of it; all: of both at once.",
+        "Requests with an objective, by result; objective=all: both objectives together.",
         ("model_name", "slo_class", "objective", "result"),
     ),
     "slo_tenant_requests_total": (
-        "The same by tenant; beyond the first few that the record does not name: other.",
+        "Requests with an objective, by tenant; tenants beyond the bound are counted as other.",
         ("tenant", "objective", "result"),
     ),
-    "trace_spans_total": ("Spans of traces that ended in a process, by what became of them.", ("process", "result")),
-    "event_loop_lag_seconds": ("Longest time that an event loop did not come round of late.", ("process",)),
-    "event_loop_held_seconds": ("Longest of such times that was the process's own work.", ("process",)),
-    "event_loop_stalls_total": ("Times that a process's own work held its event loop for 50 ms or more.", ("process",)),
+    "trace_spans_total": ("Ended trace spans of a process, by result.", ("process", "result")),
+    "event_loop_lag_seconds": ("Longest recent delay of an event loop.", ("process",)),
+    "event_loop_held_seconds": (
+        "Longest recent delay of an event loop caused by the process's own work.",
+        ("process",),
+    ),
+    "event_loop_stalls_total": ("Event loop delays of 50 ms or more caused by the process's own work.", ("process",)),
     "node_slowdown": (
-        "How many times longer than a usual node of its model the node takes, for prefills and for decode steps.",
+        "Slowdown of a node relative to the typical node of its model, for prefills and decode steps.",
         ("node", "model_name", "what"),
     ),
-    "cost_samples_refused_total": ("Measurements of nodes that cannot be true, by what is wrong.", ("node", "reason")),
+    "cost_samples_refused_total": ("Implausible cost measurements of nodes, by reason.", ("node", "reason")),
     "predictions_extrapolated_total": (
-        "Predictions for a request that lie beyond what was measured, by what was predicted.",
+        "Predictions outside the measured range, by predicted quantity.",
         ("model_name", "what"),
     ),
-    "directory_breaks_total": ("Event streams of pool nodes that ended, by how.", ("reason",)),
+    "directory_breaks_total": ("Interrupted event streams of pool nodes, by cause.", ("reason",)),
 }
 
 
 # The same of histograms: samples are cumulative buckets, their bound in the label le.
 CONDUCTOR_HISTOGRAMS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "prediction_relative_error": (
-        "(predicted - measured) / measured of a prompt's prefill, a decode step, a request's TTFT and mean TBT.",
+        "(predicted - measured) / measured for prefill, decode step, TTFT and mean TBT.",
         ("what", "model_name", "node"),
     ),
 }
@@ -98,7 +101,7 @@ CONDUCTOR_HISTOGRAMS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 
 @dataclass(frozen=True)
 class ConductorSample:
-    """One number of the conductor's, its name without prefix."""
+    """One sample of the conductor; `name` has no prefix."""
 
     name: str
     value: float
@@ -106,17 +109,17 @@ class ConductorSample:
 
 
 class ConductorCollector(Collector):
-    """Turns `samples()`, called at each scrape, into metric families; names that are not known here are left out."""
+    """Converts `samples()`, called at each scrape, to metric families; unknown names are left out."""
 
     def __init__(self, samples: Callable[[], Sequence[ConductorSample]]) -> None:
         self._samples = samples
 
     def describe(self) -> Iterator[Metric]:
-        """All families, empty."""
+        """Return all families, empty."""
         return self._families(())
 
     def collect(self) -> Iterator[Metric]:
-        """Families over the present samples."""
+        """Return the families with the current samples."""
         return self._families(self._samples())
 
     def _families(self, samples: Sequence[ConductorSample]) -> Iterator[Metric]:

@@ -1,8 +1,8 @@
-"""Every error this package raises; nothing else lives here.
+"""Errors of the package telemetry.
 
 TelemetryError
-├── BadTracing           variables of OpenTelemetry's that cannot be followed
-└── UnknownLogLevel      a log level that is none of logging's names
+├── BadTracing           OpenTelemetry's environment variables are invalid or unsupported
+└── UnknownLogLevel      unknown log level
 """
 
 
@@ -11,8 +11,8 @@ class TelemetryError(Exception):
 
 
 class UnknownLogLevel(TelemetryError, ValueError):
-    """The level asked for is none of debug, info, warning, error, critical."""
+    """Unknown log level; expected debug, info, warning, error or critical."""
 
 
 class BadTracing(TelemetryError, ValueError):
-    """OpenTelemetry's variables ask for what cannot be done, or make no sense."""
+    """OpenTelemetry's environment variables are invalid or unsupported."""

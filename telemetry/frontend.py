@@ -1,8 +1,6 @@
-"""What a front door measures of its requests, under vLLM's metric names so that existing dashboards work.
+"""Metrics of the API server: requests under vLLM's metric names, so that existing dashboards work, and HTTP access.
 
-A registry belongs to one application: nothing here registers itself anywhere by being imported.
-
-What a front door counts of who knocks: keys and the like. No label comes from a client.
+A registry belongs to one application: importing this module registers nothing. No label value comes from a client.
 """
 
 import math
@@ -36,20 +34,20 @@ FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry of its own with this process's CPU, memory and file descriptors in it."""
+    """Return a new registry that includes this process's CPU, memory and file descriptors."""
     registry = CollectorRegistry(auto_describe=True)
     ProcessCollector(registry=registry)
     return registry
 
 
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """The registry's contents in the format that the `Accept` header asks for, and its content type."""
+    """Return the registry's contents in the format that the `Accept` header asks for, and its content type."""
     encoder, content_type = choose_encoder(accept)
     return encoder(registry), content_type
 
 
 class RequestMetrics:
-    """Instruments for one model's requests as the front door sees them; times in seconds, sizes in tokens."""
+    """Metrics of one model's requests as the API server measures them; times in seconds, sizes in tokens."""
 
     def __init__(self, families: "RequestFamilies", model_name: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -58,41 +56,49 @@ class RequestMetrics:
         def counter(name: str, text: str) -> Counter:
             return families.counter(name, text).labels(model_name)
 
-        self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
-        self.itl = histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request.", _ITL_S)
-        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_S)
-        self.queue = histogram("vllm:request_queue_time_seconds", "Waiting before the prefill.", _REQUEST_S)
-        self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.", _REQUEST_S)
-        self.decode = histogram("vllm:request_decode_time_seconds", "First token to last token.", _REQUEST_S)
-        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self.request_generation_tokens = histogram(
-            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Time from arrival to first token.", _TTFT_S)
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Time between two tokens of a request.", _ITL_S)
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Time from arrival to last token.", _REQUEST_S)
+        self.queue = histogram("vllm:request_queue_time_seconds", "Time spent waiting before the prefill.", _REQUEST_S)
+        self.prefill = histogram(
+            "vllm:request_prefill_time_seconds", "Time spent computing the prompt's KV.", _REQUEST_S
         )
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that were served.")
+        self.decode = histogram("vllm:request_decode_time_seconds", "Time from first to last token.", _REQUEST_S)
+        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self.request_generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Generated tokens per request.", _TOKENS
+        )
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of served requests.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens received from the cluster.")
         self.prefix_cache_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the KV pool.")
         self.prefix_cache_hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was reused.")
-        self.attempts = counter("moonpool:request_attempts", "Placements of requests, first ones and further ones.")
-        self.retries = counter("moonpool:request_retries", "Further attempts after a worker was lost or failed.")
-        self.duplicate_tokens = counter("moonpool:duplicate_tokens", "Tokens received again and ignored.")
-        self.slow_clients = counter("moonpool:slow_clients", "Requests cancelled as their client read too slowly.")
+        self.attempts = counter("moonpool:request_attempts", "Placements of requests, including retries.")
+        self.retries = counter("moonpool:request_retries", "Retries after a worker was lost or failed.")
+        self.duplicate_tokens = counter("moonpool:duplicate_tokens", "Duplicate tokens received and ignored.")
+        self.slow_clients = counter("moonpool:slow_clients", "Requests cancelled because their client read too slowly.")
         self.answer_memory_hits = counter(
-            "moonpool:answer_memory_hits", "Answers in chats' histories that kept the ids they were generated with."
+            "moonpool:answer_memory_hits", "Earlier answers of chats whose generated token ids were reused."
         )
         self.answer_memory_misses = counter(
-            "moonpool:answer_memory_misses", "Answers in chats' histories that were tokenised anew."
+            "moonpool:answer_memory_misses", "Earlier answers of chats that were tokenised again."
         )
-        bytes_held = families.gauge("moonpool:answer_memory_bytes", "Size of the memory of generated answers.")
+        bytes_held = families.gauge(
+            "moonpool:answer_memory_bytes", "Bytes of generated answers kept for later chat turns."
+        )
         self.answer_memory_bytes = bytes_held.labels(model_name)
-        in_flight = families.gauge("moonpool:requests_in_flight", "Requests now held by this frontend.")
+        in_flight = families.gauge("moonpool:requests_in_flight", "Requests in flight at this API server.")
         self.in_flight = in_flight.labels(model_name)
-        self._handoff = histogram("moonpool:handoff_seconds", "First token to the decode node's first one.", _TTFT_S)
-        self._ttft_parts = _by_part(families, model_name, "moonpool:ttft_part_seconds", "Where TTFT went.", TTFT_PARTS)
-        self._handoff_parts = _by_part(
-            families, model_name, "moonpool:handoff_part_seconds", "Where the hand-off's time went.", HANDOFF_PARTS
+        self._handoff = histogram(
+            "moonpool:handoff_seconds", "Time from the first token to the decode node's first token.", _TTFT_S
         )
-        self._success = families.counter("vllm:request_success", "Requests by how they ended.", "finished_reason")
-        self._rejected = families.counter("moonpool:requests_rejected", "Requests refused, by reason.", "reason")
+        self._ttft_parts = _by_part(families, model_name, "moonpool:ttft_part_seconds", "TTFT by part.", TTFT_PARTS)
+        self._handoff_parts = _by_part(
+            families, model_name, "moonpool:handoff_part_seconds", "Hand-off time by part.", HANDOFF_PARTS
+        )
+        self._success = families.counter(
+            "vllm:request_success", "Finished requests, by finish reason.", "finished_reason"
+        )
+        self._rejected = families.counter("moonpool:requests_rejected", "Rejected requests, by reason.", "reason")
         self._model_name = model_name
         for reason in FINISH_REASONS:  # present from the start: a rate over a series that appears late misses its first
             self._success.labels(model_name, reason)
@@ -100,15 +106,15 @@ class RequestMetrics:
     def began(self, ttft_s: float, parts: Mapping[str, float]) -> None:
         """Count a first token; `parts`, by TTFT_PARTS, sum to `ttft_s`.
 
-        Clocks that differ in speed may make what is left negative: that counts as 0.
+        Clock skew between hosts may make the remainder negative; it is then counted as 0.
         """
         self.ttft.observe(ttft_s)
         for part, seconds in parts.items():
             self._ttft_parts[part].observe(max(0.0, seconds))
 
     def handed_over(self, gap_s: float, parts: Mapping[str, float]) -> None:
-        """Count a hand-off; `parts`, by HANDOFF_PARTS, sum to `gap_s`. The second token may have had a shorter way than
-        the first one: what is negative counts as 0."""
+        """Count a hand-off; `parts`, by HANDOFF_PARTS, sum to `gap_s`. The second token may have had a shorter path
+        than the first; negative parts are counted as 0."""
         self._handoff.observe(max(0.0, gap_s))
         for part, seconds in parts.items():
             self._handoff_parts[part].observe(max(0.0, seconds))
@@ -120,28 +126,27 @@ class RequestMetrics:
         self._success.labels(self._model_name, reason).inc()
 
     def rejected(self, reason: str) -> None:
-        """Count one refused request; `reason` must come from a fixed set, never from a client."""
+        """Count a rejected request; `reason` must come from a fixed set, never from a client."""
         self._rejected.labels(self._model_name, reason).inc()
 
 
 class RequestFamilies:
-    """The families behind the request metrics of all models of one registry: each is made once, every model has its
-    series in it."""
+    """Metric families of all models of one registry: each is created once, with a series per model."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._made: dict[str, Any] = {}
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        """The histogram `name`, labelled by model and `labels`."""
+        """Return the histogram `name`, labelled by model and `labels`."""
         return self._family(Histogram, name, text, labels, buckets=buckets)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
-        """The counter `name`, labelled by model and `labels`."""
+        """Return the counter `name`, labelled by model and `labels`."""
         return self._family(Counter, name, text, labels)
 
     def gauge(self, name: str, text: str) -> Gauge:
-        """The gauge `name`, labelled by model."""
+        """Return the gauge `name`, labelled by model."""
         return self._family(Gauge, name, text, ())
 
     def _family(self, kind: Callable[..., T], name: str, text: str, labels: Sequence[str], **options: Any) -> T:
@@ -154,49 +159,56 @@ class RequestFamilies:
 def _by_part(
     families: RequestFamilies, model_name: str, name: str, text: str, parts: Sequence[str]
 ) -> Mapping[str, Histogram]:
-    """Present from the start, as is FINISH_REASONS."""
+    """Return one series per part, created at start, as for FINISH_REASONS."""
     family = families.histogram(name, text, _TTFT_S, "part")
     return {part: family.labels(model_name, part) for part in parts}
 
 
 class FrontendMetrics:
-    """Instruments of one registry; each is there from the start."""
+    """Metrics of one API server's connections, keys and quotas; all series exist from the start."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        reads = Counter("moonpool:api_keys_file_reads", "Changes of the file of keys.", ["result"], registry=registry)
+        reads = Counter(
+            "moonpool:api_keys_file_reads", "Reloads of the API key file, by result.", ["result"], registry=registry
+        )
         self.keys_good, self.keys_bad = reads.labels("ok"), reads.labels("broken")
         self.keys_current = Gauge(
-            "moonpool:api_keys_file_current", "0: the file of keys is broken, older ones hold.", registry=registry
+            "moonpool:api_keys_file_current",
+            "1 if the API key file is valid; 0: it is invalid and earlier keys stay in force.",
+            registry=registry,
         )
         self.keys_current.set(1)
         num_keys = Gauge("moonpool:api_keys", "API keys in force.", ["scope"], registry=registry)
         self.user_keys, self.admin_keys = num_keys.labels("user"), num_keys.labels("admin")
         self._turned_away = Counter(
-            "moonpool:http_turned_away", "Clients' connections ended by a bound.", ["reason"], registry=registry
+            "moonpool:http_turned_away",
+            "Client connections closed because of a limit, by reason.",
+            ["reason"],
+            registry=registry,
         )
         self._quota_rejected = Counter(
             "moonpool:quota_rejected", "Requests over their tenant's quota.", ["tenant", "reason"], registry=registry
         )
-        self._connections = Gauge("moonpool:http_connections", "Clients' connections open.", registry=registry)
+        self._connections = Gauge("moonpool:http_connections", "Open client connections.", registry=registry)
         self._certificate_left_s = Gauge(
             "moonpool:http_certificate_left_seconds",
-            "Until the certificate that clients are shown ends; not a number where they are shown none.",
+            "Seconds until the HTTP certificate expires; NaN without TLS.",
             registry=registry,
         )
         self._certificate_left_s.set(math.nan)
 
     def turned_away(self, reason: str) -> None:
-        """A bound ended a connection; `reason` is one of ours."""
+        """Count a connection that was closed because of a limit; `reason` comes from a fixed set."""
         self._turned_away.labels(reason).inc()
 
     def quota_rejected(self, tenant: str, reason: str) -> None:
-        """A request over its quota; tenants are those of the file of keys, `reason` is one of ours."""
+        """Count a request over its quota. Tenants are those of the API key file; `reason` comes from a fixed set."""
         self._quota_rejected.labels(tenant, reason).inc()
 
     def watch_certificate(self, left_s: Callable[[], float]) -> None:
-        """Ask `left_s` whenever the time that the HTTP certificate has left is read."""
+        """Export `left_s()` as the remaining lifetime of the HTTP certificate."""
         self._certificate_left_s.set_function(left_s)
 
     def watch_connections(self, count: Callable[[], int]) -> None:
-        """Ask `count` whenever the number of open connections is read."""
+        """Export `count()` as the number of open connections."""
         self._connections.set_function(count)

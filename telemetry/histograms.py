@@ -1,4 +1,4 @@
-"""Histograms of durations as nodes report them among their counters: NAME_le_10ms, …, NAME_count, NAME_sum_ms. Pure."""
+"""Duration histograms in the form that nodes report among their counters: NAME_le_10ms, …, NAME_count, NAME_sum_ms."""
 
 import re
 from bisect import bisect_left
@@ -15,7 +15,7 @@ _UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d"
 
 @dataclass(frozen=True)
 class DurationHistogram:
-    """How many durations were at most `bounds_s[i]`: `at_most[i]`, of `count` in all, which took `sum_s` together."""
+    """Cumulative histogram: `at_most[i]` durations were at most `bounds_s[i]`, of `count` with the sum `sum_s`."""
 
     bounds_s: tuple[float, ...]  # ascending
     at_most: tuple[float, ...]
@@ -23,7 +23,8 @@ class DurationHistogram:
     sum_s: float
 
     def quantile_s(self, quantile: float) -> float | None:
-        """Interpolated within its bucket, as Prometheus does; the last bound for what lies above it; None of none."""
+        """Return the quantile, interpolated within its bucket as Prometheus does; the last bound for larger values;
+        None if the histogram is empty."""
         if not self.count or not self.bounds_s:
             return None
         wanted = quantile * self.count
@@ -36,12 +37,12 @@ class DurationHistogram:
 
 
 def histogram_names(counters: Mapping[str, float]) -> list[str]:
-    """Of the histograms that are among the counters."""
+    """Return the names of the histograms among the counters."""
     return [name.removesuffix(_SUM) for name in counters if name.endswith(_SUM)]
 
 
 def histogram_of(counters: Mapping[str, float], name: str) -> DurationHistogram:
-    """The histogram of that name; empty where the counters have none."""
+    """Return the histogram of that name; empty if the counters have none."""
     start = f"{name}_le_"
     buckets = sorted(
         (int(found[1]) * _UNITS_S[found[2]], count)
@@ -55,5 +56,5 @@ def histogram_of(counters: Mapping[str, float], name: str) -> DurationHistogram:
 
 
 def is_part(key: str, names: list[str]) -> bool:
-    """Whether a counter is part of one of these histograms."""
+    """Return whether a counter is part of one of these histograms."""
     return any(key.startswith((f"{name}_le_", f"{name}_count", f"{name}{_SUM}")) for name in names)

@@ -1,6 +1,6 @@
-"""Structured logging: one line per event, as JSON or for people, with role, node and the request being served.
+"""Structured logging: one line per event, as JSON or text, with role, node and the request being served.
 
-What a client wrote is no part of any line: ids, counts and reasons are.
+Lines contain ids, counts and reasons, but never what a client wrote.
 """
 
 import json as json_format
@@ -21,16 +21,16 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Marks the handler as ours, so that configuring again replaces it and leaves others alone."""
+    """Handler that `configure` replaces at the next call; other handlers are left alone."""
 
 
 def configure(
     role: str, node_id: str, level: str = "info", *, json: bool = False, stream: TextIO | None = None
 ) -> None:
-    """Send the root logger's records to `stream` (standard error by default), as JSON lines when `json` is set.
+    """Send the root logger's records to `stream` (standard error by default), as JSON lines if `json` is set.
 
-    Called once per process by whoever starts a role; a second call replaces the first. Fields given through
-    `extra={...}` are kept. Raises UnknownLogLevel.
+    Called once per process; a second call replaces the first. Fields given through `extra={...}` are kept. Raises
+    UnknownLogLevel.
     """
     if level.lower() not in _LEVELS:
         raise UnknownLogLevel(f"log level {level!r} is none of {', '.join(_LEVELS)}")
@@ -46,7 +46,7 @@ def configure(
 
 @contextmanager
 def request(request_id: str, attempt: int | None = None) -> Iterator[None]:
-    """Records made inside, and in tasks started inside, carry this request id, and the attempt's number, if given."""
+    """Add this request id, and the attempt's number if given, to records made inside, and in tasks started inside."""
     token = _REQUEST.set((request_id, attempt))
     try:
         yield
@@ -55,17 +55,17 @@ def request(request_id: str, attempt: int | None = None) -> Iterator[None]:
 
 
 def attempt(request_id: str, number: int) -> None:
-    """From now on this task works on this attempt of the request, until it says otherwise."""
+    """Set the request and attempt that the current task works on."""
     _REQUEST.set((request_id, number))
 
 
 def current_request_id() -> str:
-    """The request being served here; empty outside of `request`."""
+    """Return the id of the request being served; empty outside of `request`."""
     return _REQUEST.get()[0]
 
 
 def _served() -> dict[str, Any]:
-    """What a record says of the request being served; nothing where there is none."""
+    """Return the record's fields of the request being served; empty outside of `request`."""
     request_id, number = _REQUEST.get()
     if not request_id:
         return {}
@@ -73,7 +73,7 @@ def _served() -> dict[str, Any]:
 
 
 def _malformed_call(record: logging.LogRecord) -> bool:
-    """Make one warning of what grpc logs, with a traceback through itself, of a message that is no protobuf."""
+    """Shorten grpc's traceback about a message that is not a valid protobuf to one warning."""
     error = record.exc_info[1] if record.exc_info else None
     if type(error).__name__ == "DecodeError":  # protobuf's; not every process that logs has it
         record.levelno, record.levelname = logging.WARNING, "WARNING"

@@ -1,7 +1,7 @@
-"""How long an event loop does not come round: work on it, or a thread that keeps the interpreter to itself.
+"""Event loop lag: how late the loop runs, because of work on it or a thread that holds the GIL.
 
-Twice: as time that passed, some of which other processes of the machine may have had; and as what of it this process
-can be to blame for, which is at most what it computed meanwhile.
+Measured twice: as elapsed time, part of which other processes of the machine may have used; and as the part that this
+process can have caused, at most the CPU time it used meanwhile.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _WINDOW_S: Final = 30.0
 
 
 class LoopWatch:
-    """Asks to be woken again and again, and notes how late it is. `start` and `close` on the loop that is watched."""
+    """Schedules a wake-up and measures its delay. Call `start` and `close` on the loop to watch."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -28,7 +28,7 @@ class LoopWatch:
         self.num_stalls = 0  # of STALL_S and longer, by its own work
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start watching."""
         self._task = asyncio.create_task(self._watch(), name="loop watch")
 
     async def close(self) -> None:
@@ -40,18 +40,18 @@ class LoopWatch:
 
     @property
     def lag_s(self) -> float:
-        """The longest time that the loop did not come round, of the last half a minute to a minute."""
+        """Longest delay of the loop in the last 30 to 60 seconds."""
         self._turn_over()
         return max(self._before[0], self._longest[0])
 
     @property
     def own_s(self) -> float:
-        """The longest of what of such times was this process's own work."""
+        """Longest delay caused by this process's own work in that time."""
         self._turn_over()
         return max(self._before[1], self._longest[1])
 
     def note(self, lag_s: float, cpu_s: float) -> None:
-        """The loop came round so much later than asked; meanwhile the process had so much CPU time."""
+        """Record that the loop ran `late` seconds late while the process used so much CPU time."""
         self._turn_over()
         own_s = min(lag_s, cpu_s)
         self._longest = max(self._longest[0], lag_s), max(self._longest[1], own_s)

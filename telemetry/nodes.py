@@ -1,8 +1,7 @@
-"""Which metric a number that nodes report under a name belongs to: its family, kind and labels. Pure.
+"""Prometheus collector of what the nodes report, with labels node, role and model_name.
 
-Export of what the cluster's nodes report, with labels node, role and model_name, as one Prometheus collector.
-
-The numbers are the nodes' own; nothing is accumulated here, so a node that restarts shows as a counter reset.
+`series_of` maps a reported name to metric family, kind and labels. Values are the nodes' own: nothing is accumulated
+here, so a restarted node shows as a counter reset.
 """
 
 import re
@@ -52,7 +51,8 @@ _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_]")
 
 @dataclass(frozen=True)
 class Series:
-    """`family` is without the prefix moonpool: and without _total; the number is `scale` times what is reported."""
+    """Metric series of a reported number. `family` has no prefix moonpool: and no _total; the value is `scale` times
+    the reported number."""
 
     family: str
     labels: tuple[tuple[str, str], ...] = ()
@@ -70,7 +70,7 @@ class Series:
 
 @lru_cache(maxsize=4096)
 def series_of(name: str) -> Series | None:
-    """Where the number goes; None for what other series tell."""
+    """Return the series of a reported name; None if another series covers it."""
     if name in _TOLD_OTHERWISE:
         return None
     for pattern, family, scale in _LABELLED:
@@ -88,7 +88,7 @@ _PREFIX: Final = "moonpool:"
 
 @dataclass(frozen=True)
 class NodeSample:
-    """One node's last report. `capacity_tokens` 0: no KV pages of its own; `model` "": it serves none."""
+    """A node's last report. `capacity_tokens` 0: it has no KV pages; `model` "": it serves none."""
 
     node_id: str
     role: str
@@ -99,47 +99,47 @@ class NodeSample:
     free_tokens: int = 0
     draining: bool = False
     suspect: bool = False
-    engine: str = ""  # what stands in for the model
+    engine: str = ""  # engine that simulates the model
     counters: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def labels(self) -> tuple[str, str, str]:
-        """Values of the labels node, role and model_name."""
+        """Return the values of the labels node, role and model_name."""
         return self.node_id, self.role, self.model
 
 
 class NodesCollector(Collector):
-    """Turns `samples()`, called at each scrape, into metric families.
+    """Converts `samples()`, called at each scrape, to metric families.
 
-    A NAME that ends in one of GAUGE_SUFFIXES, which tells what there is now, becomes the gauge moonpool:NAME; durations
-    counted as NAME_le_10ms and so on the histogram moonpool:NAME_seconds; any other, moonpool:NAME_total. Names that
-    hold a label lose it: kv_PATH_bytes is moonpool:kv_bytes_moved_total{path=PATH} (`telemetry.nodes` knows which).
+    A NAME that ends in one of GAUGE_SUFFIXES becomes the gauge moonpool:NAME; durations counted as NAME_le_10ms and so
+    on become the histogram moonpool:NAME_seconds; any other becomes moonpool:NAME_total. Labels embedded in a name are
+    extracted: kv_PATH_bytes is moonpool:kv_bytes_moved_total{path=PATH} (see `series_of`).
     """
 
     def __init__(self, samples: Callable[[], Sequence[NodeSample]]) -> None:
         self._samples = samples
 
     def describe(self) -> Iterable[Metric]:
-        """The gauges' names; the counters' are known only once nodes report."""
+        """Return the gauges' names; the counters' are known only once nodes report."""
         return self._gauges(())
 
     def collect(self) -> Iterator[Metric]:
-        """Families over the present samples."""
+        """Return the families with the current samples."""
         samples = self._samples()
         yield from self._gauges(samples)
         yield from self._counters(samples)
 
     def _gauges(self, samples: Sequence[NodeSample]) -> Iterator[Metric]:
-        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in a running batch.", labels=_LABELS)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests waiting on a node.", labels=_LABELS)
+        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in the running batch.", labels=_LABELS)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests waiting at a node.", labels=_LABELS)
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", labels=_LABELS)
-        draining = GaugeMetricFamily("moonpool:node_draining", "1 while a node takes no new work.", labels=_LABELS)
-        up = GaugeMetricFamily(
-            "moonpool:node_up", "1 for each joined node, 0 while it does not report.", labels=_LABELS
+        draining = GaugeMetricFamily(
+            "moonpool:node_draining", "1 if the node is draining and accepts no new work.", labels=_LABELS
         )
+        up = GaugeMetricFamily("moonpool:node_up", "1 if the joined node reports, 0 if it does not.", labels=_LABELS)
         stand_in = GaugeMetricFamily(
             "moonpool:stand_in_engine",
-            "1 for each node that computes nothing, but waits as a cost profile says.",
+            "1 for each node that simulates computation by waiting as long as a cost profile predicts.",
             labels=(*_LABELS, "engine"),
         )
         for sample in samples:

@@ -1,9 +1,8 @@
-"""One trace for a request through every process that serves it: OpenTelemetry spans, sent by OTLP. Off by default.
+"""Distributed tracing: one trace per request through all processes that serve it, as OpenTelemetry spans sent by OTLP.
 
-Switched on by OpenTelemetry's own variables, OTEL_EXPORTER_OTLP_ENDPOINT first of all. Whoever passes a request on
-sends its span's `traceparent` along, in a field of the message; whoever gets one goes on from it with `begin`. A
-request that is not sampled has no traceparent, and costs nothing anywhere. Nothing of OpenTelemetry is imported while
-it is off.
+Off by default; enabled by OpenTelemetry's variables, first of all OTEL_EXPORTER_OTLP_ENDPOINT. A process that passes a
+request on sends its span's `traceparent` in a field of the message; the receiver continues the trace with `begin`. A
+request that is not sampled has no traceparent and costs nothing. OpenTelemetry is imported only when enabled.
 """
 
 import os
@@ -21,9 +20,9 @@ _recorder: "Recorder | None" = None
 
 
 def configure(role: str, node_id: str, environment: Mapping[str, str] = os.environ) -> None:
-    """From now on this process's spans are sent, if its variables say so. A second call replaces the first.
+    """Send this process's spans if its environment variables enable it. A second call replaces the first.
 
-    Raises BadTracing for variables that cannot be followed.
+    Raises BadTracing for invalid variables.
     """
     close()
     if not _is_wanted(environment):
@@ -35,7 +34,7 @@ def configure(role: str, node_id: str, environment: Mapping[str, str] = os.envir
 
 
 def close() -> None:
-    """Send what is there, for a moment at most, and send nothing more."""
+    """Flush queued spans, for a moment at most, and stop sending."""
     global _recorder
     ended, _recorder = _recorder, None
     if ended is not None:
@@ -43,27 +42,27 @@ def close() -> None:
 
 
 def is_on() -> bool:
-    """Whether spans are sent."""
+    """Return whether spans are sent."""
     return _recorder is not None
 
 
 def begin(name: str, traceparent: str, **about: str | int | float | bool) -> Span:
-    """The span of what this process does for another one's span; OFF where that has none, or spans are not sent."""
+    """Begin a span of this process as a child of `traceparent`; OFF if that is empty or spans are not sent."""
     if _recorder is None or not traceparent:
         return OFF
     return _recorder.begin(name, {"traceparent": traceparent}, about)
 
 
 def receive(name: str, headers: Mapping[str, str], **about: str | int | float | bool) -> Span:
-    """The span of a request from outside: it goes on with the trace that the headers name, or begins one. OFF where the
-    sampler, or the trace's beginner, leaves it out."""
+    """Begin the span of a request from outside: continues the trace named in the headers or begins one. OFF if the
+    sampler, or the trace's originator, does not sample it."""
     if _recorder is None:
         return OFF
     return _recorder.begin(name, headers, about)
 
 
 def counts() -> dict[str, int]:
-    """Spans that ended here, by what became of them: exported, dropped (the queue was full), failed (to be sent)."""
+    """Return the number of ended spans by result: exported, dropped (the queue was full), failed (to be sent)."""
     return {} if _recorder is None else _recorder.counts()
 
 

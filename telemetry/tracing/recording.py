@@ -1,4 +1,4 @@
-"""Spans as OpenTelemetry's SDK records them, and the exporter's thread with its bounded queue."""
+"""Span recording with OpenTelemetry's SDK: an exporter thread with a bounded queue."""
 
 import asyncio
 import os
@@ -39,8 +39,7 @@ _PREFIXED: Final = ("http.", "url.", "gen_ai.", "server.", "client.", "network."
 
 
 class Recorder:
-    """One process's spans. Endpoint, headers, time-out, sampler and the queue's size are as OpenTelemetry's variables
-    say."""
+    """Spans of one process. OpenTelemetry's variables set endpoint, headers, timeout, sampler and queue size."""
 
     def __init__(self, role: str, node_id: str) -> None:
         """Raises BadTracing."""
@@ -64,7 +63,7 @@ class Recorder:
         self._tracer = self._provider.get_tracer("moonpool")
 
     def begin(self, name: str, headers: Mapping[str, str], about: Mapping[str, Any]) -> Span:
-        """A server's span, whose parent the headers name, if any does; OFF if it is not sampled."""
+        """Begin a server span, with the parent named in the headers, if any; OFF if it is not sampled."""
         context = _PROPAGATOR.extract(headers, _NO_CONTEXT)
         span = self._tracer.start_span(name, context, SpanKind.SERVER, _named(about))
         if not span.is_recording():
@@ -79,7 +78,7 @@ class Recorder:
         }
 
     def close(self) -> None:
-        """What is queued is sent, for a moment at most."""
+        """Flush queued spans, for a moment at most."""
         # The SDK waits half a minute for a collector that does not answer: the role's end does not.
         ending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         ending.start()
@@ -149,7 +148,7 @@ class _Recorded(Span):
 
 
 class _Counting(SpanExporter):
-    """Counts what the exporter made of the spans."""
+    """Exporter wrapper that counts exported and failed spans."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
@@ -157,7 +156,7 @@ class _Counting(SpanExporter):
 
     @property
     def num_done(self) -> int:
-        """Spans that have left the queue for good."""
+        """Number of spans that have left the queue."""
         return self.num_exported + self.num_failed
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -177,7 +176,7 @@ class _Counting(SpanExporter):
 
 
 class _Bounded(SpanProcessor):
-    """The SDK's batches, but a span for which there is no room is counted rather than put in another one's place."""
+    """Batch processor that drops and counts new spans when the queue is full, instead of replacing queued ones."""
 
     def __init__(self, exporter: _Counting, size: int) -> None:
         self._exporter = exporter

@@ -1,4 +1,4 @@
-"""What the project's code does with a span. `OFF`, which is most of them, does nothing and costs a call."""
+"""Interface of a span. `OFF`, used for unsampled requests, does nothing."""
 
 from types import TracebackType
 from typing import Final, Literal, Self
@@ -9,42 +9,43 @@ Kind = Literal["internal", "server", "client"]
 
 
 class Span:
-    """A span that is not recorded. Ends at the end of its `with`, or by `end`; an exception that leaves it is noted."""
+    """A span that is not recorded; base class of recorded ones. Ends with its `with` block or by `end`; an exception
+    that leaves the block is recorded."""
 
     __slots__ = ()
 
     @property
     def traceparent(self) -> str:
-        """For those who go on from here; "" where nothing is recorded."""
+        """Context to pass to other processes; "" if the span is not recorded."""
         return ""
 
     @property
     def is_on(self) -> bool:
-        """Whether it is recorded: for facts that cost something to make."""
+        """True if the span is recorded; check it before computing costly attributes."""
         return False
 
     def child(self, name: str, kind: Kind = "internal", **about: str | int | float | bool) -> "Span":
-        """A part of it that begins now."""
+        """Begin a child span now."""
         return self
 
     def past(self, name: str, start_s: float, end_s: float, **about: str | int | float | bool) -> None:
-        """A part of it that is over; `time.monotonic()` instants of this process."""
+        """Add a child span that has ended; `time.monotonic()` instants of this process."""
 
     def note(self, **about: str | int | float | bool) -> None:
-        """Facts about it; names without the prefix moonpool., but those of OpenTelemetry's conventions, with dots for
-        double underscores."""
+        """Add attributes; names get the prefix moonpool., except those of OpenTelemetry's conventions, written with
+        double underscores for dots."""
 
     def event(self, name: str) -> None:
-        """Something that happened now."""
+        """Add an event that happens now."""
 
     def fail(self, why: str) -> None:
-        """It did not do what it was for."""
+        """Mark the span as failed."""
 
     def end(self) -> None:
-        """It is over. Idempotent."""
+        """End the span now. Idempotent."""
 
     def end_by(self, error: BaseException) -> None:
-        """It is over by this."""
+        """Set the latest time at which the span ends."""
 
     def __enter__(self) -> Self:
         return self
