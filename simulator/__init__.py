@@ -1,1 +1,1 @@
-"""The cluster's own policies under virtual time. It owns a clock and a trace, never a copy of a policy."""
+"""Simulation under virtual time that drives the cluster's own policy classes; it never copies a policy."""

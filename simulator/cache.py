@@ -1,14 +1,10 @@
-"""A trace as the cache simulator wants it: every prompt a chain of small whole numbers. Pure.
+"""Cache simulation: hit rates of one block pool over a whole trace, under the live pool's policies and Belady's limit.
 
-The limit: a pool that knows the future. Not a policy of the live pool, since nothing living can.
+A prompt is looked up first: its leading run of present blocks is the hit. Then the run's blocks are used in order, and
+missing blocks are stored in order, each replacing a block that the policy evicts.
 
-Source: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966, with bypass: a block is stored
-only if it is used again before all that it could replace.
-
-One pool for a whole trace: which blocks would be found, under which policy. Drives the live pool's own policies.
-
-A prompt is looked up first: its leading run of present blocks is what hits. Then the run's blocks are used in order,
-and what is missing is stored in order, each block taking the place of one that the policy gives up.
+Source of the limit: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966, with bypass: a
+block is stored only if it is used again before every block that it could replace.
 """
 
 import heapq
@@ -29,7 +25,8 @@ _MS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One request's prompt. `blocks`: equal number, equal prefix; `last_tokens`: of a partial last block, 0 = full."""
+    """Blocks of one prompt. `blocks`: equal numbers have an equal prefix; `last_tokens`: of a partial last block, 0 =
+    full."""
 
     now_ns: int
     blocks: tuple[int, ...]
@@ -38,7 +35,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class ChainedTrace:
-    """The prompts in order of arrival. `num_blocks`: different ones, what an infinite cache holds in the end."""
+    """Prompts in order of arrival. `num_blocks`: distinct blocks, which an infinite cache holds at the end."""
 
     source: str
     chains: tuple[Chain, ...]
@@ -46,12 +43,12 @@ class ChainedTrace:
 
     @cached_property
     def num_references(self) -> int:
-        """Blocks of all prompts."""
+        """Return the number of blocks of all prompts."""
         return sum(len(chain.blocks) for chain in self.chains)
 
 
 def chained(trace: Trace) -> ChainedTrace:
-    """Number the blocks of `trace` by their whole prefix: an id after another predecessor is another block."""
+    """Number the blocks of `trace` by their whole prefix: the same id after another predecessor is another block."""
     numbers: dict[tuple[int, int], int] = {}
     chains = []
     for row in trace:
@@ -67,7 +64,7 @@ def chained(trace: Trace) -> ChainedTrace:
 
 @dataclass(frozen=True, slots=True)
 class BeladyRun:
-    """`hits`: leading blocks found, per request."""
+    """Result of Belady's algorithm. `hits`: leading blocks found, per request."""
 
     hits: list[int]
     evictions: int
@@ -77,8 +74,8 @@ class BeladyRun:
 def run_belady(trace: ChainedTrace, capacity: int) -> BeladyRun:
     """Run the whole trace through a pool of `capacity` blocks.
 
-    The block with the furthest next use leaves, and of one prompt's blocks the deepest.
-    A block's next use is never after that of the blocks that follow it, so no prefix loses its beginning first.
+    Evicts the block with the furthest next use, and among one prompt's blocks the deepest. A block's next use is never
+    later than that of the blocks that follow it, so no prefix loses its beginning first.
     """
     next_requests = _next_requests(trace)
     never = len(trace.chains)
@@ -110,7 +107,7 @@ def run_belady(trace: ChainedTrace, capacity: int) -> BeladyRun:
 
 
 def _next_requests(trace: ChainedTrace) -> list[list[int]]:
-    """Per request and block of it, the number of the next request that has the block; their count if none has."""
+    """Return per request and block the number of the next request with that block; the number of requests if none."""
     uses: defaultdict[int, list[int]] = defaultdict(list)
     for number, chain in enumerate(trace.chains):
         for block in chain.blocks:
@@ -133,7 +130,7 @@ _PROGRESS_EVERY = 500
 
 @dataclass(frozen=True, slots=True)
 class CacheRun:
-    """What a pool of `capacity` blocks found of a trace. The halves are of the requests, in one run."""
+    """Hits of a pool of `capacity` blocks on a trace. The halves are of the requests, in one run."""
 
     policy: str
     capacity: int
@@ -150,7 +147,7 @@ class CacheRun:
 
 
 def request(pool: SimulatedPool, chain: Chain) -> int:
-    """Look the prompt up, then store what is missing of it. How many leading blocks were found."""
+    """Look the prompt up and store its missing blocks. Return the number of leading blocks found."""
     use = Use(chain.now_ns, len(chain.blocks))
     hits = pool.look_up(chain.blocks, use)
     if hits < len(chain.blocks):
@@ -168,8 +165,9 @@ def simulate_cache(
 ) -> CacheRun:
     """Run the whole trace through a new pool of `capacity` blocks.
 
-    `leaf_first` None: the policy's own way, which is leaf first for Moonpool's and free for the literature's; Belady
-    keeps prefixes whole by itself. `progress` is told how many requests are done. Raises BadSetting, PoolConfigError.
+    `leaf_first` None: the policy's default, which is leaf first for Moonpool's and unrestricted for the literature's;
+    Belady's keeps prefixes whole by itself. `progress(num_done)` is called after requests. Raises BadSetting,
+    PoolConfigError.
     """
     if capacity < 1:
         raise BadSetting(f"a capacity of {capacity} blocks holds nothing; give at least 1")

@@ -1,7 +1,4 @@
-"""Cache simulations for people. Pure.
-
-The picture of a cache simulation: hit rate over capacity, a line for each policy.
-"""
+"""Table and plot of cache simulations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +16,8 @@ from simulator.errors import BadSetting
 
 
 def cache_table(runs: Sequence[CacheRun], source: str) -> Group:
-    """Of one capacity a row for each policy with all figures, of several a row for each. The best policies are bold."""
+    """Return a table: for one capacity a row per policy with all figures, for several a row per capacity. The best
+    policies are bold."""
     capacities = list(dict.fromkeys(run.capacity for run in runs))
     best = {
         capacity: max((run.hit_rate for run in runs if run.capacity == capacity and run.policy != BELADY), default=0.0)
@@ -88,7 +86,7 @@ _STYLE: Final[dict[Any, Any]] = {
 
 
 def check_plot_path(path: Path) -> None:
-    """Raises BadSetting when no picture could be written there, before any work is done for it."""
+    """Raise BadSetting if no plot could be written to the path; called before the simulation."""
     if path.suffix not in _SUFFIXES:
         raise BadSetting(f"cannot draw {path}: the name must end in one of {', '.join(_SUFFIXES)}")
     if not path.parent.is_dir():
@@ -96,7 +94,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot_runs(runs: Sequence[CacheRun], source: str, path: Path) -> None:
-    """Write the picture. Raises BadSetting when the file cannot be written."""
+    """Plot hit rate over capacity, one line per policy. Raises BadSetting if the file cannot be written."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes = figure.add_subplot()
@@ -125,7 +123,7 @@ def plot_runs(runs: Sequence[CacheRun], source: str, path: Path) -> None:
 
 
 def _apart(capacities: Sequence[int]) -> list[int]:
-    """The capacities whose labels do not touch on a logarithmic axis."""
+    """Return the capacities whose labels do not overlap on a logarithmic axis."""
     span = capacities[-1] / capacities[0]
     kept: list[int] = []
     for capacity in capacities:

@@ -1,9 +1,4 @@
-"""One simulated server: a pool node's memory and the queue of the workers beside it.
-
-Dialogues on servers with bounded memory: where each turn goes, what it reuses there, what it leaves.
-
-Simulations of dialogues for people: a column for each run. Pure.
-"""
+"""Simulation of dialogues on servers with bounded memory: routing of each turn, reuse and storage of its KV."""
 
 import heapq
 import time
@@ -31,7 +26,8 @@ class _Tail:
 
 
 class SimulatedServer:
-    """Turns are worked off one after the other. What a turn leaves is there as soon as it is placed."""
+    """One server: a pool node's memory and its workers' queue. Turns run one after the other; a turn's blocks are
+    stored as soon as it is placed."""
 
     def __init__(self, settings: DialogueSettings) -> None:
         self.turns = 0
@@ -42,11 +38,12 @@ class SimulatedServer:
         self._tails: dict[int, _Tail] = {}  # by dialogue, the last one stored here
 
     def queue_s(self, now_s: float) -> float:
-        """How long a turn that comes now would wait."""
+        """Return the wait of a turn that would arrive now, in seconds."""
         return max(0.0, self._free_at_s - now_s)
 
     def held(self, chain: Sequence[BlockKey]) -> int:
-        """Leading blocks that are here; asks for a few only, since no block is here without those before it."""
+        """Return the number of leading blocks held. Looks at few blocks, since no block is held without its
+        predecessors."""
         low, high = 0, len(chain)
         while low < high:
             middle = (low + high) // 2
@@ -57,7 +54,7 @@ class SimulatedServer:
         return low
 
     def reuse(self, dialogue: int, chain: Sequence[BlockKey], use: Use) -> int:
-        """Use what is here of a prompt whose full blocks are `chain`. How many of its tokens that spares."""
+        """Use the held blocks of a prompt with full blocks `chain`. Return the prompt tokens saved."""
         found = self.pool.look_up(chain, use)
         tail = self._tails.get(dialogue)
         if tail is not None and tail.place == found and tail.key in self.pool.present:
@@ -66,7 +63,7 @@ class SimulatedServer:
         return found * self._settings.block_tokens
 
     def keep(self, dialogue: int, chain: Sequence[BlockKey], tail_tokens: int, use: Use) -> None:
-        """Store prompt and answer: `chain` full blocks and a tail. A dialogue's earlier tail makes way."""
+        """Store prompt and answer: full blocks `chain` and a tail, which replaces the dialogue's earlier tail."""
         old = self._tails.pop(dialogue, None)
         if old is not None:
             self.pool.remove(old.key)
@@ -79,7 +76,7 @@ class SimulatedServer:
             self.pool.store(chain, start, use)
 
     def work(self, now_s: float, prefill_tokens: int, decode_tokens: int) -> float:
-        """Put a turn into the queue. When its answer is there."""
+        """Enqueue a turn. Return the time when its answer is complete."""
         work_s = (
             prefill_tokens / self._settings.prefill_tokens_per_s + decode_tokens / self._settings.decode_tokens_per_s
         )
@@ -94,7 +91,7 @@ _PROGRESS_EVERY = 2_000
 
 @dataclass(frozen=True, slots=True)
 class DialogueRun:
-    """Tokens and blocks are of all servers and turns together."""
+    """Result of one run; tokens and blocks are totals of all servers and turns."""
 
     routing: str
     policy: str
@@ -124,7 +121,7 @@ class DialogueRun:
 
 
 class _Talk:
-    """One dialogue as far as it has come."""
+    """State of one dialogue."""
 
     def __init__(self, dialogue: Dialogue, block_tokens: int) -> None:
         self.dialogue = dialogue
@@ -135,7 +132,7 @@ class _Talk:
         self._block_tokens = block_tokens
 
     def full_blocks(self) -> list[BlockKey]:
-        """Keys of the full blocks so far; those within the persona are shared."""
+        """Return the keys of the full blocks so far; those within the persona are shared."""
         for place in range(len(self._chain), self.tokens // self._block_tokens):
             owner = -1 - self.dialogue.persona if place < self.shared_blocks else self.dialogue.number
             self._chain.append((owner, place, 0))
@@ -152,7 +149,7 @@ class _Router:
         self._turns = 0
 
     def choose(self, now_s: float, chain: Sequence[BlockKey]) -> SimulatedServer:
-        """The server for a turn whose prompt has these full blocks."""
+        """Return the server for a turn whose prompt has these full blocks."""
         self._turns += 1
         if self._settings.routing is Routing.RANDOM:
             return self._rng.choice(self._servers)
@@ -167,7 +164,7 @@ class _Router:
 def simulate_dialogues(
     settings: DialogueSettings, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> DialogueRun:
-    """Lead all dialogues to their ends. `progress` is told how many turns are done, and of how many."""
+    """Run all dialogues to their ends. `progress(num_done, total)` is called with numbers of turns."""
     began = time.perf_counter()
     dialogues = make_dialogues(settings)
     servers = [SimulatedServer(settings) for _ in range(settings.servers)]
@@ -239,7 +236,7 @@ _ROWS: tuple[tuple[str, Callable[[DialogueRun], str]], ...] = (
 
 
 def dialogue_table(runs: Sequence[DialogueRun]) -> Group:
-    """All runs are of the same dialogues."""
+    """Return a table with a column per run; all runs must have the same dialogues."""
     one = runs[0]
     title = Text(
         f"{one.dialogues:,} dialogues, {one.turns:,} turns, {one.mean_history_messages:.0f} messages before a turn\n"

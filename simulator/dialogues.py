@@ -1,9 +1,7 @@
-"""What a simulation of dialogues is made of, validated once. Nothing else lives here.
+"""Synthetic dialogues: settings, and the turns' lengths and pauses, determined by settings and seed. Pure.
 
-Dialogues to simulate: who asks what length after what pause. Determined by the settings and their seed. Pure.
-
-A turn is a question and its answer. Some dialogues go on for far longer than most: the number of turns is log-normal,
-and scaled until the mean history of a turn is what was asked for.
+A turn is a question and its answer. Some dialogues are far longer than most: the number of turns is log-normal, scaled
+to the requested mean history of a turn.
 """
 
 import enum
@@ -18,7 +16,7 @@ from simulator.errors import BadSetting
 
 
 class Routing(enum.StrEnum):
-    """How the server of a turn is chosen."""
+    """Routing of turns to servers."""
 
     STICKY = "sticky"
     """Where most of the dialogue's KV is, unless the queue there is longer than the shortest by more than a bound."""
@@ -28,7 +26,7 @@ class Routing(enum.StrEnum):
 
 @dataclass(frozen=True)
 class DialogueSettings:
-    """Raises BadSetting for values that cannot be simulated."""
+    """Settings of a simulation of dialogues. Raises BadSetting for invalid values."""
 
     dialogues: int = 2_000
     mean_history_messages: float = 180.0
@@ -86,7 +84,7 @@ _PAUSE_SIGMA = 1.0
 
 @dataclass(frozen=True, slots=True)
 class DialogueTurn:
-    """`pause_s`: from the answer before it to the question."""
+    """Lengths of one turn. `pause_s`: from the previous answer to this question."""
 
     pause_s: float
     question_tokens: int
@@ -95,7 +93,7 @@ class DialogueTurn:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """`persona`: which shared beginning of `persona_tokens` it has."""
+    """Turns of one dialogue. `persona`: index of its shared beginning of `persona_tokens`."""
 
     number: int
     start_s: float
@@ -105,7 +103,7 @@ class Dialogue:
 
 
 def make_dialogues(settings: DialogueSettings) -> list[Dialogue]:
-    """All dialogues, in order of their number."""
+    """Return all dialogues, in order of their number."""
     rng = Random(settings.seed)
     personas = [_length(rng, settings.persona_tokens) for _ in range(settings.personas)]
     popularity = list(accumulate(1 / (rank + 1) for rank in range(settings.personas)))
@@ -122,13 +120,13 @@ def make_dialogues(settings: DialogueSettings) -> list[Dialogue]:
 
 
 def mean_history(num_turns: Sequence[int]) -> float:
-    """Messages before a turn's question in its dialogue, mean over all turns of dialogues with so many turns."""
+    """Return the mean, over all turns, of the messages that precede a turn's question in its dialogue."""
     # Two messages a turn: the history of turn k (from 0) is 2 k.
     return sum(turns * (turns - 1) for turns in num_turns) / sum(num_turns)
 
 
 def _turns_for(history: float, shares: Sequence[float]) -> list[int]:
-    """Numbers of turns in the ratio of `shares` with this mean history, as near as whole numbers come."""
+    """Return numbers of turns in the ratio of `shares` whose mean history is closest to the requested one."""
     low, high = 0.0, 1.0
     while mean_history([_scaled(high, share) for share in shares]) < history:
         low, high = high, 2 * high

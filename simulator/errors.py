@@ -6,8 +6,8 @@ SimulatorError
 
 
 class SimulatorError(Exception):
-    """Any failure to simulate."""
+    """Root of the package's errors."""
 
 
 class BadSetting(SimulatorError, ValueError):
-    """What was asked for cannot be simulated; says what can."""
+    """Invalid setting; the message names it and the accepted values."""

@@ -1,7 +1,7 @@
-"""One pool of equal blocks under an eviction policy: the very policies of the live pool, without bytes and leases.
+"""Pool of equal blocks under one of the live pool's eviction policies, without bytes and leases.
 
-With `leaf_first` the pool keeps the live pool's rule: no block leaves before those that follow it, and a block that
-finds no place leaves those after it without one. Without, any block may leave, as the literature's policies assume.
+With `leaf_first` the pool keeps the live pool's rule: a block is evicted only after its successors, and if a block does
+not fit, neither do its successors. Without, any block may be evicted, as the literature's policies assume.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -10,7 +10,7 @@ from kvpool.policy.eviction import EvictionPolicy, Resident, Use
 
 
 class SimulatedPool:
-    """Blocks by key. A chain is a prompt's blocks in order; equal key, equal prefix."""
+    """Blocks by key. A chain is a prompt's blocks in order; equal keys have an equal prefix."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int, *, leaf_first: bool) -> None:
         self.present: dict[object, Resident] = {}
@@ -23,7 +23,7 @@ class SimulatedPool:
         self._may_take: Callable[[Resident], bool] = self._is_leaf if leaf_first else _always
 
     def look_up(self, chain: Sequence[Hashable], use: Use) -> int:
-        """How many leading blocks are here; each is used."""
+        """Return the number of leading blocks present, and mark each as used."""
         # Most of a simulation's time is spent in here.
         find, hit, now_ns = self.present.get, self._policy.hit, use.now_ns
         hits = 0
@@ -37,14 +37,14 @@ class SimulatedPool:
         return hits
 
     def use(self, resident: Resident, use: Use) -> None:
-        """A request uses a block that is here."""
+        """Mark a present block as used by a request."""
         self._policy.hit(resident, use)
         resident.used_ns = use.now_ns
 
     def store(self, chain: Sequence[Hashable], start: int, use: Use, last_tokens: int = 0) -> None:
-        """Store what is missing from place `start` on, in order; what is there is used.
+        """Store the missing blocks from index `start` on, in order; present ones are marked as used.
 
-        `last_tokens`: tokens of the last block, if it is a partial one.
+        `last_tokens`: tokens of the last block, if it is partial.
         """
         added: list[Resident] = []
         refused: list[Resident] = []
@@ -77,7 +77,7 @@ class SimulatedPool:
         self.not_stored += len(refused)
 
     def remove(self, key: Hashable) -> None:
-        """Take out a leaf that something else replaces; nothing happens if it is gone or has blocks after it."""
+        """Remove a leaf that is being replaced; no effect if it is absent or has successors."""
         resident = self.present.get(key)
         if resident is not None and self._is_leaf(resident):
             self._policy.remove(resident)
@@ -107,7 +107,7 @@ class SimulatedPool:
         self._drop_child(resident.parent)
 
     def _drop_child(self, parent: object) -> None:
-        """One child of `parent` (None: of none) less; the last one makes a leaf of it."""
+        """Remove one child of `parent` (None: no parent); without children, the parent becomes a leaf."""
         if not self._leaf_first or parent is None:
             return
         self._num_children[parent] -= 1

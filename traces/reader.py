@@ -1,8 +1,7 @@
-"""Reads Mooncake's JSONL traces, plain or compressed, and checks every row.
+"""Reader of Mooncake's JSONL traces, plain or compressed, with a check of every row; includes the bundled trace.
 
-The container (plain, xz, zstd, gzip) is known by its first bytes, so a misleading file name does no harm.
-
-The trace that comes with the project: Mooncake's conversation trace (data/NOTICE says whose it is).
+The container (plain, xz, zstd, gzip) is detected by its first bytes, so a misleading file name does no harm. The
+bundled trace is Mooncake's conversation trace (license: data/NOTICE).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def read_stream(raw: IO[bytes], *, source: str, block_tokens: int = BLOCK_TOKENS
 
 
 def parse_row(text: bytes, *, index: int, source: str, line: int, block_tokens: int = BLOCK_TOKENS) -> TraceRow:
-    """One line of a trace as a row. Raises TraceFormatError with `line`."""
+    """Parse one line of a trace. Raises TraceFormatError with `line`."""
 
     def bad(found: str, expected: str) -> TraceFormatError:
         return TraceFormatError(source, line, found=found, expected=expected)
@@ -140,7 +139,7 @@ def _decompressed(raw: IO[bytes]) -> Iterable[bytes]:
 
 
 def _is_chained(ids: tuple[int, ...], chain: dict[int, tuple[int, int]]) -> bool:
-    """Whether every id stands where it stood before; records the places of new ids in `chain`."""
+    """Return whether every id follows the same predecessor as before; records new ids in `chain`."""
     chained, parent = True, -1
     for position, block_id in enumerate(ids):
         chained &= chain.setdefault(block_id, (position, parent)) == (position, parent)
@@ -163,18 +162,18 @@ _FILE = "conversation_trace.jsonl.xz"
 
 
 def load_trace(name_or_path: str) -> Trace:
-    """The bundled trace for the word `conversation`, else the file of that path. Raises TraceError."""
+    """Load the bundled trace for the name `conversation`, otherwise the file of that path. Raises TraceError."""
     return load_conversation() if name_or_path == CONVERSATION else read_trace(Path(name_or_path))
 
 
 def load_conversation() -> Trace:
-    """The bundled conversation trace, its bytes checked. Raises BundledTraceDamaged."""
+    """Load the bundled conversation trace after checking its bytes. Raises BundledTraceDamaged."""
     packed = resources.files("traces").joinpath("data", _FILE).read_bytes()
     return conversation_from(packed)
 
 
 def conversation_from(packed: bytes) -> Trace:
-    """The conversation trace from its xz bytes. Raises BundledTraceDamaged unless they hold exactly that trace."""
+    """Parse the conversation trace from its xz bytes. Raises BundledTraceDamaged unless they are exactly that trace."""
     try:
         plain = lzma.decompress(packed)
     except lzma.LZMAError as error:

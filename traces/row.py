@@ -1,4 +1,4 @@
-"""The plain data of a trace: a row and an ordered collection of rows."""
+"""A row of a trace, and an ordered collection of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smaller traces out of larger ones, with the reuse inside them kept. Pure.
+"""Sampling of smaller traces that keep the prefix reuse of the larger one. Pure.
 
 Rows that share a prefix must be kept or dropped together, or a sample would lose the reuse that the trace has. In the
 conversation trace id 0 (the system prompt) is in every row, so the family of a row is its second id.
@@ -20,10 +20,10 @@ within about 0.06 of it.)"""
 
 
 def family_keys(trace: Trace) -> list[FamilyKey]:
-    """The prefix family of every row, in row order.
+    """Return the prefix family of every row, in row order.
 
-    A row of one id is a family with the others of the same id, unless longer rows begin with that id too: then the id
-    stays in the sample anyway, and each such row is a family of its own.
+    Rows of a single id form a family, unless longer rows begin with that id, too: then the id stays in the sample
+    anyway, and each such row is a family of its own.
     """
     roots = {row.hash_ids[0] for row in trace if len(row.hash_ids) > 1}
 
@@ -39,7 +39,8 @@ def family_keys(trace: Trace) -> list[FamilyKey]:
 def sample_families(trace: Trace, fraction: float, *, seed: int = SAMPLING_SEED) -> Trace:
     """Keep `fraction` of the prefix families (rounded, at least one).
 
-    They are chosen by a hash of (seed, family): deterministic, and a smaller fraction's are a subset of a larger one's.
+    They are chosen by a hash of (seed, family): deterministic, and the families of a smaller fraction are a subset of a
+    larger one's.
     """
     if not 0 < fraction <= 1:
         raise TraceError(f"cannot sample a fraction of {fraction} of the families; expected more than 0, at most 1")
@@ -51,14 +52,14 @@ def sample_families(trace: Trace, fraction: float, *, seed: int = SAMPLING_SEED)
 
 
 def first_requests(trace: Trace, limit: int) -> Trace:
-    """The first `limit` requests."""
+    """Return the first `limit` requests."""
     if limit < 1:
         raise TraceError(f"cannot limit a trace to {limit} requests; expected at least 1")
     return trace.with_rows(trace.rows[:limit], f"limited to the first {limit} requests")
 
 
 def first_seconds(trace: Trace, duration_s: float) -> Trace:
-    """The requests of the first `duration_s` seconds of the trace's own time."""
+    """Return the requests of the first `duration_s` seconds of the trace's own time."""
     rows = tuple(row for row in trace if row.timestamp_ms < duration_s * 1000)
     if not rows:
         raise EmptySelection(f"no request arrives in the first {duration_s:g} s of {trace.source}")

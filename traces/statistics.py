@@ -1,4 +1,4 @@
-"""What an infinite cache could reuse of a trace, and how long its requests are. Pure."""
+"""Prefix reuse of an infinite cache on a trace, and length statistics of its requests. Pure."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ReuseStatistics:
 
 
 class InfiniteCache:
-    """A prefix cache that forgets nothing: the yardstick of every hit rate."""
+    """Prefix cache without eviction: the upper bound of every hit rate."""
 
     def __init__(self) -> None:
         # An id's value is its predecessor: equal ids of a trace that is not chained must not count as equal prefixes.
         self._parent: dict[int, int] = {}
 
     def match_and_insert(self, block_ids: Sequence[int]) -> int:
-        """How many leading blocks are known; afterwards all are."""
+        """Return the number of leading blocks known, then insert all."""
         hits, matching, parent = 0, True, -1
         for block_id in block_ids:
             matching = matching and self._parent.get(block_id) == parent
@@ -50,12 +50,13 @@ class InfiniteCache:
 
 
 def reusable_tokens(hit_blocks: int, prompt_tokens: int, block_tokens: int) -> int:
-    """Prompt tokens that `hit_blocks` cached leading blocks spare: full blocks, and never the prompt's last token."""
+    """Return the prompt tokens saved by `hit_blocks` cached leading blocks: full blocks only, and never the prompt's
+    last token."""
     return block_tokens * min(hit_blocks, max(prompt_tokens - 1, 0) // block_tokens)
 
 
 def token_hit_rate(prompts: Iterable[tuple[Sequence[int], int]], block_tokens: int) -> float:
-    """ReuseStatistics.token_hit_rate of (block ids, prompt tokens) pairs in order of arrival."""
+    """Return ReuseStatistics.token_hit_rate of (block ids, prompt tokens) pairs in order of arrival."""
     cache, reused, total = InfiniteCache(), 0, 0
     for block_ids, prompt_tokens in prompts:
         full = block_ids[: prompt_tokens // block_tokens]
@@ -65,7 +66,7 @@ def token_hit_rate(prompts: Iterable[tuple[Sequence[int], int]], block_tokens: i
 
 
 def reuse_statistics(trace: Trace) -> ReuseStatistics:
-    """The trace's own figures, at its own block size."""
+    """Return the trace's statistics, at its own block size."""
     cache = InfiniteCache()
     references = hits = full_references = full_hits = 0
     for row in trace:

@@ -1,4 +1,4 @@
-"""What was decided and why, kept on disk: a record per request, and every event for replays. It decides nothing."""
+"""Decision log on disk: a record per request with decisions and reasons, and every event for replay."""
 
 from conductor.decision_log.event_log import RecordedRun, ReplayStep, recorded_runs, replay
 from conductor.decision_log.record_search import FoundRecords, find_records

@@ -1,12 +1,10 @@
-"""The event log's lines: a head, events with their decisions, gaps. Their form, not the files they stand in.
+"""Event log: its lines (header, events with their decisions, gaps), and replay through the policy.
 
-A file begins with `{"version", "life", "part", "config"}`: which conductor's life it is of, and the policy's
-configuration. The lines after it are `{"now_ns", "event", "decisions"}`, or `{"dropped": events}` where the writer fell
-behind or the disk was full, and what follows cannot be replayed to the same decisions.
+A file begins with `{"version", "life", "part", "config"}`: the conductor's run, the file's number in it, and the
+policy's configuration. Further lines are `{"now_ns", "event", "decisions"}`, or `{"dropped": events}` where the writer
+fell behind or the disk was full; later events cannot be replayed to the same decisions.
 
-An event log through the policy again: the same events, and the decisions that are made now beside those of then.
-
-A *life* is one conductor's time: it begins with an empty policy, so only a log that has its beginning replays.
+A recorded run begins with an empty policy, so only a log that includes its beginning can be replayed.
 """
 
 import json
@@ -26,7 +24,7 @@ EVENTS_VERSION = 2
 
 
 class EventLogHeader(NamedTuple):
-    """A file's first line."""
+    """First line of a file."""
 
     life: int
     part: int  # of this life's files, from 1
@@ -34,7 +32,7 @@ class EventLogHeader(NamedTuple):
 
 
 class EventRow(NamedTuple):
-    """An event and the decisions that were made on it; or, with no event, how many were not written down here."""
+    """An event and its decisions; without an event, the number of events that were dropped here."""
 
     now_ns: int
     event: Event | None
@@ -57,7 +55,7 @@ def dropped_line(count: int) -> bytes:
 
 
 def read_head(line: bytes) -> EventLogHeader:
-    """Raises LogFormatError."""
+    """Parse a header line. Raises LogFormatError."""
     row = _object(line)
     if "version" not in row:
         raise LogFormatError('this is no event log: its first line has no "version"')
@@ -67,7 +65,7 @@ def read_head(line: bytes) -> EventLogHeader:
 
 
 def read_row(line: bytes) -> EventRow:
-    """Raises LogFormatError."""
+    """Parse a line after the header. Raises LogFormatError."""
     row = _object(line)
     if "dropped" in row:
         return EventRow(0, None, [], _number(row, "dropped"))
@@ -107,7 +105,7 @@ EVENTS_STEM = "events"
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One conductor's files, in order."""
+    """Files of one conductor run, in order."""
 
     number: int
     config: PolicyConfig
@@ -116,7 +114,7 @@ class RecordedRun:
 
 
 class ReplayStep(NamedTuple):
-    """One event of a log: its decisions of then, and those made now."""
+    """One event of a log with its recorded decisions and the decisions made now."""
 
     path: Path
     line: int
@@ -127,7 +125,7 @@ class ReplayStep(NamedTuple):
 
 
 def recorded_runs(log: Path) -> list[RecordedRun]:
-    """The lives that a log folder holds (or one of its files), the oldest first. Raises LogFormatError, OSError."""
+    """Return the runs in a log folder (or one of its files), oldest first. Raises LogFormatError, OSError."""
     paths = list(numbered(log, EVENTS_STEM).values()) if log.is_dir() else [log]
     found: list[RecordedRun] = []
     for path in paths:
@@ -145,11 +143,11 @@ def recorded_runs(log: Path) -> list[RecordedRun]:
 def replay(
     life: RecordedRun, config: PolicyConfig | None = None, *, own_objectives: bool = False
 ) -> Iterator[ReplayStep]:
-    """Feed a life's events to a fresh policy, under its own configuration or another one. `own_objectives`: those of
-    `config` hold throughout, whatever the log says of changes.
+    """Feed a run's events to a fresh policy, under the recorded or another configuration. `own_objectives`: the
+    objectives of `config` hold throughout, and recorded changes of objectives are ignored.
 
-    Raises LogFormatError that names file and line: where a line cannot be read, where events were not written down
-    (what follows would not be decided as it was), and at once for a life whose beginning is gone.
+    Raises LogFormatError with file and line: for an unreadable line, for dropped events (later decisions would differ),
+    and at once for a run whose beginning is missing.
     """
     if life.first_part != 1:
         raise LogFormatError(
@@ -180,7 +178,7 @@ def replay(
 
 
 def _head(path: Path) -> EventLogHeader | None:
-    """None for a file whose writer ended before its first line was whole."""
+    """Return the file's header; None if the writer ended before it was complete."""
     for _, line in read_lines(path):
         try:
             return read_head(line)

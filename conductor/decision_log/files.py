@@ -1,10 +1,8 @@
-"""A line of the log's files: compact JSON. Nothing else.
+"""Rotated files of JSON lines in a folder: appended to, rotated by size, old ones compressed, the oldest removed.
 
-Files of lines in a folder: appended to, turned over by size, the old ones compressed, the oldest removed.
-
-A file is STEM-NUMBER.jsonl, numbers rise and are never used again; a closed one becomes STEM-NUMBER.jsonl.zst. Lines
-are handed to the operating system in whole batches and never synced: what a killed process had written stays, what a
-machine that lost its power had written in the last seconds may not.
+A file is STEM-NUMBER.jsonl; numbers rise and are never reused; a closed file becomes STEM-NUMBER.jsonl.zst. Lines are
+written in whole batches and never synced: they survive a killed process, but the last seconds may be lost in a power
+failure.
 """
 
 import contextlib
@@ -21,7 +19,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode  # kept: to make one ta
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """With its end; whatever is not ASCII is escaped."""
+    """Return compact JSON as one ASCII line, including the newline."""
     return _encode(row).encode("ascii") + b"\n"
 
 
@@ -32,7 +30,7 @@ _LONGEST_LINE = 64 << 20
 
 
 class LinesLost(OSError):
-    """So many lines could not be written; what was written before is whole. `__cause__` says why."""
+    """This many lines could not be written; earlier lines are intact. `__cause__` is the reason."""
 
     def __init__(self, count: int, cause: OSError) -> None:
         super().__init__(cause.errno, cause.strerror or str(cause))
@@ -40,12 +38,12 @@ class LinesLost(OSError):
 
 
 class LineFiles:
-    """The files of one stem, written by one writer. `max_files` closed ones are kept beside the open one."""
+    """Files of one stem with a single writer. `max_files` closed ones are kept beside the open one."""
 
     def __init__(
         self, folder: Path, stem: str, max_bytes: int, max_files: int, head: Callable[[], bytes] | None = None
     ) -> None:
-        """`head()`: each file's first line. A new file begins with the first line that is written."""
+        """`head()` returns each file's first line. A new file is created with the first line written."""
         self._folder = folder
         self._stem = stem
         self._max_bytes = max_bytes
@@ -75,7 +73,7 @@ class LineFiles:
             raise LinesLost(len(lines) - done, error) from error
 
     def turn_over(self) -> None:
-        """Close the file and begin the next; compress what is closed, remove what is too old. Raises OSError."""
+        """Close the file and begin the next; compress closed files and remove the oldest. Raises OSError."""
         self.close()
         self.tidy()
         numbers = numbered(self._folder, self._stem)
@@ -84,7 +82,7 @@ class LineFiles:
         self._nbytes = 0
 
     def tidy(self) -> None:
-        """Compress closed files and remove the oldest; a disk without room for that keeps them as they are."""
+        """Compress closed files and remove the oldest; if the disk has no room for that, they stay as they are."""
         kept = numbered(self._folder, self._stem)
         for number in sorted(kept)[: max(0, len(kept) - self._max_files)]:
             kept.pop(number).unlink(missing_ok=True)
@@ -119,7 +117,7 @@ class LineFiles:
 
 
 def numbered(folder: Path, stem: str) -> dict[int, Path]:
-    """The files of a stem by number; of one that is just being compressed, the plain one."""
+    """Return the files of a stem by number; the plain one while it is being compressed."""
     found: dict[int, Path] = {}
     for path in folder.glob(f"{stem}-*"):
         name = _NAME.fullmatch(path.name.removeprefix(stem))
@@ -129,8 +127,8 @@ def numbered(folder: Path, stem: str) -> dict[int, Path]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines, without their newline, of a plain or compressed file. A last line without newline was torn by
-    the end of its writer (or is being written): it is left out. Raises OSError."""
+    """Yield numbered lines, without newline, of a plain or compressed file. A last line without newline is incomplete
+    and left out. Raises OSError."""
     with open_file(path) as pieces:
         number, rest = 0, b""
         for piece in pieces:
@@ -144,7 +142,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[Iterator[bytes]]:
-    """The bytes of a plain or compressed file in pieces; a file that was compressed meanwhile is found. Raises
+    """Open a plain or compressed file as pieces of bytes; also finds a file that was compressed meanwhile. Raises
     OSError, also for a damaged compressed file."""
     packed = path.with_name(path.name + ".zst")
     try:

@@ -1,6 +1,6 @@
-"""The records that are not over, on disk: what a conductor that was killed leaves to the next one. One small file.
+"""Journal of open records: lets the next conductor complete the records of one that was killed. One small file.
 
-Lines are `{"open": record}`, the last word on that request, and `{"over": request_id}`.
+Lines are `{"open": record}`, the latest state of that request, and `{"over": request_id}`.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _LEAST_BYTES = 1 << 20  # below, a file that is mostly out of date is left as it
 
 
 class Journal:
-    """Written by one writer; see `read_journal` for what it says."""
+    """Append-only file with a single writer; `read_journal` reads it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME
@@ -28,7 +28,7 @@ class Journal:
         self._nbytes = 0
 
     def rewrite(self, records: list[Record]) -> None:
-        """Begin anew with exactly these open records. Raises OSError, and nothing has changed."""
+        """Replace the contents by these open records, atomically. Raises OSError."""
         lines = [(record["request_id"], _line("open", record)) for record in records]
         fresh = self._path.with_suffix(".part")
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -45,7 +45,7 @@ class Journal:
         self._nbytes = self._known_nbytes = sum(self._known.values())
 
     def note(self, changes: list[RecordChange]) -> None:
-        """Add what changed; of requests that came and ended since the last call, nothing. Raises OSError."""
+        """Append changes; requests that arrived and ended since the last call are skipped. Raises OSError."""
         last = {change.record["request_id"]: change for change in changes}
         parts = []
         for request_id, change in last.items():
@@ -67,7 +67,7 @@ class Journal:
 
     @property
     def is_stale(self) -> bool:
-        """Whether most of the file says nothing any more, or it could not be written: time for `rewrite`."""
+        """True if most lines are obsolete or a write failed: `rewrite` is due."""
         if self._fd < 0:
             return True
         return self._nbytes > _LEAST_BYTES and self._nbytes > 4 * self._known_nbytes
@@ -80,7 +80,7 @@ class Journal:
 
 
 def read_journal(folder: Path) -> dict[str, Record]:
-    """The open records by request, of a journal that may be written at the moment or end in the middle of a line."""
+    """Return the open records by request; the journal may be being written or end in an incomplete line."""
     found: dict[str, Record] = {}
     with contextlib.suppress(FileNotFoundError):
         for _, line in read_lines(folder / _NAME):

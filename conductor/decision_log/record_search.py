@@ -1,4 +1,4 @@
-"""Finding a request's records in a log's folder, while it is being written or long after."""
+"""Search for a request's records in a log folder, also while it is being written."""
 
 import json
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ DECISIONS_STEM = "decisions"
 
 @dataclass(frozen=True, slots=True)
 class FoundRecords:
-    """What a log has of one request id, oldest first (ids that clients choose may come again), and what it still has at
-    all: the time of day of its oldest request, and how many files were rotated away before that."""
+    """Records of one request id, oldest first (clients may reuse ids), and the log's extent: the time of its oldest
+    request and the number of files removed before it."""
 
     records: list[Record]
     oldest_at: float | None
@@ -25,7 +25,7 @@ class FoundRecords:
     damaged: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As the conductor answers."""
+        """Return the conductor's answer to Explain."""
         return {
             "records": self.records,
             "oldest_at": self.oldest_at,
@@ -35,7 +35,7 @@ class FoundRecords:
 
 
 def find_records(folder: Path, request_id: str) -> FoundRecords:
-    """Everything that the folder has of a request. Raises OSError for a folder that cannot be read."""
+    """Return all records of a request in the folder. Raises OSError if the folder cannot be read."""
     needle = b'"request_id":' + json.dumps(request_id).encode("ascii") + b","
     under_way = read_journal(folder).get(request_id)  # first: what ends meanwhile is then in the files
     files = numbered(folder, DECISIONS_STEM)
@@ -61,8 +61,8 @@ def find_records(folder: Path, request_id: str) -> FoundRecords:
 
 
 def _lines_with(path: Path, needle: bytes, *, first: bool) -> list[bytes]:
-    """The whole lines that hold `needle`, and, if wanted, the first line. Pieces are searched, not lines: most of a
-    log is never looked at closely."""
+    """Return the complete lines that contain `needle`, and, if requested, the first line. Searches large pieces instead
+    of lines, since most of a log does not match."""
     found: list[bytes] = []
     with open_file(path) as pieces:
         rest = b""

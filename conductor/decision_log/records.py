@@ -1,12 +1,8 @@
-"""Names for what a log may not say in clear: prompts as hash ids, tenants. Both mean nothing without the log's secret.
+"""Records: one per request, a row of a Mooncake trace with the decisions on its attempts and their outcome. Pure.
 
-An equal id means an equal prefix up to the end of that block, as in Mooncake's traces; the contrary does not hold: a
-block whose last tokens have no key of their own (keys are of the cluster's whole blocks) gets an id that none shares.
-
-One record per request: a row of a Mooncake trace, the decisions on its attempts, and later what became of it.
-
-Pure: events and decisions in, finished records out. Where a request's end cannot be known the record says so; none is
-left out.
+Events and decisions in, finished records out; a record whose request's end is unknown says so. Prompts and tenants are
+hashed with the log's secret. Equal hash ids mean an equal prefix up to the end of that block, as in Mooncake's traces.
+The converse does not hold: a last block without a key of its own (keys exist for whole blocks only) gets a unique id.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,8 +30,8 @@ class Hashes:
         self.block_tokens = block_tokens
 
     def ids(self, keys: NDArray[np.uint64], key_tokens: int, prompt_tokens: int, request_id: str) -> list[int]:
-        """One id per block of the prompt, the last may be partial. `keys`: one per whole `key_tokens` tokens of it,
-        each of the prefix up to its end; tenants' salts are in them."""
+        """Return one id per block of the prompt; the last may be partial. `keys`: one per whole `key_tokens` tokens,
+        each of the prefix up to its end; they include tenants' salts."""
         own = request_id.encode()
         found = []
         for number in range(-(-prompt_tokens // self.block_tokens)):
@@ -48,7 +44,7 @@ class Hashes:
         return found
 
     def tenant(self, name: str) -> str:
-        """The tenant's name in this log; "" for none."""
+        """Return the tenant's hash in this log; "" for none."""
         return self._digest(name.encode(), b"tenant").hex() if name else ""
 
     def _digest(self, data: bytes, kind: bytes) -> bytes:
@@ -66,7 +62,7 @@ _MOST_ATTEMPTS = 16  # kept per record: the first ones and the last
 
 @dataclass(frozen=True, slots=True)
 class RecordChange:
-    """A record that is new or has changed. `is_over`: nothing will be added to it."""
+    """A new or changed record. `is_over`: it is complete."""
 
     record: Record
     is_over: bool
@@ -79,10 +75,10 @@ class _Open:
 
 
 class Records:
-    """The records of requests that are under way. `now_ns` is the policy's clock, `wall_ms` the time of day."""
+    """Open records of requests. `now_ns` is the policy's clock, `wall_ms` the time of day."""
 
     def __init__(self, hashes: Hashes, started_ms: int) -> None:
-        """`started_ms`: the log's beginning, which timestamps count from."""
+        """`started_ms`: the log's beginning, the origin of timestamps."""
         self._hashes = hashes
         self._started_ms = started_ms
         self._open: dict[str, _Open] = {}
@@ -93,22 +89,22 @@ class Records:
         return len(self._open)
 
     def find(self, request_id: str) -> Record | None:
-        """The record of a request that is under way."""
+        """Return the open record of a request."""
         entry = self._open.get(request_id)
         return entry.record if entry is not None else None
 
     def under_way(self) -> list[Record]:
-        """All that are not over."""
+        """Return all open records."""
         return [entry.record for entry in self._open.values()]
 
     def restore(self, now_ns: int, record: Record) -> None:
-        """A former conductor's record that was not over when that ended."""
+        """Add a former conductor's open record."""
         self._open[record["request_id"]] = _Open(record, now_ns + round(_UNHEARD_S * NS))
 
     def take(
         self, now_ns: int, wall_ms: int, event: Event, decisions: Sequence[Decision], keys: NDArray[np.uint64]
     ) -> Iterator[RecordChange]:
-        """What an event and its decisions change."""
+        """Apply an event and its decisions; return the changed records."""
         match event:
             case RequestArrived():
                 yield from self._decided(now_ns, wall_ms, event, decisions, keys)
@@ -201,7 +197,7 @@ class Records:
             yield self._end(event.request_id, "" if record["outcome"] == "rejected" else event.outcome)
 
     def _turned_away(self, now_ns: int, wall_ms: int, reject: Reject) -> RecordChange:
-        """After its prefill, before its client had anything."""
+        """Record a rejection after the prefill, before the client received a token."""
         entry = self._open[reject.request_id]
         _add_attempt(entry.record, self._attempt(entry.record, wall_ms, reject.attempt, reject))
         entry.record["outcome"], entry.ends_ns = "rejected", now_ns + round(_ASKS_AGAIN_S * NS)
@@ -221,7 +217,7 @@ class Records:
             yield self._end(request_id)
 
     def _since(self, record: Record, wall_ms: int) -> int:
-        """Milliseconds after the request came."""
+        """Return the milliseconds since the request's arrival."""
         return max(0, wall_ms - round(1000 * float(record["at"])))
 
 

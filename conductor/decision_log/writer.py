@@ -1,5 +1,9 @@
-"""Writes a log on a thread of its own. The event loop hands over what happened, at the cost of an append, and is never
-waited for: where the writer falls behind, or the disk is full, entries are left out, and counted."""
+"""Writer of the decision log, on a thread of its own.
+
+The event loop appends entries to a queue and never waits. If the writer falls behind or the disk is full, entries are
+dropped and counted. Locks: `_writing` serialises the writer thread and searches; `_counting` protects the counters; the
+queue is a deque with one producer (the event loop) and one consumer at a time (the holder of `_writing`).
+"""
 
 import contextlib
 import errno
@@ -44,7 +48,7 @@ Entry = tuple[int, Event, Sequence[Decision], NDArray[np.uint64]]
 
 
 class DecisionLog:
-    """One conductor's log. `note` and `close` are called by one thread, the others by any."""
+    """Decision log of one conductor. `note` and `close` are called by one thread, the other methods by any."""
 
     def __init__(self, folder: Path, settings: DecisionLogSettings, policy: PolicyConfig, *, now_ns: int) -> None:
         """Start the log in `folder` and its thread.
@@ -89,7 +93,7 @@ class DecisionLog:
         self._thread.start()
 
     def note(self, now_ns: int, event: Event, decisions: Sequence[Decision], keys: NDArray[np.uint64]) -> None:
-        """Take an event, its decisions and the keys of its prompt's whole blocks. Nothing of it may change later."""
+        """Enqueue an event, its decisions and the keys of its prompt's whole blocks; none of them may change later."""
         if len(self._waiting) >= _MOST_ENTRIES or self._put_nbytes - self._taken_nbytes > _MOST_BYTES:
             self._drop(1)
             return
@@ -97,18 +101,18 @@ class DecisionLog:
         self._waiting.append((now_ns, event, decisions, keys))
 
     def find(self, request_id: str) -> FoundRecords:
-        """What the log has of a request, up to now. It reads files: not for the event loop. Raises OSError."""
+        """Return the records of a request up to now. Reads files: not for the event loop. Raises OSError."""
         with self._writing:
             self._drain()
         return find_records(self.folder, request_id)
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
-        """Lines written by kind, and entries left out by reason."""
+        """Return lines written by kind, and entries dropped by reason."""
         with self._counting:
             return {"written": dict(self._written), "lost": dict(self._lost)}
 
     def close(self) -> None:
-        """Write what waits, as far as that takes no longer than seconds. What is not over stays in the journal."""
+        """Write queued entries, for a few seconds at most. Open records stay in the journal."""
         self._stop.set()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
@@ -139,7 +143,7 @@ class DecisionLog:
                     files.close()
 
     def _begin(self) -> None:
-        """Take over what the last conductor left."""
+        """Restore open records that the last conductor left."""
         for record in read_journal(self.folder).values():
             self._records.restore(self._started_ns, record)
         self._try("journal", 0, lambda: self._journal.rewrite(self._records.under_way()))
@@ -149,7 +153,7 @@ class DecisionLog:
                 self._events.tidy()
 
     def _drain(self) -> None:
-        """Write all that waits by now, in parts between which the loop has its turn, unless it fills the queue up."""
+        """Write all queued entries in parts, pausing between them for the event loop, unless the queue fills up."""
         left = len(self._waiting)
         while left > 0:
             part = [self._waiting.popleft() for _ in range(min(left, _AT_ONCE))]
@@ -186,7 +190,7 @@ class DecisionLog:
                 self._lost["disk"] -= gap_lost
 
     def _try(self, kind: str, count: int, write: Callable[[], None]) -> int:
-        """How many of `count` lines were lost."""
+        """Return how many of `count` lines were lost."""
         lost = 0
         try:
             write()
@@ -207,7 +211,7 @@ class DecisionLog:
 
 
 def _nbytes(event: Event, keys: NDArray[np.uint64]) -> int:
-    """About what an entry takes while it waits."""
+    """Return the approximate memory of a queued entry."""
     nbytes = _ENTRY_NBYTES + int(keys.nbytes)
     if isinstance(event, RequestArrived):
         nbytes += 16 * len(event.matches.roster)
@@ -218,7 +222,7 @@ def _nbytes(event: Event, keys: NDArray[np.uint64]) -> int:
 
 
 def _lock(folder: Path) -> int:
-    """Hold the folder until the descriptor is closed, or the process has ended. Raises OSError."""
+    """Lock the folder until the descriptor is closed or the process ends. Raises OSError."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,7 +235,7 @@ def _lock(folder: Path) -> int:
 
 
 def _identity(folder: Path) -> tuple[bytes, int]:
-    """The log's secret and its beginning, milliseconds of the time of day; made where there is none. Raises OSError."""
+    """Return the log's secret and its beginning (milliseconds since 1970), created on first use. Raises OSError."""
     path = folder / "log.json"
     try:
         said = json.loads(path.read_bytes())

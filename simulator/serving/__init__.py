@@ -1,2 +1,3 @@
-"""A whole cluster under virtual time: the live conductor's policy object and the nodes' own pure policies, driven by
-the events that a live cluster would send. It owns the clock, the event heap and what work truly takes; no policy."""
+"""Simulation of a whole cluster under virtual time: the live conductor's policy object and the nodes' own pure
+policies, driven by the events of a live cluster. Contains the clock, the event heap and the actual costs of work, but
+no policy."""

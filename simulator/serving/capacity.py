@@ -1,4 +1,4 @@
-"""How much a cluster can take: the highest rate at which, with no rejection, most requests meet their objectives."""
+"""Cluster capacity: the highest request rate at which, without rejections, most requests meet their objectives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ _PRECISION = 1.03  # between a rate that is met and one that is not
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """`tried`: (rate, attainment) in the order in which they were."""
+    """Capacity found. `tried`: (rate, attainment) in order of trial."""
 
     rate_per_s: float
     tried: tuple[tuple[float, float], ...]
@@ -24,9 +24,10 @@ class Capacity:
 def find_capacity(
     spec: RunSpec, seeds: int, run: Callable[[list[RunSpec]], list[ServingRun]], told: Callable[[float, float], None]
 ) -> Capacity:
-    """By bisection over rates, admission mode "none", the mean attainment of `seeds` seeds. `told(rate, attainment)`.
+    """Find the capacity by bisection over rates, with admission mode "none" and the mean attainment of `seeds` seeds.
+    `told(rate, attainment)` is called after each trial.
 
-    Raises BadSetting when not even one request in a thousand seconds is served in time.
+    Raises BadSetting if not even one request in a thousand seconds meets its objectives.
     """
     tried: list[tuple[float, float]] = []
 
@@ -46,7 +47,7 @@ def find_capacity(
 
 
 def _bracket(is_met: Callable[[float], bool]) -> tuple[float, float]:
-    """(a rate that is met, twice that, which is not)."""
+    """Return (a rate that meets the target, twice that rate, which does not)."""
     rate = _FIRST
     if is_met(rate):
         while is_met(rate * 2):

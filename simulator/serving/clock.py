@@ -1,6 +1,6 @@
-"""Virtual time: a heap of things that will happen. Things of one moment happen in the order they were asked for.
+"""Virtual time and links. Events of one moment run in the order of their scheduling.
 
-Links of finite speed: whoever sends on one waits for those before it. Congestion is nothing else.
+Links have finite speed: a transfer waits for the earlier ones on its links. There is no other model of congestion.
 """
 
 import heapq
@@ -10,7 +10,7 @@ NS = 1_000_000_000
 
 
 class VirtualClock:
-    """Integer nanoseconds from 0."""
+    """Event heap with a clock in integer nanoseconds from 0."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -18,16 +18,16 @@ class VirtualClock:
         self._asked = 0
 
     def at(self, time_ns: int, action: Callable[[], None]) -> None:
-        """Do `action` at `time_ns`, or now if that has passed."""
+        """Schedule `action` at `time_ns`, or now if that has passed."""
         self._asked += 1
         heapq.heappush(self._heap, (max(time_ns, self.now_ns), self._asked, action))
 
     def after(self, delay_ns: int, action: Callable[[], None]) -> None:
-        """Do `action` so many nanoseconds from now."""
+        """Schedule `action` in so many nanoseconds."""
         self.at(self.now_ns + delay_ns, action)
 
     def run(self, keep_going: Callable[[], bool]) -> None:
-        """Let things happen, one after the other, for as long as `keep_going()` and there are any."""
+        """Run events in order while `keep_going()` is true and there are any."""
         heap = self._heap
         while heap and keep_going():
             self.now_ns, _, action = heapq.heappop(heap)
@@ -42,7 +42,8 @@ class SimulatedLink:
 
 
 def send(now_ns: int, links: tuple[SimulatedLink, ...], duration_ns: int) -> int:
-    """Bytes that take `duration_ns` alone go over all `links` at once, as soon as all are free: when they arrive."""
+    """Transfer bytes that take `duration_ns` without contention over all `links`, starting when all are free. Return
+    the time of arrival."""
     begin_ns = max(now_ns, *(link.free_ns for link in links))
     for link in links:
         link.free_ns = begin_ns + duration_ns

@@ -1,4 +1,5 @@
-"""The simulated cluster: the live conductor's own policy object, told by events, and nodes that do what it says."""
+"""Simulated cluster: sends events to the live conductor's policy object and carries out its decisions on simulated
+nodes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +33,7 @@ OnReject = Callable[[SimulatedRequest, Callable[[], SimulatedRequest]], None]
 
 
 class SimulatedCluster:
-    """One run: `run` takes a workload from its first arrival to its last end."""
+    """One run of a workload, from its first arrival to its last completion."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class SimulatedCluster:
         self._copies: dict[tuple[str, int], tuple[int, ...]] = {}  # blocks of copies that were made
 
     def run(self, keep_going: Callable[[], bool] | None = None) -> None:
-        """From the joining of the nodes until every request has ended, or `keep_going()` says no."""
+        """Run until every request has ended, or `keep_going()` returns False."""
         self._join()
         names = self.pools.roster
         for conversation, blocks in self._workload.before[len(self._workload.before) - self._remembered() :]:
@@ -80,11 +81,11 @@ class SimulatedCluster:
         self.clock.run(keep_going or self.is_busy)
 
     def is_busy(self) -> bool:
-        """Has any request not ended yet?"""
+        """Return whether any request has not ended yet."""
         return self.num_open > 0
 
     def admit(self, job: Arrival) -> SimulatedRequest:
-        """Place a job now whatever the policy would say of the load: what would have become of it?"""
+        """Place a request now, bypassing admission, to evaluate a rejection."""
         work = SimulatedRequest(job)
         self.works.append(work)
         # The policy rejects nobody whose client has tokens already.
@@ -92,7 +93,7 @@ class SimulatedCluster:
         return work
 
     def _remembered(self) -> int:
-        """Prompts before the start that may have left something in the pools: twice what those hold."""
+        """Return how many prompts before the start may have left blocks in the pools: twice the pools' capacity."""
         room = 2 * len(self.prefill) * (self.settings.pool_blocks + self.settings.ssd_blocks)
         for count, (_, blocks) in enumerate(reversed(self._workload.before), 1):
             room -= len(blocks)
@@ -194,7 +195,7 @@ class SimulatedCluster:
         self.clock.after(2 * self._network_ns, lambda: submit(work))
 
     def _keep_whole(self, work: SimulatedRequest) -> None:
-        """Nothing is handed over: its decode node computes the prompt, too."""
+        """Run a request without hand-over: its decode node also computes the prompt."""
         self.decode[work.prefill_node].reserve(work, self._load_whole)
 
     def _load_whole(self, work: SimulatedRequest) -> None:
@@ -205,7 +206,8 @@ class SimulatedCluster:
         self.pools.store(self._host_of(work.prefill_node).pool_id, self.clock.now_ns, work.job.blocks)
 
     def _host_of(self, decode_node: str) -> SimulatedPrefillNode:
-        """Decode nodes stand on the hosts of prefill nodes, in turn, and use their pool nodes, with own links."""
+        """Return the decode node's host. Decode nodes are assigned to the prefill nodes' hosts in turn; they use those
+        hosts' pool nodes over links of their own."""
         nodes = list(self.prefill.values())
         return nodes[int(decode_node.removeprefix("decode-")) % len(nodes)]
 
@@ -216,7 +218,7 @@ class SimulatedCluster:
             self._go_on(work)
 
     def _ask(self, work: SimulatedRequest) -> None:
-        """Nobody has seen the first token: may the request decode?"""
+        """Ask the policy whether the prefilled request may decode; its client has no token yet."""
         for decision in self._tell(DecodeAsked(work.job.name, 0)):
             if isinstance(decision, Reject):
                 work.reason = decision.reason

@@ -1,4 +1,4 @@
-"""Means over seeds with their 95 % confidence intervals (Student's t), and shares with theirs (Wilson's). Pure."""
+"""Means over seeds with 95 % confidence intervals (Student's t), and shares with Wilson's intervals. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _Z = NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean, and the interval that holds the true one with 95 % confidence; `low` = `high` = `mean` for one value."""
+    """Mean with its 95 % confidence interval; `low` = `high` = `mean` for a single value."""
 
     mean: float
     low: float
@@ -20,7 +20,7 @@ class Estimate:
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Of independent values, one for each seed; or of their paired differences."""
+    """Return the mean of independent values, one per seed, or of their paired differences."""
     mean = fmean(values)
     if len(values) < 2:
         return Estimate(mean, mean, mean)
@@ -29,14 +29,15 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def share_of(count: int, total: int) -> Estimate | None:
-    """`count` of `total` tries; None of no try."""
+    """Return the share `count` of `total`; None if `total` is 0."""
     if not total:
         return None
     return Estimate(count / total, *interval(count, total))
 
 
 def _student(freedom: int) -> float:
-    """Its 97.5 % quantile: exact for 1 and 2, else Hill's expansion (Abramowitz & Stegun 26.7.5), within 0.5 %."""
+    """Return the 97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, otherwise by Hill's expansion
+    (Abramowitz & Stegun 26.7.5), within 0.5 %."""
     if freedom == 1:
         return 12.706204736
     if freedom == 2:

@@ -1,8 +1,9 @@
-"""A decode node: pages for whole answers in the order of turns, and continuous batching by the live batch policy.
+"""Simulated decode node: allocates pages for whole answers in scheduling order, and batches continuously with the live
+batch policy.
 
-Steps between two changes of the batch are alike and are taken at once, at most as many as the plan is valid for. A
-request joins, as in the live engine, at the next border of two steps. Prompts that are not handed over to it are
-computed here, a chunk beside each step.
+Consecutive steps with the same batch are simulated together, at most as many as the plan is valid for. A request joins,
+as in the live engine, at the next step boundary. Prompts that are not handed over to the node are computed here, one
+chunk beside each step.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class SimulatedDecodeNode:
         over: Callable[[SimulatedRequest], None],
         prefilled: Callable[[SimulatedRequest], None],
     ) -> None:
-        """`prefilled(work)`: a prompt was computed here; `over(work)`: the answer is complete."""
+        """`prefilled(work)` is called when a prompt was computed here, `over(work)` when an answer is complete."""
         clock, settings = context.clock, context.settings
         self.node_id = node_id
         self.into = SimulatedLink()
@@ -58,30 +59,30 @@ class SimulatedDecodeNode:
 
     @property
     def step_s(self) -> float:
-        """What a step takes right now; 0 when nothing runs."""
+        """Duration of the current step in seconds; 0 if nothing runs."""
         return self._step_ns / 1e9 if self._plan is not None else 0.0
 
     def reserve(self, work: SimulatedRequest, ready: Callable[[SimulatedRequest], None]) -> None:
-        """Take pages for the prompt and the longest answer; `ready(work)` once they are there."""
+        """Allocate pages for the prompt and the longest answer; calls `ready(work)` once they are allocated."""
         self._wait_queue.add(work.key, work.queue_entry)
         self._waiting.append((work, ready))
         self._serve_waiting()
 
     def join(self, work: SimulatedRequest) -> None:
-        """All KV has arrived: decode it from the next step on."""
+        """Decode the request from the next step on; all its KV has arrived."""
         self._joining.append(work)
         self.reporter.progress(work.job.name, "decode_joined")
         self._take_in()
 
     def prefill(self, work: SimulatedRequest) -> None:
-        """Its pages are here and what is reused has arrived: compute the rest, and go on to the end."""
+        """Compute the rest of the prompt here and generate the answer; pages and reused blocks are present."""
         work.computed = work.reused_tokens
         self._prompts.append(work)
         self.reporter.progress(work.job.name, "prefill_started")
         self._take_in()
 
     def release(self, work: SimulatedRequest) -> None:
-        """The request is over here: its pages are free."""
+        """Free the request's pages."""
         del self._holding[work.job.name]
         self.free_tokens += work.committed_tokens
         self.reporter.progress(work.job.name, "ended")
@@ -179,7 +180,7 @@ class SimulatedDecodeNode:
         self._next_run()
 
     def _prompts_stepped(self, plan: BatchPlan) -> list[SimulatedRequest]:
-        """Those whose answer has come to its end with its first token."""
+        """Advance prompts by one step and end the requests whose answer is a single token."""
         for chunk in plan.prefill:
             self._prompts[chunk.index].computed = chunk.end
         done = [self._prompts[chunk.index] for chunk in plan.prefill if chunk.last]
@@ -201,5 +202,5 @@ class SimulatedDecodeNode:
         )
 
     def _uncomputed(self, work: SimulatedRequest) -> int:
-        """Prompt tokens that are to be computed here."""
+        """Return the prompt tokens still to be computed here."""
         return work.job.prompt_tokens - work.computed if work.prefill_node == self.node_id else 0

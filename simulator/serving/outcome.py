@@ -1,6 +1,7 @@
-"""How prefill and decode load swing against each other: Mooncake's trouble with judging by load as it is now (§7.2).
+"""Result of one run: goodput, wasted work, rejections, load swing. Pure sums over ended requests.
 
-What one run came to: goodput, waste, rejections, swing. Pure sums over requests that have ended.
+Load swing is the anti-phase fluctuation of prefill and decode load that admission by current load causes (Mooncake,
+section 7.2).
 """
 
 from collections import Counter
@@ -19,10 +20,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LoadSwing:
-    """Of two loads, each a share of what its objective allows, about their slow trend.
+    """Fluctuation of two loads, as fractions of their objectives, around their slow trend.
 
-    `lag_correlation` is the most negative correlation of prefill load with decode load `lag_s` later: -1 would be two
-    loads in perfect anti-phase.
+    `lag_correlation` is the most negative correlation of prefill load with decode load `lag_s` later; -1 would be
+    perfect anti-phase.
     """
 
     prefill_mean: float
@@ -36,10 +37,10 @@ class LoadSwing:
 def swing_of(
     prefill: Floats, decode: Floats, *, step_s: float, trend_s: float = 600.0, most_lag_s: float = 60.0
 ) -> LoadSwing:
-    """Of two series [samples], one sample every `step_s` seconds.
+    """Compute the swing of two series [samples], one sample every `step_s` seconds.
 
-    The trend, a moving mean over `trend_s`, is taken off first. Series shorter than twice the longest lag have no
-    correlation: 0.
+    The trend, a moving mean over `trend_s`, is subtracted first. Series shorter than twice the longest lag have
+    correlation 0.
     """
     most_lag = round(most_lag_s / step_s)
     x, y = (_detrended(series, max(1, round(trend_s / step_s))) for series in (prefill, decode))
@@ -77,11 +78,11 @@ def _correlation(x: Floats, y: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ServingOutcome:
-    """Of the requests that arrived in the measured window; rates are per second of it.
+    """Figures of the requests that arrived in the measured window; rates are per second of it.
 
-    A request is good when it was served and met both objectives: TTFT, and TBT as the mean of the longest tenth of
-    its intervals. Wasted prefill tokens were computed for requests that were not good: `wasted_withheld` for those that
-    were rejected after their prefill, `wasted_missed` for those that were served too slowly.
+    A request is good if it was served and met both objectives: TTFT, and TBT as the mean of the longest tenth of its
+    intervals. Wasted prefill tokens were computed for requests that were not good: `wasted_withheld` for those rejected
+    after their prefill, `wasted_missed` for those served too slowly.
     """
 
     window_s: float
@@ -110,7 +111,7 @@ class ServingOutcome:
 
     @property
     def attainment(self) -> float:
-        """Good ones of all that arrived."""
+        """Share of good requests among all that arrived."""
         return self.good / self.arrived if self.arrived else 0.0
 
     @property
@@ -119,7 +120,7 @@ class ServingOutcome:
 
 
 def is_good(work: SimulatedRequest, settings: ServingSettings) -> bool:
-    """Was it served within both objectives?"""
+    """Return whether the request was served within both objectives."""
     return (
         work.end is RequestEnd.FINISHED
         and work.ttft_s <= settings.ttft_objective_s
@@ -130,7 +131,7 @@ def is_good(work: SimulatedRequest, settings: ServingSettings) -> bool:
 def outcome_of(
     works: Sequence[SimulatedRequest], settings: ServingSettings, swing: LoadSwing, *, from_s: float, until_s: float
 ) -> ServingOutcome:
-    """Of those that arrived in [from_s, until_s)."""
+    """Compute the outcome of the requests that arrived in [from_s, until_s)."""
     chosen = [work for work in works if from_s * NS <= work.job.arrival_ns < until_s * NS]
     served = [work for work in chosen if work.end is RequestEnd.FINISHED]
     good = [work for work in served if is_good(work, settings)]

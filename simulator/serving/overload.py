@@ -1,4 +1,4 @@
-"""Admission modes side by side under overload: the same arrivals for each, over seeds, with confidence intervals."""
+"""Comparison of admission modes under overload: the same arrivals for each, over seeds, with confidence intervals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +17,8 @@ _PROBE_SEEDS = 2
 
 @dataclass(frozen=True, slots=True)
 class ModeSummary:
-    """One mode over all seeds. Shares are of the requests that arrived; tokens are prompt tokens, in millions."""
+    """Results of one mode over all seeds. Shares are of the requests that arrived; tokens are millions of prompt
+    tokens."""
 
     mode: AdmissionMode
     goodput: Estimate
@@ -45,7 +46,7 @@ class ModeSummary:
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """The comparison. `runs` are in the order of modes, then seeds."""
+    """Result of the comparison. `runs` are ordered by mode, then seed."""
 
     spec: RunSpec
     load: float
@@ -54,7 +55,7 @@ class Overload:
     runs: tuple[ServingRun, ...]
 
     def to_json(self, *, series: bool = False) -> dict[str, Any]:
-        """Everything; the load series of the first seed only, or of none."""
+        """Return all results; load series of the first seed only, or of none."""
         found = asdict(self)
         found["spec"] = {**found["spec"], "profile": self.spec.profile.name, "policy": asdict(self.spec.policy)}
         for run in found["runs"]:
@@ -64,7 +65,7 @@ class Overload:
 
 
 def modes_of(text: str) -> list[AdmissionMode]:
-    """Modes by their names, separated by commas. Raises BadSetting."""
+    """Parse comma-separated mode names. Raises BadSetting."""
     found = {mode: mode for mode in MODES}
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in found]:
@@ -83,9 +84,9 @@ def compare_modes(
     told: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> Overload:
-    """Run every mode on the same `seeds` workloads, at `load` times the capacity, or at `rate_per_s` if that is given.
+    """Run every mode on the same `seeds` workloads, at `load` times the capacity, or at `rate_per_s` if given.
 
-    The last of `modes` is what the others are compared with. Raises BadSetting and what `run_one` raises.
+    The others are compared with the last of `modes`. Raises BadSetting and the errors of `run_one`.
     """
     if seeds < 1 or not modes:
         raise BadSetting(f"{seeds} seeds of {len(modes)} modes; give at least one of each")
@@ -111,7 +112,7 @@ def compare_modes(
 def summarised(
     spec: RunSpec, modes: Sequence[AdmissionMode], load: float, capacity: Capacity | None, found: Sequence[ServingRun]
 ) -> Overload:
-    """The comparison of runs of all `modes` on the same seeds, in the order of seeds."""
+    """Compare runs of all `modes` on the same seeds, ordered by seed."""
     runs = {mode: [run for run in found if run.mode == mode] for mode in modes}
     summaries = tuple(_summary(mode, runs[mode], runs[modes[-1]]) for mode in modes)
     return Overload(spec, load, capacity, summaries, tuple(run for mode in modes for run in runs[mode]))

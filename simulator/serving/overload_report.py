@@ -1,7 +1,4 @@
-"""The comparison of admission modes as tables: for a terminal, and as Markdown for the documentation.
-
-The picture of a comparison of admission modes: goodput, what became of requests, waste, loads over time.
-"""
+"""Comparison of admission modes as tables, for a terminal and as Markdown, and as a plot."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +65,7 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
 
 
 def overload_table(found: Overload) -> Table:
-    """For a terminal."""
+    """Return the comparison as a table for a terminal."""
     seeds = len({run.seed for run in found.runs})
     title = f"{found.spec.rate_per_s:.2f} requests/s, {seeds} seeds, ± is the 95 % confidence interval"
     table = Table(title=title, title_justify="left")
@@ -81,7 +78,7 @@ def overload_table(found: Overload) -> Table:
 
 
 def markdown_table(found: Overload) -> str:
-    """The same as Markdown."""
+    """Return the comparison as a Markdown table."""
     lines = ["| | " + " | ".join(f"`{row.mode}`" for row in found.summaries) + " |"]
     lines.append("|---|" + "---:|" * len(found.summaries))
     lines += [f"| {name} | " + " | ".join(cell(row) for row in found.summaries) + " |" for name, cell in _ROWS]
@@ -116,7 +113,7 @@ _STYLE: Final[dict[Any, Any]] = {
 
 
 def plot_overload(found: Overload, path: Path) -> None:
-    """Write it. Raises BadSetting when the file cannot be written."""
+    """Plot goodput, request outcomes, waste and loads over time. Raises BadSetting if the file cannot be written."""
     with mpl.rc_context(_STYLE):
         modes = found.summaries
         figure = Figure(figsize=(10.0, 3.6 + 1.35 * len(modes)), layout="constrained")

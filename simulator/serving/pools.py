@@ -1,7 +1,7 @@
-"""The pool nodes: who holds which blocks, in memory and on SSD, under the live pool's own eviction policies.
+"""Simulated pool nodes: blocks in memory and on SSD, under the live pool's own eviction policies.
 
-A tier keeps the live pool's rule that no block leaves before those that follow it. What leaves memory stays on SSD,
-as the live node writes behind; a use brings it back.
+A tier keeps the live pool's rule that a block is evicted only after its successors. Blocks evicted from memory stay on
+SSD, as with the live node's write-behind; a use promotes them again.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from simulator.serving.settings import ServingSettings
 
 
 class SimulatedPools:
-    """One pool node per prefill node, named alike."""
+    """All pool nodes, one per prefill node."""
 
     def __init__(self, settings: ServingSettings, names: Sequence[str]) -> None:
         self.roster = tuple(sorted(names))
@@ -24,7 +24,7 @@ class SimulatedPools:
         self._copied: dict[int, dict[str, int]] = {}  # by the last block of a copied prefix: target and match_key
 
     def match(self, blocks: Sequence[int]) -> PoolMatches:
-        """What every pool node holds of a prompt's leading blocks."""
+        """Return the leading blocks of a prompt that every pool node holds."""
         held = [self.held(name, blocks) for name in self.roster]
         counts, on_ssd = np.array(held, np.int64).reshape(-1, 2).T
         replicas: dict[str, int] = {}
@@ -34,7 +34,7 @@ class SimulatedPools:
         return PoolMatches(self.roster, np.ascontiguousarray(counts), np.ascontiguousarray(on_ssd), replicas)
 
     def held(self, name: str, blocks: Sequence[int]) -> tuple[int, int]:
-        """Leading blocks that the pool node holds; of them, those on SSD only."""
+        """Return the leading blocks that the pool node holds, and of these those on SSD only."""
         memory = self._memory[name].present
         if name not in self._ssd:
             count = 0
@@ -54,24 +54,24 @@ class SimulatedPools:
         return count, on_ssd
 
     def store(self, name: str, now_ns: int, blocks: Sequence[int]) -> None:
-        """The prompt's blocks are there now, or were used there."""
+        """Store the prompt's blocks; present ones are marked as used."""
         use = Use(now_ns, len(blocks))
         for tier in (self._memory[name], self._ssd.get(name)):
             if tier is not None:
                 tier.store(blocks, tier.look_up(blocks, use), use)
 
     def copied(self, target: str, blocks: Sequence[int], match_key: int) -> None:
-        """A Copy decision brought these blocks to `target`."""
+        """Store the blocks that a Copy decision brought to `target`."""
         self._copied.setdefault(blocks[-1], {})[target] = match_key
 
     def drop_copy(self, target: str, match_key: int, keep_blocks: int, blocks: Sequence[int]) -> None:
-        """Give a copied prefix up, all but its first `keep_blocks`; what something follows stays."""
+        """Drop a copied prefix except its first `keep_blocks` blocks; blocks with successors stay."""
         self._copied.get(blocks[-1], {}).pop(target, None)
         for block in reversed(blocks[keep_blocks:]):
             self._memory[target].remove(block)
 
     def validate(self, settings: ServingSettings) -> list[str]:
-        """Pool nodes that hold more than they can."""
+        """Return the pool nodes that hold more than their capacity."""
         tiers = [(self._memory, settings.pool_blocks), (self._ssd, settings.ssd_blocks)]
         return [
             f"{name} holds {len(tier.present)} blocks of at most {most}"

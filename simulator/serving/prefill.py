@@ -1,4 +1,5 @@
-"""A prefill node: turns, loads that overlap the compute of others, chunks by the live batch policy, push, hand-over."""
+"""Simulated prefill node: scheduling order, loads that overlap computation, chunks by the live batch policy, push,
+hand-over."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,7 +16,7 @@ from worker.policy.scheduling_order import RequestKey, WaitQueue
 
 
 class SimulatedPrefillNode:
-    """Computes prompts. Its host's network and memory are here too: its pool node uses them."""
+    """Computes prompts. Holds its host's network, memory and SSD links, which its pool node uses, too."""
 
     def __init__(
         self,
@@ -27,7 +28,7 @@ class SimulatedPrefillNode:
         tell: Callable[[NodeReported], object],
         prefilled: Callable[[SimulatedRequest], None],
     ) -> None:
-        """`pool_id`: its host's pool node. `prefilled(work)`: the first token is there."""
+        """`pool_id`: its host's pool node. `prefilled(work)` is called when the first token is generated."""
         clock, settings = context.clock, context.settings
         self.node_id = node_id
         self.pool_id = pool_id
@@ -52,19 +53,19 @@ class SimulatedPrefillNode:
         self._is_stepping = False
 
     def submit(self, work: SimulatedRequest) -> None:
-        """Take a placed request."""
+        """Accept a placed request."""
         self._held_works[work.job.name] = work
         self._wait_queue.add(work.key, work.queue_entry)
         self._waiting[work.key] = work
         self._fill_places()
 
     def release(self, work: SimulatedRequest) -> None:
-        """The hand-over is done, or called off: nothing of it is left here."""
+        """Forget the request: its hand-over is complete or was cancelled."""
         del self._held_works[work.job.name]
         self.reporter.progress(work.job.name, "ended")
 
     def backlog_s(self) -> float:
-        """Seconds of compute that wait here or are under way, as the truth has it."""
+        """Return the seconds of computation waiting or under way here, by actual costs."""
         return sum(
             self._truth.chunk_s(self.node_id, work, work.computed or work.reused_tokens, work.job.prompt_tokens)
             for work in self._held_works.values()
@@ -78,13 +79,13 @@ class SimulatedPrefillNode:
             self._prepare(self._waiting.pop(first))
 
     def _prepare(self, work: SimulatedRequest) -> None:
-        """Load what is reused, and meanwhile take pages at the decode node."""
+        """Load the reused blocks and, in parallel, reserve pages at the decode node."""
         self._clock.at(self.load(work, self.into, self.reporter), lambda: self._loaded(work))
         self._decode_nodes[work.decode_node].reserve(work, self._reserved)
 
     def load(self, work: SimulatedRequest, into: SimulatedLink, reporter: SimulatedReporter) -> int:
-        """Load what a request reuses for this node, or for another of this host with the link `into`; the time when
-        all is there."""
+        """Load the reused blocks of a request for this node, or for another one of this host with the link `into`.
+        Return the time when all have arrived."""
         work.reused_tokens = 0
         loaded_ns = self._clock.now_ns
         for holder in work.holders:
@@ -100,7 +101,7 @@ class SimulatedPrefillNode:
         return loaded_ns
 
     def _read(self, pool: str, blocks: int, on_ssd: int, into: SimulatedLink, reporter: SimulatedReporter) -> int:
-        """When so many blocks of a pool node are here."""
+        """Return the time when so many blocks of a pool node have arrived here."""
         now_ns, holder = self._clock.now_ns, self.hosts[pool]
         nbytes = blocks * self._block_tokens * self._truth.bytes_per_token
         if on_ssd:
@@ -116,7 +117,7 @@ class SimulatedPrefillNode:
         return end_ns
 
     def _pull(self, work: SimulatedRequest) -> None:
-        """Meanwhile the decode node reads the same blocks from those who hold them."""
+        """Let the decode node read the same blocks from their holders, in parallel."""
         into, first = self._decode_nodes[work.decode_node].into, 0
         for holder in work.holders:
             blocks = min(holder.first_block + holder.num_blocks, work.reused_tokens // self._block_tokens) - first
@@ -153,16 +154,16 @@ class SimulatedPrefillNode:
         self.wake()
 
     def enlist(self, group: SimulatedGroup, number: int) -> None:
-        """To compute this chunk as soon as it may begin, before anything of its own."""
+        """Enqueue a group's chunk; it runs as soon as its predecessor has started, before this node's own chunks."""
         self._shared.append((group, number))
 
     def wake(self) -> None:
-        """There may be something to compute."""
+        """Start a step if none is running."""
         if not self._is_stepping:
             self._step()
 
     def _pass_on(self, work: SimulatedRequest, span: tuple[int, int], ready_ns: int) -> None:
-        """To the decode node, what a group computed: behind the last layer, as `_push`."""
+        """Send what a group computed to the decode node; like `_push`, only the last layer's bytes are late."""
         alone_ns = self._truth.transfer_ns("push", (span[1] - span[0]) * self._truth.bytes_per_token)
         sent_ns = send(self._clock.now_ns, (self.out, self._decode_nodes[work.decode_node].into), alone_ns)
         work.sent_ns = max(work.sent_ns, sent_ns, ready_ns + alone_ns // self._settings.layers)
@@ -201,7 +202,7 @@ class SimulatedPrefillNode:
         self._clock.after(max(1, round(sum(seconds) * NS)), lambda: self._stepped(plan))
 
     def _push(self, work: SimulatedRequest, start: int, end: int, step_s: float) -> None:
-        """Layer by layer while the chunk is computed: only its last layer's bytes come after."""
+        """Send the chunk's KV layer by layer while it is computed: only its last layer's bytes arrive later."""
         alone_ns = self._truth.transfer_ns("push", (end - start) * self._truth.bytes_per_token)
         tail_ns = self._clock.now_ns + round(step_s * NS) + alone_ns // self._settings.layers
         sent_ns = send(self._clock.now_ns, (self.out, self._decode_nodes[work.decode_node].into), alone_ns)

@@ -1,9 +1,7 @@
-"""What cluster is simulated, and how far the truth lies from what its cost profile says. Plain data, checked here.
+"""Settings of a simulated cluster, and the actual costs of its work: a cost profile with noise unknown to the policy.
 
-What work truly takes in the simulated cluster: a cost profile, and noise about it of which the policy knows nothing.
-
-Nodes differ in speed for as long as they live, requests and runs of decode steps each have their luck. A request's luck
-is its own, the same wherever and whenever it is served: so that two runs of one seed differ by decisions alone.
+Each node has a constant speed; each request and each run of decode steps has its own noise. A request's noise is the
+same wherever and whenever it is served, so that two runs of one seed differ by decisions alone.
 """
 
 from dataclasses import dataclass
@@ -18,10 +16,10 @@ from worker.policy.cost_profile import CostProfile
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """A cluster of one model's prefill and decode nodes, a host and a pool node for each prefill node.
+    """A cluster of one model's prefill and decode nodes, with a host and a pool node per prefill node.
 
-    Times of the protocol are those that the live roles use: reports after `coalesce_s` when a request went a step on,
-    else every `report_every_s`.
+    Protocol times are those of the live roles: a report `coalesce_s` after a request has progressed, otherwise every
+    `report_every_s`.
     """
 
     prefill_nodes: int = 8
@@ -63,7 +61,7 @@ class ServingSettings:
 
 
 class ActualCosts:
-    """Durations. Deterministic given the seed and the order of decode steps on each node."""
+    """Actual durations of work. Deterministic given the seed and the order of decode steps on each node."""
 
     def __init__(self, profile: CostProfile, settings: ServingSettings, seed: int) -> None:
         self._profile = profile
@@ -74,17 +72,17 @@ class ActualCosts:
         self.bytes_per_token = profile.kv_bytes_per_token
 
     def chunk_s(self, node_id: str, work: SimulatedRequest, start: int, end: int) -> float:
-        """To compute prompt tokens [start, end) of a request on a node."""
+        """Return the seconds to compute prompt tokens [start, end) of a request on a node."""
         luck = exp(self._settings.request_noise * work.job.luck)
         return self._profile.prefill_s(end - start, start) * luck * self._node(node_id)
 
     def step_s(self, node_id: str, batch: int, context_tokens: int) -> float:
-        """One decode step, the next of some that are alike."""
+        """Return the seconds of one decode step, the next of several equal ones."""
         luck = exp(self._settings.step_noise * self._rolls(node_id).gauss(0, 1))
         return self._profile.decode_s(batch, context_tokens) * luck * self._node(node_id)
 
     def transfer_ns(self, path: str, nbytes: int) -> int:
-        """To move bytes when nobody else does; paths as in TransferSample."""
+        """Return the duration of a transfer without contention; paths as in TransferSample."""
         return round(self._profile.transfer_s(path, nbytes) * NS)
 
     def _node(self, node_id: str) -> float:

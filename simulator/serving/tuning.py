@@ -1,5 +1,4 @@
-"""What other objectives, or another split of the nodes, would come to under the same arrivals: one thing changed at a
-time around a base."""
+"""Evaluation of other objectives or splits of the nodes under the same arrivals: one change at a time to a base."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,7 @@ Varied = Literal["ttft", "tbt", "split"]
 
 @dataclass(frozen=True, slots=True)
 class TuningPoint:
-    """One setting over all seeds. Shares are of the requests that arrived. `is_base`: nothing is changed here."""
+    """Results of one setting over all seeds. Shares are of the requests that arrived. `is_base`: nothing is changed."""
 
     varied: Varied
     is_base: bool
@@ -39,7 +38,7 @@ class Tuning:
     points: tuple[TuningPoint, ...]
 
     def of(self, varied: Varied) -> list[TuningPoint]:
-        """In the order in which the values were given."""
+        """Return the points of one kind, in the order in which the values were given."""
         return [point for point in self.points if point.varied == varied]
 
     def to_json(self) -> dict[str, Any]:
@@ -66,9 +65,9 @@ def tune(
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tuning:
-    """Run `spec` with each of these objectives in place of its own, and with so many of its nodes for prefill.
+    """Run `spec` with each of these objectives instead of its own, and with so many of its nodes for prefill.
 
-    The base is among the points of each kind, wherever its value belongs. Raises BadSetting and what `run_one` raises.
+    The base is among the points of each kind, in order of its value. Raises BadSetting and the errors of `run_one`.
     """
     if seeds < 1 or processes < 1:
         raise BadSetting(f"{seeds} seeds on {processes} processes; give at least one of each")
@@ -101,7 +100,7 @@ def tune(
 
 
 def _with(base: Any, values: Sequence[Any]) -> list[Any]:
-    """Nothing, if nothing is varied."""
+    """Return the values with the base's among them; empty if nothing is varied."""
     return sorted({base, *values}) if values else []
 
 

@@ -1,4 +1,4 @@
-"""How what was tried is shown: a table, and the picture of it."""
+"""Table and plot of tuning results."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ _STYLE: Final[dict[Any, Any]] = {
 
 
 def tuning_tables(found: Tuning) -> list[Table]:
-    """One for each thing that was varied."""
+    """Return one table per varied quantity."""
     tables = []
     for varied, name in _NAMES.items():
         points = found.of(varied)
@@ -57,7 +57,7 @@ def _value(point: TuningPoint) -> str:
 
 
 def plot_tuning(found: Tuning, path: Path) -> None:
-    """A column for each thing that was varied: goodput above, what became of the requests below. Raises BadSetting."""
+    """Plot a column per varied quantity: goodput above, request outcomes below. Raises BadSetting."""
     columns = [(name, points) for varied, name in _NAMES.items() if (points := found.of(varied))]
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(3.6 * len(columns) + 0.6, 5.2), layout="constrained")
