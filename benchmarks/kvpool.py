@@ -287,10 +287,11 @@ def one_size(ours: Ours, peer: Mooncake | None, nbytes: int, rounds: int) -> dic
 
 def serve(folder: str) -> None:
     """The pool node's process."""
-    config = PoolNodeConfig(
+    config = assemble(
+        PoolNodeConfig,
         node_id="benchmark",
         listen=f"unix:{folder}/pool.sock",
-        arena_bytes=ARENA_NBYTES,
+        pool_bytes=ARENA_NBYTES,
         messenger=assemble(MessengerConfig, shm_dir=Path(folder)),
     )
     stop = asyncio.Event()

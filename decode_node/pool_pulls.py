@@ -71,7 +71,7 @@ class PoolPuller:
                     lease.key,
                     memory.region,
                     memory.slot_slices(slots, remote),
-                    deadline_s=min(self._node.config.lease_s, max(0.1, reservation.request.time_left_s)),
+                    deadline_s=min(self._node.config.kv.lease_s, max(0.1, reservation.request.time_left_s)),
                     priority=Priority.URGENT,
                 )
             )

@@ -1,12 +1,15 @@
 """Configuration of the frontend: parsed elsewhere, validated here, frozen."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
 from frontend.errors import FrontendConfigError
+from settings.frontend import HttpSettings
+from settings.node import NodeSettings
+from settings.worker import BlockSettings
 
-_MAY_BE_ZERO: Final = frozenset({"port", "replace_grace_s", "drain_grace_s", "answer_memory_nbytes"})
+_MAY_BE_ZERO: Final = frozenset({"replace_grace_s"})
 
 
 @dataclass(frozen=True)
@@ -33,30 +36,17 @@ class FrontendConfig:
 
     models: tuple[ServedModelConfig, ...]  # a request without a model goes to the first
     conductor_targets: tuple[str, ...]  # gRPC targets of all conductors; any of them can place a request
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free port
-    node_id: str = "frontend-0"
-    api_keys: tuple[
-        str, ...
-    ] = ()  # for trials, each a tenant of its own; with neither these nor a keys file, no key is required
-    api_keys_file: Path | None = None  # YAML, reloaded when it changes
-    tls_cert: Path | None = None  # PEM; with its key: HTTPS instead of HTTP; both are reloaded when they change
-    tls_key: Path | None = None
-    metrics_need_admin: bool = False  # otherwise all clients may read /metrics
-    block_tokens: int = 16  # for every model; must equal the nodes'
-    request_timeout_s: float = 600.0  # from arrival to the last token
+    http: HttpSettings = field(default_factory=HttpSettings)
+    blocks: BlockSettings = field(default_factory=BlockSettings)  # must be those of the nodes
+    node: NodeSettings = field(default_factory=lambda: NodeSettings("frontend-0"))  # with the node id
     idle_timeout_s: float = 60.0  # longest time between two tokens before the decode worker is suspected
     max_attempts: int = 5  # attempts per request; those that reached no worker do not count during replace_grace_s
     # Longest wait of a request for another placement after its worker died or was unreachable
     replace_grace_s: float = 30.0
-    endless_idle_s: float = 120.0  # an endless request ends after this time without a token
-    hold_off_s: float = 1.0  # first pause before a failed node is used again if it is the only one; doubles
     attach_timeout_s: float = 5.0  # opening the token stream to a worker
     max_body_nbytes: int = 16 << 20
     max_bodies_nbytes: int = 1 << 30  # all request bodies in memory together
     body_timeout_s: float = 60.0  # to receive one request's body
-    header_timeout_s: float = 15.0  # to receive one request's headers
-    max_connections: int = 10_000  # open client connections
     max_prompts: int = 64  # in one completions request
     max_choices: int = 128  # choices per request: prompts times n
     max_prompt_scores: int = 4 << 20  # log-probabilities of prompt tokens in one response
@@ -67,9 +57,7 @@ class FrontendConfig:
     chat_default_tokens: int = 2048  # upper limit for a chat without max_tokens
     client_buffer_tokens: int = 1024  # per request; a request whose client falls further behind is cancelled
     tokenizer_threads: int = 2
-    answer_memory_nbytes: int = 64 << 20  # for the token ids of chat answers, per model; 0: off
     cluster_interval_s: float = 1.0  # between two polls of the cluster's state
-    drain_grace_s: float = 30.0  # for running requests after a stop request
     access_log: bool = False
 
     def __post_init__(self) -> None:
@@ -82,15 +70,19 @@ class FrontendConfig:
             raise FrontendConfigError(
                 "conductor_targets is empty or contains an empty target: the frontend needs at least one conductor"
             )
-        if not 0 <= self.port <= 65535:
-            raise FrontendConfigError(f"port must be between 0 and 65535, got {self.port}")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise FrontendConfigError("tls_cert and tls_key must be set together: HTTPS needs both")
-        if any(not key for key in self.api_keys):
-            raise FrontendConfigError("api_keys contains an empty key")
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if not (value > 0 or (value == 0 and field.name in _MAY_BE_ZERO)):
-                raise FrontendConfigError(f"{field.name} must be positive, got {value}")
+            if not (value > 0 or (value == 0 and each.name in _MAY_BE_ZERO)):
+                raise FrontendConfigError(f"{each.name} must be positive, got {value}")
+
+    @property
+    def node_id(self) -> str:
+        """Name in the cluster."""
+        return self.node.node_id
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a KV block."""
+        return self.blocks.block_tokens

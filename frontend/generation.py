@@ -70,7 +70,9 @@ class Generation:
         self._context = context
         self._output = output
         config = context.config
-        self._avoided_nodes = AvoidedNodes(config.hold_off_s, config.replace_grace_s / 2, context.cluster.incarnation)
+        self._avoided_nodes = AvoidedNodes(
+            config.http.hold_off_s, config.replace_grace_s / 2, context.cluster.incarnation
+        )
         self._retry_budget = RetryBudget(config.max_attempts, config.replace_grace_s)
         self._placer = Placer(
             context.conductor,

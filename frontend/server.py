@@ -37,8 +37,8 @@ async def serve_frontend(
     the last request in flight has ended.
     Raises HttpPortInUse, FrontendConfigError, ModelFilesError before anything is served.
     """
-    certificate = certificate_of(config.tls_cert, config.tls_key)
-    listener = bind(config.host, config.port)
+    certificate = certificate_of(config.http.http_tls_cert, config.http.http_tls_key)
+    listener = bind(config.http.host, config.http.port)
     try:
         service = Service(config, await load_tokenizers(config.models), on_rest)
         if certificate is not None:
@@ -133,7 +133,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._certificate = certificate
         self.is_up = asyncio.Event()
-        limits = ConnectionLimits(service.config.max_connections, service.config.header_timeout_s)
+        limits = ConnectionLimits(service.config.http.max_connections, service.config.http.header_timeout_s)
         self.connections = ConnectionMonitor(limits, self._open_now, service.door_metrics.turned_away)
         service.door_metrics.watch_connections(lambda: len(self.server_state.connections))
 

@@ -57,7 +57,7 @@ class ServedModel:
         self.name = model.name
         self.tokenizer = tokenizer
         self.metrics = RequestMetrics(families, model.name)
-        self._answers = AnswerMemory(config.answer_memory_nbytes)
+        self._answers = AnswerMemory(config.http.answer_memory_bytes)
         self.preparer = Preparer(config, model, tokenizer, cluster, threads, self._answers, self.metrics)
         self._num_sessions = 0
 
@@ -129,11 +129,11 @@ class Service:
         self._on_rest = on_rest
         self.registry = new_registry()
         self.door_metrics = FrontendMetrics(self.registry)
-        self.keys = ApiKeys(config.api_keys, required=config.api_keys_file is not None)
+        self.keys = ApiKeys(config.http.api_key, required=config.http.api_keys_file is not None)
         self._keys_file = (
             None
-            if config.api_keys_file is None
-            else KeysFileWatcher(config.api_keys_file, self.keys, self.door_metrics, self._tell_tenants)
+            if config.http.api_keys_file is None
+            else KeysFileWatcher(config.http.api_keys_file, self.keys, self.door_metrics, self._tell_tenants)
         )
         self.quotas = TenantQuotas(self.door_metrics.quota_rejected)
         self.conductor = ConductorClient(config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants)
@@ -229,7 +229,7 @@ class Service:
     async def drain(self) -> None:
         """Reject new requests, wait up to the grace for running ones, then end the remaining ones with an error."""
         self.draining = True
-        if await self._idle_within(self.config.drain_grace_s):
+        if await self._idle_within(self.config.http.drain_grace_s):
             return
         _log.warning("%d requests still run after the grace; ending them", len(self._sessions))
         for session in self._sessions:

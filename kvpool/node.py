@@ -35,7 +35,7 @@ class PoolNode:
         self.incarnation = incarnation
         self.core = PoolCore(config.limits, incarnation)
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=incarnation)
-        self.copying = asyncio.Semaphore(config.max_copies)
+        self.copying = asyncio.Semaphore(config.max_incoming_copies)
         self.num_copies = 0
         self.ssd: SsdTier | None = None
         self.counters: defaultdict[str, float] = defaultdict(float)  # of the shell; the core has its own
@@ -61,7 +61,7 @@ class PoolNode:
         except BaseException:
             await asyncio.to_thread(self.messenger.close)
             raise
-        if self.config.ssd_dir is not None:
+        if self.config.pool.pool_ssd_dir is not None:
             try:
                 self.ssd = await SsdTier.open(
                     self.config, self.core, self.memory.array, self.publish_changes, self.counters
@@ -302,9 +302,9 @@ class PoolNode:
 
     def _arena(self) -> SharedMemory:
         try:
-            return SharedMemory.create(self.config.arena_bytes, "moonpool-arena", self.config.hugepages)
+            return SharedMemory.create(self.config.pool.pool_bytes, "moonpool-arena", self.config.pool.pool_hugepages)
         except OSError as error:
-            if self.config.hugepages == "on":
+            if self.config.pool.pool_hugepages == "on":
                 raise PoolConfigError(f"the arena cannot be made of huge pages: {error.strerror}") from error
             raise
 

@@ -25,7 +25,7 @@ def state(node: PoolNode) -> dict[str, Any]:
         "node_id": node.config.node_id,
         "incarnation": node.incarnation,
         "endpoint": str(node.messenger.endpoint),
-        "arena_bytes": node.config.arena_bytes,
+        "arena_bytes": node.config.pool.pool_bytes,
         "arena_pages": node.memory.pages,
         "door": node.local_socket,
         "used_bytes": store.dram.slabs.nbytes_used,
@@ -33,7 +33,7 @@ def state(node: PoolNode) -> dict[str, Any]:
             "dram": {
                 "blocks": store.dram.num_copies,
                 "used_bytes": store.dram.slabs.nbytes_used,
-                "capacity_bytes": node.config.arena_bytes,
+                "capacity_bytes": node.config.pool.pool_bytes,
             },
             "ssd": {
                 "blocks": store.ssd.num_copies,
@@ -78,7 +78,7 @@ def gauges(node: PoolNode) -> dict[str, float]:
         "pool_puts_open": len(node.core.puts),
         "pool_held_blocks": store.dram.num_copies,
         "pool_used_bytes": store.dram.slabs.nbytes_used,
-        "pool_capacity_bytes": node.config.arena_bytes,
+        "pool_capacity_bytes": node.config.pool.pool_bytes,
         "pool_ssd_held_blocks": store.ssd.num_copies,
         "pool_ssd_used_bytes": store.ssd.slabs.nbytes_used - store.ssd.freed_nbytes,
         "pool_ssd_capacity_bytes": node.config.limits.ssd_nbytes,

@@ -63,7 +63,7 @@ async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.N
             incarnation=node.incarnation,
             target=target,
             endpoint=endpoint.to_proto(),
-            host_id=node.config.host_id or endpoint.host_id,
+            host_id=node.config.host.host_id or endpoint.host_id,
             software=own_software(kv_wire=KV_WIRE),
         )
     )
@@ -99,8 +99,8 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
         def add(server: grpc.aio.Server) -> None:
             pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)
 
-        server = await start_server(config.listen, add)
-        target = target_to_dial(server.target, config.advertise)
+        server = await start_server(config.listen.listen, add)
+        target = target_to_dial(server.target, config.host.advertise)
         drained = asyncio.create_task(_drained(node))
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait()), drained]
         try:

@@ -71,7 +71,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             node_id=self._node.config.node_id,
             incarnation=self._node.incarnation,
             endpoint=self._node.messenger.endpoint.to_proto(),
-            arena_bytes=self._node.config.arena_bytes,
+            arena_bytes=self._node.config.pool.pool_bytes,
             ssd_bytes=self._node.config.limits.ssd_nbytes,
             door=self._node.local_socket,
         )

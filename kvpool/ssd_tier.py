@@ -543,8 +543,8 @@ def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:
             dir=folder,
             nbytes=config.limits.ssd_nbytes,
             node_id=config.node_id,
-            read_depth=config.ssd_depth,
-            write_depth=config.ssd_depth,
+            read_depth=config.pool.pool_ssd_depth,
+            write_depth=config.pool.pool_ssd_depth,
         )
     )
 

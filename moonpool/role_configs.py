@@ -5,7 +5,6 @@ A package's configuration class is imported where it is made: a process imports 
 
 import socket
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
@@ -15,8 +14,7 @@ from moonpool.slo.file import checked_objectives
 from moonpool.supervision.run_dir import OBJECTIVES, default_run_dir, make_run_dir
 from moonpool.supervision.threads import engine_threads, usable_cores
 from settings.conductor import Objectives
-from settings.messenger import TlsSettings, TransportSettings
-from settings.node import HostSettings, NodeSettings
+from settings.node import NodeSettings
 
 if TYPE_CHECKING:
     from conductor.config import ConductorConfig
@@ -68,19 +66,12 @@ def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
     from kvpool import PoolNodeConfig
 
     return PoolNodeConfig(
-        node_id=node_id,
-        listen=config.listen.listen,
-        advertise=config.host.advertise,
+        node=replace(config.node, node_id=node_id),
+        listen=config.listen,
+        host=config.host,
         conductor_targets=config.conductor.conductor,
-        arena_bytes=config.pool.pool_bytes,
-        hugepages=config.pool.pool_hugepages,
-        policy=config.pool.pool_policy,
-        quotas=config.pool.quotas,
-        ssd_dir=config.pool.pool_ssd_dir,
-        ssd_bytes=config.pool.ssd_bytes,
-        ssd_depth=config.pool.pool_ssd_depth,
-        host_id=config.host.host_id,
-        messenger=_messenger_config(config.transport, config.tls, config.host, _socket_dir(config.node, node_id)),
+        pool=config.pool,
+        messenger=_messenger_config(config, node_id, gpu=None),
     )
 
 
@@ -90,37 +81,16 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
     paced = config.engine.engine == "paced"
     device = "cpu" if paced else choose_device(config.engine.device, config.worker.worker_index)
     return WorkerConfig(
-        node_id=node_id,
-        listen=config.listen.listen,
-        advertise=config.host.advertise,
+        node=replace(config.node, node_id=node_id),
+        listen=config.listen,
+        host=config.host,
         conductor_targets=config.conductor.conductor,
         pool_target=config.worker.pool,
-        model_path=config.model.path,
-        served_model_name=config.model.name,
-        engine=config.engine.engine,
-        paced_profile=config.engine.paced_profile,
-        paced_kv_bytes=config.engine.paced_kv_bytes,
-        paced_answer_tokens=config.engine.paced_answer_tokens,
-        device=device,
-        dtype=config.engine.dtype,
-        block_tokens=config.model.block_tokens,
-        capacity_tokens=config.engine.capacity_tokens,
-        max_batch=config.engine.max_batch,
-        prefill_chunk_tokens=config.engine.prefill_chunk_tokens,
-        prefill_lookahead=config.engine.prefill_lookahead,
-        max_model_len=config.engine.max_model_len,
-        threads=engine_threads(config.engine.threads, 1, usable_cores()),
-        drain_grace_s=config.engine.worker_drain_grace_s,
-        lease_s=config.kv.lease_s,
-        put_ttl_s=config.kv.put_ttl_s,
-        kv_load_wait_s=config.kv.kv_load_wait_s,
-        kv_parity_sample=config.kv.kv_parity_sample,
-        kv_storage=config.kv.kv_storage,
-        push_timeout_s=config.kv.push_timeout_s,
-        messenger=replace(
-            _messenger_config(config.transport, config.tls, config.host, _socket_dir(config.node, node_id)),
-            gpu=gpu_of(device),
-        ),
+        model=config.model,
+        blocks=config.blocks,
+        engine=replace(config.engine, device=device, threads=engine_threads(config.engine.threads, 1, usable_cores())),
+        kv=config.kv,
+        messenger=_messenger_config(config, node_id, gpu=gpu_of(device)),
     )
 
 
@@ -130,22 +100,9 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
     return FrontendConfig(
         models=tuple(ServedModelConfig(entry.path, entry.name, entry.aliases) for entry in config.served),
         conductor_targets=config.conductor.conductor,
-        host=config.http.host,
-        port=config.http.port,
-        node_id=node_id,
-        api_keys=config.http.api_key,
-        api_keys_file=config.http.api_keys_file,
-        tls_cert=config.http.http_tls_cert,
-        tls_key=config.http.http_tls_key,
-        metrics_need_admin=config.http.metrics_need_admin,
-        max_connections=config.http.max_connections,
-        header_timeout_s=config.http.header_timeout_s,
-        block_tokens=config.model.block_tokens,
-        request_timeout_s=config.http.request_timeout_s,
-        drain_grace_s=config.http.drain_grace_s,
-        hold_off_s=config.http.hold_off_s,
-        endless_idle_s=config.http.endless_idle_s,
-        answer_memory_nbytes=config.http.answer_memory_bytes,
+        http=config.http,
+        blocks=config.blocks,
+        node=replace(config.node, node_id=node_id),
     )
 
 
@@ -167,18 +124,8 @@ def gpu_of(device: str) -> int | None:
     return int(number or 0) if kind == "cuda" else None
 
 
-def _messenger_config(
-    transport: TransportSettings, tls: TlsSettings, host: HostSettings, socket_dir: Path
-) -> "MessengerConfig":
+def _messenger_config(config: PoolNodeRole | WorkerRole, node_id: str, *, gpu: int | None) -> "MessengerConfig":
     from messenger import MessengerConfig
 
-    return MessengerConfig(
-        transport=transport,
-        host=host,
-        tls=tls,
-        shm_dir=socket_dir,
-    )
-
-
-def _socket_dir(node: NodeSettings, node_id: str) -> Path:
-    return make_run_dir(node.socket_dir or default_run_dir(node_id))
+    shm_dir = make_run_dir(config.node.socket_dir or default_run_dir(node_id))
+    return MessengerConfig(transport=config.transport, host=config.host, tls=config.tls, shm_dir=shm_dir, gpu=gpu)

@@ -150,7 +150,7 @@ class PrefillGroup:
             self.membership.chunks.lose(f"helper {helper.node_id}: {why}")
 
     async def _notice_silence(self) -> None:
-        patience_s, chunks = self._node.config.push_timeout_s, self.membership.chunks
+        patience_s, chunks = self._node.config.kv.push_timeout_s, self.membership.chunks
         while True:
             await asyncio.sleep(_LOOK_S)
             if chunks.idle_s > patience_s:
@@ -185,7 +185,7 @@ async def form_group(
 
     def chunks(members: int) -> list[list[TokenSpan]]:
         return assign_chunks(
-            start, prompt_len, chunk_tokens=config.prefill_chunk_tokens, block_tokens=config.block_tokens,
+            start, prompt_len, chunk_tokens=config.engine.prefill_chunk_tokens, block_tokens=config.block_tokens,
             members=members,
         )  # fmt: skip
 

@@ -191,7 +191,7 @@ class GroupMember:
             slots,
             num_blocks=num_blocks,
             held_blocks=held_blocks,
-            stall_s=node.config.push_timeout_s,
+            stall_s=node.config.kv.push_timeout_s,
             changed=node.engine.wake,
             forward=forward,
         )
@@ -234,7 +234,7 @@ class GroupMember:
             prompt_len=len(self._request.prompt),
             push_from=other.held_blocks,
             deadline_s=lambda: self._request.time_left_s,
-            stall_s=node.config.push_timeout_s,
+            stall_s=node.config.kv.push_timeout_s,
         )
 
     def layer_written(self, layer: int, start: int, end: int) -> None:

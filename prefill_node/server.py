@@ -39,7 +39,7 @@ class PrefillService:
         node.engine.on_layer(self._layer_written)
         self._taps: dict[int, tuple[Pusher | GroupMember, ...]] = {}
         self._push_threads = ThreadPoolExecutor(1, thread_name_prefix="push")
-        self._places = LookaheadLimiter(node.config.prefill_lookahead, node.wait_queue)
+        self._places = LookaheadLimiter(node.config.engine.prefill_lookahead, node.wait_queue)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.helper = GroupHelper(node, self._push_threads, self._tapped)
 
@@ -129,7 +129,7 @@ class PrefillService:
             prompt_len=len(request.prompt),
             push_from=push_from,
             deadline_s=lambda: request.time_left_s,
-            stall_s=self.node.config.push_timeout_s,
+            stall_s=self.node.config.kv.push_timeout_s,
         )
         pusher.push_blocks(range(push_from, work.reused_tokens // self.node.config.block_tokens))
         return pusher

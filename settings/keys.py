@@ -28,6 +28,7 @@ __all__ = [
     "flatten",
     "group_settings",
     "parse_size",
+    "replaced",
 ]
 
 C = TypeVar("C")
@@ -166,6 +167,22 @@ def assemble(cls: type[C], /, **values: Any) -> C:
     if values:
         raise TypeError(f"{cls.__name__} has no field {', '.join(values)}")
     return cls(**arguments)
+
+
+def replaced(config: C, /, **values: Any) -> C:
+    """Copy a configuration with other values by field name, which are distributed as by `assemble`."""
+    hints = typing.get_type_hints(type(config))
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        kind = hints[field.name]
+        if not _is_nested(kind) or isinstance(values.get(field.name), kind):
+            if field.name in values:
+                changes[field.name] = values.pop(field.name)
+        elif own := {name: values.pop(name) for name in _field_names(kind) if name in values}:
+            changes[field.name] = replaced(getattr(config, field.name), **own)
+    if values:
+        raise TypeError(f"{type(config).__name__} has no field {', '.join(values)}")
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
 def _is_nested(kind: Any) -> bool:

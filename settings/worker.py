@@ -9,6 +9,7 @@ from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
 
 __all__ = [
     "BUNDLED_MODEL",
+    "BlockSettings",
     "EngineSettings",
     "KvSettings",
     "ModelSettings",
@@ -27,7 +28,7 @@ def name_of_folder(path: Path) -> str:
 
 @dataclass(frozen=True)
 class ModelSettings(SettingsGroup):
-    """The model, and the size of the blocks that its KV is kept in."""
+    """The model and its names."""
 
     panel: ClassVar[str] = "Model"
     model: Annotated[
@@ -38,7 +39,6 @@ class ModelSettings(SettingsGroup):
         tuple[str, ...],
         Key("Name of the model in requests; further names are aliases", default_text="the folder's name"),
     ] = ()
-    block_tokens: Annotated[int, Key("Tokens in a KV block, the unit of reuse and transfer", low=1, high=4096)] = 16
 
     @property
     def path(self) -> Path:
@@ -58,6 +58,14 @@ class ModelSettings(SettingsGroup):
     def check(self) -> None:
         if not all(name.strip() for name in self.served_model_name):
             raise InvalidSetting("--served-model-name is empty: give a name, or leave it out for the folder's")
+
+
+@dataclass(frozen=True)
+class BlockSettings(SettingsGroup):
+    """Size of the blocks that KV is kept in; the same for all models of a cluster."""
+
+    panel: ClassVar[str] = "Model"
+    block_tokens: Annotated[int, Key("Tokens in a KV block, the unit of reuse and transfer", low=1, high=4096)] = 16
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from worker.engine_interface import Engine
 
 
 def load_engine(config: WorkerConfig) -> Engine:
-    """Return the engine that `config.engine` names. Raises StartupError."""
-    if config.engine == "paced":
+    """Return the engine that `config.engine.engine` names. Raises StartupError."""
+    if config.engine.engine == "paced":
         from worker.paced.engine import PacedEngine
 
         return PacedEngine.of(config)

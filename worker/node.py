@@ -56,9 +56,9 @@ class WorkerNode:
         self.model: Engine = load_engine(config)
         own = self.model.config.max_model_len
         self.grammars = GrammarCompiler(
-            config.model_path, self.model.config.vocab_size, self.model.config.eos_token_ids
+            config.model.path, self.model.config.vocab_size, self.model.config.eos_token_ids
         )
-        self.max_model_len = min(own, config.max_model_len or own, config.capacity_tokens)
+        self.max_model_len = min(own, config.engine.max_model_len or own, config.engine.capacity_tokens)
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=self.incarnation)
         self.endpoint = self.messenger.start()
         self.memory = self.model.new_memory(
@@ -75,14 +75,14 @@ class WorkerNode:
             own_target=config.pool_target,
             owner=config.node_id,
             incarnation=self.incarnation,
-            lease_s=config.lease_s,
-            put_ttl_s=config.put_ttl_s,
-            wait_s=config.kv_load_wait_s,
+            lease_s=config.kv.lease_s,
+            put_ttl_s=config.kv.put_ttl_s,
+            wait_s=config.kv.kv_load_wait_s,
             counters=self.counters,
         )
-        self.parity = ParityChecker(self.memory, config.kv_parity_sample)
+        self.parity = ParityChecker(self.memory, config.kv.kv_parity_sample)
         self.streams = TokenStreams()
-        limits = BatchLimits(config.max_batch, config.prefill_chunk_tokens, config.block_tokens)
+        limits = BatchLimits(config.engine.max_batch, config.engine.prefill_chunk_tokens, config.block_tokens)
         self.engine = EngineLoop(self.model.steps(self.memory), limits, self._on_step_thread)
         self.draining = asyncio.Event()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the engine is past hope
@@ -95,7 +95,7 @@ class WorkerNode:
         self.role = RoleSwitch(
             role,
             self.jobs,
-            grace_s=config.drain_grace_s,
+            grace_s=config.engine.worker_drain_grace_s,
             news=lambda: self.reporter.hurry(),
             done=lambda: self.reporter.announce(self._description()),
         )
@@ -139,13 +139,13 @@ class WorkerNode:
             endpoint=self.endpoint.to_proto(),
             host_id=self.endpoint.host_id,
             pool_node_id=self.kv_connector.own_node_id,
-            model=self.config.served_model_name,
+            model=self.config.model.name,
             kv_namespace=self.namespace,
             spec=self.stored.spec.to_proto(),
-            capacity_tokens=self.config.capacity_tokens,
+            capacity_tokens=self.config.engine.capacity_tokens,
             max_model_len=self.max_model_len,
-            max_batch=self.config.max_batch,
-            prefill_chunk_tokens=self.config.prefill_chunk_tokens,
+            max_batch=self.config.engine.max_batch,
+            prefill_chunk_tokens=self.config.engine.prefill_chunk_tokens,
             kv_bytes_per_token=self.stored.spec.bytes_per_token,
             model_fingerprint=self.model.fingerprint,
             hardware=self.model.hardware,
@@ -357,7 +357,7 @@ class WorkerNode:
             "node_id": self.config.node_id,
             "incarnation": self.incarnation,
             "role": Role.Name(self.role.role),
-            "model": self.config.served_model_name,
+            "model": self.config.model.name,
             "frontends": len(self.streams),
             "draining": self.draining.is_set(),
             "time": time.time(),

@@ -213,7 +213,7 @@ class NodeSlots:
             raise RequestRefused(
                 "too_long",
                 f"the request needs {count + wants} blocks of KV; this node has {self._config.num_slots} "
-                f"({self._config.capacity_tokens} tokens, capacity_tokens)",
+                f"({self._config.engine.capacity_tokens} tokens, capacity_tokens)",
             )
         return await self._queue.take(request, keys, count, wants)
 

@@ -177,7 +177,7 @@ def sequence_of(
         cached_dram_tokens=dram,
         cached_ssd_tokens=ssd,
         cached_remote_tokens=remote,
-        approximate_tokens=max(cached, work.elsewhere_tokens) if node.config.kv_storage == "int8" else 0,
+        approximate_tokens=max(cached, work.elsewhere_tokens) if node.config.kv.kv_storage == "int8" else 0,
     )
     node.counters.add("prompt_tokens", len(work.request.prompt))
     node.counters.add("cached_tokens", cached)

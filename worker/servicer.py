@@ -172,10 +172,10 @@ class WorkerService(WorkerServicer):
         node = self.node
         if node.draining.is_set():
             raise RequestRefused("draining", f"{node.config.node_id} is draining")
-        if submit.model != node.config.served_model_name:
+        if submit.model != node.config.model.name:
             raise RequestRefused(
                 "unknown_model",
-                f"{node.config.node_id} serves {node.config.served_model_name!r}, not {submit.model!r}",
+                f"{node.config.node_id} serves {node.config.model.name!r}, not {submit.model!r}",
             )
         request = Request.from_proto(
             submit,

@@ -25,7 +25,7 @@ async def serve_until(
     """
     drained = False
     try:
-        target = target_to_dial(server.target, node.config.advertise)
+        target = target_to_dial(server.target, node.config.host.advertise)
         await in_thread(node.warm_up)
         if await _unless(stop, _join(node, target)):
             on_ready(target)
@@ -35,7 +35,7 @@ async def serve_until(
             node.reporter.hurry()
             if node.broken.done():
                 raise EngineBroken(f"the engine of {node.config.node_id} is broken: {node.broken.result()}")
-            await node.jobs.wait_idle(node.config.drain_grace_s)
+            await node.jobs.wait_idle(node.config.engine.worker_drain_grace_s)
     finally:
         await server.stop(STOP_GRACE_S)
         await node.close()

@@ -173,10 +173,12 @@ class Transformer(Engine):
     def of(cls, config: WorkerConfig) -> Transformer:
         """Load the configured model. Raises StartupError."""
         try:
-            model = load_model(config.model_path, device=config.device, dtype=config.dtype, threads=config.threads)
+            model = load_model(
+                config.model.path, device=config.engine.device, dtype=config.engine.dtype, threads=config.engine.threads
+            )
         except EngineError as error:
             raise StartupError(str(error)) from error
-        return cls(model, config.kv_storage, hardware_name(model.device, config.threads))
+        return cls(model, config.kv.kv_storage, hardware_name(model.device, config.engine.threads))
 
     def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> KvMemory:
         return KvMemory(self.model, messenger, num_slots=num_slots, block_tokens=block_tokens)

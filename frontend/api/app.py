@@ -156,7 +156,7 @@ class _Routes:
         return _json({"status": "not ready", "reason": reason}, status=503)
 
     async def metrics(self, http: Request) -> Response:
-        if self._service.config.metrics_need_admin:
+        if self._service.config.http.metrics_need_admin:
             self._service.keys.admin(http.headers.get("authorization"))
         text, content_type = exposition(self._service.registry, http.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})

@@ -19,7 +19,7 @@ from settings.node import (
     is_wildcard,
     target_host,
 )
-from settings.worker import EngineSettings, KvSettings, ModelSettings, WorkerSettings
+from settings.worker import BlockSettings, EngineSettings, KvSettings, ModelSettings, WorkerSettings
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class ServeConfig:
     """`moonpool serve`."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
+    blocks: BlockSettings = field(default_factory=BlockSettings)
     further: FurtherModels = field(default_factory=FurtherModels)
     topology: TopologySettings = field(default_factory=TopologySettings)
     http: HttpSettings = field(default_factory=HttpSettings)
@@ -48,7 +49,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         _check_report_timeout(self.policy)
         for entry in self.served:
-            _check_capacity(self.model, entry.engine(self.engine), entry)
+            _check_capacity(self.blocks, entry.engine(self.engine), entry)
             _check_storage(entry.engine(self.engine), self.kv)
         if self.transport.transport == "shm" and self.topology.pool_nodes > 1:
             raise InvalidSetting(
@@ -129,6 +130,7 @@ class WorkerRole:
     conductor: ConductorTargetSettings
     worker: WorkerSettings
     model: ModelSettings
+    blocks: BlockSettings
     engine: EngineSettings
     pool: PoolSettings
     kv: KvSettings
@@ -138,7 +140,7 @@ class WorkerRole:
     logs: LogSettings
 
     def __post_init__(self) -> None:
-        _check_capacity(self.model, self.engine)
+        _check_capacity(self.blocks, self.engine)
         _check_storage(self.engine, self.kv)
         _check_addresses(self.listen, self.host, self.transport)
 
@@ -151,6 +153,7 @@ class FrontendRole:
     conductor: ConductorTargetSettings
     http: HttpSettings
     model: ModelSettings
+    blocks: BlockSettings
     further: FurtherModels
     tls: TlsSettings
     access: AccessSettings
@@ -176,13 +179,13 @@ def _check_report_timeout(policy: PolicyConfig) -> None:
         )
 
 
-def _check_capacity(model: ModelSettings, engine: EngineSettings, entry: ModelEntry | None = None) -> None:
+def _check_capacity(blocks: BlockSettings, engine: EngineSettings, entry: ModelEntry | None = None) -> None:
     """Memory is allocated in whole blocks."""
-    if engine.capacity_tokens % model.block_tokens:
-        fitting = -(-engine.capacity_tokens // model.block_tokens) * model.block_tokens
+    if engine.capacity_tokens % blocks.block_tokens:
+        fitting = -(-engine.capacity_tokens // blocks.block_tokens) * blocks.block_tokens
         of_model = f"model {entry.name!r}: " if entry is not None and "capacity_tokens" in entry.settings else ""
         raise InvalidSetting(
-            f"{of_model}capacity_tokens is {engine.capacity_tokens} and block_tokens {model.block_tokens}: "
+            f"{of_model}capacity_tokens is {engine.capacity_tokens} and block_tokens {blocks.block_tokens}: "
             f"the capacity must be a multiple of the block, for example {fitting}"
         )
 

@@ -25,7 +25,7 @@ async def serve_worker(config: WorkerConfig, role: str, stop: asyncio.Event, on_
     face = WorkerService(
         node, prefill=prefill.serve, whole=AggregatedService(node).serve, decode=decode, helper=prefill.helper
     )
-    server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
+    server = await start_server(config.listen.listen, lambda s: add_WorkerServicer_to_server(face, s))
     try:
         return await serve_until(node, server, stop, on_ready)
     finally:

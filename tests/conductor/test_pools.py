@@ -38,8 +38,12 @@ class Nodes:
 
     async def start(self, name):
         stop, ready = asyncio.Event(), asyncio.Event()
-        config = PoolNodeConfig(
-            name, self.target(name), arena_bytes=4 << 20, messenger=assemble(MessengerConfig, transport="tcp")
+        config = assemble(
+            PoolNodeConfig,
+            node_id=name,
+            listen=self.target(name),
+            pool_bytes=4 << 20,
+            messenger=assemble(MessengerConfig, transport="tcp"),
         )
         task = asyncio.create_task(serve_pool_node(config, stop, lambda _: ready.set()))
         self._running[name] = stop, task

@@ -88,11 +88,12 @@ class World:
         return conductor
 
     async def pool(self, name: str = "pool-0", conductor: str = "c") -> Served:
-        config = PoolNodeConfig(
-            name,
-            f"unix:{self.folder}/{name}.sock",
+        config = assemble(
+            PoolNodeConfig,
+            node_id=name,
+            listen=f"unix:{self.folder}/{name}.sock",
             conductor_targets=(f"unix:{self.folder}/{conductor}.sock",),
-            arena_bytes=4 << 20,
+            pool_bytes=4 << 20,
             messenger=assemble(MessengerConfig, transport="tcp"),
         )
         pool = Served(lambda stop, ready: serve_pool_node(config, stop, ready))

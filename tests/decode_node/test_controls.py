@@ -182,7 +182,7 @@ async def test_requests_whose_grammars_take_long_to_compile_hold_up_no_others(st
     try:
         slow = [
             await pair.frontend.submit(controlled(pair, f"g{i}", PROMPT, **CONTROLS["grammar"]))
-            for i in range(pair.prefill.node.config.prefill_lookahead)
+            for i in range(pair.prefill.node.config.engine.prefill_lookahead)
         ]
         plain = await pair.frontend.submit(controlled(pair, "plain", PROMPT))
         await asyncio.wait_for(plain.ended.wait(), 20)

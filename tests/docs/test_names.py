@@ -24,6 +24,7 @@ from loadtest.dialogue_report import summarise_dialogues
 from loadtest.objectives import Objectives
 from loadtest.summary import summarise
 from messenger.counters import CERTIFICATE_LEFT, Counters, reported
+from settings.keys import assemble
 from telemetry import (
     ConductorCollector,
     FrontendMetrics,
@@ -76,7 +77,7 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
         for path in (ROOT / package).rglob("*.py")
         for name in counter_names(path.read_text(encoding="utf-8"))
     }
-    node = PoolNode(PoolNodeConfig(node_id="n", listen="unix:/nowhere"), incarnation=1)
+    node = PoolNode(assemble(PoolNodeConfig, node_id="n", listen="unix:/nowhere"), incarnation=1)
     counted |= node_metrics.gauges(node).keys() | {f"pool_{name}" for name in node.core.totals()}
     flows = Counters()
     told = [flows.flow(peer="p", transport="rdma", rail=rail, direction="read") for rail in ("", "mlx5_0/1")]

@@ -19,6 +19,7 @@ import pytest
 from frontend import FrontendConfig, ServedModelConfig, serve_frontend
 from frontend.tokenizer import Tokenizer
 from loadtest.tokens import sentence
+from settings.keys import assemble
 
 MODEL = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 TURNS = 50
@@ -124,13 +125,14 @@ def live(request: pytest.FixtureRequest, start_cluster: Callable[..., AbstractCo
 async def front_without_memory(live: Live) -> AsyncIterator[str]:
     """The address of a further front door of the cluster that remembers no answers."""
     stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
-    config = FrontendConfig(
+    config = assemble(
+        FrontendConfig,
         models=(ServedModelConfig(MODEL, live.cluster.ready["model"]),),
         conductor_targets=(live.cluster.ready["conductor"],),
         port=0,
         node_id="front-without-memory",
         block_tokens=live.block,
-        answer_memory_nbytes=0,
+        answer_memory_bytes=0,
     )
     serving = asyncio.create_task(serve_frontend(config, stop, url.set_result))
     try:

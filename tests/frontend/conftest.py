@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from frontend import FrontendConfig, ServedModelConfig, serve_frontend
 from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
+from settings.keys import assemble, replaced
 from telemetry import logs
 from tests.frontend.scripted import WAIT_S, ScriptedCluster, logprob_of, within
 
@@ -167,7 +167,8 @@ class Front:
 
 @pytest.fixture
 def config(model_path: Path, cluster: ScriptedCluster) -> FrontendConfig:
-    return FrontendConfig(
+    return assemble(
+        FrontendConfig,
         models=(ServedModelConfig(model_path, "tiny"),),
         conductor_targets=(cluster.conductor_target,),
         port=0,
@@ -191,7 +192,7 @@ def start_front(config: FrontendConfig) -> StartFront:
     async def start(**changes: Any) -> AsyncIterator[Front]:
         stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
         rests: list[None] = []
-        serving = serve_frontend(replace(config, **changes), stop, url.set_result, lambda: rests.append(None))
+        serving = serve_frontend(replaced(config, **changes), stop, url.set_result, lambda: rests.append(None))
         task = asyncio.create_task(serving)
         await asyncio.wait((task, url), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

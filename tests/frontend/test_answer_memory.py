@@ -119,7 +119,7 @@ async def test_nothing_is_kept_where_the_memory_is_off(
     cluster: Any, start_front: Any, prompt_of: Any, letters: Letters, ids_of: Letters
 ) -> None:
     prompts = Prompts(cluster, prompt_of, [*letters("the cat"), 3], STOP)
-    async with start_front(answer_memory_nbytes=0) as front:
+    async with start_front(answer_memory_bytes=0) as front:
         text = await said(front, [user("hi")])
         await said(front, [user("hi"), assistant(text), user("more")])
     first, second = prompts.seen
@@ -181,7 +181,7 @@ async def test_salts_share_no_answers(
 async def test_tenants_share_no_answers(cluster: Any, start_front: Any, prompt_of: Any, letters: Letters) -> None:
     ids = letters("the cat")
     prompts = Prompts(cluster, prompt_of, [*ids, 3], STOP)
-    async with start_front(api_keys=("one", "two")) as front:
+    async with start_front(api_key=("one", "two")) as front:
         for key, messages in (("one", [user("hi")]), ("two", [user("hi"), assistant("the cat"), user("more")])):
             headers = {"authorization": f"Bearer {key}"}
             status, _ = await front.post("/v1/chat/completions", {"messages": messages}, headers=headers)

@@ -281,7 +281,7 @@ async def test_a_priority_that_is_no_whole_number_of_32_bits_is_refused(front: A
 
 async def test_api_keys_are_asked_for_except_by_probes_and_metrics(cluster: Any, start_front: Any) -> None:
     cluster.answer_with(lambda submit: ([20], worker_pb2.FINISH_LENGTH))
-    async with start_front(api_keys=("secret-1", "sécret-2")) as front:
+    async with start_front(api_key=("secret-1", "sécret-2")) as front:
         for headers in (
             {},
             {"authorization": "Bearer wrong"},

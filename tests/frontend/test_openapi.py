@@ -146,7 +146,7 @@ def test_bodies_that_are_taken_conform_and_refused_fields_do_not(check: Any) -> 
 
 
 async def test_a_key_is_described_where_one_is_asked_for(start_front: Any) -> None:
-    async with start_front(api_keys=("secret",)) as front:
+    async with start_front(api_key=("secret",)) as front:
         described = json.loads((await front.get("/openapi.json"))[1])
     assert described["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
     asked = {path for path, item in described["paths"].items() if "security" in next(iter(item.values()))}

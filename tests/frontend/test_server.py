@@ -9,7 +9,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,18 @@ from frontend import FrontendConfig, FrontendConfigError, HttpPortInUse, ModelFi
 from frontend.server import bind, url_of
 from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import worker_pb2
+from settings.keys import InvalidSetting, replaced
 
 CODE = """
 import asyncio, sys
 from pathlib import Path
 from frontend import FrontendConfig, ServedModelConfig, serve_frontend
 from rpc.control import run
+from settings.keys import assemble
 
 async def main(stop):
     models = (ServedModelConfig(Path(sys.argv[1]), "tiny"),)
-    config = FrontendConfig(models=models, conductor_targets=(sys.argv[2],), port=0)
+    config = assemble(FrontendConfig, models=models, conductor_targets=(sys.argv[2],), port=0)
     await serve_frontend(config, stop, lambda url: print(url, flush=True))
 
 stop = asyncio.Event()
@@ -77,9 +78,9 @@ def test_url_is_one_that_a_client_can_use(host: str, start: str) -> None:
         ({"port": 70000}, "port"),
         ({"conductor_targets": ("",)}, "conductor_targets"),
         ({"block_tokens": 0}, "block_tokens"),
-        ({"request_timeout_s": float("nan")}, "request_timeout_s"),
-        ({"drain_grace_s": -1.0}, "drain_grace_s"),
-        ({"api_keys": ("a", "")}, "api_keys"),
+        ({"request_timeout_s": float("nan")}, "request_timeout"),
+        ({"drain_grace_s": -1.0}, "drain_grace"),
+        ({"api_key": ("a", "")}, "--api-key is empty"),
         ({"models": ()}, "models is empty"),
         ({"models": (ServedModelConfig(Path("a"), "m"), ServedModelConfig(Path("b"), "m"))}, "'m' is used twice"),
         (
@@ -91,8 +92,8 @@ def test_url_is_one_that_a_client_can_use(host: str, start: str) -> None:
 def test_configuration_that_cannot_be_right_is_refused_by_name(
     config: FrontendConfig, change: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(FrontendConfigError, match=named):
-        replace(config, **change)
+    with pytest.raises((FrontendConfigError, InvalidSetting), match=named):
+        replaced(config, **change)
 
 
 @pytest.mark.parametrize(

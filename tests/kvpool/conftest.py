@@ -111,12 +111,13 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[PoolStarter]:
     running: list[RunningPool] = []
 
     async def start(node_id: str = "pool", listen: str = "", **fields: Any) -> RunningPool:
-        config = PoolNodeConfig(
+        config = assemble(
+            PoolNodeConfig,
             node_id=node_id,
             listen=listen or f"unix:{tmp_path}/{node_id}.sock",
             **{
-                "arena_bytes": 1 << 20,
-                "policy": "lru",  # what leaves next can be told at a glance
+                "pool_bytes": 1 << 20,
+                "pool_policy": "lru",  # what leaves next can be told at a glance
                 "sweep_s": 0.02,
                 "heartbeat_s": 0.1,
                 "report_s": 0.05,

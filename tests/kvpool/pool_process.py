@@ -12,12 +12,13 @@ from settings.keys import assemble
 
 if __name__ == "__main__":
     node_id, listen, run_dir, *ssd = sys.argv[1:]
-    config = PoolNodeConfig(
+    config = assemble(
+        PoolNodeConfig,
         node_id=node_id,
         listen=listen,
-        arena_bytes=1 << 20,
-        ssd_dir=Path(ssd[0]) if ssd else None,
-        ssd_bytes=int(ssd[1]) if ssd else 0,
+        pool_bytes=1 << 20,
+        pool_ssd_dir=Path(ssd[0]) if ssd else None,
+        pool_ssd_bytes=int(ssd[1]) if ssd else None,
         heartbeat_s=0.1,
         messenger=assemble(MessengerConfig, shm_dir=Path(run_dir)),
     )

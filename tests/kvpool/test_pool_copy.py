@@ -40,7 +40,7 @@ async def test_a_copy_brings_only_what_the_source_has_and_the_target_lacks(start
 
 
 async def test_a_copy_into_too_small_an_arena_brings_a_leading_run(start_pool, worker, chain_of) -> None:
-    source, target = await start_pool("source"), await start_pool("target", arena_bytes=64 << 10)
+    source, target = await start_pool("source"), await start_pool("target", pool_bytes=64 << 10)
     await worker.put(worker.client(source.target), chain_of(200))
     client = worker.client(target.target)
     copied, _ = await client.copy(worker.ns, chain_of(200), source.target, 10)
@@ -129,7 +129,7 @@ async def test_a_source_that_falls_silent_ends_the_copy_in_time(start_pool, work
 
 
 async def test_copies_of_overlapping_prompts_bring_each_block_once(start_pool, worker, chain_of) -> None:
-    source, target = await start_pool("source"), await start_pool("target", max_copies=1)
+    source, target = await start_pool("source"), await start_pool("target", max_incoming_copies=1)
     await worker.put(worker.client(source.target), chain_of(40))
     client = worker.client(target.target)
     copies = [client.copy(worker.ns, chain_of(n), source.target, 10) for n in (10, 20, 40)]

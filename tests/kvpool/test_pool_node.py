@@ -11,12 +11,13 @@ from kvpool import KvSpec, Lease, SlotStatus, layer_digests, parent_keys
 from kvpool.errors import PoolConfigError, PoolRefused, PutLost, SpecMismatch
 from messenger import AddressInUse, RemoteAccessError
 from rpc.control import Unavailable
+from settings.keys import InvalidSetting
 
 NEW, EXISTS, NO_SPACE = SlotStatus.NEW, SlotStatus.EXISTS, SlotStatus.NO_SPACE
 
 
 async def test_describe_names_the_node_and_its_messenger(start_pool, worker) -> None:
-    pool = await start_pool(arena_bytes=256 << 10)
+    pool = await start_pool(pool_bytes=256 << 10)
     description = await worker.client(pool.target).describe()
     assert (description.node_id, description.arena_bytes) == ("pool", 256 << 10)
     assert description.endpoint.node_id == "pool"
@@ -50,7 +51,7 @@ async def test_a_put_is_invisible_before_its_seal(start_pool, worker, chain_of) 
 
 
 async def test_statuses_new_exists_no_space(start_pool, worker, chain_of) -> None:
-    pool = await start_pool(arena_bytes=64 << 10)
+    pool = await start_pool(pool_bytes=64 << 10)
     client = worker.client(pool.target)
     await worker.put(client, chain_of(2))
     lease = await client.pin(worker.ns, chain_of(2), lease_s=30)
@@ -111,7 +112,7 @@ async def test_a_dead_owners_put_expires_and_its_slots_come_back(start_pool, wor
 
 
 async def test_a_lease_protects_from_eviction_until_given_back(start_pool, worker, chain_of) -> None:
-    client = worker.client((await start_pool(arena_bytes=64 << 10)).target)
+    client = worker.client((await start_pool(pool_bytes=64 << 10)).target)
     await worker.put(client, chain_of(3))
     lease = await client.pin(worker.ns, chain_of(3), lease_s=30)
     crowd = chain_of(200, salt="crowd")
@@ -254,10 +255,10 @@ async def test_an_address_in_use_is_named(start_pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"arena_bytes": 1000}, {"arena_bytes": 1 << 60}, {"operation_s": 0}, {"max_copies": 0}]
+    "fields", [{"pool_bytes": 1000}, {"pool_bytes": 1 << 60}, {"operation_s": 0}, {"max_incoming_copies": 0}]
 )
 async def test_impossible_configurations_are_refused(start_pool, fields: dict[str, float]) -> None:
-    with pytest.raises(PoolConfigError):
+    with pytest.raises((PoolConfigError, InvalidSetting)):
         await start_pool(**fields)
 
 

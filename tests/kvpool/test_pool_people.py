@@ -26,7 +26,7 @@ async def put_tail(worker, client, parent: bytes, tokens: list[int], seed: int) 
 
 
 async def test_a_block_is_shown_in_full(start_pool, worker, chain_of, ssd_dir) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, ssd_bytes=1 << 20)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, pool_ssd_bytes=1 << 20)).target)
     chain = chain_of(3)
     await worker.put(client, chain)
     await client.flush(dram_only=True)
@@ -84,7 +84,7 @@ async def test_a_flush_takes_what_nobody_uses(start_pool, worker, chain_of) -> N
 
 
 async def test_a_partial_block_is_leased_after_its_run_also_from_ssd(start_pool, worker, chain_of, ssd_dir) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, ssd_bytes=1 << 20)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, pool_ssd_bytes=1 << 20)).target)
     chain = chain_of(3)
     await worker.put(client, chain)
     first = await put_tail(worker, client, bytes(chain[2]), [7, 8], seed=1)
@@ -111,8 +111,8 @@ async def test_a_partial_block_is_leased_after_its_run_also_from_ssd(start_pool,
 
 
 async def test_a_quota_keeps_one_model_from_the_room_of_others(start_pool, worker, chain_of) -> None:
-    half = {worker.ns: 0.5}
-    client = worker.client((await start_pool(arena_bytes=64 << 10, quotas=half)).target)
+    half = (f"{worker.ns.hex()}=0.5",)
+    client = worker.client((await start_pool(pool_bytes=64 << 10, pool_quota=half)).target)
     await worker.put(client, chain_of(40))
     await worker.put(client, chain_of(40, "more"))
     used = (await client.state())["tiers"]["dram"]["used_bytes"]
@@ -121,7 +121,7 @@ async def test_a_quota_keeps_one_model_from_the_room_of_others(start_pool, worke
 
 async def test_memory_is_emptied_as_far_as_the_ssd_has_room(start_pool, worker, chain_of, ssd_dir) -> None:
     """1 MiB on SSD holds 256 of these blocks; what came there first gives way when asked again."""
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, ssd_bytes=1 << 20)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, pool_ssd_bytes=1 << 20)).target)
     for i in range(4):
         await worker.put(client, chain_of(100, f"prompt {i}"))
     flushed = await client.flush(dram_only=True, deadline_s=60)

@@ -14,7 +14,7 @@ from kvpool.ssd.recovery import read_journal
 from messenger import MessengerConfig
 from settings.keys import assemble
 
-SSD = {"ssd_bytes": 1 << 20}
+SSD = {"pool_ssd_bytes": 1 << 20}
 
 
 async def put_on_ssd(worker: Any, client: Any, chain: Any) -> list[np.ndarray]:
@@ -38,7 +38,7 @@ def same(worker: Any, lease: Any, got: list[np.ndarray], written: list[np.ndarra
 
 
 async def test_a_pin_brings_what_is_on_ssd(start_pool, worker, chain_of, ssd_dir) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     written = await put_on_ssd(worker, client, chain_of(40))
     assert await client.pin(worker.ns, chain_of(40), lease_s=30) is None
     lease = await client.pin(worker.ns, chain_of(40), lease_s=30, wait_s=60)
@@ -51,7 +51,7 @@ async def test_a_pin_brings_what_is_on_ssd(start_pool, worker, chain_of, ssd_dir
 
 
 async def test_two_pins_share_one_load(start_pool, worker, chain_of, ssd_dir) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     await put_on_ssd(worker, client, chain_of(30))
     pins = (client.pin(worker.ns, chain_of(n), lease_s=30, wait_s=60) for n in (20, 30, 30))
     leases = await asyncio.gather(*pins)
@@ -62,7 +62,7 @@ async def test_two_pins_share_one_load(start_pool, worker, chain_of, ssd_dir) ->
 
 
 async def test_a_pin_does_not_wait_where_there_is_nothing_to_load(start_pool, worker, chain_of, ssd_dir) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     await worker.put(client, chain_of(3))
     lease = await client.pin(worker.ns, chain_of(9), lease_s=30, wait_s=3600, deadline_s=30)
     assert lease.num_blocks == 3
@@ -73,7 +73,7 @@ async def test_a_pin_does_not_wait_where_there_is_nothing_to_load(start_pool, wo
 
 
 async def test_a_prefetch_brings_blocks_before_the_pin(start_pool, worker, chain_of, ssd_dir, until) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     written = await put_on_ssd(worker, client, chain_of(12))
     assert await client.prefetch(worker.ns, chain_of(12)) == 12
 
@@ -89,7 +89,7 @@ async def test_a_prefetch_brings_blocks_before_the_pin(start_pool, worker, chain
 
 
 async def test_a_run_longer_than_memory_comes_as_far_as_it_fits(start_pool, worker, chain_of, ssd_dir) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, arena_bytes=64 << 10, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, pool_bytes=64 << 10, **SSD)).target)
     chain = chain_of(120)
     written: list[list[np.ndarray]] = []
     for first in range(0, 120, 40):
@@ -115,7 +115,7 @@ async def test_what_would_leave_memory_next_is_written_without_being_asked_for(
     start_pool, worker, chain_of, ssd_dir, until
 ) -> None:
     """A working set twice as large as memory ends up on SSD, and is all there."""
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, arena_bytes=64 << 10, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, pool_bytes=64 << 10, **SSD)).target)
     written = []
     for i in range(6):
         written.append(await worker.put(client, chain_of(20, f"prompt {i}")))
@@ -187,7 +187,7 @@ async def test_a_node_killed_while_it_writes_gives_nothing_wrong_afterwards(
 async def test_what_was_quarantined_at_rest_is_not_brought_back_by_a_crash(
     start_pool, worker, chain_of, ssd_dir, until
 ) -> None:
-    client, chain = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target), chain_of(3)
+    client, chain = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target), chain_of(3)
     await put_on_ssd(worker, client, chain)
     (journal,) = ssd_dir.rglob("journal")
     assert len(read_journal(journal).extents) == 3
@@ -200,7 +200,7 @@ async def test_what_was_quarantined_at_rest_is_not_brought_back_by_a_crash(
 
 
 async def test_a_directory_is_told_of_tiers(start_pool, worker, chain_of, ssd_dir, follow, until) -> None:
-    pool = await start_pool(ssd_dir=ssd_dir, **SSD)
+    pool = await start_pool(pool_ssd_dir=ssd_dir, **SSD)
     client, chain = worker.client(pool.target), chain_of(10)
     follower = follow(pool.target)
     await worker.put(client, chain)
@@ -215,7 +215,7 @@ async def test_a_directory_is_told_of_tiers(start_pool, worker, chain_of, ssd_di
 
 
 async def test_a_copy_takes_what_the_source_has_on_ssd(start_pool, worker, chain_of, ssd_dir) -> None:
-    source, target = await start_pool("source", ssd_dir=ssd_dir, **SSD), await start_pool("target")
+    source, target = await start_pool("source", pool_ssd_dir=ssd_dir, **SSD), await start_pool("target")
     written = await put_on_ssd(worker, worker.client(source.target), chain_of(8))
     client = worker.client(target.target)
     assert await client.copy(worker.ns, chain_of(8), source.target, 60) == (8, 8 * worker.spec.block_nbytes)
@@ -227,7 +227,7 @@ async def test_a_copy_takes_what_the_source_has_on_ssd(start_pool, worker, chain
 
 
 async def test_tiers_are_numbers_for_people(start_pool, worker, chain_of, ssd_dir) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     assert (await client.describe()).ssd_bytes == 1 << 20
     await put_on_ssd(worker, client, chain_of(10))
     await worker.put(client, chain_of(4, "other"))
@@ -245,12 +245,12 @@ async def test_a_folder_that_cannot_hold_the_tier_is_named(start_pool, tmp_path:
     (tmp_path / "a file").write_text("")
     folder = Path("/dev/shm") if where == "in memory" else tmp_path / where
     with pytest.raises(PoolConfigError, match=str(folder)):
-        await start_pool(ssd_dir=folder, **SSD)
+        await start_pool(pool_ssd_dir=folder, **SSD)
     assert not (folder / "pool").exists()
 
 
 async def test_a_folder_in_use_is_named(start_pool, ssd_dir) -> None:
-    await start_pool(ssd_dir=ssd_dir, **SSD)
+    await start_pool(pool_ssd_dir=ssd_dir, **SSD)
     tcp = assemble(MessengerConfig, transport="tcp")
     with pytest.raises(SsdInUse, match=str(ssd_dir / "pool")):
-        await start_pool(listen="127.0.0.1:0", messenger=tcp, ssd_dir=ssd_dir, **SSD)
+        await start_pool(listen="127.0.0.1:0", messenger=tcp, pool_ssd_dir=ssd_dir, **SSD)

@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.ssd import SsdStore
 
-SSD = {"ssd_bytes": 1 << 20}
+SSD = {"pool_ssd_bytes": 1 << 20}
 
 
 async def counter(client: Any, name: str) -> float:
@@ -53,7 +53,7 @@ async def serves(worker: Any, client: Any, chain: Any) -> bool:
 
 
 async def test_a_flipped_bit_on_the_ssd_is_never_served(start_pool, worker, chain_of, ssd_dir) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     written = await put_on_ssd(worker, client, chain_of(10))
     flip(*find(ssd_dir, written[0][6].tobytes()))
     lease = await client.pin(worker.ns, chain_of(10), lease_s=30, wait_s=60)
@@ -72,7 +72,7 @@ async def test_a_flipped_bit_on_the_ssd_is_never_served(start_pool, worker, chai
 async def test_a_flipped_bit_in_memory_is_not_written_to_the_ssd(
     pool_nodes, start_pool, worker, chain_of, ssd_dir
 ) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     await worker.put(client, chain_of(5))
     lease = await client.pin(worker.ns, chain_of(5), lease_s=30)
     pool_nodes[0].memory.array[lease.offsets[1, 2] + 3] ^= 16
@@ -86,7 +86,7 @@ async def test_a_flipped_bit_in_memory_is_not_written_to_the_ssd(
 
 
 async def test_verify_finds_what_is_corrupt_in_either_tier(pool_nodes, start_pool, worker, chain_of, ssd_dir) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     written = await put_on_ssd(worker, client, chain_of(20))
     await worker.put(client, chain_of(9, "other"))
     whole = [done async for done in client.verify()]
@@ -105,7 +105,7 @@ async def test_verify_finds_what_is_corrupt_in_either_tier(pool_nodes, start_poo
 async def test_a_block_that_cannot_be_read_is_given_up_and_the_others_serve(
     start_pool, worker, chain_of, ssd_dir
 ) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     written = await put_on_ssd(worker, client, chain_of(10))
     path, at = find(ssd_dir, written[0][4].tobytes())
     os.truncate(path, at // 4096 * 4096)
@@ -121,7 +121,7 @@ async def test_a_block_that_cannot_be_read_is_given_up_and_the_others_serve(
 async def test_an_ssd_that_cannot_be_read_is_left_alone_and_its_blocks_are_put_anew(
     pool_nodes, start_pool, worker, chain_of, ssd_dir
 ) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     chains = [chain_of(2, f"prompt {i}") for i in range(5)]
     for chain in chains:
         await put_on_ssd(worker, client, chain)
@@ -191,7 +191,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 async def test_a_slow_disk_delays_no_put_and_no_reader(start_pool, worker, chain_of, ssd_dir, slow_writes) -> None:
     """Far more goes through memory than it holds, while nothing can be written: it is lost, and nobody waits."""
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, arena_bytes=64 << 10, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, pool_bytes=64 << 10, **SSD)).target)
     for i in range(12):
         assert await serves(worker, client, chain_of(10, f"prompt {i}"))
     assert await counter(client, "pool_written_blocks") == 0
@@ -203,14 +203,14 @@ async def test_a_slow_disk_delays_no_put_and_no_reader(start_pool, worker, chain
 async def test_of_a_damaged_journal_what_can_be_trusted_is_kept(
     start_pool, worker, chain_of, ssd_dir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = await start_pool(ssd_dir=ssd_dir, **SSD)
+    pool = await start_pool(pool_ssd_dir=ssd_dir, **SSD)
     client = worker.client(pool.target)
     written = await put_on_ssd(worker, client, chain_of(10))
     await put_on_ssd(worker, client, chain_of(10, "later"))
     await pool.end()
     journal = ssd_dir / "pool" / "journal"
     flip(journal, find(journal.parent, bytes(chain_of(10, "later")[4]))[1])
-    again = await start_pool(ssd_dir=ssd_dir, **SSD)
+    again = await start_pool(pool_ssd_dir=ssd_dir, **SSD)
     client = worker.client(again.target)
     assert "was damaged" in caplog.text
     lease = await client.pin(worker.ns, chain_of(10), lease_s=30, wait_s=60)
@@ -224,7 +224,7 @@ async def test_of_a_damaged_journal_what_can_be_trusted_is_kept(
 async def test_a_pin_takes_what_is_there_when_a_slow_disk_uses_up_its_time(
     start_pool, worker, chain_of, ssd_dir, slow_reads
 ) -> None:
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     written = await put_on_ssd(worker, client, chain_of(12))
     assert await client.pin(worker.ns, chain_of(12), lease_s=30, wait_s=0.2) is None
     assert await counter(client, "pool_load_timeouts") == 1
@@ -256,7 +256,7 @@ async def test_what_somebody_waits_for_goes_before_what_is_prefetched(
         return read(self, reads)
 
     monkeypatch.setattr(SsdStore, "read", noted)
-    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
     ahead, waited = [chain_of(20, name) for name in ("prefetched", "prefetched first")], chain_of(4, "pinned")
     for chain in (*ahead, waited):
         await put_on_ssd(worker, client, chain)
@@ -281,7 +281,7 @@ async def test_what_somebody_waits_for_goes_before_what_is_prefetched(
 
 
 async def test_a_node_with_a_slow_disk_can_be_stopped(start_pool, worker, chain_of, ssd_dir, slow_reads) -> None:
-    pool = await start_pool(ssd_dir=ssd_dir, **SSD)
+    pool = await start_pool(pool_ssd_dir=ssd_dir, **SSD)
     client = worker.client(pool.target)
     await put_on_ssd(worker, client, chain_of(3))
     assert await client.prefetch(worker.ns, chain_of(3)) == 3

@@ -113,8 +113,10 @@ def test_the_time_outs_of_operators_reach_who_keeps_them() -> None:
     environ = {"MOONPOOL_REPORT_TIMEOUT": "9", "MOONPOOL_HOLD_OFF": "0.5", "MOONPOOL_PUSH_TIMEOUT": "4"}
     flags = {"conductor": "head:7000", "pool": "here:7001"}
     assert conductor_config(loaded(ConductorRole, environ=environ), "c").policy.report_timeout_s == 9
-    assert frontend_config(loaded(FrontendRole, flags={"conductor": "x:1"}, environ=environ), "f").hold_off_s == 0.5
-    assert worker_config(loaded(WorkerRole, flags=flags, environ=environ), "w").push_timeout_s == 4
+    assert (
+        frontend_config(loaded(FrontendRole, flags={"conductor": "x:1"}, environ=environ), "f").http.hold_off_s == 0.5
+    )
+    assert worker_config(loaded(WorkerRole, flags=flags, environ=environ), "w").kv.push_timeout_s == 4
     assert conductor_config(loaded(ConductorRole, flags={"report_timeout": "0"}), "c").policy.report_timeout_s == 0
     with pytest.raises(
         ConfigError, match=r"--report-timeout is 1\.5: expected at least 2, since nodes report every second"
@@ -195,7 +197,7 @@ def test_advertised_addresses_and_the_data_port_reach_the_node(
     flags = {"listen": "0.0.0.0:7002", "advertise": "10.0.0.2:17002", "data_host": "0.0.0.0"}
     flags |= {"data_port": "7003", "data_advertise": "10.1.0.2", "socket_dir": str(short_path)}
     config = make(loaded(composite, flags=flags | _required(composite)), "n")
-    assert (config.listen, config.advertise) == ("0.0.0.0:7002", "10.0.0.2:17002")
+    assert (config.listen.listen, config.host.advertise) == ("0.0.0.0:7002", "10.0.0.2:17002")
     messenger = config.messenger
     assert (messenger.transport.data_host, messenger.host.data_port, messenger.host.data_advertise) == (
         "0.0.0.0",

@@ -49,7 +49,7 @@ def test_a_paced_worker_takes_no_gpu(short_path: Path) -> None:
     flags = {"engine": "paced", "device": "cuda", "pool": "h:1", "conductor": "h:2", "socket_dir": str(short_path)}
     role = load(WorkerRole, flags=flags, environ={}, config_file=None, known=all_settings())
     config = worker_config(role, "w")
-    assert (config.engine, config.device, config.messenger.gpu) == ("paced", "cpu", None)
+    assert (config.engine.engine, config.engine.device, config.messenger.gpu) == ("paced", "cpu", None)
 
 
 def test_an_approximation_of_checked_kv_is_refused() -> None:

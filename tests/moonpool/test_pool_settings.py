@@ -35,23 +35,23 @@ def nodes(tmp_path: Path, **flags: Any) -> list[Any]:
 def test_each_pool_node_has_a_folder_of_its_own(short_path: Path) -> None:
     first, second = nodes(short_path, pool_nodes="2", pool_ssd_dir="/mnt/nvme", pool_bytes="1GiB")
     assert (first.ssd_folder, second.ssd_folder) == (Path("/mnt/nvme/pool-0"), Path("/mnt/nvme/pool-1"))
-    assert first.ssd_bytes == second.limits.ssd_nbytes == 4 << 30
+    assert first.pool.ssd_bytes == second.limits.ssd_nbytes == 4 << 30
     (sized,) = nodes(short_path, pool_ssd_dir="/mnt/nvme", pool_ssd_bytes="1TiB", pool_ssd_depth="32")
-    assert (sized.ssd_bytes, sized.ssd_depth) == (1 << 40, 32)
+    assert (sized.pool.ssd_bytes, sized.pool.pool_ssd_depth) == (1 << 40, 32)
 
 
 def test_without_a_folder_there_is_no_ssd_tier(short_path: Path) -> None:
     (node,) = nodes(short_path)
-    assert (node.ssd_folder, node.ssd_bytes) == (None, 0)
+    assert (node.ssd_folder, node.pool.ssd_bytes) == (None, 0)
     with pytest.raises(ConfigError, match="give the folder with --pool-ssd-dir"):
         loaded(pool_ssd_bytes="1GiB")
 
 
 def test_what_pages_the_memory_is_made_of_reaches_the_node(short_path: Path) -> None:
     (node,) = nodes(short_path, pool_hugepages="on")
-    assert node.hugepages == "on"
+    assert node.pool.pool_hugepages == "on"
     (node,) = nodes(short_path)
-    assert node.hugepages == "auto"
+    assert node.pool.pool_hugepages == "auto"
     with pytest.raises(ConfigError, match="--pool-hugepages"):
         loaded(pool_hugepages="2MiB")
 

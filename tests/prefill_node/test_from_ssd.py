@@ -42,7 +42,7 @@ def timing_of(request: Any) -> Timing:
 
 @pytest.fixture
 async def pair(start_pair: Start, tmp_path: Path) -> Any:
-    return await start_pair(pool={"ssd_dir": tmp_path, "ssd_bytes": 64 << 20})
+    return await start_pair(pool={"pool_ssd_dir": tmp_path, "pool_ssd_bytes": 64 << 20})
 
 
 async def test_a_turn_waits_for_its_blocks_and_its_tail_on_ssd(
@@ -65,7 +65,7 @@ async def test_blocks_of_a_request_that_waits_for_its_turn_are_fetched_meanwhile
     await ask(pair, prompt(65), "first")
     await on_ssd_alone(pair)
     async with contextlib.AsyncExitStack() as turns:
-        for place in range(pair.prefill.node.config.prefill_lookahead):
+        for place in range(pair.prefill.node.config.engine.prefill_lookahead):
             await turns.enter_async_context(pair.prefill._places.take((f"other-{place}", 0)))
         waiting = await pair.frontend.submit(pair.submit(prompt(65), "second"))
         async with asyncio.timeout(30):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from engine import Model
 from kvpool import PoolClient
 from kvpool.service import PoolService
+from settings.keys import replaced
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]
@@ -24,7 +24,7 @@ async def test_a_push_to_a_decode_node_that_takes_nothing_frees_the_prefill_slot
 ) -> None:
     pair, going_on = await start_pair(), threading.Event()
     node = pair.prefill.node
-    node.config = replace(node.config, push_timeout_s=0.5)
+    node.config = replaced(node.config, push_timeout_s=0.5)
     # Its thread for arrivals stands still: it acknowledges nothing.
     pair.decode.node.messenger.on_notify(lambda *_: going_on.wait(60))
     submit = pair.submit(prompt(64), "r")

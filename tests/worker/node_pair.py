@@ -214,10 +214,11 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
     pools: list[PoolNode] = []
 
     async def start_pool(**options: Any) -> str:
-        config = PoolNodeConfig(
+        config = assemble(
+            PoolNodeConfig,
             node_id="pool",
             listen=f"unix:{tmp_path}/pool.sock",
-            arena_bytes=64 << 20,
+            pool_bytes=64 << 20,
             messenger=assemble(MessengerConfig, shm_dir=tmp_path),
             **options,
         )
@@ -225,7 +226,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         await pools[-1].start()
         servers.append(
             await start_server(
-                config.listen, lambda s: pool_pb2_grpc.add_PoolServicer_to_server(PoolService(pools[-1]), s)
+                config.listen.listen, lambda s: pool_pb2_grpc.add_PoolServicer_to_server(PoolService(pools[-1]), s)
             )
         )
         return servers[-1].target
@@ -247,12 +248,15 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         pool_target = await start_pool(**(pool if isinstance(pool, dict) else {})) if pool else ""
 
         def config(name: str, **options: Any) -> WorkerConfig:
-            return WorkerConfig(
+            return assemble(
+                WorkerConfig,
                 node_id=name,
                 listen=f"unix:{tmp_path}/{name}.sock",
                 conductor_targets=(f"unix:{tmp_path}/nobody.sock",),
-                model_path=path,
-                served_model_name="m",
+                model=path,
+                served_model_name=("m",),
+                device="cpu",
+                threads=1,
                 block_tokens=BLOCK,
                 messenger=assemble(MessengerConfig, transport=transport, shm_dir=tmp_path),  # type: ignore[arg-type]
                 kv_parity_sample=parity,
@@ -270,7 +274,9 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
             face = WorkerService(
                 node, prefill=prefill.serve, whole=AggregatedService(node).serve, decode=decode, helper=prefill.helper
             )
-            server = await start_server(node.config.listen, lambda s, face=face: add_WorkerServicer_to_server(face, s))
+            server = await start_server(
+                node.config.listen.listen, lambda s, face=face: add_WorkerServicer_to_server(face, s)
+            )
             servers.append(server)
             await node.start(server.target)
             await frontend.attach(name, server.target)

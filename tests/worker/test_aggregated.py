@@ -28,20 +28,23 @@ VOCAB, BLOCK = 2048, 8
 async def test_a_request_with_grammar_penalties_and_scores_is_served(tmp_path: Path, split: int) -> None:
     """Also from where another worker left it."""
     folder = write_random_model(tmp_path / "model", vocab=VOCAB, max_len=256, scale=3.0, seed=3, tokenizer=BUNDLED)
-    config = WorkerConfig(
+    config = assemble(
+        WorkerConfig,
+        device="cpu",
+        threads=1,
         node_id="both",
         listen=f"unix:{tmp_path}/both.sock",
         conductor_targets=(f"unix:{tmp_path}/nobody.sock",),
         pool_target="",
-        model_path=folder,
-        served_model_name="m",
+        model=folder,
+        served_model_name=("m",),
         block_tokens=BLOCK,
         capacity_tokens=512,
         messenger=assemble(MessengerConfig, shm_dir=tmp_path),
     )
     node = WorkerNode(config, ROLE_AGGREGATED)
     try:
-        await node.start(config.listen)
+        await node.start(config.listen.listen)
         stream = node.streams.attach("front", 1)
         tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
         before = tokenizer.encode('["a","b",', add_special_tokens=False).ids[:split]

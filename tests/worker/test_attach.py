@@ -40,7 +40,7 @@ async def test_a_new_stream_takes_over_and_ends_what_the_old_one_left(
     old = await pair.frontend.submit(pair.submit(prompt(40), "old", max_tokens=400))
     await old.reaches(2)
     for name, face in (("prefill", pair.prefill), ("decode", pair.decode)):
-        await pair.frontend.attach(name, face.node.config.listen)
+        await pair.frontend.attach(name, face.node.config.listen.listen)
     await pair.at_rest()
     new = await pair.frontend.submit(pair.submit(prompt(40), "new"))
     await new.ended.wait()
@@ -117,7 +117,7 @@ async def test_a_front_door_from_before_hand_offs_had_times_is_not_told_them(sta
     for software in (None, Software()):
         for face in (pair.prefill, pair.decode):
             config = face.node.config
-            await pair.frontend.attach(config.node_id, config.listen, software)
+            await pair.frontend.attach(config.node_id, config.listen.listen, software)
         request = await pair.frontend.submit(pair.submit(prompt(40), f"r{len(told)}", max_tokens=4))
         await request.ended.wait()
         told.append([index for index, token in request.messages.items() if token.HasField("timing")])

@@ -66,13 +66,16 @@ async def test_a_prompt_that_comes_to_a_node_turned_decode_is_refused_for_anothe
 
 
 async def test_a_worker_stops_even_while_it_waits_for_its_pool_node(tmp_path: Path, model_path: Path) -> None:
-    config = WorkerConfig(
+    config = assemble(
+        WorkerConfig,
+        device="cpu",
+        threads=1,
         node_id="lonely",
         listen=f"unix:{tmp_path}/lonely.sock",
         conductor_targets=(f"unix:{tmp_path}/nobody.sock",),
         pool_target=f"unix:{tmp_path}/nobody.sock",
-        model_path=model_path,
-        served_model_name="m",
+        model=model_path,
+        served_model_name=("m",),
         block_tokens=8,
         capacity_tokens=256,
     )
@@ -84,13 +87,16 @@ async def test_a_worker_stops_even_while_it_waits_for_its_pool_node(tmp_path: Pa
 
 async def test_a_worker_that_the_conductor_drains_leaves_and_says_so(tmp_path: Path, model_path: Path) -> None:
     conductor = f"unix:{tmp_path}/c.sock"
-    config = WorkerConfig(
+    config = assemble(
+        WorkerConfig,
+        device="cpu",
+        threads=1,
         node_id="leaver",
         listen=f"unix:{tmp_path}/leaver.sock",
         conductor_targets=(conductor,),
         pool_target="",
-        model_path=model_path,
-        served_model_name="m",
+        model=model_path,
+        served_model_name=("m",),
         block_tokens=8,
         capacity_tokens=256,
     )

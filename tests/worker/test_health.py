@@ -84,13 +84,16 @@ async def start(tmp_path: Path, model_path: Path, engine: Engine) -> AsyncIterat
         config = assemble(ConductorConfig, listen=f"unix:{tmp_path}/c.sock")
         tasks.append(asyncio.create_task(serve_conductor(config, stop, conductor.set_result)))
         ready: asyncio.Future[str] = loop.create_future()
-        settings = WorkerConfig(
+        settings = assemble(
+            WorkerConfig,
+            device="cpu",
+            threads=1,
             node_id="w",
             listen=f"unix:{tmp_path}/w.sock",
             conductor_targets=(await conductor,),
             pool_target="",
-            model_path=model_path,
-            served_model_name="m",
+            model=model_path,
+            served_model_name=("m",),
             block_tokens=8,
             capacity_tokens=1024,
             messenger=assemble(MessengerConfig, shm_dir=tmp_path),

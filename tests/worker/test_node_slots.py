@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from moonpool_proto.v1.worker_pb2 import Submit
+from settings.keys import assemble
 from worker.config import WorkerConfig
 from worker.node_slots import NodeSlots
 from worker.policy.scheduling_order import WaitQueue
@@ -18,13 +19,16 @@ BLOCK = 8
 
 
 def slots_of(num_slots: int) -> NodeSlots:
-    config = WorkerConfig(
+    config = assemble(
+        WorkerConfig,
+        device="cpu",
+        threads=1,
         node_id="n",
         listen="",
         conductor_targets=("nobody",),
         pool_target="",
-        model_path=Path(),
-        served_model_name="m",
+        model=Path(),
+        served_model_name=("m",),
         block_tokens=BLOCK,
         capacity_tokens=num_slots * BLOCK,
     )

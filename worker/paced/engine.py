@@ -67,14 +67,14 @@ class PacedEngine(Engine):
     def of(cls, config: WorkerConfig) -> PacedEngine:
         """Raises StartupError."""
         try:
-            model = read_config(config.model_path)
-            profile = profile_of(config.paced_profile)
+            model = read_config(config.model.path)
+            profile = profile_of(config.engine.paced_profile)
         except (EngineError, ProfileError) as error:
             raise StartupError(str(error)) from error
-        dtype = model.checkpoint_dtype if config.dtype == "auto" else config.dtype
+        dtype = model.checkpoint_dtype if config.engine.dtype == "auto" else config.engine.dtype
         engine = paced_engine(
-            config.model_path, model, profile, dtype=dtype, kv_bytes=config.paced_kv_bytes,
-            answer_tokens=config.paced_answer_tokens,
+            config.model.path, model, profile, dtype=dtype, kv_bytes=config.engine.paced_kv_bytes,
+            answer_tokens=config.engine.paced_answer_tokens,
         )  # fmt: skip
         log.warning(
             "the engine is paced: it computes nothing, waits as the profile %s says, and its tokens mean nothing",

@@ -183,11 +183,12 @@ async def start_pool(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(name):
-            config = PoolNodeConfig(
-                name,
-                f"unix:{tmp_path}/{name}.sock",
+            config = assemble(
+                PoolNodeConfig,
+                node_id=name,
+                listen=f"unix:{tmp_path}/{name}.sock",
                 conductor_targets=(f"unix:{tmp_path}/c.sock",),
-                arena_bytes=4 << 20,
+                pool_bytes=4 << 20,
                 messenger=assemble(MessengerConfig, transport="tcp"),
             )
             pool = Running(lambda stop, ready: serve_pool_node(config, stop, ready))

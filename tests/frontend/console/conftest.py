@@ -98,7 +98,8 @@ class Bed:
         stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
         if with_keys:
             self._keys.write_text(_keys_file())
-        config = FrontendConfig(
+        config = assemble(
+            FrontendConfig,
             models=(ServedModelConfig(self._model_path, "tiny"),),
             conductor_targets=(self.target,),
             port=0,

@@ -16,6 +16,7 @@ from loadtest.errors import ServerUnreachable
 from loadtest.server import discover
 from moonpool.supervision.http_port import is_alive
 from moonpool_proto.v1 import worker_pb2
+from settings.keys import InvalidSetting
 
 CERTIFICATES = Path(__file__).parents[2] / "data" / "tls"
 WAIT_S = 60
@@ -24,7 +25,7 @@ WAIT_S = 60
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
     put(tmp_path, "node")
-    return {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    return {"http_tls_cert": tmp_path / "cert.pem", "http_tls_key": tmp_path / "key.pem"}
 
 
 def put(folder: Path, name: str, *, key: str = "") -> None:
@@ -97,19 +98,19 @@ async def test_old_versions_are_refused_and_http_1_1_is_agreed_upon(start_front:
 
 
 async def test_a_renewed_certificate_is_shown_to_the_next_connection(start_front: Any, files: Any) -> None:
-    folder = files["tls_cert"].parent
+    folder = files["http_tls_cert"].parent
     async with start_front(**files) as front:
         assert await shown(front) == der("node")
         put(folder, "successor", key="node")  # the key does not belong to it: the one from before holds
         assert await shown(front) == der("node")
         put(folder, "successor")
         assert await shown(front) == der("successor")
-        files["tls_key"].unlink()
+        files["http_tls_key"].unlink()
         assert await shown(front) == der("successor")
 
 
 async def test_how_long_the_certificate_lasts_is_told(start_front: Any, files: Any) -> None:
-    folder = files["tls_cert"].parent
+    folder = files["http_tls_cert"].parent
     async with start_front(**files) as front:
         for name in ("node", "successor"):
             put(folder, name)
@@ -196,7 +197,7 @@ async def test_key_material_that_is_of_no_use_is_a_clear_error_at_the_start(
 ) -> None:
     put(tmp_path, name, key=key)
     with pytest.raises(FrontendConfigError, match=problem):
-        async with start_front(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"):
+        async with start_front(http_tls_cert=tmp_path / "cert.pem", http_tls_key=tmp_path / "key.pem"):
             pass
 
 
@@ -206,10 +207,10 @@ async def test_a_missing_file_and_text_that_is_no_pem_are_named(start_front: Any
         (tmp_path / "none.pem", "--http-tls-key .*none.pem cannot be read"),
         (None, "HTTPS needs both"),
     ):
-        with pytest.raises(FrontendConfigError, match=problem):
-            async with start_front(tls_cert=tmp_path / "cert.pem", tls_key=key):
+        with pytest.raises((FrontendConfigError, InvalidSetting), match=problem):
+            async with start_front(http_tls_cert=tmp_path / "cert.pem", http_tls_key=key):
                 pass
     (tmp_path / "cert.pem").write_text("no certificate")
     with pytest.raises(FrontendConfigError, match="is not valid PEM"):
-        async with start_front(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"):
+        async with start_front(http_tls_cert=tmp_path / "cert.pem", http_tls_key=tmp_path / "key.pem"):
             pass

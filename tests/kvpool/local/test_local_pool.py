@@ -172,7 +172,7 @@ async def test_a_flipped_bit_is_found_and_the_block_taken_out(
 
 
 async def test_readers_follow_an_index_that_grows(start_pool: Any, enter: Any, chain_of: Any) -> None:
-    pool = await start_pool(arena_bytes=16 << 20)
+    pool = await start_pool(pool_bytes=16 << 20)
     tiny = KvSpec((KvGroup("full", 0, (0,), kv_heads=1, head_dim=2, dtype="float32"),), 4)
     deep = KvSpec((KvGroup("full", 0, tuple(range(60)), kv_heads=1, head_dim=2, dtype="float32"),), 4)
     reader, writer, other = (
@@ -271,17 +271,17 @@ async def test_what_cannot_be_is_refused_with_its_reason(
 
 
 async def test_a_node_says_what_its_arena_is_made_of_and_refuses_huge_pages_that_are_not_there(start_pool: Any) -> None:
-    pool = await start_pool("auto", hugepages="auto")
+    pool = await start_pool("auto", pool_hugepages="auto")
     assert (await state_of(pool.target))["arena_pages"] in ("huge", "transparent", "small")
     with pytest.raises(PoolConfigError, match="not enough free ones"):
-        await start_pool("on", hugepages="on", arena_bytes=(free_huge_pages() + 1) << 22)
+        await start_pool("on", pool_hugepages="on", pool_bytes=(free_huge_pages() + 1) << 22)
 
 
 async def test_a_put_of_many_bytes_keeps_its_order_with_what_follows(
     start_pool: Any, enter: Any, chain_of: Any, pool_nodes: list[PoolNode]
 ) -> None:
     big = KvSpec((KvGroup("full", 0, (0,), kv_heads=1, head_dim=128, dtype="float32"),), 64)
-    host = await enter((await start_pool(arena_bytes=16 << 20)).target, big)
+    host = await enter((await start_pool(pool_bytes=16 << 20)).target, big)
     chain, one = chain_of(40), host.offsets(1)
     host.memory.array[:] = np.random.default_rng(3).integers(0, 256, 1 << 20, np.uint8)
 
@@ -303,7 +303,7 @@ async def test_a_put_whose_caller_hangs_up_stores_what_has_the_digests_told_and_
     start_pool: Any, enter: Any, chain_of: Any, until: Any, pool_nodes: list[PoolNode], n: int, told: bool
 ) -> None:
     big = KvSpec((KvGroup("full", 0, (0,), kv_heads=1, head_dim=128, dtype="float32"),), 64)
-    leaving = await enter((await start_pool(arena_bytes=16 << 20)).target, big)
+    leaving = await enter((await start_pool(pool_bytes=16 << 20)).target, big)
     core = pool_nodes[0].core
     chain, offsets = chain_of(n), leaving.offsets(1).repeat(n, axis=1)
     digests = leaving.pool.digests(big, leaving.region, offsets).tobytes() if told else b""

@@ -14,6 +14,7 @@ from moonpool.cluster_view.pool_status import node_status, pool_status, unreacha
 from moonpool.cluster_view.reply import is_pool
 from moonpool.errors import ClusterNotFound
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from settings.keys import assemble
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def reply() -> conductor_pb2.ClusterReply:
 @pytest.fixture
 def state() -> dict[str, Any]:
     """What a node says of itself, as it is before its start."""
-    node = PoolNode(PoolNodeConfig(node_id="pool", listen="unix:/nowhere"), incarnation=1)
+    node = PoolNode(assemble(PoolNodeConfig, node_id="pool", listen="unix:/nowhere"), incarnation=1)
     counters = node_metrics.counters(node)
     tiers = {
         tier: {"blocks": 4 - 2 * (tier == "ssd"), "used_bytes": 5, "capacity_bytes": 10} for tier in ("dram", "ssd")
