@@ -1,4 +1,4 @@
-"""What of the Helm chart follows from elsewhere, written anew or checked: `generate_chart.py write | check`.
+"""Generation of the derived parts of the Helm chart: `generate_chart.py write | check`.
 
 From the roles' settings: the part `config` of values.schema.json. From values.yaml and its comments: the table of
 README.md. From all of it: the golden renders of the examples, tests/deploy/golden, which a change is reviewed by.

@@ -1,4 +1,4 @@
-"""What HTTP and the conductor cost in front of nodes that take no time, and whether anything stops their event loops.
+"""Cost of HTTP and the conductor in front of nodes that take no time, and stalls of their event loops.
 
     python -m benchmarks.frontend [--requests N] [--streams N] [--rounds N]
 
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def _medians(rounds: list[Figures]) -> Figures:
-    """Of each figure, over the rounds."""
+    """Return the median of each figure over the rounds."""
     first = rounds[0]
     return {
         name: _medians([each[name] for each in rounds])

@@ -1,4 +1,4 @@
-"""What a sender of the load generator costs and keeps up with, against a cheap HTTP server in a process of its own.
+"""Cost and capacity of a sender of the load generator, against a cheap HTTP server in a process of its own.
 
 1. Processor time of one sender per request and per event of an answer, from two lengths of answers. It is what
    loadtest/senders.py chooses the number of senders by, and varies little with what else the machine does.
@@ -90,7 +90,7 @@ def load_of(port: int, count: int, tokens: int, *, rate: float = float("inf"), l
 
 
 def send(load: Load, senders: int) -> tuple[Evidence, float, float]:
-    """(what came back, seconds, this process's processor seconds)."""
+    """Return (the answers, seconds, this process's CPU seconds)."""
 
     async def run() -> tuple[Evidence, float, float]:
         async with open_senders(load, senders) as opened:

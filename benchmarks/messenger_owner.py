@@ -1,4 +1,4 @@
-"""What a write costs the side that owns the memory: by the compiled loop and by the Python path, idle and busy.
+"""Cost of a write for the owner of the memory: by the compiled loop and by the Python path, idle and busy.
 
 The caller is as bare as can be: a greeted connection on which this script sends ready-made Write frames of 64 KiB and
 waits for each answer. Owners are processes; per transport one with compiled loops and one whose responders have none,

@@ -1,4 +1,4 @@
-"""What the cluster adds to one process: TTFT through frontend, conductor and prefill node against a bare engine.
+"""Overhead of the cluster over one process: TTFT through frontend, conductor and prefill node, and of a bare engine.
 
     python benchmarks/overhead.py [--model FOLDER] [--requests N]
 

@@ -1,4 +1,4 @@
-"""What a prefill group gains: time to the first token of long prompts, computed by 1, 2, ... prefill nodes.
+"""Gain of a prefill group: time to the first token of long prompts, computed by 1, 2, ... prefill nodes.
 
     python benchmarks/prefill_group.py [--tokens N ...] [--sizes 1 2 ...] [--rounds N] [--paced PROFILE]
 
@@ -81,7 +81,7 @@ class Door:
                     self._ended[token.request_id].set_result(None)
 
     async def ttft_s(self, name: str, prompt: np.ndarray[Any, np.dtype[np.int32]], size: int) -> float:
-        """Of a prompt that `size` nodes compute; returns once the whole answer is there."""
+        """Return the TTFT of a prompt that `size` nodes compute, once the whole answer has arrived."""
         loop = asyncio.get_running_loop()
         self._first[name], self._ended[name] = loop.create_future(), loop.create_future()
         seed = chain_seed("", "bench", BLOCK)
@@ -113,7 +113,7 @@ class Door:
         return sum(int(one[11]) + int(one[12]) for one in fields) / os.sysconf("SC_CLK_TCK")
 
     async def counters(self) -> dict[str, float]:
-        """Of all prefill nodes together."""
+        """Return the CPU seconds of all prefill nodes together."""
         total: dict[str, float] = {}
         for name, channel in self._channels.items():
             if name.startswith("prefill"):

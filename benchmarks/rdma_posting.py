@@ -1,4 +1,4 @@
-"""What a slice costs on its way to an RDMA adapter, in time of the CPU: decided, built, posted, completed; registered.
+"""CPU cost of a slice on its way to an RDMA adapter: decision, construction, posting, completion; registration.
 
 Everything that needs no adapter is measured anywhere. pyverbs' own requests are measured beside where pyverbs imports,
 and posting, completing and registering where there is a verbs device (two queue pairs of this process, looped back):
@@ -253,7 +253,7 @@ def in_one_run(count: int, nbytes: int) -> Rows:
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    """Of this thread's CPU time for one call: the median of rounds of so many."""
+    """Return this thread's CPU time for one call: the median of rounds of this many calls."""
     rounds = []
     for _ in range(ROUNDS):
         start_s = time.thread_time()

@@ -152,7 +152,7 @@ class Pair:
         return Figure(nbytes / MIB / taken_s, (cpu_s() - before_s) / nbytes * (1 << 30))
 
     def cpu_us_per_slice(self, batches: int = 5) -> float:
-        """What a slice costs beside its bytes."""
+        """Return the cost of a slice beside its bytes."""
         # Apart by a byte, so that none of them can be joined.
         slices = [[n * (SLICE_NBYTES + 1), n * (SLICE_NBYTES + 1), SLICE_NBYTES] for n in range(SLICES)]
         costs = []
@@ -165,7 +165,7 @@ class Pair:
 
 
 def config() -> Any:
-    """Of both sides: one device, as ib_write_bw has."""
+    """Return the configuration of both sides: one device, as ib_write_bw has."""
     from messenger import MessengerConfig
     from settings.keys import assemble
 

@@ -1,4 +1,4 @@
-"""What all tests have in common."""
+"""Fixtures and settings of all tests."""
 
 import ipaddress
 import os

@@ -1,4 +1,4 @@
-"""What every client gets: the running cluster, a folder of its own, and its environment."""
+"""Context of every client: the running cluster, a folder of its own, and its environment."""
 
 from __future__ import annotations
 

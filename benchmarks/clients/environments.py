@@ -68,7 +68,7 @@ class Environment:
 
 
 def fingerprint(path: Path) -> str:
-    """What changes when the file does."""
+    """Return a key that changes with the file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong while the clients run.
+"""Errors of a run of the clients.
 
 ClientsError
 ├── ToolMissing       a tool is not installed and could not be
@@ -8,7 +8,7 @@ ClientsError
 
 
 class ClientsError(Exception):
-    """Of all errors here."""
+    """Root of the errors here."""
 
 
 class ToolMissing(ClientsError):

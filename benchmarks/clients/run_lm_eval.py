@@ -65,14 +65,14 @@ class Judge:
         self._model, self._tokenizer = model, tokenizer
 
     def log_likelihood(self, context: str, continuation: str) -> float:
-        """Of the continuation's tokens after the context, in nats."""
+        """Return the log-probability of the continuation after the context, in nats."""
         scores, tokens = self._scores(context, continuation)
         highest = scores.max(axis=1, keepdims=True)
         normed = scores - highest - np.log(np.exp(scores - highest).sum(axis=1, keepdims=True))
         return float(normed[np.arange(len(tokens)), tokens].sum())
 
     def says(self, context: str, continuation: str) -> bool:
-        """Whether greedy decoding gives the continuation."""
+        """Return True if greedy decoding gives the continuation."""
         scores, tokens = self._scores(context, continuation)
         return bool((scores.argmax(axis=1) == tokens).all())
 

@@ -45,7 +45,7 @@ SCHEMA: dict[str, Any] = {
 
 
 class Failed(Exception):
-    """What a call gave is not what it must."""
+    """A call returned a wrong result."""
 
 
 def run_openai(context: Context) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What the cluster says that it served: figures of /metrics between two moments."""
+"""Requests served according to the cluster: differences of /metrics between two moments."""
 
 from __future__ import annotations
 

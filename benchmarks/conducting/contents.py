@@ -1,4 +1,4 @@
-"""What a large cluster's pools hold, with the conversation trace's prompts among it; and what changes to it cost."""
+"""Pool contents of a large cluster, including the conversation trace's prompts, and the cost of changing them."""
 
 import time
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def fill(directory: Directory, blocks: int, nodes: int, block_tokens: int, longe
 
 
 def measure_directory(directory: Directory, longest: Longest) -> dict[str, Any]:
-    """What events, bursts of them, dumps and the loss of nodes cost."""
+    """Measure the cost of events, bursts of events, dumps and lost nodes."""
     events = 20_000
     for i in range(events):
         run = stored(mixed((1 << 41) + i // 2 * 16, 16))

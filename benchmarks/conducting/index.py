@@ -22,7 +22,7 @@ HOT_BLOCKS, HOT_NODES = 32, 900
 
 
 class DictIndex:
-    """What one writes first: key -> set of nodes."""
+    """The obvious implementation: key -> set of nodes."""
 
     def __init__(self) -> None:
         self._holders: dict[int, set[int]] = {}

@@ -93,7 +93,7 @@ def _replay(shape: str, repeat: int, speed: float, workload: Workload, url: str,
 
 
 def figures_of(report: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, float | None]:
-    """What the table shows, of a replay's report and its requests."""
+    """Return the figures of the table from a replay's report and its requests."""
     return {
         "requests": report["requests"],
         "completed": report["completed"],
@@ -111,7 +111,7 @@ def figures_of(report: dict[str, Any], records: list[dict[str, Any]]) -> dict[st
 
 
 def tpot_percentiles(records: list[dict[str, Any]], percentiles: tuple[int, ...]) -> list[float | None]:
-    """Of the completed requests' mean seconds per output token after the first."""
+    """Return percentiles of the completed requests' mean seconds per output token after the first."""
     times = [r["token_times_s"] for r in records if r["outcome"] == "completed" and len(r["token_times_s"]) > 1]
     if not times:
         return [None] * len(percentiles)

@@ -96,7 +96,7 @@ class ScriptedNode(WorkerServicer):  # the calls that it does not answer stay un
 
 
 def described(name: str, role: int, run_dir: str, model: str, max_len: int, block_tokens: int) -> conductor_pb2.Node:
-    """What it says of itself when it joins."""
+    """Return the description with which a node joins."""
     return conductor_pb2.Node(
         node_id=name,
         role=role,  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ class OverloadLoad:
 
     @property
     def capacity_rps(self) -> float:
-        """What the scarcer of the two allows."""
+        """Return the rate that the scarcer of the two pools allows."""
         return min(self.prefill_rps, self.decode_rps)
 
 

@@ -1,5 +1,6 @@
-"""What came of a live run under overload: its requests' records counted, but for those of the time in which the cluster
-still learned how long answers are and how far its predictions lie from what happens."""
+"""Outcome of a live run under overload: counts of its requests, without those of the time in which the cluster still
+learned the lengths of answers and its prediction errors.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Objectives:
     tbt_s: float
 
     def end_of(self, record: dict[str, Any]) -> str:
-        """What became of a request: good, an objective missed, or as the replay says."""
+        """Return the end of a request: good, an objective missed, or the replay's own word."""
         if record["outcome"] != "completed":
             return str(record["outcome"])
         if record["ttft_s"] > self.ttft_s:
@@ -31,8 +32,11 @@ class Objectives:
 def counted(
     records: Sequence[dict[str, Any]], objectives: Objectives, *, from_s: float, until_s: float
 ) -> dict[str, Any]:
-    """Of the requests due between the two: goodput per second, how each ended, prompt tokens computed, and those of
-    requests that then missed an objective. `good_by_window`: of all, goodput in each `WINDOW_S` of arrivals."""
+    """Summarise the requests due between the two times: goodput per second, ends, prompt tokens computed and wasted.
+
+    Tokens are wasted on requests that missed an objective. `good_by_window` is the goodput of all requests in each
+    `WINDOW_S` of arrivals.
+    """
     inside = [record for record in records if from_s <= record["due_s"] < until_s]
     ends = Counter(map(objectives.end_of, inside))
     served = [record for record in inside if record["outcome"] == "completed"]

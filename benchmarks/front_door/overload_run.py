@@ -26,7 +26,7 @@ MODES = ("none", "early", "predicted-uniform", "predicted")
 
 
 def options(description: str | None, *, seconds: float, uncounted: float) -> argparse.ArgumentParser:
-    """What every comparison of modes is told, with its defaults."""
+    """Options of every comparison of modes, with their defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=float, default=2.0)
     parser.add_argument("--seconds", type=float, default=seconds, help="of arrivals")
@@ -46,7 +46,7 @@ def given(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def each_mode(
     args: argparse.Namespace, work: Path, trace: Path, flags: Sequence[str], objectives: Objectives, *, verified: int
 ) -> dict[str, dict[str, Any]]:
-    """What came of the trace under each mode, in a fresh cluster with `flags`; told as it comes."""
+    """Run the trace under each mode in a fresh cluster with `flags`; print each result as it comes."""
     found = {}
     slo = ("--ttft-slo", str(objectives.ttft_s), "--tbt-slo", str(objectives.tbt_s))
     for mode in args.modes:
@@ -105,7 +105,7 @@ def replayed(
 
 
 def _children_cpu_s() -> float:
-    """Of the processes that have ended: replays and earlier clusters."""
+    """Return the CPU seconds of ended processes: replays and earlier clusters."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

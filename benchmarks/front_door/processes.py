@@ -162,7 +162,7 @@ def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def _line(process: subprocess.Popen[str], prefix: str, log: Path) -> str:
-    """What follows `prefix` in the first line that begins with it."""
+    """Return the text after `prefix` in the first line that begins with it."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(prefix):

@@ -1,4 +1,4 @@
-"""What every contender of benchmarks/messenger.py does alike: batches, turns, the two ways of timing, a check of bytes.
+"""Common parts of the contenders of benchmarks/messenger.py: batches, turns, two kinds of timing, a check of bytes.
 
 A contender is a process that moves batches between its own memory and that of an owner, a process beside it. It reads
 one JSON object a line, does one turn, and answers with one JSON object a line. Needs numpy alone, so that contenders

@@ -137,7 +137,7 @@ class Iperf3:
 
 
 def has(python: str, module: str) -> bool:
-    """Whether that Python finds the module."""
+    """Return True if that Python finds the module."""
     probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([python, "-c", probe], check=False, capture_output=True).returncode == 0
 

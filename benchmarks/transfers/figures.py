@@ -43,7 +43,7 @@ PAIRS = (
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """What is compared: batches of one label (size) one way, by their throughput or by their latency."""
+    """A comparison: batches of one label (size) in one direction, by their throughput or by their latency."""
 
     label: str
     direction: str

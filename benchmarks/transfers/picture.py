@@ -41,7 +41,7 @@ DIRECTION = "write"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """What the benchmark found of writes, as the file's ending says (SVG, PNG)."""
+    """Draw the figures of writes in the format of the file's suffix (SVG, PNG)."""
     figure, grid = plt.subplots(len(ROWS), len(COLUMNS), figsize=(11, 6.6))
     for axes_row, (where, names) in zip(grid, ROWS, strict=True):
         for axes, (metric, unit) in zip(axes_row, COLUMNS, strict=True):

@@ -88,7 +88,7 @@ class Release:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What is in moonpool.yaml."""
+        """Return the content of moonpool.yaml."""
         return dict(yaml.safe_load(self.file("moonpool-config", "moonpool.yaml")))
 
 

@@ -1,4 +1,4 @@
-"""What the chart tells the processes is what they understand: flags, file, variables, ports, probes, objectives."""
+"""The processes accept what the chart gives them: flags, file, variables, ports, probes, objectives."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ class Told:
         return seen[0]
 
     def _environment(self, pod: Any) -> dict[str, str | None]:
-        """What the process sees; a secret's value is a word of no meaning."""
+        """Return the environment of the process; a secret's value is a placeholder."""
         found: dict[str, str | None] = {name: None for name in os.environ if name.startswith("MOONPOOL_")}
         for one in pod.container["env"]:
             found[one["name"]] = one.get("value", POD.get(one["name"], "a-secret"))

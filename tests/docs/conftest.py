@@ -43,13 +43,13 @@ class Page:
         return _LINK.findall(_INLINE.sub("", self.prose))
 
     def anchors(self) -> set[str]:
-        """What a link may name after '#': headings as GitHub names them, and anchors set by hand."""
+        """Return the anchors of a page: headings as GitHub names them, and anchors set by hand."""
         headings = (_INLINE.sub(r"\1", heading) for heading in _HEADING.findall(self.prose))
         slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
         return slugs | set(_ANCHOR.findall(self.prose))
 
     def section(self, heading: str) -> str:
-        """What stands under a heading, as far as the next of any level."""
+        """Return the text under a heading, up to the next of any level."""
         parts = re.split(r"^#+ +(.+)$", self.prose, flags=re.MULTILINE)
         return parts[parts.index(heading) + 1]
 

@@ -31,7 +31,7 @@ def commands() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def complaint(commands: dict[str, Any]) -> Callable[[list[str]], str]:
-    """What moonpool's parser has against these arguments; "" for nothing. Runs no command."""
+    """Return the parser's complaint about these arguments; "" for none. Runs no command."""
 
     def parse(arguments: list[str]) -> str:
         name, *rest = arguments
@@ -67,7 +67,7 @@ def words(line: str) -> list[str]:
 
 
 def moonpool_arguments(line: str) -> list[str] | None:
-    """What `moonpool` is given on this line; None when the line is of another program."""
+    """Return the arguments of `moonpool` on this line; None when the line is of another program."""
     called = re.match(r"(\.venv/bin/)?(python -m )?moonpool(?= )", line)
     return words(line[called.end() :]) if called else None
 

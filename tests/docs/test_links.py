@@ -7,7 +7,7 @@ WEB = ("http://", "https://", "mailto:")
 
 
 def problem(page: Any, target: str, anchors: dict[str, set[str]]) -> str:
-    """What is wrong with a link on a page; "" for nothing."""
+    """Return what is wrong with a link on a page; "" for nothing."""
     name, _, anchor = target.partition("#")
     path = (page.path.parent / name).resolve() if name else page.path
     if not path.exists():

@@ -61,7 +61,7 @@ def counter_names(source: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def front_door_metrics() -> set[str]:
-    """What a front door exports of its own requests."""
+    """Return the metrics that a frontend exports of its own requests."""
     registry = new_registry()
     RequestMetrics(RequestFamilies(registry), "m").rejected("queue")
     FrontendMetrics(registry)

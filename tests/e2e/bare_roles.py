@@ -190,7 +190,7 @@ class Load:
             await asyncio.gather(*self._tasks)
 
     async def more(self, num_tokens: int = 1) -> None:
-        """Until so many further tokens have come."""
+        """Wait until so many further tokens have come."""
         async with asyncio.timeout(END_S):
             goal = self.num_tokens + num_tokens
             while self.num_tokens < goal and not self.errors:

@@ -79,7 +79,7 @@ class Cluster:
         return pid
 
     async def wait_restarted(self, node_id: str, old_pid: int) -> None:
-        """Until the supervisor has brought the process back and the cluster can serve."""
+        """Wait until the supervisor has brought the process back and the cluster can serve."""
         async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, ValueError, KeyError):
@@ -310,7 +310,7 @@ def moonpool() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def assert_refused() -> Callable[..., None]:
-    """Of a command's end: exit code 2 and one clear message, which holds the words."""
+    """Check that a command ended with exit code 2 and one clear message that holds the words."""
 
     def check(done: subprocess.CompletedProcess[str], *words: str) -> None:
         shown = done.stdout + done.stderr

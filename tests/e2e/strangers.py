@@ -1,4 +1,4 @@
-"""What those who have no business there say on the sockets of a node's messenger, and what they hear."""
+"""Unauthorised talk on the sockets of a node's messenger, and the replies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rows(offset: int, nbytes: int) -> bytes:
 
 
 def reason_of_rejection(link: SocketLink) -> str:
-    """What the node says before it closes the connection."""
+    """Return what the node sends before it closes the connection."""
     reject = answer(link)
     assert isinstance(reject, Reject)
     with pytest.raises(OSError):

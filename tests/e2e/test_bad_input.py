@@ -185,7 +185,7 @@ def service(name: str) -> str:
 
 
 async def incarnation(cluster: Any, node: str) -> int:
-    """Of the node's present life, as its State tells."""
+    """Return the incarnation of the node, as its State reports."""
     kind = "Pool" if node in POOLS else "Worker"
     async with grpc.aio.insecure_channel(f"unix:{cluster.ready['run_dir']}/{node}.sock") as channel:
         reply = await channel.unary_unary(service(f"{kind}/State"))(b"", timeout=20)
@@ -206,7 +206,7 @@ def log_of(cluster: Any, node: str) -> str:
 
 
 async def wait_logged(cluster: Any, node: str, what: str, count: int) -> None:
-    """Until the node's log, which the supervisor writes a moment later, has `what` so often."""
+    """Wait until the node's log, which the supervisor writes a moment later, has `what` so often."""
     async with asyncio.timeout(20):
         while log_of(cluster, node).count(what) < count:
             await asyncio.sleep(0.02)

@@ -48,7 +48,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def shows(self, pattern: str) -> str:
-        """What it shows up to and including the pattern."""
+        """Return the output up to and including the pattern."""
         give_up = time.monotonic() + WAIT_S
         while (found := re.search(pattern, self._unread)) is None:
             ready = select.select([self._master], [], [], max(0.0, give_up - time.monotonic()))[0]

@@ -69,7 +69,7 @@ class Dialogue:
         return turn
 
     def share_cached(self) -> float:
-        """Of all prompts from the second turn on."""
+        """Return the share of all prompt tokens from the second turn on."""
         return sum(map(cached, self.turns[1:])) / sum(len(turn["prompt_token_ids"]) for turn in self.turns[1:])
 
 

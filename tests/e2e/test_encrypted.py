@@ -159,7 +159,7 @@ def is_rejection(answer: bytes) -> bool:
 
 
 def answer_without_certificate(port: int) -> bytes:
-    """What the other side says over TLS to somebody who shows none, before it hangs up."""
+    """Return what the other side sends over TLS to a client without a certificate, before it closes."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

@@ -1,4 +1,4 @@
-"""What all roles write about requests: JSON, with id and attempt, nothing that a client wrote, and no secret."""
+"""Logs of all roles about requests: JSON, with id and attempt, without client content or secrets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refusals() -> list[str]:
 
 @pytest.fixture
 async def request_id(cluster: Any, session: aiohttp.ClientSession, refusals: list[str]) -> str:
-    """Of a request that was served, after several that were refused, each with what must not be told."""
+    """Logs of a request that was served after several were refused, each with content that must not be logged."""
     url, headers = f"{cluster.url}/v1/completions", {"authorization": f"Bearer {KEY}"}
     body = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "cache_salt": SALT, "stop": [PROMPT]}
     refused: list[tuple[dict[str, Any], dict[str, str]]] = [
@@ -134,7 +134,7 @@ async def test_every_role_tells_a_request_by_id_and_attempt_and_nobody_what_it_s
 
 
 def command_lines(cluster: Any) -> dict[int, str]:
-    """Of `serve` and all roles, as any user of the machine sees them."""
+    """Return the command lines of `serve` and all roles, as any user of the machine sees them."""
     supervisor = psutil.Process(cluster.process.pid)
     processes = [supervisor, *supervisor.children(recursive=True)]
     assert len(processes) >= 6

@@ -41,7 +41,7 @@ def cluster(random_model: Path, tmp_path_factory: pytest.TempPathFactory, start_
 
 @pytest.fixture
 async def live(cluster: Any, session: aiohttp.ClientSession) -> Labels:
-    """What /metrics has after requests that were served, repeated and rejected."""
+    """Return /metrics after requests that were served, repeated and rejected."""
     prompt = list(range(100, 300))
     for _ in range(2):
         answer = await cluster.complete(session, prompt, max_tokens=8, ignore_eos=True)
@@ -60,7 +60,7 @@ async def live(cluster: Any, session: aiohttp.ClientSession) -> Labels:
 
 
 def declared() -> Labels:
-    """What appears with the first event of its kind, and has which labels."""
+    """Return the metrics that appear with the first event of their kind, and their labels."""
     found: Labels = {}
     for name, (_, labels) in CONDUCTOR_METRICS.items():
         found.setdefault(f"moonpool:{name}", {label: set() for label in labels})

@@ -46,7 +46,7 @@ class Networked:
         return int(listening)
 
     async def reached(self, nodes: tuple[str, ...]) -> None:
-        """Until data goes to one of the nodes."""
+        """Wait until data goes to one of the nodes."""
         for node in nodes:
             self.hosts.firewall(0, "-A", "INPUT", "-p", "tcp", "--dport", str(self.port(node)))
         self.hosts.firewall(0, "-Z")

@@ -1,4 +1,4 @@
-"""What /openapi.json describes is what a live cluster serves: Schemathesis makes sound and broken requests from it.
+"""A live cluster serves what /openapi.json describes: Schemathesis derives valid and invalid requests from it.
 
 No answer may be a server error, and every answer must have a status, a content type and a body that are described.
 """

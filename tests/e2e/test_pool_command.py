@@ -38,7 +38,7 @@ class Pool:
         self.target = cluster.ready["nodes"]["pool-0"]["target"]
 
     async def run(self, *arguments: str, expect: int = 0) -> str:
-        """What it printed, on both streams."""
+        """Return the output of both streams."""
         called = [*arguments, "--ready-file", self._ready_file]
         done = await asyncio.to_thread(CliRunner().invoke, app, called)
         assert done.exit_code == expect, done.output

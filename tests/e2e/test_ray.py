@@ -109,7 +109,7 @@ async def test_every_node_runs_in_an_actor_and_listens_on_loopback_alone(cluster
 
 
 def answer_in_the_clear(port: int) -> bytes:
-    """What a gRPC server says at once to who speaks HTTP/2 in the clear: nothing, if it encrypts."""
+    """Return a gRPC server's first bytes for a client without encryption: none, if it encrypts."""
     with socket.create_connection(("127.0.0.1", port), 30) as caller:
         caller.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
         try:
@@ -209,7 +209,7 @@ async def test_a_killed_serve_leaves_nothing_behind(cluster: Any) -> None:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all end within a minute; one that nobody has reaped yet has ended."""
+    """Return True if all end within a minute; an unreaped process has ended."""
 
     def lives(process: psutil.Process) -> bool:
         try:

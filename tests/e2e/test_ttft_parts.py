@@ -46,7 +46,7 @@ def cluster(
 
 
 async def ask(cluster: Any, session: aiohttp.ClientSession, seed: int, length: int) -> tuple[dict[str, Any], float]:
-    """(what the answer says of its times, seconds until its first event was here)"""
+    """Return (the answer's timing, seconds until its first event arrived)"""
     prompt = np.random.default_rng(seed).integers(5, 2000, length).tolist()
     body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "stream": True}
     began = monotonic()

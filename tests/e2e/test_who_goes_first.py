@@ -1,4 +1,4 @@
-"""Who goes first in a live cluster: a flood starves nobody, the urgent overtake, and nobody waits for ever."""
+"""Scheduling order in a live cluster: a flood starves no tenant, urgent requests overtake, and none waits for ever."""
 
 import asyncio
 import hashlib

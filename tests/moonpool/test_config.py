@@ -159,7 +159,7 @@ def test_keys_that_do_not_go_together_are_refused(flags: dict[str, str], message
 
 
 def _required(composite: type) -> dict[str, str]:
-    """What a pool node or a worker cannot do without."""
+    """Return the required settings of a pool node or a worker."""
     return {"conductor": "head:7000"} | ({"pool": "here:7001"} if composite is WorkerRole else {})
 
 

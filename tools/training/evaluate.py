@@ -1,4 +1,4 @@
-"""What the exported model can do on text and facts it was not trained on. ``python -m tools.training.evaluate FOLDER``.
+"""Evaluation on text and facts not seen in training. ``python -m tools.training.evaluate FOLDER``.
 
 Two measures: cross-entropy of held-out documents by position in a full window, and exact match of fact questions by
 the distance between fact and answer. Greedy decoding gives an answer exactly when every one of its tokens is the argmax

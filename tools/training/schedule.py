@@ -1,4 +1,4 @@
-"""What the run does at which part of its time: learning rate, context length, share of copy windows. Pure."""
+"""Schedule of a run: learning rate, context length and share of copy windows over time. Pure."""
 
 from dataclasses import dataclass
 

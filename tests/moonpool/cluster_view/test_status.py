@@ -1,4 +1,4 @@
-"""What `status` makes of the conductor's word and of the ready file, for every state that a node can be in."""
+"""`status` for every state of a node, from the conductor's reply and the ready file."""
 
 from collections import Counter
 from collections.abc import Callable

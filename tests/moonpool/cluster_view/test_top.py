@@ -1,4 +1,4 @@
-"""What `moonpool top` makes of what the conductor says over time, how it fits into a terminal, and what keys do."""
+"""`moonpool top`: its figures over time, its layout in a terminal, and its keys."""
 
 import io
 import re

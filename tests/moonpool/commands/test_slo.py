@@ -39,7 +39,7 @@ class Commands:
         return str(path)
 
     async def run(self, *arguments: str, expect: int = 0, stdin: str = "") -> str:
-        """What it printed, on both streams."""
+        """Return the output of both streams."""
         where = [] if arguments[0] == "tenant" else ["--conductor", self._target]
         done = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, *where], stdin)
         assert done.exit_code == expect, done.output

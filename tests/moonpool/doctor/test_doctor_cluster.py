@@ -1,4 +1,4 @@
-"""What the doctor says of clusters in all kinds of trouble. A live one is examined in test_serve.py."""
+"""The doctor's findings for clusters in all kinds of trouble. A live one is examined in test_serve.py."""
 
 from collections.abc import Callable
 from dataclasses import replace

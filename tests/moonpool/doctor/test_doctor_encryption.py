@@ -1,4 +1,4 @@
-"""What doctor says of the key material that the environment names."""
+"""The doctor's findings about the key material that the environment names."""
 
 import json
 import os

@@ -30,7 +30,7 @@ def status(port: int, path: str) -> int:
 
 
 async def statuses(port: int) -> tuple[int, int]:
-    """Of /live and /ready."""
+    """Return the statuses of /live and /ready."""
     return await asyncio.to_thread(status, port, "/live"), await asyncio.to_thread(status, port, "/ready")
 
 

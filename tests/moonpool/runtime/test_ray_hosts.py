@@ -1,4 +1,4 @@
-"""What Ray must offer for a cluster, and what a node's settings become on its host."""
+"""Ray's resources for a cluster, and a node's settings on its host."""
 
 from pathlib import Path
 from typing import Any

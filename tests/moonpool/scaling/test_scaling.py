@@ -1,4 +1,4 @@
-"""What is started and drained for the counts asked for, and which counts are refused."""
+"""Nodes started and drained for the requested counts, and refused counts."""
 
 from pathlib import Path
 from typing import Any

@@ -209,7 +209,7 @@ def test_top_draws_the_cluster_until_q(served: Served) -> None:
 
 
 def read_until(terminal: int, wanted: str | None) -> str:
-    """What was drawn up to then; None: until whoever draws is gone."""
+    """Return the output up to then; with None, up to the end of the process."""
     seen = b""
     give_up = time.monotonic() + DEADLINE_S
     while wanted is None or wanted not in seen.decode(errors="ignore"):
