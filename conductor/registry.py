@@ -1,7 +1,4 @@
-"""How often nodes were to change their role, and what came of it: counted, by roles. Nothing is decided here.
-
-Who has joined, with what description and last report; and who may not. No I/O, no placement.
-"""
+"""Registry of joined nodes: admission to the cluster, descriptions, last reports, drain and role changes. No I/O."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -20,7 +17,7 @@ Outcome = Literal["advised", "asked", "done", "kept", "left"]
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """Which model's node, from which role to which; names of roles. What is not known is ""."""
+    """Model, former role and new role of a node; "" where unknown."""
 
     model: str
     from_role: str
@@ -28,30 +25,30 @@ class RoleChange:
 
 
 class RoleSwitches:
-    """`asked` are those that a node of this conductor was told to make; each comes to be `done`, or the node `kept` its
-    role, or it has `left` first. `advised` were only said; refused ones nobody was told of."""
+    """Counts of role changes by outcome. `asked`: commands sent to nodes; each ends as `done`, `kept` (the node kept
+    its role) or `left` (it left first). `advised`: only suggested. Rejected changes were not sent to any node."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[RoleChange, Outcome]] = Counter()
         self._refused: Counter[tuple[RoleChange, str]] = Counter()
 
     def count(self, change: RoleChange, outcome: Outcome) -> None:
-        """One more."""
+        """Count a change."""
         self._counts[change, outcome] += 1
 
     def refused(self, change: RoleChange, reason: str) -> None:
-        """It cannot be."""
+        """Count a rejected change."""
         self._refused[change, reason] += 1
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """The counts for export, each with its first event."""
+        """Yield the counts as metrics, each from its first event on."""
         for name, label, counts in self._by_label():
             for (change, value), count in sorted(counts.items(), key=_key):
                 labels = {"model_name": change.model, "from_role": change.from_role, "to_role": change.to_role}
                 yield sample(name, count, **labels, **{label: value})
 
     def state(self) -> dict[str, dict[str, int]]:
-        """By "from to", and outcome or `refused_REASON`: of all models together."""
+        """Return counts by "from to" roles, and outcome or `refused_REASON`, over all models."""
         told: dict[str, Counter[str]] = defaultdict(Counter)
         for (change, outcome), count in sorted(self._counts.items(), key=_key):
             told[f"{change.from_role} {change.to_role}"][outcome] += count
@@ -80,20 +77,20 @@ class JoinedNode:
 
     node: conductor_pb2.Node
     report: conductor_pb2.NodeReport
-    replaced: asyncio.Event = field(default_factory=asyncio.Event)  # another stream speaks for the node now
-    commands: asyncio.Queue[conductor_pb2.NodeCommand] = field(default_factory=asyncio.Queue)  # to be told
-    is_leaving: bool = False  # it was asked to finish its work and leave
-    is_to_switch: bool = False  # it was asked to change its role, and has not begun yet
-    asked: RoleChange | None = None  # what it was asked for, until it says what it is
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)  # set when another stream has joined as this node
+    commands: asyncio.Queue[conductor_pb2.NodeCommand] = field(default_factory=asyncio.Queue)  # to be sent
+    is_leaving: bool = False  # a drain command was sent
+    is_to_switch: bool = False  # a role change was requested and has not begun
+    asked: RoleChange | None = None  # the requested change, until the node confirms or rejects it
 
     @property
     def stays(self) -> bool:
-        """Whether it will go on in its role, as far as is known."""
+        """True if the node is expected to keep its role."""
         return not (self.is_leaving or self.is_to_switch or self.report.draining)
 
     def note(self, report: conductor_pb2.NodeReport) -> None:
-        """Keep what `Cluster` shows of a report."""
-        # From then on its reports say how it stands, or that it stays what it is.
+        """Keep the parts of a report that `Cluster` shows."""
+        # Once begun, the reports show the change; a description in a report confirms or rejects it.
         self.is_to_switch = self.is_to_switch and not (report.draining or report.HasField("node"))
         self.report = conductor_pb2.NodeReport(
             num_waiting=report.num_waiting,
@@ -113,7 +110,9 @@ class Registry:
         self._nodes: dict[str, conductor_pb2.Node] = {}
         self._refs: dict[str, conductor_pb2.NodeRef] = {}
         self._peers: dict[str, conductor_pb2.Node | None] = {}  # per model, as asked for since the last change
-        self._versions: dict[bytes, set[str]] = {}  # who runs which software, as serialised: few among many nodes
+        self._versions: dict[
+            bytes, set[str]
+        ] = {}  # node ids by serialised software version: few versions among many nodes
 
     def __iter__(self) -> Iterator[JoinedNode]:
         return iter([self._members[node_id] for node_id in sorted(self._members)])
@@ -125,11 +124,11 @@ class Registry:
 
     @property
     def refs(self) -> Mapping[str, conductor_pb2.NodeRef]:
-        """What others are told of each, by node id. Read them only."""
+        """Public references by node id; read-only."""
         return self._refs
 
     def admit(self, node: conductor_pb2.Node) -> JoinedNode:
-        """A node joins; a former stream of the same node id is told. Raises JoinRefused, and nothing has changed."""
+        """Add a node; an earlier stream of the same node id is ended. Raises JoinRefused without changing anything."""
         self._check(node)
         former = self._members.get(node.node_id)
         if former is not None:
@@ -144,7 +143,7 @@ class Registry:
         return member
 
     def ask_to_drain(self, node_id: str) -> None:
-        """Tell the node to finish its work and leave. Raises UnknownNode, or NodeInUse for a pool node with workers."""
+        """Send the node a drain command. Raises UnknownNode, or NodeInUse for a pool node with workers."""
         member = self._members.get(node_id)
         if member is None:
             raise self._unknown(node_id)
@@ -156,7 +155,7 @@ class Registry:
             member.commands.put_nowait(conductor_pb2.NodeCommand(drain=conductor_pb2.Drain()))
 
     def ask_to_switch(self, node_id: str, role: common_pb2.Role.ValueType) -> None:
-        """Tell a prefill node to become a decode node, or the other way round. Raises UnknownNode or SwitchRefused."""
+        """Send a prefill or decode node the command to exchange its role. Raises UnknownNode or SwitchRefused."""
         change = self.change_of(node_id, ROLES.get(role, ""))
         try:
             member = self._switchable(node_id, role)
@@ -167,18 +166,18 @@ class Registry:
             self.switches.refused(change, error.reason)
             raise
         if not member.is_to_switch:
-            self._end_switch(member, "kept")  # what it was asked for before
+            self._end_switch(member, "kept")  # the earlier request
             member.is_to_switch, member.asked = True, change
             self.switches.count(change, "asked")
             member.commands.put_nowait(conductor_pb2.NodeCommand(switch_role=conductor_pb2.SwitchRole(role=role)))
 
     def change_of(self, node_id: str, role: str) -> RoleChange:
-        """What it would be if the node got that role."""
+        """Return the change of the node to that role."""
         node = self._nodes.get(node_id)
         return RoleChange("", "", role) if node is None else RoleChange(node.model, ROLES[node.role], role)
 
     def note(self, member: JoinedNode, report: conductor_pb2.NodeReport) -> None:
-        """Keep what `Cluster` shows of a report, which is of the role that the node has."""
+        """Keep the parts of a report that `Cluster` shows, and complete a role change that it confirms."""
         if member.asked is not None and report.HasField("node"):
             self._end_switch(member, "done" if member.asked.to_role == ROLES[report.node.role] else "kept")
         member.note(report)
@@ -189,7 +188,7 @@ class Registry:
             member.asked = None
 
     def _switchable(self, node_id: str, role: common_pb2.Role.ValueType) -> JoinedNode:
-        """The node, which may have that role. Raises UnknownNode or SwitchRefused."""
+        """Return the node if it may change to that role. Raises UnknownNode or SwitchRefused."""
         member = self._members.get(node_id)
         if member is None:
             raise self._unknown(node_id)
@@ -215,19 +214,21 @@ class Registry:
         return member
 
     def renew(self, member: JoinedNode, node: conductor_pb2.Node) -> None:
-        """The node announced itself anew in its stream. Raises JoinRefused where more than its role has changed."""
+        """Replace the node's description after a role change. Raises JoinRefused if more than its role has changed."""
         before = conductor_pb2.Node()
         before.CopyFrom(member.node)
         before.role = node.role
         if before != node or not {node.role, member.node.role} <= _CHANGING:
-            raise JoinRefused(f"node {member.node.node_id!r} announced itself anew as another one than it was")
+            raise JoinRefused(
+                f"node {member.node.node_id!r} changed its description within a stream: only the role may change"
+            )
         member.node = self._nodes[node.node_id] = node
         self._refs[node.node_id] = node_ref(node)
         member.is_to_switch = False
         self._peers.clear()
 
     def remove(self, member: JoinedNode) -> bool:
-        """The stream ended. False when another one speaks for the node by now."""
+        """Remove the node, as its stream ended. False if another stream has replaced it."""
         if self._members.get(member.node.node_id) is not member:
             return False
         self._end_switch(member, "left")
@@ -237,7 +238,7 @@ class Registry:
         return True
 
     def worker_of(self, model: str) -> conductor_pb2.Node | None:
-        """Some worker of the model: all have the same KV."""
+        """Return some worker of the model (all have the same KV), or None."""
         if model not in self._peers:
             if len(self._peers) > _MAX_MODELS_ASKED:
                 self._peers.clear()

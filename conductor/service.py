@@ -95,7 +95,7 @@ class ConductorService(ConductorServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     async def Cluster(self, request: conductor_pb2.ClusterRequest, context: Context) -> conductor_pb2.ClusterReply:
-        self._slo.keeper.front_doors.hear(request.frontend_id, request.tenants)
+        self._slo.keeper.known_tenants.hear(request.frontend_id, request.tenants)
         suspects = self._core.policy.suspects
         return conductor_pb2.ClusterReply(
             conductor_incarnation=self._incarnation,

@@ -1,4 +1,4 @@
-"""The directory of blocks: which pool node holds which block in which tier, kept up to date from the nodes' events."""
+"""Directory of blocks: which pool node holds which block in which tier, maintained from the nodes' events."""
 
 from conductor.directory.directory import Directory, DirectoryState, Match
 from conductor.directory.feeds import follow_pool_events

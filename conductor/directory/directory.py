@@ -1,16 +1,12 @@
-"""What nodes hold of a chain, as a directory tells it: arrays over all its nodes, which may be a thousand.
+"""Directory of blocks in memory: which pool node holds which blocks. Fed by the nodes' events; no I/O, no clock.
 
-What a directory knows of the nodes it follows, beside their blocks: numbers and places in their streams. Pure.
+Blocks are identified by the short form of their chain keys (uint64) within a namespace. A match is a hint that the pool
+node's Pin checks against full keys. Pool nodes are authoritative: the directory's part of a node is EXACT while its
+event stream is up and without gaps, otherwise DEGRADED, never silently stale. Events carry a checksum of the node's
+contents (`kvpool.events`); if it differs, the part is not EXACT either.
 
-Which pool node holds which blocks: a conductor's index in memory, fed by the nodes' events. Pure: no I/O, no clock.
-
-Blocks are known by the short form of their chain keys (uint64) within a namespace: a match is a hint that the pool
-node's Pin checks against full keys. Pool nodes are the truth; what is known of a node is EXACT while its stream is up
-and came without a gap, DEGRADED otherwise (never silently stale). Nodes say with their events what their contents sum
-up to (`kvpool.events`): what does not agree with that is not EXACT either.
-
-A node has a number in the table. A snapshot is taken in under a new number, and what a former number held is taken out
-piece by piece (`purge`): so neither a snapshot nor the loss of a node ever takes long at once.
+A node has a number in the table. A snapshot is received under a new number, and the blocks of the former number are
+removed incrementally (`purge`), so neither a snapshot nor the loss of a node takes long at once.
 """
 
 import enum
@@ -30,7 +26,7 @@ from kvpool.events import BlockRun, PoolEvents, fold_of
 
 
 class Match(NamedTuple):
-    """What one node holds of a chain."""
+    """Leading blocks of a chain that one node holds."""
 
     blocks: int  # the leading run
     ssd_blocks: int  # of these, how many are on SSD only
@@ -64,7 +60,7 @@ class Matches(Mapping[str, Match]):
         return f"Matches({self._by_id()})"
 
     def items(self) -> ItemsView[str, Match]:
-        """In the order of ids."""
+        """Return (node id, match) pairs in the order of ids."""
         return self._by_id().items()
 
     def _by_id(self) -> dict[str, Match]:
@@ -79,14 +75,14 @@ _PATIENCE = 4096  # events between snapshots taken because sums disagree, double
 
 
 class DirectoryState(enum.Enum):
-    """How far a node's part of the directory can be trusted."""
+    """Reliability of a node's part of the directory."""
 
     EXACT = "exact"
     DEGRADED = "degraded"
 
 
 class Position(NamedTuple):
-    """A place in a node's stream of events; (0, 0): none."""
+    """Position in a node's event stream; (0, 0): none."""
 
     incarnation: int
     seq: int
@@ -94,7 +90,7 @@ class Position(NamedTuple):
 
 @dataclass
 class FollowedNode:
-    """One node. `synced`: a snapshot is in, and every event since up to `seq`."""
+    """State of one node's event stream. `synced`: a snapshot and all events up to `seq` are applied."""
 
     number: int
     incarnation: int = 0
@@ -109,7 +105,7 @@ class FollowedNode:
     patient_until: int = 0  # event up to which no further snapshot is asked for because of them
 
     def restart(self, incarnation: int) -> None:
-        """Another incarnation: what was known is of no use."""
+        """Discard the state, since the node has another incarnation."""
         self.why = "restart" if self.incarnation else self.why
         self.incarnation, self.synced, self.state = incarnation, False, DirectoryState.DEGRADED
         self.generation += 1
@@ -129,25 +125,25 @@ class FollowedNode:
         self.seq, self.synced, self.right_at, self.why = seq, True, 0, "behind"
 
     def refuse(self, why: str) -> None:
-        """The stream cannot go on without a snapshot."""
+        """Record that the stream cannot continue without a snapshot."""
         if self.synced or self.why == "behind":
             self.why = why
         self.synced, self.state = False, DirectoryState.DEGRADED
 
     def agree(self) -> None:
-        """The node's sum is the one that is known."""
+        """Record that the node's checksum matches."""
         self.state, self.disagreements = DirectoryState.EXACT, 0
 
     def go_on(self) -> None:
-        """A message without a sum: as right as before it."""
+        """Record a message without checksum; the state stays as reliable as before."""
         if not self.disagreements:
             self.state = DirectoryState.EXACT
 
     def disagree(self) -> bool:
-        """The node's sum is another. A snapshot may mend it; True: take one.
+        """Record that the node's checksum differs. Return True if a snapshot should be requested.
 
-        If that did not help, more of them soon would not either: the stream goes on, DEGRADED. As a rule two blocks
-        have the same short key then, until one of them leaves.
+        If a snapshot did not help, another one soon would not either: the stream goes on, DEGRADED. Usually two blocks
+        have the same short key then, until one of them is removed.
         """
         self.state = DirectoryState.DEGRADED
         if self.disagreements and self.seq < self.patient_until:
@@ -158,7 +154,7 @@ class FollowedNode:
 
 
 class NodeNumbers:
-    """Small numbers from 1 on, each for one node at a time; a retired one is free once nothing is held under it."""
+    """Allocator of node numbers from 1; a retired number is reused once no blocks are stored under it."""
 
     def __init__(self) -> None:
         self._names: list[str | None] = [None]
@@ -169,20 +165,20 @@ class NodeNumbers:
 
     @property
     def dying(self) -> Set[int]:
-        """Numbers under which blocks are still to be taken out."""
+        """Retired numbers whose blocks are still to be removed."""
         return self._dying
 
     @property
     def names(self) -> Sequence[str | None]:
-        """By number; see `name`."""
+        """Node ids by number; see `name`."""
         return self._names
 
     def name(self, number: int) -> str | None:
-        """Whose number it is; None when what it holds is not to be seen."""
+        """Return the number's node id; None if its blocks are not visible."""
         return self._names[number]
 
     def take(self, name: str | None) -> int:
-        """A number for a node, or for what is not to be seen yet."""
+        """Allocate a number for a node, or for contents that are not visible yet (None)."""
         self.version += 1
         if not self._free:
             self._names.append(name)
@@ -196,7 +192,7 @@ class NodeNumbers:
         self._names[number] = name
 
     def retire(self, number: int, *, holds: bool, in_pass: bool) -> None:
-        """The node has no use for it any more. `in_pass`: a pass that takes blocks out is under way."""
+        """Release a number. `in_pass`: a removal pass is under way."""
         self.version += 1
         self._names[number] = None
         if not holds:
@@ -207,7 +203,7 @@ class NodeNumbers:
             self._late.add(number)
 
     def end_pass(self) -> None:
-        """All blocks of numbers that were dying when this pass began are out."""
+        """Free the numbers that were dying when this pass began; all their blocks are removed."""
         self._free += sorted(self._dying - self._late)
         self._dying, self._late = self._late, set()
 
@@ -216,7 +212,7 @@ _HALF = 32  # bits of a pair
 
 
 class DumpedNode(NamedTuple):
-    """A node of a dump: its contents as of `position`, but for what events up to `right_at` did while it was made."""
+    """A node of a dump: contents as of `position`, except for events up to `right_at` applied while it was made."""
 
     node: str
     number: int  # in the dump
@@ -226,7 +222,7 @@ class DumpedNode(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Which node's number is at which place of the roster."""
+    """Mapping from node numbers to indices in the roster."""
 
     version: int  # of the numbers
     roster: tuple[str, ...]
@@ -244,7 +240,7 @@ class _Places(NamedTuple):
 
 
 class Directory:
-    """The full index of one conductor. Making the first one compiles what it runs on."""
+    """Directory of one conductor. Creating the first one compiles its kernels."""
 
     def __init__(self) -> None:
         self._table = DirectoryTable(secrets.randbits(64))
@@ -259,10 +255,10 @@ class Directory:
         self.mismatches: Counter[str] = Counter()  # messages whose sum of contents was another, by node
 
     def apply(self, node: str, events: PoolEvents) -> bool:
-        """Take in one message of `node`'s stream. False: it does not follow what is known, a snapshot is needed.
+        """Apply one message of `node`'s stream. False: it does not follow the last one; a snapshot is needed.
 
         During a snapshot the former contents of the same incarnation stay in use, as DEGRADED; those of another
-        incarnation are dropped at its first message. Raises AddressError; then, too, a snapshot is needed.
+        incarnation are dropped at its first message. Raises AddressError, after which a snapshot is needed, too.
         """
         known = self._nodes.get(node) or self._add(node)
         try:
@@ -296,7 +292,7 @@ class Directory:
         return self._judge(node, known, events)
 
     def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> Matches:
-        """What each node holds of the leading blocks of the chain (uint64 [n], see `keys_u64`)."""
+        """Return the leading blocks of the chain (uint64 [n], see `keys_u64`) that each node holds."""
         places = self._places
         if places is None or places.version != self._numbers.version:
             places = self._places = _Places.of(self._numbers, places)
@@ -310,9 +306,10 @@ class Directory:
         return Matches(roster, held, self._table.match(keys, fold, of_numbers, held))
 
     def mark_degraded(self, node: str, *, malformed: bool = False) -> None:
-        """The node's stream broke: what is known stays in use until the stream goes on or the node is dropped.
+        """Mark the node's part as DEGRADED because its stream broke; it stays in use until the stream continues or the
+        node is dropped.
 
-        `malformed`: a message cannot be read, so that the stream can go on with a snapshot only.
+        `malformed`: a message was unreadable, so that the stream can continue only with a snapshot.
         """
         known = self._nodes.get(node)
         if known is not None:
@@ -322,7 +319,7 @@ class Directory:
                 self._refuse(known, "malformed")
 
     def drop_node(self, node: str) -> None:
-        """The node is lost: nothing of it matches any more."""
+        """Remove a lost node; its blocks no longer match."""
         known = self._nodes.pop(node, None)
         if known is not None:
             self._end_snapshot(known)
@@ -330,9 +327,9 @@ class Directory:
             self._dropped += 1
 
     def purge(self, num_parts: int = 8) -> bool:
-        """Take what lost nodes held out of some more of the table (2,048 slots a part). False: nothing is left.
+        """Remove lost nodes' blocks from the next parts of the table (2,048 slots each). False: nothing is left.
 
-        A part takes some 0.3 ms where a lost node's blocks lie side by side, which is how they came.
+        A part takes about 0.3 ms if a lost node's blocks are adjacent, as blocks stored together are.
         """
         dying = self._numbers.dying
         if not dying:
@@ -344,31 +341,31 @@ class Directory:
         return bool(self._numbers.dying)
 
     def state(self, node: str) -> DirectoryState:
-        """DEGRADED for a node that is not known."""
+        """Return the node's state; DEGRADED if it is unknown."""
         known = self._nodes.get(node)
         return known.state if known is not None else DirectoryState.DEGRADED
 
     def position(self, node: str) -> Position:
-        """The last event taken in, where the node's stream can be continued; (0, 0) when it cannot."""
+        """Return the last event applied, from which the stream can continue; (0, 0) if it cannot."""
         known = self._nodes.get(node)
         return Position(known.incarnation, known.seq) if known is not None and known.synced else Position(0, 0)
 
     def num_blocks(self, node: str) -> int:
-        """Blocks that the node is known to hold, over all namespaces."""
+        """Return the number of blocks that the node holds, over all namespaces."""
         return sum(self.blocks_by_tier(node))
 
     def blocks_by_tier(self, node: str) -> tuple[int, int]:
-        """Blocks that the node is known to hold: (in DRAM, on SSD only)."""
+        """Return the numbers of blocks that the node holds: (in DRAM, on SSD only)."""
         known = self._nodes.get(node)
         return self._table.num_blocks(known.number) if known is not None else (0, 0)
 
     @property
     def nodes(self) -> list[str]:
-        """The known nodes' ids, sorted."""
+        """Ids of the known nodes, sorted."""
         return sorted(self._nodes)
 
     def begin_dump(self) -> list[DumpedNode]:
-        """What `dump` tells of: the nodes with a position."""
+        """Return the nodes that `dump` covers: those with a position."""
         return [
             DumpedNode(node, known.number, known.generation, Position(known.incarnation, known.seq), known.right_at)
             for node, known in sorted(self._nodes.items())
@@ -376,7 +373,7 @@ class Directory:
         ]
 
     def end_dump(self, dumped: Iterable[DumpedNode]) -> list[DumpedNode]:
-        """Those of a dump, complete now, whose contents are all in it; with the event from which on it is right."""
+        """Return the nodes whose contents a completed dump has in full, with the event from which on it is right."""
         return [
             each._replace(right_at=max(known.seq, known.right_at))
             for each in dumped
@@ -386,10 +383,10 @@ class Directory:
         ]
 
     def dump(self, numbers: frozenset[int], num_parts: int = 16) -> Iterator[Replicas]:
-        """What these numbers hold, a few parts at a time; events may come in between.
+        """Yield the contents of these numbers, a few parts at a time; events may be applied in between.
 
-        So it is fuzzy, as a database's checkpoint may be (Mohan et al., ARIES, ACM TODS 17(1), 1992): right once the
-        events between its begin and its end are taken in again.
+        The dump is fuzzy, like a database checkpoint (Mohan et al., ARIES, ACM TODS 17(1), 1992): it is right once the
+        events between its begin and its end are applied again.
         """
         begin = 0
         while begin < self._table.num_parts:
@@ -397,20 +394,20 @@ class Directory:
             begin += num_parts
 
     def restore_node(self, dumped: DumpedNode) -> int:
-        """A node of a dump. Returns the number under which to restore what it holds; it has none yet."""
+        """Add a node of a dump. Return the number under which to restore its contents; it has none yet."""
         assert dumped.node not in self._nodes, f"node {dumped.node!r} is known"
         known = self._add(dumped.node)
         known.restore(dumped.position, dumped.right_at)
         return known.number
 
     def restore(self, replicas: Replicas) -> None:
-        """Part of a dump, with the numbers that `restore_node` gave. What nodes held that were lost since is left out:
-        their numbers will be others'."""
+        """Store part of a dump, with the numbers from `restore_node`. Contents of nodes lost since are left out, since
+        their numbers may be reused."""
         followed = np.array([name is not None for name in self._numbers.names], bool)[replicas.codes >> 1]
         self._table.store(replicas.keys[followed], replicas.codes[followed])
 
     def validate(self) -> list[str]:
-        """What does not fit together, in words; empty when all does."""
+        """Return inconsistencies as sentences; empty if there are none."""
         problems = self._table.validate()
         for name, known in sorted(self._nodes.items()):
             if self._numbers.name(known.number) != name:
@@ -428,7 +425,7 @@ class Directory:
         return number
 
     def _retire(self, number: int) -> None:
-        """Nothing matches under this number any more; what it holds goes piece by piece."""
+        """Hide the number's blocks; they are removed incrementally."""
         self._numbers.retire(number, holds=any(self._table.num_blocks(number)), in_pass=self._purged > 0)
 
     def _end_snapshot(self, known: FollowedNode) -> None:
@@ -450,7 +447,7 @@ class Directory:
         self._table.store(keys, codes, fold_of(run.kv_namespace))
 
     def _judge(self, node: str, known: FollowedNode, events: PoolEvents) -> bool:
-        """Whether what is known may be called EXACT, now that these events are in; False: take a snapshot instead."""
+        """Update the node's state after a message. False: request a snapshot instead."""
         if known.seq < known.right_at:
             return True
         if events.contents_sum is None:

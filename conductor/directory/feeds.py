@@ -1,7 +1,4 @@
-"""Following one pool node's events: reconnects for ever, and goes on where the directory stands.
-
-Keeping the directory: which pool nodes' events are followed, and what is exported of that. No placement.
-"""
+"""Event streams of the pool nodes: follows each node's events, reconnects indefinitely, and updates the directory."""
 
 import asyncio
 import contextlib
@@ -37,10 +34,10 @@ async def follow_pool_events(
 ) -> None:
     """Call `on_events` with every message of the pool node at `target`, until cancelled.
 
-    Each stream begins after `position()`, and with a snapshot where that is (0, 0) or the node cannot go on from there.
-    `on_events` returns False (or raises AddressError) for a message that does not follow what is known: then another
-    stream begins. `on_lost(reason, kind)` is called when a stream is "broken" (or silent for `silence_s`, heartbeats
-    included), "refused" or "malformed": until the next message what is known of the node may be stale.
+    Each stream begins after `position()`, with a snapshot if that is (0, 0) or the node cannot continue from there. If
+    `on_events` returns False (or raises AddressError), the message does not follow the last one, and another stream
+    begins. `on_lost(reason, kind)` is called when a stream is "broken" (or silent for `silence_s`, heartbeats
+    included), "refused" or "malformed"; until the next message the directory's part of the node may be stale.
     """
     last_reason = ""
     backoff = Backoff(most_s=_MAX_WAIT_S)
@@ -74,7 +71,7 @@ async def _follow(
     position: Callable[[], Position],
     silence_s: float,
 ) -> tuple[str, str]:
-    """Follow one stream until it ends; returns why, in words and in one."""
+    """Follow one stream until it ends. Return the reason, as a sentence and as a word."""
     stub: pool_pb2_grpc.PoolAsyncStub = pool_pb2_grpc.PoolStub(channel)
     begin = position()
     stream = stub.Events(pool_pb2.EventsRequest(incarnation=begin.incarnation, after_seq=begin.seq))
@@ -107,9 +104,9 @@ class _Feed:
 
 
 class DirectoryUpdater:
-    """One feed per pool node: of those that joined here, and of those that are known to be in the cluster.
+    """Keeps the directory up to date: one feed per pool node that joined here or is known to be in the cluster.
 
-    Feeds begin to run with `open`, when what the directory starts from is in place.
+    Feeds start with `open`, once the directory's initial contents are restored.
     """
 
     def __init__(self) -> None:
@@ -123,38 +120,38 @@ class DirectoryUpdater:
         self._breaks: Counter[str] = Counter()  # streams that ended, by kind
 
     def open(self) -> None:
-        """Begin to follow, and to clear up after nodes that are gone."""
+        """Start the feeds and the removal of lost nodes' blocks."""
         self._upkeep = asyncio.create_task(self._clear_up(), name="directory upkeep")
         self._upkeep.add_done_callback(_log_failure)
         self._opened.set()
 
     def join(self, node_id: str, target: str) -> None:
-        """A pool node joined, perhaps at another address than before."""
+        """Follow a pool node that joined, possibly at a new address."""
         self._joined[node_id] = target
         self._settle(node_id)
 
     def leave(self, node_id: str) -> None:
-        """A pool node's stream to this conductor ended."""
+        """Note that the pool node's stream to this conductor ended."""
         self._joined.pop(node_id, None)
         self._settle(node_id)
 
     def expect(self, source: str, targets: Mapping[str, str]) -> None:
-        """The pool nodes, by id, that `source` says are in the cluster: they joined elsewhere, or will join soon."""
+        """Set the pool nodes, by id, that `source` lists in the cluster: they joined elsewhere or will join soon."""
         before = self._expected.get(source, {})
         self._expected[source] = dict(targets)
         for node_id in sorted(before.keys() | targets.keys() | set(self.directory.nodes)):
             self._settle(node_id)
 
     def targets(self) -> dict[str, str]:
-        """Where each node that is followed is."""
+        """Return the address of each followed node."""
         return {node_id: feed.target for node_id, feed in self._feeds.items()}
 
     def state(self) -> dict[str, Any]:
-        """How much is known of each pool node, and how sure it is."""
+        """Return state and number of blocks per pool node."""
         return {node_id: self._state_of(node_id) for node_id in sorted(self._feeds)}
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """The same and what was counted, for export."""
+        """Yield the state and counters as metrics."""
         directory = self.directory
         for node_id in sorted(self._feeds):
             exact = directory.state(node_id) is DirectoryState.EXACT
@@ -181,7 +178,7 @@ class DirectoryUpdater:
             await asyncio.wait(self._ending)
 
     def _settle(self, node_id: str) -> None:
-        """Follow the node where it is now said to be, or forget it."""
+        """Follow the node at its current address, or drop it if no source lists it."""
         said = [self._joined, *self._expected.values()]
         target = next((targets[node_id] for targets in said if node_id in targets), None)
         feed = self._feeds.get(node_id)
@@ -236,7 +233,7 @@ class DirectoryUpdater:
 
 
 def sample(name: str, value: float, **labels: str) -> conductor_pb2.Sample:
-    """One number of the conductor's; `telemetry.conductor` says what each name means."""
+    """Return one metric sample of the conductor; `telemetry.conductor` has the help texts."""
     return conductor_pb2.Sample(name=name, labels=labels, value=float(value))
 
 

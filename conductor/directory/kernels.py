@@ -1,9 +1,4 @@
-"""The compiled loops that read a directory's table (`layout.py`). Nothing here checks its arguments.
-
-The compiled loops that change a directory's table (`layout.py`). Nothing here checks its arguments.
-
-All compiled loops of a directory's table, for the signatures they are called with.
-"""
+"""Compiled loops over a directory's table (`layout.py`): lookups, then changes. They do not check their arguments."""
 
 import functools
 from typing import Any, NamedTuple
@@ -54,7 +49,7 @@ def _keys(addresses: Any, index: Any) -> Any:
 
 @numba.njit
 def table_at(addresses: Any) -> Any:
-    """The Table whose arrays are there (`directory_layout.addresses_of`)."""
+    """Return the Table whose arrays are at these addresses (`layout.addresses_of`)."""
     return Table(
         _words(addresses, 0).view(np.uint32),
         _words(addresses, 1).view(np.int32),
@@ -81,7 +76,7 @@ def hash_of(key: Any, seed: Any) -> Any:
 
 @numba.njit
 def find(t: Any, key: Any, seed: Any) -> Any:
-    """(segment, word of the place where `key` is or would go). 0 in the word after it: it is not there."""
+    """Return (segment, index of the place where `key` is or would go); the word after it is 0 if the key is absent."""
     h = hash_of(key, seed)
     segment = np.int64(t.top[np.int64(h >> np.uint64(t.meta[SHIFT]))])
     fingerprint = np.uint32(h >> _U32)
@@ -96,7 +91,7 @@ def find(t: Any, key: Any, seed: Any) -> Any:
 
 @numba.njit(inline="always")
 def next_slot(t: Any, slot: Any, key: Any, seed: Any) -> Any:
-    """The slot of `key`, which is probably the one after `slot`; -1: nobody holds it."""
+    """Return the slot of `key`, probably the one after `slot`; -1: no node holds it."""
     slot += 1
     if slot < len(t.held) and t.keys[slot] == key and t.held[slot] != 0:
         return slot
@@ -106,16 +101,17 @@ def next_slot(t: Any, slot: Any, key: Any, seed: Any) -> Any:
 
 @numba.njit(inline="always")
 def shape(t: Any, at: Any) -> Any:
-    """(is dense, class, number of replicas, words in one bitmap) of the row at `at`."""
+    """Return (is dense, class, number of replicas, words in one bitmap) of the row at `at`."""
     head = t.rows[at]
     row_class = np.int64(head >> np.uint32(24)) & 127
     return head >> np.uint32(31) != 0, row_class, np.int64(head & np.uint32(0xFFFFFF)), ((4 << row_class) - 2) // 2
 
 
 def match(addresses: Any, keys: Any, fold: Any, seed: Any, places: Any, held: Any) -> Any:
-    """How many leading keys each node holds, and of these on SSD only, into `held` [2, ...] at `places` [numbers].
+    """Write the leading keys that each node holds, and of these those on SSD only, to `held` [2, ...] at `places`
+    [numbers].
 
-    A place of -1 leaves the node out. Returns how many the others hold at most.
+    Nodes with place -1 are left out. Returns the longest match of the others.
     """
     t = table_at(addresses)
     alive, state, out = t.alive, t.state, t.found
@@ -209,7 +205,7 @@ def match(addresses: Any, keys: Any, fold: Any, seed: Any, places: Any, held: An
 
 
 def extract(addresses: Any, slot: Any, end: Any, wanted: Any, keys: Any, codes: Any) -> Any:
-    """Copy all replicas of the wanted numbers in these slots. Returns how many there are, though they do not fit."""
+    """Copy all replicas of the wanted numbers in these slots. Returns their count, even if they do not fit."""
     t, found = table_at(addresses), 0
     for at in range(slot, end):
         several = t.held[at]
@@ -247,7 +243,7 @@ _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 @numba.njit
 def _term(key: Any, code: Any) -> Any:
-    """What a block adds to its node's sum: splitmix64 of its key and tier."""
+    """Return a block's term in its node's contents checksum: splitmix64 of its key and tier."""
     x = key + _GAMMA * np.uint64(np.uint64(code & np.uint32(1)) + _U1)
     x = (x ^ (x >> _S30)) * _M1
     x = (x ^ (x >> _S27)) * _M2
@@ -284,7 +280,7 @@ def _free_row(t: Any, at: Any) -> Any:
 
 @numba.njit
 def _needs_rows(t: Any) -> Any:
-    """Whether the next change could find no row; then the caller has to make room."""
+    """Return whether the next change could run out of rows; the caller then has to make room."""
     if t.meta[USED] + 2 * (4 << t.meta[DENSE]) <= len(t.rows):
         return False
     t.meta[NEED] = NEED_ROWS
@@ -309,7 +305,7 @@ def _new_dense(t: Any) -> Any:
 
 @numba.njit
 def _append(t: Any, at: Any, code: Any) -> Any:
-    """One more replica in a row that has room for it."""
+    """Append a replica to a row that has room for it."""
     dense, _, count, width = shape(t, at)
     if dense:
         number = np.int64(code >> np.uint32(1))
@@ -324,7 +320,7 @@ def _append(t: Any, at: Any, code: Any) -> Any:
 
 @numba.njit
 def _moved_to(t: Any, source: Any, target: Any) -> Any:
-    """All replicas of row `source` in row `target`; `source` is free."""
+    """Move all replicas of row `source` to row `target` and free `source`."""
     dense, _, count, width = shape(t, source)
     if dense:
         for w in range(width):
@@ -341,7 +337,7 @@ def _moved_to(t: Any, source: Any, target: Any) -> Any:
 
 @numba.njit
 def _with(t: Any, several: Any, code: Any) -> Any:
-    """A row with this replica, added or moved to its tier: (what the place holds now, the replica's former code)."""
+    """Add a replica to a row or change its tier. Returns (new value of the slot, the replica's former code)."""
     at = np.int64(several & ~SEVERAL) * 4
     number = np.int64(code >> np.uint32(1))
     dense, row_class, count, width = shape(t, at)
@@ -370,7 +366,8 @@ def _with(t: Any, several: Any, code: Any) -> Any:
 
 @numba.njit
 def _without(t: Any, several: Any, number: Any) -> Any:
-    """A row without this node's replica: (what the place holds now, the replica's former code; 0: there was none)."""
+    """Remove a node's replica from a row. Returns (new value of the slot, the replica's former code; 0: there was
+    none)."""
     at = np.int64(several & ~SEVERAL) * 4
     dense, row_class, count, width = shape(t, at)
     old = np.uint32(0)
@@ -406,7 +403,7 @@ def _without(t: Any, several: Any, number: Any) -> Any:
 
 @numba.njit
 def _new_slot(t: Any) -> Any:
-    """A free slot, next-fit; -1: the caller has to make room. Holes are used again once they are many."""
+    """Allocate a slot, next-fit; -1: the caller must make room. Holes are reused once there are many."""
     slot, end = t.meta[CURSOR], t.meta[END]
     while slot < end and t.held[slot]:
         slot += 1
@@ -426,7 +423,7 @@ def _new_slot(t: Any) -> Any:
 
 @numba.njit
 def _delete(t: Any, segment: Any, at: Any) -> Any:
-    """Free a place and its slot, shifting back what would not be found past it."""
+    """Free a place and its slot, shifting back entries that would not be found past the hole."""
     t.held[np.int64(t.places[at + 1]) - 1] = 0
     t.meta[LIVE] -= 1
     base = segment * SEGMENT
@@ -448,7 +445,7 @@ def _delete(t: Any, segment: Any, at: Any) -> Any:
 
 
 def store(addresses: Any, keys: Any, codes: Any, fold: Any, seed: Any, start: Any) -> Any:
-    """Add replicas, or move them to another tier. Returns how far it came; short of the end, see meta[NEED]."""
+    """Add replicas, or move them to another tier. Returns the number done; if short, meta[NEED] has the reason."""
     t = table_at(addresses)
     slot = np.int64(len(t.held))
     for i in range(start, len(keys)):
@@ -493,7 +490,7 @@ def store(addresses: Any, keys: Any, codes: Any, fold: Any, seed: Any, start: An
 
 
 def remove(addresses: Any, keys: Any, number: Any, fold: Any, seed: Any, start: Any) -> Any:
-    """Node `number` holds the keys no more. Returns as `store`."""
+    """Remove node `number` as holder of the keys. Returns as `store`."""
     t = table_at(addresses)
     for i in range(start, len(keys)):
         key = keys[i] ^ fold
@@ -544,7 +541,7 @@ def split(addresses: Any, segment: Any, new: Any, scratch: Any) -> Any:
 
 @numba.njit
 def _first_of(t: Any, several: Any, wanted: Any) -> Any:
-    """Some node number of the row that is wanted; -1: none is."""
+    """Return some wanted node number of the row; -1: there is none."""
     at = np.int64(several & ~SEVERAL) * 4
     dense, _, count, width = shape(t, at)
     if not dense:
@@ -562,7 +559,7 @@ def _first_of(t: Any, several: Any, wanted: Any) -> Any:
 
 
 def purge(addresses: Any, slot: Any, end: Any, dying: Any, seed: Any) -> Any:
-    """Take all replicas of the dying numbers out of slots [slot, end). Returns as `store`."""
+    """Remove all replicas of the dying numbers from slots [slot, end). Returns as `store`."""
     t = table_at(addresses)
     while slot < end:
         held = t.held[slot]
@@ -584,7 +581,7 @@ def purge(addresses: Any, slot: Any, end: Any, dying: Any, seed: Any) -> Any:
 
 
 class DirectoryKernels(NamedTuple):
-    """See the functions of the same names; each takes the addresses of a table's arrays first."""
+    """Compiled functions of the same names; each takes the addresses of a table's arrays first."""
 
     store: Any
     remove: Any
@@ -596,7 +593,7 @@ class DirectoryKernels(NamedTuple):
 
 @functools.cache
 def directory_kernels() -> DirectoryKernels:
-    """All of them, compiled or loaded at the first call."""
+    """Return all kernels, compiled or loaded at the first call."""
     u32, u64, i64 = (types.Array(kind, 1, "C") for kind in (types.uint32, types.uint64, types.int64))
     wide, flags = types.Array(types.int64, 2, "C"), types.Array(types.uint8, 1, "C")
     keys = types.Array(types.uint64, 1, "C", readonly=True)

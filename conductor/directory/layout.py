@@ -1,23 +1,21 @@
-"""How a directory's table lies in memory. Loops over it: `directory_reading`, `directory_changes`.
+"""Memory layout of a directory's table. The loops over it are in `kernels.py`.
 
-A block has a *slot*: its key in `keys` and who holds it in `held`, 0 where the slot is free. A block keeps its slot as
-long as anybody holds it. Slots are given out next-fit, so that blocks which came one after another lie one after
-another, and the place of a chain's next block is as a rule the next slot: a chain is read as one run, at the speed of
-memory, and only where it is broken is a key looked up. That is a guess that is checked, never a link to be kept up.
+A block has a *slot*: its key in `keys` and its holders in `held`, 0 if the slot is free. A block keeps its slot as
+long as it has a holder. Slots are allocated next-fit, so that blocks stored together are adjacent, and a chain's
+next block is usually in the next slot: a chain is read as one run, at memory speed, and keys are looked up only where
+it is broken. Each guess is checked; no link is maintained.
 
 `held` with bit 31 clear is the block's one replica, a *code*: node number * 2, plus 1 where the block is on SSD only.
 With bit 31 set, the rest is a row of `rows`, in units of four words, that lists several replicas.
 
-A row of class c has 4 << c words. A list: word 0 is c << 24 | count, codes follow. A dense row, for what very many
-nodes hold: bit 31 of word 0 is set too, and from word 2 on there are two bitmaps over node numbers: held, and of these
+A row of class c has 4 << c words. A list: word 0 is c << 24 | count, codes follow. A dense row, for blocks with many
+holders: bit 31 of word 0 is set too, and from word 2 on there are two bitmaps over node numbers: held, and of these
 on SSD only.
 
 A *place* is two uint32: the upper half of a key's hash, and its slot + 1; 0 there: the place is free. A *segment* is
 2,048 places with linear probing that wraps around in it. `top` maps the leading bits of a key's hash to its segment
 (extendible hashing: Fagin et al., ACM TODS 4(3), 1979): growth splits one segment at a time. Deletion shifts back what
 follows (Knuth, TAOCP 3, 6.4, algorithm R), so nothing of a removed key stays behind.
-
-Arrays that grow without being copied: their pages are mapped elsewhere. What lies beyond the end is zeros.
 """
 
 import contextlib
@@ -35,7 +33,7 @@ NEED_ROWS, NEED_SLOTS = -1, -2  # in NEED; otherwise the number of a full segmen
 
 
 class Table(NamedTuple):
-    """All arrays of a table. Kernels are told where they lie (`addresses_of`): to hand over many takes microseconds."""
+    """Arrays of a table. Kernels get their addresses (`addresses_of`), since passing many arrays takes microseconds."""
 
     places: NDArray[np.uint32]  # [segments * SEGMENT * 2]
     fill: NDArray[np.int32]  # [segments] keys in each
@@ -55,7 +53,7 @@ class Table(NamedTuple):
 
 
 def addresses_of(table: Table) -> NDArray[np.int64]:
-    """For each array: its address, and its length in words of eight bytes."""
+    """Return address and length, in words of eight bytes, of each array."""
     return np.array([number for array in table for number in (array.ctypes.data, array.nbytes // 8)], np.int64)
 
 
@@ -63,7 +61,8 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class GrowingArray(Generic[Scalar]):
-    """One-dimensional. Memory that was never written takes no room, so it may be asked for generously."""
+    """One-dimensional array that grows without being copied: its pages are remapped. New elements are zero. Untouched
+    memory takes no room, so generous sizes are cheap."""
 
     def __init__(self, dtype: type[Scalar], size: int) -> None:
         self._dtype = np.dtype(dtype)
@@ -71,11 +70,11 @@ class GrowingArray(Generic[Scalar]):
 
     @property
     def array(self) -> NDArray[Scalar]:
-        """All of it, for use until the next `grow`: then nobody may still have it."""
+        """The whole array, valid until the next `grow`; no reference may remain then."""
         return np.frombuffer(self._memory, self._dtype)
 
     def grow(self, size: int) -> None:
-        """Make it longer. Raises BufferError when somebody still has the array."""
+        """Extend the array. Raises BufferError if a reference to it remains."""
         nbytes = size * self._dtype.itemsize
         try:
             self._memory.resize(nbytes)
@@ -94,6 +93,6 @@ def _map(nbytes: int) -> Any:
 
 
 def _prefer_large_pages(memory: Any) -> None:
-    """A lookup is one read at a random address: with small pages, most of its time goes into finding the page."""
+    """Request large pages: a lookup is one read at a random address, dominated by TLB misses with small pages."""
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

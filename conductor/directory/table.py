@@ -1,8 +1,8 @@
-"""All blocks of a directory as arrays: 64-bit key -> who holds it, in which tier. It knows node numbers, not nodes.
+"""Table of all blocks of a directory as arrays: 64-bit key -> holders and tiers. Uses node numbers, not nodes.
 
-Built for ten million blocks on a thousand nodes: twelve bytes a slot for a block with one holder, rows beside for more,
-and eight a place to find it by (`layout.py`). It grows by a segment at a time, and what leaves it leaves
-no trace, so no operation takes longer the more there is or was.
+Built for ten million blocks on a thousand nodes: twelve bytes per slot for a block with one holder, extra rows for
+more, and eight bytes per place of the hash index (`layout.py`). It grows by one segment at a time and removal leaves no
+tombstones, so no operation becomes slower with the number of blocks, past or present.
 """
 
 from collections.abc import Set
@@ -44,19 +44,20 @@ _SPLITS_AT_MOST = 31  # bits in which keys of a full segment can be equal: unrea
 
 
 class Replicas(NamedTuple):
-    """What some blocks' holders are, one entry per block and holder."""
+    """Holders of blocks, one entry per block and holder."""
 
     keys: NDArray[np.uint64]  # folded with their namespace
     codes: NDArray[np.uint32]  # node number * 2, plus 1 where on SSD only
 
 
 def code_of(number: int, tier: Tier) -> int:
-    """How a replica is written down."""
+    """Return the code of a replica."""
     return number * 2 + (tier is Tier.SSD)
 
 
 class DirectoryTable:
-    """`fold` is what keys of one namespace are XORed with; node numbers begin at 1. `seed` should be nobody's guess."""
+    """Hash table of blocks. `fold`: the value that keys of one namespace are XORed with; node numbers begin at 1.
+    `seed` must be unpredictable to clients."""
 
     def __init__(self, seed: int) -> None:
         self._run = _kernels()
@@ -87,25 +88,25 @@ class DirectoryTable:
 
     @property
     def num_parts(self) -> int:
-        """Parts of 2,048 slots are numbered from 0; a new one gets the next number."""
+        """Number of parts of 2,048 slots; a new part gets the next number."""
         return -(-int(self._t.meta[END]) // SEGMENT)
 
     @property
     def num_keys(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks with at least one holder."""
         return int(self._t.meta[LIVE])
 
     def num_blocks(self, number: int) -> tuple[int, int]:
-        """Blocks that a node holds: (in DRAM, on SSD only)."""
+        """Return the numbers of blocks that a node holds: (in DRAM, on SSD only)."""
         in_dram, on_ssd = self._t.counts[number].tolist()
         return in_dram, on_ssd
 
     def contents_sum(self, number: int) -> int:
-        """See `kvpool.events`."""
+        """Return the node's contents checksum; see `kvpool.events`."""
         return int(self._t.sums[number])
 
     def reserve_numbers(self, count: int) -> None:
-        """Node numbers below `count` may be used."""
+        """Make node numbers below `count` usable."""
         have = len(self._t.counts)
         if count > have:
             want = max(count, 2 * have)
@@ -115,28 +116,29 @@ class DirectoryTable:
             self._size_for_numbers()
 
     def store(self, keys: NDArray[np.uint64], codes: NDArray[np.uint32], fold: int = 0) -> None:
-        """Blocks `keys` have holders `codes` too; a holder known for another tier moves."""
+        """Add holders `codes` to blocks `keys`; a holder known for another tier is moved."""
         done = 0
         while (done := self._run.store(self._at, keys, codes, fold, self._seed, done)) < len(keys):
             self._make_room()
 
     def remove(self, number: int, keys: NDArray[np.uint64], fold: int) -> None:
-        """Node `number` holds `keys` no more."""
+        """Remove node `number` as holder of `keys`."""
         done = 0
         while (done := self._run.remove(self._at, keys, number, fold, self._seed, done)) < len(keys):
             self._make_room()
 
     def match(self, keys: NDArray[np.uint64], fold: int, places: NDArray[np.int64], held: NDArray[np.int64]) -> int:
-        """Into `held` [2, ...]: how many leading `keys` each node holds, of these on SSD only, at `places` [numbers].
+        """Write to `held` [2, ...], at `places` [numbers], the leading `keys` that each node holds and of these those
+        on SSD only.
 
-        There is a place for each number that is in use; -1, and nodes that do not hold the first, are left out. Returns
-        how many blocks the node with the most of them holds.
+        `places` has an entry per number in use; nodes with -1, and nodes that do not hold the first key, are left out.
+        Returns the longest match.
         """
         longest: int = self._run.match(self._at, keys, fold, self._seed, places, held)
         return longest
 
     def purge(self, numbers: Set[int], begin: int, count: int) -> int:
-        """Nodes `numbers` hold nothing in parts [begin, begin + count). Returns the first one not done."""
+        """Remove nodes `numbers` from parts [begin, begin + count). Returns the first part not done."""
         end = min(begin + count, self.num_parts)
         slot, last, dying = begin * SEGMENT, self._slot(end), self._flags(numbers)
         while (slot := self._run.purge(self._at, slot, last, dying, self._seed)) < last:
@@ -144,7 +146,7 @@ class DirectoryTable:
         return end
 
     def extract(self, numbers: Set[int], begin: int, count: int) -> Replicas:
-        """What nodes `numbers` hold of the blocks in parts [begin, begin + count)."""
+        """Return what nodes `numbers` hold of the blocks in parts [begin, begin + count)."""
         end, wanted = self._slot(begin + count), self._flags(numbers)
         room = max(1, count) * SEGMENT
         while True:
@@ -155,7 +157,7 @@ class DirectoryTable:
             room = found
 
     def validate(self) -> list[str]:
-        """What does not fit together, in words; empty when all does. Reads everything: 0.2 s for ten million blocks."""
+        """Return inconsistencies as sentences; empty if none. Reads everything: 0.2 s for ten million blocks."""
         problems = []
         numbers = set(range(len(self._t.counts)))
         counted = np.zeros(2 * len(numbers), np.int64)
@@ -183,11 +185,11 @@ class DirectoryTable:
         return problems
 
     def _slot(self, part: int) -> int:
-        """Where a part begins; the end where there is none."""
+        """Return the first slot of a part; the end if there is no such part."""
         return min(part * SEGMENT, int(self._t.meta[END]))
 
     def _row_words(self) -> int:
-        """Words of rows that slots refer to."""
+        """Return the number of words of rows in use."""
         held = self._t.held[: int(self._t.meta[END])]
         rows = held[held >> 31 == 1].astype(np.int64) & 0x7FFFFFFF
         return int((4 << (self._t.rows[rows * 4].astype(np.int64) >> 24 & 127)).sum())
@@ -198,7 +200,7 @@ class DirectoryTable:
         return flags
 
     def _size_for_numbers(self) -> None:
-        """What depends on how many node numbers there are."""
+        """Resize what depends on the number of node numbers."""
         count = len(self._t.counts)
         words = -(-count // 32)
         row_class = 5
@@ -212,12 +214,12 @@ class DirectoryTable:
         )
 
     def _set(self, **arrays: NDArray[Any]) -> None:
-        """These arrays take the place of former ones."""
+        """Replace these arrays."""
         self._t = self._t._replace(**arrays)
         self._at = addresses_of(self._t)
 
     def _make_room(self) -> None:
-        """For what a kernel stopped at: a full segment, too few rows or slots."""
+        """Grow what a kernel ran out of: a full segment, rows or slots."""
         need = int(self._t.meta[NEED])
         if need == NEED_SLOTS:
             self._grow_slots()
@@ -266,7 +268,7 @@ class DirectoryTable:
 
 
 def warm_up() -> None:
-    """Compile what tables run on, or load it from the cache: seconds the first time, which no event should take."""
+    """Compile the kernels, or load them from the cache: takes seconds the first time, too long for an event."""
     _kernels()
 
 

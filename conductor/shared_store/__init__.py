@@ -1,4 +1,4 @@
-"""What outlives a conductor: the registry in Redis, snapshots of the directory in files. No request waits for it."""
+"""Storage that outlives a conductor: registry in Redis, directory snapshots in files. Requests never wait for it."""
 
 from conductor.shared_store.redis_store import NodeRecord, RedisStore, SnapshotPointer
 from conductor.shared_store.registry_sync import RegistrySync

@@ -1,6 +1,5 @@
-"""What is kept in Redis, as plain data and as JSON. No I/O.
-
-Redis as the conductors' shared memory: one class, one method per thing that is kept, each with a deadline.
+"""Redis store shared by the conductors: the stored records as plain data and JSON, and one method per operation, each
+with a deadline.
 
 Keys: `moonpool:cluster` (hash: name, format), `moonpool:epoch` (the last conductor's incarnation), `moonpool:node:ID`
 (JSON, expires unless refreshed), `moonpool:snapshots` (hash: path -> JSON), `moonpool:slo` (hash: version -> JSON, and
@@ -22,7 +21,7 @@ FORMAT = 1  # of all that is kept; another one is refused
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """One node of the cluster, as the conductor that it joined describes it."""
+    """One node of the cluster, as described by the conductor that it joined."""
 
     node_id: str
     role: str
@@ -36,7 +35,7 @@ class NodeRecord:
 
     @classmethod
     def from_json(cls, text: str) -> "NodeRecord":
-        """Raises SharedStoreRefused."""
+        """Parse a record. Raises SharedStoreRefused."""
         try:
             fields = json.loads(text)
             record = cls(**{name: fields[name] for name in cls.__slots__})
@@ -50,7 +49,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPointer:
-    """Where a snapshot of the directory lies."""
+    """Location of a directory snapshot."""
 
     path: str
     host: str
@@ -62,7 +61,7 @@ class SnapshotPointer:
 
     @classmethod
     def from_json(cls, text: str) -> "SnapshotPointer":
-        """Raises SharedStoreRefused."""
+        """Parse a pointer. Raises SharedStoreRefused."""
         try:
             fields = json.loads(text)
             positions = {node: (int(at[0]), int(at[1])) for node, at in fields["positions"].items()}
@@ -100,7 +99,8 @@ return string.format('%.0f', want)
 
 
 class RedisStore:
-    """All methods raise SharedStoreUnavailable, for what may pass, and SharedStoreRefused, for what will not."""
+    """Client of the store. Methods raise SharedStoreUnavailable for temporary failures, SharedStoreRefused for
+    permanent ones."""
 
     def __init__(self, url: str, cluster_name: str, *, deadline_s: float = 2.0) -> None:
         from redis.asyncio import Redis
@@ -120,7 +120,7 @@ class RedisStore:
         )
 
     async def claim(self) -> None:
-        """Make sure that what is kept there is this cluster's, in this format; an empty database becomes so."""
+        """Check that the database belongs to this cluster and has this format; an empty one is claimed."""
         async with self._errors():
             name, kept_format = await self._redis.eval(_CLAIM, 1, _CLUSTER, self._cluster_name, FORMAT)
         if name != self._cluster_name:
@@ -135,70 +135,70 @@ class RedisStore:
             )
 
     async def new_epoch(self, at_least: int) -> int:
-        """An incarnation greater than any that was given before."""
+        """Return an incarnation greater than all earlier ones."""
         async with self._errors():
             return int(await self._redis.eval(_RAISE, 1, _EPOCH, at_least, "new"))
 
     async def raise_epoch(self, own: int) -> None:
-        """Incarnations given from now on are greater than `own`: Redis was away when that was drawn, or lost it."""
+        """Make later incarnations greater than `own`, which was drawn while Redis was unreachable or has been lost."""
         async with self._errors():
             await self._redis.eval(_RAISE, 1, _EPOCH, own, "raise")
 
     async def put_nodes(self, records: Iterable[NodeRecord], ttl_s: float) -> None:
-        """Write the records; each is gone after `ttl_s` unless written again."""
+        """Write the records; each expires after `ttl_s` unless written again."""
         async with self._errors(), self._redis.pipeline(transaction=False) as batch:
             for record in records:
                 batch.set(_NODE + record.node_id, record.to_json(), px=round(ttl_s * 1000))
             await batch.execute()
 
     async def forget_nodes(self, node_ids: Iterable[str]) -> None:
-        """Their records are gone."""
+        """Delete the records."""
         keys = [_NODE + node_id for node_id in node_ids]
         if keys:
             async with self._errors():
                 await self._redis.delete(*keys)
 
     async def nodes(self) -> dict[str, NodeRecord]:
-        """All nodes of the cluster that are written there."""
+        """Return the records of all nodes of the cluster."""
         records = [NodeRecord.from_json(text) for text in await self._texts(_NODE)]
         return {record.node_id: record for record in records}
 
     async def put_snapshot(self, pointer: SnapshotPointer) -> None:
-        """Say where a snapshot lies; a later one of the same path takes its place."""
+        """Write a pointer to a snapshot; it replaces an earlier one of the same path."""
         async with self._errors():
             await self._redis.hset(_SNAPSHOTS, pointer.path, pointer.to_json())
 
     async def snapshots(self) -> list[SnapshotPointer]:
-        """All pointers."""
+        """Return all pointers."""
         async with self._errors():
             texts = await self._redis.hvals(_SNAPSHOTS)
         return [SnapshotPointer.from_json(str(text)) for text in texts]
 
     async def slo_versions(self) -> list[str]:
-        """The versions of the record of objectives, oldest first."""
+        """Return the versions of the record of objectives, oldest first."""
         async with self._errors():
             fields = await self._redis.hgetall(_SLO)
         texts = {int(name): str(text) for name, text in fields.items() if str(name).isdecimal()}
         return [texts[number] for number in sorted(texts)]
 
     async def put_slo_versions(self, texts: Mapping[int, str], *, after: int, keep: int) -> bool:
-        """Write versions, by ascending number, if the newest there is `after` (0: none); False: it is not."""
+        """Write versions, in ascending order, if the newest stored one is `after` (0: none); False: it is not."""
         pairs = [item for number, text in texts.items() for item in (number, text)]
         async with self._errors():
             return bool(await self._redis.eval(_PUT_SLO, 1, _SLO, after, max(texts), keep, *pairs))
 
     async def put_slo_acknowledgement(self, node_id: str, text: str, ttl_s: float) -> None:
-        """A conductor goes by a version; gone after `ttl_s` unless written again."""
+        """Write a conductor's acknowledgement; it expires after `ttl_s` unless written again."""
         async with self._errors():
             await self._redis.set(_SLO_ACK + node_id, text, px=round(ttl_s * 1000))
 
     async def forget_slo_acknowledgement(self, node_id: str) -> None:
-        """The conductor ends."""
+        """Delete a conductor's acknowledgement."""
         async with self._errors():
             await self._redis.delete(_SLO_ACK + node_id)
 
     async def slo_acknowledgements(self) -> list[str]:
-        """Of all conductors."""
+        """Return the acknowledgements of all conductors."""
         return await self._texts(_SLO_ACK)
 
     async def close(self) -> None:
@@ -208,7 +208,7 @@ class RedisStore:
                 await self._redis.aclose()
 
     async def _texts(self, prefix: str) -> list[str]:
-        """What all keys that begin so hold."""
+        """Return the values of all keys with this prefix."""
         async with self._errors():
             keys = [key async for key in self._redis.scan_iter(match=prefix + "*", count=1000)]
             texts = await self._redis.mget(keys) if keys else []
@@ -216,7 +216,7 @@ class RedisStore:
 
     @contextlib.asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:
-        """One operation's deadline, and its errors as ours."""
+        """Apply one operation's deadline and translate its errors."""
         from redis.exceptions import RedisError
 
         try:

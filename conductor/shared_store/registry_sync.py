@@ -1,6 +1,7 @@
-"""The conductor's standing with the shared store: writes what it knows, reads what others do, heals by itself.
+"""Synchronisation of the registry with the shared store: writes this conductor's nodes, reads the others'.
 
-Everything happens in one background task. Without the store the conductor goes on with what it last read of it.
+Everything happens in one background task, which recovers by itself. While the store is unreachable, the last state read
+stays in use.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 15.0
 
 
 class RegistrySync:
-    """`members()`: records of the nodes joined here. `on_pools` gets targets of pool nodes that joined elsewhere."""
+    """`members()`: records of the nodes joined here. `on_pools` gets targets of pool nodes joined elsewhere."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class RegistrySync:
         self.pointer: SnapshotPointer | None = None  # of the last snapshot written here
 
     def state(self) -> dict[str, Any]:
-        """For export."""
+        """Return the state as JSON."""
         return {
             "where": self._store.where,
             "state": "degraded" if self._trouble else "ok",
@@ -55,17 +56,18 @@ class RegistrySync:
         }
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """The same as numbers."""
+        """Yield the state as metrics."""
         yield conductor_pb2.Sample(name="shared_store_up", value=float(not self._trouble))
         for reason, count in sorted(self._errors.items()):
             yield conductor_pb2.Sample(name="shared_store_errors_total", labels={"reason": reason}, value=count)
 
     def close(self) -> None:
-        """Let `run` end with its round. To be cancelled is not enough: a call that is done just then swallows it."""
+        """Let `run` end with its current round. Cancelling is not enough: a call that completes at that moment swallows
+        it."""
         self._closing = True
 
     async def run(self) -> None:
-        """Keep the store up to date until cancelled or closed."""
+        """Synchronise until cancelled or closed."""
         pause_s = _FIRST_PAUSE_S
         while not self._closing:
             try:
@@ -84,7 +86,7 @@ class RegistrySync:
                 await asyncio.sleep(self._every_s)
 
     async def _round(self) -> None:
-        """All that is written is written anew each time: whatever the store has lost meanwhile, it has again."""
+        """Write all records again, so that a store that lost some recovers, and read the others'."""
         await self._store.claim()
         await self._store.raise_epoch(self._incarnation)
         records = list(self._members())

@@ -1,9 +1,8 @@
-"""A snapshot of the directory as a file: written beside and renamed, checked as a whole before any of it is used.
+"""Directory snapshots: written in the background, restored at start. Losing one costs a resynchronisation.
 
-Magic; then parts of [count uint32, keys uint64 [count], codes uint32 [count]], the last of count 0; then the length of
-a JSON text (uint32) and the text, which says what the numbers in the codes stand for; then BLAKE2b-128 of all that.
-
-Snapshots of the directory: written in the background, loaded at the start. Losing one costs a resync.
+A file is written beside the old one and renamed; it is verified as a whole before any of it is used. Format: magic;
+then parts of [count uint32, keys uint64 [count], codes uint32 [count]], the last of count 0; then the length of a JSON
+text (uint32) and the text, which maps the numbers in the codes to nodes; then BLAKE2b-128 of all that.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class SnapshotFacts:
-    """What a snapshot says beside blocks. `nodes`: as dumped; `targets`: where their events are to be had."""
+    """Metadata of a snapshot. `nodes`: as dumped; `targets`: addresses of their event streams."""
 
     cluster: str
     written_at: float  # seconds since 1970
@@ -46,7 +45,7 @@ class SnapshotFacts:
 
 
 class SnapshotWriter:
-    """Blocking; `add` parts, then `finish`. Whatever goes wrong, a former snapshot stays as it is."""
+    """Blocking writer: `add` parts, then `finish`. If anything fails, the former snapshot stays intact."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -56,14 +55,14 @@ class SnapshotWriter:
         self._put(_MAGIC)
 
     def add(self, replicas: Replicas) -> None:
-        """One part. Raises OSError."""
+        """Write one part. Raises OSError."""
         if len(replicas.keys):
             self._put(_LENGTH.pack(len(replicas.keys)))
             self._put(replicas.keys.astype("<u8", copy=False).tobytes())
             self._put(replicas.codes.astype("<u4", copy=False).tobytes())
 
     def finish(self, facts: SnapshotFacts) -> int:
-        """The snapshot is complete and takes the former one's place. Returns its bytes. Raises OSError."""
+        """Complete the snapshot and replace the former one. Returns its size in bytes. Raises OSError."""
         text = json.dumps(asdict(facts) | {"nodes": [list(node) for node in facts.nodes]}).encode()
         self._put(_LENGTH.pack(0) + _LENGTH.pack(len(text)) + text)
         self._file.write(self._hash.digest())
@@ -92,13 +91,14 @@ class SnapshotWriter:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what killed writers of `path` left. Who writes one right now fails, and may try again. Raises OSError."""
+    """Remove temporary files that killed writers of `path` left. A concurrent writer fails and may retry. Raises
+    OSError."""
     for beside in path.parent.glob(f"{path.name}.*.new"):
         beside.unlink(missing_ok=True)
 
 
 class SnapshotReader:
-    """A snapshot, opened and checked as a whole; the file may be replaced meanwhile. Blocking; a context manager."""
+    """Blocking reader of a verified snapshot; the file may be replaced meanwhile. A context manager."""
 
     def __init__(self, path: Path) -> None:
         """Raises SnapshotUnusable, or OSError."""
@@ -111,7 +111,7 @@ class SnapshotReader:
             raise
 
     def parts(self) -> Iterator[Replicas]:
-        """What it holds. Raises OSError."""
+        """Yield the parts. Raises OSError."""
         self._file.seek(len(_MAGIC))
         while (count := _length(self._file)) > 0:
             keys = np.frombuffer(self._file.read(8 * count), "<u8")
@@ -164,10 +164,10 @@ FILE_NAME = "directory.snapshot"
 
 
 class Snapshots:
-    """Of one conductor's directory, in the file `directory.snapshot` of a folder."""
+    """Snapshots of one conductor's directory, in the file `directory.snapshot` of a folder."""
 
     def __init__(self, folder: Path, cluster_name: str, directory: Directory) -> None:
-        """Raises OSError when the folder cannot be made, or not written to."""
+        """Raises OSError if the folder cannot be created or written."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder.resolve() / FILE_NAME
         remove_unfinished(self.path)
@@ -176,9 +176,9 @@ class Snapshots:
         self._last: Sequence[DumpedNode] = ()  # what the last snapshot told of
 
     async def restore(self, elsewhere: Sequence[SnapshotPointer]) -> dict[str, str]:
-        """Load the newest snapshot that can be read here: the file, or one that another conductor wrote.
+        """Restore the newest readable snapshot: the local file, or one that another conductor wrote.
 
-        Returns the targets of the nodes in it. The directory must not follow any node yet.
+        Returns the targets of its nodes. The directory must not follow any node yet.
         """
         ways = [Path(pointer.path) for pointer in sorted(elsewhere, key=lambda pointer: -pointer.written_at)]
         with contextlib.ExitStack() as opened:
@@ -196,7 +196,7 @@ class Snapshots:
             return await self._load(newest)
 
     async def write(self, targets: Callable[[], dict[str, str]]) -> SnapshotPointer | None:
-        """Write what the directory knows, while events come in; None: nothing has changed since the last time."""
+        """Write a snapshot of the directory while events are applied; None: nothing has changed since the last one."""
         dumped = self._directory.begin_dump()
         if not dumped or dumped == self._last:
             return None
@@ -248,7 +248,7 @@ class Snapshots:
 
 
 def _renumbered(replicas: Replicas, numbers: np.typing.NDArray[np.int64]) -> Replicas:
-    """Under this directory's numbers, without nodes that the snapshot does not tell of."""
+    """Return replicas with this directory's numbers, without nodes that are missing in the metadata."""
     old = (replicas.codes >> 1).astype(np.int64)
     new = np.where(old < len(numbers), numbers[np.minimum(old, len(numbers) - 1)], 0)
     kept = new > 0

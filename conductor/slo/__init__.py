@@ -1,4 +1,4 @@
-"""The record of objectives through time: its versions, where they are kept, who follows them, how one is changed."""
+"""Versions of the record of objectives: their stores, how conductors follow them, and how they are changed."""
 
 from conductor.slo.change import ObjectivesChange, ObjectivesChangeResult
 from conductor.slo.keeper import SloKeeper, SloKeeperSetup

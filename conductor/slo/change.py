@@ -1,8 +1,6 @@
-"""Which tenants there are, as front doors tell that ask this conductor. No I/O.
+"""Changes of the record of objectives: the requested change, its validation, and a readable diff. No I/O.
 
-What a change of the record of objectives changes, line by line, for people. Pure.
-
-What somebody wants the record of objectives to be, and whether it can be. No I/O.
+`KnownTenants` collects the tenants that frontends report, so that objectives for unknown tenants are rejected.
 """
 
 import time
@@ -14,20 +12,21 @@ from conductor.errors import ObjectivesError
 from conductor.policy.objectives import SloRecord, record_from_text, tell_record
 from conductor.slo.versions import SloVersion
 
-_MOST = 1000  # front doors
-_MEMORY_S = 60.0  # after which one that was heard no more is gone
+_MOST = 1000  # frontends
+_MEMORY_S = 60.0  # a frontend that has not reported for so long is forgotten
 _SHOWN = 5
 
 
 class KnownTenants:
-    """A tenant is an API key's digest; where no key is asked for, all requests are of the one tenant ""."""
+    """Tenants reported by frontends. A tenant is the digest of an API key; without API keys all requests belong to
+    tenant ""."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._told: dict[str, tuple[float, frozenset[str]]] = {}  # when, and the tenants, the last one told last
 
     def hear(self, frontend_id: str, tenants: Iterable[str]) -> None:
-        """A front door told its tenants; "" as an id is that of one that does not tell."""
+        """Record a frontend's tenants; an empty `frontend_id` means that it does not report them."""
         if not frontend_id:
             return
         self._told.pop(frontend_id, None)
@@ -36,7 +35,7 @@ class KnownTenants:
             del self._told[next(iter(self._told))]
 
     def problem_with(self, tenants: Sequence[str]) -> str:
-        """Why some of them can never be met with here; "" if none, or if no front door has told its tenants."""
+        """Return why some tenants cannot occur here; "" if all can, or if no frontend has reported its tenants."""
         since_s = self._clock() - _MEMORY_S
         told = {name: known for name, (at_s, known) in self._told.items() if at_s >= since_s}
         known = frozenset().union(*told.values())
@@ -52,7 +51,7 @@ class KnownTenants:
 
 
 def differences(before: SloRecord, after: SloRecord) -> list[str]:
-    """Such as "classes.chat.ttft: 5x -> 3x", by place; [] where the two say the same."""
+    """Return the differences by field, such as "classes.chat.ttft: 5x -> 3x"; [] if the records are equal."""
     old, new = dict(_lines(tell_record(before), "")), dict(_lines(tell_record(after), ""))
     return [
         f"{place}: {old.get(place, 'not there')} -> {new.get(place, 'not there')}"
@@ -74,7 +73,7 @@ _LONGEST_TEXT = 500
 
 @dataclass(frozen=True, slots=True)
 class ObjectivesChange:
-    """A content, or that of an earlier version."""
+    """A requested change: new content, or the content of an earlier version."""
 
     author: str
     reason: str
@@ -82,11 +81,11 @@ class ObjectivesChange:
     rollback_to: int = 0
     expect_version: int | None = None  # the newest one that its author has seen; None: whatever it is
     is_trial: bool = False  # only say what would change
-    is_forced: bool = False  # also for tenants that no front door knows
+    is_forced: bool = False  # also for tenants that no frontend knows
     peer: str = ""
 
     def check(self) -> None:
-        """Raises ObjectivesError for an author or a reason that tells nobody anything."""
+        """Raise ObjectivesError if author or reason is missing or invalid."""
         for name, text in (("author", self.author), ("reason", self.reason)):
             if not text.strip() or len(text) > _LONGEST_TEXT or not text.isprintable():
                 raise ObjectivesError(
@@ -94,7 +93,7 @@ class ObjectivesChange:
                 )
 
     def record(self, history: Sequence[SloVersion]) -> SloRecord:
-        """What is wanted. Raises ObjectivesError."""
+        """Return the requested record. Raises ObjectivesError."""
         if not self.rollback_to:
             return record_from_text(self.content)
         for kept in history:
@@ -106,19 +105,19 @@ class ObjectivesChange:
         )
 
     def strangers(
-        self, before: SloRecord, after: SloRecord, front_doors: KnownTenants, models: Iterable[str]
+        self, before: SloRecord, after: SloRecord, known_tenants: KnownTenants, models: Iterable[str]
     ) -> list[str]:
-        """Warnings about names that nobody bears. Raises ObjectivesError for new tenants that can never come."""
-        problem = front_doors.problem_with(sorted(after.tenants.keys() - before.tenants.keys()))
+        """Return warnings about unknown names. Raises ObjectivesError for new tenants that cannot occur."""
+        problem = known_tenants.problem_with(sorted(after.tenants.keys() - before.tenants.keys()))
         if problem and not (self.is_forced or self.rollback_to):
-            raise ObjectivesError(f"{problem}; force it, if a front door that this conductor does not hear of has it")
+            raise ObjectivesError(f"{problem}; force it, if a frontend that does not report to this conductor has it")
         strange = sorted(after.models.keys() - set(models))
         return [*([problem] if problem else []), *(f"no node serves the model {name!r} now" for name in strange)]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectivesChangeResult:
-    """What came of it. `version` is the one in force afterwards: the same as before, if nothing was to change."""
+    """Result of a change. `version`: the one in force afterwards, the former one if nothing changed."""
 
     version: SloVersion
     record: SloRecord  # that was wanted

@@ -1,8 +1,8 @@
-"""One conductor's standing with the record of objectives: goes by the newest version, says so, and makes new ones.
+"""One conductor's copy of the record of objectives: adopts the newest version, acknowledges it, and makes new ones.
 
-Precedence: what is stored goes before what the configuration says, which gives the first version only, unless it is to
-be forced. While the store cannot be reached, the last version known holds, and none can be made. A store that has lost
-versions, or went back to earlier ones, is given them again by whoever knows them.
+Precedence: the stored version overrides the configuration, which gives only the first version, unless it is forced.
+While the store is unreachable, the last known version stays in force and no new one can be made. If a store has lost
+versions or went back to earlier ones, a conductor that has them writes them again.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SloKeeperSetup:
-    """What the configuration says, and about whom."""
+    """Settings of the keeper, from the conductor's configuration."""
 
     configured: SloRecord
     is_forced: bool  # it becomes a new version at each start that finds another
@@ -40,7 +40,7 @@ class SloKeeperSetup:
 
 
 class SloKeeper:
-    """Applies versions to the policy as events, so that a replayed log knows them, too."""
+    """Applies versions to the policy as events, so that replays of the decision log include them."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class SloKeeper:
         copy: FileVersions | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`copy`: where what the store holds is kept as well, for a start while it is away."""
+        """`copy`: local copy of the stored versions, for a start while the store is unreachable."""
         self._core = core
         self._store = store
         self._settings = settings
@@ -67,10 +67,11 @@ class SloKeeper:
         self._turn = asyncio.Lock()
         self._closing = False
         self._task: asyncio.Task[None] | None = None
-        self.front_doors = KnownTenants()
+        self.known_tenants = KnownTenants()
 
     async def start(self) -> None:
-        """Go by what there is, then follow. Raises SharedStoreRefused: a store that can never be this conductor's."""
+        """Apply the current version and follow the store. Raises SharedStoreRefused if the store is permanently
+        unusable."""
         try:
             async with self._turn:
                 await self._round()
@@ -81,7 +82,7 @@ class SloKeeper:
         self._task = asyncio.create_task(self._follow(), name="objectives")
 
     async def close(self) -> None:
-        """End; nobody waits for this conductor any more."""
+        """Stop, and withdraw the acknowledgement so that no conductor waits for this one."""
         self._closing = True
         await cancel_and_wait(self._task)
         try:
@@ -90,9 +91,9 @@ class SloKeeper:
             log.info("this conductor's acknowledgement of objectives stays until it expires: %s", error)
 
     async def change(self, wanted: ObjectivesChange) -> ObjectivesChangeResult:
-        """Make a new version, for all conductors; this one goes by it at once.
+        """Make a new version for all conductors and apply it here.
 
-        Raises ObjectivesError for what cannot be, SloConflict if somebody was faster, SharedStoreError.
+        Raises ObjectivesError for an invalid record, SloConflict if another change was faster, SharedStoreError.
         """
         wanted.check()
         async with self._turn:
@@ -102,7 +103,7 @@ class SloKeeper:
                 raise SloConflict(f"version {wanted.expect_version} was expected, and there is {last.told}")
             before, record = record_from_text(last.content), wanted.record(self._history)
             changes = differences(before, record)
-            strangers = wanted.strangers(before, record, self.front_doors, self._core.policy.models())
+            strangers = wanted.strangers(before, record, self.known_tenants, self._core.policy.models())
             warnings = [*strangers, *self._core.policy.unmeetable(record)]
             if wanted.is_trial or not changes:
                 return ObjectivesChangeResult(last, record, changes, warnings)
@@ -118,45 +119,45 @@ class SloKeeper:
             return ObjectivesChangeResult(made, record, changes, warnings)
 
     async def acknowledged(self) -> list[Acknowledgement]:
-        """By every conductor that lives. Raises SharedStoreError."""
+        """Return the acknowledgements of all live conductors. Raises SharedStoreError."""
         return await self._store.acknowledged()
 
     @property
     def history(self) -> Sequence[SloVersion]:
-        """The last versions, oldest first; [] while the store has never answered: what is configured is in force."""
+        """Last versions, oldest first; [] until the store has answered: the configured objectives are in force."""
         return self._history
 
     @property
     def drift(self) -> list[str]:
-        """In what the configuration, if it says anything, differs from the version in force."""
+        """Fields in which the configuration, if it sets objectives, differs from the version in force."""
         return self._drift
 
     @property
     def trouble(self) -> str:
-        """Why the store cannot be used now; "" when it can."""
+        """Why the store is unusable now; "" if it is usable."""
         return self._trouble
 
     @property
     def where(self) -> str:
-        """Where versions are kept."""
+        """Location of the versions."""
         return self._store.where if self._store.outlives else f"{self._store.where}: they are lost when it ends"
 
     @property
     def unmeetable(self) -> list[str]:
-        """What no node can meet, as of the last look."""
+        """Objectives that no node can meet, as of the last check."""
         return sorted(self._unmeetable)
 
     def watch(self) -> None:
-        """Look for what no node can meet; told in the log when it changes: costs are learnt, nodes come and go."""
+        """Check which objectives no node can meet, and log changes: costs are learned, nodes join and leave."""
         found = frozenset(self._core.policy.unmeetable(self._core.policy.slo.record))
         for text in sorted(found - self._unmeetable):
             log.warning("nothing can meet an objective: %s", text)
         for text in sorted(self._unmeetable - found):
-            log.info("this is so no longer: %s", text)
+            log.info("no longer the case: %s", text)
         self._unmeetable = found
 
     def state(self) -> dict[str, Any]:
-        """For export."""
+        """Return the state as JSON."""
         return {
             "version": self._core.policy.slo.version,
             "kept": self.where,
@@ -166,7 +167,7 @@ class SloKeeper:
         }
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """The same as numbers, and how often requests met their objectives."""
+        """Yield the state as metrics, and how often requests met their objectives."""
         yield conductor_pb2.Sample(name="slo_version", value=self._core.policy.slo.version)
         yield conductor_pb2.Sample(name="slo_unmeetable", value=len(self._unmeetable))
         yield conductor_pb2.Sample(name="slo_drift", value=len(self.drift))
@@ -193,7 +194,7 @@ class SloKeeper:
                 self._trouble = ""
 
     async def _round(self) -> None:
-        """Adopt what is newer in the store, give back what is missing there, acknowledge."""
+        """Adopt newer versions from the store, restore versions missing there, acknowledge."""
         stored = await self._store.history()
         mine = self._history[-1].version if self._history else 0
         if not stored or stored[-1].version < mine:
@@ -205,7 +206,8 @@ class SloKeeper:
         await self._settle()
 
     async def _give(self, stored: Sequence[SloVersion]) -> list[SloVersion]:
-        """The store has none, or not all: it gets what is known here. Returns what it has then, whoever gave it."""
+        """Write the known versions to a store that lost some or all. Return the versions it has afterwards, whoever
+        wrote them."""
         after = stored[-1].version if stored else 0
         known = self._history or (await self._copied() if not stored else [])
         if known:
@@ -221,7 +223,7 @@ class SloKeeper:
         return list(stored)
 
     async def _compare(self) -> None:
-        """Once, with what the configuration says: where that is to be in force, until it is."""
+        """Compare with the configuration, once; if forced, make it a new version, retrying until that succeeds."""
         drift, last = self.drift, self._history[-1]
         if drift and self._settings.is_forced:
             configured = record_text(self._settings.configured)
@@ -250,7 +252,7 @@ class SloKeeper:
         self.watch()
 
     async def _settle(self) -> None:
-        """Say which version this conductor goes by, and keep a copy."""
+        """Acknowledge the version in force, and keep a local copy."""
         last, settings = self._history[-1], self._settings
         mine = Acknowledgement(settings.node_id, settings.incarnation, last.version, last.digest)
         await self._store.acknowledge(mine, settings.ttl_s)
@@ -260,11 +262,11 @@ class SloKeeper:
                 self._copied_version, self._uncopied = last, ""
             except SharedStoreError as error:  # tried again at each look, and told once
                 if str(error) != self._uncopied:
-                    log.warning("no copy of the objectives is kept here: %s", error)
+                    log.warning("cannot keep a local copy of the objectives: %s", error)
                     self._uncopied = str(error)
 
     async def _begin_alone(self) -> None:
-        """Go by the copy, or by the configuration, until the store answers."""
+        """Apply the local copy, or the configuration, until the store answers."""
         known = await self._copied()
         if known:
             self._go_by(known)
@@ -277,7 +279,7 @@ class SloKeeper:
         try:
             return await self._copy.history()
         except SharedStoreError as error:
-            log.warning("the copy of the objectives that was kept here is of no use: %s", error)
+            log.warning("the local copy of the objectives is unusable: %s", error)
             return []
 
     def _next(
@@ -288,5 +290,5 @@ class SloKeeper:
 
     def _failed(self, error: SharedStoreError) -> None:
         if str(error) != self._trouble:
-            log.warning("objectives stay as they are, and cannot be changed: %s", error)
+            log.warning("objectives stay in force unchanged, and cannot be changed now: %s", error)
             self._trouble = str(error)

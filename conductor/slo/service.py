@@ -1,7 +1,4 @@
-"""Which keeper of the record of objectives a configuration asks for.
-
-The calls by which operators see and change the record of objectives: messages in, replies out.
-"""
+"""RPCs to show and change the record of objectives, and the keeper that a configuration asks for."""
 
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -28,9 +25,9 @@ from moonpool_proto.v1 import conductor_pb2
 
 
 def slo_keeper(config: ConductorConfig, contact: SharedStoreConnection, core: Core) -> SloKeeper:
-    """Make the keeper of the versions: in Redis, else in a folder, else in memory.
+    """Create the keeper, with versions in Redis, otherwise in a folder, otherwise in memory.
 
-    Raises ConfigError if the folder cannot be used.
+    Raises ConductorConfigError if the folder cannot be used.
     """
     files, slo_dir = None, config.slo.slo_dir
     if slo_dir is not None:
@@ -64,7 +61,8 @@ class SloCalls:
         self._policy = core.policy
 
     async def show(self, request: conductor_pb2.ShowSloRequest, context: Context) -> conductor_pb2.ShowSloReply:
-        """What is in force. A store that is away does not hide it: then nobody's acknowledgement is known."""
+        """Return the record in force. If the store is unreachable, acknowledgements are missing and `trouble` has the
+        cause."""
         keeper, trouble = self.keeper, self.keeper.trouble
         try:
             acknowledged = await keeper.acknowledged()
@@ -87,7 +85,7 @@ class SloCalls:
         )
 
     async def change(self, request: conductor_pb2.ChangeSloRequest, context: Context) -> conductor_pb2.ChangeSloReply:
-        """A new version, or what it would change."""
+        """Make a new version, or return what it would change."""
         change = ObjectivesChange(
             author=request.author,
             reason=request.reason,
@@ -140,7 +138,7 @@ def _message(version: SloVersion) -> conductor_pb2.SloVersion:
 
 
 def _peer(context: Context) -> str:
-    """The name in the caller's certificate where traffic is encrypted, else its address."""
+    """Return the name in the caller's certificate if traffic is encrypted, otherwise its address."""
     names = context.auth_context().get("x509_common_name") or ()
     return next((name.decode("utf-8", "replace") for name in names), context.peer())
 

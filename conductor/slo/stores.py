@@ -1,8 +1,6 @@
-"""Versions of a conductor that was given no place to keep them: gone when it ends.
+"""Stores of objectives' versions: in the conductor's memory, in a folder of one machine, or in Redis for the cluster.
 
-Versions in a folder, for one conductor or for several on one machine: a file that is replaced under a lock.
-
-Versions in Redis, for all conductors of a cluster.
+The folder's file is replaced atomically under a file lock; several conductors of one machine may share it.
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionRea
 
 
 class MemoryVersions:
-    """One conductor's alone."""
+    """Versions of one conductor, lost when it ends."""
 
     outlives = False
     where = "this conductor's memory alone"
@@ -57,12 +55,12 @@ _POLL_S = 0.01
 
 
 class FileVersions:
-    """`objectives.json` in `folder`, and beside it a small file for each conductor that acknowledges."""
+    """`objectives.json` in `folder`, and beside it a small file per acknowledging conductor."""
 
     outlives = True
 
     def __init__(self, folder: Path, cluster_name: str) -> None:
-        """Raises OSError when the folder cannot be made."""
+        """Raises OSError if the folder cannot be created."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder.resolve()
         self._path = self._folder / "objectives.json"
@@ -88,8 +86,8 @@ class FileVersions:
         return await self._run(put)
 
     async def keep(self, versions: Sequence[SloVersion]) -> None:
-        """Hold exactly these: a copy of what is kept elsewhere. What is damaged is replaced; what is another cluster's
-        is left alone: raises SharedStoreRefused."""
+        """Replace the contents by these versions, as a copy of another store. Damaged contents are overwritten; another
+        cluster's raise SharedStoreRefused."""
 
         def keep() -> None:
             with self._locked():
@@ -155,7 +153,7 @@ class FileVersions:
         return versions
 
     def _owner(self) -> str | None:
-        """Whose cluster's the file is; None where there is none, or it cannot be told."""
+        """Return the name of the file's cluster; None if there is no file or it is unreadable."""
         try:
             name = json.loads(self._path.read_text(encoding="utf-8"))["cluster"]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -179,7 +177,7 @@ class FileVersions:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Alone with the file. Raises TimeoutError, an OSError, when another holds it for too long."""
+        """Hold the file lock. Raises TimeoutError, an OSError, if another process holds it for too long."""
         with (self._folder / "objectives.lock").open("a") as lock:
             deadline_s = time.monotonic() + _LOCK_S
             while True:
@@ -194,7 +192,7 @@ class FileVersions:
 
 
 def _replace(path: Path, text: str) -> None:
-    """At once and for good: a reader sees the old or the new, also after the machine has failed."""
+    """Replace a file atomically and durably: readers see the old or the new contents, also after a crash."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -209,7 +207,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 class RedisVersions:
-    """What `RedisStore` keeps of objectives, as what it means."""
+    """Versions in Redis, through `RedisStore`."""
 
     outlives = True
 

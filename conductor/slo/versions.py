@@ -1,4 +1,4 @@
-"""One version of the record of objectives, as plain data and as JSON, and what a place that keeps versions can do."""
+"""A version of the record of objectives, as plain data and JSON, and the interface of version stores."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,9 +15,10 @@ KEPT = 100  # versions that are kept; older ones are forgotten
 
 @dataclass(frozen=True, slots=True)
 class SloVersion:
-    """Version 1 is the first; each later one has the next number, whatever it says.
+    """One version. The first has number 1; each later one has the next number.
 
-    `origin`: "configuration", "admin", or "rollback to N". `peer`: who was on the other end of the call, "" of none.
+    `origin`: "configuration", "admin", or "rollback to N". `peer`: the caller's name or address, "" if there was no
+    call.
     """
 
     version: int
@@ -30,12 +31,12 @@ class SloVersion:
 
     @property
     def digest(self) -> str:
-        """Names the content: equal contents have equal digests."""
+        """Digest of the content: equal contents have equal digests."""
         return digest(self.content)
 
     @property
     def told(self) -> str:
-        """Which it is, for people."""
+        """Readable description of the version."""
         return f"version {self.version} by {self.author} ({self.origin}: {self.reason})"
 
     def to_json(self) -> str:
@@ -43,7 +44,7 @@ class SloVersion:
 
     @classmethod
     def from_json(cls, text: str) -> "SloVersion":
-        """Raises SharedStoreRefused: what is there was changed, or written by another program or version."""
+        """Parse a version. Raises SharedStoreRefused if it was changed or written by another program or version."""
         try:
             fields = json.loads(text)
             told = fields.pop("digest")
@@ -60,20 +61,20 @@ class SloVersion:
 
 
 class VersionReader:
-    """Reads versions, each text once: stores are looked at every few seconds, and hardly ever change."""
+    """Parses versions, caching each text: stores are polled every few seconds and hardly ever change."""
 
     def __init__(self) -> None:
         self._known: dict[str, SloVersion] = {}  # of the texts that were read last
 
     def read(self, texts: Iterable[str]) -> list[SloVersion]:
-        """In the order of the texts. Raises SharedStoreRefused."""
+        """Parse versions, in the order of the texts. Raises SharedStoreRefused."""
         self._known = {text: self._known.get(text) or SloVersion.from_json(text) for text in texts}
         return list(self._known.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """A conductor goes by this version."""
+    """Record that a conductor applies this version."""
 
     node_id: str
     incarnation: int
@@ -85,7 +86,7 @@ class Acknowledgement:
 
     @classmethod
     def from_json(cls, text: str) -> "Acknowledgement":
-        """Raises SharedStoreRefused."""
+        """Parse an acknowledgement. Raises SharedStoreRefused."""
         try:
             fields = json.loads(text)
             found = cls(**{name: fields[name] for name in cls.__slots__})
@@ -96,33 +97,33 @@ class Acknowledgement:
 
 
 class VersionStore(Protocol):
-    """Keeps versions for all conductors of a cluster.
+    """Store of versions for all conductors of a cluster.
 
-    All methods raise SharedStoreUnavailable for what may pass, and SharedStoreRefused for what will not.
+    All methods raise SharedStoreUnavailable for temporary failures and SharedStoreRefused for permanent ones.
     """
 
     @property
     def where(self) -> str:
-        """For people; without a password."""
+        """Readable location, without a password."""
 
     @property
     def outlives(self) -> bool:
-        """Whether it is still there when the conductor has ended."""
+        """True if the versions survive the conductor."""
 
     async def history(self) -> list[SloVersion]:
-        """The last versions, oldest first; [] where there is none."""
+        """Return the last versions, oldest first; [] if there is none."""
 
     async def put(self, versions: Sequence[SloVersion], *, after: int) -> bool:
-        """Add versions, oldest first, if the last one there is still number `after` (0: there is none); all at once.
+        """Add versions, oldest first, atomically, if the newest stored one is number `after` (0: there is none).
 
         False: it is not, and nothing was written.
         """
 
     async def acknowledge(self, mine: Acknowledgement, ttl_s: float) -> None:
-        """Say so to all; it is forgotten after `ttl_s` unless said again."""
+        """Store an acknowledgement; it expires after `ttl_s` unless repeated."""
 
     async def withdraw(self, node_id: str) -> None:
-        """The conductor ends: nobody is to wait for it."""
+        """Remove the conductor's acknowledgement, as it ends."""
 
     async def acknowledged(self) -> list[Acknowledgement]:
-        """Of all conductors that said so lately, by node id."""
+        """Return unexpired acknowledgements of all conductors, by node id."""

@@ -15,21 +15,21 @@ from simulator.serving.settings import ActualCosts, ServingSettings
 
 
 class SimulatedMember(Protocol):
-    """A prefill node as a group knows it."""
+    """Interface of a prefill node to its group."""
 
     node_id: str
     out: SimulatedLink
     into: SimulatedLink
 
     def enlist(self, group: "SimulatedGroup", number: int) -> None:
-        """To compute this chunk as soon as it may begin."""
+        """Enqueue the chunk; it runs as soon as its predecessor has started."""
 
     def wake(self) -> None:
-        """One of its chunks may begin now."""
+        """Start a step; one of the node's chunks may begin now."""
 
 
 class SimulatedGroup:
-    """The run of one prompt. Members ask `may_begin`, call `begin` when their engine is free, and `ended`."""
+    """One prompt shared by several nodes. They call `may_begin`, `begin` when their engine is idle, and `ended`."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class SimulatedGroup:
         settings: ServingSettings,
         pushed: Callable[[TokenSpan, int], None],
     ) -> None:
-        """`chunks` in the prompt's order, the last one the head's. `pushed(span, ready_ns)`: the head has, or computes,
-        these tokens' KV until then and can pass it on."""
+        """`chunks` in the prompt's order, the last one the head's. `pushed(span, ready_ns)` is called when the head has
+        these tokens' KV, or will have computed it at that time, and can pass it on."""
         self.work = work
         self._chunks = chunks
         self._clock = clock
@@ -63,11 +63,11 @@ class SimulatedGroup:
         return self._chunks[-1][0]
 
     def may_begin(self, number: int) -> bool:
-        """Has the chunk before it begun, and is its first layer there?"""
+        """Return whether the previous chunk has begun and its first layer has arrived."""
         return number == self._next and self._clock.now_ns >= self._first_ns[self._chunks[number][0].node_id]
 
     def begin(self, number: int) -> int:
-        """The member computes the chunk from now on, until the time that is returned."""
+        """Start computing the chunk. Return the time of its end."""
         member, (start, end) = self._chunks[number]
         now_ns = self._clock.now_ns
         alone_ns = max(1, round(self._truth.chunk_s(member.node_id, self.work, start, end) * NS))
@@ -80,12 +80,12 @@ class SimulatedGroup:
         return end_ns
 
     def ended(self, number: int) -> bool:
-        """The chunk is computed; whether it was the last."""
+        """Record that the chunk is computed. Return whether it was the last."""
         self.work.computed = self._chunks[number][1][1]
         return number == len(self._chunks) - 1
 
     def _share(self, begin_ns: int, end_ns: int, layer_ns: int, member: SimulatedMember, span: TokenSpan) -> None:
-        """What the member computes from `begin_ns` to `end_ns` goes, layer by layer, to the others that need it."""
+        """Send what the member computes from `begin_ns` to `end_ns`, layer by layer, to the members that need it."""
         self._first_ns[member.node_id] = max(self._first_ns[member.node_id], begin_ns + layer_ns)
         self._last_ns[member.node_id] = max(self._last_ns[member.node_id], end_ns)
         nbytes = (span[1] - span[0]) * self._truth.bytes_per_token
@@ -109,7 +109,7 @@ class SimulatedGroup:
 def form(
     work: SimulatedRequest, members: Sequence[SimulatedMember], settings: ServingSettings, block_tokens: int
 ) -> list[tuple[SimulatedMember, TokenSpan]]:
-    """Who computes which chunk, in the prompt's order; [] where there is nothing to share. The head comes first."""
+    """Assign chunks to members, in the prompt's order; [] if sharing does not pay. The head is the first member."""
     parts = assign_chunks(
         work.reused_tokens,
         work.job.prompt_tokens,

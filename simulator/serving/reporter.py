@@ -1,4 +1,5 @@
-"""How a node reports: what it holds and what happened, as seldom and as late as the live workers' reporter does."""
+"""Reports of a simulated node: requests held and events, at the intervals and with the delays of the live workers'
+reporter."""
 
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ class SimulatedReporter:
         held: Callable[[], tuple[Held, ...]],
         tell: Callable[[NodeReported], object],
     ) -> None:
-        """`held()`: the requests that the node has now. `tell(report)` is called when it reaches the conductor."""
+        """`held()`: requests that the node holds. `tell(report)` is called when a report reaches the conductor."""
         self._node_id = node_id
         self._clock = clock
         self._held = held
@@ -34,7 +35,7 @@ class SimulatedReporter:
         self._round = 0  # of reports; the timer of an earlier one is void
 
     def start(self) -> None:
-        """Begin with an empty report."""
+        """Send an empty first report."""
         self._report(self._round)
 
     def progress(self, request_id: str, phase: Phase) -> None:

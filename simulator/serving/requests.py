@@ -1,9 +1,8 @@
-"""What arrives: conversations of a trace, drawn anew for every seed. One seed gives the same arrivals to any cluster.
+"""Simulated requests: the workload, drawn from a trace's conversations for every seed, and the state of each request.
 
 A seed draws conversations (the trace's prefix families) with replacement, each with blocks of its own, and begins them
-at uniformly random times: a Poisson stream of conversations. Within one, turns keep the trace's lengths and pauses.
-
-One request on its way through the simulated cluster, and what became of it. Data; the nodes change it.
+at uniformly random times: a Poisson stream of conversations. Within one, turns keep the trace's lengths and pauses. A
+seed gives the same arrivals to any cluster.
 """
 
 from collections import defaultdict
@@ -25,7 +24,7 @@ _SHARED = 1 << 40  # blocks of one drawn conversation are numbered within this
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. `blocks`: of the prompt's whole blocks; equal number, equal prefix."""
+    """One request of the workload. `blocks`: of the prompt's whole blocks; equal numbers have an equal prefix."""
 
     index: int
     arrival_ns: int
@@ -38,13 +37,13 @@ class Arrival:
 
     @property
     def name(self) -> str:
-        """Its request id."""
+        """Request id."""
         return f"r{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWorkload:
-    """Jobs in order of arrival, and those whose KV was there before: (conversation, blocks)."""
+    """Requests in order of arrival, and earlier ones whose KV may be stored: (conversation, blocks)."""
 
     jobs: tuple[Arrival, ...]
     before: tuple[tuple[int, tuple[int, ...]], ...]
@@ -63,10 +62,10 @@ def draw_workload(
     longest_prompt: int = 0,
     longest_answer: int = 0,
 ) -> SimulatedWorkload:
-    """About `requests` requests (a Poisson number), `rate_per_s` a second on average.
+    """Draw about `requests` requests (a Poisson number), `rate_per_s` per second on average.
 
-    `output_scale` stretches the answers, `longest_answer` cuts them off; prompts longer than `longest_prompt` are left
-    out; 0: none is. Raises BadSetting.
+    `output_scale` scales the answers, `longest_answer` truncates them; prompts longer than `longest_prompt` are left
+    out, 0: none. Raises BadSetting.
     """
     if not 0 < rate_per_s < 1e6 or requests < 1:
         raise BadSetting(f"{requests} requests at {rate_per_s} a second; both must be positive")
@@ -117,14 +116,15 @@ def _families(trace: Trace, longest_prompt: int) -> list[list[TraceRow]]:
 
 
 def _blocks(row: TraceRow, conversation: int, block_tokens: int) -> tuple[int, ...]:
-    """The first block of a longer prompt (in the conversation trace: the system prompt) is everybody's."""
+    """Return a prompt's blocks. The first block of longer prompts (in the conversation trace: the system prompt) is
+    shared by all."""
     whole = row.hash_ids[: row.full_blocks(block_tokens)]
     own = conversation * _SHARED
     return tuple(own + block + 1 if depth else block for depth, block in enumerate(whole))
 
 
 class RequestEnd(StrEnum):
-    """How a request can end: each does in exactly one way."""
+    """Outcome of a request; each request has exactly one."""
 
     FINISHED = "finished"
     REJECTED = "rejected"  # at arrival
@@ -133,7 +133,7 @@ class RequestEnd(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request as the nodes know it. Times are virtual ns, 0 = not yet."""
+    """State of a request. Times are virtual ns, 0 = not yet."""
 
     job: Arrival
     queue_entry: QueueEntry = ALWAYS_NEXT
@@ -161,7 +161,7 @@ class SimulatedRequest:
 
     @property
     def key(self) -> RequestKey:
-        """What it goes by in line."""
+        """Key in the wait queue."""
         return self.job.name, 0
 
     @property
@@ -175,17 +175,18 @@ class SimulatedRequest:
 
     @property
     def tbt_s(self) -> float:
-        """The request's time between tokens as objectives mean it; 0 for answers of one token."""
+        """Time between tokens as objectives define it; 0 for answers of one token."""
         return slowest_tenth_s(self.intervals)
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that were computed for it and not reused."""
+        """Prompt tokens that were computed and not reused."""
         return self.computed - self.reused_tokens if self.computed else 0
 
 
 def slowest_tenth_s(intervals: list[tuple[int, int]]) -> float:
-    """Mean of the longest tenth of (ns, times) intervals, rounded up to whole ones: TBT in Mooncake's evaluation."""
+    """Return the mean of the longest tenth of (ns, count) intervals, rounded up to whole ones: TBT in Mooncake's
+    evaluation."""
     count = sum(times for _, times in intervals)
     if not count:
         return 0.0

@@ -1,10 +1,8 @@
-"""Was a rejection false? The run is forked at the moment of the rejection, and in the copy the request is let in.
+"""Simulated runs: one from its settings to its outcome, many in parallel processes, and the evaluation of rejections.
 
-Both runs share their past, and what is random belongs to requests and nodes: they differ by the one decision and by
-what follows from it. The copy is a forked process, as cheap as what it changes; that
-needs an operating system that forks.
-
-One simulated run from its settings to its outcome, and many of them in processes of their own.
+A rejection is evaluated in a fork of the simulation in which the request is admitted. Both share their past, and random
+values belong to requests and nodes, so that the two differ only by this decision and its consequences. Needs an
+operating system with fork.
 """
 
 import os
@@ -30,11 +28,11 @@ from worker.policy.cost_profile import load_profile
 
 
 class FalseRejects:
-    """Looks into a share of the rejections of one run."""
+    """Evaluates a share of the rejections of one run."""
 
     def __init__(self, cluster: SimulatedCluster, share: float, from_ns: int) -> None:
-        """Of the rejected requests that arrived from `from_ns` on, about `share` are looked into: the same ones
-        in every run of one workload."""
+        """Evaluate about `share` of the rejected requests that arrived from `from_ns` on: the same ones in every run of
+        one workload."""
         self.num_tried = 0
         self.num_false = 0
         self._cluster = cluster
@@ -57,9 +55,9 @@ class FalseRejects:
 
 
 def in_a_copy(question: Callable[[], bool]) -> bool:
-    """The answer of a copy of this process, which may change anything: nothing of it is seen here.
+    """Return the result of a function in a forked process, which may change anything without effect here.
 
-    Raises ChildProcessError when the copy fails, which has told stderr why.
+    Raises ChildProcessError if the process fails; the cause is on stderr.
     """
     pid = os.fork()
     if pid == 0:
@@ -84,7 +82,7 @@ WARM_UP = 0.15  # share of the arrivals' time that is not measured: queues fill,
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """Everything that a run follows from."""
+    """All inputs of a run."""
 
     trace: str
     profile: Path
@@ -100,7 +98,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class ServingRun:
-    """What came of it. The series are loads, once a second, over the objectives: mean over the nodes."""
+    """Results of a run. The series are loads, one sample per second, over the objectives: mean over the nodes."""
 
     mode: AdmissionMode
     seed: int
@@ -112,7 +110,7 @@ class ServingRun:
 
 
 def run_one(spec: RunSpec) -> ServingRun:
-    """Simulate. The same spec gives the same run. Raises BadSetting, TraceError, ProfileError."""
+    """Simulate one run; deterministic. Raises BadSetting, TraceError, ProfileError."""
     workload = draw_workload(
         load_trace(spec.trace),
         seed=spec.seed,
@@ -145,7 +143,7 @@ def run_one(spec: RunSpec) -> ServingRun:
 
 
 def worker_pool(processes: int) -> ProcessPoolExecutor:
-    """Fresh processes: they fork for counterfactuals, so they must have no threads."""
+    """Return a pool of fresh processes: they fork for evaluations, so they must have no threads."""
     return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
 
 
@@ -154,7 +152,7 @@ def run_all(
     pool: ProcessPoolExecutor,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[ServingRun]:
-    """All runs, in the order of `specs`. `progress` is told (done, total)."""
+    """Execute all runs, in the order of `specs`. Calls `progress(done, total)`."""
     numbers = {pool.submit(run_one, spec): number for number, spec in enumerate(specs)}
     runs: dict[int, ServingRun] = {}
     try:
@@ -168,7 +166,7 @@ def run_all(
 
 
 def with_mode(spec: RunSpec, mode: AdmissionMode) -> RunSpec:
-    """The same run under another admission mode."""
+    """Return the same run under another admission mode."""
     return replace(spec, policy=replace(spec.policy, admission_mode=mode))
 
 
