@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.ssd.kernels import PIECE_NBYTES, kernels
+from kvpool.ssd.kernels import EXTENT_RESULT, IOVEC, PIECE, PIECE_NBYTES, kernels
 from kvpool.ssd.records import PAGE_NBYTES, Run
 
 
@@ -35,40 +35,31 @@ class IoBatch:
 
     def __init__(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]], segment_nbytes: int) -> None:
         """`offsets` in the space; `memory`: per extent the caller's memory, in order, which must outlive the batch."""
-        runs = np.array([run for each in memory for run in each], np.int64).reshape(-1, 2)
+        runs = np.array([run for each in memory for run in each], np.int64).reshape(-1).view(IOVEC)
         first_run = np.zeros(len(memory) + 1, np.int64)
         np.cumsum([len(each) for each in memory], out=first_run[1:])
-        most = len(memory) + int(runs[:, 1].sum()) // PIECE_NBYTES + 1
-        pieces = np.empty((most, 6), np.int64)
-        piece_runs = np.empty((most + len(runs), 2), np.int64)
+        most = len(memory) + int(runs["nbytes"].sum()) // PIECE_NBYTES + 1
+        pieces, piece_runs = np.empty(most, PIECE), np.empty(most + len(runs), IOVEC)
         starts = np.array(offsets, np.int64)
-        counts = np.zeros(2, np.int64)
-        kernels().plan(starts, first_run, runs, segment_nbytes, pieces, piece_runs, counts)
-        num_pieces, num_runs = counts.tolist()
+        num_pieces, num_runs = kernels().plan(starts, first_run, runs, segment_nbytes, pieces, piece_runs)
         self.num_extents = len(memory)
         self.segment_nbytes = segment_nbytes
         self.pieces, self.piece_runs = pieces[:num_pieces], piece_runs[:num_runs]
-        self.cursor = np.zeros(1, np.int64)
-        self.sums = np.zeros(num_pieces, np.uint64)
-        self.status = np.zeros(num_pieces, np.int64)
-        self.latency_ns = np.zeros(num_pieces, np.int64)
+        self._cursor = np.zeros(1, np.int64)
 
     @property
     def nbytes(self) -> int:
-        return int(self.pieces[:, 2].sum())
+        return int(self.pieces["nbytes"].sum())
 
     def run(self, fds: NDArray[np.int32], *, write: bool, bounce: int) -> None:
         """Take pieces until none is left; from any number of threads, each with a bounce buffer of its own."""
-        kernels().transfer(
-            self.pieces, self.piece_runs, fds, self.segment_nbytes, write, bounce,
-            self.cursor, self.sums, self.status, self.latency_ns,
-        )  # fmt: skip
+        kernels().transfer(self.pieces, self.piece_runs, fds, self.segment_nbytes, write, bounce, self._cursor)
 
     def outcome(self) -> BatchResult:
         """When no thread runs it any more."""
-        sums, status = np.zeros(self.num_extents, np.uint64), np.zeros(self.num_extents, np.int64)
-        kernels().fold(self.pieces, self.sums, self.status, sums, status)
-        return BatchResult(sums, status, self.latency_ns)
+        results = np.zeros(self.num_extents, EXTENT_RESULT)
+        kernels().fold(self.pieces, results)
+        return BatchResult(results["checksum"], results["status"], self.pieces["latency_ns"])
 
 
 @dataclass
@@ -153,7 +144,7 @@ class IoThreads:
 
     def work(self, job: _IoJob) -> None:
         """Take pieces of this batch until none is left."""
-        if job.batch.pieces[:, 5].all():
+        if job.batch.pieces["is_direct"].all():
             job.batch.run(job.fds, write=job.write, bounce=0)
             return
         bounce = self._bounce_buffers.pop() if self._bounce_buffers else mmap.mmap(-1, PIECE_NBYTES)

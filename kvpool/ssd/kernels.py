@@ -1,10 +1,10 @@
-"""The compiled loops of the SSD store: cutting extents into I/Os, carrying them out, summing what they carry.
+"""Compiled loops of the SSD store: split extents into I/Os, run the I/Os, compute checksums of the transferred bytes.
 
-They run without the GIL and check nothing. Addresses are those of this process; the system's calls are bound by name,
-so the loops can be cached on disk.
+All kernels release the GIL and check no arguments. Addresses are addresses of this process. System calls are bound by
+symbol name, so that the compiled code can be cached on disk.
 
-The checksum of an extent is XXH64 (xxhash.com, seed 0) over each of its pieces, zero padding included, and for an
-extent of several pieces XXH64 over their sums, padded with zeros to a multiple of 32 bytes.
+The checksum of an extent is XXH64 (xxhash.com, seed 0) of its only piece, zero padding included. The checksum of an
+extent of several pieces is XXH64 of the pieces' checksums (8 bytes each), zero-padded to a multiple of 32 bytes.
 """
 
 import functools
@@ -19,11 +19,32 @@ from numba.extending import intrinsic
 from jit.compiling import compiled
 
 PIECE_NBYTES = 1 << 20
-"""The longest I/O. Part of the format, since checksums are taken per piece."""
+"""Largest I/O. Part of the on-disk format, because checksums are computed per piece."""
 MAX_RUNS = 64
-"""Runs of memory in one direct I/O at most; the system would take 1024."""
+"""Largest number of memory runs in one direct I/O; the kernel's limit is 1024 (IOV_MAX)."""
 SHORT = -1
-"""An I/O's status when the file ended before it did; otherwise 0 or an errno."""
+"""Status of an I/O that reached the end of the file; other statuses are 0 or an errno."""
+
+IOVEC = np.dtype([("address", "<i8"), ("nbytes", "<i8")])
+"""A run of memory, laid out as the system's `struct iovec` (readv(2)): arrays of it are passed to preadv and pwritev."""
+TIMESPEC = np.dtype([("seconds", "<i8"), ("nanoseconds", "<i8")])
+"""The system's `struct timespec` (clock_gettime(2))."""
+PIECE = np.dtype(
+    [
+        ("extent", "<i8"),  # index of the extent in its batch
+        ("offset", "<i8"),  # in the SSD space
+        ("nbytes", "<i8"),  # whole pages
+        ("first_run", "<i8"),  # index of its first run among the pieces' runs
+        ("num_runs", "<i8"),
+        ("is_direct", "<i8"),  # 1: the disk reads or writes its runs; 0: through a bounce buffer
+        ("checksum", "<u8"),  # set by `transfer`, like the fields below
+        ("status", "<i8"),  # 0, SHORT or an errno
+        ("latency_ns", "<i8"),
+    ]
+)
+"""One I/O: a part of an extent, at most PIECE_NBYTES long."""
+EXTENT_RESULT = np.dtype([("checksum", "<u8"), ("status", "<i8")])
+"""Result of one extent: its checksum, and the first status of its pieces that is not 0."""
 
 _PAGE = 4096
 _EINTR = 4
@@ -44,14 +65,14 @@ _memset: Any = types.ExternalFunction("memset", _i64(_i64, types.int32, _i64))
 
 
 class SsdKernels(NamedTuple):
-    """`plan(offsets, first_run, runs, segment_nbytes, pieces, piece_runs, counts)`
-    `transfer(pieces, piece_runs, fds, segment_nbytes, write, bounce, cursor, sums, status, nanos)`
-    `fold(pieces, sums, status, extent_sums, extent_status)`
+    """`plan(offsets, first_run, runs, segment_nbytes, pieces, piece_runs) -> (num_pieces, num_piece_runs)`
+    `transfer(pieces, piece_runs, fds, segment_nbytes, write, bounce, cursor)`
+    `fold(pieces, results)`
 
-    offsets int64 [n]; first_run int64 [n + 1]; runs, piece_runs int64 [:, 2] (address, bytes); pieces int64 [:, 6]
-    (extent, offset in the space, bytes, first run, runs, direct); counts int64 [2]: the pieces, and their runs; fds
-    int32 [segments]; cursor int64 [1], from which every caller of `transfer` takes the next piece until none is left;
-    sums uint64, status and nanos int64, per piece.
+    offsets int64 [n]: where the extents start in the SSD space. first_run int64 [n + 1]: extent i's memory is
+    runs[first_run[i] : first_run[i + 1]]. runs, piece_runs: IOVEC [:]. pieces: PIECE [:]. fds int32 [segments].
+    bounce: address of PIECE_NBYTES bytes for I/Os that are not direct. cursor int64 [1]: index of the next piece;
+    concurrent callers of `transfer` share it, and each takes pieces until none is left. results: EXTENT_RESULT [n].
     """
 
     plan: Any
@@ -61,18 +82,22 @@ class SsdKernels(NamedTuple):
 
 @functools.cache
 def kernels() -> SsdKernels:
-    """Compiled, or loaded from the cache, at the first call: about two seconds when they were never compiled."""
-    in1, in2 = types.Array(_i64, 1, "C"), types.Array(_i64, 2, "C")
-    fds, u1 = types.Array(types.int32, 1, "C"), types.Array(types.uint64, 1, "C")
+    """Return the kernels. The first call compiles them (about two seconds) or loads them from the cache."""
+    int64s, fds = types.Array(_i64, 1, "C"), types.Array(types.int32, 1, "C")
+    runs, pieces, results = (
+        types.Array(numba.from_dtype(dtype), 1, "C")  # type: ignore[no-untyped-call]
+        for dtype in (IOVEC, PIECE, EXTENT_RESULT)
+    )
+    counts = types.UniTuple(_i64, 2)  # type: ignore[no-untyped-call]
     return SsdKernels(
-        compiled(_plan, types.void(in1, in1, in2, _i64, in2, in2, in1)),
-        compiled(_transfer, types.void(in2, in2, fds, _i64, types.boolean, _i64, in1, u1, in1, in1)),
-        compiled(_fold, types.void(in2, u1, in1, u1, in1)),
+        compiled(_plan, counts(int64s, int64s, runs, _i64, pieces, runs)),
+        compiled(_transfer, types.void(pieces, runs, fds, _i64, types.boolean, _i64, int64s)),
+        compiled(_fold, types.void(pieces, results)),
     )
 
 
 def _load(of: Any, llvm_type: Any) -> Any:
-    """`f(address)`: the number of this type that stands at an address."""
+    """Return an intrinsic `load(address)` that reads a number of this type from memory."""
 
     def typed(_typing: Any, _address: Any) -> Any:
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -108,7 +133,7 @@ def _round(lane: Any, word: Any) -> Any:
 
 @numba.njit
 def _stripes(address: Any, nbytes: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """XXH64's four lanes after `nbytes` more, a multiple of 32."""
+    """Return XXH64's four lanes after consuming `nbytes` bytes at `address`; `nbytes` is a multiple of 32."""
     for at in range(address, address + nbytes, 32):
         a = _round(a, _load_u64(at))
         b = _round(b, _load_u64(at + 8))
@@ -130,27 +155,25 @@ def _finish(a: Any, b: Any, c: Any, d: Any, nbytes: Any) -> Any:
 
 @numba.njit
 def _xxh64(runs: Any) -> Any:
-    """Of several runs of memory one after the other, each a multiple of 32 bytes long."""
+    """Return XXH64 of the concatenated runs (IOVEC [:]); each run's length is a multiple of 32 bytes."""
     a, b, c, d = _P1 + _P2, _P2, np.uint64(0), np.uint64(0) - _P1
     nbytes = np.int64(0)
     for r in range(len(runs)):
-        a, b, c, d = _stripes(runs[r, 0], runs[r, 1], a, b, c, d)
-        nbytes += runs[r, 1]
+        a, b, c, d = _stripes(runs[r].address, runs[r].nbytes, a, b, c, d)
+        nbytes += runs[r].nbytes
     return _finish(a, b, c, d, nbytes)
 
 
-def _plan(
-    offsets: Any, first_run: Any, runs: Any, segment_nbytes: Any, pieces: Any, piece_runs: Any, counts: Any
-) -> None:
+def _plan(offsets: Any, first_run: Any, runs: Any, segment_nbytes: Any, pieces: Any, piece_runs: Any) -> Any:
     p = 0
     k = 0
     for extent in range(len(offsets)):
         payload = 0
         for r in range(first_run[extent], first_run[extent + 1]):
-            payload += runs[r, 1]
+            payload += runs[r].nbytes
         whole = (payload + _PAGE - 1) // _PAGE * _PAGE
         r = first_run[extent]
-        used = 0  # of run r
+        used = 0  # bytes of run r in earlier pieces
         for start in range(0, whole, PIECE_NBYTES):
             nbytes = min(PIECE_NBYTES, whole - start)
             left = min(nbytes, payload - start)
@@ -158,38 +181,42 @@ def _plan(
             first = k
             direct = left == nbytes and at // segment_nbytes == (at + nbytes - 1) // segment_nbytes
             while left > 0:
-                part = min(left, runs[r, 1] - used)
-                piece_runs[k, 0] = runs[r, 0] + used
-                piece_runs[k, 1] = part
-                direct = direct and piece_runs[k, 0] % _PAGE == 0 and part % _PAGE == 0
+                part = min(left, runs[r].nbytes - used)
+                piece_run = piece_runs[k]
+                piece_run.address = runs[r].address + used
+                piece_run.nbytes = part
+                direct = direct and piece_run.address % _PAGE == 0 and part % _PAGE == 0
                 left -= part
                 used += part
                 k += 1
-                if used == runs[r, 1]:
+                if used == runs[r].nbytes:
                     r += 1
                     used = 0
-            pieces[p, 0] = extent
-            pieces[p, 1] = at
-            pieces[p, 2] = nbytes
-            pieces[p, 3] = first
-            pieces[p, 4] = k - first
-            pieces[p, 5] = direct and k - first <= MAX_RUNS
+            piece = pieces[p]
+            piece.extent = extent
+            piece.offset = at
+            piece.nbytes = nbytes
+            piece.first_run = first
+            piece.num_runs = k - first
+            piece.is_direct = direct and k - first <= MAX_RUNS
+            piece.checksum = 0
+            piece.status = 0
+            piece.latency_ns = 0
             p += 1
-    counts[0] = p
-    counts[1] = k
+    return p, k
 
 
 @numba.njit
 def _now_ns(clock: Any) -> Any:
     _clock_gettime(np.int32(_CLOCK_MONOTONIC), clock.ctypes.data)
-    return clock[0] * 1_000_000_000 + clock[1]
+    return clock[0].seconds * 1_000_000_000 + clock[0].nanoseconds
 
 
 @numba.njit
 def _once(fds: Any, segment_nbytes: Any, at: Any, nbytes: Any, runs: Any, write: Any) -> Any:
-    """One try of one I/O; an I/O that crosses segments has one run, and is done in parts."""
+    """Try one I/O once; return its status. An I/O that crosses segments has one run and takes several system calls."""
     done = np.int64(0)
-    address = runs[0, 0]
+    address = runs[0].address
     while done < nbytes:
         fd = fds[(at + done) // segment_nbytes]
         offset = (at + done) % segment_nbytes
@@ -212,74 +239,67 @@ def _once(fds: Any, segment_nbytes: Any, at: Any, nbytes: Any, runs: Any, write:
 
 @numba.njit
 def _perform(fds: Any, segment_nbytes: Any, at: Any, nbytes: Any, runs: Any, write: Any) -> Any:
+    """Run one I/O, with retries; return its status."""
     status = _once(fds, segment_nbytes, at, nbytes, runs, write)
     while status == _EINTR:
         status = _once(fds, segment_nbytes, at, nbytes, runs, write)
-    # A full disk tells of itself only on the second try, a file's end is short again.
+    # A full disk first writes less than asked and only the retry returns ENOSPC; at a file's end the retry is short too.
     if status == SHORT:
         status = _once(fds, segment_nbytes, at, nbytes, runs, write)
     return status
 
 
 def _transfer(
-    pieces: Any,
-    piece_runs: Any,
-    fds: Any,
-    segment_nbytes: Any,
-    write: Any,
-    bounce: Any,
-    cursor: Any,
-    sums: Any,
-    status: Any,
-    latency_ns: Any,
+    pieces: Any, piece_runs: Any, fds: Any, segment_nbytes: Any, write: Any, bounce: Any, cursor: Any
 ) -> None:
-    clock = np.zeros(2, np.int64)
-    bounced = np.zeros((1, 2), np.int64)
-    bounced[0, 0] = bounce
+    clock = np.zeros(1, TIMESPEC)
+    bounced = np.zeros(1, IOVEC)
+    bounced[0].address = bounce
     while True:
         p = _take_next(cursor)
         if p >= len(pieces):
             return
-        at = pieces[p, 1]
-        nbytes = pieces[p, 2]
-        given = piece_runs[pieces[p, 3] : pieces[p, 3] + pieces[p, 4]]
-        bounced[0, 1] = nbytes
-        runs = given if pieces[p, 5] else bounced
+        piece = pieces[p]
+        given = piece_runs[piece.first_run : piece.first_run + piece.num_runs]
+        bounced[0].nbytes = piece.nbytes
+        runs = given if piece.is_direct else bounced
         if write:
-            if not pieces[p, 5]:
+            if not piece.is_direct:
                 filled = np.int64(0)
                 for r in range(len(given)):
-                    _memcpy(bounce + filled, given[r, 0], given[r, 1])
-                    filled += given[r, 1]
-                _memset(bounce + filled, np.int32(0), nbytes - filled)
-            sums[p] = _xxh64(runs)
+                    _memcpy(bounce + filled, given[r].address, given[r].nbytes)
+                    filled += given[r].nbytes
+                _memset(bounce + filled, np.int32(0), piece.nbytes - filled)
+            piece.checksum = _xxh64(runs)
         began = _now_ns(clock)
-        status[p] = _perform(fds, segment_nbytes, at, nbytes, runs, write)
-        latency_ns[p] = _now_ns(clock) - began
-        if not write and status[p] == 0:
-            sums[p] = _xxh64(runs)
-            if not pieces[p, 5]:
+        status = _perform(fds, segment_nbytes, piece.offset, piece.nbytes, runs, write)
+        piece.status = status
+        piece.latency_ns = _now_ns(clock) - began
+        if not write and status == 0:
+            piece.checksum = _xxh64(runs)
+            if not piece.is_direct:
                 filled = np.int64(0)
                 for r in range(len(given)):
-                    _memcpy(given[r, 0], bounce + filled, given[r, 1])
-                    filled += given[r, 1]
+                    _memcpy(given[r].address, bounce + filled, given[r].nbytes)
+                    filled += given[r].nbytes
 
 
-def _fold(pieces: Any, sums: Any, status: Any, extent_sums: Any, extent_status: Any) -> None:
+def _fold(pieces: Any, results: Any) -> None:
     p = 0
-    one = np.zeros((1, 2), np.int64)
+    whole = np.zeros(1, IOVEC)
     while p < len(pieces):
-        extent = pieces[p, 0]
         first = p
-        while p < len(pieces) and pieces[p, 0] == extent:
-            if status[p] != 0 and extent_status[extent] == 0:
-                extent_status[extent] = status[p]
+        result = results[pieces[first].extent]
+        while p < len(pieces) and pieces[p].extent == pieces[first].extent:
+            if pieces[p].status != 0 and result.status == 0:
+                result.status = pieces[p].status
             p += 1
         if p - first == 1:
-            extent_sums[extent] = sums[first]
+            result.checksum = pieces[first].checksum
         else:
             padded = np.zeros((p - first + 3) // 4 * 4, np.uint64)
-            padded[: p - first] = sums[first:p]
-            one[0, 0] = padded.ctypes.data
-            one[0, 1] = len(padded) * 8
-            extent_sums[extent] = _xxh64(one)
+            for i in range(p - first):
+                padded[i] = pieces[first + i].checksum
+            whole[0].address = padded.ctypes.data
+            whole[0].nbytes = len(padded) * 8
+            result.checksum = _xxh64(whole)

@@ -53,7 +53,7 @@ class RecordingDisk(Disk):
 
     def start(self, threads: IoThreads, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
         if write:
-            for _, at, nbytes, first, count, _ in batch.pieces.tolist():
+            for _, at, nbytes, first, count, *_ in batch.pieces.tolist():
                 data = b"".join(ctypes.string_at(*run) for run in batch.piece_runs[first : first + count].tolist())
                 data = data.ljust(nbytes, b"\0")
                 while data:  # a piece may go on in the next segment
