@@ -44,7 +44,7 @@ from kvpool import (  # noqa: E402
     chain_seed,
     kv_namespace,
 )
-from kvpool.local import LocalPoolClient, PutStatus  # noqa: E402
+from kvpool.local import LocalPoolClient, PutStatus, RegisteredBlocks  # noqa: E402
 from kvpool.server import serve_pool_node  # noqa: E402
 from messenger import MessengerConfig, SharedMemory  # noqa: E402
 from rpc.control import run  # noqa: E402
@@ -75,7 +75,7 @@ class Ours:
         self.pool = LocalPoolClient(str(door), owner="benchmark", owner_incarnation=1, deadline_s=60)
         self.memory = SharedMemory.create(BUFFER_NBYTES, "benchmark")
         self.memory.array[:] = np.random.default_rng(0).integers(0, 256, BUFFER_NBYTES, np.uint8)
-        self._region = self.pool.offer(self.memory)
+        self._region = self.pool.register_memory(self.memory)
         self.landing = np.zeros(BUFFER_NBYTES, np.uint8)
         self._serial = 0
 
@@ -123,7 +123,9 @@ class Ours:
             part, offsets = keys[i : i + batch], self.offsets(i, batch)
             began = time.perf_counter()
             digests = self.pool.digests(self._spec, self._region, offsets) if verified else None
-            status = self.pool.put(self._ns, self._spec, part, parents, self._region, offsets, digests)
+            status = self.pool.put(
+                self._ns, self._spec, part, parents, RegisteredBlocks(self._region, offsets, digests)
+            )
             seconds.append(time.perf_counter() - began)
             if (status != PutStatus.STORED).any():
                 raise SystemExit(f"a put was answered {status}")

@@ -31,7 +31,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from kvpool.errors import SpecError
-from kvpool.spec import KvSpec
+from kvpool.spec import TOKEN_RANGE, KvSpec
 
 _FEW = 24
 _SEAL_CONTEXT = "moonpool v1 2026 seal"
@@ -92,12 +92,14 @@ def layer_digests_at(
     layer_units = layer_nbytes // unit
     chosen = np.arange(first * layer_units, last * layer_units, step * layer_units, dtype=np.int64)
     digests = np.zeros((len(offsets), len(chosen)), np.uint64)
+    tokens = np.empty(len(stop), TOKEN_RANGE)
+    tokens["start"], tokens["stop"] = start, stop
     digest_words, digest_bytes = _kernels()
     if aligned:
         words = memory[: len(memory) // 4 * 4].view(np.uint32)
-        digest_words(words, offsets // 4, chosen, runs, spec.block_tokens, row_nbytes // 4, start, stop, digests)
+        digest_words(words, offsets // 4, chosen, runs, spec.block_tokens, row_nbytes // 4, tokens, digests)
     else:
-        digest_bytes(memory, offsets, chosen, runs, spec.block_tokens, row_nbytes, start, stop, digests)
+        digest_bytes(memory, offsets, chosen, runs, spec.block_tokens, row_nbytes, tokens, digests)
     return digests
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numba import types
 
 from jit.compiling import compiled
+from kvpool.spec import TOKEN_RANGE
 
 GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -19,17 +20,19 @@ _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(
 
 @functools.cache
 def digest_kernels() -> tuple[Any, Any]:
-    """(kernel over uint32 words, kernel over bytes), both without the GIL, compiled or loaded at the first call.
+    """Return (kernel over uint32 words, kernel over bytes), compiled or loaded from the cache at the first call.
 
-    Arguments: memory as words or bytes; slot and layer offsets, rows and lengths in the same unit; the tokens to count
-    from `start` to `stop`; `out` uint64 [n_slots, n_layers].
+    Both release the GIL. Arguments: memory as words or as bytes; offsets of slots int64 [n_slots] and of layers within
+    a slot int64 [n_layers], in the same unit; runs of tokens per layer (heads x 2); tokens per block; length of a token
+    row in the same unit; TOKEN_RANGE [n_slots]; the digests, uint64 [n_slots, n_layers], which they write.
     """
     int64s, out = types.Array(types.int64, 1, "C", readonly=True), types.Array(types.uint64, 2, "C")
+    ranges = types.Array(numba.from_dtype(TOKEN_RANGE), 1, "C", readonly=True)
     scalars = (types.int64, types.int64, types.int64)
 
     def signature(element: Any) -> Any:
         memory = types.Array(element, 1, "C", readonly=True)
-        return types.void(memory, int64s, int64s, *scalars, int64s, int64s, out)
+        return types.void(memory, int64s, int64s, *scalars, ranges, out)
 
     return compiled(_digest_words, signature(types.uint32)), compiled(_digest_bytes, signature(types.uint8))
 
@@ -45,17 +48,18 @@ mix = numba.njit(inline="always")(_mix_word)
 
 
 def _digest_words(
-    words: Any, slots: Any, layers: Any, runs: Any, block_tokens: Any, row_words: Any, start: Any, stop: Any, out: Any
+    words: Any, slots: Any, layers: Any, runs: Any, block_tokens: Any, row_words: Any, tokens: Any, out: Any
 ) -> None:
     for i in range(len(slots)):
+        start, stop = tokens[i].start, tokens[i].stop
         # A block whose tokens all count is one run; otherwise each (head, part) is one.
-        whole = start[i] == 0 and stop[i] == block_tokens
+        whole = start == 0 and stop == block_tokens
         num_runs = 1 if whole else runs
-        run_words = (runs * block_tokens if whole else stop[i] - start[i]) * row_words
+        run_words = (runs * block_tokens if whole else stop - start) * row_words
         for j in range(len(layers)):
             total = np.uint64(0)
             for run in range(num_runs):
-                first = (run * block_tokens + start[i]) * row_words
+                first = (run * block_tokens + start) * row_words
                 base = slots[i] + layers[j] + first
                 row = words[base : base + run_words]
                 for k in range(len(row)):
@@ -64,14 +68,14 @@ def _digest_words(
 
 
 def _digest_bytes(
-    memory: Any, slots: Any, layers: Any, runs: Any, block_tokens: Any, row_nbytes: Any, start: Any, stop: Any, out: Any
+    memory: Any, slots: Any, layers: Any, runs: Any, block_tokens: Any, row_nbytes: Any, tokens: Any, out: Any
 ) -> None:
     row_words = (row_nbytes + 3) // 4
     for i in range(len(slots)):
         for j in range(len(layers)):
             total = np.uint64(0)
             for run in range(runs):
-                for token in range(start[i], stop[i]):
+                for token in range(tokens[i].start, tokens[i].stop):
                     row = run * block_tokens + token
                     base = slots[i] + layers[j] + row * row_nbytes
                     for w in range(row_words):

@@ -19,8 +19,7 @@ from kvpool.config import PoolNodeConfig
 from kvpool.errors import PoolConfigError, PutLost
 from kvpool.events import PoolEvents
 from kvpool.local.shared_index import SharedIndex
-from kvpool.policy import LeaseGrant, PoolCore, PutAllocation
-from kvpool.spec import KvSpec
+from kvpool.policy import LeaseGrant, PoolCore, PutAllocation, PutRequest
 from kvpool.ssd_tier import SsdState, SsdTier
 from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
 
@@ -94,40 +93,19 @@ class PoolNode:
         await asyncio.to_thread(self.messenger.close)
         self.memory.close()
 
-    def allocate(
-        self,
-        kv_namespace: bytes,
-        spec: KvSpec,
-        chain: Sequence[bytes],
-        parents: Sequence[bytes],
-        *,
-        owner: str,
-        owner_incarnation: int,
-        ttl_ns: int,
-        num_tokens: Sequence[int] = (),
-        compute_s: float = 0.0,
-    ) -> PutAllocation:
-        """As `PoolCore.allocate`; nobody else can write to the slots before `write_key`.
+    def allocate(self, request: PutRequest, *, owner: str, owner_incarnation: int, ttl_ns: int) -> PutAllocation:
+        """Allocate slots as `PoolCore.allocate`; nobody else can write to them before `write_key` is called.
 
-        Blocks on an SSD that cannot be read are put anew.
+        Blocks on an SSD that cannot be read are allocated anew.
         """
         if self.ssd is not None and self.ssd.state is SsdState.FAILED:
-            self.core.drop_ssd_only(kv_namespace, chain)
+            self.core.drop_ssd_only(request.kv_namespace, request.chain)
         allocation = self.core.allocate(
-            time.monotonic_ns(),
-            kv_namespace,
-            spec,
-            chain,
-            parents,
-            owner=owner,
-            owner_incarnation=owner_incarnation,
-            ttl_ns=ttl_ns,
-            num_tokens=num_tokens,
-            compute_s=compute_s,
+            time.monotonic_ns(), request, owner=owner, owner_incarnation=owner_incarnation, ttl_ns=ttl_ns
         )
         self.publish_changes()
         if allocation.new_blocks:
-            self._commit_ahead(max(max(block.offsets) for block in allocation.new_blocks) + spec.block_nbytes)
+            self._commit_ahead(max(max(block.offsets) for block in allocation.new_blocks) + request.spec.block_nbytes)
         return allocation
 
     def write_key(self, allocation: PutAllocation) -> RemoteKey:

@@ -16,7 +16,7 @@ from kvpool.digest import layer_digests_at
 from kvpool.errors import CopyFailed, KvPoolError
 from kvpool.handles import Lease
 from kvpool.node import PoolNode
-from kvpool.policy import SlotStatus
+from kvpool.policy import PutRequest, SlotStatus
 from kvpool.spec import KvSpec
 from messenger import Priority
 from rpc.errors import NetworkError
@@ -88,10 +88,7 @@ async def _copy_leased(
 ) -> Copied:
     keys = [bytes(key) for key in lease.chain]
     allocation = node.allocate(
-        kv_namespace,
-        spec,
-        keys,
-        [bytes(16), *keys[:-1]],
+        PutRequest(kv_namespace, spec, keys, [bytes(16), *keys[:-1]]),
         owner=node.config.node_id,
         owner_incarnation=node.incarnation,
         ttl_ns=int(_left_s(deadline) * 1e9),

@@ -24,7 +24,7 @@ from kvpool.errors import (
 )
 from kvpool.inspection import inspect, verify
 from kvpool.node import PoolNode
-from kvpool.policy import Block
+from kvpool.policy import Block, PutRequest
 from kvpool.remote_copy import copy_blocks
 from kvpool.spec import KvSpec
 from moonpool_proto.v1 import common_pb2, pool_pb2, pool_pb2_grpc, worker_pb2
@@ -79,16 +79,19 @@ class PoolService(pool_pb2_grpc.PoolServicer):
     @_refusing
     async def Allocate(self, request: pool_pb2.AllocateRequest, context: Context[Any, Any]) -> pool_pb2.AllocateReply:
         spec = KvSpec.from_proto(request.spec)
-        allocation = self._node.allocate(
+        put = PutRequest(
             _namespace(request.kv_namespace),
             spec,
             _keys(request.chain),
             _keys(request.parents),
+            request.num_tokens,
+            request.compute_s,
+        )
+        allocation = self._node.allocate(
+            put,
             owner=request.owner,
             owner_incarnation=request.owner_incarnation,
             ttl_ns=_nanoseconds("ttl_s", request.ttl_s),
-            num_tokens=request.num_tokens,
-            compute_s=request.compute_s,
         )
         key = None
         if allocation.new_blocks:

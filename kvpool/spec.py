@@ -8,6 +8,8 @@ run.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvpool.errors import SpecError
 from moonpool_proto.v1 import common_pb2
 
@@ -20,6 +22,18 @@ DTYPE_NBYTES = {
     "int8": 1,
     "uint8": 1,
 }
+TOKEN_RANGE = np.dtype([("start", "<i8"), ("stop", "<i8")])
+"""Tokens start..stop of a block, as the compiled digests take them."""
+GROUP_LAYOUT = np.dtype(
+    [
+        ("block_tokens", "<i8"),
+        ("num_layers", "<i8"),
+        ("layer_nbytes", "<i8"),  # of one layer of a slot
+        ("num_runs", "<i8"),  # runs of token rows in a layer: heads x 2 (K and V)
+        ("row_nbytes", "<i8"),  # of one token row
+    ]
+)
+"""Layout of one group's slots, as the compiled copies take it."""
 # Offsets of words within a layer's slot must fit 32 bits: the digest mixes them into the upper half of a word.
 MAX_LAYER_NBYTES = 1 << 32
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpool import PoolClient
 from kvpool.errors import KvPoolError, LocalPoolUnavailable
-from kvpool.local import LocalPoolClient, PutStatus
+from kvpool.local import LocalPoolClient, PutStatus, RegisteredBlocks
 from messenger import Messenger
 from rpc.control import ControlError
 from worker.prefix_blocks import PinnedBlocks, PrefixSave, key_array
@@ -91,14 +91,13 @@ class LocalPoolAccess:
         part = slots[first + known : first + len(keys)]
         self._memory.to_host(part)
         offsets = self._memory.all_offsets(part)
+        digests = pool.digests(self._memory.spec, self._region_id, offsets, lengths)
         status = pool.put(
             self._namespace,
             self._memory.spec,
             chain[known:],
             key_array(parents[known:]),
-            self._region_id,
-            offsets,
-            pool.digests(self._memory.spec, self._region_id, offsets, lengths),
+            RegisteredBlocks(self._region_id, offsets, digests),
             num_tokens=lengths,
             compute_s=token_s * tokens,
         )
@@ -129,7 +128,7 @@ class LocalPoolAccess:
     def _enter(self, door: str) -> LocalPoolClient:
         pool = LocalPoolClient(door, owner=self._owner, owner_incarnation=self._incarnation, deadline_s=_ANSWER_S)
         try:
-            self._region_id = pool.offer(self._memory.region.memory)
+            self._region_id = pool.register_memory(self._memory.region.memory)
         except BaseException:
             pool.close()
             raise

@@ -27,8 +27,7 @@ from kvpool import errors
 from kvpool.address import KEY_NBYTES, check_chain
 from kvpool.errors import AddressError, KvPoolError, LocalPoolUnavailable, SpecError
 from kvpool.local import index_layout
-from kvpool.local.index_layout import SpecLayout
-from kvpool.local.mapping import MappedBytes, copy_blocks, digest_blocks
+from kvpool.local.block_copy import MappedBytes, SpecLayout, copy_blocks, digest_blocks
 from kvpool.local.protocol import (
     MAX_BODY_NBYTES,
     Attach,
@@ -206,6 +205,15 @@ class _Index:
     shape: NDArray[np.int64]  # buckets, entries, words of an entry
 
 
+@dataclass(frozen=True, eq=False)
+class RegisteredBlocks:
+    """Blocks in memory that was registered with the pool node, as the source of a put."""
+
+    region_id: int  # from `LocalPoolClient.register_memory`
+    offsets: NDArray[np.int64]  # [groups, n], in bytes from the start of the registered memory
+    digests: NDArray[np.uint64] | None = None  # [n, layers of all groups]; None: computed as the pool node copies
+
+
 class LocalPoolClient:
     """One process's way to its host's pool node, for any number of threads. Raises DoorClosed once the node is gone."""
 
@@ -284,8 +292,8 @@ class LocalPoolClient:
             self._check_alive()
             index = self._index
             done, why = self._kernels.get(
-                index.words, index.shape, name, keys, layout.array, self._arena.array, self._arena.words, target.array,
-                target.words, offsets, done, verify,
+                (index.words, index.shape), name, keys, layout.groups, self._arena.both, (target.both, offsets), done,
+                verify,
             )  # fmt: skip
             if why != index_layout.STALE:
                 break
@@ -317,7 +325,7 @@ class LocalPoolClient:
         right, _ = copy_blocks(self._arena, starts, self._mapped(memory), targets, self._layout(spec), lengths, digests)
         return right
 
-    def offer(self, memory: SharedMemory) -> int:
+    def register_memory(self, memory: SharedMemory) -> int:
         """Let the pool node copy out of `memory`. Returns the number under which puts name it."""
         self._regions += 1
         region_id = self._regions
@@ -325,7 +333,7 @@ class LocalPoolClient:
         self._offered[region_id] = MappedBytes.of(memory.array)
         return region_id
 
-    def withdraw(self, region_id: int) -> None:
+    def unregister_memory(self, region_id: int) -> None:
         """No more puts come from this memory."""
         del self._offered[region_id]
         self._caller.tell(UnregisterMemory(region_id))
@@ -343,9 +351,7 @@ class LocalPoolClient:
         spec: KvSpec,
         chain: NDArray[np.uint8],
         parents: NDArray[np.uint8],
-        region_id: int,
-        offsets: NDArray[np.int64],
-        digests: NDArray[np.uint64] | None = None,
+        source: RegisteredBlocks,
         *,
         num_tokens: NDArray[np.uint32] | None = None,
         compute_s: float = 0.0,
@@ -359,7 +365,7 @@ class LocalPoolClient:
         """
         n, layout = len(check_chain(chain)), self._layout(spec)
         check_chain(parents)
-        block_nbytes = 2 * KEY_NBYTES + 8 * (len(offsets) + layout.num_layers) + 4
+        block_nbytes = 2 * KEY_NBYTES + 8 * (len(source.offsets) + layout.num_layers) + 4
         most = max(1, (MAX_BODY_NBYTES - len(layout.proto_bytes) - _PUT_ROOM_NBYTES) // block_nbytes)
         answers = []
         for at in range(0, n, most):
@@ -367,11 +373,11 @@ class LocalPoolClient:
             message = PutBlocks(
                 kv_namespace,
                 layout.proto_bytes,
-                region_id,
+                source.region_id,
                 chain[part].tobytes(),
                 parents[part].tobytes(),
-                offsets[:, part].tobytes(),
-                b"" if digests is None else digests[part].tobytes(),
+                source.offsets[:, part].tobytes(),
+                b"" if source.digests is None else source.digests[part].tobytes(),
                 bytes(4 * (part.stop - at)) if num_tokens is None else num_tokens[part].astype(np.uint32).tobytes(),
                 compute_s * (part.stop - at) / n,
             )

@@ -12,20 +12,16 @@ from numba import types
 
 from jit.compiling import compiled
 from kvpool.digest_kernels import digest_bytes, digest_words, mix
-from kvpool.local.index_layout import (
-    PLAN_GROUP,
-    PLAN_GROUP_WIDTH,
-    PLAN_LAYER_NBYTES,
-    PLAN_LAYERS,
-    PLAN_ROW_NBYTES,
-    PLAN_RUNS,
-)
+from kvpool.spec import GROUP_LAYOUT, TOKEN_RANGE
 
 DONE, OUT_OF_BOUNDS, TOO_MANY_TOKENS = 0, 1, 2
 
 _READ_BYTES, _WRITE_BYTES = types.Array(types.uint8, 1, "C", readonly=True), types.Array(types.uint8, 1, "C")
 _READ_WORDS, _WRITE_WORDS = types.Array(types.uint32, 1, "C", readonly=True), types.Array(types.uint32, 1, "C")
-BYTES, WORDS = (_READ_BYTES, _WRITE_BYTES), (_READ_WORDS, _WRITE_WORDS)
+OFFSETS = types.Array(types.int64, 2, "C", readonly=True)
+LAYOUT = types.Array(numba.from_dtype(GROUP_LAYOUT), 1, "C")
+SOURCE = types.Tuple((_READ_BYTES, _READ_WORDS))  # type: ignore[no-untyped-call]
+TARGET = types.Tuple((_WRITE_BYTES, _WRITE_WORDS))  # type: ignore[no-untyped-call]
 
 memcpy: Any = types.ExternalFunction("memcpy", types.uint64(types.uint64, types.uint64, types.uint64))
 
@@ -59,53 +55,54 @@ _move_row = numba.njit(_move_row_of)
 
 
 def _move_group(
-    source8: Any, source32: Any, start: Any, target8: Any, target32: Any, to: Any, layout: Any, g: Any, tokens: Any,
-    in_words: Any, digests: Any, at: Any,
-) -> None:  # fmt: skip
-    """Copy the first `tokens` tokens of one slot, from byte `start` to byte `to`; layer digests to digests[at:]."""
-    base = PLAN_GROUP + g * PLAN_GROUP_WIDTH
-    block_tokens, row_nbytes = layout[0], layout[base + PLAN_ROW_NBYTES]
+    source: Any, start: Any, target: Any, to: Any, group: Any, tokens: Any, in_words: Any, digests: Any
+) -> None:
+    """Copy the first `tokens` tokens of one slot from byte `start` to byte `to`; write its layers' digests.
+
+    `source` and `target` are (bytes, words), `group` is a GROUP_LAYOUT, `digests` is uint64 [layers]. `in_words`:
+    both offsets and the row length are multiples of 4.
+    """
+    block_tokens, row_nbytes = group.block_tokens, group.row_nbytes
     whole = tokens == block_tokens
-    runs = 1 if whole else layout[base + PLAN_RUNS]
-    run_tokens = layout[base + PLAN_RUNS] * block_tokens if whole else tokens
+    runs = 1 if whole else group.num_runs
+    run_tokens = group.num_runs * block_tokens if whole else tokens
     row_words = (row_nbytes + 3) // 4
-    for layer in range(layout[base + PLAN_LAYERS]):
-        shift = layer * layout[base + PLAN_LAYER_NBYTES]
+    for layer in range(group.num_layers):
+        shift = layer * group.layer_nbytes
         total = np.uint64(0)
         for run in range(runs):
             if in_words:
                 first = run * block_tokens * row_words
                 total += _move_words(
-                    source32, (start + shift) // 4 + first, target32, (to + shift) // 4 + first,
+                    source[1], (start + shift) // 4 + first, target[1], (to + shift) // 4 + first,
                     run_tokens * row_words, first,
                 )  # fmt: skip
             else:
                 for token in range(run_tokens):
                     row = run * block_tokens + token
                     near = shift + row * row_nbytes
-                    total += _move_row(source8, start + near, target8, to + near, row_nbytes, row * row_words)
-        digests[at + layer] = total
+                    total += _move_row(source[0], start + near, target[0], to + near, row_nbytes, row * row_words)
+        digests[layer] = total
 
 
 move_group = numba.njit(_move_group)
 
 
 def _within(nbytes: Any, offsets: Any, layout: Any) -> bool:
-    """Whether all slots at `offsets` [groups, n] lie within so many bytes."""
+    """Return True if all slots at `offsets` [groups, n] lie within memory of `nbytes` bytes."""
     for g in range(len(offsets)):
-        base = PLAN_GROUP + g * PLAN_GROUP_WIDTH
-        last = nbytes - layout[base + PLAN_LAYERS] * layout[base + PLAN_LAYER_NBYTES]
+        last = nbytes - layout[g].num_layers * layout[g].layer_nbytes
         for i in range(offsets.shape[1]):
             if offsets[g, i] < 0 or offsets[g, i] > last:
                 return False
     return True
 
 
-def _rows_in_words(source8: Any, source32: Any, target8: Any, target32: Any, layout: Any) -> bool:
-    """Whether both memories start at multiples of 4 and all rows are of such a length."""
-    whole = len(source32) == len(source8) // 4 and len(target32) == len(target8) // 4
-    for g in range(layout[1]):
-        whole = whole and layout[PLAN_GROUP + g * PLAN_GROUP_WIDTH + PLAN_ROW_NBYTES] % 4 == 0
+def _rows_in_words(source: Any, target: Any, layout: Any) -> bool:
+    """Return True if both memories start at multiples of 4 and all row lengths are multiples of 4."""
+    whole = len(source[1]) == len(source[0]) // 4 and len(target[1]) == len(target[0]) // 4
+    for g in range(len(layout)):
+        whole = whole and layout[g].row_nbytes % 4 == 0
     return whole
 
 
@@ -114,79 +111,83 @@ rows_in_words = numba.njit(_rows_in_words)
 
 
 def _copy_blocks(
-    source8: Any, source32: Any, starts: Any, target8: Any, target32: Any, targets: Any, layout: Any, num_tokens: Any,
-    expected: Any, digests: Any, right: Any,
-) -> Any:  # fmt: skip
-    if not (within(len(source8), starts, layout) and within(len(target8), targets, layout)):
+    source: Any, starts: Any, target: Any, targets: Any, layout: Any, num_tokens: Any, expected: Any, results: Any
+) -> Any:
+    if not (within(len(source[0]), starts, layout) and within(len(target[0]), targets, layout)):
         return np.int64(OUT_OF_BOUNDS)
+    block_tokens = layout[0].block_tokens
     for i in range(len(num_tokens)):
-        if num_tokens[i] > layout[0]:
+        if num_tokens[i] > block_tokens:
             return np.int64(TOO_MANY_TOKENS)
-    words = rows_in_words(source8, source32, target8, target32, layout)
+    digests, matches = results
+    words = rows_in_words(source, target, layout)
     for i in range(len(num_tokens)):
-        tokens = np.int64(num_tokens[i]) if num_tokens[i] else layout[0]
+        tokens = np.int64(num_tokens[i]) if num_tokens[i] else block_tokens
         same, at = True, 0
-        for g in range(layout[1]):
+        for g in range(len(layout)):
             start, to = starts[g, i], targets[g, i]
             in_words = words and start % 4 == 0 and to % 4 == 0
-            move_group(source8, source32, start, target8, target32, to, layout, g, tokens, in_words, digests[i], at)
-            at += layout[PLAN_GROUP + g * PLAN_GROUP_WIDTH + PLAN_LAYERS]
+            end = at + layout[g].num_layers
+            move_group(source, start, target, to, layout[g], tokens, in_words, digests[i, at:end])
+            at = end
         if len(expected):
             for layer in range(digests.shape[1]):
                 same = same and digests[i, layer] == expected[i, layer]
-        right[i] = same
+        matches[i] = same
     return np.int64(DONE)
 
 
-def _digest_blocks(source8: Any, source32: Any, starts: Any, layout: Any, num_tokens: Any, digests: Any) -> Any:
-    if not within(len(source8), starts, layout):
+def _digest_blocks(source: Any, starts: Any, layout: Any, num_tokens: Any, digests: Any) -> Any:
+    if not within(len(source[0]), starts, layout):
         return np.int64(OUT_OF_BOUNDS)
+    block_tokens = layout[0].block_tokens
     for i in range(len(num_tokens)):
-        if num_tokens[i] > layout[0]:
+        if num_tokens[i] > block_tokens:
             return np.int64(TOO_MANY_TOKENS)
-    words = rows_in_words(source8, source32, source8, source32, layout)
-    one_start, one_stop = np.zeros(1, np.int64), np.empty(1, np.int64)
+    words = rows_in_words(source, source, layout)
+    tokens = np.zeros(1, TOKEN_RANGE)
     for i in range(len(num_tokens)):
-        one_stop[0] = np.int64(num_tokens[i]) if num_tokens[i] else layout[0]
+        tokens[0].stop = np.int64(num_tokens[i]) if num_tokens[i] else block_tokens
         at = 0
-        for g in range(layout[1]):
-            base = PLAN_GROUP + g * PLAN_GROUP_WIDTH
-            num_layers, row_nbytes = layout[base + PLAN_LAYERS], layout[base + PLAN_ROW_NBYTES]
+        for g in range(len(layout)):
+            group = layout[g]
+            end = at + group.num_layers
             unit = 4 if words and starts[g, i] % 4 == 0 else 1
-            layers = np.arange(num_layers) * (layout[base + PLAN_LAYER_NBYTES] // unit)
-            slot, out = starts[g, i : i + 1] // unit, digests[i : i + 1, at : at + num_layers]
-            runs = layout[base + PLAN_RUNS]
+            layers = np.arange(group.num_layers) * (group.layer_nbytes // unit)
+            slot, out = starts[g, i : i + 1] // unit, digests[i : i + 1, at:end]
+            row = group.row_nbytes // unit
             if unit == 4:
-                digest_words(source32, slot, layers, runs, layout[0], row_nbytes // 4, one_start, one_stop, out)
+                digest_words(source[1], slot, layers, group.num_runs, block_tokens, row, tokens, out)
             else:
-                digest_bytes(source8, slot, layers, runs, layout[0], row_nbytes, one_start, one_stop, out)
-            at += num_layers
+                digest_bytes(source[0], slot, layers, group.num_runs, block_tokens, row, tokens, out)
+            at = end
     return np.int64(DONE)
+
+
+_TOKENS = types.Array(types.uint32, 1, "C", readonly=True)
 
 
 @functools.cache
 def digest_kernel() -> Any:
-    """The compiled digest of blocks where they lie, without the GIL: DONE, OUT_OF_BOUNDS or TOO_MANY_TOKENS.
+    """Return the compiled digest of blocks where they lie; it releases the GIL.
 
-    Arguments: memory as bytes and as words; byte offsets int64 [groups, n]; plan; tokens uint32 [n], 0 = all; digests
-    uint64 [n, layers of all groups], written.
+    Arguments: memory (bytes, words); byte offsets int64 [groups, n]; GROUP_LAYOUT [groups]; tokens per block uint32
+    [n], 0 = all; the digests, uint64 [n, layers of all groups], which it writes. Returns DONE, OUT_OF_BOUNDS or
+    TOO_MANY_TOKENS.
     """
-    offsets, layout = types.Array(types.int64, 2, "C", readonly=True), types.Array(types.int64, 1, "C", readonly=True)
-    tokens, out = types.Array(types.uint32, 1, "C", readonly=True), types.Array(types.uint64, 2, "C")
-    return compiled(_digest_blocks, types.int64(BYTES[0], WORDS[0], offsets, layout, tokens, out))
+    out = types.Array(types.uint64, 2, "C")
+    return compiled(_digest_blocks, types.int64(SOURCE, OFFSETS, LAYOUT, _TOKENS, out))
 
 
 @functools.cache
 def copy_kernel() -> Any:
-    """The compiled copy of blocks, without the GIL: DONE, OUT_OF_BOUNDS or TOO_MANY_TOKENS; nothing is copied then.
+    """Return the compiled copy of blocks; it releases the GIL.
 
-    Arguments: source as bytes and as words, byte offsets int64 [groups, n]; target likewise; plan; tokens uint32 [n],
-    0 = all; the digests uint64 [n, layers of all groups] that are right, or [0, …] where none are told; written: the
-    digests of what was copied, and uint8 [n] whether the block's are right.
+    Arguments: source (bytes, words), byte offsets int64 [groups, n]; target likewise; GROUP_LAYOUT [groups]; tokens
+    per block uint32 [n], 0 = all; expected digests uint64 [n, layers of all groups], or [0, 0] for none; and what it
+    writes: (digests of the copied bytes, of the same shape; uint8 [n], 1 where they equal the expected ones). Returns
+    DONE, or OUT_OF_BOUNDS or TOO_MANY_TOKENS, and then nothing was copied.
     """
-    offsets, layout = types.Array(types.int64, 2, "C", readonly=True), types.Array(types.int64, 1, "C", readonly=True)
-    tokens = types.Array(types.uint32, 1, "C", readonly=True)
     expected, digests = types.Array(types.uint64, 2, "C", readonly=True), types.Array(types.uint64, 2, "C")
-    right = types.Array(types.uint8, 1, "C")
-    source, target = (BYTES[0], WORDS[0], offsets), (BYTES[1], WORDS[1], offsets)
-    return compiled(_copy_blocks, types.int64(*source, *target, layout, tokens, expected, digests, right))
+    results = types.Tuple((digests, types.Array(types.uint8, 1, "C")))  # type: ignore[no-untyped-call]
+    return compiled(_copy_blocks, types.int64(SOURCE, OFFSETS, TARGET, OFFSETS, LAYOUT, _TOKENS, expected, results))

@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 
 from jit.compiling import compiled
-from kvpool.local.copy_kernels import BYTES, WORDS, memcpy, move_group, rows_in_words, within
+from kvpool.local.copy_kernels import LAYOUT, OFFSETS, SOURCE, TARGET, memcpy, move_group, rows_in_words, within
 from kvpool.local.index_layout import (
     AT_BUCKETS_VERSION,
     AT_STATE,
@@ -25,10 +25,6 @@ from kvpool.local.index_layout import (
     HEADER_WORDS,
     LIVE,
     MISSING,
-    PLAN_GROUP,
-    PLAN_GROUP_WIDTH,
-    PLAN_LAYER_NBYTES,
-    PLAN_LAYERS,
     SHAPE_GROUPS_SHIFT,
     SHAPE_TOKENS_SHIFT,
     STALE,
@@ -147,20 +143,23 @@ def _match(words: Any, shape: Any, name: Any, chain: Any) -> Any:
 
 
 def _get(
-    words: Any, shape: Any, name: Any, chain: Any, layout: Any, source8: Any, source32: Any, target8: Any,
-    target32: Any, targets: Any, first_block: Any, verify: Any,
-) -> Any:  # fmt: skip
-    """Copy leading blocks from `first_block` on: (how many blocks are right, why it ended there).
+    index: Any, name: Any, chain: Any, layout: Any, source: Any, destination: Any, first_block: Any, verify: Any
+) -> Any:
+    """Copy blocks of `chain` from `first_block` on; return (number of leading blocks copied so far, reason it ended).
 
-    (-1, _) when a slot of `targets` [groups, n] lies outside of the target; nothing is copied then.
+    `index` is (words, shape); `source` is (bytes, words) of the arena; `destination` is ((bytes, words), byte offsets
+    int64 [groups, n]). Returns (-1, _), having copied nothing, if a slot of the destination lies out of bounds.
     """
-    if not within(len(target8), targets, layout):
+    words, shape = index
+    target, targets = destination
+    arena, landing = source[0], target[0]
+    if not within(len(landing), targets, layout):
         return np.int64(-1), np.int64(MISSING)
-    rows = rows_in_words(source8, source32, target8, target32, layout)
-    groups = layout[1]
+    rows = rows_in_words(source, target, layout)
+    groups = len(layout)
     layers = 0
     for g in range(groups):
-        layers += layout[PLAN_GROUP + g * PLAN_GROUP_WIDTH + PLAN_LAYERS]
+        layers += layout[g].num_layers
     digests = np.empty(layers, np.uint64)
     for i in range(first_block, len(chain)):
         at, version = _find(words, shape, name, chain[i])
@@ -171,30 +170,29 @@ def _get(
             return np.int64(i), _if_live(words, MISSING)
         tokens = facts >> SHAPE_TOKENS_SHIFT
         if tokens == 0:
-            tokens = layout[0]
-        right = tokens <= layout[0]
+            tokens = layout[0].block_tokens
+        right = tokens <= layout[0].block_tokens
         first = 0
         for g in range(groups):
-            base = PLAN_GROUP + g * PLAN_GROUP_WIDTH
-            num_layers = layout[base + PLAN_LAYERS]
-            nbytes = num_layers * layout[base + PLAN_LAYER_NBYTES]
+            end = first + layout[g].num_layers
+            nbytes = layout[g].num_layers * layout[g].layer_nbytes
             start, to = np.int64(words[at + ENTRY_OFFSETS + g]), targets[g, i]
-            if not right or start < 0 or start > len(source8) - nbytes:
+            if not right or start < 0 or start > len(arena) - nbytes:
                 right = False
                 break
             if verify:
                 in_words = rows and start % 4 == 0 and to % 4 == 0
-                move_group(source8, source32, start, target8, target32, to, layout, g, tokens, in_words, digests, first)
-                for layer in range(first, first + num_layers):
+                move_group(source, start, target, to, layout[g], tokens, in_words, digests[first:end])
+                for layer in range(first, end):
                     right = right and digests[layer] == words[at + ENTRY_OFFSETS + groups + layer]
             else:
                 memcpy(
-                    np.uint64(target8.ctypes.data) + np.uint64(to),
-                    np.uint64(source8.ctypes.data) + np.uint64(start),
+                    np.uint64(landing.ctypes.data) + np.uint64(to),
+                    np.uint64(arena.ctypes.data) + np.uint64(start),
                     np.uint64(nbytes),
                 )
-            first += num_layers
-        # The slots are given to others only after their entry is voided: an entry as before means its bytes were, too.
+            first = end
+        # Slots are reused only after their entry was voided: an unchanged entry means that the bytes were its own.
         fence_acquire()
         still = load_acquire(words, at + ENTRY_VERSION) == version
         why = _if_live(words, FOUND if still else MISSING)
@@ -218,13 +216,15 @@ class IndexKernels(NamedTuple):
 def index_kernels() -> IndexKernels:
     """Compiled or loaded at the first call."""
     words, read_words = types.Array(types.uint64, 1, "C"), types.Array(types.uint64, 1, "C", readonly=True)
-    vector, offsets = types.Array(types.int64, 1, "C", readonly=True), types.Array(types.int64, 2, "C", readonly=True)
+    shape = types.Array(types.int64, 1, "C", readonly=True)
     chain = types.Array(types.uint64, 2, "C", readonly=True)
     one = types.int64
-    table, answer = (read_words, vector, read_words, chain), types.UniTuple(one, 2)  # type: ignore[no-untyped-call]
+    answer = types.UniTuple(one, 2)  # type: ignore[no-untyped-call]
+    index = types.Tuple((read_words, shape))  # type: ignore[no-untyped-call]
+    destination = types.Tuple((TARGET, OFFSETS))  # type: ignore[no-untyped-call]
     return IndexKernels(
         compiled(_write, types.void(words, one, one, one, read_words)),
         compiled(_erase, types.void(words, one, one, one)),
-        compiled(_match, answer(*table)),
-        compiled(_get, answer(*table, vector, BYTES[0], WORDS[0], BYTES[1], WORDS[1], offsets, one, types.boolean)),
+        compiled(_match, answer(read_words, shape, read_words, chain)),
+        compiled(_get, answer(index, read_words, chain, LAYOUT, SOURCE, destination, one, types.boolean)),
     )

@@ -12,15 +12,6 @@ entry's version is odd while it is written and never comes back, so it is the en
 is the same for the buckets, whose entries move when one is taken out. Readers retry or take a torn read for a miss.
 """
 
-import itertools
-from dataclasses import dataclass
-from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
-
-from kvpool.spec import KvSpec
-
 MAGIC, FORMAT = 0x58444E494C4F4F50, 1  # "POOLINDX"
 
 HEADER_WORDS = 64
@@ -35,10 +26,6 @@ ENTRY_VERSION, ENTRY_KEY, ENTRY_SHAPE, ENTRY_OFFSETS = 0, 1, 5, 6
 # Shape: num_tokens << 32 | groups << 16 | layers over all groups.
 SHAPE_TOKENS_SHIFT, SHAPE_GROUPS_SHIFT = 32, 16
 
-# A plan is int64 [2 + 4 * groups]: block_tokens, groups, then per group these four.
-PLAN_GROUP, PLAN_GROUP_WIDTH = 2, 4
-PLAN_LAYERS, PLAN_LAYER_NBYTES, PLAN_RUNS, PLAN_ROW_NBYTES = range(4)
-
 
 def index_words(num_buckets: int, num_entries: int, entry_words: int) -> int:
     """Words of a whole index."""
@@ -48,38 +35,3 @@ def index_words(num_buckets: int, num_entries: int, entry_words: int) -> int:
 def entry_words(num_groups: int, num_layers: int) -> int:
     """Words of an entry: whole cache lines."""
     return -(-(ENTRY_OFFSETS + num_groups + num_layers) // 8) * 8
-
-
-@dataclass(frozen=True)
-class SpecLayout:
-    """A KvSpec with what the compiled loops need of it."""
-
-    spec: KvSpec
-
-    @cached_property
-    def num_layers(self) -> int:
-        """Over all groups."""
-        return sum(self.spec.num_layers(g) for g in range(self.spec.num_groups))
-
-    @cached_property
-    def block_nbytes(self) -> int:
-        """Of a block over all groups."""
-        return self.spec.block_nbytes
-
-    @cached_property
-    def proto_bytes(self) -> bytes:
-        """The spec as it crosses the door."""
-        return self.spec.to_proto().SerializeToString()
-
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """Per group, where its digests end among a block's, in bytes."""
-        return tuple(8 * end for end in itertools.accumulate(len(group.layers) for group in self.spec.groups))
-
-    @cached_property
-    def array(self) -> NDArray[np.int64]:
-        """int64 [2 + 4 * groups]: block_tokens, groups; per group its layers, bytes and runs of one, bytes of a row."""
-        rows = [self.spec.block_tokens, self.spec.num_groups]
-        for g, group in enumerate(self.spec.groups):
-            rows += [len(group.layers), self.spec.layer_nbytes(g), group.kv_heads * 2, group.token_row_nbytes]
-        return np.array(rows, np.int64)

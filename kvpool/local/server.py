@@ -39,8 +39,7 @@ from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES
 from kvpool.errors import AddressError, KvPoolError, PoolRefused, SpecError
-from kvpool.local.index_layout import SpecLayout
-from kvpool.local.mapping import MappedBytes, copy_blocks
+from kvpool.local.block_copy import MappedBytes, SpecLayout, copy_blocks, warm_up
 from kvpool.local.protocol import (
     Attach,
     Attached,
@@ -62,7 +61,7 @@ from kvpool.local.protocol import (
 )
 from kvpool.local.shared_index import SharedIndex
 from kvpool.node import PoolNode
-from kvpool.policy import SlotStatus
+from kvpool.policy import PutRequest, SlotStatus
 from kvpool.spec import KvSpec
 from messenger.errors import ProtocolError
 from messenger.frames import PREFIX
@@ -119,16 +118,16 @@ class PutHandler:
         `is_there()`: whether the caller still waits; what it told no digests of is not stored else.
         """
         request = _checked(message)
-        allocation = self._node.allocate(
+        put = PutRequest(
             message.kv_namespace,
             request.layout.spec,
             request.chain,
             request.parents,
-            owner=caller.owner,
-            owner_incarnation=caller.owner_incarnation,
-            ttl_ns=_PUT_TTL_NS,
-            num_tokens=request.num_tokens.tolist(),
-            compute_s=message.compute_s,
+            request.num_tokens.tolist(),
+            message.compute_s,
+        )
+        allocation = self._node.allocate(
+            put, owner=caller.owner, owner_incarnation=caller.owner_incarnation, ttl_ns=_PUT_TTL_NS
         )
         status = bytearray(allocation.status)  # PutStatus begins with SlotStatus's values
         if not allocation.new_blocks:
@@ -540,7 +539,5 @@ class LocalPoolServer:
 
 def _ready_index(incarnation: int) -> SharedIndex:
     """An empty index, with all that the door needs compiled: that takes a moment once per installation."""
-    from kvpool.local.copy_kernels import copy_kernel
-
-    copy_kernel()
+    warm_up()
     return SharedIndex(incarnation)

@@ -28,6 +28,7 @@ from kvpool.policy.records import (
     LoadOutcome,
     PutAllocation,
     PutRecord,
+    PutRequest,
     SlotStatus,
     SsdBlock,
     TierLoad,
@@ -36,7 +37,6 @@ from kvpool.policy.records import (
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.policy.staging import Staging
 from kvpool.policy.store import BlockStore, flush
-from kvpool.spec import KvSpec
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,17 @@ class PoolLimits:
 _LEAST_S, _MOST_S = 1e-9, 1e6  # of computing; what policies make of it stays a number within these
 
 
-def check_request(spec: KvSpec, chain: Sequence[bytes], parents: Sequence[bytes], num_tokens: Sequence[int]) -> None:
-    """Raises AddressError when there is not one parent, or number of tokens, per block, or one is impossible."""
+def check_request(request: PutRequest) -> None:
+    """Raise AddressError unless there is one parent, and one possible number of tokens if any, per block."""
+    chain, parents, num_tokens = request.chain, request.parents, request.num_tokens
     if len(parents) != len(chain):
-        raise AddressError(f"{len(chain)} blocks with {len(parents)} parents")
+        raise AddressError(f"{len(chain)} blocks with {len(parents)} parents: expected one parent per block")
     if num_tokens and len(num_tokens) != len(chain):
-        raise AddressError(f"{len(chain)} blocks with {len(num_tokens)} numbers of tokens")
-    if any(num_tokens) and (wrong := [n for n in num_tokens if not 0 <= n < spec.block_tokens]):
+        raise AddressError(f"{len(chain)} blocks with {len(num_tokens)} numbers of tokens: expected one per block")
+    block_tokens = request.spec.block_tokens
+    if any(num_tokens) and (wrong := [n for n in num_tokens if not 0 <= n < block_tokens]):
         raise AddressError(
-            f"a partial block of {wrong[0]} tokens: expected 1..{spec.block_tokens - 1}, 0 for a full one"
+            f"a partial block of {wrong[0]} tokens: expected 1..{block_tokens - 1}, or 0 for a full block"
         )
 
 
@@ -131,18 +133,7 @@ class PoolCore:
         self._serial = 0
 
     def allocate(
-        self,
-        now_ns: int,
-        kv_namespace: bytes,
-        spec: KvSpec,
-        chain: Sequence[bytes],
-        parents: Sequence[bytes],
-        *,
-        owner: str,
-        owner_incarnation: int,
-        ttl_ns: int,
-        num_tokens: Sequence[int] = (),
-        compute_s: float = 0.0,
+        self, now_ns: int, request: PutRequest, *, owner: str, owner_incarnation: int, ttl_ns: int
     ) -> PutAllocation:
         """Slots for the blocks that are not here, in order; what they need is evicted. After a NO_SPACE none is NEW.
 
@@ -154,10 +145,11 @@ class PoolCore:
         AddressError when there is not one parent, or number of tokens, per block, or such a number is impossible,
         PoolRefused when `compute_s` is.
         """
-        check_request(spec, chain, parents, num_tokens)
-        cost_s = cost_of_each(compute_s, len(chain))
+        check_request(request)
+        kv_namespace, chain, parents = request.kv_namespace, request.chain, request.parents
+        cost_s = cost_of_each(request.compute_s, len(chain))
         store = self.store
-        namespace = store.namespaces.of(kv_namespace, spec)
+        namespace = store.namespaces.of(kv_namespace, request.spec)
         put_id = self._next_id("put")
         after = kv_namespace + parents[0] if parents else None
         use = Use(now_ns, request_blocks(store, kv_namespace, chain, parents), stores=True, after=after)
@@ -180,7 +172,7 @@ class PoolCore:
             else:
                 is_next = last is not None and parents[i] == chain[i - 1]
                 before = last.prefix_node if is_next and last else store.index.node_at(kv_namespace + parents[i])
-                tokens = num_tokens[i] if num_tokens else 0
+                tokens = request.num_tokens[i] if request.num_tokens else 0
                 block = store.try_add(namespace, prefix_node, before, put_id, tokens, cost_s, use)
                 full = block is None
                 status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)

@@ -1,7 +1,7 @@
 """The plain records that the pool node's policy keeps and returns. No behaviour beyond small derived values."""
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -201,6 +201,18 @@ def is_evictable(copy: BlockCopy) -> bool:
     if copy.tier == DRAM:
         return not prefix_node.following_dram and (block.ssd is not None or not prefix_node.num_following)
     return not prefix_node.following_ssd and (block.dram is not None or not prefix_node.num_following)
+
+
+@dataclass(frozen=True, slots=True)
+class PutRequest:
+    """Blocks that a client wants to store, in the order of their chain."""
+
+    kv_namespace: bytes
+    spec: KvSpec
+    chain: Sequence[bytes]  # chain keys, or tail keys of partial blocks
+    parents: Sequence[bytes]  # per block the chain key of the block before it; 16 zero bytes for a prompt's first
+    num_tokens: Sequence[int] = ()  # per block if any is partial; 0 = full
+    compute_s: float = 0.0  # time that computing all the blocks took; 0 = unknown
 
 
 @dataclass(slots=True)

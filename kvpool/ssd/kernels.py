@@ -26,7 +26,7 @@ SHORT = -1
 """Status of an I/O that reached the end of the file; other statuses are 0 or an errno."""
 
 IOVEC = np.dtype([("address", "<i8"), ("nbytes", "<i8")])
-"""A run of memory, laid out as the system's `struct iovec` (readv(2)): arrays of it are passed to preadv and pwritev."""
+"""A run of memory with the layout of `struct iovec` (readv(2)): arrays of it are passed to preadv and pwritev."""
 TIMESPEC = np.dtype([("seconds", "<i8"), ("nanoseconds", "<i8")])
 """The system's `struct timespec` (clock_gettime(2))."""
 PIECE = np.dtype(
@@ -84,10 +84,7 @@ class SsdKernels(NamedTuple):
 def kernels() -> SsdKernels:
     """Return the kernels. The first call compiles them (about two seconds) or loads them from the cache."""
     int64s, fds = types.Array(_i64, 1, "C"), types.Array(types.int32, 1, "C")
-    runs, pieces, results = (
-        types.Array(numba.from_dtype(dtype), 1, "C")  # type: ignore[no-untyped-call]
-        for dtype in (IOVEC, PIECE, EXTENT_RESULT)
-    )
+    runs, pieces, results = (types.Array(numba.from_dtype(dtype), 1, "C") for dtype in (IOVEC, PIECE, EXTENT_RESULT))
     counts = types.UniTuple(_i64, 2)  # type: ignore[no-untyped-call]
     return SsdKernels(
         compiled(_plan, counts(int64s, int64s, runs, _i64, pieces, runs)),
@@ -243,7 +240,7 @@ def _perform(fds: Any, segment_nbytes: Any, at: Any, nbytes: Any, runs: Any, wri
     status = _once(fds, segment_nbytes, at, nbytes, runs, write)
     while status == _EINTR:
         status = _once(fds, segment_nbytes, at, nbytes, runs, write)
-    # A full disk first writes less than asked and only the retry returns ENOSPC; at a file's end the retry is short too.
+    # A full disk first writes less than asked, and only the retry returns ENOSPC. At a file's end the retry is short.
     if status == SHORT:
         status = _once(fds, segment_nbytes, at, nbytes, runs, write)
     return status

@@ -7,7 +7,7 @@ import pytest
 
 from kvpool import BlockRun, KvGroup, KvSpec, kv_namespace
 from kvpool.errors import AddressError, PutLost, SpecError, SpecMismatch
-from kvpool.policy import PoolCore, PoolLimits, SlotStatus
+from kvpool.policy import PoolCore, PoolLimits, PutRequest, SlotStatus
 from moonpool_proto.v1 import pool_pb2
 
 NEW, EXISTS, NO_SPACE = SlotStatus.NEW, SlotStatus.EXISTS, SlotStatus.NO_SPACE
@@ -28,7 +28,7 @@ class Pool:
     ) -> tuple[str, list[SlotStatus]]:
         parents = [parent, *chain[:-1]]
         got = self.core.allocate(
-            now * S, self.ns, self.spec, chain, parents, owner="w", owner_incarnation=1, ttl_ns=ttl * S
+            now * S, PutRequest(self.ns, self.spec, chain, parents), owner="w", owner_incarnation=1, ttl_ns=ttl * S
         )
         return got.put_id, list(got.status)
 
@@ -265,18 +265,18 @@ def test_a_namespace_keeps_one_spec_while_it_has_blocks(pool: Pool, spec: KvSpec
     other = KvSpec(spec.groups[:1], spec.block_tokens)
     args = {"owner": "w", "owner_incarnation": 1, "ttl_ns": S}
     with pytest.raises(SpecMismatch):
-        pool.core.allocate(0, pool.ns, other, keys(2), [ROOT] * 2, **args)
+        pool.core.allocate(0, PutRequest(pool.ns, other, keys(2), [ROOT] * 2), **args)
     pool.core.evict(pool.ns, keys(1))
-    assert pool.core.allocate(0, pool.ns, other, keys(1), [ROOT], **args).status == (NEW,)
+    assert pool.core.allocate(0, PutRequest(pool.ns, other, keys(1), [ROOT]), **args).status == (NEW,)
 
 
 def test_requests_that_cannot_be_right_are_refused(pool: Pool) -> None:
     args = {"owner": "w", "owner_incarnation": 1, "ttl_ns": S}
     huge = KvSpec((KvGroup("full", 0, (0,), 64, 128, "float32"),), 16)
     with pytest.raises(SpecError, match="too small"):
-        pool.core.allocate(0, b"h" * 16, huge, keys(1), [ROOT], **args)
+        pool.core.allocate(0, PutRequest(b"h" * 16, huge, keys(1), [ROOT]), **args)
     with pytest.raises(AddressError, match="parents"):
-        pool.core.allocate(0, pool.ns, pool.spec, keys(2), [ROOT], **args)
+        pool.core.allocate(0, PutRequest(pool.ns, pool.spec, keys(2), [ROOT]), **args)
     put_id, _ = pool.put(keys(2))
     with pytest.raises(SpecError, match="digests came for"):
         pool.core.seal(0, put_id, pool.digests(1))
@@ -293,7 +293,7 @@ def test_sizes_share_the_arena_and_slabs_change_hands() -> None:
     rng = np.random.default_rng(0)
     for spec, n in ((small, 20_000), (large, 64), (small, 3000), (large, 16)):
         chain = [rng.bytes(16) for _ in range(n)]
-        got = core.allocate(0, kv_namespace("w", spec), spec, chain, [ROOT] * n, **args)
+        got = core.allocate(0, PutRequest(kv_namespace("w", spec), spec, chain, [ROOT] * n), **args)
         digests = [(bytes(8),)] * len(got.new_blocks)
         assert core.seal(0, got.put_id, digests) == len(got.new_blocks) > 0
         if spec is large:
@@ -313,7 +313,7 @@ class Models:
     def store(self, spec: KvSpec, chain: list[bytes]) -> list[SlotStatus]:
         parents = [ROOT, *chain[:-1]]
         ns = kv_namespace("w", spec)
-        got = self.core.allocate(0, ns, spec, chain, parents, owner="w", owner_incarnation=1, ttl_ns=S)
+        got = self.core.allocate(0, PutRequest(ns, spec, chain, parents), owner="w", owner_incarnation=1, ttl_ns=S)
         if got.put_id:
             self.core.seal(0, got.put_id, [(bytes(8 * spec.num_layers(0)),)] * len(got.new_blocks))
             self.core.fence_revoked(got.put_id)

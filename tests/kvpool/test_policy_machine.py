@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool.errors import PutLost
-from kvpool.policy import LoadOutcome, PoolCore, PoolLimits, SlotStatus, SsdBlock, TierLoad, TierWrite
+from kvpool.policy import LoadOutcome, PoolCore, PoolLimits, PutRequest, SlotStatus, SsdBlock, TierLoad, TierWrite
 from kvpool.policy.eviction import POLICIES
 from tests.kvpool import pool_sight
 from tests.kvpool.pool_sight import DIGESTS, NAMESPACES, ROOT, SPEC, SPECS, Address, Told, address, key, path
@@ -83,15 +83,10 @@ class PoolMachine(RuleBasedStateMachine):
         protected, before = self.protected(), self.seen()
         got = self.core.allocate(
             self.now,
-            ns,
-            SPECS[ns],
-            chain,
-            parents,
+            PutRequest(ns, SPECS[ns], chain, parents, num_tokens, leaf),
             owner=owner,
             owner_incarnation=1,
             ttl_ns=ttl,
-            num_tokens=num_tokens,
-            compute_s=leaf,
         )
         new = [i for i, status in enumerate(got.status) if status is SlotStatus.NEW]
         assert [b.chain_key for b in got.new_blocks] == [chain[i] for i in new]

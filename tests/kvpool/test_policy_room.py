@@ -3,6 +3,7 @@
 import pytest
 
 from kvpool.errors import AddressError, PoolConfigError, PoolRefused
+from kvpool.policy import PutRequest
 from kvpool.policy.counters import Histogram
 from tests.kvpool.two_tiers import EXISTS, MS, NEW, NO_SPACE, NS, ROOT, SPEC, WIDE_NS, Pool, keys
 
@@ -43,9 +44,9 @@ def test_of_too_many_tails_the_oldest_that_nobody_holds_goes() -> None:
 def test_impossible_numbers_of_tokens_are_refused(pool: Pool) -> None:
     args = {"owner": "w", "owner_incarnation": 1, "ttl_ns": MS}
     with pytest.raises(AddressError, match="numbers of tokens"):
-        pool.core.allocate(0, NS, SPEC, keys(2), [ROOT, keys(1)[0]], num_tokens=[1], **args)
+        pool.core.allocate(0, PutRequest(NS, SPEC, keys(2), [ROOT, keys(1)[0]], num_tokens=[1]), **args)
     with pytest.raises(AddressError, match="partial block of 2"):
-        pool.core.allocate(0, NS, SPEC, keys(1), [ROOT], num_tokens=[2], **args)
+        pool.core.allocate(0, PutRequest(NS, SPEC, keys(1), [ROOT], num_tokens=[2]), **args)
     with pytest.raises(AddressError, match="replicas"):
         pool.core.hint(0, NS, keys(2), [1])
 
@@ -62,8 +63,9 @@ def test_a_block_that_would_follow_itself_is_not_taken_and_nothing_waits_for_its
 
 @pytest.mark.parametrize("compute_s", [-1.0, float("nan"), float("inf"), 1e300])
 def test_a_time_of_computing_that_cannot_be_is_refused(pool: Pool, compute_s: float) -> None:
+    request = PutRequest(NS, SPEC, keys(1), [ROOT], compute_s=compute_s)
     with pytest.raises(PoolRefused, match="compute_s"):
-        pool.core.allocate(1, NS, SPEC, keys(1), [ROOT], owner="w", owner_incarnation=1, ttl_ns=MS, compute_s=compute_s)
+        pool.core.allocate(1, request, owner="w", owner_incarnation=1, ttl_ns=MS)
     assert len(pool.core.store.index) == 0
 
 
@@ -72,9 +74,8 @@ def test_the_least_and_most_times_of_computing_leave_the_policy_with_numbers(com
     core = Pool(3, policy="moonpool").core
     digests = tuple(bytes(8 * SPEC.num_layers(g)) for g in range(SPEC.num_groups))
     for i, told_s in enumerate([1.0, compute_s, 1.0, compute_s, 1.0]):
-        got = core.allocate(
-            i * MS, NS, SPEC, keys(1, i), [ROOT], owner="w", owner_incarnation=1, ttl_ns=MS, compute_s=told_s
-        )
+        request = PutRequest(NS, SPEC, keys(1, i), [ROOT], compute_s=told_s)
+        got = core.allocate(i * MS, request, owner="w", owner_incarnation=1, ttl_ns=MS)
         if got.put_id:
             core.seal(i * MS, got.put_id, [digests])
     assert len(core.store.index) == 3

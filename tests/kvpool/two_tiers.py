@@ -2,7 +2,7 @@
 
 from kvpool import KvGroup, KvSpec
 from kvpool.events import Tier
-from kvpool.policy import Block, LoadOutcome, PoolCore, PoolLimits, SlotStatus
+from kvpool.policy import Block, LoadOutcome, PoolCore, PoolLimits, PutRequest, SlotStatus
 
 NEW, EXISTS, NO_SPACE = SlotStatus.NEW, SlotStatus.EXISTS, SlotStatus.NO_SPACE
 SPEC = KvSpec((KvGroup("full", 0, (0,), 4, 32, "float32"), KvGroup("window", 4, (1, 2), 4, 32, "float16")), 2)
@@ -39,18 +39,9 @@ class Pool:
         """Store blocks; with `tail` the last one is partial."""
         self.now += MS
         spec = WIDE if ns == WIDE_NS else SPEC
-        got = self.core.allocate(
-            self.now,
-            ns,
-            spec,
-            chain,
-            [parent, *chain[:-1]],
-            owner="w",
-            owner_incarnation=1,
-            ttl_ns=MS,
-            num_tokens=[0] * (len(chain) - 1) + [1] if tail else [],
-            compute_s=float(len(chain)),
-        )
+        num_tokens = [0] * (len(chain) - 1) + [1] if tail else []
+        request = PutRequest(ns, spec, chain, [parent, *chain[:-1]], num_tokens, float(len(chain)))
+        got = self.core.allocate(self.now, request, owner="w", owner_incarnation=1, ttl_ns=MS)
         if got.put_id:
             digests = tuple(bytes(8 * spec.num_layers(g)) for g in range(spec.num_groups))
             self.core.seal(self.now, got.put_id, [digests] * len(got.new_blocks))

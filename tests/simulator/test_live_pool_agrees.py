@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import KvGroup, KvSpec, kv_namespace
-from kvpool.policy import PoolCore, PoolLimits, SlotStatus
+from kvpool.policy import PoolCore, PoolLimits, PutRequest, SlotStatus
 from kvpool.policy.eviction import POLICIES, Use, make_policy
 from simulator.pool import SimulatedPool
 
@@ -29,7 +29,7 @@ class LivePool:
         found = 0 if grant is None else len(grant.blocks)
         rest, parents = chain[found:], [bytes(16), *chain][found:-1]
         if rest:
-            got = self.core.allocate(now_ns, NAMESPACE, SPEC, rest, parents, ttl_ns=10**15, **self._owner)
+            got = self.core.allocate(now_ns, PutRequest(NAMESPACE, SPEC, rest, parents), ttl_ns=10**15, **self._owner)
             if got.put_id:
                 self.core.seal(now_ns, got.put_id, [DIGESTS] * list(got.status).count(SlotStatus.NEW))
                 self.core.fence_revoked(got.put_id)

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool import KvSpec, PoolClient, kv_namespace, parent_keys
-from kvpool.local import LocalPoolClient, PutStatus
+from kvpool.local import LocalPoolClient, PutStatus, RegisteredBlocks
 from messenger import SharedMemory
 
 
@@ -20,7 +20,7 @@ class HostProcess:
         self.pool = LocalPoolClient(door, owner="host", owner_incarnation=1)
         self.spec, self.ns = spec, kv_namespace("weights", spec)
         self.memory = SharedMemory.create(1 << 20, "host process")
-        self.region = self.pool.offer(self.memory)
+        self.region = self.pool.register_memory(self.memory)
         self.landing = np.zeros(1 << 20, np.uint8)
 
     def close(self) -> None:
@@ -41,13 +41,16 @@ class HostProcess:
         sizes = [self.spec.slot_nbytes(g) for g in range(self.spec.num_groups)]
         return [memory[s : s + n * size].reshape(n, size) for s, size in zip(starts, sizes, strict=True)]
 
-    def put(self, chain: NDArray[np.uint8], seed: int = 0, **more: Any) -> list[PutStatus]:
+    def put(
+        self, chain: NDArray[np.uint8], seed: int = 0, digests: NDArray[np.uint64] | None = None, **more: Any
+    ) -> list[PutStatus]:
         """Put random blocks."""
         rng = np.random.default_rng(seed)
         for slots in self.slots(self.memory.array, len(chain)):
             slots[:] = rng.integers(0, 256, slots.shape, np.uint8)
         parents = parent_keys(chain)
-        status = self.pool.put(self.ns, self.spec, chain, parents, self.region, self.offsets(len(chain)), **more)
+        source = RegisteredBlocks(self.region, self.offsets(len(chain)), digests)
+        status = self.pool.put(self.ns, self.spec, chain, parents, source, **more)
         return [PutStatus(each) for each in status]
 
     def get(self, chain: NDArray[np.uint8], verify: bool = True) -> int:

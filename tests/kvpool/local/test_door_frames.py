@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvpool.local.index_layout import SpecLayout
+from kvpool.local.block_copy import SpecLayout
 from kvpool.local.protocol import MAX_BODY_NBYTES, Attach, Attached, PutBlocks, RegisterMemory, TouchBlocks, encode
 from messenger import SharedMemory
 

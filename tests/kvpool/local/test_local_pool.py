@@ -11,8 +11,8 @@ import pytest
 
 from kvpool import KvGroup, KvSpec, PoolClient, layer_digests
 from kvpool.errors import AddressError, LocalPoolUnavailable, PoolConfigError, SpecError, SpecMismatch
-from kvpool.local import LocalPoolClient, PutStatus
-from kvpool.local.index_layout import SpecLayout
+from kvpool.local import LocalPoolClient, PutStatus, RegisteredBlocks
+from kvpool.local.block_copy import SpecLayout
 from kvpool.local.protocol import PutBlocks
 from kvpool.node import PoolNode
 from messenger import MessengerConfig
@@ -259,13 +259,17 @@ async def test_what_cannot_be_is_refused_with_its_reason(
             other,
             chain_of(1, "x"),
             np.zeros((1, 16), np.uint8),
-            host.region,
-            host.offsets(1)[:1],
+            RegisteredBlocks(host.region, host.offsets(1)[:1]),
         )
     far = host.offsets(1) + (1 << 20)
     with pytest.raises(SpecError, match="a slot lies beyond memory"):
         await asyncio.to_thread(
-            host.pool.put, host.ns, host.spec, chain_of(1, "y"), np.zeros((1, 16), np.uint8), host.region, far
+            host.pool.put,
+            host.ns,
+            host.spec,
+            chain_of(1, "y"),
+            np.zeros((1, 16), np.uint8),
+            RegisteredBlocks(host.region, far),
         )
     assert not pool_nodes[0].core.puts
 
@@ -287,7 +291,7 @@ async def test_a_put_of_many_bytes_keeps_its_order_with_what_follows(
 
     def put_and_get() -> int:
         nothing = np.zeros((40, 16), np.uint8)
-        status = host.pool.put(host.ns, big, chain, nothing, host.region, one.repeat(40, axis=1))
+        status = host.pool.put(host.ns, big, chain, nothing, RegisteredBlocks(host.region, one.repeat(40, axis=1)))
         assert (status == PutStatus.STORED).all()
         host.pool.send_touches()
         return host.pool.get(host.ns, big, chain, host.landing, one.repeat(40, axis=1))

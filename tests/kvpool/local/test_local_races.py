@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from kvpool import KvGroup, KvSpec, layer_digests
 from kvpool.local import LocalPoolClient, index_layout
+from kvpool.local.block_copy import SpecLayout
 from kvpool.local.index_kernels import index_kernels
-from kvpool.local.index_layout import SpecLayout
 from kvpool.local.shared_index import SharedIndex
 from messenger.memory import PeerMemory
 
@@ -73,7 +73,7 @@ class Reader:
         self.shape = np.array([self.words[i] for i in at], np.int64)
         self.kernels = index_kernels()
         spec = KvSpec((KvGroup("full", 0, tuple(range(NUM_LAYERS)), kv_heads=1, head_dim=1, dtype="float32"),), 1)
-        self.plan = SpecLayout(spec).array
+        self.layout = SpecLayout(spec).groups
 
     def find(self, i: int) -> bool:
         name = key = np.full(2, int.from_bytes(bytes([i + 1]) * 8, "little"), np.uint64)
@@ -85,8 +85,8 @@ class Reader:
         zeros = np.zeros(64 * NUM_BLOCKS + 8 * NUM_LAYERS, np.uint8), np.zeros(8 * NUM_LAYERS, np.uint8)
         arena, landing = memory or zeros
         done: tuple[int, int] = self.kernels.get(
-            self.words, self.shape, name, key.reshape(1, 2), self.plan, arena, arena.view(np.uint32), landing,
-            landing.view(np.uint32), np.zeros((1, 1), np.int64), 0, verify,
+            (self.words, self.shape), name, key.reshape(1, 2), self.layout, (arena, arena.view(np.uint32)),
+            ((landing, landing.view(np.uint32)), np.zeros((1, 1), np.int64)), 0, verify,
         )  # fmt: skip
         return done
 
@@ -147,7 +147,7 @@ def test_a_block_that_leaves_while_it_is_copied_is_a_miss(verify: bool) -> None:
     leaving.digests = (layer_digests(arena.reshape(1, -1), spec, 0, np.full(1, spec.block_tokens, np.int32)).tobytes(),)
     index.apply([(True, leaving)])  # type: ignore[list-item]
     reader = Reader(index.memory.array)
-    reader.plan = SpecLayout(spec).array
+    reader.layout = SpecLayout(spec).groups
 
     cleared = threading.Event()
 

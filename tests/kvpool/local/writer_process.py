@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 
 from kvpool import KvGroup, KvSpec, chain_keys, chain_seed, kv_namespace
-from kvpool.local import LocalPoolClient
+from kvpool.local import LocalPoolClient, RegisteredBlocks
 from messenger import SharedMemory
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), kv_heads=1, head_dim=64, dtype="float32"),), 64)
@@ -28,11 +28,11 @@ def main(door: str, progress: str) -> None:
     done = np.memmap(progress, np.uint64)
     pool = LocalPoolClient(door, owner="writer", owner_incarnation=1)
     memory = SharedMemory.create(SPEC.block_nbytes, "writer")
-    region = pool.offer(memory)
+    region = pool.register_memory(memory)
     nothing, offsets = np.zeros((1, 16), np.uint8), np.zeros((1, 1), np.int64)
     for i in count():
         memory.array[:] = bytes_of(i)
-        pool.put(NAMESPACE, SPEC, chain_of(i), nothing, region, offsets)
+        pool.put(NAMESPACE, SPEC, chain_of(i), nothing, RegisteredBlocks(region, offsets))
         done[0] = i + 1
 
 

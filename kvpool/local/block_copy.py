@@ -1,17 +1,61 @@
 """Mappings of memory, whole or a caller's array, as the compiled loops take them; and checked copies between two."""
 
 import functools
+import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.errors import SpecError
-from kvpool.local.index_layout import SpecLayout
+from kvpool.spec import GROUP_LAYOUT, KvSpec
 
 _NO_WORDS = np.empty(0, np.uint32)
 _NOT_TOLD = np.empty((0, 0), np.uint64)
+
+
+@dataclass(frozen=True)
+class SpecLayout:
+    """A KvSpec with what the compiled loops need of it."""
+
+    spec: KvSpec
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Over all groups."""
+        return sum(self.spec.num_layers(g) for g in range(self.spec.num_groups))
+
+    @cached_property
+    def block_nbytes(self) -> int:
+        """Of a block over all groups."""
+        return self.spec.block_nbytes
+
+    @cached_property
+    def proto_bytes(self) -> bytes:
+        """The spec as it crosses the door."""
+        return self.spec.to_proto().SerializeToString()
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Per group, where its digests end among a block's, in bytes."""
+        return tuple(8 * end for end in itertools.accumulate(len(group.layers) for group in self.spec.groups))
+
+    @cached_property
+    def groups(self) -> NDArray[np.void]:
+        """GROUP_LAYOUT [groups], for the compiled copies."""
+        rows = [
+            (
+                self.spec.block_tokens,
+                len(group.layers),
+                self.spec.layer_nbytes(g),
+                group.kv_heads * 2,
+                group.token_row_nbytes,
+            )
+            for g, group in enumerate(self.spec.groups)
+        ]
+        return np.array(rows, GROUP_LAYOUT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +64,11 @@ class MappedBytes:
 
     array: NDArray[np.uint8]
     words: NDArray[np.uint32]
+
+    @property
+    def both(self) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+        """(bytes, words), as the compiled copies take a memory."""
+        return self.array, self.words
 
     @classmethod
     def of(cls, array: NDArray[np.uint8]) -> "MappedBytes":
@@ -55,10 +104,7 @@ def copy_blocks(
     if expected is not None and expected.shape != shape:
         raise SpecError(f"digests of shape {expected.shape}: expected [{n}, {layout.num_layers}]")
     right, digests = np.empty(n, np.uint8), np.empty(shape, np.uint64)
-    done = _kernels()[0](
-        source.array, source.words, starts, target.array, target.words, targets, layout.array, num_tokens, told,
-        digests, right,
-    )  # fmt: skip
+    done = _kernels()[0](source.both, starts, target.both, targets, layout.groups, num_tokens, told, (digests, right))
     if done:
         raise _not_done(done, f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to", layout)
     return right.view(np.bool_), digests
@@ -74,10 +120,15 @@ def digest_blocks(
     if offsets.shape != (layout.spec.num_groups, len(num_tokens)):
         raise SpecError(f"offsets of shape {offsets.shape}: expected [{layout.spec.num_groups}, {len(num_tokens)}]")
     digests = np.empty((len(num_tokens), layout.num_layers), np.uint64)
-    done = _kernels()[1](memory.array, memory.words, offsets, layout.array, num_tokens, digests)
+    done = _kernels()[1](memory.both, offsets, layout.groups, num_tokens, digests)
     if done:
         raise _not_done(done, f"{len(memory.array)} bytes", layout)
     return digests
+
+
+def warm_up() -> None:
+    """Compile, or load from the cache, the kernels that copies and digests run on."""
+    _kernels()
 
 
 @functools.cache
