@@ -1,6 +1,7 @@
-"""The distributed KV pool: what KV is and how it is addressed, and its client.
+"""The distributed KV pool: description and addresses of KV blocks, and the client of a pool node.
 
-The pool node itself is in `kvpool.server`, for the one process that becomes it: it brings compilers and disks with it.
+The pool node itself is in `kvpool.server`. Only its own process imports it, because it brings compilers and disk I/O
+along.
 """
 
 from kvpool.address import (

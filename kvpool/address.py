@@ -1,20 +1,21 @@
-"""Who a block of KV is: chain keys, namespaces, provenance. Hashing of names only: nothing about the KV's bytes.
+"""Addresses of KV blocks: chain keys, namespaces, provenance. Only identities are hashed here, never KV bytes.
 
-A block's full address is (namespace, chain key, group). The chain key says which tokens, under which tenant's salt and
-tokenizer; the namespace says whose KV: weights, KvSpec, provenance. All hashing is BLAKE3 with a context per purpose:
+A block's full address is (namespace, chain key, group). The chain key identifies its tokens, under a tenant's salt and
+a tokenizer. The namespace identifies the producer: weights, KvSpec, provenance. All hashing is BLAKE3 with a context
+per purpose:
 
     seed      = derive_key("…chain seed", fields(cache_salt, tokenizer_id, block_tokens))[:16]
     chain_key = derive_key("…chain key", seed)[:32]
     key_0     = keyed(chain_key, seed    || tokens_0 as int32 little-endian)[:16]
     key_i     = keyed(chain_key, key_i-1 || tokens_i as int32 little-endian)[:16]
 
-A partial last block, of 1 to block_tokens - 1 tokens, has a key of another family, which no full block's can equal:
+The key of a partial last block (1 to block_tokens - 1 tokens) is derived differently; it never equals a full block's:
 
     tail_chain_key = derive_key("…tail key", seed)[:32]
     tail_key       = keyed(tail_chain_key, key of the last full block (or seed) || tokens as int32 little-endian)[:16]
 
-Every key depends on all tokens before it and on the salt: without the salt no key can be computed, nor collided with
-on purpose.
+Every key depends on all tokens before it and on the salt. Without the salt, nobody can compute a key or construct a
+collision.
 """
 
 import enum
@@ -37,9 +38,9 @@ _NAMESPACE_CONTEXT = "moonpool v1 2026 kv namespace"
 
 
 class Provenance(enum.Flag):
-    """How KV came to be. EXACT, or any union of approximations; `a | b` is what is computed from both.
+    """How KV was computed: EXACT, or a union of approximations; `a | b` is the provenance of KV computed from both.
 
-    Inheritance is the union, so nothing computed from an approximation can be EXACT again.
+    Provenance is inherited by union, so KV computed from an approximation is never EXACT.
     """
 
     EXACT = 0
@@ -49,7 +50,7 @@ class Provenance(enum.Flag):
 
 
 def chain_seed(cache_salt: str, tokenizer_id: str, block_tokens: int) -> bytes:
-    """The 16 bytes every chain of this tenant, tokenizer and block size starts from."""
+    """Return the 16 bytes from which all chains of this salt, tokenizer and block size start."""
     if block_tokens < 1:
         raise AddressError(f"block_tokens is {block_tokens}: must be positive")
     data = _fields(cache_salt.encode(), tokenizer_id.encode(), str(block_tokens).encode())
@@ -59,11 +60,12 @@ def chain_seed(cache_salt: str, tokenizer_id: str, block_tokens: int) -> bytes:
 def chain_keys(
     seed: bytes, token_ids: NDArray[np.int32], block_tokens: int, *, parent: bytes | None = None
 ) -> NDArray[np.uint8]:
-    """Keys uint8 [n_full_blocks, 16] of the full blocks of `token_ids`; a partial tail has no key.
+    """Return the keys, uint8 [n_full_blocks, 16], of the full blocks of `token_ids`; a partial last block has no chain
+    key.
 
-    With `parent` (16 bytes, the key of the block before) the chain is continued: `chain_keys(seed, a + b)` equals
-    `chain_keys(seed, a)` followed by `chain_keys(seed, b, parent=last of a)` when `a` fills whole blocks.
-    Raises AddressError for token arrays that are not one-dimensional integers of 32 bits.
+    `parent` (16 bytes, the key of the block before) continues a chain: `chain_keys(seed, a + b)` equals
+    `chain_keys(seed, a)` followed by `chain_keys(seed, b, parent=last of a)` if `a` fills whole blocks. Raises
+    AddressError unless the token array is one-dimensional with 32-bit integers.
     """
     _check_links(seed, parent)
     if block_tokens < 1:
@@ -82,10 +84,11 @@ def chain_keys(
 
 
 def tail_key(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) -> bytes:
-    """The key (16 bytes) of a partial last block of these tokens; `parent` is the full block before it, if any.
+    """Return the key (16 bytes) of a partial last block with these tokens; `parent` is the full block before it, if
+    any.
 
-    Equal for equal tokens from the prompt's start on under equal salts. Raises AddressError for no tokens, or as
-    `chain_keys`.
+    Equal tokens from the start of the prompt on, under equal salts, give equal keys. Raises AddressError for an empty
+    token array, or as `chain_keys`.
     """
     _check_links(seed, parent)
     ids = _checked_ids(token_ids)
@@ -97,7 +100,7 @@ def tail_key(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) ->
 
 
 def tail_keys(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """`tail_key` of the first 1, 2, … and all n of these tokens: uint8 [n, 16]. Raises as `chain_keys`."""
+    """Return `tail_key` of the first 1, 2, … n of these tokens: uint8 [n, 16]. Raises as `chain_keys`."""
     _check_links(seed, parent)
     ids = _checked_ids(token_ids)
     data = np.ascontiguousarray(ids, dtype=ids.dtype.newbyteorder("<")).tobytes()
@@ -110,26 +113,32 @@ def tail_keys(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) -
 
 
 def parent_keys(chain: NDArray[np.uint8], parent: bytes | None = None) -> NDArray[np.uint8]:
-    """Each block's parent, uint8 [n, 16]: `parent` (zeros where None) for the first, then the chain shifted by one."""
+    """Return each block's parent, uint8 [n, 16]: `parent` (zeros if None) for the first, then the chain shifted
+    by one.
+    """
     chain = check_chain(chain)
     first = np.frombuffer(parent or bytes(KEY_NBYTES), np.uint8).reshape(1, KEY_NBYTES)
     return np.concatenate([first, chain[:-1]]) if len(chain) else chain
 
 
 def keys_u64(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """The short form of keys [n, 16] for directories and policies: the first 8 bytes, little-endian, uint64 [n]."""
+    """Return the short form of keys [n, 16] for directories and policies: the first 8 bytes, little-endian,
+    uint64 [n].
+    """
     halves = np.ascontiguousarray(check_chain(keys)).view(_HALF)
     return halves[:, 0].astype(np.uint64)
 
 
 def keys_from_bytes(data: bytes) -> NDArray[np.uint8]:
-    """The wire's concatenated keys as uint8 [n, 16]. Raises AddressError when the length is no multiple of 16."""
+    """Return concatenated keys from the wire as uint8 [n, 16]. Raises AddressError if the length is not a multiple of
+    16.
+    """
     _check_length(data)
     return np.frombuffer(data, np.uint8).reshape(-1, KEY_NBYTES)
 
 
 def short_keys_from_bytes(data: bytes) -> NDArray[np.uint64]:
-    """The same in their short form, as `keys_u64` has it."""
+    """Return concatenated keys from the wire in their short form, as `keys_u64`."""
     _check_length(data)
     return np.frombuffer(data, _HALF)[::2].astype(np.uint64)
 
@@ -140,14 +149,14 @@ def _check_length(data: bytes) -> None:
 
 
 def check_chain(chain: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """`chain` itself when it is uint8 [n, 16]; raises AddressError otherwise."""
+    """Return `chain` if it is uint8 [n, 16]; raise AddressError otherwise."""
     if chain.dtype != np.uint8 or chain.ndim != 2 or chain.shape[1] != KEY_NBYTES:
         raise AddressError(f"chain is {chain.dtype} of shape {chain.shape}: expected uint8 [n, {KEY_NBYTES}]")
     return chain
 
 
 def kv_namespace(weights_fingerprint: str, spec: KvSpec, provenance: Provenance = Provenance.EXACT) -> Namespace:
-    """16 bytes naming whose KV it is: equal only for equal weights, KvSpec (its dtypes included) and provenance."""
+    """Return the 16-byte namespace of KV: equal only for equal weights, KvSpec (including dtypes) and provenance."""
     parts = [weights_fingerprint.encode(), str(spec.block_tokens).encode()]
     for group in spec.groups:
         layers = ",".join(map(str, group.layers))
@@ -163,7 +172,7 @@ def kv_namespace(weights_fingerprint: str, spec: KvSpec, provenance: Provenance 
 
 def _check_links(seed: bytes, parent: bytes | None) -> None:
     if len(seed) != KEY_NBYTES or (parent is not None and len(parent) != KEY_NBYTES):
-        raise AddressError(f"seed and parent take {KEY_NBYTES} bytes each")
+        raise AddressError(f"seed and parent must have {KEY_NBYTES} bytes each")
 
 
 def _checked_ids(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -174,5 +183,5 @@ def _checked_ids(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _fields(*parts: bytes) -> bytes:
-    """An encoding in which no two different lists of parts are equal."""
+    """Encode a list of byte strings so that different lists never have equal encodings."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)

@@ -1,7 +1,8 @@
-"""Calls to one pool node. Bytes of KV never pass here: move them through the messenger, with what the calls return.
+"""Client of one pool node: control calls over gRPC. KV bytes are moved by the messenger, with the keys that these calls
+return.
 
-Every call raises messenger's ControlError (Unavailable, DeadlineExceeded) when the node cannot be asked, and an error
-of `kvpool.errors` when it refuses.
+Every call raises ControlError of the messenger (Unavailable, DeadlineExceeded) if the node cannot be reached, and an
+error of `kvpool.errors` if the node rejects the request.
 """
 
 import json
@@ -23,8 +24,8 @@ from rpc.control import CallRefused, call, open_channel
 
 T = TypeVar("T")
 
-# A pool node decides on these calls in milliseconds, so one that needs longer hangs or is overloaded, and what it could
-# give costs less to compute. Below the 5 s after which the conductor suspects a silent node.
+# A pool node answers these calls in milliseconds. One that takes longer hangs or is overloaded, and recomputing is
+# cheaper than waiting. Less than the 5 s after which the conductor suspects a silent node.
 _ANSWER_S = 3.0
 
 _REFUSALS: dict[str, type[Exception]] = {
@@ -36,7 +37,7 @@ _REFUSALS: dict[str, type[Exception]] = {
 
 
 class PoolClient:
-    """One owner's way to one pool node, for one event loop. Connects at the first call and reconnects by itself."""
+    """Client of one pool node for one owner and one event loop. Connects at the first call and reconnects by itself."""
 
     def __init__(self, target: str, *, owner: str, owner_incarnation: int) -> None:
         self.target = target
@@ -45,7 +46,7 @@ class PoolClient:
         self._description: PoolDescription | None = None
 
     async def describe(self, *, deadline_s: float = 10) -> PoolDescription:
-        """Asks afresh: a node that restarted has another incarnation."""
+        """Return the node's current description. It is not cached: a node that restarted has another incarnation."""
         reply = await self._call("Describe", self._stub().Describe(pool_pb2.DescribeRequest()), deadline_s)
         endpoint = Endpoint.from_proto(reply.endpoint)
         self._description = PoolDescription(
@@ -65,12 +66,12 @@ class PoolClient:
         compute_s: float = 0.0,
         deadline_s: float = _ANSWER_S,
     ) -> PutTicket:
-        """Slots for those of the blocks [n, 16] that are not there yet; seal within `ttl_s`.
+        """Allocate slots for those of the blocks [n, 16] that the node does not have yet; seal them within `ttl_s`.
 
-        `parents` [n, 16] are the keys of the blocks before, zeros for a prompt's first. `num_tokens` per block where
-        some are partial (0 = full; the key is then a tail key); `compute_s`: what computing all of them took, as far as
-        known. Raises SpecMismatch when the namespace is stored there under another spec, PoolRefused when a block
-        cannot fit or the chain is malformed.
+        `parents` [n, 16] are the chain keys of the blocks before, zeros for the first block of a prompt. `num_tokens`
+        is given per block if any is partial (0 = full; the key of a partial block is its tail key). `compute_s` is the
+        time that computing all the blocks took, 0 if unknown. Raises SpecMismatch if the node stores the namespace
+        under another spec, and PoolRefused if a block can never fit or the chain is malformed.
         """
         if self._description is None:
             await self.describe(deadline_s=deadline_s)
@@ -94,19 +95,21 @@ class PoolClient:
         return PutTicket(reply.put_id, key, await self._endpoint_of(reply.put_id), status, new_blocks, offsets)
 
     async def seal(self, ticket: PutTicket, digests: list[NDArray[np.uint64]], *, deadline_s: float = 10) -> int:
-        """Make the ticket's NEW blocks visible once all writes have succeeded; `digests` per group [n_new, layers].
+        """Make the ticket's NEW blocks visible, after all writes succeeded; `digests` per group are [n_new, layers].
 
-        Returns how many are visible now. Raises PutLost when the put has ended: nothing became visible.
+        Returns the number of blocks that became visible. Raises PutLost if the put has ended; then none became visible.
         """
         if not ticket.new_blocks:
             return 0
-        untold = np.empty((0, len(ticket.new_blocks)), np.int64)
-        request = pool_pb2.SealRequest(put_id=ticket.put_id, blocks=pull_blocks(untold, digests))
+        no_offsets = np.empty((0, len(ticket.new_blocks)), np.int64)
+        request = pool_pb2.SealRequest(put_id=ticket.put_id, blocks=pull_blocks(no_offsets, digests))
         reply = await self._call("Seal", self._stub().Seal(request), deadline_s)
         return reply.sealed
 
     async def abort_put(self, ticket: PutTicket, *, deadline_s: float = 10) -> None:
-        """Give the ticket's slots back. Writes still under way under its key are cut off. No error if it has ended."""
+        """Return the ticket's slots. The node cuts off writes that are still in flight. No error if the put has already
+        ended.
+        """
         if ticket.new_blocks:
             request = pool_pb2.AbortPutRequest(put_id=ticket.put_id)
             await self._call("AbortPut", self._stub().AbortPut(request), deadline_s)
@@ -122,12 +125,12 @@ class PoolClient:
         tail_keys: bytes = b"",
         deadline_s: float | None = None,
     ) -> Lease | None:
-        """Lease the longest run of sealed blocks at the start of `chain` [n, 16]; None when its first is not there.
+        """Lease the longest leading run of sealed blocks of `chain` [n, 16]; return None if the first block is missing.
 
-        Blocks on SSD belong to the run as far as they can be brought to DRAM within `wait_s`; nothing is waited for
-        where there are none. With `tails`, partial blocks that follow the run's last block are leased too (if the run
-        is empty, those that begin a prompt): the first of `tail_keys` (16 bytes each) that is there, or else a few.
-        `deadline_s`: 3 s above `wait_s` where not given.
+        Blocks on SSD count if they can be loaded to DRAM within `wait_s`; if there are none, the call does not wait.
+        With `tails`, partial blocks that follow the last block of the run are leased too (if the run is empty: those
+        that begin a prompt). The node leases the first of `tail_keys` (16 bytes each) that it has, or else the few most
+        recently used. `deadline_s` defaults to `wait_s` plus 3 s.
         """
         request = pool_pb2.PinRequest(
             kv_namespace=kv_namespace,
@@ -151,9 +154,9 @@ class PoolClient:
         tail_keys: bytes = b"",
         deadline_s: float = _ANSWER_S,
     ) -> int:
-        """Begin to bring a waiting request's blocks, and tails as in `pin`, from SSD to DRAM, holding nothing.
+        """Start to load a queued request's blocks, and tails as in `pin`, from SSD to DRAM, without a lease.
 
-        How many are on their way.
+        Returns the number of blocks in flight.
         """
         request = pool_pb2.PrefetchRequest(
             kv_namespace=kv_namespace, chain=check_chain(chain).tobytes(), tail_keys=tail_keys
@@ -169,14 +172,14 @@ class PoolClient:
         *,
         deadline_s: float = _ANSWER_S,
     ) -> None:
-        """Tell how many other pool nodes hold each of the blocks: what is elsewhere too is evicted sooner."""
+        """Report how many other pool nodes hold each block; blocks with replicas elsewhere are evicted sooner."""
         request = pool_pb2.HintRequest(
             kv_namespace=kv_namespace, chain=check_chain(chain).tobytes(), other_replicas=other_replicas
         )
         await self._call("Hint", self._stub().Hint(request), deadline_s)
 
     async def renew(self, lease: Lease, lease_s: float, *, deadline_s: float = 10) -> bool:
-        """Let the lease last `lease_s` from now. False when it is gone: pin again."""
+        """Extend the lease to `lease_s` from now. Returns False if it has ended; then pin again."""
         request = pool_pb2.RenewRequest(lease_id=lease.lease_id, lease_s=lease_s)
         reply = await self._call("Renew", self._stub().Renew(request), deadline_s)
         return reply.alive
@@ -184,31 +187,33 @@ class PoolClient:
     async def unpin(
         self, lease: Lease, *, kv_namespace: bytes = b"", superseded: bytes = b"", deadline_s: float = _ANSWER_S
     ) -> None:
-        """Give the lease back once no read under it is under way. No error if it is gone.
+        """Release the lease, once no read under it is in flight. No error if it has ended.
 
-        `superseded`: keys (16 bytes each) of its partial blocks that longer ones have taken the place of. They are
-        removed, unless somebody else has leased them.
+        `superseded` are keys (16 bytes each) of leased partial blocks that longer ones have replaced. The node removes
+        them unless another lease holds them.
         """
         request = pool_pb2.UnpinRequest(lease_id=lease.lease_id, kv_namespace=kv_namespace, superseded=superseded)
         await self._call("Unpin", self._stub().Unpin(request), deadline_s)
 
     async def evict(self, kv_namespace: bytes, chain: NDArray[np.uint8], *, deadline_s: float = 10) -> int:
-        """Remove those of the blocks that nobody has leased and no other block here follows. Returns how many."""
+        """Remove those of the blocks that no lease holds and no other block here follows. Returns the number
+        removed.
+        """
         reply = await self._call("Evict", self._stub().Evict(_evict_request(kv_namespace, chain)), deadline_s)
         return reply.removed
 
     async def quarantine(self, kv_namespace: bytes, chain: NDArray[np.uint8], *, deadline_s: float = _ANSWER_S) -> int:
-        """Remove blocks found corrupt, leased or not. Returns how many were there."""
+        """Remove corrupt blocks, leased or not. Returns the number that the node had."""
         reply = await self._call("Quarantine", self._stub().Quarantine(_evict_request(kv_namespace, chain)), deadline_s)
         return reply.removed
 
     async def copy(
         self, kv_namespace: bytes, chain: NDArray[np.uint8], source_target: str, timeout_s: float
     ) -> tuple[int, int]:
-        """Let this node read blocks from another one. Returns (blocks that arrived and are right, bytes of them).
+        """Make this node read blocks from another pool node. Returns (blocks copied and verified, their bytes).
 
-        Blocks that it has, that the source lacks or that there is no space for are left out; corrupt ones are reported
-        to the source. Raises CopyFailed when the source cannot be reached or read in time.
+        The node skips blocks that it has, that the source lacks or that do not fit, and reports corrupt ones to the
+        source. Raises CopyFailed if the source cannot be reached or read in time.
         """
         request = pool_pb2.CopyRequest(
             kv_namespace=kv_namespace,
@@ -222,24 +227,25 @@ class PoolClient:
     async def inspect(
         self, key_prefix: bytes, kv_namespace: bytes = b"", *, deadline_s: float = 10
     ) -> list[dict[str, Any]]:
-        """All about the blocks whose chain key begins with these bytes, in any namespace where none is given.
+        """Return all facts about the blocks whose chain key starts with `key_prefix`, of one namespace or (if empty) of
+        all.
 
-        Their bytes are read and checked for it. Raises PoolRefused for too short a prefix of too many blocks.
+        The node reads and verifies their bytes. Raises PoolRefused if the prefix matches too many blocks.
         """
         request = pool_pb2.InspectRequest(kv_namespace=kv_namespace, key_prefix=key_prefix)
         reply = await self._call("Inspect", self._stub().Inspect(request), deadline_s)
         return list(json.loads(reply.json))
 
     async def flush(self, kv_namespace: bytes = b"", *, dram_only: bool = False, deadline_s: float = 600) -> Flushed:
-        """Take out what nobody uses, everywhere; or, `dram_only`, write it to SSD and empty DRAM of it."""
+        """Remove all unused blocks from both tiers; with `dram_only`, write them to SSD and drop them from DRAM."""
         request = pool_pb2.FlushRequest(kv_namespace=kv_namespace, dram_only=dram_only)
         reply = await self._call("Flush", self._stub().Flush(request), deadline_s)
         return Flushed(reply.removed, reply.kept)
 
     async def verify(self, kv_namespace: bytes = b"", *, silence_s: float = 60) -> AsyncIterator[Verified]:
-        """Let the node read back and check every sealed block of both tiers; corrupt ones are taken out.
+        """Make the node read back and verify every sealed block of both tiers; it removes corrupt ones.
 
-        Tells its progress, the last time with `checked` equal to `total`. `silence_s` is the deadline of each step.
+        Yields progress; the last item has `checked` equal to `total`. `silence_s` is the deadline of each step.
         """
         stream = self._stub().Verify(pool_pb2.VerifyRequest(kv_namespace=kv_namespace))
         try:
@@ -252,23 +258,23 @@ class PoolClient:
             stream.cancel()
 
     async def state(self, *, deadline_s: float = 10) -> dict[str, Any]:
-        """What the node holds and has counted, for people and tools."""
+        """Return the node's state and counters, as shown to operators."""
         reply = await self._call("State", self._stub().State(common_pb2.JsonRequest()), deadline_s)
         return dict(json.loads(reply.json))
 
     async def validate(self, *, deadline_s: float = 10) -> dict[str, Any]:
-        """The node's self-check: {"ok", "problems", "counts"}; ok means all is consistent and nothing is held."""
+        """Return the node's self-check: {"ok", "problems", "counts"}; ok means consistent and nothing held."""
         reply = await self._call("Validate", self._stub().Validate(common_pb2.JsonRequest()), deadline_s)
         return dict(json.loads(reply.json))
 
     async def close(self) -> None:
-        """Disconnect. Leases and puts not given back end by themselves."""
+        """Disconnect. Leases and puts that were not released expire."""
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()
 
     async def _endpoint_of(self, put_id: str) -> Endpoint:
-        """Where to write a put: known, unless the node has restarted since it was last described."""
+        """Return the endpoint to write a put to; describe the node again only if it has restarted."""
         known = self._description
         if known is None or (put_id and not put_id.startswith(f"put-{known.incarnation:x}-")):
             known = await self.describe()
@@ -289,7 +295,7 @@ class PoolClient:
 
 
 def _status(value: int) -> SlotStatus:
-    """What a newer node says that is not known here is no slot to write to."""
+    """Decode a slot status; statuses of newer nodes that are unknown here count as NO_SPACE."""
     return SlotStatus(value) if value in list(SlotStatus) else SlotStatus.NO_SPACE
 
 

@@ -1,17 +1,18 @@
-"""Committing memory a little ahead of its use, so that nobody who uses it waits for the kernel to find and clear pages.
+"""Commit memory slightly ahead of its use, so that its users do not wait for the kernel to find and clear pages.
 
-Slots are given from low addresses on, so what comes next is what lies above the highest used so far. Memory that was
-used once stays committed. Pages are also joined to huge ones here, where that is wanted and before anything is in them.
+Slots are allocated from low addresses upwards, so the memory used next lies above the highest address used so far.
+Memory that was used once stays committed. Pages are also merged into huge pages here, if configured, while they are
+empty.
 """
 
 from messenger import SharedMemory
 
 _STEP_NBYTES = 32 << 20
-_CALL_NBYTES = 4 << 20  # at a time, so that whoever else changes the process's memory waits for little
+_CALL_NBYTES = 4 << 20  # per system call: it holds the process's memory-map lock, on which others wait
 
 
 class CommitAhead:
-    """How far a range of memory is committed, and how far it should be; without `end`, all from `start` on."""
+    """Committed part of a range of memory, from `start` to `end` (default: the end of the memory)."""
 
     def __init__(self, memory: SharedMemory, start: int = 0, end: int | None = None) -> None:
         self._memory = memory
@@ -20,7 +21,7 @@ class CommitAhead:
         self._running = False
 
     def begins(self, end: int) -> bool:
-        """Whether, now that bytes up to `end` are about to be used, `run` must be called, once."""
+        """Return True if `run` must be called, once, because bytes up to `end` are about to be used."""
         near = min(end + _STEP_NBYTES // 2, self._end)
         if self._running or near <= self._committed:
             return False
@@ -28,7 +29,9 @@ class CommitAhead:
         return True
 
     def run(self, end: int) -> None:
-        """Commit a step beyond `end`. Blocking: for a thread. Where the kernel cannot, use commits memory."""
+        """Commit a step beyond `end`. Blocks: run it in a thread. If the kernel does not support it, memory is
+        committed on use.
+        """
         try:
             until = min(end + _STEP_NBYTES, self._end)
             while self._committed < until:

@@ -1,6 +1,6 @@
-"""The layer digest: 64 bits per (block, group, layer) that a producer sends and a reader verifies. Arithmetic only.
+"""Layer digests: 64 bits per (block, group, layer) that the producer sends and every reader verifies. Arithmetic only.
 
-Definition (final; a kernel elsewhere must agree bit for bit). A layer of a slot is bytes
+Definition (frozen: other implementations must agree bit for bit). A layer of a slot is bytes
 `[kv_head][k|v][token][head_dim]`. Each token row (one head, K or V, one token) has `row_nbytes = head_dim * itemsize`
 bytes and is cut into `W = ceil(row_nbytes / 4)` little-endian uint32 words; where row_nbytes is no multiple of 4, the
 row's last word is filled with zero bytes at its upper end. Word `w` of token `t` of part `p` (0 = K, 1 = V) of head `h`
@@ -19,9 +19,9 @@ which is its position among the uint32 words of the layer wherever row_nbytes is
 mix is SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014), a bijection of 64 bits: one changed word always
 changes the digest, and zeros count. Addition is commutative, so tokens, heads and words may be summed in any order, by
 any number of threads, and the digest of tokens [0, b) is that of [0, a) plus that of [a, b). The digest of no tokens is
-0. It detects corruption and reuse of memory; it is no defence against a writer who forges KV on purpose.
+0. It detects corruption and reuse of memory, but not deliberate forgery.
 
-A seal is the digest of digests: `seal_digest` takes a block's layer digests in order, all groups.
+A seal is a digest of digests: `seal_digest` hashes a block's layer digests in order, over all groups.
 """
 
 from typing import Any
@@ -46,10 +46,11 @@ def layer_digests(
     *,
     first_tokens: NDArray[np.int32] | None = None,
 ) -> NDArray[np.uint64]:
-    """Digests uint64 [n_blocks, n_layers] of whole slots uint8 [n_blocks, slot_nbytes(group)], rows maybe strided.
+    """Return digests, uint64 [n_blocks, n_layers], of whole slots uint8 [n_blocks, slot_nbytes(group)]; rows may be
+    strided.
 
-    `layers` picks layers of the group (the rest of each slot is not read), `valid_tokens` [n_blocks] how many leading
-    tokens count, `first_tokens` [n_blocks] leaves out the tokens before it. Runs without the GIL. Raises SpecError.
+    `layers` selects layers of the group (other layers are not read). `valid_tokens` [n_blocks] is the number of leading
+    tokens that count, and `first_tokens` [n_blocks] excludes the tokens before it. Releases the GIL. Raises SpecError.
     """
     slot_nbytes = spec.slot_nbytes(group)
     if slots.ndim != 2 or slots.dtype != np.uint8 or slots.shape[1] != slot_nbytes:
@@ -76,9 +77,10 @@ def layer_digests_at(
     *,
     first_tokens: NDArray[np.int32] | None = None,
 ) -> NDArray[np.uint64]:
-    """As `layer_digests`, of the slots that start at byte `offsets` [n_blocks] of `memory` uint8 [nbytes]: no copy.
+    """Return digests as `layer_digests`, of the slots at byte `offsets` [n_blocks] of `memory` uint8 [nbytes]; nothing
+    is copied.
 
-    Fastest where the slots start at multiples of 4 bytes and a token row is a multiple of 4 bytes.
+    Fastest if the slots start at multiples of 4 bytes and token rows are multiples of 4 bytes long.
     """
     offsets = np.ascontiguousarray(offsets, np.int64)
     stop = np.ascontiguousarray(valid_tokens, np.int64)
@@ -104,14 +106,16 @@ def layer_digests_at(
 
 
 def seal_digest(digests: NDArray[np.uint64] | list[NDArray[np.uint64]]) -> int:
-    """One 64-bit hash of a block's layer digests, in order; for several groups a list of arrays, in group order."""
+    """Return one 64-bit hash of a block's layer digests, in order; for several groups a list of arrays, in group
+    order.
+    """
     parts = digests if isinstance(digests, list) else [digests]
     data = b"".join(np.ascontiguousarray(part, "<u8").tobytes() for part in parts)
     return int.from_bytes(blake3(data, derive_key_context=_SEAL_CONTEXT).digest(length=8), "little")
 
 
 def warm_up() -> None:
-    """Compile, or load from the cache, what `layer_digests` runs on: about a second when it was never compiled."""
+    """Compile the kernels of `layer_digests` (about a second) or load them from the cache."""
     _kernels()
 
 
@@ -140,7 +144,7 @@ def _check(
 
 
 def _extremes(numbers: NDArray[np.int64]) -> tuple[int, int]:
-    """(least, greatest) of at least one; numpy takes longer over a few than a layer's digest does."""
+    """Return (minimum, maximum) of a non-empty array. For a few numbers numpy takes longer than a layer's digest."""
     if len(numbers) <= _FEW:
         few = numbers.tolist()
         return min(few), max(few)

@@ -1,4 +1,4 @@
-"""The compiled loops of `kvpool.digest`, which defines what they compute. Nothing here checks its arguments."""
+"""Compiled loops of `kvpool.digest`, which defines the digest. They check no arguments."""
 
 import functools
 from typing import Any

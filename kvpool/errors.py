@@ -1,45 +1,45 @@
-"""Every error this package raises; nothing else lives here. Calls to a pool node also raise messenger's ControlError.
+"""All errors of this package. Calls to a pool node also raise the messenger's ControlError.
 
 KvPoolError
-├── SpecError                a KvSpec, or arrays that do not fit one
-├── AddressError             a chain, seed, namespace or token array of the wrong form
-├── PoolConfigError          a pool node's configuration cannot work
-├── PoolRefused              the pool node cannot do what was asked; the request itself is wrong
-│   └── SpecMismatch         the namespace is stored here under another KvSpec
-├── PutLost                  the put expired, was aborted or sealed before, or its pool node restarted
-├── DoorClosed               no pool node of this host answers at the door, or it is gone: take the messenger
-├── CopyFailed               a copy between pool nodes could not start or be finished
-└── SsdError                 the SSD store cannot do what was asked
+├── SpecError                an impossible KvSpec, or arrays that do not fit one
+├── AddressError             a malformed chain, seed, namespace or token array
+├── PoolConfigError          an impossible configuration of a pool node
+├── PoolRefused              the pool node rejects the request; repeating it does not help
+│   └── SpecMismatch         the namespace is stored under another KvSpec
+├── PutLost                  the put has expired, was aborted or sealed, or its pool node restarted
+├── LocalPoolUnavailable     this host's pool node does not answer or is gone: use the messenger
+├── CopyFailed               a copy between pool nodes failed
+└── SsdError                 the SSD store failed
     ├── SsdFolderError       its folder cannot be used: missing, read-only, in memory, too small (also PoolConfigError)
     │   ├── SsdInUse         another process has it open
     │   └── SsdForeign       it belongs to another node, cluster or version
-    ├── SsdRefused           the request itself is wrong
-    │   └── SsdNotStored     no such block lies there
-    ├── SsdIoError           the disk or file system failed; `errno` says how
+    ├── SsdRefused           the request is invalid
+    │   └── SsdNotStored     no such block at this offset
+    ├── SsdIoError           the disk or file system failed; see `errno`
     │   └── SsdFull          no space left
-    ├── SsdCorrupt           what is on the disk is not what was written
+    ├── SsdCorrupt           the bytes on the disk are not those that were written
     └── SsdClosed            the store is closed
 """
 
 
 class KvPoolError(Exception):
-    """Root of the package's errors."""
+    """Base of the package's errors."""
 
 
 class SpecError(KvPoolError, ValueError):
-    """A KvSpec or KvGroup with impossible values, or slots that do not fit their spec."""
+    """KvSpec or KvGroup with impossible values, or slots that do not fit their spec."""
 
 
 class AddressError(KvPoolError, ValueError):
-    """A chain, seed, namespace or token array of the wrong shape, type or length."""
+    """Chain, seed, namespace or token array with the wrong shape, type or length."""
 
 
 class PoolConfigError(KvPoolError, ValueError):
-    """A pool node's configuration cannot work."""
+    """Impossible configuration of a pool node."""
 
 
 class PoolRefused(KvPoolError):
-    """The pool node cannot do what was asked, and asking again changes nothing."""
+    """The pool node rejects the request; repeating it does not help."""
 
 
 class SpecMismatch(PoolRefused):
@@ -47,11 +47,11 @@ class SpecMismatch(PoolRefused):
 
 
 class PutLost(KvPoolError):
-    """The put is gone: nothing of it became visible, and its slots must not be written any more."""
+    """The put has ended: none of its blocks became visible, and its slots must not be written any more."""
 
 
 class LocalPoolUnavailable(KvPoolError):
-    """The pool node behind a door is gone, was never there, or sent the caller away. Its memory must not be read."""
+    """This host's pool node does not answer, is gone, or closed the connection. Its memory must not be read."""
 
 
 class CopyFailed(KvPoolError):
@@ -59,11 +59,11 @@ class CopyFailed(KvPoolError):
 
 
 class SsdError(KvPoolError):
-    """The SSD store cannot do what was asked."""
+    """The SSD store failed."""
 
 
 class SsdFolderError(SsdError, PoolConfigError):
-    """The SSD store's folder, or its size, cannot be used."""
+    """The SSD store's folder or size cannot be used."""
 
 
 class SsdInUse(SsdFolderError):
@@ -75,11 +75,11 @@ class SsdForeign(SsdFolderError):
 
 
 class SsdRefused(SsdError):
-    """The request itself is wrong: an extent outside of the space or over another, or arrays of the wrong form."""
+    """Invalid request: an extent outside of the space or overlapping another, or arrays of the wrong form."""
 
 
 class SsdNotStored(SsdRefused):
-    """No such block lies at this offset."""
+    """No such block at this offset."""
 
 
 class SsdIoError(SsdError):
@@ -95,8 +95,8 @@ class SsdFull(SsdIoError):
 
 
 class SsdCorrupt(SsdError):
-    """What is on the disk is not what was written there."""
+    """The bytes on the disk are not those that were written."""
 
 
 class SsdClosed(SsdError):
-    """The store is closed, or its journal can be written no more."""
+    """The store is closed, or its journal cannot be written any more."""

@@ -1,16 +1,12 @@
-"""Where a pool node keeps a block.
-
-One number for all that a pool node holds, kept up with every change: by it a directory proves that it is right.
-
-The sum modulo 2^64, over a node's blocks, of splitmix64 (Steele et al., OOPSLA 2014) of the block's short key, its
-namespace and its tier: independent of order, and one addition or subtraction
-per change. It is proof against errors, not against forgery.
-
-What a pool node tells directories: runs of blocks stored and removed, in numbered events. Data and its wire form.
+"""Block events of a pool node, as data and in their wire form, and the checksum that a directory verifies them with.
 
 Numbering: outside of a snapshot each BlockRun is one event, so a message of n runs that ends at `seq` holds the events
-`seq - n + 1 .. seq`; a message without runs is a heartbeat. Within a message all `removed` come before all `stored`.
-All messages of a snapshot carry the `seq` at which it was taken, and its runs carry no number of their own.
+`seq - n + 1 .. seq`; a message without runs is a heartbeat. Within a message all `removed` precede all `stored`. All
+messages of a snapshot carry the `seq` at which it was taken, and its runs have no numbers of their own.
+
+Contents sum: the sum modulo 2^64, over all blocks of a node, of splitmix64 (Steele et al., OOPSLA 2014) of the block's
+short key, namespace and tier. It does not depend on order, and each change costs one addition or subtraction. It
+detects errors, not forgery.
 """
 
 import enum
@@ -24,7 +20,7 @@ from moonpool_proto.v1 import pool_pb2
 
 
 class Tier(enum.IntEnum):
-    """From fast to slow; the values are the wire's."""
+    """Tier of a pool node that holds a block, from fast to slow. The values are those of the wire."""
 
     DRAM = 1
     SSD = 2
@@ -33,19 +29,21 @@ class Tier(enum.IntEnum):
 _GAMMA, _MULTIPLIER1, _MULTIPLIER2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _M1, _M2 = np.uint64(_MULTIPLIER1), np.uint64(_MULTIPLIER2)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
-_FEW = 8  # blocks that plain numbers are quicker with than arrays
+_FEW = 8  # blocks up to which Python integers are faster than arrays
 _MASK = 2**64 - 1
 
 
 def fold_of(kv_namespace: Namespace) -> int:
-    """What a block's short key is XORed with, so that equal chains in two namespaces are two blocks."""
+    """Return the number that a block's short key is XORed with, so that equal chains in two namespaces are distinct
+    blocks.
+    """
     if len(kv_namespace) != KEY_NBYTES:
         raise AddressError(f"a namespace of {len(kv_namespace)} bytes: expected {KEY_NBYTES}")
     return int.from_bytes(kv_namespace[:8], "little")
 
 
 def contents_sum(kv_namespace: Namespace, chain: bytes, tier: Tier) -> int:
-    """What the blocks of `chain` (16 bytes each) add to the number."""
+    """Return the contribution of the blocks of `chain` (16 bytes each) to the contents sum."""
     if len(chain) <= _FEW * KEY_NBYTES and len(chain) % KEY_NBYTES == 0:
         return _sum_of_few(fold_of(kv_namespace), chain, _GAMMA * int(tier))
     keys = short_keys_from_bytes(chain) ^ np.uint64(fold_of(kv_namespace))
@@ -67,9 +65,9 @@ def _sum_of_few(fold: int, chain: bytes, shift: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks of one namespace: `chain` is 16 bytes per block, not necessarily neighbours in any prompt.
+    """Blocks of one namespace; `chain` has 16 bytes per block. They need not be neighbours in any prompt.
 
-    `tier` of stored blocks: the fastest that they are in now, which for a known block may be another than before.
+    `tier` of stored blocks is the fastest tier that now has them; it may differ from the previous one.
     """
 
     kv_namespace: bytes
@@ -79,7 +77,7 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class PoolEvents:
-    """One message of a pool node's event stream; see the module for the numbering."""
+    """One message of a pool node's event stream; numbering as in the module's docstring."""
 
     incarnation: int
     seq: int
@@ -87,11 +85,11 @@ class PoolEvents:
     snapshot_end: bool = False
     stored: tuple[BlockRun, ...] = ()
     removed: tuple[BlockRun, ...] = ()
-    contents_sum: int | None = None  # of all that the node holds as of `seq` (`kvpool.events`); None: not told
+    contents_sum: int | None = None  # of all blocks held as of `seq`; None: not reported
 
     @property
     def first_seq(self) -> int:
-        """Number of the first event in here (`seq + 1` for a heartbeat). Meaningless within a snapshot."""
+        """Number of the first event in the message (`seq + 1` for a heartbeat). Undefined within a snapshot."""
         return self.seq - len(self.stored) - len(self.removed) + 1
 
     def to_proto(self) -> pool_pb2.PoolEvents:

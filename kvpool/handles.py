@@ -1,4 +1,4 @@
-"""What a pool node's client hands out: descriptions, put tickets, leases, tails; and their wire forms. No calls."""
+"""Data that a pool client returns: descriptions, put tickets, leases, tails; and their wire forms."""
 
 from dataclasses import dataclass, field, replace
 
@@ -14,35 +14,35 @@ from moonpool_proto.v1 import pool_pb2, worker_pb2
 
 @dataclass(frozen=True)
 class PoolDescription:
-    """Who a pool node is, where its messenger listens, and the size of the region it serves."""
+    """Identity of a pool node, its messenger's address and the size of the region it serves."""
 
     node_id: str
     incarnation: int
     endpoint: Endpoint
     arena_bytes: int
     ssd_bytes: int = 0  # 0: no SSD tier
-    local_socket: str = ""  # unix socket where processes of this host get the arena mapped; empty: none
+    local_socket: str = ""  # unix socket of the LocalPoolServer; empty: none
 
 
 @dataclass(frozen=True, eq=False)
 class PutTicket:
-    """The first phase of a put: write the NEW blocks' slots under `key`, then seal; or abort.
+    """First phase of a put: write the NEW blocks' slots under `key`, then seal; or abort.
 
-    `key` gives the right to write to one window that spans all slots of the put, and so may span slots of others too:
-    write at `offsets` only. It is revoked when the put is sealed, aborted or expires. None where nothing is new.
+    `key` permits writing to one window that spans all slots of the put, and so possibly slots of others: write only at
+    `offsets`. It is revoked when the put is sealed, aborted or expires. None if no block is NEW.
     """
 
     put_id: str
     key: RemoteKey | None
     endpoint: Endpoint
-    status: list[SlotStatus]  # per block asked for
-    new_blocks: list[int]  # indices of those that are NEW
+    status: list[SlotStatus]  # per requested block
+    new_blocks: list[int]  # indices of the NEW blocks
     offsets: NDArray[np.int64]  # [groups, n_new], from the start of the pool's region
 
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """A partial block right after a leased run, leased with it: reusable if `key` is the prompt's own tail key."""
+    """Partial block right after a leased run, leased with it; reusable if `key` equals the prompt's own tail key."""
 
     key: bytes  # 16 bytes, `tail_key` of its tokens
     num_tokens: int
@@ -52,10 +52,10 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Lease:
-    """Blocks that may be read until the lease ends; what was read is right if its digests are those given here.
+    """Blocks that may be read until the lease ends. Data read is valid if its digests equal those given here.
 
-    `key` gives the right to read the whole region. A lease read from a PullRange is the sender's: it has no id, chain
-    or tails, and only its sender can renew it or give it back. A lease may be of tails alone.
+    `key` permits reading the whole region. A lease decoded from a PullRange belongs to its sender: it has no id, chain
+    or tails, and only the sender can renew or release it. A lease may consist of tails only.
     """
 
     lease_id: str
@@ -64,8 +64,8 @@ class Lease:
     offsets: NDArray[np.int64]  # [groups, num_blocks], from the start of the pool's region
     digests: list[NDArray[np.uint64]]  # per group [num_blocks, layers]
     chain: NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 16), np.uint8))  # [num_blocks, 16]
-    spec: KvSpec | None = None  # what the blocks are made of, as the pool node knows it
-    ssd_blocks: int = 0  # of the blocks, those that had to come from SSD for this lease
+    spec: KvSpec | None = None  # as stored at the pool node
+    ssd_blocks: int = 0  # number of blocks that were loaded from SSD for this lease
     tails: tuple[Tail, ...] = ()  # after the last block; most recently used first
 
     @property
@@ -73,13 +73,15 @@ class Lease:
         return int(self.offsets.shape[1])
 
     def head(self, n: int) -> "Lease":
-        """The same lease, seen as its first `n` blocks; without tails where those are not all."""
+        """Return a view of the lease with its first `n` blocks; it has no tails unless it has all blocks."""
         tails = self.tails if n >= self.num_blocks else ()
         digests = [each[:n] for each in self.digests]
         return replace(self, offsets=self.offsets[:, :n], digests=digests, chain=self.chain[:n], tails=tails)
 
     def to_pull_range(self, first_block: int) -> worker_pb2.PullRange:
-        """For another process to read under this lease; `first_block` is the first one's place in the prompt."""
+        """Encode the lease for another process that reads under it; `first_block` is the prompt index of its first
+        block.
+        """
         return worker_pb2.PullRange(
             endpoint=self.endpoint.to_proto(),
             key=worker_pb2.RemoteKey(packed=self.key.pack()),
@@ -89,14 +91,16 @@ class Lease:
 
     @classmethod
     def from_pull_range(cls, message: worker_pb2.PullRange, spec: KvSpec) -> "Lease":
-        """Raises SpecError when the blocks are not of this spec, InvalidArgument for a malformed key."""
+        """Decode a lease. Raises SpecError if the blocks do not match the spec, InvalidArgument for a malformed key."""
         offsets, digests = from_pull_blocks(list(message.blocks), [spec.num_layers(g) for g in range(spec.num_groups)])
         key, endpoint = RemoteKey.unpack(message.key.packed), Endpoint.from_proto(message.endpoint)
         return cls("", key, endpoint, offsets, digests, spec=spec)
 
     @classmethod
     def from_pin_reply(cls, reply: pool_pb2.PinReply, chain: NDArray[np.uint8]) -> "Lease":
-        """Of a reply that granted one; `chain` [n, 16] is what was asked for. Raises SpecError as `from_pull_range`."""
+        """Decode the lease that a reply granted; `chain` [n, 16] is the requested one. Raises SpecError as
+        `from_pull_range`.
+        """
         spec = KvSpec.from_proto(reply.spec)
         num_layers = [spec.num_layers(g) for g in range(spec.num_groups)]
         offsets, digests = from_pull_blocks(list(reply.blocks), num_layers)
@@ -120,7 +124,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Flushed:
-    """Blocks that a flush took out, and blocks that it left since they were in use."""
+    """Result of a flush: blocks removed, and blocks kept because they were in use."""
 
     removed: int
     kept: int
@@ -128,15 +132,15 @@ class Flushed:
 
 @dataclass(frozen=True)
 class Verified:
-    """How far a verification is: copies of blocks, a block in DRAM and on SSD having two."""
+    """Progress of a verification, in copies of blocks; a block in both tiers has two."""
 
     checked: int
     total: int
-    corrupt: int  # taken out of the pool
+    corrupt: int  # removed from the pool
 
 
 def pull_blocks(offsets: NDArray[np.int64], digests: list[NDArray[np.uint64]]) -> list[worker_pb2.PullBlock]:
-    """The wire form of blocks: offsets [groups, n], or [0, n] where there are none to tell, and digests per group."""
+    """Encode blocks: offsets [groups, n], or [0, n] if there are none, and digests per group."""
     columns = offsets.T.tolist()
     rows = [np.ascontiguousarray(each, "<u8") for each in digests]
     return [
@@ -148,7 +152,9 @@ def pull_blocks(offsets: NDArray[np.int64], digests: list[NDArray[np.uint64]]) -
 def from_pull_blocks(
     blocks: list[worker_pb2.PullBlock], num_layers: list[int]
 ) -> tuple[NDArray[np.int64], list[NDArray[np.uint64]]]:
-    """(offsets [groups, n], digests per group [n, layers]). Raises SpecError for a block of other groups or layers."""
+    """Decode (offsets [groups, n], digests per group [n, layers]). Raises SpecError if groups or layers do not
+    match.
+    """
     want = [8 * n for n in num_layers]
     for i, block in enumerate(blocks):
         if len(block.offsets) != len(want) or [len(digest) for digest in block.digests] != want:

@@ -1,9 +1,7 @@
-"""Reading blocks back, in either tier, to see whether their bytes are still right: all for people, or one looked at.
+"""Verification and inspection of stored blocks, on an operator's request.
 
-Nothing is leased for it. A copy that is still there after its bytes were read was there all the time, so that what was
-read was its own; one that left meanwhile is nobody's concern.
-
-What there is to know of single blocks, as plain data for people.
+No lease is taken. A copy that still exists after its bytes were read existed all the time, so the bytes were its own. A
+copy that was removed meanwhile is ignored.
 """
 
 import asyncio
@@ -20,13 +18,13 @@ from kvpool.policy.records import DRAM, SSD, BlockCopy
 from kvpool.verified_io import check_on_ssd, verify_digests
 
 _BATCH_NBYTES = 4 << 20
-_NUM_AT_ONCE = 4096  # blocks, that the event loop is not held up
+_NUM_AT_ONCE = 4096  # blocks per step, so that the event loop is not blocked
 
 _log = logging.getLogger(__name__)
 
 
 async def verify(node: PoolNode, kv_namespace: bytes) -> AsyncIterator[Verified]:
-    """Check what is sealed now, of one namespace or of all (empty); a block that is corrupt anywhere is quarantined."""
+    """Verify all sealed blocks, of one namespace or (if empty) of all; quarantine blocks with a corrupt copy."""
     copies = await _copies(node, kv_namespace)
     checked = corrupt = 0
     yield Verified(0, len(copies), 0)
@@ -37,16 +35,16 @@ async def verify(node: PoolNode, kv_namespace: bytes) -> AsyncIterator[Verified]
 
 
 async def quarantine_corrupt(node: PoolNode, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
-    """Those of the copies whose bytes are wrong, counted and their blocks quarantined.
+    """Return the corrupt ones of the copies, after counting them and quarantining their blocks.
 
-    A copy that the SSD cannot read is not known to be wrong, and stays.
+    A copy that the SSD cannot read is not known to be corrupt and stays.
     """
     wrong = [
         copy for copy in [*await _wrong_in_dram(node, copies), *await _wrong_on_ssd(node, copies)] if not copy.gone
     ]
     for copy in wrong:
         node.counters["dram_corrupt_blocks" if copy.tier == DRAM else "ssd_corrupt_blocks"] += 1
-        _log.error("block %s was corrupt %s and is taken out", copy.block.chain_key.hex(), _where(copy))
+        _log.error("block %s was corrupt %s and was removed", copy.block.chain_key.hex(), _where(copy))
     for copy in wrong:
         node.core.quarantine(copy.block.kv_namespace, [copy.block.chain_key])
     node.publish_changes()
@@ -54,7 +52,7 @@ async def quarantine_corrupt(node: PoolNode, copies: Sequence[BlockCopy]) -> lis
 
 
 async def _copies(node: PoolNode, kv_namespace: bytes) -> list[BlockCopy]:
-    """All complete ones, of one namespace or of all, collected a few at a time."""
+    """Return all complete copies, of one namespace or of all, collected in steps."""
     index = node.core.store.index
     keys = [key for key in index.addresses() if key.startswith(kv_namespace)]
     copies: list[BlockCopy] = []
@@ -105,17 +103,21 @@ _NAMES = {DRAM: "dram", SSD: "ssd"}
 
 
 async def inspect(node: PoolNode, kv_namespace: bytes, key_prefix: bytes) -> list[dict[str, Any]]:
-    """The blocks whose chain key begins with `key_prefix`, of one namespace or of all (empty).
+    """Return the facts of the blocks whose chain key starts with `key_prefix`, of one namespace or (if empty) of all.
 
-    Their bytes are read; what is corrupt is taken out, and said. Raises PoolRefused when more than 64 blocks are meant.
+    Their bytes are read and verified; corrupt blocks are reported and removed. Raises PoolRefused for more than 64
+    blocks.
     """
     index = node.core.store.index
     keys = [key for key in index.addresses() if key.startswith(key_prefix, 16) and key.startswith(kv_namespace)]
     found = [block for key in keys if (block := index.get(key)) is not None]
     if len(found) > _MAX_BLOCKS:
-        raise PoolRefused(f"{len(found)} blocks begin with {key_prefix.hex() or 'any key'}: give more of the key")
+        wanted = key_prefix.hex() or "any key"
+        raise PoolRefused(
+            f"{len(found)} blocks match {wanted}, at most {_MAX_BLOCKS} are allowed: give more of the key"
+        )
     copies = [(block, copy) for block in found for copy in block.copies if copy is not None and copy.ready]
-    # Before the check, which may take blocks out.
+    # Before the verification, which may remove blocks.
     now_ns = time.monotonic_ns()
     described = {block: _describe(block) for block in found}
     tiers = {copy: _describe_copy(copy, now_ns) for _, copy in copies}
