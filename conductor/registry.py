@@ -49,12 +49,12 @@ class RoleSwitches:
 
     def state(self) -> dict[str, dict[str, int]]:
         """Return counts by "from to" roles, and outcome or `refused_REASON`, over all models."""
-        told: dict[str, Counter[str]] = defaultdict(Counter)
+        counts_by_roles: dict[str, Counter[str]] = defaultdict(Counter)
         for (change, outcome), count in sorted(self._counts.items(), key=_key):
-            told[f"{change.from_role} {change.to_role}"][outcome] += count
+            counts_by_roles[f"{change.from_role} {change.to_role}"][outcome] += count
         for (change, reason), count in sorted(self._refused.items(), key=_key):
-            told[f"{change.from_role} {change.to_role}"][f"refused_{reason}"] += count
-        return {roles: dict(counts) for roles, counts in told.items()}
+            counts_by_roles[f"{change.from_role} {change.to_role}"][f"refused_{reason}"] += count
+        return {roles: dict(counts) for roles, counts in counts_by_roles.items()}
 
     def _by_label(self) -> "Iterator[tuple[str, str, Counter[tuple[RoleChange, str]]]]":
         yield "role_switches_total", "outcome", Counter(self._counts)
@@ -255,7 +255,7 @@ class Registry:
 
     def _check(self, node: conductor_pb2.Node) -> None:
         if node.role not in ROLES:
-            raise JoinRefused(f"node {node.node_id!r} has role {node.role}, which this conductor does not know")
+            raise JoinRefused(f"node {node.node_id!r} has role {node.role}, unknown to this conductor's version")
         self._check_software(node)
         missing = [name for name in ("node_id", "target") if not getattr(node, name)]
         if ROLES[node.role] != "pool":
@@ -279,18 +279,20 @@ class Registry:
     def _check_software(self, node: conductor_pb2.Node) -> None:
         who = f"node {node.node_id!r}"
         problem = why_not_together(node.software, who, own_software(), "this conductor")
-        for told, node_ids in self._versions.items():
+        for version, node_ids in self._versions.items():
             other = min(node_ids - {node.node_id}, default="")
             if other and not problem:
-                problem = why_not_together(node.software, who, common_pb2.Software.FromString(told), f"node {other!r}")
+                problem = why_not_together(
+                    node.software, who, common_pb2.Software.FromString(version), f"node {other!r}"
+                )
         if problem:
             raise JoinRefused(problem)
 
     def _forget_version(self, node: conductor_pb2.Node) -> None:
-        told = node.software.SerializeToString()
-        self._versions[told].discard(node.node_id)
-        if not self._versions[told]:
-            del self._versions[told]
+        version = node.software.SerializeToString()
+        self._versions[version].discard(node.node_id)
+        if not self._versions[version]:
+            del self._versions[version]
 
 
 def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:

@@ -194,8 +194,8 @@ class ConductorService(ConductorServicer):
             found = await asyncio.to_thread(decisions.find, request.request_id)
         except OSError as error:
             await context.abort(grpc.StatusCode.INTERNAL, f"the decision log in {decisions.folder}: {error}")
-        told = {"log": str(decisions.folder), "remembered": remembered, **found.to_json()}
-        return common_pb2.JsonReply(json=json.dumps(told))
+        answer = {"log": str(decisions.folder), "remembered": remembered, **found.to_json()}
+        return common_pb2.JsonReply(json=json.dumps(answer))
 
     def _joined(self, member: JoinedNode, first: conductor_pb2.NodeReport) -> None:
         node = member.node

@@ -187,7 +187,7 @@ def _context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     if server:
-        context.num_tickets = 0  # nobody resumes, and a caller that only writes would not read them
+        context.num_tickets = 0  # sessions are not resumed, and a caller that only writes would not read the tickets
     try:
         context.load_verify_locations(files.ca)
     except ssl.SSLError as error:

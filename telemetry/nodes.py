@@ -165,7 +165,7 @@ class NodesCollector(Collector):
                     family.add_metric((*sample.labels, *series.label_values), value * series.scale)
             for name in names:
                 series = series_of(name)
-                assert series is not None  # no histogram is told otherwise
+                assert series is not None  # every histogram has a series
                 found = histograms.get(series.family) or histograms.setdefault(series.family, _histogram(series, name))
                 _add(found, (*sample.labels, *series.label_values), histogram_of(sample.counters, name))
         yield from families.values()

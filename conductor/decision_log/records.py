@@ -54,7 +54,7 @@ class Hashes:
 RECORD_VERSION = 1
 Record = dict[str, Any]
 _ASKS_AGAIN_S = 2.0  # frontends that may ask again after a rejection pause for at most a second
-_UNHEARD_S = 3600.0  # after its last decision: a request whose frontend died has nobody who tells its end
+_UNHEARD_S = 3600.0  # after its last decision a record is closed as unknown: its frontend may have died
 _MOST_OPEN = 1 << 16
 _MOST_IDS = 1 << 15  # of a prompt: 16 million tokens of 512 each
 _MOST_ATTEMPTS = 16  # kept per record: the first ones and the last

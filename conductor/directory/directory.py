@@ -45,7 +45,7 @@ class Matches(Mapping[str, Match]):
         self.roster = roster
         self.held = held
         self.longest = longest
-        self._items: dict[str, Match] | None = None  # the same by id, once somebody asked
+        self._items: dict[str, Match] | None = None  # the same by id, computed on demand
 
     def __getitem__(self, node: str) -> Match:
         return self._by_id()[node]

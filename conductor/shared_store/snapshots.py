@@ -173,7 +173,7 @@ class Snapshots:
         remove_unfinished(self.path)
         self._cluster_name = cluster_name
         self._directory = directory
-        self._last: Sequence[DumpedNode] = ()  # what the last snapshot told of
+        self._last: Sequence[DumpedNode] = ()  # nodes of the last snapshot
 
     async def restore(self, elsewhere: Sequence[SnapshotPointer]) -> dict[str, str]:
         """Restore the newest readable snapshot: the local file, or one that another conductor wrote.

@@ -23,26 +23,28 @@ class KnownTenants:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told: dict[str, tuple[float, frozenset[str]]] = {}  # when, and the tenants, the last one told last
+        self._reported: dict[
+            str, tuple[float, frozenset[str]]
+        ] = {}  # time and tenants by frontend, in order of last report
 
     def hear(self, frontend_id: str, tenants: Iterable[str]) -> None:
         """Record a frontend's tenants; an empty `frontend_id` means that it does not report them."""
         if not frontend_id:
             return
-        self._told.pop(frontend_id, None)
-        self._told[frontend_id] = self._clock(), frozenset(tenants)
-        if len(self._told) > _MOST:
-            del self._told[next(iter(self._told))]
+        self._reported.pop(frontend_id, None)
+        self._reported[frontend_id] = self._clock(), frozenset(tenants)
+        if len(self._reported) > _MOST:
+            del self._reported[next(iter(self._reported))]
 
     def problem_with(self, tenants: Sequence[str]) -> str:
         """Return why some tenants cannot occur here; "" if all can, or if no frontend has reported its tenants."""
         since_s = self._clock() - _MEMORY_S
-        told = {name: known for name, (at_s, known) in self._told.items() if at_s >= since_s}
-        known = frozenset().union(*told.values())
+        current = {name: known for name, (at_s, known) in self._reported.items() if at_s >= since_s}
+        known = frozenset().union(*current.values())
         strange = [tenant for tenant in tenants if tenant not in known]
-        if not told or not strange:
+        if not current or not strange:
             return ""
-        who = f"{', '.join(sorted(told)[:_SHOWN])}{' and others' if len(told) > _SHOWN else ''}"
+        who = f"{', '.join(sorted(current)[:_SHOWN])}{' and others' if len(current) > _SHOWN else ''}"
         if not known - {""}:
             return f"tenant {strange[0]!r} can never come: {who} ask for no API key, so that there is one tenant alone"
         some = ", ".join(sorted(known)[:_SHOWN])

@@ -77,7 +77,7 @@ class SloKeeper:
                 await self._round()
         except SharedStoreUnavailable as error:
             self._failed(error)
-            if not self._history:  # else it told what there is, and only took nothing in
+            if not self._history:  # otherwise it was readable and only a write failed
                 await self._begin_alone()
         self._task = asyncio.create_task(self._follow(), name="objectives")
 
@@ -100,7 +100,7 @@ class SloKeeper:
             await self._round()
             last = self._history[-1]
             if wanted.expect_version not in (None, last.version):
-                raise SloConflict(f"version {wanted.expect_version} was expected, and there is {last.told}")
+                raise SloConflict(f"version {wanted.expect_version} was expected, and there is {last.description}")
             before, record = record_from_text(last.content), wanted.record(self._history)
             changes = differences(before, record)
             strangers = wanted.strangers(before, record, self.known_tenants, self._core.policy.models())
@@ -110,7 +110,7 @@ class SloKeeper:
             origin = f"rollback to {wanted.rollback_to}" if wanted.rollback_to else "admin"
             made = self._next(last, record_text(record), wanted.author, wanted.reason, origin, wanted.peer)
             if not await self._store.put([made], after=last.version):
-                raise SloConflict(f"{last.told} was followed by another just now: look at it, and try again")
+                raise SloConflict(f"{last.description} was followed by another just now: look at it, and try again")
             self._go_by([*self._history, made])
             try:
                 await self._settle()
@@ -212,7 +212,9 @@ class SloKeeper:
         known = self._history or (await self._copied() if not stored else [])
         if known:
             last = known[-1]
-            log.warning("%s had lost what came after version %d: it gets %s", self._store.where, after, last.told)
+            log.warning(
+                "%s had lost what came after version %d: it gets %s", self._store.where, after, last.description
+            )
         first = self._next(
             None, record_text(self._settings.configured), "configuration", "first version", "configuration"
         )
@@ -235,7 +237,7 @@ class SloKeeper:
             log.warning(
                 "the configured objectives are not in force: %s is, which differs in %s; `moonpool slo set` makes a "
                 "new version, --slo-force has the configuration do so at each start",
-                last.told,
+                last.description,
                 "; ".join(drift),
             )
         self._is_compared = True
@@ -248,7 +250,7 @@ class SloKeeper:
         now, configured = self._core.policy.slo.record, self._settings.configured
         self._drift = [] if configured == SloRecord() else differences(now, configured)
         changes = "; ".join(differences(before, now)) or "as before"
-        log.info("objectives: %s is in force: %s", last.told, changes)
+        log.info("objectives: %s is in force: %s", last.description, changes)
         self.watch()
 
     async def _settle(self) -> None:
@@ -260,7 +262,7 @@ class SloKeeper:
             try:
                 await self._copy.keep(self._history)
                 self._copied_version, self._uncopied = last, ""
-            except SharedStoreError as error:  # tried again at each look, and told once
+            except SharedStoreError as error:  # retried at each poll, logged once
                 if str(error) != self._uncopied:
                     log.warning("cannot keep a local copy of the objectives: %s", error)
                     self._uncopied = str(error)

@@ -35,7 +35,7 @@ class SloVersion:
         return digest(self.content)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Readable description of the version."""
         return f"version {self.version} by {self.author} ({self.origin}: {self.reason})"
 
@@ -47,13 +47,13 @@ class SloVersion:
         """Parse a version. Raises SharedStoreRefused if it was changed or written by another program or version."""
         try:
             fields = json.loads(text)
-            told = fields.pop("digest")
+            stored_digest = fields.pop("digest")
             found = cls(**{name: fields[name] for name in cls.__slots__})
             texts = (found.content, found.author, found.reason, found.origin, found.peer)
             if not all(isinstance(each, str) for each in texts) or type(found.version) is not int or found.version < 1:
                 raise TypeError("a field is of another type")
             float(found.at_s)
-            if record_text(record_from_text(found.content)) != found.content or told != found.digest:
+            if record_text(record_from_text(found.content)) != found.content or stored_digest != found.digest:
                 raise ValueError("its content is not what its digest was made of")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ObjectivesError) as error:
             raise SharedStoreRefused(f"a version of the record of objectives cannot be read ({error})") from error

@@ -154,7 +154,7 @@ def run_overload(
                 load=load,
                 rate_per_s=rate or None,
                 processes=processes or os.cpu_count() or 1,
-                told=console.print,
+                on_progress=console.print,
                 progress=advance,
             )
         _show(found, json_file, plot, markdown)

@@ -22,10 +22,13 @@ class Capacity:
 
 
 def find_capacity(
-    spec: RunSpec, seeds: int, run: Callable[[list[RunSpec]], list[ServingRun]], told: Callable[[float, float], None]
+    spec: RunSpec,
+    seeds: int,
+    run: Callable[[list[RunSpec]], list[ServingRun]],
+    on_trial: Callable[[float, float], None],
 ) -> Capacity:
     """Find the capacity by bisection over rates, with admission mode "none" and the mean attainment of `seeds` seeds.
-    `told(rate, attainment)` is called after each trial.
+    `on_trial(rate, attainment)` is called after each trial.
 
     Raises BadSetting if not even one request in a thousand seconds meets its objectives.
     """
@@ -36,7 +39,7 @@ def find_capacity(
         runs = run([replace(base, seed=seed) for seed in range(seeds)])
         attainment = sum(one.outcome.attainment for one in runs) / seeds
         tried.append((rate, attainment))
-        told(rate, attainment)
+        on_trial(rate, attainment)
         return attainment >= ATTAINMENT
 
     low, high = _bracket(is_met)

@@ -88,7 +88,7 @@ class SimulatedCluster:
         """Place a request now, bypassing admission, to evaluate a rejection."""
         work = SimulatedRequest(job)
         self.works.append(work)
-        # The policy rejects nobody whose client has tokens already.
+        # The policy does not reject requests whose client has received tokens.
         self._schedule(work, replace(self._arrived(job), generated=1))
         return work
 

@@ -27,7 +27,7 @@ class SimulatedDecodeNode:
         self,
         node_id: str,
         context: SimulationContext,
-        tell: Callable[[NodeReported], object],
+        report: Callable[[NodeReported], object],
         over: Callable[[SimulatedRequest], None],
         prefilled: Callable[[SimulatedRequest], None],
     ) -> None:
@@ -36,7 +36,7 @@ class SimulatedDecodeNode:
         self.node_id = node_id
         self.into = SimulatedLink()
         self.free_tokens = settings.capacity_tokens
-        self.reporter = SimulatedReporter(node_id, clock, settings, self._held, tell)
+        self.reporter = SimulatedReporter(node_id, clock, settings, self._held, report)
         self._clock = clock
         self._settings = settings
         self._truth = context.costs

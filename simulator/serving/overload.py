@@ -81,7 +81,7 @@ def compare_modes(
     load: float,
     rate_per_s: float | None,
     processes: int,
-    told: Callable[[str], None],
+    on_progress: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> Overload:
     """Run every mode on the same `seeds` workloads, at `load` times the capacity, or at `rate_per_s` if given.
@@ -99,10 +99,12 @@ def compare_modes(
                 replace(spec, requests=min(spec.requests, _PROBE_REQUESTS)),
                 _PROBE_SEEDS,
                 lambda specs: run_all(specs, pool),
-                lambda rate, attainment: told(f"{rate:.2f} requests/s without rejection: {attainment:.1%} are good"),
+                lambda rate, attainment: on_progress(
+                    f"{rate:.2f} requests/s without rejection: {attainment:.1%} are good"
+                ),
             )
             rate_per_s = load * capacity.rate_per_s
-            told(f"capacity {capacity.rate_per_s:.2f} requests/s; running at {rate_per_s:.2f}")
+            on_progress(f"capacity {capacity.rate_per_s:.2f} requests/s; running at {rate_per_s:.2f}")
         spec = replace(spec, rate_per_s=rate_per_s)
         specs = [replace(with_mode(spec, mode), seed=seed) for seed in range(seeds) for mode in modes]
         found = run_all(specs, pool, progress)

@@ -25,7 +25,7 @@ class SimulatedPrefillNode:
         context: SimulationContext,
         pools: SimulatedPools,
         decode_nodes: Mapping[str, SimulatedDecodeNode],
-        tell: Callable[[NodeReported], object],
+        report: Callable[[NodeReported], object],
         prefilled: Callable[[SimulatedRequest], None],
     ) -> None:
         """`pool_id`: its host's pool node. `prefilled(work)` is called when the first token is generated."""
@@ -35,7 +35,7 @@ class SimulatedPrefillNode:
         self.out, self.into, self.memory, self.ssd = SimulatedLink(), SimulatedLink(), SimulatedLink(), SimulatedLink()
         self.hosts: Mapping[str, SimulatedPrefillNode] = {}  # by their pool nodes
         self.others: Mapping[str, SimulatedPrefillNode] = {}  # by their own names
-        self.reporter = SimulatedReporter(node_id, clock, settings, self._held, tell)
+        self.reporter = SimulatedReporter(node_id, clock, settings, self._held, report)
         self._clock = clock
         self._settings = settings
         self._truth = context.costs

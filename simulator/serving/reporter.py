@@ -17,13 +17,13 @@ class SimulatedReporter:
         clock: VirtualClock,
         settings: ServingSettings,
         held: Callable[[], tuple[Held, ...]],
-        tell: Callable[[NodeReported], object],
+        send: Callable[[NodeReported], object],
     ) -> None:
-        """`held()`: requests that the node holds. `tell(report)` is called when a report reaches the conductor."""
+        """`held()`: requests that the node holds. `send(report)` is called when a report reaches the conductor."""
         self._node_id = node_id
         self._clock = clock
         self._held = held
-        self._tell = tell
+        self._send = send
         self._every_ns = round(settings.report_every_s * NS)
         self._coalesce_ns = round(settings.coalesce_s * NS)
         self._network_ns = round(settings.network_s * NS)
@@ -75,4 +75,4 @@ class SimulatedReporter:
         self._later(self._every_ns)
 
     def _tell_of(self, report: NodeReported) -> None:
-        self._tell(report)
+        self._send(report)

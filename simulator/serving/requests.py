@@ -128,7 +128,7 @@ class RequestEnd(StrEnum):
 
     FINISHED = "finished"
     REJECTED = "rejected"  # at arrival
-    WITHHELD = "withheld"  # after its prefill, which was in vain: nobody saw its first token
+    WITHHELD = "withheld"  # after its prefill, which was wasted: the first token was not delivered
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,7 @@ class ServingSettings:
     decode_nodes: int = 8
     ttft_objective_s: float = 30.0
     tbt_objective_s: float = 0.1
-    max_new_tokens: int = 2048  # what every client allows; how long its answer will be nobody knows
+    max_new_tokens: int = 2048  # allowed by every client; actual answer lengths are unknown to the policy
     capacity_tokens: int = 1_000_000  # KV pages of a node, in tokens
     max_batch: int = 256
     chunk_tokens: int = 8192
