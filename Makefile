@@ -36,7 +36,7 @@ help:
 	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
 	@echo "make format  apply the formatter and the safe fixes"
 	@echo "make proto   generate Python from proto/"
-	@echo "make chart   what of the Helm chart is made from settings and values: schema, table, golden renders"
+	@echo "make chart   generated files of the deployment: schemas, the chart's table, golden renders"
 	@echo "make train   train the bundled model again, TRAIN_STEPS=$(TRAIN_STEPS), into out/model"
 	@echo "make bench   run every benchmark"
 	@echo "make clients the openai, aiperf, guidellm and lm-eval clients against a live cluster; installs them in .clients"

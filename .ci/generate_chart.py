@@ -1,5 +1,6 @@
-"""Generation of the derived parts of the Helm chart: `generate_chart.py write | check`.
+"""Generated files of the deployment, written or checked: `generate_chart.py write | check`.
 
+From all settings: deploy/cluster.schema.json, the JSON Schema of the configuration file. The rest is the Helm chart's.
 From the roles' settings: the part `config` of values.schema.json. From values.yaml and its comments: the table of
 README.md. From all of it: the golden renders of the examples, tests/deploy/golden, which a change is reviewed by.
 """
@@ -17,10 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 
 from moonpool.config import ServeConfig, Setting, all_settings, composite_settings  # noqa: E402
+from moonpool.config.schema import file_schema, setting_schema  # noqa: E402
 from moonpool.config.serve import RuntimeSettings, SupervisorSettings  # noqa: E402
-from settings.keys import group_settings, parse_size  # noqa: E402
+from settings.keys import group_settings  # noqa: E402
 
 CHART = ROOT / "deploy" / "helm" / "moonpool"
+CLUSTER_SCHEMA = ROOT / "deploy" / "cluster.schema.json"
 GOLDEN = ROOT / "tests" / "deploy" / "golden"
 KUBERNETES = "v1.32.0"
 # What the chart says itself, by its own values.
@@ -44,7 +47,6 @@ OWN = {
     *("prefill_nodes", "decode_nodes", "aggregated", "pool_nodes", "conductors"),
 }
 _SERVE_ONLY = {*group_settings(SupervisorSettings), *group_settings(RuntimeSettings)}
-_TYPES = {int: "integer", float: "number", bool: "boolean"}
 _BEFORE = "The chart's values. Made from values.yaml"
 
 
@@ -56,21 +58,8 @@ def settable() -> dict[str, Setting]:
 
 def config_schema() -> dict[str, Any]:
     """JSON schema of `config`."""
-    properties = {name: _key_schema(declared) for name, declared in sorted(settable().items())}
+    properties = {name: setting_schema(declared) for name, declared in sorted(settable().items())}
     return {"type": "object", "additionalProperties": False, "properties": properties}
-
-
-def _key_schema(declared: Setting) -> dict[str, Any]:
-    schema: dict[str, Any] = {"description": declared.key.help}
-    if declared.kind is tuple:
-        return {**schema, "type": "array", "items": {"type": "string"}}
-    schema["type"] = _TYPES.get(declared.kind, "string")
-    if declared.key.parse is parse_size:
-        return {**schema, "type": ["integer", "string"]}
-    if declared.choices:
-        schema["enum"] = list(declared.choices)
-    bounds = {"minimum": declared.key.low, "maximum": declared.key.high}
-    return schema | {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 def schema_text() -> str:
@@ -145,6 +134,7 @@ def golden_texts() -> Iterator[tuple[Path, str]]:
 
 def made() -> Iterator[tuple[Path, str]]:
     """Every file that this makes, with what should be in it; the order matters, as renders use the schema."""
+    yield CLUSTER_SCHEMA, json.dumps(file_schema(), indent=2) + "\n"
     yield CHART / "values.schema.json", schema_text()
     yield CHART / "README.md", readme_text()
     yield from golden_texts()

@@ -175,18 +175,26 @@ def keys_declared_twice(modules: list[Module]) -> list[str]:
             fields = [
                 item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
             ]
-            own = {_field(item) for item in fields if re.search(r"\bKey\(", ast.unparse(item.annotation))}
-            keys |= {_without_unit(name) for name in own}
+            own = {_field(item): _key(item) for item in fields if re.search(r"\bKey\(", ast.unparse(item.annotation))}
+            keys |= set(own.values())
             if own or node.name.endswith(("Config", "Settings", "Options")):
                 for item in fields:
                     if not re.search(r"ClassVar|Config\b|Settings\b|Options\b", ast.unparse(item.annotation)):
-                        declared[_without_unit(_field(item))].add(f"{module.name}.{node.name}")
+                        name = _field(item)
+                        for key in {own[name]} if name in own else {name, _without_unit(name)}:
+                            declared[key].add(f"{module.name}.{node.name}")
     return [f"{key}: {', '.join(sorted(declared[key]))}" for key in sorted(keys) if len(declared[key]) > 1]
 
 
 def _field(item: ast.AnnAssign) -> str:
     assert isinstance(item.target, ast.Name)
     return item.target.id
+
+
+def _key(item: ast.AnnAssign) -> str:
+    """Return the YAML key of a field annotated with a `Key`: its name without the unit that the `Key` names."""
+    unit = re.search(r"\bunit='(\w+)'", ast.unparse(item.annotation))
+    return _field(item).removesuffix(f"_{unit[1]}") if unit else _field(item)
 
 
 def _without_unit(name: str) -> str:

@@ -1,9 +1,14 @@
 """`moonpool serve`: checks everything that can be checked, then runs the cluster until it is told to stop."""
 
 import asyncio
+import json
 import shutil
+from typing import Annotated
 
-from moonpool.config import ServeConfig, all_settings
+import typer
+
+from moonpool.config import ServeConfig, Setting, all_settings
+from moonpool.config.schema import file_schema
 from moonpool.errors import ConfigError
 from moonpool.model_files import check_model_folder, check_paced_profile
 from moonpool.runtime.choice import chosen_runtime
@@ -34,17 +39,28 @@ def serve(config: ServeConfig) -> int:
     return 0
 
 
-def config_keys() -> None:
+def config_keys(
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the file's JSON Schema, for editors, instead.", show_default=False)
+    ] = False,
+) -> None:
     """Print a configuration file with every key, its default and its meaning; save it, and uncomment what you change.
 
     Example: moonpool config > cluster.yaml
     """
-    panel = ""
-    for declared in all_settings().values():
-        if declared.panel != panel:
-            panel = declared.panel
-            print(f"\n## {panel}")
-        choices = f" ({', '.join(declared.key.choices)})" if declared.key.choices else ""
-        is_plain = declared.key.default_text is None and declared.default not in (None, "", ())
-        value = declared.default_text if is_plain else f" # default: {declared.default_text}"
-        print(f"# {declared.key.help}{choices}\n# {declared.name}: {value}")
+    if schema:
+        print(json.dumps(file_schema(), indent=2))
+        return
+    settings = all_settings().values()
+    for panel in dict.fromkeys(declared.panel for declared in settings):
+        print(f"\n## {panel}")
+        for declared in settings:
+            if declared.panel == panel:
+                print(_commented(declared))
+
+
+def _commented(declared: Setting) -> str:
+    choices = f" ({', '.join(declared.choices)})" if declared.choices else ""
+    is_plain = declared.key.default_text is None and declared.default not in (None, "", ())
+    value = declared.default_text if is_plain else f" # default: {declared.default_text}"
+    return f"# {declared.key.help}{choices}\n# {declared.name}: {value}"

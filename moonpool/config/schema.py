@@ -1,0 +1,69 @@
+"""JSON Schema of the configuration file, for editors, and of single settings, for the Helm chart."""
+
+from pathlib import Path
+from typing import Any
+
+from moonpool.config.models import ModelEntry, model_settings
+from moonpool.config.roles import all_settings
+from settings.keys import Setting, parse_size
+
+_TYPES = {int: "integer", float: "number", bool: "boolean"}
+
+
+def setting_schema(declared: Setting) -> dict[str, Any]:
+    """Schema of one setting's value: type, choices and range."""
+    schema: dict[str, Any] = {"description": declared.key.help}
+    if declared.kind is tuple:
+        return {**schema, "type": "array", "items": {"type": "string"}}
+    schema["type"] = _TYPES.get(declared.kind, "string")
+    if declared.key.parse is parse_size:
+        return {**schema, "type": ["integer", "string"]}
+    if declared.choices:
+        schema["enum"] = list(declared.choices)
+    bounds = {"minimum": declared.key.low, "maximum": declared.key.high}
+    return schema | {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def file_schema() -> dict[str, Any]:
+    """Schema of the whole file (JSON Schema, draft 2020-12)."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Configuration of Moonpool",
+        **_mapping({name: _value_schema(declared) for name, declared in all_settings().items()}),
+    }
+
+
+def _mapping(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _value_schema(declared: Setting) -> dict[str, Any]:
+    """Schema of a value in the file, with the default and the further forms that the file may have."""
+    if declared.key.item is ModelEntry:
+        entries = {"type": "array", "items": {"anyOf": [{"type": "string"}, _model_schema()]}}
+        return {"description": declared.key.help, **entries}
+    schema = setting_schema(declared)
+    schema["description"] += f" [default: {declared.default_text}]"
+    if isinstance(declared.default, bool | int | float | str) and declared.default != "":
+        schema["default"] = declared.default
+    if "off" in declared.choices:
+        schema["enum"].append(False)  # YAML 1.1 reads a bare off as false
+        schema["type"] = [schema["type"], "boolean"]
+    if declared.kind is tuple:
+        return {"anyOf": [schema, {"type": "string"}], "description": schema.pop("description")}
+    if declared.optional or isinstance(declared.default, Path):
+        schema["type"] = [*([kind] if isinstance(kind := schema["type"], str) else kind), "null"]
+        if "enum" in schema:
+            schema["enum"].append(None)
+    return schema
+
+
+def _model_schema() -> dict[str, Any]:
+    names = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}
+    own = {
+        "name": {"type": "string", "description": "Name of the model in requests [default: the folder's name]"},
+        "path": {"type": "string", "description": "Hugging Face folder of the model"},
+        "aliases": {**names, "description": "Further names that requests may use"},
+    }
+    settings = {name: setting_schema(declared) for name, declared in model_settings().items()}
+    return {**_mapping(own | settings), "required": ["path"]}
