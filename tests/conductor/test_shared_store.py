@@ -201,14 +201,14 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
 async def test_a_conductor_that_shares_nothing_reports_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
     following = DirectoryUpdater()
     config = assemble(ConductorConfig, listen="unix:/nowhere", shared_ttl_s=0.01)
-    continuity = Persistence(config, SharedStoreConnection(None, incarnation=1), following, Registry())
-    continuity.start()
-    (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "continuity")
+    persistence = Persistence(config, SharedStoreConnection(None, incarnation=1), following, Registry())
+    persistence.start()
+    (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "persistence")
     await asyncio.wait([task], timeout=30)
     assert task.done()
     await asyncio.sleep(0)  # its callbacks
     assert [record.getMessage() for record in caplog.records] == []
-    await continuity.close()
+    await persistence.close()
     await following.close()
 
 
@@ -240,10 +240,10 @@ async def test_a_call_to_redis_that_swallows_a_cancellation_holds_up_no_stop(
     following = DirectoryUpdater()
     config = assemble(ConductorConfig, listen="unix:/nowhere", redis_url=start_redis().url(), shared_refresh_s=0.01)
     contact = await connect_shared_store(config)
-    continuity = Persistence(config, contact, following, Registry())
-    continuity.start()
+    persistence = Persistence(config, contact, following, Registry())
+    persistence.start()
     await asyncio.wait_for(asked.wait(), 30)
-    await asyncio.wait_for(continuity.close(), 30)
+    await asyncio.wait_for(persistence.close(), 30)
     assert calls == 1
     await following.close()
     await contact.close()
