@@ -542,7 +542,7 @@ def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:
         SsdConfig(
             dir=folder,
             nbytes=config.limits.ssd_nbytes,
-            node_id=config.node_id,
+            owner_id=config.node_id,
             read_depth=config.pool.pool_ssd_depth,
             write_depth=config.pool.pool_ssd_depth,
         )

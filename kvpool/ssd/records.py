@@ -35,7 +35,7 @@ class SsdConfig:
     dir: Path
     nbytes: int
     """Space for extents, preallocated when the store opens. May change between runs: what ends beyond it is lost."""
-    node_id: str
+    owner_id: str
     cluster: str = ""
     """Another cluster's folder, or another node's, is refused."""
     segment_nbytes: int = 1 << 30
@@ -52,7 +52,7 @@ class SsdConfig:
             raise SsdFolderError(f"the SSD tier's size is {self.nbytes} bytes: expected a positive multiple of 4096")
         if self.segment_nbytes < PAGE_NBYTES or self.segment_nbytes % PAGE_NBYTES:
             raise SsdFolderError(f"segment_nbytes is {self.segment_nbytes}: expected a positive multiple of 4096")
-        if not self.node_id:
+        if not self.owner_id:
             raise SsdFolderError("the SSD tier needs the pool node's id")
         for name in ("read_depth", "write_depth"):
             if not 1 <= getattr(self, name) <= 256:

@@ -189,7 +189,7 @@ def recover(config: SsdConfig, disk: Disk) -> RecoveredJournal:
         _set_aside(config, disk, found)
         return found
     for what, theirs, ours in (
-        ("node", found.header.node_id, config.node_id),
+        ("node", found.header.node_id, config.owner_id),
         ("cluster", found.header.cluster, config.cluster),
     ):
         if theirs != ours:

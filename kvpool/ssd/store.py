@@ -72,7 +72,7 @@ class SsdStore:
         self.config = config
         self._disk, self._lock_fd = disk, lock_fd
         found = recover(config, disk)
-        header = found.header or JournalHeader(config.node_id, config.cluster, config.segment_nbytes)
+        header = found.header or JournalHeader(config.owner_id, config.cluster, config.segment_nbytes)
         self._segments = Segments(disk, config.dir, header.segment_nbytes, config.nbytes)
         try:
             extents = extents_within(found, self._segments)

@@ -108,7 +108,7 @@ def open_store(ssd_path: Path) -> Iterator[Callable[..., SsdStore]]:
 
     def start(path: Path | None = None, disk: Disk | None = None, **fields: Any) -> SsdStore:
         fields = {"nbytes": 64 * PAGE, "segment_nbytes": 16 * PAGE, "min_journal_nbytes": 1 << 16, **fields}
-        config = SsdConfig(path or ssd_path, node_id=fields.pop("node_id", "node"), **fields)
+        config = SsdConfig(path or ssd_path, owner_id=fields.pop("owner_id", "node"), **fields)
         opened.append(SsdStore.open(config, disk or UnsyncedDisk()))
         return opened[-1]
 

@@ -72,7 +72,7 @@ def test_a_folder_in_use_names_its_holder(open_store: Open) -> None:
         open_store()
 
 
-@pytest.mark.parametrize("field", [{"node_id": "other"}, {"cluster": "other"}])
+@pytest.mark.parametrize("field", [{"owner_id": "other"}, {"cluster": "other"}])
 def test_another_nodes_or_clusters_folder_is_refused_and_left_alone(
     open_store: Open, ssd_path: Path, filled: dict[str, bytes], field: dict[str, str]
 ) -> None:
@@ -145,7 +145,7 @@ def test_the_space_may_grow_and_shrink_between_runs(open_store: Open, blocks: An
         {"nbytes": 0},
         {"nbytes": 5000},
         {"segment_nbytes": 100},
-        {"node_id": ""},
+        {"owner_id": ""},
         {"read_depth": 0},
         {"write_depth": 999},
     ],
@@ -153,7 +153,7 @@ def test_the_space_may_grow_and_shrink_between_runs(open_store: Open, blocks: An
 )
 def test_impossible_configurations_are_refused(ssd_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(SsdFolderError, match=r"expected|needs"):
-        SsdConfig(**{"dir": ssd_path, "nbytes": 4096, "node_id": "node", **fields})
+        SsdConfig(**{"dir": ssd_path, "nbytes": 4096, "owner_id": "node", **fields})
 
 
 def test_what_is_on_the_ssd_can_be_read_by_its_user_alone(filled: dict[str, bytes], ssd_path: Path) -> None:
