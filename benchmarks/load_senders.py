@@ -27,10 +27,10 @@ import uvloop
 
 from loadtest.http import allow_many_connections
 from loadtest.plan import PlannedRequest
-from loadtest.sender import Load, Tally
+from loadtest.sender import LoadPlan, SendTally
 from loadtest.senders import open_senders, send_watched, start_soon
 from loadtest.server import ServerInfo
-from loadtest.validity import Evidence
+from loadtest.validity import ValidityEvidence
 
 PROMPT_TOKENS = 256
 SHORT, LONG = 2, 130
@@ -82,21 +82,21 @@ def serve(port: Connection) -> None:
         runner.run(run())
 
 
-def load_of(port: int, count: int, tokens: int, *, rate: float = float("inf"), limit: int | None = None) -> Load:
+def load_of(port: int, count: int, tokens: int, *, rate: float = float("inf"), limit: int | None = None) -> LoadPlan:
     """So many requests, evenly at a rate."""
     prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
     requests = [PlannedRequest(i, i / rate, prompt, (), tokens, 0.0, i, False) for i in range(count)]
-    return Load(ServerInfo(f"http://127.0.0.1:{port}", "m"), requests, 120.0, limit=limit)
+    return LoadPlan(ServerInfo(f"http://127.0.0.1:{port}", "m"), requests, 120.0, limit=limit)
 
 
-def send(load: Load, senders: int) -> tuple[Evidence, float, float]:
+def send(load: Load, senders: int) -> tuple[ValidityEvidence, float, float]:
     """Return (the answers, seconds, this process's CPU seconds)."""
 
-    async def run() -> tuple[Evidence, float, float]:
+    async def run() -> tuple[ValidityEvidence, float, float]:
         async with open_senders(load, senders) as opened:
             start, used = start_soon(), time.process_time()
             evidence = await send_watched(
-                opened, load, start=start, stop=asyncio.Event(), tally=Tally(len(load.requests))
+                opened, load, start=start, stop=asyncio.Event(), tally=SendTally(len(load.requests))
             )
             return evidence, time.monotonic() - start, time.process_time() - used
 

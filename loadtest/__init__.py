@@ -1,4 +1,4 @@
-"""Replays request traces against a live server: open-loop load, verification of the answers, reports."""
+"""Replay of request traces against a live server: open-loop load, verification of the answers, reports."""
 
 from loadtest.config import ReplayConfig
 from loadtest.errors import (

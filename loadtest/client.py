@@ -1,8 +1,6 @@
-"""What is sent to an OpenAI-compatible route and what is read from the events of its answer. Pure.
+"""Client of one completion request: request bodies, parsing of stream events, and sending over HTTP.
 
-A dialect is a small value that can be pickled: it goes to the processes that send.
-
-One completion request over HTTP: sends it, follows its event stream, writes down what happened in its record.
+A dialect defines the body and the parsing. It is a small picklable value, because it is passed to sender processes.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from typing import Any, Protocol
 import aiohttp
 
 from loadtest.errors import StreamFailed
-from loadtest.http import EventStream, RetryPolicy, mended
+from loadtest.http import RetryPolicy, SseParser, without_surrogates
 from loadtest.plan import PlannedRequest
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.server import ServerInfo, error_message
 
 _SHOWN = 200
@@ -33,7 +31,7 @@ class Dialect(Protocol):
         """The route, such as /v1/completions."""
 
     def body(self, request: PlannedRequest, *, model: str, cache_salt: str) -> dict[str, Any]:
-        """What is posted."""
+        """Return the request body."""
 
     def take_choice(self, choice: dict[str, Any], now: float, record: RequestRecord, request: PlannedRequest) -> None:
         """Put one choice of an event that came at `now` into `record`. Raises StreamFailed."""
@@ -164,12 +162,12 @@ class CompletionClient:
                 if wait_s is None or self._clock() + wait_s >= deadline_s:
                     return
                 # The wait is part of a request that may yet be answered.
-                record.outcome = Outcome.UNFINISHED
+                record.outcome = SendOutcome.UNFINISHED
                 await asyncio.sleep(wait_s)
                 record.reason = ""
         finally:
             record.end_s = self._clock()
-            record.text, record.reason = mended(record.text), mended(record.reason)
+            record.text, record.reason = without_surrogates(record.text), without_surrogates(record.reason)
 
     def body(self, request: PlannedRequest, *, cache_salt: str) -> bytes:
         """The request's JSON."""
@@ -185,23 +183,23 @@ class CompletionClient:
                     await self._refused(response, record)
                 else:
                     await self._follow(response, record, request)
-                    record.outcome = Outcome.COMPLETED
+                    record.outcome = SendOutcome.COMPLETED
         except StreamFailed as error:
-            record.outcome, record.reason = Outcome.FAILED, str(error)
+            record.outcome, record.reason = SendOutcome.FAILED, str(error)
         except TimeoutError:
-            record.outcome, record.reason = Outcome.FAILED, f"no end of the answer within {self._timeout_s:g} s"
+            record.outcome, record.reason = SendOutcome.FAILED, f"no end of the answer within {self._timeout_s:g} s"
         except aiohttp.ClientConnectorError as error:
-            record.outcome, record.reason = Outcome.FAILED, f"no connection ({error.strerror})"
+            record.outcome, record.reason = SendOutcome.FAILED, f"no connection ({error.strerror})"
         except (aiohttp.ClientError, ConnectionError) as error:
-            record.outcome, record.reason = Outcome.FAILED, f"connection lost ({type(error).__name__})"
+            record.outcome, record.reason = SendOutcome.FAILED, f"connection lost ({type(error).__name__})"
 
     def _wait_s(self, record: RequestRecord) -> float | None:
-        if record.outcome is not Outcome.REJECTED or self._retry is None:
+        if record.outcome is not SendOutcome.REJECTED or self._retry is None:
             return None
         return self._retry.wait_s(attempts=record.attempts, retry_after_s=record.retry_after_s, seed=record.seed)
 
     async def _follow(self, response: aiohttp.ClientResponse, record: RequestRecord, request: PlannedRequest) -> None:
-        stream, usage = EventStream(), None
+        stream, usage = SseParser(), None
         async for chunk in response.content.iter_any():
             now = self._clock()
             for data in stream.feed(chunk):
@@ -214,9 +212,9 @@ class CompletionClient:
     async def _refused(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
         text = (await response.content.read(64 << 10)).decode("utf-8", "replace")
         record.reason = f"HTTP {response.status}: {error_message(text)}"
-        record.outcome = Outcome.FAILED
+        record.outcome = SendOutcome.FAILED
         if response.status == 429:
-            record.outcome = Outcome.REJECTED
+            record.outcome = SendOutcome.REJECTED
             record.retry_after_s = _seconds(response.headers.get("Retry-After"))
 
 

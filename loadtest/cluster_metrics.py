@@ -1,7 +1,4 @@
-"""The cluster's own account of the replay: what is kept of /metrics. Pure; polling is in loadtest/cluster_metrics.py.
-
-Polls /metrics while a replay runs.
-"""
+"""Metrics of the cluster during a replay: polling of /metrics and the history kept of it."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ def _counter_of(name: str, labels: Mapping[str, str]) -> str:
 
 @dataclass
 class ClusterHistory:
-    """What was polled, with counters summed over nodes as increases since the first sample.
+    """History of the polled metrics; counters are summed over nodes as increases since the first sample.
 
     A counter that fell belongs to a node that was restarted and counts from 0 again.
     """
@@ -90,7 +87,7 @@ class ClusterHistory:
         self.increases.append(totals)
 
     def increase(self, counter: str) -> int:
-        """By how much the counter grew since the first sample."""
+        """Return the increase of the counter since the first sample."""
         return int(self.increases[-1].get(counter, 0)) if self.increases else 0
 
     @property

@@ -26,7 +26,7 @@ def _not_negative(value: float) -> bool:
 
 
 def is_http(url: str) -> bool:
-    """Whether this is the address of an HTTP server."""
+    """Return True if this is the address of an HTTP server."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0

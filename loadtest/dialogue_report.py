@@ -1,9 +1,4 @@
-"""From turns to the figures of dialogues.json. Pure.
-
-The report of a run of dialogues: files, table, and the page with its pictures.
-
-The dialogues' report as one HTML page: figures and pictures by turn; no script, nothing loaded from elsewhere.
-"""
+"""Report of a run of dialogues: figures from turns, files, and the table on the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ from loadtest import figures as say
 from loadtest.dialogue_config import DialogueConfig
 from loadtest.dialogue_turns import TurnRecord, share_cached, share_of_history
 from loadtest.errors import OutputUnwritable
-from loadtest.record import Outcome
+from loadtest.record import SendOutcome
 from loadtest.report import finite
 from loadtest.summary import percentiles, reasons
 from loadtest.verify import Verification
@@ -53,7 +48,7 @@ def summarise_dialogues(
         "dialogues": len({t.dialogue for t in turns}),
         "planned_turns": config.num_dialogues * config.turns,
         "turns": len(turns),
-        **{outcome.value: ended[outcome] for outcome in Outcome},
+        **{outcome.value: ended[outcome] for outcome in SendOutcome},
         "prompt_tokens": sum(t.request.prompt_tokens for t in completed),
         "cached_tokens": sum(t.request.cached_tokens for t in completed),
         "output_tokens": sum(t.request.output_tokens for t in completed),
@@ -94,7 +89,7 @@ def by_turn(turns: Sequence[TurnRecord]) -> list[dict[str, Any]]:
 
 
 def last_line(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """What a script wants to know, as the last line of output."""
+    """Return the figures for scripts, printed as the last line of output."""
     return {name: figures[name] for name in _LAST_LINE}
 
 
@@ -110,7 +105,7 @@ _ROWS = 12
 
 @dataclass(frozen=True)
 class DialogueReport:
-    """What was found. `figures`: the keys of dialogues.json."""
+    """Results of a run of dialogues. `figures`: the keys of dialogues.json."""
 
     out: Path
     figures: dict[str, Any]
@@ -118,7 +113,7 @@ class DialogueReport:
 
     @property
     def ok(self) -> bool:
-        """Whether turns were completed, none failed or was given up, and no wrong token was found."""
+        """True if turns were completed, none failed or was rejected, and no wrong token was found."""
         f = self.figures
         return bool(f["completed"]) and not (f["failed"] or f["rejected"] or f["wrong_tokens"])
 

@@ -1,4 +1,4 @@
-"""A run of dialogues, from plan to report: the thin shell around its parts."""
+"""Run of dialogues, from plan to report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loadtest.report import check_writable
 from loadtest.server import ServerInfo, check_tokenizer, discover
 from loadtest.tokens import ModelTokens, load_model_tokens
 from loadtest.validity import clock_from
-from loadtest.verify import Reference, Verification, choose_sample, load_reference, told, verify_records
+from loadtest.verify import Reference, Verification, choose_sample, load_reference, paced_notice, verify_records
 
 _ASK_DEADLINE_S = 15.0
 _REFRESH_S = 0.25
@@ -54,7 +54,7 @@ def run(config: DialogueConfig, console: Console | None = None) -> DialogueRepor
 
 @dataclass
 class _Live:
-    """What the dialogues left."""
+    """Results of the dialogues."""
 
     server: ServerInfo
     reference: Reference | None
@@ -85,7 +85,7 @@ async def _live(config: DialogueConfig, tokens: ModelTokens, display: ProgressDi
             async with background(_show(config, common, display)):
                 await _all(config, common, tokens, stop)
             _tell(config, common, display)
-    notices = [*told(server.stand_ins), *([notice] if notice else [])]
+    notices = [*paced_notice(server.stand_ins), *([notice] if notice else [])]
     return _Live(server, reference, common.records, notices, stop.is_set())
 
 
@@ -134,11 +134,11 @@ def _reference(config: DialogueConfig, server: ServerInfo) -> Reference:
 def _verify(config: DialogueConfig, reference: Reference, live: _Live, display: ProgressDisplay) -> Verification:
     """Re-score a sample of the answers, each given the prompt that the server says it had."""
     records = [turn.request for turn in live.turns if turn.completed]
-    told = [record for record in records if record.prompt_ids and record.token_ids]
-    if len(told) < len(records):
-        missing = len(records) - len(told)
+    checkable = [record for record in records if record.prompt_ids and record.token_ids]
+    if len(checkable) < len(records):
+        missing = len(records) - len(checkable)
         live.notices.append(f"{missing} answers came without prompt_token_ids and token_ids and cannot be re-scored")
-    sample = choose_sample(told, config.verify_sample, seed=config.seed)
+    sample = choose_sample(checkable, config.verify_sample, seed=config.seed)
     prompts = {record.index: np.array(record.prompt_ids, np.int32) for record in sample}
     result = Verification(tolerance=config.verify_tolerance)
     try:

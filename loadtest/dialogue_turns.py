@@ -1,9 +1,7 @@
-"""What is said in dialogues, how long and when: determined by the seed and the dialogue's number. Pure but for the
-tokenizer.
+"""Turns of dialogues: their plan, their records, and the run of one dialogue.
 
-What is kept of one turn: the request's record, and its place in the dialogue.
-
-One dialogue: every question waits for the answer before it, and every answer becomes history.
+The plan (texts, lengths, times) is determined by the seed and the dialogue's number. Every question waits for the
+answer before it, and every answer becomes history.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from loadtest.dialogue_config import DialogueConfig
 from loadtest.errors import StreamFailed
 from loadtest.http import RetryPolicy
 from loadtest.plan import PlannedRequest
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.server import ServerInfo
 from loadtest.tokens import block_text
 
@@ -33,7 +31,7 @@ _SYSTEM = -1
 
 
 class Cutter(Protocol):
-    """What the plan needs of a tokenizer."""
+    """Interface of the tokenizer that the plan uses."""
 
     def cut(self, text: str, num_tokens: int) -> str:
         """The beginning of a text that has `num_tokens` tokens."""
@@ -99,8 +97,8 @@ class TurnRecord:
 
     @property
     def completed(self) -> bool:
-        """Whether the whole answer came."""
-        return self.request.outcome is Outcome.COMPLETED
+        """True if the answer is complete."""
+        return self.request.outcome is SendOutcome.COMPLETED
 
     @property
     def dropped_messages(self) -> int:
@@ -140,7 +138,7 @@ _AROUND_A_TURN = 32
 
 @dataclass(frozen=True)
 class Talk:
-    """What all dialogues of a run share. `max_model_len` 0: a dialogue is not ended before the server refuses it."""
+    """Context shared by all dialogues of a run. `max_model_len` 0: a dialogue ends only when the server rejects it."""
 
     session: aiohttp.ClientSession
     server: ServerInfo
@@ -220,7 +218,7 @@ async def talk(common: Talk, dialogue: int, system: str, turns: Iterable[Planned
             retry=RetryPolicy(),
         )
         await client.send(_request(record), record, cache_salt=common.cache_salt)
-        if record.outcome is not Outcome.COMPLETED:
+        if record.outcome is not SendOutcome.COMPLETED:
             return
         messages.append({"role": "assistant", "content": record.text})
         history = record.prompt_tokens + record.output_tokens

@@ -1,18 +1,18 @@
-"""Errors of the package replay.
+"""Errors of the package.
 
 ReplayError
-├── SettingInvalid      a setting is out of its range; names the flag
-├── TokenizerUnusable   the model folder has no tokenizer that prompts can be made with
+├── SettingInvalid      a setting is out of range; names the flag
+├── TokenizerUnusable   the model folder has no usable tokenizer
 ├── PromptPlanError     the trace cannot be turned into prompts with these settings
-├── DatasetUnusable     a file of prompts cannot be read, or not as what it was called
-├── ServerUnusable      the server at --url does not answer, or is not what the replay needs
-│   ├── ServerUnreachable   nothing answers there
-│   └── TokenizerMismatch   it has another tokenizer than the one at hand
+├── DatasetUnusable     a file of prompts cannot be read or has the wrong format
+├── ServerUnusable      the server at --url does not answer or is unsuitable
+│   ├── ServerUnreachable   no server answers at --url
+│   └── TokenizerMismatch   the server's tokenizer differs from the local one
 ├── OutputUnwritable    the report's folder cannot be written
-├── SenderUnusable      a sending process did not come up
+├── SenderUnusable      a sender process did not start
 ├── VerificationError   the answers cannot be re-scored (no token ids, another model, no engine model)
-└── StreamFailed        one answer ended in an error or not as it should; becomes the reason in its RequestRecord
-    └── MalformedStream its bytes are not an event stream
+└── StreamFailed        an answer ended in an error or is malformed; becomes the reason in its RequestRecord
+    └── MalformedStream the bytes are not an event stream
 """
 
 from __future__ import annotations

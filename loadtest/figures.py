@@ -1,7 +1,4 @@
-"""How figures are written for people: units, rounding, and the rows of the table. Shared by terminal and page. Pure.
-
-The report on the terminal.
-"""
+"""Formatting of figures: units, rounding, and the rows of the table. Shared by terminal and page. Pure."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def rows(figures: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
         ("Requests", _requests(f)),
         ("Prefix reuse", _reuse(f)),
         ("Latency (p50 / p90 / p99)", _latency(f)),
-        ("Objectives", _objectives(f)),
+        ("ReplayObjectives", _objectives(f)),
         ("Cluster", _cluster(f)),
         ("Verification", _verification(f)),
     ]

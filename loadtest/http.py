@@ -1,12 +1,7 @@
-"""The HTTP session that requests are sent through.
+"""HTTP pieces: client session, retry policy for HTTP 429, server-sent events parser, lone surrogates in JSON.
 
-When a request that was rejected with HTTP 429 is sent again. Pure: the same seed waits the same times.
-
-Texts out of JSON may hold halves of characters, which can be neither written nor printed. Pure.
-
-JSON's escapes are of UTF-16, and servers that count in it cut an emoji between two events.
-
-Server-sent events from a byte stream: a sans-I/O parser.
+JSON escapes are UTF-16, and servers that count in it may cut an emoji between two events; the halves are lone
+surrogates, which can be neither written nor printed.
 """
 
 from __future__ import annotations
@@ -75,14 +70,14 @@ class RetryPolicy:
         return min(asked, self.max_wait_s) * (1 + 0.25 * int.from_bytes(digest, "little") / 2**64)
 
 
-def mended(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """The text with halves of characters put together; one without its other half becomes U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-class EventStream:
+class SseParser:
     """Feed bytes, get the data of each event that is complete. Comments and other fields than `data` are skipped."""
 
     MAX_EVENT_BYTES = 8 << 20

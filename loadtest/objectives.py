@@ -1,12 +1,9 @@
-"""Least squares for durations: coefficients that are not negative, errors that are relative. Pure.
+"""Service level objectives, measured against the unloaded cluster.
 
-The unloaded cluster, measured before the replay: what a request takes when it is alone.
-
-Lengths are quantiles of the replay's own prompts; the texts are the replay's own too, but each under a cache salt of
-its own: nothing is reused and nothing is left warm. TTFT over prompt length n is fitted as a + b·n + c·n² (fixed
-cost, linear layers, attention) with no coefficient below 0, on relative errors.
-
-Service level objectives and what meeting them means. Pure.
+Before the replay, single requests are measured without load. Lengths are quantiles of the replay's own prompts; the
+texts are the replay's own too, but each under a cache salt of its own: nothing is reused and nothing is left warm. TTFT
+over prompt length n is fitted as a + b·n + c·n² (fixed cost, linear layers, attention) with no coefficient below 0, on
+relative errors.
 
 The default rule follows Mooncake: TTFT at most 10 times, TBT at most 5 times that of the unloaded request, for 90 % of
 the requests. What is compared, exactly:
@@ -36,7 +33,7 @@ from numpy.typing import NDArray
 from loadtest.client import CompletionClient
 from loadtest.errors import ServerUnusable
 from loadtest.plan import PlannedRequest
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.sender import new_record
 
 __all__ = ["fit_durations"]
@@ -90,7 +87,7 @@ class Unloaded:
         return a + b * prompt_tokens + c * prompt_tokens * prompt_tokens
 
     def as_json(self) -> dict[str, Any]:
-        """For report.json."""
+        """Return the figures for report.json."""
         return {
             "ttft_s": self.ttft_s,
             "tbt_s": self.tbt_s,
@@ -129,7 +126,7 @@ async def measure_unloaded(
         await asyncio.gather(sending, stopped, return_exceptions=True)
         if stop.is_set():
             return None
-        if record.outcome is not Outcome.COMPLETED:
+        if record.outcome is not SendOutcome.COMPLETED:
             raise ServerUnusable(
                 f"a lone request of {record.prompt_tokens} prompt tokens was {record.outcome.value}: {record.reason}"
             )
@@ -182,7 +179,7 @@ RULE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Objectives:
+class ReplayObjectives:
     """`ttft_s`, `tbt_s`: fixed objectives in seconds, 0 = the rule relative to `unloaded`."""
 
     ttft_s: float
@@ -206,17 +203,17 @@ class Objectives:
 
     @property
     def known(self) -> bool:
-        """Whether both objectives are given or were measured."""
+        """True if both objectives are given or measured."""
         return (self.ttft_s > 0 or self.unloaded is not None) and math.isfinite(self.tbt_objective_s)
 
     def meets_ttft(self, record: RequestRecord) -> bool:
-        """Whether a completed request met its TTFT objective."""
-        return record.outcome is Outcome.COMPLETED and record.ttft_s <= self.ttft_of(record.prompt_tokens)
+        """Return True if a completed request met its TTFT objective."""
+        return record.outcome is SendOutcome.COMPLETED and record.ttft_s <= self.ttft_of(record.prompt_tokens)
 
     def meets_tbt(self, record: RequestRecord) -> bool:
-        """Whether a completed request met the TBT objective."""
+        """Return True if a completed request met the TBT objective."""
         worst = record.tbt_worst10_s
-        return record.outcome is Outcome.COMPLETED and (math.isnan(worst) or worst <= self.tbt_objective_s)
+        return record.outcome is SendOutcome.COMPLETED and (math.isnan(worst) or worst <= self.tbt_objective_s)
 
     def describe(self) -> str:
         """One sentence for the report."""
@@ -228,9 +225,9 @@ class Objectives:
         return f"TTFT ≤ {ttft}; mean of the longest tenth of intervals between tokens ≤ {tbt}{bound}"
 
 
-def attainment(objectives: Objectives, records: Sequence[RequestRecord], seconds: float) -> dict[str, Any]:
+def attainment(objectives: ReplayObjectives, records: Sequence[RequestRecord], seconds: float) -> dict[str, Any]:
     """The objective keys of the report, over requests that ended; null where the objectives are unknown."""
-    ended = [r for r in records if r.outcome is not Outcome.UNFINISHED]
+    ended = [r for r in records if r.outcome is not SendOutcome.UNFINISHED]
     if not objectives.known or not ended:
         keys = ("slo_attainment", "slo_ttft_attainment", "slo_tbt_attainment", "slo_rule_met", "goodput_rps")
         return dict.fromkeys(keys) | {"slo_rule": objectives.describe()}

@@ -1,7 +1,4 @@
-"""Which API key a client sends: the flag's as it is, or the first of the list that MOONPOOL_API_KEY holds.
-
-Options that more than one command has, each to be put under a panel of its help.
-"""
+"""Command-line options that several commands share, and the API key that clients send."""
 
 from __future__ import annotations
 

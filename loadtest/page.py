@@ -1,4 +1,4 @@
-"""The report as one HTML page: figures, pictures and what they mean; no script, nothing loaded from elsewhere."""
+"""HTML page of a replay's report: figures, pictures and definitions, self-contained and without scripts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from loadtest import figures
 from loadtest.cluster_metrics import ClusterHistory
 from loadtest.html import render
-from loadtest.objectives import Objectives
-from loadtest.panels import Evidence, Panel, all_panels
+from loadtest.objectives import ReplayObjectives
+from loadtest.panels import Panel, ReportData, all_panels
 from loadtest.plan import PlannedRequest
 from loadtest.record import RequestRecord
 
@@ -35,11 +35,11 @@ def write_page(
     requests: Mapping[int, PlannedRequest],
     *,
     history: ClusterHistory,
-    objectives: Objectives,
+    objectives: ReplayObjectives,
 ) -> None:
     """Draw the pictures and write the page."""
     tokens_per_block = report["settings"]["tokens_per_block"]
-    evidence = Evidence(records, requests, history, objectives, tokens_per_block, report["reuse_by_tier"])
+    evidence = ReportData(records, requests, history, objectives, tokens_per_block, report["reuse_by_tier"])
     path.write_text(page(report, all_panels(evidence)), encoding="utf-8")
 
 

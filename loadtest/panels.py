@@ -1,9 +1,4 @@
-"""What the report's pictures are drawn from, and what one of them is.
-
-Which pictures the report shows, and what is drawn in each.
-
-The pictures of where reused KV came from and what that saved.
-"""
+"""Pictures of a replay's report and the data they are drawn from."""
 
 from __future__ import annotations
 
@@ -18,13 +13,13 @@ import numpy as np
 from loadtest import pictures as p
 from loadtest.cluster_metrics import ClusterHistory
 from loadtest.figures import PLACE_NAMES
-from loadtest.objectives import Objectives
+from loadtest.objectives import ReplayObjectives
 from loadtest.plan import PlannedRequest
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.summary import PLACES, tokens_by_place
 from traces import InfiniteCache, reusable_tokens
 
-__all__ = ["Evidence", "Panel"]
+__all__ = ["Panel", "ReportData"]
 
 
 @dataclass(frozen=True)
@@ -37,27 +32,27 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the pictures are drawn from."""
+class ReportData:
+    """Data that the pictures are drawn from."""
 
     records: Sequence[RequestRecord]
     requests: Mapping[int, PlannedRequest]
     history: ClusterHistory
-    objectives: Objectives
+    objectives: ReplayObjectives
     tokens_per_block: int
     reuse_by_tier: Mapping[str, Mapping[str, Any]] | None  # as in report.json
 
     @property
     def completed(self) -> list[RequestRecord]:
         """Completed requests in order of arrival."""
-        done = [r for r in self.records if r.outcome is Outcome.COMPLETED]
+        done = [r for r in self.records if r.outcome is SendOutcome.COMPLETED]
         return sorted(done, key=lambda r: (r.due_s, r.index))
 
 
 _BINS = 48
 
 
-def all_panels(evidence: Evidence) -> list[Panel]:
+def all_panels(evidence: ReportData) -> list[Panel]:
     """Every picture of the report."""
     return [
         ttft_distribution(evidence),
@@ -74,7 +69,7 @@ def all_panels(evidence: Evidence) -> list[Panel]:
     ]
 
 
-def ttft_distribution(e: Evidence) -> Panel:
+def ttft_distribution(e: ReportData) -> Panel:
     """CDF of TTFT, beside that of lone requests."""
     with p.picture("ttft-distribution", x="time to first token", y="share of requests") as pic:
         if e.objectives.unloaded:
@@ -84,7 +79,7 @@ def ttft_distribution(e: Evidence) -> Panel:
     return Panel("Time to first token", "Share of requests at or below; dots at p50, p90, p99.", pic.svg)
 
 
-def tbt_distribution(e: Evidence) -> Panel:
+def tbt_distribution(e: ReportData) -> Panel:
     """CDFs of all intervals and of each request's worst tenth."""
     with p.picture("tbt-distribution", x="time between tokens", y="share") as pic:
         intervals = [i for r in e.completed for i in r.intervals_s]
@@ -97,7 +92,7 @@ def tbt_distribution(e: Evidence) -> Panel:
     return Panel("Time between tokens", "The objective holds for the mean of a request's longest tenth.", pic.svg)
 
 
-def ttft_over_time(e: Evidence) -> Panel:
+def ttft_over_time(e: ReportData) -> Panel:
     """TTFT of each request by arrival, apart by whether it met its objective."""
     with p.picture("ttft-over-time", x="arrival, seconds of replay", y="time to first token") as pic:
         if e.objectives.known:
@@ -113,7 +108,7 @@ def ttft_over_time(e: Evidence) -> Panel:
     return Panel("Time to first token over time", "One dot per request; the line is the running p90.", pic.svg)
 
 
-def tbt_over_time(e: Evidence) -> Panel:
+def tbt_over_time(e: ReportData) -> Panel:
     """Worst tenth of intervals of each request by arrival."""
     with p.picture("tbt-over-time", x="arrival, seconds of replay", y="time between tokens") as pic:
         some = [r for r in e.completed if r.intervals_s]
@@ -125,7 +120,7 @@ def tbt_over_time(e: Evidence) -> Panel:
     return Panel("Time between tokens over time", "Mean of each request's longest tenth; line: running p90.", pic.svg)
 
 
-def ttft_by_length(e: Evidence) -> Panel:
+def ttft_by_length(e: ReportData) -> Panel:
     """TTFT against prompt length, with the unloaded fit and the objective."""
     with p.picture("ttft-by-length", x="prompt tokens", y="time to first token") as pic:
         reused = [r for r in e.completed if 2 * r.cached_tokens > r.prompt_tokens]
@@ -146,7 +141,7 @@ def ttft_by_length(e: Evidence) -> Panel:
     return Panel("Time to first token by prompt length", caption, pic.svg)
 
 
-def hit_rate(e: Evidence) -> Panel:
+def hit_rate(e: ReportData) -> Panel:
     """Cumulative token hit rate against the infinite cache's."""
     cache, hit, ideal, total = InfiniteCache(), 0, 0, 0
     x, actual, best = [], [], []
@@ -169,7 +164,7 @@ def hit_rate(e: Evidence) -> Panel:
     return Panel("Prefix hit rate", "Cumulative, in tokens, against a cache that forgets nothing.", pic.svg)
 
 
-def load(e: Evidence) -> Panel:
+def load(e: ReportData) -> Panel:
     """Requests running and waiting per role, and in flight at the client."""
     with p.picture("load", x="seconds of replay", y="requests") as pic:
         for color, role in zip(p.SERIES, e.history.roles(), strict=False):
@@ -184,10 +179,10 @@ def load(e: Evidence) -> Panel:
             pic.axes.plot(times, values, color=p.MUTED, linewidth=0.9, label="in flight", zorder=1)
         pic.axes.set_ylim(0, None)
         p.legend(pic.axes)
-    return Panel("Load", "Running and waiting as the nodes report them; in flight as the client sees it.", pic.svg)
+    return Panel("LoadPlan", "Running and waiting as the nodes report them; in flight as the client sees it.", pic.svg)
 
 
-def kv_bytes(e: Evidence) -> Panel:
+def kv_bytes(e: ReportData) -> Panel:
     """Cumulative KV bytes by path."""
     with p.picture("kv-bytes", x="seconds of replay", y="KV bytes moved") as pic:
         moved = {path: total for path, total in e.history.kv_bytes_by_path.items() if total}
@@ -203,7 +198,7 @@ def kv_bytes(e: Evidence) -> Panel:
     return Panel("KV moved, by path", caption, pic.svg)
 
 
-def outcomes(e: Evidence) -> Panel:
+def outcomes(e: ReportData) -> Panel:
     """Arrivals per bin of time, by how they ended."""
     with p.picture("outcomes", x="arrival, seconds of replay", y="requests per second") as pic:
         last = max((r.due_s for r in e.records), default=0.0)
@@ -211,10 +206,10 @@ def outcomes(e: Evidence) -> Panel:
         width = float(edges[1])
         below = np.zeros(_BINS)
         styles = {
-            Outcome.COMPLETED: p.BLUE,
-            Outcome.REJECTED: p.ORANGE,
-            Outcome.FAILED: p.RED,
-            Outcome.UNFINISHED: p.MUTED,
+            SendOutcome.COMPLETED: p.BLUE,
+            SendOutcome.REJECTED: p.ORANGE,
+            SendOutcome.FAILED: p.RED,
+            SendOutcome.UNFINISHED: p.MUTED,
         }
         for outcome, color in styles.items():
             arrivals = [r.due_s for r in e.records if r.outcome is outcome]
@@ -227,7 +222,7 @@ def outcomes(e: Evidence) -> Panel:
     return Panel("Arrivals and how they ended", "By time of arrival; rejections are HTTP 429.", pic.svg)
 
 
-def lateness(e: Evidence) -> Panel:
+def lateness(e: ReportData) -> Panel:
     """CDF of how late requests were sent."""
     with p.picture("lateness", x="lateness of sending", y="share of requests") as pic:
         p.distribution(pic.axes, [r.lateness_s for r in e.records], color=p.PURPLE, label="requests")
@@ -266,7 +261,7 @@ def _log_seconds_x(pic: p.Picture, *, drawn: bool) -> None:
 
 
 def _log_seconds_y(pic: p.Picture, *, drawn: bool) -> None:
-    """As `_log_seconds_x`, for the other axis."""
+    """Set up a logarithmic y axis of durations, like `_log_seconds_x`."""
     if drawn:
         pic.axes.set_yscale("log")
     p.seconds_axis(pic.axes)
@@ -277,12 +272,12 @@ _REUSE_BINS = 60
 _COLORS = dict(zip(PLACES, (p.BLUE, p.GREEN, p.ORANGE, p.PURPLE), strict=True))
 
 
-def reuse_panels(e: Evidence) -> list[Panel]:
+def reuse_panels(e: ReportData) -> list[Panel]:
     """Both, or none where the server does not tell."""
     return [] if e.reuse_by_tier is None else [reused_over_time(e), saved_by_tier(e)]
 
 
-def reused_over_time(e: Evidence) -> Panel:
+def reused_over_time(e: ReportData) -> Panel:
     """Share of prompt tokens that were reused, by place, over bins of arrival."""
     found = [(r, places) for r in e.completed if (places := tokens_by_place(r)) is not None]
     edges = np.linspace(0, max((r.due_s for r, _ in found), default=0.0) + 1e-3, _REUSE_BINS + 1)
@@ -305,7 +300,7 @@ def reused_over_time(e: Evidence) -> Panel:
     return Panel("Where reused KV came from", "Share of the prompts' tokens, by time of arrival.", pic.svg)
 
 
-def saved_by_tier(e: Evidence) -> Panel:
+def saved_by_tier(e: ReportData) -> Panel:
     """Estimated seconds of computing per place, beside those of loading."""
     assert e.reuse_by_tier is not None
     shown = [place for place in PLACES if e.reuse_by_tier[place]["tokens"]]

@@ -1,4 +1,4 @@
-"""From trace rows to the requests that are sent: prompts, lengths, seeds, arrival times. Pure and deterministic."""
+"""Plan of a replay: requests (prompts, lengths, seeds, arrival times) from trace rows. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from traces import Trace, TraceRow
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """How rows become requests. `sampled_fraction` of the requests are drawn at `temperature`, the rest is greedy."""
+    """Settings of the plan. A `sampled_fraction` of the requests is sampled at `temperature`, the rest is greedy."""
 
     tokens_per_block: int
     max_model_len: int

@@ -1,9 +1,4 @@
-"""Coroutines that run beside a block.
-
-Ctrl-C as an event: the run ends early and reports what it has.
-
-What the user sees while a replay runs: a bar on a terminal, a plain line now and then elsewhere.
-"""
+"""Progress of a run on the terminal, background tasks, and Ctrl-C as an event that ends the run early."""
 
 from __future__ import annotations
 
@@ -19,8 +14,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from loadtest.record import Outcome
-from loadtest.sender import Tally
+from loadtest.sender import SendTally
 
 
 @asynccontextmanager
@@ -109,16 +103,16 @@ class ProgressDisplay:
         return True
 
 
-def detail_of(tally: Tally) -> str:
+def detail_of(tally: SendTally) -> str:
     """The running totals in one line."""
     hit = f", hit rate {tally.cached_tokens / tally.prompt_tokens:.1%}" if tally.prompt_tokens else ""
     return (
-        f"{tally.ended[Outcome.COMPLETED]} completed, {tally.ended[Outcome.REJECTED]} rejected, "
-        f"{tally.ended[Outcome.FAILED]} failed, {tally.in_flight} in flight{hit}"
+        f"{tally.ended[SendOutcome.COMPLETED]} completed, {tally.ended[SendOutcome.REJECTED]} rejected, "
+        f"{tally.ended[SendOutcome.FAILED]} failed, {tally.in_flight} in flight{hit}"
     )
 
 
-async def show_tally(stage: str, tally: Tally, display: ProgressDisplay) -> None:
+async def show_tally(stage: str, tally: SendTally, display: ProgressDisplay) -> None:
     """Show the totals several times a second, until cancelled."""
     while True:
         display.show(stage, sum(tally.ended.values()), tally.total, detail_of(tally))

@@ -1,4 +1,4 @@
-"""What is kept of one request: a plain record, and the figures that follow from it alone."""
+"""Record of one request, and the figures computed from it alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 
-class Outcome(StrEnum):
-    """How a request ended. `UNFINISHED`: the replay was interrupted before it did."""
+class SendOutcome(StrEnum):
+    """Outcome of a request. `UNFINISHED`: the replay was interrupted first."""
 
     COMPLETED = "completed"
     REJECTED = "rejected"
@@ -41,7 +41,7 @@ class RequestRecord:
     end_s: float = math.nan
     token_times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    outcome: Outcome = Outcome.UNFINISHED
+    outcome: SendOutcome = SendOutcome.UNFINISHED
     reason: str = ""
     retry_after_s: float | None = None
     attempts: int = 0
@@ -55,12 +55,12 @@ class RequestRecord:
 
     @property
     def lateness_s(self) -> float:
-        """How long after it was due the sender sent the request; what a limit of concurrency held it is not its."""
+        """Delay of the sender: from the due time to sending, without waiting for a concurrency limit."""
         return self.sent_s - self.due_s - self.held_s
 
     @property
     def ttft_s(self) -> float:
-        """From sending to the first token; NaN without one."""
+        """Seconds from sending to the first token; NaN without a token."""
         return self.token_times[0] - self.sent_s if self.token_times else math.nan
 
     @property

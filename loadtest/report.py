@@ -1,4 +1,4 @@
-"""The report of a replay: its figures, its records, and the files it is written to."""
+"""Report of a replay: its figures, its records, its files, and the table on the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 from loadtest import figures
 from loadtest.cluster_metrics import ClusterHistory
 from loadtest.errors import OutputUnwritable
-from loadtest.objectives import Objectives
+from loadtest.objectives import ReplayObjectives
 from loadtest.plan import PlannedRequest
 from loadtest.record import RequestRecord
 
@@ -29,14 +29,14 @@ _BAD_IF_ANY = {"failed", "wrong tokens"}
 
 @dataclass(frozen=True)
 class Report:
-    """What a replay found. `figures`: the keys of report.json. `interrupted`: it was ended early by the user."""
+    """Results of a replay. `figures`: the keys of report.json. `interrupted`: the user ended it early."""
 
     out: Path
     figures: dict[str, Any]
     records: Sequence[RequestRecord] = field(repr=False)
     requests: Mapping[int, PlannedRequest] = field(repr=False)
     history: ClusterHistory = field(repr=False)
-    objectives: Objectives = field(repr=False)
+    objectives: ReplayObjectives = field(repr=False)
     interrupted: bool = False
 
     @property
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether requests were completed, none failed, and no wrong token was found."""
+        """True if requests were completed, none failed, and no wrong token was found."""
         return bool(self.figures["completed"]) and not self.figures["failed"] and not self.figures["wrong_tokens"]
 
     def write(self) -> None:

@@ -1,4 +1,4 @@
-"""A whole replay, from trace to report: the thin shell around the package's parts."""
+"""Run of a replay, from trace to report."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from loadtest.cluster_metrics import ClusterHistory, MetricsPoller
 from loadtest.config import ReplayConfig
 from loadtest.errors import PromptPlanError, SettingInvalid
 from loadtest.http import RetryPolicy, allow_many_connections, open_session
-from loadtest.objectives import Objectives, Unloaded, measure_unloaded
+from loadtest.objectives import ReplayObjectives, Unloaded, measure_unloaded
 from loadtest.plan import PlannedRequest, PlanSettings, plan_requests
 from loadtest.progress import ProgressDisplay, background, detail_of, interrupts, show_tally
 from loadtest.record import RequestRecord
 from loadtest.report import Report, check_writable
-from loadtest.sender import Load, Tally
+from loadtest.sender import LoadPlan, SendTally
 from loadtest.senders import choose_senders, open_senders, send_watched, start_soon
 from loadtest.server import ServerInfo, check_tokenizer, discover
 from loadtest.summary import summarise
 from loadtest.tokens import ModelTokens, TextBook, load_model_tokens
 from loadtest.validity import clock_from, invalid_reasons
-from loadtest.verify import Reference, Verification, choose_sample, load_reference, told, verify_records
+from loadtest.verify import Reference, Verification, choose_sample, load_reference, paced_notice, verify_records
 from traces import Trace, first_requests, first_seconds, load_trace, reuse_statistics, sample_families
 
 _ASK_DEADLINE_S = 15.0
@@ -87,12 +87,12 @@ def select_rows(config: ReplayConfig) -> Trace:
 
 @dataclass
 class _Live:
-    """What the phases against the server left."""
+    """Results of the phases against the server."""
 
     server: ServerInfo
     reference: Reference | None
     requests: dict[int, PlannedRequest]
-    objectives: Objectives
+    objectives: ReplayObjectives
     records: Sequence[RequestRecord]
     invalid_reasons: list[str]
     senders: int
@@ -120,7 +120,7 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
             await before.settle(at_most_s=_SETTLE_S if unloaded else 0.0)
             load = _load(config, server, requests, run_salt)
             senders = config.senders or choose_senders(requests, speed=config.speed, cores=os.cpu_count() or 1)
-            tally = Tally(len(requests))
+            tally = SendTally(len(requests))
             async with open_senders(load, senders) as opened:
                 start = start_soon()
                 poller = MetricsPoller(session, url, clock=clock_from(start), every_s=config.poll_every_s)
@@ -128,14 +128,14 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
                     evidence = await send_watched(opened, load, start=start, stop=stop, tally=tally)
             display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
             await poller.settle(at_most_s=0.0 if stop.is_set() else _SETTLE_S)
-    notices = [*told(server.stand_ins), *([notice] if notice else [])]
+    notices = [*paced_notice(server.stand_ins), *([notice] if notice else [])]
     if poller.history.failed_polls:
         notices.append(f"{poller.history.failed_polls} looks at /metrics failed")
     return _Live(
         server=server,
         reference=reference,
         requests={r.index: r for r in requests},
-        objectives=Objectives(config.slo_ttft_s, config.slo_tbt_s, unloaded),
+        objectives=ReplayObjectives(config.slo_ttft_s, config.slo_tbt_s, unloaded),
         records=evidence.records,
         invalid_reasons=invalid_reasons(evidence, max_send_lag_s=config.max_send_lag_s),
         senders=min(senders, len(requests)) or 1,
@@ -234,8 +234,8 @@ def _trace_figures(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _load(config: ReplayConfig, server: ServerInfo, requests: Sequence[PlannedRequest], salt: str) -> Load:
-    return Load(
+def _load(config: ReplayConfig, server: ServerInfo, requests: Sequence[PlannedRequest], salt: str) -> LoadPlan:
+    return LoadPlan(
         server=server,
         requests=requests,
         timeout_s=config.request_timeout_s,

@@ -1,7 +1,4 @@
-"""The open loop: every request leaves at its own time, whatever became of those before it.
-
-A load: requests with all that a process needs to send them, and the sending of one process's share of it.
-"""
+"""Open-loop sender: every request is sent at its own time, independently of earlier ones; and one process's share."""
 
 from __future__ import annotations
 
@@ -14,19 +11,19 @@ from typing import Any, Literal
 from loadtest.client import CompletionClient, Dialect, TokenIdCompletions
 from loadtest.http import RetryPolicy, open_session
 from loadtest.plan import PlannedRequest
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.server import ServerInfo
 
 
 @dataclass
-class Tally:
+class SendTally:
     """Running totals, for the progress display."""
 
     total: int
     sent: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    ended: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    ended: dict[SendOutcome, int] = field(default_factory=lambda: dict.fromkeys(SendOutcome, 0))
 
     @property
     def in_flight(self) -> int:
@@ -36,7 +33,7 @@ class Tally:
     def add(self, record: RequestRecord) -> None:
         """Count an ended request."""
         self.ended[record.outcome] += 1
-        if record.outcome is Outcome.COMPLETED:
+        if record.outcome is SendOutcome.COMPLETED:
             self.prompt_tokens += record.prompt_tokens
             self.cached_tokens += record.cached_tokens
 
@@ -62,7 +59,7 @@ async def send_open_loop(
     clock: Callable[[], float],
     cache_salt: str,
     stop: asyncio.Event,
-    tally: Tally,
+    tally: SendTally,
     limit: int | None = None,
 ) -> list[RequestRecord]:
     """Send every request at arrival_s / speed on `clock` (its 0 is the first request's due time) and wait for the ends.
@@ -107,7 +104,7 @@ async def send_open_loop(
 
 
 async def _reached(due_s: float, clock: Callable[[], float], stopped: asyncio.Task[Literal[True]]) -> bool:
-    """Wait until the clock shows `due_s`; False when stopped before."""
+    """Wait until the clock shows `due_s`; return False if stopped first."""
     # Behind time, too, the loop gets a turn, so that answers are read between two sends.
     await asyncio.sleep(0)
     # Timers of whole milliseconds may fire early.
@@ -123,7 +120,7 @@ async def _all_ended(tasks: set[asyncio.Task[None]], stopped: asyncio.Task[Liter
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadPlan:
     """`requests` in order of arrival; each leaves at arrival_s / speed. `limit`: at most so many in flight. `retry`:
     what is done about rejections. It can be pickled."""
 
@@ -141,7 +138,7 @@ class Load:
 
 
 async def send_share(
-    load: Load, *, clock: Callable[[], float], stop: asyncio.Event, tally: Tally
+    load: LoadPlan, *, clock: Callable[[], float], stop: asyncio.Event, tally: SendTally
 ) -> list[RequestRecord]:
     """Send the load from this process; returns the records of what was sent."""
     async with open_session(

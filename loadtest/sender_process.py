@@ -1,7 +1,7 @@
-"""One of several sending processes: `python -m loadtest.sender_process`, a job on its standard input, records on its
-standard output.
+"""Sender process: `python -m loadtest.sender_process` reads a job from standard input and writes records to standard
+output.
 
-It ends when its parent does: the end of its input is a stop, and there is nobody left to report to.
+It ends with its parent: the end of its input means stop.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 import uvloop
 
 from loadtest.http import allow_many_connections
-from loadtest.record import Outcome, RequestRecord
-from loadtest.sender import Load, Tally, send_share
-from loadtest.senders import Done, Job, Progress, Ready, Start, frame, read_frame
+from loadtest.record import RequestRecord, SendOutcome
+from loadtest.sender import LoadPlan, SendTally, send_share
+from loadtest.senders import Done, SenderJob, SenderProgress, SenderReady, Start, frame, read_frame
 from loadtest.validity import clock_from
 
 _REPORT_EVERY_S = 0.25
 
 
 @dataclass
-class _Outbox(Tally):
+class _Outbox(SendTally):
     """A tally that keeps the records of ended requests until they are reported."""
 
     waiting: list[RequestRecord] = field(default_factory=list)
@@ -37,15 +37,15 @@ class _Outbox(Tally):
         super().add(record)
         self.waiting.append(record)
 
-    def progress(self) -> Progress:
-        """What is new."""
+    def progress(self) -> SenderProgress:
+        """Return the progress since the last call."""
         ended, self.waiting = tuple(self.waiting), []
         self.reported += len(ended)
-        return Progress(self.sent, ended)
+        return SenderProgress(self.sent, ended)
 
 
 def main() -> None:
-    """Run until the job is done."""
+    """Run the job to its end."""
     # Ctrl-C is the parent's, which tells us to stop and waits for our records.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Nothing that is printed may get between the messages.
@@ -59,11 +59,11 @@ def main() -> None:
 async def _serve(output: int) -> None:
     reader, writer = await _pipes(output)
     job = await read_frame(reader)
-    if not isinstance(job, Job):
+    if not isinstance(job, SenderJob):
         return
     # What is here now stays to the end: the collector need not look at it in the middle of the load.
     gc.freeze()
-    writer.write(frame(Ready()))
+    writer.write(frame(SenderReady()))
     start = await read_frame(reader)
     if isinstance(start, Start):
         # A closed pipe means that the parent is gone.
@@ -71,7 +71,7 @@ async def _serve(output: int) -> None:
             await _send(job.load, start.at, reader, writer)
 
 
-async def _send(load: Load, start: float, reader: StreamReader, writer: StreamWriter) -> None:
+async def _send(load: LoadPlan, start: float, reader: StreamReader, writer: StreamWriter) -> None:
     stop, outbox = asyncio.Event(), _Outbox(len(load.requests))
     listening = asyncio.create_task(_stop_on_any(reader, stop))
     sending = asyncio.create_task(send_share(load, clock=clock_from(start), stop=stop, tally=outbox))
@@ -80,7 +80,7 @@ async def _send(load: Load, start: float, reader: StreamReader, writer: StreamWr
         writer.write(frame(outbox.progress()))
         await writer.drain()
     listening.cancel()
-    outbox.waiting += [r for r in sending.result() if r.outcome is Outcome.UNFINISHED]
+    outbox.waiting += [r for r in sending.result() if r.outcome is SendOutcome.UNFINISHED]
     writer.write(frame(outbox.progress()))
     writer.write(frame(Done(outbox.reported)))
     await writer.drain()

@@ -1,14 +1,9 @@
-"""Messages between the process that runs a load and those that send it: pickles with their length before them, through
-pipes that only these processes hold.
+"""Sender processes: their number, their shares, the messages to and from them, and the collection of their records.
 
-How many processes send, and which requests each of them sends. Pure.
-
-One event loop writes requests and reads events of answers at a rate that is limited by one core's Python; beyond it
-requests leave late and tokens are seen late, which would be put down to the server.
-
-The senders of a load: this process, or several others on one clock whose records come back here.
-
-A sender that dies or falls silent is named and its missing records counted; the others' are kept.
+One event loop sends requests and reads events at a rate that one core's Python limits. Beyond that rate, requests leave
+late and tokens are seen late, which would be attributed to the server. Messages are pickles with a length prefix,
+through pipes that only these processes hold. If a sender dies or stops responding, it is named, its missing records are
+counted, and the other senders' records are kept.
 """
 
 from __future__ import annotations
@@ -32,39 +27,41 @@ import numpy as np
 from loadtest.errors import SenderUnusable
 from loadtest.plan import PlannedRequest
 from loadtest.record import RequestRecord
-from loadtest.sender import Load, Tally, send_share
-from loadtest.validity import ClockWatch, Evidence, clock_from
+from loadtest.sender import LoadPlan, SendTally, send_share
+from loadtest.validity import ClockWatch, ValidityEvidence, clock_from
 
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Job:
-    """To a sender, first: its share."""
+class SenderJob:
+    """First message to a sender: its share."""
 
-    load: Load
+    load: LoadPlan
 
 
 @dataclass(frozen=True)
-class Ready:
-    """From a sender: it has its share and waits for the start."""
+class SenderReady:
+    """Message from a sender: it has its share and waits for the start."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """To a sender: `at`, on time.monotonic(), is the clock's 0."""
+    """Message to a sender: `at`, on time.monotonic(), is the clock's 0."""
 
     at: float
 
 
 @dataclass(frozen=True)
 class Stop:
-    """To a sender: send nothing more and give up what is in flight."""
+    """Message to a sender: send no more requests and cancel those in flight."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """From a sender, several times a second, also with nothing new: requests sent so far and those ended since."""
+class SenderProgress:
+    """Message from a sender, several times a second: requests sent so far and records of those ended since the last
+    one.
+    """
 
     sent: int
     ended: tuple[RequestRecord, ...]
@@ -72,7 +69,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Done:
-    """From a sender, last: how many records it has given."""
+    """Last message from a sender: the number of its records."""
 
     records: int
 
@@ -97,7 +94,7 @@ REQUEST_COST_S = 0.8e-3
 EVENT_COST_S = 3e-5
 """Processor time that one event of an answer takes."""
 BUSY_SHARE = 0.5
-"""A sender is planned to be busy so much of the time: a queue at its door would be measured as the server's."""
+"""A sender is planned to be busy so much of the time: its own queueing would be measured as the server's."""
 _PEAK_WINDOW_S = 5.0
 
 
@@ -137,12 +134,12 @@ HEAD_START_S = 0.2
 class Senders(Protocol):
     """Processes that have their share of a load and wait for the start."""
 
-    async def send(self, start: float, stop: asyncio.Event, tally: Tally) -> tuple[list[RequestRecord], list[str]]:
+    async def send(self, start: float, stop: asyncio.Event, tally: SendTally) -> tuple[list[RequestRecord], list[str]]:
         """Send, with `start` of time.monotonic() as the clock's 0; (records, what became of each lost sender)."""
 
 
 @asynccontextmanager
-async def open_senders(load: Load, senders: int) -> AsyncIterator[Senders]:
+async def open_senders(load: LoadPlan, senders: int) -> AsyncIterator[Senders]:
     """`senders` 1: this process. Raises SenderUnusable when a process does not come up."""
     if senders == 1:
         yield _Here(load)
@@ -162,7 +159,9 @@ async def open_senders(load: Load, senders: int) -> AsyncIterator[Senders]:
             await asyncio.gather(*(child.close() for child in children))
 
 
-async def send_watched(senders: Senders, load: Load, *, start: float, stop: asyncio.Event, tally: Tally) -> Evidence:
+async def send_watched(
+    senders: Senders, load: LoadPlan, *, start: float, stop: asyncio.Event, tally: SendTally
+) -> ValidityEvidence:
     """Send the load and keep an eye on this machine's clocks meanwhile; records in order of sending."""
     watch = ClockWatch()
     watching = asyncio.create_task(watch.run())
@@ -173,14 +172,14 @@ async def send_watched(senders: Senders, load: Load, *, start: float, stop: asyn
         with suppress(asyncio.CancelledError):
             await watching
     records.sort(key=lambda r: (r.sent_s, r.index))
-    return Evidence(len(load.requests), records, lost, watch.readings, stop.is_set())
+    return ValidityEvidence(len(load.requests), records, lost, watch.readings, stop.is_set())
 
 
 @dataclass(frozen=True)
 class _Here:
-    load: Load
+    load: LoadPlan
 
-    async def send(self, start: float, stop: asyncio.Event, tally: Tally) -> tuple[list[RequestRecord], list[str]]:
+    async def send(self, start: float, stop: asyncio.Event, tally: SendTally) -> tuple[list[RequestRecord], list[str]]:
         return await send_share(self.load, clock=clock_from(start), stop=stop, tally=tally), []
 
 
@@ -196,7 +195,7 @@ class _Child:
     records: list[RequestRecord] = field(default_factory=list)
 
     @classmethod
-    async def start(cls, name: str, load: Load, errors: IO[bytes]) -> _Child:
+    async def start(cls, name: str, load: LoadPlan, errors: IO[bytes]) -> _Child:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "loadtest.sender_process"),
             stdin=PIPE,
@@ -205,11 +204,11 @@ class _Child:
             start_new_session=True,  # the terminal's Ctrl-C is for the parent alone
         )
         child = cls(name, process, len(load.requests), errors)
-        child.tell(Job(load))
+        child.tell(SenderJob(load))
         return child
 
     def tell(self, message: object) -> None:
-        """Write a message; one that is gone will be found out by its silence."""
+        """Write a message; a dead sender is detected by its silence."""
         assert self.process.stdin is not None
         with suppress(ConnectionError, RuntimeError):
             self.process.stdin.write(frame(message))
@@ -225,10 +224,10 @@ class _Child:
             message = await self.hear(_READY_S)
         except TimeoutError:
             raise SenderUnusable(f"{self.name} was not ready within {_READY_S:g} s; try --senders 1") from None
-        if not isinstance(message, Ready):
+        if not isinstance(message, SenderReady):
             raise SenderUnusable(f"{self.name} did not start: {await self.fate()}; try --senders 1")
 
-    async def collect(self, tally: Tally) -> str:
+    async def collect(self, tally: SendTally) -> str:
         """Take its records until it is done; what became of it, "" when all is well."""
         while True:
             try:
@@ -237,7 +236,7 @@ class _Child:
                 self.process.kill()
                 fate = f"said nothing for {_SILENT_S:g} s and was killed"
                 break
-            if isinstance(message, Progress):
+            if isinstance(message, SenderProgress):
                 self._take(message, tally)
             elif isinstance(message, Done) and message.records == len(self.records):
                 return ""
@@ -246,7 +245,7 @@ class _Child:
                 break
         return f"{self.name} {fate}, with {len(self.records):,} of its {self.planned:,} records received"
 
-    def _take(self, progress: Progress, tally: Tally) -> None:
+    def _take(self, progress: SenderProgress, tally: SendTally) -> None:
         tally.sent += progress.sent - self.sent
         self.sent = progress.sent
         self.records += progress.ended
@@ -254,7 +253,7 @@ class _Child:
             tally.add(record)
 
     async def fate(self) -> str:
-        """How it ended, in words."""
+        """Describe how the process ended."""
         try:
             code = await asyncio.wait_for(self.process.wait(), _END_S)
         except TimeoutError:
@@ -279,7 +278,7 @@ class _Child:
 class _There:
     children: Sequence[_Child]
 
-    async def send(self, start: float, stop: asyncio.Event, tally: Tally) -> tuple[list[RequestRecord], list[str]]:
+    async def send(self, start: float, stop: asyncio.Event, tally: SendTally) -> tuple[list[RequestRecord], list[str]]:
         for child in self.children:
             child.tell(Start(start))
         stopping = asyncio.create_task(self._pass_on(stop))

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from loadtest.errors import ServerUnreachable, ServerUnusable, TokenizerMismatch
-from loadtest.http import mended
+from loadtest.http import without_surrogates
 from loadtest.tokens import ModelTokens
 
 _SHOWN = 200
@@ -38,7 +38,7 @@ def error_message(text: str) -> str:
         message = error["message"] if isinstance(error, dict) else error
     except (ValueError, KeyError, TypeError):
         message = text
-    return " ".join(mended(str(message)).split())[:_SHOWN]
+    return " ".join(without_surrogates(str(message)).split())[:_SHOWN]
 
 
 async def discover(

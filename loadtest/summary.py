@@ -1,11 +1,9 @@
-"""Where the reused tokens of a replay came from, and what each place saved. Pure.
+"""Figures of report.json from records, and the estimate of what reuse saved. Pure.
 
-A place's saving is estimated from the replay itself: prefill seconds are fitted as a + b·(n - p) + c·(n² - p²) over
-prompts of n tokens of which p were reused (fixed cost, linear layers, attention; least squares on relative errors).
-Computing a request's reused prefix would so have taken b·p + c·p² more, which is shared out by tokens; from the pool's
-parts the time is taken off that loading took. What a request waited for an SSD is part of its queueing, not of this.
-
-From records to the figures of the report. Pure.
+The saving is estimated from the replay itself: prefill seconds are fitted as a + b·(n - p) + c·(n² - p²) over prompts
+of n tokens of which p were reused (fixed cost, linear layers, attention; least squares on relative errors). Computing a
+request's reused prefix would have taken b·p + c·p² more, which is distributed by tokens; the loading time is subtracted
+from the pool's parts. Waiting for an SSD counts as queueing.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from typing import Any, Final
 import numpy as np
 
 from loadtest.cluster_metrics import INTEGRITY_EVENTS, ClusterHistory
-from loadtest.objectives import Objectives, attainment, fit_durations
+from loadtest.objectives import ReplayObjectives, attainment, fit_durations
 from loadtest.plan import PlannedRequest
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.verify import Verification
 from traces import token_hit_rate
 
@@ -42,15 +40,15 @@ class PrefillFit:
     requests: int
 
     def of_prefix(self, tokens: int) -> float:
-        """What computing a prefix of so many tokens adds to a prefill."""
+        """Return the seconds that computing a prefix of so many tokens adds to a prefill."""
         return self.per_token * tokens + self.per_token_squared * tokens * tokens
 
 
 def tokens_by_place(record: RequestRecord) -> dict[str, int] | None:
     """The request's reused tokens by where they were; None where the server does not tell."""
-    told = [record.extension.get(f"cached_{place}_tokens") for place in PLACES[1:]]
-    counts = [count for count in told if isinstance(count, int)]
-    if len(counts) < len(told):
+    paced_notice = [record.extension.get(f"cached_{place}_tokens") for place in PLACES[1:]]
+    counts = [count for count in paced_notice if isinstance(count, int)]
+    if len(counts) < len(paced_notice):
         return None
     return dict(zip(PLACES, (max(0, record.cached_tokens - sum(counts)), *counts), strict=True))
 
@@ -124,12 +122,12 @@ def summarise(
     requests: Mapping[int, PlannedRequest],
     *,
     tokens_per_block: int,
-    objectives: Objectives,
+    objectives: ReplayObjectives,
     history: ClusterHistory,
     verification: Verification | None,
 ) -> dict[str, Any]:
     """The figures of report.json. `requests`: all that were planned, by index; `records`: those that were sent."""
-    completed = [r for r in records if r.outcome is Outcome.COMPLETED]
+    completed = [r for r in records if r.outcome is SendOutcome.COMPLETED]
     ended = Counter(r.outcome for r in records)
     prompt_tokens = sum(r.prompt_tokens for r in completed)
     output_tokens = sum(r.max_tokens for r in completed)
@@ -142,7 +140,7 @@ def summarise(
     return {
         "planned": len(requests),
         "requests": len(records),
-        **{outcome.value: ended[outcome] for outcome in Outcome},
+        **{outcome.value: ended[outcome] for outcome in SendOutcome},
         "prefix_hit_rate": cached_tokens / prompt_tokens if prompt_tokens else None,
         "ideal_prefix_hit_rate": ideal_hit_rate(completed, requests, tokens_per_block) if completed else None,
         "reuse_by_tier": reuse_by_tier(completed, prefill_fit),
@@ -178,7 +176,7 @@ def summarise(
 
 
 def replay_seconds(records: Sequence[RequestRecord]) -> float:
-    """From the first request sent to the last end."""
+    """Return the seconds from the first request sent to the last end."""
     ends = [r.end_s for r in records if math.isfinite(r.end_s)]
     return max(ends) - min(r.sent_s for r in records) if ends else 0.0
 
@@ -193,7 +191,7 @@ def ideal_hit_rate(
 
 
 def reasons(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
-    """Why requests were rejected or failed, the most frequent first."""
+    """Return the reasons why requests were rejected or failed, the most frequent first."""
     counted = Counter((r.outcome.value, r.reason) for r in records if r.reason)
     ordered = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
     return [{"outcome": outcome, "reason": reason, "count": count} for (outcome, reason), count in ordered]

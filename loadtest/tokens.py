@@ -1,9 +1,7 @@
-"""The model folder as the replay sees it: its tokenizer, whether prompts begin with BOS, its context length.
+"""Tokenizer of the model folder, and the text of block ids.
 
-The text of a block id: English that is the same for ever for one (seed, id), as ids of the model's own tokenizer.
-
-Trace ids are of chained hashes: an equal id means an equal prefix. A text that depends on the id alone therefore gives
-equal prompts exactly where the trace had them. Pure apart from the tokenizer.
+A block id's text is English that depends only on (seed, id). Trace ids are chained hashes: an equal id means an equal
+prefix, so prompts are equal exactly where the trace's were.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ _BATCH = 1024
 
 
 class Encoder(Protocol):
-    """What the text needs of a tokenizer."""
+    """Interface of the tokenizer that the text uses."""
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens."""

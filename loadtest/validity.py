@@ -1,11 +1,7 @@
-"""Whether a run measured the server or its own sender. Pure.
+"""Validity of a run: whether its figures describe the server or the sender's own delays. Pure but for reading clocks.
 
-A run is INVALID when what it says of the server cannot be trusted, whatever the server did: requests left later than
-they were due, records are missing, or the machine's clock jumped. How requests ended is no matter of validity.
-
-The clocks of the sending machine: the one that runs are timed by, and a watch over it.
-
-time.monotonic is one clock for all processes of a host, so an instant agreed on by it is the same in each sender.
+A run is INVALID if requests left later than they were due, records are missing, or the machine's clock jumped. How
+requests ended does not affect validity. time.monotonic is one clock for all processes of a host.
 """
 
 from __future__ import annotations
@@ -36,9 +32,9 @@ class ClockReading:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What a run leaves for judgement. `planned`: requests that were to be sent; `lost`: what became of each sender
-    that did not come back, in words; `interrupted`: by the user, which loses records for no fault of the run's."""
+class ValidityEvidence:
+    """Evidence for judging a run. `planned`: number of planned requests; `lost`: how each lost sender ended;
+    `interrupted`: by the user, so that missing records are expected."""
 
     planned: int
     records: Sequence[RequestRecord]
@@ -47,8 +43,11 @@ class Evidence:
     interrupted: bool
 
 
-def invalid_reasons(evidence: Evidence, *, max_send_lag_s: float) -> list[str]:
-    """Why the run is INVALID; empty for a valid one. `max_send_lag_s` infinite: sending has no times to keep."""
+def invalid_reasons(evidence: ValidityEvidence, *, max_send_lag_s: float) -> list[str]:
+    """Return the reasons why the run is INVALID; empty for a valid one.
+
+    Infinite `max_send_lag_s`: no send times to meet.
+    """
     return [
         *evidence.lost,
         *_missing(evidence),
@@ -70,7 +69,7 @@ def clock_jumps(readings: Iterable[ClockReading]) -> list[str]:
     return found
 
 
-def _missing(evidence: Evidence) -> list[str]:
+def _missing(evidence: ValidityEvidence) -> list[str]:
     missing = evidence.planned - len(evidence.records)
     if missing <= 0 or evidence.interrupted:
         return []
@@ -114,7 +113,7 @@ class ClockWatch:
     readings: list[ClockReading] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Read for ever, until cancelled."""
+        """Read the clocks until cancelled."""
         try:
             while True:
                 self.readings.append(read_clocks())

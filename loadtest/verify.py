@@ -1,13 +1,9 @@
-"""Verification against a cluster whose engine is paced: its tokens are known exactly, no model is needed.
+"""Verification of answers: re-scoring by teacher forcing, or exact comparison for paced engines.
 
-Verification by teacher forcing: one process without a cluster re-scores the cluster's own answers.
-
-(Those of a paced engine, which are known beforehand, are compared: `loadtest.verify`.)
-
-For every output position the reference model's logits (dense, no cache) after the prompt and the answer so far are put
-through the sampler's noise for the request's own seed. The sampler takes the largest; a token is *wrong* if its
-noise-added score lies more than the tolerance below the largest, a *near-tie* if it is not the largest but within it.
-(Floating point makes bit-equality across batch shapes false, hence the tolerance.)
+For every output position, the reference model's logits (dense, no cache) after the prompt and the answer so far get the
+sampler's noise for the request's seed. The sampler takes the largest. A token is *wrong* if its noisy score is below
+the largest by more than the tolerance, and a *near-tie* if it is below by less. The tolerance is needed because
+floating point results differ across batch shapes. The tokens of a paced engine are known exactly and need no model.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadtest.errors import VerificationError
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.server import ServerInfo
 from loadtest.tokens import TokenIds
 
@@ -63,8 +59,8 @@ class PacedReference:
         return [(right, 0.0 if token == right else float("inf")) for right, token in zip(expected, found, strict=True)]
 
 
-def told(stand_ins: tuple[str, ...]) -> list[str]:
-    """What a report must say of a server that computes nothing."""
+def paced_notice(stand_ins: tuple[str, ...]) -> list[str]:
+    """Return the report's notice for a server that computes nothing."""
     if not stand_ins:
         return []
     named = ", ".join(stand_ins)
@@ -101,7 +97,7 @@ class WrongToken:
 
 @dataclass
 class Verification:
-    """What was re-scored and found."""
+    """Results of the verification."""
 
     tolerance: float = TOLERANCE
     verified_requests: int = 0
@@ -114,7 +110,7 @@ class Verification:
     wrong: list[WrongToken] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """For report.json. The first wrong tokens are listed, all are counted."""
+        """Return the results for report.json. The first wrong tokens are listed, all are counted."""
         return asdict(self)
 
 
@@ -126,7 +122,7 @@ def choose_sample(records: Sequence[RequestRecord], size: int, *, seed: int) -> 
     """
     strata: dict[tuple[int, bool], list[RequestRecord]] = {}
     for record in sorted(records, key=lambda r: _rank(seed, r.index)):
-        if record.outcome is Outcome.COMPLETED:
+        if record.outcome is SendOutcome.COMPLETED:
             strata.setdefault((_reuse_class(record), record.temperature > 0), []).append(record)
     chosen: list[RequestRecord] = []
     queues = [strata[key] for key in sorted(strata, reverse=True)]
@@ -138,7 +134,7 @@ def choose_sample(records: Sequence[RequestRecord], size: int, *, seed: int) -> 
 
 
 def load_reference(server: ServerInfo, model_path: Path, *, device: str, threads: int | None) -> Reference:
-    """What the served model must answer, in this process; blocks while it loads.
+    """Load the reference for the served model in this process; blocks while it loads.
 
     Raises VerificationError, also when the server is known to have other weights.
     """
@@ -208,7 +204,7 @@ def _judged(reference: Scorer, prompt: TokenIds, record: RequestRecord) -> list[
 
 
 def sampling_row(record: RequestRecord, position: int) -> SamplingRow:
-    """What the cluster's sampler was given for that output position."""
+    """Return the input of the cluster's sampler at that output position."""
     from engine import SamplingRow
 
     return SamplingRow(temperature=record.temperature, top_p=1.0, top_k=0, seed=record.seed, choice=0, index=position)

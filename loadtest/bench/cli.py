@@ -1,8 +1,4 @@
-"""How vLLM's command line is written: lists after one flag, and underscores for dashes. Pure, and a click command that
-reads it so.
-
-The command `bench serve`: flags in, table out.
-"""
+"""Command `bench serve`, and the click command that accepts vLLM's flag syntax (lists after a flag, underscores)."""
 
 from __future__ import annotations
 

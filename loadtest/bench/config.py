@@ -173,7 +173,7 @@ class BenchConfig:
 
     @property
     def chat(self) -> bool:
-        """Whether messages are sent rather than a prompt."""
+        """True if messages are sent instead of a prompt."""
         return self.backend == "openai-chat"
 
     def __post_init__(self) -> None:

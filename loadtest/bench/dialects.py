@@ -1,7 +1,6 @@
-"""What `bench serve` sends, and how it reads answers. Pure.
+"""Request bodies and response parsing of `bench serve`. Pure.
 
-Nothing is asked of a server beyond OpenAI's protocol: an answer may be shorter than was asked for, and the counts are
-those of its usage.
+Servers need only support OpenAI's protocol: an answer may be shorter than requested, and the counts are its usage.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""When requests are due: a gamma process of a rate, as vLLM's benchmark draws it. Pure.
-
-Prompts that are made up: random tokens, with or without shared beginnings. Pure apart from the tokenizer.
-
-Prompts out of files: ShareGPT conversations and JSONL lines. Pure apart from reading the file.
+"""Prompts of a benchmark (random, shared prefixes, ShareGPT or JSONL files) and arrival times as in vLLM's
+benchmark.
 """
 
 from __future__ import annotations

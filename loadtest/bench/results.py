@@ -25,13 +25,13 @@ import numpy as np
 from loadtest.bench.config import BenchConfig
 from loadtest.bench.runner import BenchResult
 from loadtest.errors import OutputUnwritable, SettingInvalid
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.report import finite
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """Of one completed request, in seconds."""
+    """Latencies of one completed request, in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -39,7 +39,7 @@ class Latencies:
     itl_s: tuple[float, ...]
 
     def of(self, metric: str) -> float:
-        """By vLLM's name of the metric, in seconds. Raises KeyError."""
+        """Return the metric of vLLM's name, in seconds. Raises KeyError."""
         return {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.e2el_s}[metric]
 
 
@@ -52,8 +52,8 @@ def latencies_of(record: RequestRecord) -> Latencies:
 
 
 def meets(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
-    """Whether a request was completed within each of the objectives."""
-    if record.outcome is not Outcome.COMPLETED:
+    """Return True if a request was completed within each objective."""
+    if record.outcome is not SendOutcome.COMPLETED:
         return False
     found = latencies_of(record)
     return all(found.of(metric) * 1000 <= bound for metric, bound in goodput_ms.items())
@@ -68,7 +68,7 @@ def bench_figures(
 ) -> dict[str, Any]:
     """vLLM's result keys. Latencies of nothing are null. `failed`, as there, counts all that were not completed; how
     many of them were rejected (429) is `rejected`."""
-    completed = [r for r in records if r.outcome is Outcome.COMPLETED]
+    completed = [r for r in records if r.outcome is SendOutcome.COMPLETED]
     seconds = duration_s(records)
     prompt_tokens, output_tokens = sum(r.prompt_tokens for r in completed), sum(r.output_tokens for r in completed)
     found = [latencies_of(r) for r in completed]
@@ -82,7 +82,7 @@ def bench_figures(
         "duration": seconds,
         "completed": len(completed),
         "failed": len(records) - len(completed),
-        "rejected": sum(r.outcome is Outcome.REJECTED for r in records),
+        "rejected": sum(r.outcome is SendOutcome.REJECTED for r in records),
         "retries": sum(max(r.attempts - 1, 0) for r in records),
         "total_input_tokens": prompt_tokens,
         "total_output_tokens": output_tokens,
@@ -98,7 +98,7 @@ def bench_figures(
 
 def detailed(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
     """vLLM's keys of single requests, in order of sending; an unanswered one has zeros and its error."""
-    found = [latencies_of(r) if r.outcome is Outcome.COMPLETED else None for r in records]
+    found = [latencies_of(r) if r.outcome is SendOutcome.COMPLETED else None for r in records]
     return {
         "input_lens": [r.prompt_tokens for r in records],
         "output_lens": [r.output_tokens for r in records],
@@ -113,7 +113,7 @@ def detailed(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def duration_s(records: Sequence[RequestRecord]) -> float:
-    """From the start of the clock, which the first request's waiting is part of, to the last end."""
+    """Return the seconds from the start of the clock, which includes the first request's wait, to the last end."""
     return max((r.end_s for r in records if math.isfinite(r.end_s)), default=0.0)
 
 
@@ -152,7 +152,7 @@ def _per(count: int, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Saving:
-    """Where results go. `filename` empty: made of what was run, as vLLM does."""
+    """Destination of the results. `filename` empty: generated from the run's settings, as in vLLM."""
 
     save: bool = False
     append: bool = False

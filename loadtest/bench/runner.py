@@ -1,7 +1,4 @@
-"""Requests before the measured ones: until the server answers, and then as many as asked for. None is counted.
-
-A whole benchmark, from prompts to results: the thin shell around the package's parts.
-"""
+"""Run of a benchmark, from prompts to results; warm-up requests are not counted."""
 
 from __future__ import annotations
 
@@ -32,18 +29,18 @@ from loadtest.config import server_root
 from loadtest.errors import ServerUnreachable, ServerUnusable, TokenizerMismatch
 from loadtest.http import RetryPolicy, allow_many_connections, open_session
 from loadtest.progress import ProgressDisplay, background, interrupts, show_tally
-from loadtest.record import Outcome, RequestRecord
-from loadtest.sender import Load, Tally, send_share
+from loadtest.record import RequestRecord, SendOutcome
+from loadtest.sender import LoadPlan, SendTally, send_share
 from loadtest.senders import choose_senders, open_senders, send_watched, start_soon
 from loadtest.server import ServerInfo, check_tokenizer, discover
 from loadtest.tokens import ModelTokens, load_model_tokens
 from loadtest.validity import clock_from, invalid_reasons
-from loadtest.verify import told
+from loadtest.verify import paced_notice
 
 _AGAIN_S = 0.5
 
 
-async def warm_up(load: Load, *, count: int, ready_s: float, stop: asyncio.Event) -> None:
+async def warm_up(load: LoadPlan, *, count: int, ready_s: float, stop: asyncio.Event) -> None:
     """Send the load's first request for `ready_s` seconds until it is answered, and then `count` times.
 
     `ready_s` 0: the server is taken to be ready. Returns early when `stop` is set. Raises ServerUnusable when it is not
@@ -61,15 +58,15 @@ async def warm_up(load: Load, *, count: int, ready_s: float, stop: asyncio.Event
         raise ServerUnusable(f"a warm-up request {problem}")
 
 
-async def _send(load: Load, count: int, stop: asyncio.Event) -> list[RequestRecord]:
+async def _send(load: LoadPlan, count: int, stop: asyncio.Event) -> list[RequestRecord]:
     copies = [replace(load.requests[0], index=index, arrival_s=0.0) for index in range(count)]
     clock = clock_from(time.monotonic())
-    return await send_share(replace(load, requests=copies, retry=None), clock=clock, stop=stop, tally=Tally(count))
+    return await send_share(replace(load, requests=copies, retry=None), clock=clock, stop=stop, tally=SendTally(count))
 
 
 def _problem(records: Sequence[RequestRecord]) -> str:
-    """How the first of them that was not answered ended; one that was given up is no problem of the server's."""
-    ended = (r for r in records if r.outcome not in (Outcome.COMPLETED, Outcome.UNFINISHED))
+    """Describe how the first unanswered request ended; a cancelled one is not the server's fault."""
+    ended = (r for r in records if r.outcome not in (SendOutcome.COMPLETED, SendOutcome.UNFINISHED))
     return next((f"was {record.outcome.value}: {record.reason}" for record in ended), "")
 
 
@@ -79,7 +76,7 @@ _READY_POLL_S = 0.5
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What one load left. `records` in order of sending; `invalid_reasons` empty for a valid run."""
+    """Results of one load. `records` in order of sending; `invalid_reasons` is empty for a valid run."""
 
     model: str
     records: Sequence[RequestRecord] = field(repr=False)
@@ -132,7 +129,12 @@ async def find_target(config: BenchConfig, tokens: ModelTokens) -> Target:
                 raise
             notice = "the server has another tokenizer than the bundled model, by which prompts are made (--tokenizer)"
     # Ids of a tokenizer that is not the server's would be another text to it, or none.
-    return Target(server, tokens, config.chat or bool(notice), (*told(server.stand_ins), *([notice] if notice else [])))
+    return Target(
+        server,
+        tokens,
+        config.chat or bool(notice),
+        (*paced_notice(server.stand_ins), *([notice] if notice else [])),
+    )
 
 
 async def _ready_server(config: BenchConfig, session: aiohttp.ClientSession) -> ServerInfo:
@@ -195,11 +197,11 @@ async def measure(
     load = _load(config, target, requests)
     senders = config.senders or choose_senders(requests, speed=1.0, cores=os.cpu_count() or 1)
     senders = min(senders, len(requests), config.max_concurrency or senders)
-    tally = Tally(len(requests))
+    tally = SendTally(len(requests))
     async with open_senders(load, senders) as opened, background(show_tally(stage, tally, display)):
         evidence = await send_watched(opened, load, start=start_soon(), stop=stop, tally=tally)
     for record in evidence.records:
-        if record.outcome is Outcome.COMPLETED and not record.output_tokens:
+        if record.outcome is SendOutcome.COMPLETED and not record.output_tokens:
             record.output_tokens = len(target.tokens.encode_all([record.text])[0])
     # All at once is no time to be kept.
     lag_bound = config.max_send_lag_s if math.isfinite(config.request_rate) else math.inf
@@ -213,11 +215,11 @@ async def measure(
     )
 
 
-def _load(config: BenchConfig, target: Target, requests: Sequence[BenchRequest]) -> Load:
+def _load(config: BenchConfig, target: Target, requests: Sequence[BenchRequest]) -> LoadPlan:
     # As in vLLM: lengths that were made up are kept.
     to_the_end = config.ignore_eos or config.dataset_name == "random"
     extra = {**config.sampling, **config.extra_body}
-    return Load(
+    return LoadPlan(
         server=target.server,
         requests=requests,
         timeout_s=config.request_timeout_s,

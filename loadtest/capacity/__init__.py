@@ -1,5 +1,12 @@
-"""The largest rate at which a server meets its objectives: the search, the judgement of a step, and the running."""
+"""Capacity search: the largest rate at which a server meets its objectives."""
 
-from loadtest.capacity.search import CapacityObjective, CapacitySearch, Finding, Step, Verdict, judge_step
+from loadtest.capacity.search import (
+    CapacityFinding,
+    CapacityObjective,
+    CapacitySearch,
+    CapacityStep,
+    StepVerdict,
+    judge_step,
+)
 
-__all__ = ["CapacityObjective", "CapacitySearch", "Finding", "Step", "Verdict", "judge_step"]
+__all__ = ["CapacityFinding", "CapacityObjective", "CapacitySearch", "CapacityStep", "StepVerdict", "judge_step"]

@@ -1,4 +1,4 @@
-"""The search as an HTML page: the answer, the picture of attainment and goodput against rate, and the steps."""
+"""HTML page of a capacity search: the result, attainment and goodput by rate, and the steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from loadtest import pictures as p
 from loadtest.capacity.runner import CapacityResult
-from loadtest.capacity.search import Step, Verdict
+from loadtest.capacity.search import CapacityStep, StepVerdict
 from loadtest.html import render
 from loadtest.panels import Panel
 
-_COLORS = {Verdict.PASS: p.GREEN, Verdict.FAIL: p.RED, Verdict.INVALID: p.MUTED}
-_LABELS = {Verdict.PASS: "met", Verdict.FAIL: "missed", Verdict.INVALID: "invalid"}
+_COLORS = {StepVerdict.PASS: p.GREEN, StepVerdict.FAIL: p.RED, StepVerdict.INVALID: p.MUTED}
+_LABELS = {StepVerdict.PASS: "met", StepVerdict.FAIL: "missed", StepVerdict.INVALID: "invalid"}
 
 
 def headline(result: CapacityResult) -> str:
@@ -26,7 +26,7 @@ def headline(result: CapacityResult) -> str:
     return f"{'INVALID ' if result.invalid_reasons else ''}Capacity: {said}"
 
 
-def step_line(number: int, step: Step) -> str:
+def step_line(number: int, step: CapacityStep) -> str:
     """One step for the terminal."""
     latencies = ", ".join(f"{m.upper()} {'–' if v is None else f'{v:.0f} ms'}" for m, v in step.latency_ms.items())
     why = f" ({'; '.join(step.reasons)})" if step.reasons else ""
@@ -63,8 +63,8 @@ def _attainment(result: CapacityResult) -> Panel:
     )
 
 
-def _goodput(pic: p.Picture, steps: Sequence[Step]) -> None:
-    """On an axis of its own, at the right."""
+def _goodput(pic: p.Picture, steps: Sequence[CapacityStep]) -> None:
+    """Draw the goodput on a separate axis at the right."""
     right = pic.axes.twinx()
     right.plot(*_means([(step.rate, step.goodput_rps) for step in steps]), color=p.BLUE, linestyle=":")
     right.set_ylabel("goodput, requests per second")
@@ -89,7 +89,7 @@ def _latencies(result: CapacityResult) -> list[Panel]:
     return cards
 
 
-def _steps(pic: p.Picture, result: CapacityResult, values: Sequence[tuple[Step, float]]) -> None:
+def _steps(pic: p.Picture, result: CapacityResult, values: Sequence[tuple[CapacityStep, float]]) -> None:
     rates, means = _means([(step.rate, value) for step, value in values])
     pic.axes.plot(rates, means, color=p.MUTED, linewidth=1.0)
     for verdict, color in _COLORS.items():

@@ -1,4 +1,4 @@
-"""The search against a live server: each step is a benchmark of its own, waited for to its last answer."""
+"""Capacity search against a live server: each step is a separate benchmark that runs to its last answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from loadtest.bench.config import BenchConfig
 from loadtest.bench.runner import Target, find_target, measure, plan, prepare
-from loadtest.capacity.search import CapacityObjective, CapacitySearch, Finding, Step, judge_step
+from loadtest.capacity.search import CapacityFinding, CapacityObjective, CapacitySearch, CapacityStep, judge_step
 from loadtest.http import allow_many_connections
 from loadtest.progress import ProgressDisplay, interrupts
 from loadtest.tokens import ModelTokens, load_model_tokens
@@ -24,21 +24,21 @@ class CapacityResult:
     """The answer and how it was come by, step by step."""
 
     model: str
-    finding: Finding
-    steps: Sequence[Step]
+    finding: CapacityFinding
+    steps: Sequence[CapacityStep]
     objective: CapacityObjective
     interrupted: bool
     notices: Sequence[str]
 
     @property
     def invalid_reasons(self) -> list[str]:
-        """Why the answer is none; empty for a good one."""
+        """Reasons why the result is invalid; empty for a valid one."""
         if self.finding.sender_limited:
             return ["the sender was the bound, not the server: the rates above could not be sent (--senders)"]
         return []
 
     def as_json(self) -> dict[str, Any]:
-        """For the result file and the last line."""
+        """Return the result for the file and the last line."""
         return {
             "valid": not self.invalid_reasons,
             "invalid_reasons": self.invalid_reasons,
@@ -60,7 +60,7 @@ def find_capacity(
     search: CapacitySearch,
     bundled: Path,
     *,
-    on_step: Callable[[int, Step], None],
+    on_step: Callable[[int, CapacityStep], None],
     console: Console | None = None,
 ) -> CapacityResult:
     """Run the search to its end; Ctrl-C gives the steps so far. `on_step(number, step)` after each. Raises ReplayError.
@@ -79,9 +79,9 @@ async def _run(
     search: CapacitySearch,
     tokens: ModelTokens,
     display: ProgressDisplay,
-    on_step: Callable[[int, Step], None],
+    on_step: Callable[[int, CapacityStep], None],
 ) -> CapacityResult:
-    stop, steps = asyncio.Event(), list[Step]()
+    stop, steps = asyncio.Event(), list[CapacityStep]()
     with interrupts(stop):
         target = await find_target(config, tokens)
         await prepare(config, target, plan(replace(config, num_prompts=1), target), stop)
@@ -104,7 +104,7 @@ async def _step(
     number: int,
     stop: asyncio.Event,
     display: ProgressDisplay,
-) -> Step:
+) -> CapacityStep:
     step_config = replace(
         config, request_rate=rate, num_prompts=objective.requests_at(rate), seed=config.seed + 1 + number
     )

@@ -1,10 +1,9 @@
-"""Which rate to try next: doubling, then bisection, then the border again. Pure: verdicts in, rates out.
+"""Search for the capacity of a server: the next rate to try, the objectives at a rate, and the verdict on a step. Pure.
 
-Rates are points of a geometric grid, start · (1 + resolution)^k, so that neighbours differ by the resolution. Measured
-verdicts are noisy near the border, so a rate is judged by the majority of at most three trials, and the answer is a
-rate that passed twice beside a neighbour that failed twice; one lucky or unlucky step changes nothing.
-
-What a server has to keep at a rate, and whether it did in one step. Pure.
+The search doubles the rate, then bisects, then tries the border again. Rates are points of a geometric grid, start · (1
++ resolution)^k, so that neighbours differ by the resolution. Measured verdicts are noisy near the border, so a rate is
+judged by the majority of at most three trials, and the answer is a rate that passed twice beside a neighbour that
+failed twice; one lucky or unlucky step changes nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import numpy as np
 
 from loadtest.bench.results import latencies_of, meets
 from loadtest.errors import SettingInvalid
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 
 VOTES = 2
 """Equal verdicts that settle a rate at the border; with two kinds of them, three trials always do."""
 
 
-class Verdict(StrEnum):
-    """Of one step. `INVALID`: the sender could not keep up, which says nothing of the server."""
+class StepVerdict(StrEnum):
+    """Verdict on one step. `INVALID`: the sender could not keep up, so nothing is known about the server."""
 
     PASS = "pass"
     FAIL = "fail"
@@ -34,7 +33,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CapacityFinding:
     """The answer. `rate`: the largest that meets the objectives, None when even the lowest does not.
 
     `bounded`: a neighbour was seen to fail; otherwise `rate` is what could be tried, and the capacity is that or more.
@@ -102,25 +101,25 @@ class CapacitySearch:
         point = self._next_point()
         return None if point is None else self.rate_of(point)
 
-    def record(self, verdict: Verdict) -> None:
+    def record(self, verdict: StepVerdict) -> None:
         """The verdict on a step at `next_rate`. Raises ValueError when nothing was to be tried."""
         point = self._next_point()
         if point is None:
             raise ValueError("the search is over")
         votes = self._votes.setdefault(point, _Votes())
-        if verdict is Verdict.PASS:
+        if verdict is StepVerdict.PASS:
             votes.passes += 1
-        elif verdict is Verdict.FAIL:
+        elif verdict is StepVerdict.FAIL:
             votes.fails += 1
         else:
             votes.invalid += 1
 
     @property
-    def finding(self) -> Finding:
+    def finding(self) -> CapacityFinding:
         """The answer so far; final once `next_rate` is None."""
         low, high = self._border()
         blocked = high is not None and self._votes[high].blocked
-        return Finding(
+        return CapacityFinding(
             rate=None if low is None else self.rate_of(low),
             bounded=high is not None and not blocked,
             sender_limited=blocked,
@@ -216,12 +215,12 @@ class CapacityObjective:
 
 
 @dataclass(frozen=True)
-class Step:
+class CapacityStep:
     """One trial of a rate. `latency_ms`: each metric at the objective's percentile, null of nothing; `attainment`:
     share of the judged requests that met every bound; `reasons`: why it did not pass."""
 
     rate: float
-    verdict: Verdict
+    verdict: StepVerdict
     judged: int
     lost_share: float
     latency_ms: Mapping[str, float | None]
@@ -240,10 +239,10 @@ class Step:
 
 def judge_step(
     rate: float, records: Sequence[RequestRecord], objective: CapacityObjective, invalid_reasons: Sequence[str]
-) -> Step:
+) -> CapacityStep:
     """Judge what one step left. `records`: of all its requests, sent or not lost."""
     judged = sorted(records, key=lambda r: r.due_s)[int(WARM_SHARE * len(records)) :]
-    completed = [r for r in judged if r.outcome is Outcome.COMPLETED]
+    completed = [r for r in judged if r.outcome is SendOutcome.COMPLETED]
     lost_share = 1 - len(completed) / len(judged) if judged else 1.0
     found = [latencies_of(r) for r in completed]
     latency_ms = {
@@ -257,9 +256,9 @@ def judge_step(
     ]
     if lost_share > objective.max_lost_share:
         reasons.append(f"{lost_share:.1%} rejected or failed")
-    verdict = Verdict.INVALID if invalid_reasons else Verdict.FAIL if reasons else Verdict.PASS
+    verdict = StepVerdict.INVALID if invalid_reasons else StepVerdict.FAIL if reasons else StepVerdict.PASS
     met = sum(meets(r, objective.bounds_ms) for r in judged)
-    return Step(
+    return CapacityStep(
         rate=rate,
         verdict=verdict,
         judged=len(judged),

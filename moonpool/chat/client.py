@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from loadtest.errors import MalformedStream
-from loadtest.http import EventStream, mended
+from loadtest.http import SseParser, without_surrogates
 from loadtest.server import ServerInfo, error_message
 from moonpool.chat.conversation import Message
 from moonpool.errors import ChatFailed
@@ -90,7 +90,7 @@ class ChatClient:
                 try:
                     await _follow(response, began, answer, on_text)
                 finally:
-                    answer.text = mended(answer.text)
+                    answer.text = without_surrogates(answer.text)
         except MalformedStream as error:
             raise ChatFailed(f"{url} does not stream as an OpenAI-compatible server: {error}") from error
         except TimeoutError as error:
@@ -110,7 +110,7 @@ class ChatClient:
 async def _follow(
     response: aiohttp.ClientResponse, began: float, answer: ChatAnswer, on_text: Callable[[str], None]
 ) -> None:
-    stream = EventStream()
+    stream = SseParser()
     async for chunk in response.content.iter_any():
         now_s = time.monotonic() - began
         for data in stream.feed(chunk):
@@ -133,7 +133,7 @@ def _take(data: str, now_s: float, answer: ChatAnswer, on_text: Callable[[str], 
                 answer.ttft_s = now_s if answer.ttft_s is None else answer.ttft_s
                 answer.last_s = now_s
                 answer.text += piece
-                on_text(mended(piece))
+                on_text(without_surrogates(piece))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatFailed(f"the server sent an event that is no part of a chat completion: {data[:_SHOWN]!r}") from error
     answer.usage = _object(event.get("usage")) or answer.usage

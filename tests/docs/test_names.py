@@ -21,7 +21,7 @@ from kvpool.node import PoolNode
 from loadtest.cluster_metrics import ClusterHistory
 from loadtest.dialogue_config import DialogueConfig
 from loadtest.dialogue_report import summarise_dialogues
-from loadtest.objectives import Objectives
+from loadtest.objectives import ReplayObjectives
 from loadtest.summary import summarise
 from messenger.counters import CERTIFICATE_LEFT, Counters, reported
 from settings.keys import assemble
@@ -130,7 +130,7 @@ def test_every_report_key_is_documented_and_no_other(page: Page, documented: Fir
         [],
         {},
         tokens_per_block=8,
-        objectives=Objectives(0.0, 0.0, None),
+        objectives=ReplayObjectives(0.0, 0.0, None),
         history=ClusterHistory(),
         verification=None,
     )

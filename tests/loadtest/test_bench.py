@@ -18,7 +18,7 @@ from loadtest.bench.cli import app, normalised
 from loadtest.bench.config import BenchConfig
 from loadtest.bench.prompts import arrival_times, ordinary_ids, random_prompts, repeated_prefixes
 from loadtest.bench.results import bench_figures, busiest_second, most_at_once
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 
 VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
@@ -76,7 +76,7 @@ def test_details_hold_every_request(serve, bench) -> None:
 
 
 def record_of(sent: float, events: list[float], tokens: int, **changes: Any) -> RequestRecord:
-    record = RequestRecord(0, 0.0, 10, tokens, 0.0, 0, **({"outcome": Outcome.COMPLETED} | changes))
+    record = RequestRecord(0, 0.0, 10, tokens, 0.0, 0, **({"outcome": SendOutcome.COMPLETED} | changes))
     record.sent_s, record.event_times, record.output_tokens = sent, events, tokens
     record.end_s = (events or [sent])[-1] + 0.5
     return record
@@ -86,7 +86,7 @@ def test_latencies_are_defined_as_in_vllm() -> None:
     records = [
         record_of(1.0, [1.1, 1.3, 1.3, 1.9], 5),  # two of its tokens came in one event
         record_of(2.0, [2.5], 1),
-        record_of(2.0, [], 0, outcome=Outcome.REJECTED),
+        record_of(2.0, [], 0, outcome=SendOutcome.REJECTED),
     ]
     found = bench_figures(
         records, metrics=("ttft", "tpot", "itl", "e2el"), percentiles=(50, 99.9), goodput_ms={"ttft": 200, "tpot": 250}

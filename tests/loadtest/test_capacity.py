@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from loadtest.bench.cli import app
-from loadtest.capacity import CapacityObjective, CapacitySearch, Finding, Verdict, judge_step
+from loadtest.capacity import CapacityFinding, CapacityObjective, CapacitySearch, StepVerdict, judge_step
 from loadtest.capacity.page import capacity_page, headline
 from loadtest.capacity.runner import CapacityResult
 from loadtest.errors import SettingInvalid
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from tests.chromium import look_at
 
 RESOLUTIONS = st.sampled_from([0.02, 0.1, 0.3, 1.0])
@@ -41,7 +41,7 @@ def run(search: CapacitySearch, judge: Any, at_most: int = 5000) -> int:
 @given(st.floats(0.02, 900.0), st.floats(0.05, 500.0), RESOLUTIONS)
 def test_a_sharp_threshold_is_found_to_the_resolution(threshold: float, start: float, resolution: float) -> None:
     search = CapacitySearch(start, resolution, least=0.01, most=1e4)
-    steps = run(search, lambda rate: Verdict.PASS if rate <= threshold else Verdict.FAIL)
+    steps = run(search, lambda rate: StepVerdict.PASS if rate <= threshold else StepVerdict.FAIL)
     found = search.finding
     assert found.bounded
     assert found.rate is not None
@@ -57,11 +57,11 @@ def test_whatever_the_verdicts_the_search_ends_with_what_it_confirmed(
     seed: int, noise: float, invalid: float, resolution: float
 ) -> None:
     rng = random.Random(seed)
-    trials: dict[float, list[Verdict]] = {}
+    trials: dict[float, list[StepVerdict]] = {}
 
-    def judge(rate: float) -> Verdict:
+    def judge(rate: float) -> StepVerdict:
         fails = rate > 10.0 if rng.random() > noise else rng.random() < 0.5
-        verdict = Verdict.INVALID if rng.random() < invalid else Verdict.FAIL if fails else Verdict.PASS
+        verdict = StepVerdict.INVALID if rng.random() < invalid else StepVerdict.FAIL if fails else StepVerdict.PASS
         trials.setdefault(rate, []).append(verdict)
         return verdict
 
@@ -69,27 +69,27 @@ def test_whatever_the_verdicts_the_search_ends_with_what_it_confirmed(
     run(search, judge)
     finding = search.finding
     if finding.rate is not None:
-        assert trials[finding.rate].count(Verdict.PASS) == 2
+        assert trials[finding.rate].count(StepVerdict.PASS) == 2
     if finding.bounded:
         beyond = min(trials) if finding.rate is None else min(rate for rate in trials if rate > finding.rate)
-        assert trials[beyond].count(Verdict.FAIL) == 2
+        assert trials[beyond].count(StepVerdict.FAIL) == 2
         assert finding.rate is None or beyond == pytest.approx(finding.rate * (1 + resolution))
 
 
 @pytest.mark.parametrize("unlucky", ["the passing side", "the failing side", "the first step"])
 def test_one_wrong_verdict_is_outvoted(unlucky: str) -> None:
     exact = CapacitySearch(1.0, 0.1)
-    run(exact, lambda rate: Verdict.PASS if rate <= 10 else Verdict.FAIL)
+    run(exact, lambda rate: StepVerdict.PASS if rate <= 10 else StepVerdict.FAIL)
     border = exact.finding.rate
     assert border is not None
     wrong_at = {"the passing side": border, "the failing side": border * 1.1, "the first step": 1.0}[unlucky]
     seen = 0
 
-    def judge(rate: float) -> Verdict:
+    def judge(rate: float) -> StepVerdict:
         nonlocal seen
         here = rate == pytest.approx(wrong_at)
         seen += here
-        return Verdict.PASS if (rate <= 10) is not (here and seen == 1) else Verdict.FAIL
+        return StepVerdict.PASS if (rate <= 10) is not (here and seen == 1) else StepVerdict.FAIL
 
     noisy = CapacitySearch(1.0, 0.1)
     run(noisy, judge)
@@ -99,25 +99,25 @@ def test_one_wrong_verdict_is_outvoted(unlucky: str) -> None:
 
 def test_the_ends_of_the_range_are_said_to_be_no_border() -> None:
     search = CapacitySearch(1.0, 0.1, most=50.0)
-    run(search, lambda rate: Verdict.PASS)
+    run(search, lambda rate: StepVerdict.PASS)
     assert search.finding.rate == pytest.approx(50.0, rel=0.1)
     assert not search.finding.bounded
     search = CapacitySearch(1.0, 0.1, least=0.2)
-    run(search, lambda rate: Verdict.FAIL)
-    assert search.finding == Finding(None, True, False)
+    run(search, lambda rate: StepVerdict.FAIL)
+    assert search.finding == CapacityFinding(None, True, False)
 
 
 def test_a_sender_that_cannot_keep_up_bounds_the_search_and_says_so() -> None:
     search = CapacitySearch(1.0, 0.1)
-    run(search, lambda rate: Verdict.INVALID if rate > 30 else Verdict.PASS)
+    run(search, lambda rate: StepVerdict.INVALID if rate > 30 else StepVerdict.PASS)
     assert search.finding.rate == pytest.approx(30, rel=0.1)
     assert search.finding.sender_limited
     search = CapacitySearch(1.0, 0.1)
-    run(search, lambda rate: Verdict.INVALID if rate > 30 else Verdict.PASS if rate < 5 else Verdict.FAIL)
+    run(search, lambda rate: StepVerdict.INVALID if rate > 30 else StepVerdict.PASS if rate < 5 else StepVerdict.FAIL)
     assert not search.finding.sender_limited
     search = CapacitySearch(1.0, 0.1)
-    run(search, lambda rate: Verdict.INVALID)
-    assert search.finding == Finding(None, False, True)
+    run(search, lambda rate: StepVerdict.INVALID)
+    assert search.finding == CapacityFinding(None, False, True)
 
 
 @pytest.mark.parametrize("values", [(0.0, 0.1), (1.0, 0.0), (1.0, math.nan), (2e6, 0.1), (math.nan, 0.1)])
@@ -125,12 +125,12 @@ def test_a_range_with_nothing_in_it_is_refused(values: tuple[float, float]) -> N
     with pytest.raises(ValueError, match="cannot search"):
         CapacitySearch(*values)
     search = CapacitySearch(1.0, 0.1, most=1.0)
-    run(search, lambda rate: Verdict.PASS)
+    run(search, lambda rate: StepVerdict.PASS)
     with pytest.raises(ValueError, match="over"):
-        search.record(Verdict.PASS)
+        search.record(StepVerdict.PASS)
 
 
-def record_of(index: int, ttft: float, outcome: Outcome = Outcome.COMPLETED) -> RequestRecord:
+def record_of(index: int, ttft: float, outcome: SendOutcome = SendOutcome.COMPLETED) -> RequestRecord:
     record = RequestRecord(index, 0.1 * index, 10, 2, 0.0, 0, outcome=outcome)
     record.sent_s, record.output_tokens = record.due_s, 2
     record.event_times = [record.sent_s + ttft, record.sent_s + ttft + 0.01]
@@ -144,25 +144,25 @@ def test_a_step_passes_when_the_percentile_keeps_its_bounds() -> None:
     # The slow ones at the beginning met an empty server's first requests and are not judged.
     slow_start = [record_of(i, 0.5 if i < 20 else 0.05) for i in range(100)]
     step = judge_step(10.0, slow_start, OBJECTIVE, [])
-    assert (step.verdict, step.judged, step.attainment) == (Verdict.PASS, 80, 1.0)
+    assert (step.verdict, step.judged, step.attainment) == (StepVerdict.PASS, 80, 1.0)
     assert step.latency_ms == {"ttft": pytest.approx(50), "tpot": pytest.approx(10)}
     assert step.goodput_rps == pytest.approx(10.0)
     few = judge_step(10.0, [record_of(i, 0.5 if i % 12 == 0 else 0.05) for i in range(100)], OBJECTIVE, [])
-    assert few.verdict is Verdict.PASS
+    assert few.verdict is StepVerdict.PASS
     assert 0.9 < few.attainment < 1
 
 
 def test_a_step_fails_by_name_of_what_was_missed() -> None:
     step = judge_step(10.0, [record_of(i, 0.5 if i % 5 == 0 else 0.05) for i in range(100)], OBJECTIVE, [])
-    assert (step.verdict, step.reasons) == (Verdict.FAIL, ("p90 TTFT 500 ms > 100 ms",))
-    rejected = [record_of(i, 0.05, Outcome.REJECTED if i % 20 == 0 else Outcome.COMPLETED) for i in range(100)]
+    assert (step.verdict, step.reasons) == (StepVerdict.FAIL, ("p90 TTFT 500 ms > 100 ms",))
+    rejected = [record_of(i, 0.05, SendOutcome.REJECTED if i % 20 == 0 else SendOutcome.COMPLETED) for i in range(100)]
     assert judge_step(10.0, rejected, OBJECTIVE, []).reasons == ("5.0% rejected or failed",)
-    assert judge_step(10.0, [], OBJECTIVE, []).verdict is Verdict.FAIL
+    assert judge_step(10.0, [], OBJECTIVE, []).verdict is StepVerdict.FAIL
 
 
 def test_an_invalid_step_is_no_verdict_on_the_server() -> None:
     step = judge_step(10.0, [record_of(i, 0.5) for i in range(100)], OBJECTIVE, ["the sender lagged"])
-    assert step.verdict is Verdict.INVALID
+    assert step.verdict is StepVerdict.INVALID
     assert step.reasons[0] == "the sender lagged"
 
 
@@ -194,7 +194,7 @@ def oracle(threshold: float, step_s: float, start: float):
         nonlocal left, rate
         if left == 0:
             if rate:
-                search.record(Verdict.FAIL if rate > threshold else Verdict.PASS)
+                search.record(StepVerdict.FAIL if rate > threshold else StepVerdict.PASS)
             rate = search.next_rate() or math.inf
             left = objective.requests_at(rate) if math.isfinite(rate) else 1 << 60
         left -= 1
@@ -266,14 +266,14 @@ def test_a_search_without_a_range_is_refused(serve, tmp_path: Path, arguments: t
 @pytest.mark.parametrize(
     ("finding", "said"),
     [
-        (Finding(8.0, True, False), "Capacity: 8 requests/s"),
-        (Finding(8.0, False, False), "Capacity: at least 8 requests/s"),
-        (Finding(8.0, False, True), "INVALID Capacity: at least 8 requests/s"),
-        (Finding(None, True, False), "Capacity: none: the lowest rate missed the objectives"),
-        (Finding(None, False, True), "INVALID Capacity: none: no rate could be sent"),
+        (CapacityFinding(8.0, True, False), "Capacity: 8 requests/s"),
+        (CapacityFinding(8.0, False, False), "Capacity: at least 8 requests/s"),
+        (CapacityFinding(8.0, False, True), "INVALID Capacity: at least 8 requests/s"),
+        (CapacityFinding(None, True, False), "Capacity: none: the lowest rate missed the objectives"),
+        (CapacityFinding(None, False, True), "INVALID Capacity: none: no rate could be sent"),
     ],
 )
-def test_the_headline_says_what_the_answer_is_worth(finding: Finding, said: str) -> None:
+def test_the_headline_says_what_the_answer_is_worth(finding: CapacityFinding, said: str) -> None:
     result = CapacityResult("m", finding, [], OBJECTIVE, False, [])
     assert headline(result) == said
     assert f"<h1>{said}</h1>" in capacity_page(result)

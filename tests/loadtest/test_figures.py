@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from loadtest import figures
 from loadtest.cluster_metrics import ClusterHistory, parse_metrics
-from loadtest.objectives import Objectives, Unloaded, attainment, fit_ttft, typical_requests, unloaded_of
+from loadtest.objectives import ReplayObjectives, Unloaded, attainment, fit_ttft, typical_requests, unloaded_of
 from loadtest.panels import in_flight
 from loadtest.pictures import averaged
-from loadtest.record import Outcome, RequestRecord, worst_tenth_mean
+from loadtest.record import RequestRecord, SendOutcome, worst_tenth_mean
 from loadtest.report import finite
 from loadtest.summary import percentiles
 from telemetry.nodes import NodeSample, NodesCollector
@@ -26,7 +26,7 @@ from telemetry.nodes import NodeSample, NodesCollector
 
 def record_of(index: int = 0, *, ttft: float = 0.1, gaps: tuple[float, ...] = (), **changes: Any) -> RequestRecord:
     values: dict[str, Any] = {"due_s": 0.0, "prompt_tokens": 100, "max_tokens": 1, "temperature": 0.0, "seed": 0}
-    record = RequestRecord(index=index, **(values | {"outcome": Outcome.COMPLETED} | changes))
+    record = RequestRecord(index=index, **(values | {"outcome": SendOutcome.COMPLETED} | changes))
     record.sent_s, at = 10.0, 10.0 + ttft
     record.token_times = [at, *(at := at + gap for gap in gaps)]
     record.end_s = record.token_times[-1]
@@ -48,7 +48,7 @@ def test_percentiles_of_nothing_are_null() -> None:
 
 
 def test_the_default_objectives_are_relative_to_the_lone_request_of_that_length() -> None:
-    objectives = Objectives(0.0, 0.0, UNLOADED)
+    objectives = ReplayObjectives(0.0, 0.0, UNLOADED)
     assert objectives.ttft_of(100) == pytest.approx(10 * 0.11)
     assert objectives.tbt_objective_s == pytest.approx(5 * 0.02)
     assert objectives.meets_ttft(record_of(ttft=1.09))
@@ -59,7 +59,7 @@ def test_the_default_objectives_are_relative_to_the_lone_request_of_that_length(
 
 
 def test_fixed_objectives_take_their_place() -> None:
-    objectives = Objectives(0.2, 0.05, None)
+    objectives = ReplayObjectives(0.2, 0.05, None)
     assert objectives.known
     assert not objectives.meets_ttft(record_of(ttft=0.21))
     assert not objectives.meets_tbt(record_of(gaps=(0.06,)))
@@ -68,19 +68,19 @@ def test_fixed_objectives_take_their_place() -> None:
 def test_rejected_and_failed_requests_miss_and_unfinished_ones_do_not_count() -> None:
     records = [
         *(record_of(i) for i in range(6)),
-        record_of(6, outcome=Outcome.REJECTED),
-        record_of(7, outcome=Outcome.FAILED),
-        record_of(8, outcome=Outcome.UNFINISHED),
+        record_of(6, outcome=SendOutcome.REJECTED),
+        record_of(7, outcome=SendOutcome.FAILED),
+        record_of(8, outcome=SendOutcome.UNFINISHED),
     ]
-    found = attainment(Objectives(1.0, 1.0, None), records, 3.0)
+    found = attainment(ReplayObjectives(1.0, 1.0, None), records, 3.0)
     assert found["slo_attainment"] == 6 / 8
     assert found["goodput_rps"] == 2.0
     assert found["slo_rule_met"] is False
-    assert attainment(Objectives(1.0, 1.0, None), records[:6], 3.0)["slo_rule_met"] is True
+    assert attainment(ReplayObjectives(1.0, 1.0, None), records[:6], 3.0)["slo_rule_met"] is True
 
 
 def test_without_objectives_attainment_is_null() -> None:
-    found = attainment(Objectives(0.0, 0.0, None), [record_of()], 1.0)
+    found = attainment(ReplayObjectives(0.0, 0.0, None), [record_of()], 1.0)
     assert found["slo_attainment"] is None
     assert found["goodput_rps"] is None
     assert "not judged" in found["slo_rule"]

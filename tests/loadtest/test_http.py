@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from loadtest.client import CompletionClient
 from loadtest.errors import MalformedStream
-from loadtest.http import EventStream, RetryPolicy
-from loadtest.record import Outcome, RequestRecord
+from loadtest.http import RetryPolicy, SseParser
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.sender import new_record
 from loadtest.server import ServerInfo
 
@@ -71,7 +71,7 @@ def refusing(times: int, retry_after: str = "0.02"):
 
 async def test_a_retried_request_counts_from_its_first_sending(serve, send_one, make_request) -> None:
     record = await send_one(serve(behave=refusing(2)), make_request(0))
-    assert (record.outcome, record.attempts, record.reason) == (Outcome.COMPLETED, 3, "")
+    assert (record.outcome, record.attempts, record.reason) == (SendOutcome.COMPLETED, 3, "")
     assert record.ttft_s >= 0.04
     assert len(record.token_times) == 3
 
@@ -79,7 +79,7 @@ async def test_a_retried_request_counts_from_its_first_sending(serve, send_one, 
 async def test_a_retry_that_never_helps_ends_rejected_after_its_attempts(serve, send_one, make_request) -> None:
     server = serve(behave=refusing(99))
     record = await send_one(server, make_request(0))
-    assert (record.outcome, record.attempts, record.reason) == (Outcome.REJECTED, 4, "HTTP 429: busy")
+    assert (record.outcome, record.attempts, record.reason) == (SendOutcome.REJECTED, 4, "HTTP 429: busy")
     assert len(server.bodies) == 4
 
 
@@ -87,13 +87,13 @@ async def test_a_wait_beyond_the_time_out_is_not_begun(serve, send_one, make_req
     record = await send_one(
         serve(behave=refusing(9, "100")), make_request(0), timeout_s=5.0, retry=RetryPolicy(9, 300.0)
     )
-    assert (record.outcome, record.attempts) == (Outcome.REJECTED, 1)
+    assert (record.outcome, record.attempts) == (SendOutcome.REJECTED, 1)
     assert record.retry_after_s == 100
 
 
 async def test_without_a_policy_a_rejection_is_the_outcome(serve, send_one, make_request) -> None:
     record = await send_one(serve(behave=refusing(1)), make_request(0), retry=None)
-    assert (record.outcome, record.attempts) == (Outcome.REJECTED, 1)
+    assert (record.outcome, record.attempts) == (SendOutcome.REJECTED, 1)
 
 
 async def test_a_cancelled_wait_leaves_the_request_unfinished(serve, session, make_request) -> None:
@@ -107,7 +107,7 @@ async def test_a_cancelled_wait_leaves_the_request_unfinished(serve, session, ma
         await asyncio.sleep(0.01)
     sending.cancel()
     await asyncio.gather(sending, return_exceptions=True)
-    assert record.outcome is Outcome.UNFINISHED
+    assert record.outcome is SendOutcome.UNFINISHED
 
 
 @given(
@@ -117,7 +117,7 @@ async def test_a_cancelled_wait_leaves_the_request_unfinished(serve, session, ma
 )
 def test_events_come_out_whole_however_the_bytes_are_cut(texts: list[str], cuts: list[int], end: str) -> None:
     data = "".join(f"event: x{end}data: {text}{end}{end}: a comment{end}{end}" for text in texts).encode()
-    stream, found, at = EventStream(), [], 0
+    stream, found, at = SseParser(), [], 0
     while at < len(data):
         step = cuts[at % len(cuts)]
         found += stream.feed(data[at : at + step])
@@ -126,11 +126,11 @@ def test_events_come_out_whole_however_the_bytes_are_cut(texts: list[str], cuts:
 
 
 def test_several_data_lines_are_one_event() -> None:
-    assert EventStream().feed(b"data: a\ndata:b\n\n") == ["a\nb"]
+    assert SseParser().feed(b"data: a\ndata:b\n\n") == ["a\nb"]
 
 
 def test_an_endless_event_is_refused() -> None:
-    stream = EventStream()
+    stream = SseParser()
     for _ in range(8):
         assert stream.feed(b"x" * (1 << 20)) == []
     with pytest.raises(MalformedStream, match="more than"):

@@ -14,8 +14,8 @@ from loadtest.bench.dialects import BenchDialect
 from loadtest.client import CompletionClient, take_event
 from loadtest.dialogue_turns import ChatTurn
 from loadtest.errors import StreamFailed
-from loadtest.record import Outcome, RequestRecord
-from loadtest.sender import Tally, new_record, send_open_loop
+from loadtest.record import RequestRecord, SendOutcome
+from loadtest.sender import SendTally, new_record, send_open_loop
 from loadtest.server import ServerInfo
 
 
@@ -34,7 +34,7 @@ def send(session):
         client = CompletionClient(
             session, ServerInfo(server.url, "tiny"), timeout_s=timeout_s, clock=clock, dialect=dialect
         )
-        tally = Tally(len(requests))
+        tally = SendTally(len(requests))
         records = await send_open_loop(
             client,
             requests,
@@ -66,10 +66,10 @@ async def test_requests_leave_on_time_while_the_server_holds_all_answers(serve, 
     server = serve(behave=behave)
     records, tally = await send(server, [make_request(i, arrival_s=0.4 * i) for i in range(30)], speed=40.0)
     assert [r.due_s for r in records] == pytest.approx([0.01 * i for i in range(30)])
-    assert all(r.outcome is Outcome.COMPLETED for r in records)
+    assert all(r.outcome is SendOutcome.COMPLETED for r in records)
     assert all(r.lateness_s >= 0 for r in records)
     assert sorted(r.lateness_s for r in records)[15] < 0.1
-    assert (tally.sent, tally.in_flight, tally.ended[Outcome.COMPLETED]) == (30, 0, 30)
+    assert (tally.sent, tally.in_flight, tally.ended[SendOutcome.COMPLETED]) == (30, 0, 30)
     assert tally.prompt_tokens == 30 * 20
 
 
@@ -114,7 +114,7 @@ async def test_a_rejection_keeps_its_retry_after(serve, send, make_request) -> N
         return web.json_response({"error": {"message": "busy"}}, status=429, headers={"Retry-After": "1.5"})
 
     record = only((await send(serve(behave=behave), [make_request(0)]))[0])
-    assert (record.outcome, record.reason, record.retry_after_s) == (Outcome.REJECTED, "HTTP 429: busy", 1.5)
+    assert (record.outcome, record.reason, record.retry_after_s) == (SendOutcome.REJECTED, "HTTP 429: busy", 1.5)
 
 
 async def _broken(request: web.Request, *chunks: bytes, drop: bool = False) -> web.StreamResponse:
@@ -163,7 +163,7 @@ async def test_an_answer_that_is_not_right_is_a_failure_with_its_reason(
         return await _broken(request, *chunks)
 
     record = only((await send(serve(behave=behave), [make_request(0)]))[0])
-    assert record.outcome is Outcome.FAILED
+    assert record.outcome is SendOutcome.FAILED
     assert reason in record.reason
 
 
@@ -173,7 +173,7 @@ async def test_events_split_anywhere_are_put_together(serve, send, make_request)
         return await _broken(request, *(data[i : i + 7] for i in range(0, len(data), 7)))
 
     record = only((await send(serve(behave=behave), [make_request(0)]))[0])
-    assert (record.outcome, record.token_ids) == (Outcome.COMPLETED, [7, 7, 7])
+    assert (record.outcome, record.token_ids) == (SendOutcome.COMPLETED, [7, 7, 7])
 
 
 async def test_a_server_without_token_ids_still_gives_times(serve, send, make_request) -> None:
@@ -181,7 +181,7 @@ async def test_a_server_without_token_ids_still_gives_times(serve, send, make_re
         return await _broken(request, TOKEN.replace(b', "token_ids": [7]', b"") * 3, USAGE, DONE)
 
     record = only((await send(serve(behave=behave), [make_request(0)]))[0])
-    assert (record.outcome, record.token_ids, len(record.token_times)) == (Outcome.COMPLETED, [], 3)
+    assert (record.outcome, record.token_ids, len(record.token_times)) == (SendOutcome.COMPLETED, [], 3)
 
 
 async def test_a_lost_connection_is_a_failure_and_the_others_go_on(serve, send, make_request) -> None:
@@ -189,7 +189,7 @@ async def test_a_lost_connection_is_a_failure_and_the_others_go_on(serve, send, 
         return await _broken(request, TOKEN, drop=True) if body["seed"] == 1 else None
 
     records, _ = await send(serve(behave=behave), [make_request(i) for i in range(3)])
-    assert [r.outcome for r in records] == [Outcome.COMPLETED, Outcome.FAILED, Outcome.COMPLETED]
+    assert [r.outcome for r in records] == [SendOutcome.COMPLETED, SendOutcome.FAILED, SendOutcome.COMPLETED]
     assert "connection lost" in records[1].reason
     assert records[1].token_ids == [7]
 
@@ -197,7 +197,7 @@ async def test_a_lost_connection_is_a_failure_and_the_others_go_on(serve, send, 
 async def test_a_server_that_is_gone_is_a_failure(send, make_request, unused_tcp_port) -> None:
     gone = SimpleNamespace(url=f"http://127.0.0.1:{unused_tcp_port}")
     record = only((await send(gone, [make_request(0)]))[0])
-    assert record.outcome is Outcome.FAILED
+    assert record.outcome is SendOutcome.FAILED
     assert record.reason.startswith("no connection (")
 
 
@@ -208,7 +208,7 @@ async def test_a_server_that_goes_silent_is_a_failure_after_the_timeout(serve, s
         await asyncio.wait_for(released.wait(), 3)
 
     record = only((await send(serve(behave=behave), [make_request(0)], timeout_s=0.2))[0])
-    assert (record.outcome, record.reason) == (Outcome.FAILED, "no end of the answer within 0.2 s")
+    assert (record.outcome, record.reason) == (SendOutcome.FAILED, "no end of the answer within 0.2 s")
     assert record.end_s - record.sent_s == pytest.approx(0.2, abs=0.15)
 
 
@@ -222,7 +222,7 @@ async def test_stopping_gives_up_what_is_in_flight(serve, send, make_request) ->
 
     requests = [make_request(0), make_request(1, arrival_s=0.2), make_request(2, arrival_s=1000.0)]
     records, tally = await send(serve(behave=behave), requests, stop=stop)
-    assert [r.outcome for r in records] == [Outcome.COMPLETED, Outcome.UNFINISHED]
+    assert [r.outcome for r in records] == [SendOutcome.COMPLETED, SendOutcome.UNFINISHED]
     assert tally.sent == 2
 
 
@@ -252,7 +252,7 @@ async def test_a_character_cut_in_half_between_two_events_is_put_together(serve,
             )
         )[0]
     )
-    assert (record.outcome, record.text) == (Outcome.COMPLETED, "\N{GRINNING FACE} \ufffd")
+    assert (record.outcome, record.text) == (SendOutcome.COMPLETED, "\N{GRINNING FACE} \ufffd")
 
 
 async def test_a_refusal_can_be_shown_whatever_it_says(serve, send, make_request) -> None:

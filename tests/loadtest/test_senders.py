@@ -14,21 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import SenderUnusable
-from loadtest.record import Outcome
-from loadtest.sender import Load, Tally
+from loadtest.record import SendOutcome
+from loadtest.sender import LoadPlan, SendTally
 from loadtest.senders import choose_senders, open_senders, send_watched, split, split_limit, start_soon
 from loadtest.server import ServerInfo
-from loadtest.validity import Evidence, invalid_reasons
+from loadtest.validity import ValidityEvidence, invalid_reasons
 
 
 @pytest.fixture
 def send():
     async def start(
         server: Any, requests: list[Any], *, senders: int, stop: asyncio.Event | None = None, **options: Any
-    ) -> tuple[Evidence, Tally]:
+    ) -> tuple[ValidityEvidence, SendTally]:
         values: dict[str, Any] = {"timeout_s": 60.0, "speed": 1.0} | options
-        load = Load(server=ServerInfo(server.url, "tiny"), requests=requests, **values)
-        tally = Tally(len(requests))
+        load = LoadPlan(server=ServerInfo(server.url, "tiny"), requests=requests, **values)
+        tally = SendTally(len(requests))
         async with open_senders(load, senders) as opened:
             evidence = await send_watched(opened, load, start=start_soon(), stop=stop or asyncio.Event(), tally=tally)
         assert not [p for p in psutil.Process().children() if "loadtest.sender_process" in " ".join(p.cmdline())]
@@ -51,7 +51,7 @@ async def test_two_senders_send_all_and_return_every_record_in_order(serve, send
     assert sorted(r.index for r in evidence.records) == list(range(40))
     assert [r.sent_s for r in evidence.records] == sorted(r.sent_s for r in evidence.records)
     for record in evidence.records:
-        assert record.outcome is Outcome.COMPLETED
+        assert record.outcome is SendOutcome.COMPLETED
         assert record.due_s == pytest.approx(0.02 * record.index)
         assert record.due_s <= record.sent_s < record.token_times[0] <= record.end_s
         assert (record.token_ids, record.attempts) == ([7, 7, 7], 1)
@@ -77,7 +77,7 @@ async def test_a_dead_sender_is_named_and_the_others_records_are_kept(serve, sen
     server = serve(behave=behave)
     evidence, _ = await send(server, [make_request(i, arrival_s=0.3 * i) for i in range(12)], senders=2)
     even = [r for r in evidence.records if r.index % 2 == 0]
-    assert [r.outcome for r in even] == [Outcome.COMPLETED] * 6
+    assert [r.outcome for r in even] == [SendOutcome.COMPLETED] * 6
     assert all(r.index < 5 for r in evidence.records if r.index % 2)
     (fate,) = evidence.lost
     assert fate.startswith("sender 2 of 2 (process ")
@@ -100,7 +100,7 @@ async def test_a_sender_that_falls_silent_is_killed_and_named(
 
     server = serve(behave=behave)
     evidence, _ = await send(server, [make_request(i, arrival_s=0.05 * i) for i in range(8)], senders=2)
-    assert [r.outcome for r in evidence.records if r.index % 2 == 0] == [Outcome.COMPLETED] * 4
+    assert [r.outcome for r in evidence.records if r.index % 2 == 0] == [SendOutcome.COMPLETED] * 4
     (fate,) = evidence.lost
     assert fate.startswith("sender 2 of 2 said nothing for 5 s and was killed, with ")
 
@@ -126,8 +126,8 @@ async def test_a_stop_reaches_every_sender_and_their_records_come_back(serve, se
     evidence, _ = await send(serve(behave=behave), requests, senders=2, stop=stop)
     assert evidence.interrupted
     assert {r.index: r.outcome for r in evidence.records if r.index in (2, 3)} == {
-        2: Outcome.UNFINISHED,
-        3: Outcome.UNFINISHED,
+        2: SendOutcome.UNFINISHED,
+        3: SendOutcome.UNFINISHED,
     }
     assert {r.index for r in evidence.records} == {0, 1, 2, 3}
     assert invalid_reasons(evidence, max_send_lag_s=60) == []
@@ -156,16 +156,15 @@ async def test_senders_end_with_the_process_that_started_them(serve, make_reques
     script = f"""
 import asyncio, uvloop, numpy as np
 from loadtest.errors import SenderUnusable
-from loadtest.sender import Load
+from loadtest.sender import LoadPlan, SendTally
 from loadtest.plan import PlannedRequest
-from loadtest.sender import Tally
 from loadtest.senders import open_senders
 from loadtest.server import ServerInfo
 requests = [PlannedRequest(i, 1000.0, np.zeros(4, np.int32), (), 1, 0.0, i, False) for i in range(4)]
 async def main():
-    async with open_senders(Load(ServerInfo({server.url!r}, "tiny"), requests, 60.0), 2) as opened:
+    async with open_senders(LoadPlan(ServerInfo({server.url!r}, "tiny"), requests, 60.0), 2) as opened:
         print(*(child.process.pid for child in opened.children), flush=True)
-        await opened.send(0.0, asyncio.Event(), Tally(4))
+        await opened.send(0.0, asyncio.Event(), SendTally(4))
 asyncio.Runner(loop_factory=uvloop.new_event_loop).run(main())
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=PIPE)

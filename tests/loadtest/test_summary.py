@@ -8,23 +8,23 @@ import numpy as np
 import pytest
 
 from loadtest.cluster_metrics import ClusterHistory
-from loadtest.objectives import Objectives, fit_durations
-from loadtest.panels import Evidence, reuse_panels
-from loadtest.record import Outcome, RequestRecord
+from loadtest.objectives import ReplayObjectives, fit_durations
+from loadtest.panels import ReportData, reuse_panels
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.summary import PrefillFit, fit_prefill, reuse_by_tier, tokens_by_place
 
 FIT = PrefillFit(0.01, 1e-4, 1e-7, 50)
 
 
 def record_of(index: int, n: int, p: int = 0, **extension: Any) -> RequestRecord:
-    record = RequestRecord(index, float(index), n, 1, 0.0, 0, outcome=Outcome.COMPLETED, cached_tokens=p)
+    record = RequestRecord(index, float(index), n, 1, 0.0, 0, outcome=SendOutcome.COMPLETED, cached_tokens=p)
     record.extension = extension
     return record
 
 
 def reused(index: int, pages: int, dram: int, ssd: int, remote: int, load_s: float = 0.0) -> RequestRecord:
-    told = {"cached_dram_tokens": dram, "cached_ssd_tokens": ssd, "cached_remote_tokens": remote}
-    return record_of(index, 1000, pages + dram + ssd + remote, load_s=load_s, **told)
+    paced_notice = {"cached_dram_tokens": dram, "cached_ssd_tokens": ssd, "cached_remote_tokens": remote}
+    return record_of(index, 1000, pages + dram + ssd + remote, load_s=load_s, **paced_notice)
 
 
 def test_what_is_from_no_pool_was_in_the_workers_pages() -> None:
@@ -84,5 +84,5 @@ def test_each_place_that_was_used_is_drawn() -> None:
         assert "another host" not in picture
 
 
-def evidence(records: list[RequestRecord]) -> Evidence:
-    return Evidence(records, {}, ClusterHistory(), Objectives(0.0, 0.0, None), 8, reuse_by_tier(records, FIT))
+def evidence(records: list[RequestRecord]) -> ReportData:
+    return ReportData(records, {}, ClusterHistory(), ReplayObjectives(0.0, 0.0, None), 8, reuse_by_tier(records, FIT))

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.record import Outcome, RequestRecord
-from loadtest.validity import ClockReading, Evidence, clock_jumps, invalid_reasons, read_clocks
+from loadtest.record import RequestRecord, SendOutcome
+from loadtest.validity import ClockReading, ValidityEvidence, clock_jumps, invalid_reasons, read_clocks
 
 
 def record_of(index: int, lag_s: float = 0.0, held_s: float = 0.0) -> RequestRecord:
-    record = RequestRecord(index, 1.0, 10, 1, 0.0, 0, outcome=Outcome.REJECTED)
+    record = RequestRecord(index, 1.0, 10, 1, 0.0, 0, outcome=SendOutcome.REJECTED)
     record.sent_s, record.held_s = 1.0 + lag_s + held_s, held_s
     return record
 
@@ -21,7 +21,9 @@ def record_of(index: int, lag_s: float = 0.0, held_s: float = 0.0) -> RequestRec
 def reasons(lags: list[float], *, planned: int | None = None, bound: float = 0.25, **changes: object) -> list[str]:
     records = [record_of(i, lag) for i, lag in enumerate(lags)]
     values: dict[str, object] = {"lost": [], "readings": [], "interrupted": False}
-    evidence = Evidence(planned=len(lags) if planned is None else planned, records=records, **(values | changes))
+    evidence = ValidityEvidence(
+        planned=len(lags) if planned is None else planned, records=records, **(values | changes)
+    )
     return invalid_reasons(evidence, max_send_lag_s=bound)
 
 
@@ -41,7 +43,7 @@ def test_where_there_are_no_times_to_keep_nothing_is_late() -> None:
 
 
 def test_waiting_for_the_limit_of_concurrency_is_not_the_senders_lag() -> None:
-    evidence = Evidence(3, [record_of(i, 0.01, held_s=9.0) for i in range(3)], [], [], False)
+    evidence = ValidityEvidence(3, [record_of(i, 0.01, held_s=9.0) for i in range(3)], [], [], False)
     assert invalid_reasons(evidence, max_send_lag_s=0.25) == []
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine import Model, SamplingRow
 from engine.config import read_config
 from loadtest.errors import VerificationError
-from loadtest.record import Outcome, RequestRecord
+from loadtest.record import RequestRecord, SendOutcome
 from loadtest.server import ServerInfo
 from loadtest.verify import PacedReference, Verification, choose_sample, judge, load_reference, verify_records
 from worker.paced.tokens import Draw, PacedTokens
@@ -34,7 +34,7 @@ def record(request: pytest.FixtureRequest, generate) -> RequestRecord:
         temperature=temperature,
         seed=99,
         token_ids=generate(body),
-        outcome=Outcome.COMPLETED,
+        outcome=SendOutcome.COMPLETED,
     )
 
 
@@ -130,8 +130,8 @@ def test_answers_of_a_paced_engine_are_compared_token_by_token(
     answer = paced_answer(temperature, 9)
     if place is not None:
         answer[place] = answer[place] + 1 if answer[place] < 2000 else 3
-    told = replace(record, token_ids=answer, temperature=temperature, seed=9)
-    found = verify_records(reference, [told], {record.index: PROMPT}, Verification())
+    paced_notice = replace(record, token_ids=answer, temperature=temperature, seed=9)
+    found = verify_records(reference, [paced_notice], {record.index: PROMPT}, Verification())
     assert (found.verified_tokens, found.wrong_tokens) == (12, 0 if place is None else 1)
 
 
@@ -139,15 +139,18 @@ def test_a_paced_answer_to_another_prompt_or_of_another_seed_is_wrong(record: Re
     reference = PacedReference(BUNDLED)
     answer = paced_answer(0.8, 9)
     for prompt, seed in ((PROMPT[::-1].copy(), 9), (PROMPT, 10)):
-        told = replace(record, token_ids=answer, temperature=0.8, seed=seed)
-        found = verify_records(reference, [told], {record.index: prompt}, Verification())
+        paced_notice = replace(record, token_ids=answer, temperature=0.8, seed=seed)
+        found = verify_records(reference, [paced_notice], {record.index: prompt}, Verification())
         assert found.wrong_tokens >= 11
 
 
 def test_where_a_paced_answer_ends_by_itself_is_the_servers_own_choice(record: RequestRecord) -> None:
     answer = [*paced_answer(0.0, 0)[:6], read_config(BUNDLED).eos_token_ids[0]]
-    told = replace(record, token_ids=answer, temperature=0.0)
-    assert verify_records(PacedReference(BUNDLED), [told], {record.index: PROMPT}, Verification()).wrong_tokens == 0
+    paced_notice = replace(record, token_ids=answer, temperature=0.0)
+    assert (
+        verify_records(PacedReference(BUNDLED), [paced_notice], {record.index: PROMPT}, Verification()).wrong_tokens
+        == 0
+    )
 
 
 def test_the_sample_covers_every_kind_and_only_completed_requests() -> None:
@@ -160,16 +163,16 @@ def test_the_sample_covers_every_kind_and_only_completed_requests() -> None:
             temperature=0.8 * (i % 50 == 0),
             seed=i,
             cached_tokens=(0, 8, 32)[(i % 40 == 0) + (i % 80 == 0)],
-            outcome=Outcome.FAILED if i % 7 == 3 else Outcome.COMPLETED,
+            outcome=SendOutcome.FAILED if i % 7 == 3 else SendOutcome.COMPLETED,
         )
         for i in range(400)
     ]
     sample = choose_sample(records, 30, seed=0)
     assert len(sample) == 30
-    assert all(r.outcome is Outcome.COMPLETED for r in sample)
-    kinds = {(r.cached_tokens, r.temperature) for r in records if r.outcome is Outcome.COMPLETED}
+    assert all(r.outcome is SendOutcome.COMPLETED for r in sample)
+    kinds = {(r.cached_tokens, r.temperature) for r in records if r.outcome is SendOutcome.COMPLETED}
     assert {(r.cached_tokens, r.temperature) for r in sample} == kinds
     assert len(kinds) == 6
     assert sample == choose_sample(list(reversed(records)), 30, seed=0)
     assert sample != choose_sample(records, 30, seed=1)
-    assert len(choose_sample(records, 10_000, seed=0)) == sum(r.outcome is Outcome.COMPLETED for r in records)
+    assert len(choose_sample(records, 10_000, seed=0)) == sum(r.outcome is SendOutcome.COMPLETED for r in records)
