@@ -14,6 +14,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from loadtest.record import SendOutcome
 from loadtest.sender import SendTally
 
 

@@ -46,9 +46,9 @@ class PrefillFit:
 
 def tokens_by_place(record: RequestRecord) -> dict[str, int] | None:
     """The request's reused tokens by where they were; None where the server does not tell."""
-    paced_notice = [record.extension.get(f"cached_{place}_tokens") for place in PLACES[1:]]
-    counts = [count for count in paced_notice if isinstance(count, int)]
-    if len(counts) < len(paced_notice):
+    reported = [record.extension.get(f"cached_{place}_tokens") for place in PLACES[1:]]
+    counts = [count for count in reported if isinstance(count, int)]
+    if len(counts) < len(reported):
         return None
     return dict(zip(PLACES, (max(0, record.cached_tokens - sum(counts)), *counts), strict=True))
 

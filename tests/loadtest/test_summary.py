@@ -23,8 +23,8 @@ def record_of(index: int, n: int, p: int = 0, **extension: Any) -> RequestRecord
 
 
 def reused(index: int, pages: int, dram: int, ssd: int, remote: int, load_s: float = 0.0) -> RequestRecord:
-    paced_notice = {"cached_dram_tokens": dram, "cached_ssd_tokens": ssd, "cached_remote_tokens": remote}
-    return record_of(index, 1000, pages + dram + ssd + remote, load_s=load_s, **paced_notice)
+    cached = {"cached_dram_tokens": dram, "cached_ssd_tokens": ssd, "cached_remote_tokens": remote}
+    return record_of(index, 1000, pages + dram + ssd + remote, load_s=load_s, **cached)
 
 
 def test_what_is_from_no_pool_was_in_the_workers_pages() -> None:

@@ -130,8 +130,8 @@ def test_answers_of_a_paced_engine_are_compared_token_by_token(
     answer = paced_answer(temperature, 9)
     if place is not None:
         answer[place] = answer[place] + 1 if answer[place] < 2000 else 3
-    paced_notice = replace(record, token_ids=answer, temperature=temperature, seed=9)
-    found = verify_records(reference, [paced_notice], {record.index: PROMPT}, Verification())
+    answered = replace(record, token_ids=answer, temperature=temperature, seed=9)
+    found = verify_records(reference, [answered], {record.index: PROMPT}, Verification())
     assert (found.verified_tokens, found.wrong_tokens) == (12, 0 if place is None else 1)
 
 
@@ -139,18 +139,15 @@ def test_a_paced_answer_to_another_prompt_or_of_another_seed_is_wrong(record: Re
     reference = PacedReference(BUNDLED)
     answer = paced_answer(0.8, 9)
     for prompt, seed in ((PROMPT[::-1].copy(), 9), (PROMPT, 10)):
-        paced_notice = replace(record, token_ids=answer, temperature=0.8, seed=seed)
-        found = verify_records(reference, [paced_notice], {record.index: prompt}, Verification())
+        answered = replace(record, token_ids=answer, temperature=0.8, seed=seed)
+        found = verify_records(reference, [answered], {record.index: prompt}, Verification())
         assert found.wrong_tokens >= 11
 
 
 def test_where_a_paced_answer_ends_by_itself_is_the_servers_own_choice(record: RequestRecord) -> None:
     answer = [*paced_answer(0.0, 0)[:6], read_config(BUNDLED).eos_token_ids[0]]
-    paced_notice = replace(record, token_ids=answer, temperature=0.0)
-    assert (
-        verify_records(PacedReference(BUNDLED), [paced_notice], {record.index: PROMPT}, Verification()).wrong_tokens
-        == 0
-    )
+    answered = replace(record, token_ids=answer, temperature=0.0)
+    assert verify_records(PacedReference(BUNDLED), [answered], {record.index: PROMPT}, Verification()).wrong_tokens == 0
 
 
 def test_the_sample_covers_every_kind_and_only_completed_requests() -> None:

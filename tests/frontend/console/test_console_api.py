@@ -238,7 +238,7 @@ async def test_keys_are_in_no_log_line(open_bed: Any, http: aiohttp.ClientSessio
         await done(http, bed, "drain", {"node_id": "decode-1"}, headers=AS_ADMIN)
         await told(http, bed, "state", headers={"authorization": "Bearer mp-wrong"})
         text = json.dumps(log_lines())
-        assert "ops (console) asks node 'decode-1' to drain" in text
+        assert "ops (console) drains node 'decode-1'" in text
         assert "mp-admins-key" not in text
         assert "mp-wrong" not in text
 
