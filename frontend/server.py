@@ -42,7 +42,7 @@ async def serve_frontend(
     try:
         service = Service(config, await load_tokenizers(config.models), on_rest)
         if certificate is not None:
-            service.door_metrics.watch_certificate(certificate.left_s)
+            service.access_metrics.watch_certificate(certificate.left_s)
         try:
             await service.start()
             await _serve(service, listener, certificate, stop, on_ready)
@@ -134,8 +134,8 @@ class _Server(uvicorn.Server):
         self._certificate = certificate
         self.is_up = asyncio.Event()
         limits = ConnectionLimits(service.config.http.max_connections, service.config.http.header_timeout_s)
-        self.connections = ConnectionMonitor(limits, self._open_now, service.door_metrics.turned_away)
-        service.door_metrics.watch_connections(lambda: len(self.server_state.connections))
+        self.connections = ConnectionMonitor(limits, self._open_now, service.access_metrics.turned_away)
+        service.access_metrics.watch_connections(lambda: len(self.server_state.connections))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])

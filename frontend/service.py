@@ -128,14 +128,14 @@ class Service:
         self.body_budget = BodyBudget(config.max_bodies_nbytes)
         self._on_rest = on_rest
         self.registry = new_registry()
-        self.door_metrics = FrontendMetrics(self.registry)
+        self.access_metrics = FrontendMetrics(self.registry)
         self.keys = ApiKeys(config.http.api_key, required=config.http.api_keys_file is not None)
         self._keys_file = (
             None
             if config.http.api_keys_file is None
-            else KeysFileWatcher(config.http.api_keys_file, self.keys, self.door_metrics, self._tell_tenants)
+            else KeysFileWatcher(config.http.api_keys_file, self.keys, self.access_metrics, self._tell_tenants)
         )
-        self.quotas = TenantQuotas(self.door_metrics.quota_rejected)
+        self.quotas = TenantQuotas(self.access_metrics.quota_rejected)
         self.conductor = ConductorClient(config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants)
         self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
         self.cluster = ClusterWatch(
