@@ -89,7 +89,7 @@ def load_of(port: int, count: int, tokens: int, *, rate: float = float("inf"), l
     return LoadPlan(ServerInfo(f"http://127.0.0.1:{port}", "m"), requests, 120.0, limit=limit)
 
 
-def send(load: Load, senders: int) -> tuple[ValidityEvidence, float, float]:
+def send(load: LoadPlan, senders: int) -> tuple[ValidityEvidence, float, float]:
     """Return (the answers, seconds, this process's CPU seconds)."""
 
     async def run() -> tuple[ValidityEvidence, float, float]:
