@@ -105,7 +105,7 @@ def measure(
             repetitions,
         )
         yield f"decode_b{batch}", batch * steps / seconds[0], batch * steps / seconds[1]
-    length = min(1024, model.config.max_model_len)
+    length = min(1024, model.config.max_positions)
     prompt = rng.integers(0, model.config.vocab_size, (1, length))
     ours, theirs = Engine(model, 1, length), Transformers(reference)
     if (ours.prefill(prompt) != theirs.prefill(prompt)).any():

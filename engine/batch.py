@@ -73,9 +73,9 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
             f"chunk {bad}: {sizes[bad]} tokens from position {starts[bad]}; it needs at least one, from 0 on"
         )
     max_context = int(ends.max())
-    if max_context > config.max_model_len:
+    if max_context > config.max_positions:
         bad = int(ends.argmax())
-        raise InvalidBatch(f"chunk {bad} ends at position {max_context}, the model's limit is {config.max_model_len}")
+        raise InvalidBatch(f"chunk {bad} ends at position {max_context}, the model's limit is {config.max_positions}")
     if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
         raise InvalidBatch(
             f"token ids must be in 0..{config.vocab_size - 1}, found {token_ids.min()}..{token_ids.max()}"

@@ -63,7 +63,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_model_len: int
+    max_positions: int
     rms_norm_eps: float
     rope: RopeConfig
     layer_windows: tuple[int, ...]  # per layer; 0 = full attention
@@ -143,7 +143,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_model_len=read.count("max_position_embeddings", 2048),
+        max_positions=read.count("max_position_embeddings", 2048),
         rms_norm_eps=read.positive("rms_norm_eps", 1e-6),
         rope=_rope(read),
         layer_windows=_layer_windows(read, family, num_layers),

@@ -161,7 +161,7 @@ class CpuBackend:
         self._config = config
         self._weights = weights
         self._rope = rope
-        self._few_rows = config.max_model_len * 1024 if batch_invariant else FEW_ROWS
+        self._few_rows = config.max_positions * 1024 if batch_invariant else FEW_ROWS
         self._shape = DecoderDims(
             config.num_heads, config.num_kv_heads, config.head_dim, np.float32(config.rms_norm_eps)
         )

@@ -59,7 +59,7 @@ class Model:
 
     def warm_up(self) -> None:
         """Runs a short and a longer step on a scratch cache and samples, so that no request waits for a compiler."""
-        length = min(64, self.config.max_model_len - 1)
+        length = min(64, self.config.max_positions - 1)
         cache = self.new_cache((1,) * len(self.kv_groups), block_tokens=length + 1)
         tables = tuple(np.zeros(1, np.int32) for _ in self.kv_groups)
         for start, size in ((0, length), (length, 1)):
@@ -119,7 +119,7 @@ def load_model(
     with open_checkpoint(folder, tensors) as checkpoint:
         weights = load_weights(config, checkpoint, device=target, dtype=kind)
         fingerprint = _fingerprint(config, checkpoint.digest())
-    rope = RopeTable(config.rope, config.head_dim, config.max_model_len, target)
+    rope = RopeTable(config.rope, config.head_dim, config.max_positions, target)
     compiled = target.type == "cpu" and kind == torch.float32
     if not compiled and (backend == "compiled" or batch_invariant):
         raise DeviceUnavailable(f"compiled kernels run on cpu in float32, not on {target} in {kind}")
@@ -153,7 +153,7 @@ def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
 def _fingerprint(config: ModelConfig, weights_digest: bytes) -> str:
     """Hex over the weights and all of the configuration that changes what is computed."""
     computed = asdict(config)
-    for key in ("eos_token_ids", "bos_token_id", "max_model_len", "checkpoint_dtype"):
+    for key in ("eos_token_ids", "bos_token_id", "max_positions", "checkpoint_dtype"):
         del computed[key]
     canonical = json.dumps(computed, sort_keys=True).encode()
     return hashlib.blake2b(canonical + weights_digest, digest_size=16).hexdigest()

@@ -54,7 +54,7 @@ class WorkerNode:
         self.config = config
         self.incarnation = secrets.randbits(63)
         self.model: Engine = load_engine(config)
-        own = self.model.config.max_model_len
+        own = self.model.config.max_positions
         self.grammars = GrammarCompiler(
             config.model.path, self.model.config.vocab_size, self.model.config.eos_token_ids
         )

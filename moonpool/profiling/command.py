@@ -131,7 +131,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
         raise ConfigError(f"model {work.path} cannot be loaded: {error}") from error
     if work.clock_name == "cpu" and (loaded.device.type != "cpu" or settings["threads"] != 1):
         raise ConfigError("--clock cpu tells how long one thread on a CPU computes: leave it out, or take --threads 1")
-    grid = grid_of(loaded.config.max_model_len, settings["max_batch"], settings["capacity_tokens"])
+    grid = grid_of(loaded.config.max_positions, settings["max_batch"], settings["capacity_tokens"])
     run = EngineRun(
         loaded,
         block_tokens=settings["block_tokens"],
@@ -161,7 +161,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
         model_fingerprint=loaded.fingerprint,
         hardware=hardware,
         kv_bytes_per_token=kv_bytes,
-        engine={**settings, "dtype": loaded.dtype, "max_model_len": loaded.config.max_model_len},
+        engine={**settings, "dtype": loaded.dtype, "max_model_len": loaded.config.max_positions},
         prefill=_prefill_cost(prefills),
         decode=_decode_cost(grid, steps),
         transfers=moved,

@@ -79,7 +79,7 @@ class EngineRun:
         self._slots = -(-capacity_tokens // block_tokens)
         self._cache = model.new_cache((self._slots,) * len(model.kv_groups), block_tokens)
         self._rng = np.random.default_rng(0)
-        self._longest = min(model.config.max_model_len, capacity_tokens)
+        self._longest = min(model.config.max_positions, capacity_tokens)
         model.warm_up()
         self._prefill(self._longest - 1, 0)  # KV that is attended to later must be numbers
 
