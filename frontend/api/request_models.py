@@ -1,12 +1,5 @@
-"""What request models are made of: their base, the forms that one field may take, and what those are in JSON Schema.
-
-Fields of OpenAI's and vLLM's that are not served yet: accepted at their neutral value, else refused by name.
-
-The forms in which clients ask for structured output: OpenAI's response_format and vLLM's structured_outputs.
-
-Tools as OpenAI's clients describe them, choose among them and give back what was called.
-
-The requests that clients send, as pydantic models. Types are strict: "16" is no number here.
+"""Request bodies as pydantic models, with the fields' forms and JSON Schemas. Types are strict: "16" is not a
+number.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

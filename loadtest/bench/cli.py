@@ -47,7 +47,7 @@ class VllmFlags(TyperCommand):
     """A command that takes its flags as vLLM's does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click's, after `normalised`."""
+        """Parse the arguments with click after `normalised`."""
         return super().parse_args(ctx, normalised(args))
 
 

@@ -201,7 +201,7 @@ class CapacityObjective:
             raise SettingInvalid(f"--capacity-step is {self.step_s:g}; expected seconds, above 0")
 
     def requests_at(self, rate: float) -> int:
-        """How many requests a step at that rate sends."""
+        """Return the number of requests that a step at that rate sends."""
         return max(math.ceil(rate * self.step_s), LEAST_REQUESTS)
 
     def describe(self) -> str:
@@ -233,7 +233,7 @@ class CapacityStep:
         return self.rate * self.attainment
 
     def as_json(self) -> dict[str, Any]:
-        """For the result."""
+        """Return the step for the result."""
         return {**vars(self), "verdict": self.verdict.value, "goodput_rps": self.goodput_rps}
 
 
