@@ -1,1 +1,1 @@
-"""`moonpool chat`: a conversation in the terminal with a running cluster, over its OpenAI API like any other client."""
+"""`moonpool chat`: a conversation in the terminal with a running cluster, over its OpenAI API."""

@@ -1,4 +1,4 @@
-"""One answer over HTTP: sends the messages, hands on the text as it comes, and tells what the answer cost."""
+"""Client of the chat completions API: streams one answer, and measures its latency and cached tokens."""
 
 import json
 import time
@@ -23,30 +23,30 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What is asked of every answer; None leaves it to the server."""
+    """Sampling options of every request; None leaves the choice to the server."""
 
     temperature: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
 
     def fields(self) -> dict[str, float | int]:
-        """The request's fields."""
+        """Return the fields for the request's body."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass
 class ChatAnswer:
-    """An answer as far as it has come. Times are seconds since the question was sent, by this client's clock."""
+    """An answer, perhaps incomplete. Times are seconds since the request was sent, by this client's clock."""
 
     text: str = ""
-    finish_reason: str = ""  # "" while it has not ended
+    finish_reason: str = ""  # "" until it has ended
     ttft_s: float | None = None
-    last_s: float = 0.0  # of the last piece of text
+    last_s: float = 0.0  # time of the last piece of text
     usage: dict[str, Any] | None = None
-    extension: dict[str, Any] | None = None  # what Moonpool adds; None from other servers
+    extension: dict[str, Any] | None = None  # Moonpool's extension; None from other servers
 
     def figures(self) -> str:
-        """One line: what is known of how it was made."""
+        """Return one line of figures: TTFT, speed, cached tokens, nodes."""
         parts = [] if self.ttft_s is None else [f"TTFT {self.ttft_s:.2f} s"]
         usage = self.usage or {}
         tokens, prompt = _count(usage.get("completion_tokens")), _count(usage.get("prompt_tokens"))
@@ -62,7 +62,7 @@ class ChatAnswer:
 
 
 class ChatClient:
-    """Asks one server. `timeout_s` bounds a whole answer. Safe to cancel: the server notices, and stops too."""
+    """Client of one server. `timeout_s` bounds a whole answer. Cancelling a request makes the server stop too."""
 
     def __init__(
         self, session: aiohttp.ClientSession, server: ServerInfo, options: AnswerOptions, *, timeout_s: float
@@ -73,7 +73,7 @@ class ChatClient:
         self._timeout_s = timeout_s
 
     async def ask(self, messages: Sequence[Message], answer: ChatAnswer, on_text: Callable[[str], None]) -> None:
-        """Fill `answer` in as it comes; `on_text` gets each piece. Raises ChatFailed."""
+        """Stream an answer into `answer`; `on_text` receives each piece. Raises ChatFailed."""
         url = f"{self.server.base_url}/v1/chat/completions"
         body = {
             "model": self.server.model,
@@ -97,10 +97,10 @@ class ChatClient:
             raise ChatFailed(f"the answer did not end within {self._timeout_s:g} s; --timeout allows more") from error
         except aiohttp.ClientConnectorError as error:
             raise ChatFailed(
-                f"nothing serves at {self.server.base_url} any more ({error.strerror}); is the cluster still running?"
+                f"no server answers at {self.server.base_url} now ({error.strerror}); is the cluster still running?"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ChatFailed(f"the connection was lost in the middle of the answer ({type(error).__name__})") from error
+            raise ChatFailed(f"the connection was lost during the answer ({type(error).__name__})") from error
 
     def _post(self, url: str, body: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s, connect=_CONNECT_S)
@@ -117,15 +117,15 @@ async def _follow(
             if data == _DONE:
                 return
             _take(data, now_s, answer, on_text)
-    raise ChatFailed("the answer broke off: its stream ended before its end")
+    raise ChatFailed("the answer is incomplete: its stream ended early")
 
 
 def _take(data: str, now_s: float, answer: ChatAnswer, on_text: Callable[[str], None]) -> None:
-    """Put one event into `answer`."""
+    """Add one event to `answer`."""
     try:
         event = json.loads(data)
         if "error" in event:
-            raise ChatFailed(f"the answer broke off: {error_message(data)}")
+            raise ChatFailed(f"the answer is incomplete: {error_message(data)}")
         for choice in event.get("choices", []):
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
             piece = choice["delta"].get("content") or ""
@@ -135,7 +135,9 @@ def _take(data: str, now_s: float, answer: ChatAnswer, on_text: Callable[[str], 
                 answer.text += piece
                 on_text(without_surrogates(piece))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ChatFailed(f"the server sent an event that is no part of a chat completion: {data[:_SHOWN]!r}") from error
+        raise ChatFailed(
+            f"the server sent an event that is not part of a chat completion: {data[:_SHOWN]!r}"
+        ) from error
     answer.usage = _object(event.get("usage")) or answer.usage
     answer.extension = _object(event.get("moonpool")) or answer.extension
 
@@ -148,7 +150,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> str:
     if "context_length_exceeded" in text:
         return f"{said}; /undo or /reset makes the conversation shorter"
     again = response.headers.get("Retry-After")
-    return f"{said}; ask again in {again} s" if again else said
+    return f"{said}; retry in {again} s" if again else said
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command `moonpool chat`: flags in, a conversation until its end. What it needs is imported when it runs."""
+"""The command `moonpool chat`. Its dependencies are imported when it runs."""
 
 import asyncio
 import sys
@@ -26,7 +26,7 @@ def chat(
     url: Annotated[
         str,
         typer.Option(
-            help="Address of the server. Default: this user's `moonpool serve` at port 8000, else the newest elsewhere."
+            help="URL of the server. Default: this user's `moonpool serve` at port 8000, otherwise the newest one."
         ),
     ] = "",
     api_key: Annotated[
@@ -34,16 +34,18 @@ def chat(
         typer.Option(
             envvar="MOONPOOL_API_KEY",
             callback=_one_key,
-            help="Bearer key; of several in the variable, the first is sent.",
+            help="Bearer key; if the variable holds several, the first is sent.",
         ),
     ] = "",
     model: Annotated[str, typer.Option(help="Name of the model. Default: the first served.")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, max=2.0, help="Of sampling; 0 is greedy. Default: the server's.")
+        float | None, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0 is greedy. Default: the server's.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer. Default: the server's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling: the same again gives the same answers.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer. Default: the server's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Sampling seed: the same seed gives the same answers.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds an answer may take.")] = 600.0,
     figures: Annotated[
         bool | None,
@@ -53,10 +55,10 @@ def chat(
         ),
     ] = None,
 ) -> None:
-    """Talk with a running cluster. Ctrl-C stops an answer, and leaves at the prompt; /help shows the commands.
+    """Chat with a running cluster. Ctrl-C stops an answer, or exits at the prompt; /help shows the commands.
 
-    Without a terminal it asks one question per line of its input and prints the answers alone; the first error ends it,
-    with exit status 1.
+    Without a terminal it sends each line of its input as a question and prints only the answers; the first error ends
+    it with exit status 1.
 
     Examples: moonpool chat · moonpool chat --url http://10.0.0.1:8000 --temperature 0 · moonpool chat < questions.txt
     """
@@ -89,7 +91,7 @@ def chat(
 async def _open_session(api_key: str) -> "aiohttp.ClientSession":
     import aiohttp
 
-    # A connection per answer: one that was kept may have been closed by the server while the user was typing.
+    # One connection per answer: the server may close an idle one while the user is typing.
     connector = aiohttp.TCPConnector(force_close=True)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(connector=connector, headers=headers)

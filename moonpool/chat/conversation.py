@@ -1,7 +1,4 @@
-"""What a line typed into a chat means: a question, or a command with its argument. Pure.
-
-What has been said: a system prompt and turns, as OpenAI's messages and as the file that keeps them. No I/O.
-"""
+"""Conversation of a chat: parsing of typed lines, turns as OpenAI's messages, and the saved form. No I/O."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,28 +8,28 @@ from moonpool.config.sources import nearest
 from moonpool.errors import ChatCommandError, ChatFileError
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {  # name: (argument, what it does)
-    "/reset": ("", "forget the conversation; the system prompt stays"),
+    "/reset": ("", "clear the conversation; the system prompt stays"),
     "/system": ("[TEXT|off]", "show, set or remove the system prompt"),
-    "/undo": ("", "take the last question and its answer back"),
+    "/undo": ("", "remove the last question and its answer"),
     "/save": ("FILE", "write the conversation to a JSON file"),
-    "/load": ("FILE", "go on with a saved conversation"),
+    "/load": ("FILE", "continue a saved conversation"),
     "/help": ("", "show these commands"),
-    "/quit": ("", "leave; so do Ctrl-D, and Ctrl-C at the prompt"),
+    "/quit": ("", "exit; also Ctrl-D, and Ctrl-C at the prompt"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ChatLine:
-    """`command` "" is a question, whose text is `text`; otherwise `text` is the command's argument."""
+    """A typed line: a question in `text` if `command` is "", otherwise a command and its argument."""
 
     command: str
     text: str
 
 
 def parse(line: str) -> ChatLine | None:
-    """The meaning of a line; None for an empty one. A question that begins with / is typed with //.
+    """Parse a line; None for an empty one. A question that starts with / is typed with //.
 
-    Raises ChatCommandError for an unknown command, or one without, or with too much of, an argument.
+    Raises ChatCommandError for an unknown command, and for a missing or surplus argument.
     """
     line = line.strip()
     if not line:
@@ -46,10 +43,10 @@ def parse(line: str) -> ChatLine | None:
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)
         hint = f"did you mean {near}?" if near else "/help shows all"
-        raise ChatCommandError(f"there is no command {name}; {hint} (a question that begins with / is typed with //)")
+        raise ChatCommandError(f"there is no command {name}; {hint} (type // for a question that starts with /)")
     takes, what = COMMANDS[name]
     if argument and not takes:
-        raise ChatCommandError(f"{name} takes nothing after it, not {argument!r}: it is to {what}")
+        raise ChatCommandError(f"{name} takes no argument, got {argument!r}: it is to {what}")
     if takes and not takes.startswith("[") and not argument:
         raise ChatCommandError(f"{name} needs a {takes}: it is to {what}")
     return ChatLine(name, argument)
@@ -60,7 +57,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A question and the answer exactly as it came: its KV is reused only if it goes back unchanged."""
+    """A question and its unchanged answer: its KV is reused only if it is sent back exactly."""
 
     question: str
     answer: str
@@ -68,46 +65,46 @@ class ChatTurn:
 
 @dataclass
 class Conversation:
-    """Turns so far, oldest first; `system` "" is none."""
+    """Turns so far, oldest first; an empty `system` means no system prompt."""
 
     system: str = ""
     turns: list[ChatTurn] = field(default_factory=list)
 
     def messages(self, question: str = "") -> list[Message]:
-        """OpenAI's messages of all turns, with a new question at the end where one is given."""
+        """Return all turns as OpenAI's messages, followed by a new question if one is given."""
         said = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             said += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
         return [*said, {"role": "user", "content": question}] if question else said
 
     def add(self, question: str, answer: str) -> None:
-        """A turn has ended."""
+        """Append a turn."""
         self.turns.append(ChatTurn(question, answer))
 
     def undo(self) -> ChatTurn | None:
-        """Take the last turn back; None when there is none."""
+        """Remove and return the last turn; None if there is none."""
         return self.turns.pop() if self.turns else None
 
     def to_json(self, model: str) -> str:
-        """The file's text: `model` and `messages`, as a chat completion's body has them."""
+        """Return the file's text: `model` and `messages`, as in the body of a chat completion."""
         return json.dumps({"model": model, "messages": self.messages()}, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Conversation":
-        """Of a file of `to_json`. Raises ChatFileError unless questions and answers take turns."""
+        """Parse the text of `to_json`. Raises ChatFileError unless questions and answers alternate."""
         try:
             messages = json.loads(text)["messages"]
             said = [(str(message["role"]), _content(message)) for message in messages]
         except (ValueError, KeyError, TypeError) as error:
             raise ChatFileError(
-                f"it is no saved conversation ({error!r}): expected a JSON object with messages, each with a role "
+                f"not a saved conversation ({error!r}): expected a JSON object with messages, each with a role "
                 "and a content"
             ) from error
         system = said.pop(0)[1] if said and said[0][0] == "system" else ""
         roles = [role for role, _ in said]
         if roles != ["user", "assistant"] * (len(said) // 2):
             raise ChatFileError(
-                f"its messages are of {', '.join(roles)}: expected user and assistant in turn, after at most one "
+                f"its messages are of {', '.join(roles)}: expected user and assistant alternating, after at most one "
                 "system message"
             )
         contents = [content for _, content in said]

@@ -1,6 +1,6 @@
-"""What a chat shows: answers on stdout; figures, notices and errors dimmed in a terminal, else on stderr.
+"""Loop of a chat: reads lines, prints answers to stdout, and runs the commands.
 
-The conversation's loop: a line in, an answer or a command's effect out, until the lines end.
+Figures, notices and errors are dimmed in a terminal, and otherwise go to stderr.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from moonpool.chat.client import ChatAnswer, ChatClient
 from moonpool.chat.conversation import COMMANDS, ChatLine, Conversation, parse
 from moonpool.errors import ChatCommandError, ChatFailed, ChatFileError
 
-# All control characters but newline and tab: what a server says must not move the cursor or recolour the terminal.
+# All control characters but newline and tab: a server's text must not move the cursor or recolour the terminal.
 _CONTROLS: Final = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
 def printable(text: str) -> str:
-    """The text without control characters other than newline and tab."""
+    """Replace control characters other than newline and tab."""
     return text.translate(_CONTROLS)
 
 
 class ChatView:
-    """`interactive`: a terminal on both sides. `figures`: a line of figures after each answer."""
+    """Output of a chat. `interactive`: stdin and stdout are terminals. `figures`: show a line after each answer."""
 
     def __init__(self, *, interactive: bool, figures: bool) -> None:
         self.interactive = interactive
@@ -36,28 +36,28 @@ class ChatView:
         self._console = Console(stderr=not interactive, highlight=False)
 
     def piece(self, text: str) -> None:
-        """The next piece of an answer."""
+        """Print the next piece of an answer."""
         sys.stdout.write(printable(text) if self.interactive else text)
         sys.stdout.flush()
 
     def end(self, text: str, figures: str) -> None:
-        """The answer `text` has ended."""
+        """Finish the answer `text`."""
         if not text.endswith("\n"):
             self.piece("\n")
         if self._figures and figures:
             self.notice(figures)
 
     def notice(self, text: str) -> None:
-        """Something beside the answers."""
+        """Print a notice."""
         self._console.print(printable(text), style="dim", markup=False, soft_wrap=True)
 
     def error(self, text: str) -> None:
-        """Something went wrong."""
+        """Print an error."""
         style = "red" if self.interactive else None
         self._console.print(f"Error: {printable(text)}", style=style, markup=False, soft_wrap=True)
 
     def help(self) -> None:
-        """All commands."""
+        """Print all commands."""
         table = Table(box=None, show_header=False)
         for name, (argument, what) in COMMANDS.items():
             table.add_row(f"{name} {argument}".strip(), what)
@@ -69,7 +69,7 @@ _LOOK_EVERY_S = 0.1
 
 
 class ChatLoop:
-    """Carries one conversation. In a terminal an error is shown and the chat goes on; piped, it is raised."""
+    """Runs one conversation. In a terminal errors are shown and the chat goes on; otherwise they are raised."""
 
     def __init__(
         self, runner: asyncio.Runner, client: ChatClient, view: ChatView, conversation: Conversation | None = None
@@ -80,7 +80,7 @@ class ChatLoop:
         self._view = view
 
     def run(self) -> None:
-        """Until /quit or the end of the input. Raises ChatFailed when not in a terminal."""
+        """Run until /quit or the end of the input. Raises ChatFailed if not interactive."""
         for text in _lines(interactive=self._view.interactive):
             try:
                 line = parse(text)
@@ -92,7 +92,7 @@ class ChatLoop:
                 self._view.error(str(error))
 
     def _take(self, line: ChatLine) -> bool:
-        """False to leave."""
+        """Handle one line; return False to exit."""
         match line.command:
             case "":
                 self._ask(line.text)
@@ -102,22 +102,22 @@ class ChatLoop:
                 self._view.help()
             case "/reset":
                 self.conversation.turns.clear()
-                self._view.notice("forgotten")
+                self._view.notice("conversation cleared")
             case "/system":
                 self._system(line.text)
             case "/undo":
                 turn = self.conversation.undo()
-                self._view.notice("nothing was said yet" if turn is None else f"taken back: {turn.question}")
+                self._view.notice("the conversation is empty" if turn is None else f"removed: {turn.question}")
             case "/save":
                 self._save(Path(line.text).expanduser())
             case "/load":
                 self._load(Path(line.text).expanduser())
             case _:
-                raise ChatCommandError(f"{line.command} is not carried out here")
+                raise ChatCommandError(f"{line.command} is not implemented")
         return True
 
     def _ask(self, question: str) -> None:
-        """Ask, show the answer as it comes, keep it. Ctrl-C ends the answer; what came of it stays."""
+        """Stream and keep an answer. Ctrl-C stops it; a partial answer is kept."""
         answer = ChatAnswer()
         figures = ""
         try:
@@ -126,10 +126,10 @@ class ChatLoop:
         except KeyboardInterrupt:
             if not self._view.interactive:
                 raise
-            figures = "stopped" if answer.text else "stopped before it began; the question is not kept"
+            figures = "stopped" if answer.text else "stopped before it started; the question is not kept"
         except ChatFailed:
             if answer.text:
-                self._view.end(answer.text, "broken off; question and answer are not kept")
+                self._view.end(answer.text, "incomplete; question and answer are not kept")
             raise
         if answer.finish_reason or answer.text:
             self.conversation.add(question, answer.text)
@@ -159,16 +159,16 @@ class ChatLoop:
 
 
 def _lines(*, interactive: bool) -> Iterator[str]:
-    """What is typed or piped in; Ctrl-D and, at the prompt, Ctrl-C are the end."""
+    """Yield lines of input; Ctrl-D, and Ctrl-C at the prompt, end them."""
     if not interactive:
-        # As bytes: what is no UTF-8 must not end the conversation.
+        # Read as bytes: invalid UTF-8 must not end the conversation.
         yield from (raw.decode("utf-8", "replace") for raw in sys.stdin.buffer)
         return
     import readline  # noqa: F401  (gives `input` editing and history)
 
     while True:
         try:
-            with _signals_looked_at():
+            with _interruptible_input():
                 text = input(_PROMPT)
         except (EOFError, KeyboardInterrupt):
             print()
@@ -177,9 +177,11 @@ def _lines(*, interactive: bool) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _signals_looked_at() -> Iterator[None]:
-    """A Ctrl-C between readline's last look and its wait for a key would be noticed with the next key only: it waits
-    without another look, unless a signal ends the wait. So one does, again and again.
+def _interruptible_input() -> Iterator[None]:
+    """Interrupt readline's wait periodically, so that it notices a Ctrl-C.
+
+    readline checks for signals before it waits for a key. A Ctrl-C between the check and the wait would be noticed only
+    with the next key, unless another signal ends the wait.
     """
     former = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, _LOOK_EVERY_S, _LOOK_EVERY_S)

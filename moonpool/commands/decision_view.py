@@ -1,4 +1,4 @@
-"""Why a request went where it went, as text for a terminal of 80 columns. It is told records and asks nobody."""
+"""Rendering of a request's decision records for a terminal of 80 columns. Makes no calls."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -9,14 +9,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["day", "record_picture", "seconds"]
-
 Json = Mapping[str, Any]
 _TERMS = {"transfer_s": "transfer", "queue_s": "queue", "prefill_s": "prefill"}
 _WHY_NOT = {
     "slows_others": "steps would take too long",
-    "not_sooner": "it is not enough sooner",
-    "unknown_chunks": "others' prompts wait there, and how long their steps take is not known",
+    "not_sooner": "it would not be early enough",
+    "unknown_chunks": "other prompts wait there, and the duration of their steps is unknown",
 }
 _FROM = {
     "header": "the request",
@@ -26,15 +24,15 @@ _FROM = {
     "cluster": "the cluster",
 }
 _OUTCOMES = {
-    "open": "Under way.",
+    "open": "In progress.",
     "rejected": "Rejected.",
-    "orphaned": "Released: no worker held it and no front door completed it.",
-    "unknown": "What became of it was never told.",
+    "orphaned": "Released: no worker held it and no API server completed it.",
+    "unknown": "Its outcome was never reported.",
 }
 
 
 def record_picture(record: Json) -> RenderableType:
-    """One request: what it was, what became of it, and every decision on it."""
+    """Return one request with its outcome and every decision on it."""
     parts: list[RenderableType] = [*_head(record)]
     attempts = record["attempts"]
     left_out = record.get("attempts_left_out", 0)
@@ -47,7 +45,7 @@ def record_picture(record: Json) -> RenderableType:
 
 
 def seconds(value: float) -> str:
-    """With three digits, in the unit that suits."""
+    """Return seconds with three digits, in the unit that suits."""
     if value == 0:
         return "0"
     if abs(value) < 0.9995:
@@ -56,7 +54,7 @@ def seconds(value: float) -> str:
 
 
 def day(at: float) -> str:
-    """A time of day, seconds since 1970, in words."""
+    """Return a UTC date and time; `at` is in seconds since 1970."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
@@ -84,7 +82,7 @@ def _attempt(record: Json, attempt: Json, following: Json | None) -> Iterator[Re
     title = f"Attempt {attempt['attempt'] + 1}, {when}: "
     if decision["type"] == "Place":
         where = f"prefill on {decision['prefill']}"
-        where += f", decode on {decision['decode']}" if decision.get("decode") else ", and on to the end there"
+        where += f", decode on {decision['decode']}" if decision.get("decode") else ", and decode there"
         if decision.get("helpers"):
             where += f", computed together with {', '.join(decision['helpers'])}"
         yield Text(title, style="bold") + Text(where, style="bold green")
@@ -93,7 +91,7 @@ def _attempt(record: Json, attempt: Json, following: Json | None) -> Iterator[Re
         yield Text(title, style="bold") + Text(f"rejected{after} ({decision['reason']})", style="bold red")
         yield Padding(Text(decision["message"]), (0, 0, 0, 2))
         if decision["retry_after_s"]:
-            yield Padding(Text(f"Told to come back in {seconds(decision['retry_after_s'])}."), (0, 0, 0, 2))
+            yield Padding(Text(f"Retry-After: {seconds(decision['retry_after_s'])}."), (0, 0, 0, 2))
     for text in _circumstances(attempt, decision):
         yield Padding(Text(text), (0, 0, 0, 2))
     if considered:
@@ -106,12 +104,12 @@ def _attempt(record: Json, attempt: Json, following: Json | None) -> Iterator[Re
             yield Padding(_undivided(considered["undivided"], decision), (1, 0, 0, 2))
     if "outcome" in attempt:
         took = seconds((attempt["ended_ms"] - attempt["at_ms"]) / 1000)
-        lost = ": its place was lost, and it was placed again" if attempt["outcome"] == "retry" else ""
+        lost = ": its node was lost, and it was placed again" if attempt["outcome"] == "retry" else ""
         yield Padding(Text(f"Ended after {took}, {attempt['outcome']}{lost}."), (1, 0, 0, 2))
 
 
 def _truth(record: Json, attempt: Json, following: Json | None) -> Json:
-    """What was measured of the attempt: the first token is its own if the client had none before and has some after."""
+    """Return the attempt's measured latencies; TTFT belongs to the attempt that produced the first token."""
     is_first = "generated" not in attempt and (following is None or "generated" in following)
     keys = [key for key, known in (("ttft_s", is_first), ("tbt_s", following is None)) if known and key in record]
     return {key: record[key] for key in keys} if "outcome" in attempt else {}
@@ -119,13 +117,13 @@ def _truth(record: Json, attempt: Json, following: Json | None) -> Json:
 
 def _circumstances(attempt: Json, decision: Json) -> Iterator[str]:
     if "generated" in attempt:
-        yield f"The client had {attempt['generated']:,} tokens already."
+        yield f"The client already had {attempt['generated']:,} tokens."
     if "excluded" in attempt:
-        yield f"Not to be asked: {', '.join(attempt['excluded'])}."
+        yield f"Excluded nodes: {', '.join(attempt['excluded'])}."
     if decision["type"] == "Place":
         yield _reuse(decision)
     if beyond := decision.get("extrapolated"):
-        yield f"Beyond what was measured: {', '.join(beyond)}."
+        yield f"Outside the measured range: {', '.join(beyond)}."
     for copy in attempt.get("copies", ()):
         yield f"The prefix is copied, {copy['num_blocks']:,} blocks, from {copy['source']} to {copy['target']}."
 
@@ -133,7 +131,7 @@ def _circumstances(attempt: Json, decision: Json) -> Iterator[str]:
 def _reuse(decision: Json) -> str:
     blocks = decision["reuse_blocks"]
     if not blocks:
-        return "Nothing of the prompt was in the pool."
+        return "No block of the prompt was in the pool."
     parts = []
     for holder in decision["holders"]:
         on_ssd = f" ({holder['ssd_blocks']:,} on SSD)" if holder.get("ssd_blocks") else ""
@@ -143,7 +141,7 @@ def _reuse(decision: Json) -> str:
 
 def _predictions(considered: Json, truth: Json) -> Table:
     table = Table(box=None, pad_edge=False, show_header=True, header_style="dim")
-    for heading in ("", "predicted", "to be met", "measured"):
+    for heading in ("", "predicted", "objective", "measured"):
         table.add_column(heading, no_wrap=True, justify="left" if not heading else "right")
     for name, text in (("ttft", "time to first token"), ("tbt", "time between tokens")):
         objective = considered.get(f"{name}_objective_s", 0.0)
@@ -179,26 +177,26 @@ def _prefill(considered: Json, decision: Json) -> Table:
 
 
 def _undivided(score: Json, decision: Json) -> Text:
-    """The plan without a hand-over, and what became of it."""
+    """Return the evaluation of colocated prefill, and whether it was chosen."""
     if score.get("why_not") == "no_room":
-        return Text(f"Not prefilled on {score['node_id']} itself, where it would decode: its pages are not free yet.")
+        return Text(f"Not prefilled on {score['node_id']} itself, where it would decode: it has no free pages yet.")
     here_s = sum(score[term] for term in _TERMS)
-    text = f"Prefilled on {score['node_id']} itself, with nothing to hand over, its first token would come in "
+    text = f"Prefilled on {score['node_id']} itself, without a hand-over, its first token would come in "
     text += f"{seconds(here_s)}, not {seconds(score['divided_s'])}. "
     step_s, bound_s = score.get("step_s", 0.0), score.get("bound_s", 0.0)
     if step_s:
-        text += f"Steps there would take up to {seconds(step_s)} meanwhile, and {seconds(bound_s)} they may. "
+        text += f"Steps there would take up to {seconds(step_s)} meanwhile, with a limit of {seconds(bound_s)}. "
     if not score.get("is_better"):
         why = _WHY_NOT[score.get("why_not", "slows_others" if step_s else "not_sooner")]
         return Text(f"{text}Not done: {why}.")
     is_done = decision.get("prefill") == score["node_id"]
     return Text(
-        f"{text}{'So it was done' if is_done else 'Not done: it is only advised'}.", style="bold" if is_done else ""
+        f"{text}{'It was done' if is_done else 'Not done: it is only advised'}.", style="bold" if is_done else ""
     )
 
 
 def _more(best: Json, row: Json) -> str:
-    """By how much a loser would have taken longer, and which term is most to blame."""
+    """Return how much longer another node would have taken, and the term that contributes most."""
     by = sum(row[term] - best[term] for term in _TERMS)
     if by <= 0:
         return "equal"
@@ -231,4 +229,4 @@ def _room(considered: Json) -> Iterator[str]:
     if need := considered.get("need_tokens"):
         wait_s = considered.get("room_wait_s", 0.0)
         wait = f", predicted to be free in {seconds(wait_s)}" if wait_s else ""
-        yield f"It needs {need:,} tokens of KV where it decodes{wait}."
+        yield f"It needs {need:,} tokens of KV on its decode node{wait}."

@@ -1,7 +1,4 @@
-"""The command `moonpool explain`: finds what was decided on a request, in a log's folder or at the live conductors.
-
-The command `moonpool replay-decisions`: a log's events through the policy again, as it was or with other values.
-"""
+"""Commands `moonpool decisions …`: explain the decisions on a request; replay logged events through the policy."""
 
 import asyncio
 import json
@@ -36,22 +33,22 @@ _SEARCH_DEADLINE_S = 6 * ANSWER_DEADLINE_S  # files are read, perhaps many
 @app.command()
 def explain(
     request_id: Annotated[
-        str, typer.Argument(help="As in the answer: its `id`, and `request_id` under `moonpool`.", show_default=False)
+        str, typer.Argument(help="The answer's `id`, or `request_id` under `moonpool`.", show_default=False)
     ],
     log: Annotated[
         list[Path] | None,
-        typer.Option("--log", help="Folder of a decision log, instead of asking the cluster; may be given again."),
+        typer.Option("--log", help="Folder of a decision log to read instead of querying the cluster. Repeatable."),
     ] = None,
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
-    """Tell why a request went where it went, or was rejected: predictions, objectives, losers, what became of it.
+    """Explain why a request was placed or rejected: predictions, objectives, the other nodes, the outcome.
 
     The conductor must keep a decision log: moonpool serve --decision-log FOLDER.
 
-    Exits with 1 when nothing is known of the request. Example: moonpool explain cmpl-4a1c --log out/decisions
+    Exits with 1 if the request is unknown. Example: moonpool decisions explain cmpl-4a1c --log out/decisions
     """
     with reported_errors():
         answers = _read(log, request_id) if log else asyncio.run(_ask(_located(conductor, url, ready_file), request_id))
@@ -67,7 +64,7 @@ def explain(
                     console.print(view.record_picture(record))
                 except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                     text = f"the record of {record['request_id']} is damaged, or of another version of this program"
-                    raise DecisionLogError(f"{text} ({error!r}); --json shows what is there") from error
+                    raise DecisionLogError(f"{text} ({error!r}); --json shows its content") from error
             for name, answer in answers.items():
                 for text in answer["damaged"]:
                     console.print(f"Not read, in {name}: {text}", style="red")
@@ -80,14 +77,14 @@ def _located(conductor: str, url: str, ready_file: Path | None) -> Located:
     try:
         return locate(conductor=conductor, url=url, ready_file=ready_file)
     except ClusterNotFound as error:
-        raise ClusterNotFound(f"{error}, or --log FOLDER for what a conductor left") from error
+        raise ClusterNotFound(f"{error}, or --log FOLDER for a conductor's decision log") from error
 
 
 def _read(folders: list[Path], request_id: str) -> dict[str, Any]:
     answers = {}
     for folder in folders:
         if not (folder / "log.json").is_file():
-            raise DecisionLogError(f"{folder} is no decision log: it has no log.json")
+            raise DecisionLogError(f"{folder} is not a decision log: it has no log.json")
         try:
             answers[str(folder)] = find_records(folder, request_id).to_json()
         except OSError as error:
@@ -96,7 +93,7 @@ def _read(folders: list[Path], request_id: str) -> dict[str, Any]:
 
 
 async def _ask(located: Located, request_id: str) -> dict[str, Any]:
-    """Of every conductor: each has a log of what it decided itself."""
+    """Query every conductor, since each logs its own decisions."""
     targets = sorted(set(conductors_of(located).values()))
     replies = await asyncio.gather(*(_ask_one(target, request_id) for target in targets), return_exceptions=True)
     answers: dict[str, Any] = {}
@@ -136,13 +133,13 @@ def _unknown(request_id: str, answers: dict[str, Any]) -> str:
         if answer.get("silent"):
             continue
         if answer["oldest_at"] is None:
-            lines.append(f"The log {name} has no ended request yet.")
+            lines.append(f"The log {name} has no finished request yet.")
         else:
-            lines.append(f"The log {name} begins with requests of {view.day(answer['oldest_at'])}.")
+            lines.append(f"The log {name} starts with requests of {view.day(answer['oldest_at'])}.")
         if answer["removed_files"]:
             count = answer["removed_files"]
             lines.append(f"{count} older file{'s were' if count > 1 else ' was'} removed to keep its size.")
-    lines.append("Requests that a front door refused by itself are not in it: the conductor never saw them.")
+    lines.append("It lacks requests that an API server rejected by itself: the conductor never saw them.")
     return "\n".join(lines)
 
 
@@ -152,21 +149,21 @@ _MOST_SHOWN = 40  # fields of two decisions that differ
 
 @dataclass
 class Comparison:
-    """What came of one life's replay."""
+    """Result of replaying one life of a conductor."""
 
     life: RecordedRun
     num_events: int = 0
     num_decisions: int = 0  # of requests
-    kinds: Counter[str] = field(default_factory=Counter)  # of those that differ
-    first: ReplayStep | None = None  # that differs
+    kinds: Counter[str] = field(default_factory=Counter)  # kinds of different decisions
+    first: ReplayStep | None = None  # first event with different decisions
 
     @property
     def num_different(self) -> int:
-        """Events with other decisions than then."""
+        """Number of events with different decisions."""
         return self.kinds.total()
 
     def take(self, step: ReplayStep, *, ignore_why: bool) -> None:
-        """One more event. `ignore_why`: only what was decided counts, not what it was decided on."""
+        """Add one event. `ignore_why`: compare only the decisions, not their reasons and predictions."""
         self.num_events += 1
         self.num_decisions += isinstance(step.event, RequestArrived)
         logged, made = (_bare(step.logged), _bare(step.made)) if ignore_why else (step.logged, step.made)
@@ -180,24 +177,26 @@ def replay_decisions(
     log: Annotated[Path, typer.Argument(help="Folder of a decision log, or one of its events files.")],
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another setting of the policy, such as ttft_objective_s=1."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Changed setting of the policy, such as ttft_objective_s=1. Repeatable."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a conductor's events through the policy, and compare its decisions with those that were made.
+    """Replay a conductor's events through the policy, and compare its decisions with the logged ones.
 
-    Without --set they must be the same: exits with 1 and shows the first that is not. With --set it counts how many
-    decisions would be others. That is open-loop: the events are those of the cluster as it was, so what a changed
-    decision would itself have changed is not in it; to see that, use the simulator.
+    Without --set they must be equal: otherwise it exits with 1 and shows the first difference. With --set it counts
+    the decisions that would differ. That is open-loop: the events are the recorded ones, so consequences of a changed
+    decision are missing; to see them, use the simulator.
 
-    Example: moonpool replay-decisions out/decisions --set admission_mode=early --set balancing_threshold=2
+    Example: moonpool decisions replay out/decisions --set admission_mode=early --set balancing_threshold=2
     """
     with reported_errors():
         changed = _changes(settings or [])
         try:
             found = recorded_runs(log)
             if not found:
-                raise DecisionLogError(f"{log} holds no events: was --decision-log-events off?")
+                raise DecisionLogError(f"{log} contains no events: was --decision-log-events off?")
             whole = [life for life in found if life.first_part == 1]
             if not whole:
                 next(replay(found[-1]))
@@ -222,7 +221,7 @@ def _compare(life: RecordedRun, changed: dict[str, Any]) -> Comparison:
 
 
 def _changes(settings: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE as the configuration's own fields. Raises ConfigError."""
+    """Parse KEY=VALUE texts to fields of the policy's configuration. Raises ConfigError."""
     usual, changed = config_to_json(PolicyConfig()), {}
     for text in settings:
         name, found, value = text.partition("=")
@@ -241,7 +240,7 @@ def _value(text: str, usual: Any, source: str) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--set {source}: {text!r} is no value like {json.dumps(usual)}") from error
+        raise ConfigError(f"--set {source}: expected a value like {json.dumps(usual)}, got {text!r}") from error
     return float(value) if isinstance(usual, float) and type(value) is int else value
 
 
@@ -253,7 +252,7 @@ def _with(config: PolicyConfig, changed: dict[str, Any]) -> PolicyConfig:
 
 
 def _bare(decisions: Sequence[Decision]) -> list[tuple[str, ...]]:
-    """What is done about requests and copies, without predictions and reasons' wording."""
+    """Reduce decisions to placements, rejections and copies, without predictions and wording."""
     found: list[tuple[str, ...]] = []
     for decision in decisions:
         match decision:
@@ -279,7 +278,7 @@ def _kind(logged: Sequence[Decision], made: Sequence[Decision]) -> str:
             return "placed elsewhere"
         case Place(), Place():
             return "placed there with other reuse, copies or predictions"
-    return "other than of requests"
+    return "not about a request"
 
 
 def _told(compared: Sequence[Comparison], changed: dict[str, Any]) -> dict[str, Any]:
@@ -312,14 +311,14 @@ def _step_told(step: ReplayStep) -> dict[str, Any]:
 
 def _print(console: Console, compared: Sequence[Comparison], num_cut: int, changed: dict[str, Any]) -> None:
     if num_cut:
-        console.print(f"{num_cut} earlier lives are left out: their beginning was rotated away.", style="yellow")
+        console.print(f"{num_cut} earlier lives are skipped: their first files were rotated away.", style="yellow")
     for one in compared:
         files = f"{one.life.paths[0]}" + (f" and {len(one.life.paths) - 1} more" if len(one.life.paths) > 1 else "")
         console.print(f"[bold]{files}[/bold]: {one.num_events:,} events, {one.num_decisions:,} of them requests")
         if not one.num_different:
-            console.print("  the same decisions" if not changed else "  no decision would be another", style="green")
+            console.print("  the same decisions" if not changed else "  no decision would differ", style="green")
             continue
-        would = "decisions would be others (open-loop)" if changed else "decisions differ"
+        would = "decisions would differ (open-loop)" if changed else "decisions differ"
         console.print(f"  {one.num_different:,} {would}:", style="yellow" if changed else "bold red")
         for kind, count in one.kinds.most_common():
             console.print(f"    {count:>8,}  {kind}")
@@ -335,11 +334,11 @@ def _print_first(console: Console, step: ReplayStep) -> None:
     for name in different[:_MOST_SHOWN]:
         console.print(f"    {name}: {then.get(name, 'nothing')} then, {now.get(name, 'nothing')} now", style="dim")
     if len(different) > _MOST_SHOWN:
-        console.print(f"    and {len(different) - _MOST_SHOWN} fields more", style="dim")
+        console.print(f"    and {len(different) - _MOST_SHOWN} more fields", style="dim")
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    """Leaves of nested objects and lists, by where they are."""
+    """Return the leaves of nested objects and lists with their paths."""
     if isinstance(value, dict):
         return [leaf for key, item in value.items() for leaf in _flat(item, f"{name}.{key}" if name else key)]
     if isinstance(value, list):

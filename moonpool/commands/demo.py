@@ -1,4 +1,4 @@
-"""`moonpool demo`: a whole cluster on this machine under a replayed production trace, and a verdict on what it did."""
+"""`moonpool demo`: run a cluster on this machine under a replayed production trace, and check the result."""
 
 import json
 import os
@@ -22,12 +22,12 @@ from moonpool.supervision.ready_file import ReadyFile
 from moonpool.supervision.run_dir import default_run_dir
 
 BLOCK_TOKENS = 8
-# The replay computes some 600 MB of KV. Workers' pages and the pool's memory each hold a small part of it, the SSD all:
-# the ideal hit rate is that of an infinite cache.
+# The replay computes about 600 MB of KV. The workers' pages and the pool's memory each hold a small part of it, the SSD
+# all of it: the ideal hit rate is that of an infinite cache.
 CAPACITY_TOKENS = 12288
 POOL_BYTES = "96MiB"
 POOL_SSD_BYTES = "1GiB"
-MAX_QUEUE_S = 600  # on a slow machine the demo takes longer; it must not begin to reject
+MAX_QUEUE_S = 600  # a slow machine takes longer, but must not reject
 MIN_VERIFIED = 50
 MIN_SHARE_OF_IDEAL_HITS = 0.9
 _SSD_NAME = f".moonpool-demo-ssd-{os.getuid()}"
@@ -40,17 +40,17 @@ _MOONPOOL = (sys.executable, "-m", "moonpool")
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out/demo"),
     speed: Annotated[
-        float, typer.Option(min=0.01, help="Arrivals this many times closer together than in the trace.")
+        float, typer.Option(min=0.01, help="Factor by which arrivals are closer together than in the trace.")
     ] = 20.0,
     sample_families: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the trace's prefix families.")
     ] = 0.1,
 ) -> None:
-    """See it work: start 1 prefill, 1 decode and 1 pool node with memory and SSD on the bundled model, replay the
-    Mooncake conversation trace against them, verify the tokens, draw the pictures, and stop everything again.
+    """Run a small cluster of the bundled model under a replayed trace, verify every token, and plot the results.
 
-    Exits with 1 if a request failed or was rejected, a token was wrong, or the cache was missed where it should not be.
-    Takes 1 GiB in the folder of the report, or in /var/tmp where that is no disk, and gives it back at the end.
+    It starts 1 prefill, 1 decode and 1 pool node with memory and SSD, and stops them at the end. Exits with 1 if a
+    request failed or was rejected, a token was wrong, or the hit rate is too low. Uses 1 GiB in the report's folder, or
+    in /var/tmp if that folder is in memory, and frees it at the end.
 
     Example: moonpool demo --out out/demo
     """
@@ -67,17 +67,17 @@ def demo(
         if not report.is_file():
             raise DemoFailed(f"the replay ended with exit code {status} and wrote no report")
         problems = shortcomings(json.loads(report.read_text(encoding="utf-8")))
-        problems += ["the cluster still holds something at rest"] if leaks else []
+        problems += ["the idle cluster still holds resources"] if leaks else []
         print(f"Report with pictures: {(out / 'report.html').absolute()}")
         if problems:
-            raise DemoFailed("the demo is not as it must be: " + "; ".join(problems))
-        print("All as it must be: nothing failed, no token is wrong, the cache is hit, nothing leaks.")
+            raise DemoFailed("the demo failed: " + "; ".join(problems))
+        print("Passed: no request failed, no token is wrong, the cache hit rate is as expected, nothing leaks.")
 
 
 def shortcomings(figures: dict[str, Any]) -> list[str]:
-    """What in a replay's figures must not be so; empty for a good run."""
+    """Return the failures in a replay's figures; empty for a good run."""
     problems = [
-        f"{key} is {figures[key]}, not 0"
+        f"{key} is {figures[key]}, expected 0"
         for key in ("failed", "rejected", "wrong_tokens", "digest_mismatches")
         if figures[key] != 0
     ]
@@ -96,7 +96,7 @@ def shortcomings(figures: dict[str, Any]) -> list[str]:
 
 
 def _check_writable(out: Path) -> None:
-    """Before the cluster starts, not after."""
+    """Raise ConfigError before the cluster starts if the report cannot be written."""
     from loadtest import OutputUnwritable
     from loadtest.report import check_writable
 
@@ -108,18 +108,18 @@ def _check_writable(out: Path) -> None:
 
 @contextmanager
 def ssd_folder(out: Path) -> Iterator[Path]:
-    """An empty folder on a disk for the pool, removed at the end; also what a demo that was killed left of it."""
+    """Yield an empty folder on a disk, removed at the end; an earlier demo's left-over is removed first."""
     from kvpool.ssd.folder import on_disk
 
     parent = next((folder for folder in (out.absolute(), Path("/var/tmp")) if on_disk(folder)), None)
     if parent is None:
-        raise ConfigError(f"{out} is in memory, and so is /var/tmp: give the demo a folder on a disk with --out")
+        raise ConfigError(f"{out} is in memory, and so is /var/tmp: choose a folder on a disk with --out")
     folder = parent / _SSD_NAME
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir()
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"cannot create {folder}: {error.strerror}") from error
     try:
         yield folder
     finally:
@@ -128,7 +128,7 @@ def ssd_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _cluster(ssd: Path) -> Iterator[ReadyFile]:
-    """A running cluster on a free port; stopped at the end, and killed by the kernel should this process be."""
+    """Yield a running cluster on a free port; it is stopped at the end, and killed if this process is killed."""
     with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder:
         ready_path = Path(folder) / "ready.json"
         flags = {
@@ -149,7 +149,7 @@ def _cluster(ssd: Path) -> Iterator[ReadyFile]:
         server = subprocess.Popen(
             [*_MOONPOOL, "serve", *(f"--{flag}={value}" for flag, value in flags.items())],
             env={**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())},
-            process_group=0,  # a Ctrl-C is for the replay, which ends with a report, and then for the cluster
+            process_group=0,  # Ctrl-C first ends the replay, with a report, then the cluster
         )
         try:
             yield _wait_ready(server, ready_path)
@@ -178,7 +178,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def _replay(url: str, out: Path, speed: float, sample_families: float) -> int:
-    """Run the replay in the foreground; it gets the terminal's Ctrl-C itself, and its exit code is returned."""
+    """Run the replay in the foreground, where it receives the terminal's Ctrl-C; return its exit code."""
     flags = {
         "url": url,
         "out": out,
@@ -188,8 +188,14 @@ def _replay(url: str, out: Path, speed: float, sample_families: float) -> int:
     }
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        command = [*_MOONPOOL, "replay", "conversation", *(f"--{flag}={value}" for flag, value in flags.items())]
-        # SIG_IGN would be inherited, and Python takes no Ctrl-C when it starts with it.
+        command = [
+            *_MOONPOOL,
+            "trace",
+            "replay",
+            "conversation",
+            *(f"--{flag}={value}" for flag, value in flags.items()),
+        ]
+        # The child would inherit SIG_IGN, with which Python ignores Ctrl-C.
         return subprocess.run([*command, "--verify"], check=False, preexec_fn=_default_sigint).returncode
     finally:
         signal.signal(signal.SIGINT, before)

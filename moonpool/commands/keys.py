@@ -1,4 +1,4 @@
-"""The command `keys`: draws API keys for the file that front doors read. A key is shown once and kept nowhere."""
+"""The command `moonpool keys`: creates API keys for the API server's keys file. A key is shown once, never stored."""
 
 import os
 import re
@@ -20,9 +20,9 @@ from moonpool.commands.arguments import command_group
 from moonpool.errors import ConfigError
 from moonpool.options import reported_errors
 
-app = command_group("keys", "API keys: draw one, and the entry by which front doors know it.")
+app = command_group("keys", "Create API keys, and the entries by which the API server recognises them.")
 
-_PREFIX: Final = "mp-"  # by which scanners for leaked secrets can know one
+_PREFIX: Final = "mp-"  # lets scanners for leaked secrets recognise a key
 _KEY_NBYTES: Final = 32
 
 Bound = Annotated[int | None, typer.Option(min=1, show_default=False)]
@@ -30,23 +30,23 @@ Bound = Annotated[int | None, typer.Option(min=1, show_default=False)]
 
 @app.callback()
 def keys() -> None:
-    """Has `new` be a command of its own even while it is the only one."""
+    """Keep `new` a command of its own although it is the only one."""
 
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Option(help="Of the key, for logs and for people.")],
-    tenant: Annotated[str, typer.Option(help="Whose requests these are: shares, objectives and quotas go by it.")],
-    admin: Annotated[bool, typer.Option("--admin", help="It may act as an operator, too.")] = False,
-    expires: Annotated[str, typer.Option(help="Day (from its beginning, UTC) or time, e.g. 2027-01-31.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the key, for logs and operators.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of its requests, for shares, objectives and quotas.")],
+    admin: Annotated[bool, typer.Option("--admin", help="Allow it to act as an operator.")] = False,
+    expires: Annotated[str, typer.Option(help="Expiry: a day (from 00:00 UTC) or a time, e.g. 2027-01-31.")] = "",
     requests_per_minute: Bound = None,
     tokens_per_minute: Bound = None,
     max_concurrent: Bound = None,
     file: Annotated[
-        Path | None, typer.Option(help="File of keys to add the entry to, made if there is none; else it is printed.")
+        Path | None, typer.Option(help="Keys file to add the entry to, created if missing. Default: print the entry.")
     ] = None,
 ) -> None:
-    """Draw a key. It goes to standard output alone; where it is to be put, to standard error.
+    """Create a key. Only the key goes to standard output; instructions go to standard error.
 
     Example: moonpool keys new --name acme-2027 --tenant acme --file keys.yaml
     """
@@ -69,17 +69,17 @@ def new(
             print(f"# below `keys:` in the file of --api-keys-file\n{text}", file=sys.stderr, end="")
         else:
             _add(file, text)
-            print(f"added {name} to {file}; the key is shown this once:", file=sys.stderr)
+            print(f"added {name} to {file}; the key is shown only now:", file=sys.stderr)
         print(key)
 
 
 def _add(path: Path, entry: str) -> None:
-    """Put the file anew, whole, with one entry more. Raises ConfigError for one that is, or would be, of no use."""
+    """Replace the file by one with an additional entry. Raises ConfigError for an invalid file or entry."""
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else "keys:\n"
         parse_keys(before)
     except KeysFileError as error:
-        raise ConfigError(f"{path} is of no use as it is: {error}") from error
+        raise ConfigError(f"{path} is invalid: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     try:
@@ -87,20 +87,20 @@ def _add(path: Path, entry: str) -> None:
         callers_of(parse_keys(after))
         _write(path.resolve(), after)
     except KeysFileError as error:
-        raise ConfigError(f"{path} would be of no use with this entry: {error}") from error
+        raise ConfigError(f"{path} would be invalid with this entry: {error}") from error
     except OSError as error:
         raise ConfigError(f"cannot change {path}: {error}") from error
 
 
 def _with_entry(before: str, entry: str) -> str:
-    """As far in as the entries that are there."""
+    """Return the text with the entry appended, indented like the existing ones."""
     found = re.search(r"^( *)- ", before, re.MULTILINE)
     opened = re.sub(r"^keys: *\[ *\]", "keys:", before, flags=re.MULTILINE)
     return opened.rstrip("\n") + "\n" + textwrap.indent(entry, found[1] if found else "")
 
 
 def _write(path: Path, text: str) -> None:
-    """Beside it first, so that no reader meets half of it."""
+    """Replace the file atomically, keeping its mode and owner."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".keys-")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

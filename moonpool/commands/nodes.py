@@ -1,4 +1,4 @@
-"""The commands `scale`, `drain` and `switch`: how many workers there are, which one is to go, and what one does."""
+"""Commands `moonpool node scale`, `drain` and `switch`: number and roles of a cluster's workers."""
 
 import asyncio
 from pathlib import Path
@@ -16,13 +16,12 @@ def scale(
     counts: Annotated[list[str], typer.Argument(metavar="ROLE=COUNT", help="prefill=2 decode=4 aggregated=1")],
     url: Url = DEFAULT_URL,
     ready_file: ReadyPath = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Run directory of the `serve` that is meant.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also where nothing could be served any more.")] = False,
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory of the `serve` to change.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Allow counts with which a model cannot be served.")] = False,
 ) -> None:
-    """Change the number of workers of a cluster that `moonpool serve` runs: new ones are started first, then the
-    newest of the others are drained. No request is lost.
+    """Change the number of workers of a cluster that `moonpool serve` runs, without losing a request.
 
-    Example: moonpool scale prefill=2 decode=3
+    New workers start first; then the newest of the others are drained. Example: moonpool node scale prefill=2 decode=3
     """
     with reported_errors():
         wanted = parse_counts(counts)
@@ -37,16 +36,16 @@ def scale(
 
 
 def drain(
-    node_id: Annotated[str, typer.Argument(help="As `moonpool status` names it.")],
+    node_id: Annotated[str, typer.Argument(help="Node id, as shown by `moonpool status`.")],
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
-    force: Annotated[bool, typer.Option("--force", help="Even the last one that can serve its model.")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait until it has left; 0: only ask.", min=0.0)] = 120.0,
+    force: Annotated[bool, typer.Option("--force", help="Drain even the last node that can serve its model.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until it has left; 0: do not wait.", min=0.0)] = 120.0,
 ) -> None:
-    """Let one node take no new work, finish what it has, and leave for good.
+    """Drain a node: it accepts no new requests, finishes its own, and leaves for good.
 
-    Example: moonpool drain decode-1
+    Example: moonpool node drain decode-1
     """
     with reported_errors():
         from moonpool.scaling.client import drain_and_wait
@@ -56,28 +55,28 @@ def drain(
 
 
 def switch(
-    node_id: Annotated[str, typer.Argument(help="As `moonpool status` names it.")],
+    node_id: Annotated[str, typer.Argument(help="Node id, as shown by `moonpool status`.")],
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait until it has changed; 0: only ask.", min=0.0)] = 60.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until it has changed; 0: do not wait.", min=0.0)] = 60.0,
 ) -> None:
-    """Make a prefill node a decode node, or the other way round: it finishes what it has, and keeps model and KV.
+    """Change a prefill node to a decode node or back: it finishes its requests, and keeps its model and KV.
 
-    Example: moonpool switch prefill-1 decode
+    Example: moonpool node switch prefill-1 decode
     """
     with reported_errors():
         from moonpool.scaling.client import ROLES, switch_and_wait
 
         if role not in ROLES:
-            raise ConfigError(f"{role!r} is no role that a node can change to: expected {' or '.join(ROLES)}")
+            raise ConfigError(f"a node cannot change to the role {role!r}: expected {' or '.join(ROLES)}")
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
         asyncio.run(switch_and_wait(located.conductor, node_id, role, wait_s=wait))
 
 
 def parse_counts(arguments: list[str]) -> dict[str, int]:
-    """Workers wanted by role. Raises ConfigError for what is not ROLE=COUNT."""
+    """Parse ROLE=COUNT texts to counts by role. Raises ConfigError."""
     wanted: dict[str, int] = {}
     for argument in arguments:
         role, equals, count = argument.partition("=")

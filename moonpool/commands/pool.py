@@ -1,4 +1,4 @@
-"""The commands `moonpool pool …`: what a live cluster's pool nodes hold, whether it is right, and emptying them."""
+"""Commands `moonpool pool …`: inspect, verify and flush the pool nodes of a running cluster."""
 
 import asyncio
 import json
@@ -21,16 +21,18 @@ from moonpool.options import reported_errors
 _LEAST_DIGITS = 4
 _KEY_DIGITS = 32
 
-Node = Annotated[str, typer.Option("--node", help="One pool node, as `status` names it; all where not given.")]
+Node = Annotated[str, typer.Option("--node", help="Id of one pool node, as shown by `status`. Default: all.")]
 
-app = command_group("pool", "Look into the KV pool of a running cluster.\n\n[bold]moonpool pool status[/bold]")
+app = command_group(
+    "pool", "Inspect, verify and flush the KV pool of a running cluster.\n\n[bold]moonpool pool status[/bold]"
+)
 
 
 @app.command()
 def status(
     url: Url = DEFAULT_URL, conductor: Conductor = "", ready_file: ReadyPath = None, as_json: Json = False
 ) -> None:
-    """Show what each pool node holds in each tier, how often what was asked for was found, what left and why.
+    """Show contents, hit rates and evictions of each pool node by tier.
 
     Example: moonpool pool status --json
     """
@@ -45,15 +47,15 @@ def status(
 
 @app.command()
 def inspect(
-    key: Annotated[str, typer.Argument(help="The first digits of a block's key in hex, as logs name it; 4 or more.")],
+    key: Annotated[str, typer.Argument(help="First hex digits of a block's key, as logs show it; 4 or more.")],
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
-    """Show every copy of a block, in every node and tier. Its bytes are read and verified; a damaged copy is taken out.
+    """Show every copy of a block in every node and tier. Its bytes are verified, and damaged copies removed.
 
-    Exits with 1 when no node has it, or a copy was damaged. Example: moonpool pool inspect 3fa9c0
+    Exits with 1 if no node has the block, or a copy was damaged. Example: moonpool pool inspect 3fa9c0
     """
     with reported_errors():
         digits = _checked_key(key)
@@ -79,15 +81,15 @@ def inspect(
 def flush(
     node: Node = "",
     dram_only: Annotated[
-        bool, typer.Option("--dram-only", help="Write what is in memory alone to SSD, then empty the memory.")
+        bool, typer.Option("--dram-only", help="Write blocks that are only in memory to SSD, then empty the memory.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
-    """Remove all blocks that nobody uses from memory and SSD. What is in use stays; the workers' own pages too.
+    """Remove all blocks that are not in use from memory and SSD. The workers' own pages stay.
 
     Example: moonpool pool flush --node pool-0 --dram-only --yes
     """
@@ -113,9 +115,9 @@ def verify(
     ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
-    """Read back every block of both tiers and check its digests. Damaged ones are taken out, and computed when needed.
+    """Read every block of both tiers and verify its digests. Damaged blocks are removed, and recomputed when needed.
 
-    Exits with 1 when there were any. Serving goes on. Example: moonpool pool verify
+    Exits with 1 if there were any. Serving goes on. Example: moonpool pool verify
     """
     with reported_errors():
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
@@ -128,7 +130,7 @@ def verify(
 
 
 async def _verify(conductor: str, node: str) -> dict[str, Verified]:
-    """The last word on each node, with a bar on a terminal meanwhile."""
+    """Verify the nodes, with a progress bar on a terminal, and return each node's result."""
     nodes = await pool_client.pool_nodes(conductor, node)
     console = Console(stderr=True)
     done: dict[str, Verified] = {}
@@ -152,5 +154,5 @@ def _checked_key(key: str) -> str:
 
 def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("there is no terminal to ask on: give --yes to remove the blocks")
+        raise ConfigError("cannot ask for confirmation without a terminal: give --yes to remove the blocks")
     return typer.confirm(question)

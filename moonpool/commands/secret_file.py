@@ -1,4 +1,4 @@
-"""A secret that a file holds, so that no list of processes shows it."""
+"""Secrets read from files, so that they do not appear in the list of processes."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from moonpool.errors import ConfigError
 
 
 def read_secret(path: Path) -> str:
-    """The file's one line. Raises ConfigError, which does not show it."""
+    """Return the file's only line. Raises ConfigError, whose message does not contain the secret."""
     try:
         secret = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`moonpool serve`: checks everything that can be checked, then runs the cluster until it is told to stop."""
+"""Commands `moonpool serve`, which checks the configuration and runs a cluster, and `moonpool config`."""
 
 import asyncio
 import json
@@ -34,7 +34,9 @@ def serve(config: ServeConfig) -> int:
     port = 0 if joins else claim_port(config.http.host, config.http.port)
     run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir("joined" if joins else str(port)))
     with RunDirLock(run_dir), chosen_runtime(config, run_dir) as runtime:
-        shutil.rmtree(run_dir / OBJECTIVES, ignore_errors=True)  # an earlier run's: only a state folder outlives a run
+        shutil.rmtree(
+            run_dir / OBJECTIVES, ignore_errors=True
+        )  # objectives of an earlier run: only a state folder outlives a run
         asyncio.run(ClusterRun(config, run_dir, port, runtime).run())
     return 0
 
@@ -44,7 +46,7 @@ def config_keys(
         bool, typer.Option("--schema", help="Print the file's JSON Schema, for editors, instead.", show_default=False)
     ] = False,
 ) -> None:
-    """Print a configuration file with every key, its default and its meaning; save it, and uncomment what you change.
+    """Print a configuration file with every key, its default and its meaning, to save and edit.
 
     Example: moonpool config > cluster.yaml
     """

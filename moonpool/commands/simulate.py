@@ -1,11 +1,4 @@
-"""What the commands of `moonpool simulate` share at a terminal: a bar of progress, and errors of bad input.
-
-The command `moonpool simulate overload`: admission modes side by side, the live policy under virtual time.
-
-The command `moonpool simulate tune`: which objectives, which split of the nodes, tried before anybody is served.
-
-The command `moonpool simulate`: the cluster's own policies on a trace, in seconds and without a cluster.
-"""
+"""Commands `moonpool simulate …`: the cluster's own policies on a trace under virtual time, without a cluster."""
 
 import json
 import os
@@ -42,7 +35,7 @@ EXIT_BAD_INPUT = 2
 
 @contextmanager
 def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's stderr, gone at the end; told (done, total)."""
+    """Show a progress bar on a terminal's stderr; the yielded function takes (done, total)."""
     console = Console(stderr=True)
     columns: tuple[Any, ...] = (TextColumn(unit), BarColumn(), TextColumn("{task.percentage:.0f} %"))
     with Progress(
@@ -54,7 +47,7 @@ def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """What is wrong with the input ends the command, named on stderr, with status 2."""
+    """Report errors of the input on stderr and exit with status 2."""
     try:
         yield
     except (SimulatorError, TraceError, KvPoolError, ProfileError) as error:
@@ -71,49 +64,57 @@ def run_overload(
         typer.Argument(metavar="TRACE", help=f"A Mooncake trace; '{CONVERSATION}' is the bundled one."),
     ] = CONVERSATION,
     seeds: Annotated[
-        int, typer.Option(min=1, help="Workloads drawn from the trace; each is run under every mode.")
+        int, typer.Option(min=1, help="Number of workloads drawn from the trace; each runs under every mode.")
     ] = 10,
     modes: Annotated[
         str,
         typer.Option(
-            metavar="NAME[,NAME...]", help=f"Of {', '.join(MODES)}; the last is what others are compared with."
+            metavar="NAME[,NAME...]", help=f"Admission modes from {', '.join(MODES)}; the last one is the baseline."
         ),
     ] = ",".join(MODES),
     profile: Annotated[
-        Path, typer.Option(metavar="FILE", help="Cost profile: what work truly takes. Default: the bundled Mooncake's.")
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Cost profile with the true durations of work. Default: the bundled profile of Mooncake.",
+        ),
     ] = MOONCAKE,
-    load: Annotated[float, typer.Option(help="Arrivals, as a multiple of the capacity that is measured first.")] = 2.0,
-    rate: Annotated[
-        float, typer.Option(help="Arrivals per second instead; the capacity is not measured. 0: not given.")
-    ] = 0.0,
-    requests: Annotated[int, typer.Option(min=1, help="Of each run, about.")] = 23_000,
+    load: Annotated[
+        float, typer.Option(help="Arrival rate as a multiple of the capacity, which is measured first.")
+    ] = 2.0,
+    rate: Annotated[float, typer.Option(help="Arrivals per second, instead of --load. 0: use --load.")] = 0.0,
+    requests: Annotated[int, typer.Option(min=1, help="Approximate number of requests of each run.")] = 23_000,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 8,
     decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 8,
     ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token.")] = 30.0,
     tbt: Annotated[float, typer.Option(help="Objective: seconds between tokens.")] = 0.1,
-    output_scale: Annotated[
-        float, typer.Option(help="Makes answers so many times as long as the trace has them.")
-    ] = 1.0,
-    longest_prompt: Annotated[int, typer.Option(min=0, help="Leave longer prompts out (tokens); 0: none.")] = 0,
+    output_scale: Annotated[float, typer.Option(help="Factor on the trace's answer lengths.")] = 1.0,
+    longest_prompt: Annotated[int, typer.Option(min=0, help="Skip prompts with more tokens; 0: no limit.")] = 0,
     longest_answer: Annotated[
-        int, typer.Option(min=0, help="Answers end there (tokens), and clients allow as many; 0: the trace's longest.")
+        int,
+        typer.Option(min=0, help="Maximum tokens of an answer, and max_tokens of requests; 0: the trace's longest."),
     ] = 0,
     pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks in the memory of each pool node.")] = 6000,
-    ssd_blocks: Annotated[int, typer.Option(min=0, help="And on its SSD.")] = 0,
+    ssd_blocks: Annotated[int, typer.Option(min=0, help="Blocks on the SSD of each pool node.")] = 0,
     look_into: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the rejections that are tried out: false, or right?")
+        float,
+        typer.Option(min=0, max=1, help="Share of the rejections that are tried out to see whether they were right."),
     ] = 0.005,
     attained_share: Annotated[
-        float, typer.Option(help="Of the admitted, that are to meet each objective: margins are learned; 0: no margin.")
+        float,
+        typer.Option(
+            help="Share of admitted requests that should meet each objective, by learned margins; 0: no margin."
+        ),
     ] = 0.95,
-    processes: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: one per CPU.")] = 0,
+    processes: Annotated[int, typer.Option(min=0, help="Concurrent runs; 0: one per CPU.")] = 0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, the load over time too.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all results to this file, including the load over time."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a name in .svg or .png.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the result to a .svg or .png file.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
-    """Admission modes side by side under overload, by the very policy of a live conductor; the last line is JSON.
+    """Compare admission modes under overload with the live conductor's policy; the last line is JSON.
 
     Goodput counts requests that met both objectives; a request's time between tokens is the mean of the longest tenth
     of its intervals. Every mode gets the same arrivals.
@@ -184,34 +185,40 @@ def run_tune(
         str, typer.Argument(metavar="TRACE", help=f"A Mooncake trace; '{CONVERSATION}' is the bundled one.")
     ] = CONVERSATION,
     rate: Annotated[float, typer.Option(help="Arrivals per second.")] = 5.0,
-    ttft: Annotated[float, typer.Option(help="Objective of now: seconds to the first token.")] = 30.0,
-    tbt: Annotated[float, typer.Option(help="Objective of now: seconds between tokens.")] = 0.1,
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes of now.")] = 8,
-    decode: Annotated[int, typer.Option(min=1, help="Decode nodes of now.")] = 8,
+    ttft: Annotated[float, typer.Option(help="Present objective: seconds to the first token.")] = 30.0,
+    tbt: Annotated[float, typer.Option(help="Present objective: seconds between tokens.")] = 0.1,
+    prefill: Annotated[int, typer.Option(min=1, help="Present number of prefill nodes.")] = 8,
+    decode: Annotated[int, typer.Option(min=1, help="Present number of decode nodes.")] = 8,
     try_ttft: Annotated[str, typer.Option(metavar="S[,S...]", help="TTFT objectives to try; empty: none.")] = "",
     try_tbt: Annotated[str, typer.Option(metavar="S[,S...]", help="TBT objectives to try; empty: none.")] = "",
     try_prefill: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="So many of all nodes for prefill, the others decode; empty: none.")
+        str,
+        typer.Option(
+            metavar="N[,N...]", help="Numbers of prefill nodes to try, with all others decoding; empty: none."
+        ),
     ] = "",
     profile: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="What work takes on your nodes (`moonpool profile`). Default: Mooncake's."),
+        typer.Option(
+            metavar="FILE", help="Cost profile of your nodes (`moonpool bench profile`). Default: Mooncake's."
+        ),
     ] = MOONCAKE,
-    seeds: Annotated[int, typer.Option(min=1, help="Workloads drawn from the trace; each setting has the same.")] = 3,
-    requests: Annotated[int, typer.Option(min=1, help="Of each run, about.")] = 3000,
-    output_scale: Annotated[
-        float, typer.Option(help="Makes answers so many times as long as the trace has them.")
-    ] = 1.0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of workloads drawn from the trace, the same for each setting.")
+    ] = 3,
+    requests: Annotated[int, typer.Option(min=1, help="Approximate number of requests of each run.")] = 3000,
+    output_scale: Annotated[float, typer.Option(help="Factor on the trace's answer lengths.")] = 1.0,
     longest_answer: Annotated[
-        int, typer.Option(min=0, help="Answers end there (tokens), and clients allow as many; 0: the trace's longest.")
+        int,
+        typer.Option(min=0, help="Maximum tokens of an answer, and max_tokens of requests; 0: the trace's longest."),
     ] = 0,
     pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks in the memory of each pool node.")] = 6000,
-    processes: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: one per CPU.")] = 0,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a name in .svg or .png.")] = None,
+    processes: Annotated[int, typer.Option(min=0, help="Concurrent runs; 0: one per CPU.")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the result to a .svg or .png file.")] = None,
 ) -> None:
-    """What other objectives, or another split of the nodes, would come to under the same arrivals.
+    """Evaluate other objectives, or another split of the nodes, under the same arrivals.
 
-    One thing is changed at a time; admission is by prediction, the very policy of a live conductor under virtual time.
+    One setting is changed at a time; admission is by prediction, with the live conductor's policy under virtual time.
     Goodput counts requests that met both objectives. The last line is JSON.
 
     Example: moonpool simulate tune --rate 6 --try-ttft 5,10,30,60 --try-tbt 0.05,0.2 --try-prefill 4,6,10,12
@@ -222,7 +229,7 @@ def run_tune(
 
             check_plot_path(plot)
         if not rate > 0:
-            raise BadSetting(f"a rate of {rate:g} requests a second; give a positive number")
+            raise BadSetting(f"--rate is {rate:g}: expected a positive number")
         tried_ttft, tried_tbt = _seconds("--try-ttft", try_ttft), _seconds("--try-tbt", try_tbt)
         tried_prefill = _counts("--try-prefill", try_prefill)
         if not (tried_ttft or tried_tbt or tried_prefill):
@@ -288,13 +295,13 @@ _STANDARD = DialogueSettings()
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="The cluster's own policies under virtual time: no cluster needed, an hour of trace in seconds.",
+    help="Run the cluster's own policies under virtual time: an hour of trace in seconds, without a cluster.",
 )
 
 
 @app.callback()
 def simulate() -> None:
-    """A group: each command simulates one thing."""
+    """Keep the commands a group."""
 
 
 app.command("overload")(run_overload)
@@ -313,25 +320,26 @@ def cache(
     capacity: Annotated[
         str,
         typer.Option(
-            metavar="N[,N...]", help="Blocks the pool holds, e.g. 10000 or 1k,10k,30k; inf: all that the trace has."
+            metavar="N[,N...]",
+            help="Capacity of the pool in blocks, e.g. 10000 or 1k,10k,30k; inf: all blocks of the trace.",
         ),
     ],
     policy: Annotated[
-        str, typer.Option(metavar="NAME[,NAME...]", help=f"What leaves a full pool: {', '.join(_NAMES)}; or {_ALL}.")
+        str, typer.Option(metavar="NAME[,NAME...]", help=f"Eviction policies: {', '.join(_NAMES)}; or {_ALL}.")
     ] = "lru",
     tree: Annotated[
         bool | None,
         typer.Option(
             "--tree/--no-tree",
-            help="Whether a block may leave before those that follow it (--no-tree), as the literature's policies "
-            "assume, or not, as in the live pool. Default: --tree for moonpool alone.",
+            help="Evict a block only after those that follow it (--tree), as the live pool does, or in any order "
+            "(--no-tree), as the literature assumes. Default: --tree only for moonpool.",
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a name in .svg or .png.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the result to a .svg or .png file.")] = None,
 ) -> None:
-    """Hit rate of one pool over a trace, by eviction policy and capacity; the last line is JSON.
+    """Compute a pool's hit rate over a trace by eviction policy and capacity; the last line is JSON.
 
-    Hits are counted at look-up: the leading blocks of a prompt that are there. Then all its blocks are stored in order.
+    Hits are the leading blocks of a prompt that are present at look-up. Then all its blocks are stored in order.
 
     Example: moonpool simulate cache conversation --capacity 1k,10k,30k --policy all --plot hits.svg
     """
@@ -354,27 +362,25 @@ def cache(
 def dialogues(
     routing: Annotated[
         str,
-        typer.Option(metavar="NAME[,NAME...]", help=f"How a turn's server is chosen: {', '.join(Routing)}; or all."),
+        typer.Option(metavar="NAME[,NAME...]", help=f"Routing of turns to servers: {', '.join(Routing)}; or all."),
     ] = _STANDARD.routing.value,
-    dialogues: Annotated[int, typer.Option(help="How many.")] = _STANDARD.dialogues,
+    dialogues: Annotated[int, typer.Option(help="Number of dialogues.")] = _STANDARD.dialogues,
     mean_history: Annotated[
         float, typer.Option(help="Messages before a turn's question in its dialogue, mean over all turns.")
     ] = _STANDARD.mean_history_messages,
-    servers: Annotated[int, typer.Option(help="Servers, each with a pool and a queue.")] = _STANDARD.servers,
-    capacity: Annotated[int, typer.Option(help="Blocks that each server's pool holds.")] = _STANDARD.capacity,
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = _STANDARD.block_tokens,
-    policy: Annotated[str, typer.Option(help=f"What leaves a full pool: {', '.join(POLICIES)}.")] = _STANDARD.policy,
-    tails: Annotated[
-        bool, typer.Option("--tails/--no-tails", help="Keep a partial last block, too.")
-    ] = _STANDARD.tails,
+    servers: Annotated[int, typer.Option(help="Number of servers, each with a pool and a queue.")] = _STANDARD.servers,
+    capacity: Annotated[int, typer.Option(help="Capacity of each server's pool in blocks.")] = _STANDARD.capacity,
+    block_tokens: Annotated[int, typer.Option(help="Tokens per block.")] = _STANDARD.block_tokens,
+    policy: Annotated[str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}.")] = _STANDARD.policy,
+    tails: Annotated[bool, typer.Option("--tails/--no-tails", help="Keep partial last blocks, too.")] = _STANDARD.tails,
     balance: Annotated[
-        float, typer.Option(help="Seconds by which a sticky turn's queue may be longer than the shortest.")
+        float, typer.Option(help="Seconds by which a sticky turn's queue may exceed the shortest one.")
     ] = _STANDARD.balance_s,
-    seed: Annotated[int, typer.Option(help="Of dialogues and of random routing.")] = _STANDARD.seed,
+    seed: Annotated[int, typer.Option(help="Seed of dialogues and of random routing.")] = _STANDARD.seed,
 ) -> None:
-    """How much of their prompts do dialogues find again, turn after turn, by routing; the last line is JSON.
+    """Compute the share of prompts that dialogues reuse, by routing; the last line is JSON.
 
-    Servers do not give KV to each other here: what another server has is computed again.
+    Servers do not exchange KV here: what another server holds is recomputed.
 
     Example: moonpool simulate dialogues --routing sticky,random
     """
@@ -433,13 +439,13 @@ def _routings(text: str) -> list[Routing]:
 
 
 def _capacity(word: str) -> int | None:
-    """Blocks; None for `inf`."""
+    """Parse a number of blocks; None for `inf`."""
     word = word.strip()
     if word == "inf":
         return None
     digits, factor = (word[:-1], 1000) if word.endswith("k") else (word, 1)
     if not digits.isascii() or not digits.isdecimal() or not int(digits):
-        raise BadSetting(f"a capacity of {word!r} blocks; give whole numbers from 1, like 10000 or 10k, or inf")
+        raise BadSetting(f"--capacity {word!r}: expected a whole number of blocks from 1, like 10000 or 10k, or inf")
     return int(digits) * factor
 
 

@@ -1,4 +1,4 @@
-"""The commands `moonpool slo …`: the objectives of a running cluster, their versions, and how they are changed."""
+"""Commands `moonpool slo …`: show, change and roll back the objectives of a running cluster."""
 
 import asyncio
 import getpass
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 _ALL_VERSIONS = 1 << 20
 
-File = Annotated[Path, typer.Argument(help="YAML file with all objectives; what it does not say is no longer so.")]
-Reason = Annotated[str, typer.Option("--reason", "-r", help="Why; kept with the version, for the audit.")]
+File = Annotated[Path, typer.Argument(help="YAML file with all objectives; those it omits are removed.")]
+Reason = Annotated[str, typer.Option("--reason", "-r", help="Reason of the change, stored with the version.")]
 Author = Annotated[
     str,
-    typer.Option("--author", help="Who; kept with the version.", show_default="USER@HOST"),
+    typer.Option("--author", help="Author of the change, stored with the version.", show_default="USER@HOST"),
 ]
-Expect = Annotated[
-    int | None, typer.Option("--expect-version", min=0, help="Refuse if another version is in force by now.")
-]
-Wait = Annotated[float, typer.Option(help="Seconds to wait until every conductor goes by it; 0: do not wait.", min=0.0)]
-Force = Annotated[bool, typer.Option("--force", help="Also for tenants that no front door knows.")]
+Expect = Annotated[int | None, typer.Option("--expect-version", min=0, help="Fail if another version is in force.")]
+Wait = Annotated[float, typer.Option(help="Seconds to wait until every conductor applies it; 0: do not wait.", min=0.0)]
+Force = Annotated[bool, typer.Option("--force", help="Accept tenants that no API server knows.")]
 
 app = command_group("slo", "Versioned latency objectives of a running cluster.\n\n[bold]moonpool slo show[/bold]")
 
 
 @app.command()
 def show(
-    version: Annotated[int | None, typer.Option(min=1, help="An earlier version's objectives.")] = None,
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the objectives alone, as `set` takes them.")] = False,
+    version: Annotated[int | None, typer.Option(min=1, help="Show an earlier version.")] = None,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print only the objectives, in the form that `set` reads.")
+    ] = False,
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
-    """Show the objectives in force, who made them so and why, and which conductors go by them.
+    """Show the objectives in force, their author and reason, and the conductors that apply them.
 
     Examples: moonpool slo show · moonpool slo show --yaml > slo.yaml · moonpool slo show --version 3
     """
@@ -64,20 +64,20 @@ def show(
         elif as_yaml:
             print(objectives_yaml(json.loads(found.content)), end="")
         else:
-            print("\n".join([*view.version_lines(found), *([] if version else view.standing_lines(seen))]))
+            print("\n".join([*view.version_lines(found), *([] if version else view.state_lines(seen))]))
             print()
             print(objectives_yaml(json.loads(found.content)), end="")
 
 
 @app.command()
 def history(
-    limit: Annotated[int, typer.Option(min=1, help="How many versions, the newest ones.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Number of versions, newest first.")] = 20,
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
-    """Show the versions: when, who, from where, why. The last 100 are kept.
+    """Show the versions with time, author, origin and reason. The last 100 are kept.
 
     Example: moonpool slo history --limit 5
     """
@@ -89,7 +89,7 @@ def history(
         if as_json:
             print(json.dumps([view.version_json(each) for each in seen.history], indent=2))
         else:
-            wide_console().print(view.history_picture(seen.history))
+            wide_console().print(view.history_table(seen.history))
 
 
 @app.command("set")
@@ -104,7 +104,7 @@ def set_(
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
 ) -> None:
-    """Make the objectives of a file the new version, and wait until every conductor goes by it.
+    """Store the objectives of a file as a new version, and wait until every conductor applies it.
 
     Example: moonpool slo set slo.yaml --reason "tighter for the launch" --expect-version 3
     """
@@ -123,7 +123,7 @@ def set_(
 
 @app.command()
 def rollback(
-    version: Annotated[int, typer.Argument(min=1, help="Whose objectives hold again; `history` tells the versions.")],
+    version: Annotated[int, typer.Argument(min=1, help="Version to restore; `history` lists the versions.")],
     reason: Reason,
     author: Author = "",
     expect_version: Expect = None,
@@ -132,7 +132,7 @@ def rollback(
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
 ) -> None:
-    """Make a new version that says what an earlier one said.
+    """Store the objectives of an earlier version as a new version.
 
     Example: moonpool slo rollback 3 --reason "too many rejections"
     """
@@ -155,10 +155,10 @@ def check(
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
 ) -> None:
-    """Say what `set` would change, what no node could meet, how long prompts may be, and what it would have done to the
-    last requests; change nothing.
+    """Preview `set` without changing anything.
 
-    Exits with 1 when there is a warning. Example: moonpool slo check slo.yaml
+    It shows the differences, objectives that no node can meet, the longest possible prompts, and the effect on recent
+    requests. Exits with 1 if there is a warning. Example: moonpool slo check slo.yaml
     """
     with reported_errors():
         from moonpool.slo.client import change_slo
@@ -179,7 +179,7 @@ def check(
 
 @app.command()
 def tenant() -> None:
-    """Print the name of the tenant whose API key is on standard input, where no list of processes shows it.
+    """Print the name of the tenant whose API key is on standard input, where the process list does not show it.
 
     Example: moonpool slo tenant < key.txt
     """
@@ -201,7 +201,7 @@ def _change(conductor: str, wait_s: float, *, author: str, expect_version: int |
     for text in reply.warnings:
         print(f"warning: {text}", file=sys.stderr)
     if not reply.differences:
-        print(f"nothing to change: version {reply.version.version} says the same")
+        print(f"nothing to change: version {reply.version.version} has the same objectives")
         return
     print(f"version {reply.version.version} is in force:")
     print("\n".join(reply.differences), flush=True)
@@ -213,27 +213,27 @@ def _change(conductor: str, wait_s: float, *, author: str, expect_version: int |
 def _print_preview(found: "conductor_pb2.SloPreview") -> None:
     print(f"\n{preview.preview_title(found)}")
     if found.rows:
-        wide_console().print(preview.preview_picture(found))
+        wide_console().print(preview.preview_table(found))
     for text in preview.caveats(found):
         print(f"note: {text}")
 
 
 def _readable(file: Path) -> Any:
-    """What a JSON text can hold of the file."""
+    """Return the file's content if JSON can represent it. Raises ConfigError."""
     content = read_objectives(file)
     try:
         json.dumps(content, allow_nan=False)
     except ValueError as error:
-        raise ConfigError(f"{file}: a number in it is infinite or none at all, or a part holds itself") from error
+        raise ConfigError(f"{file}: a number is infinite or not a number, or a part contains itself") from error
     except TypeError as error:
-        raise ConfigError(f"{file}: {error}; expected texts, numbers, lists and mappings alone") from error
-    for name in _other_names(content):  # JSON would make a text of it, perhaps another one than what was written
-        raise ConfigError(f"{file}: {name!r} cannot be a name; YAML takes it for no text: quote it")
+        raise ConfigError(f"{file}: {error}; expected only texts, numbers, lists and mappings") from error
+    for name in _other_names(content):  # JSON would turn it into a text, perhaps a different one
+        raise ConfigError(f"{file}: the name {name!r} is not a text in YAML: quote it")
     return content
 
 
 def _other_names(value: Any) -> Iterator[Any]:
-    """Keys, at any depth, that are no texts."""
+    """Yield keys, at any depth, that are not texts."""
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -246,7 +246,7 @@ def _author(given: str) -> str:
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (KeyError, OSError):  # a user id without a name, as in containers
-        return f"somebody@{socket.gethostname()}"
+        return f"unknown@{socket.gethostname()}"
 
 
 def _version(seen: "conductor_pb2.ShowSloReply", number: int) -> "conductor_pb2.SloVersion":

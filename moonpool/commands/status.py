@@ -1,7 +1,4 @@
-"""The command `moonpool status`: once, or again and again in place.
-
-The commands `validate` and `config`: whether a cluster leaks, and which keys there are.
-"""
+"""Commands `moonpool status`, once or continuously, and `moonpool validate`, which finds leaks."""
 
 import asyncio
 import json
@@ -51,9 +48,9 @@ def status(
     ready_file: ReadyPath = None,
     as_json: Json = False,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it again and again until Ctrl-C; with --json a line each time.")
+        bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C; with --json print a line each time.")
     ] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes of --watch.")] = 1.0,
 ) -> None:
     """Show the nodes of a running cluster: state, load, memory, cache hits, processes.
 
@@ -86,7 +83,7 @@ def _print_lines(seen: "ClusterStatus", look: Callable[[], "ClusterStatus"], eve
 
 
 def _redraw(seen: "ClusterStatus", look: Callable[[], "ClusterStatus"], every_s: float) -> None:
-    """In place in a terminal, else one after the other; a conductor that is away for a while is said to be."""
+    """Redraw in place in a terminal, otherwise print repeatedly; a conductor may be away for a while."""
     console = Console()
     picture: RenderableType = _picture(seen, brief=True)
     with Live(picture, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
@@ -101,7 +98,7 @@ def _redraw(seen: "ClusterStatus", look: Callable[[], "ClusterStatus"], every_s:
 
 
 def _picture(seen: "ClusterStatus", *, brief: bool = False) -> Group:
-    """A table and a verdict. `brief` fits a terminal of 80 columns: without pids, versions and addresses."""
+    """Return a table and a verdict; `brief` omits pids, versions and addresses to fit 80 columns."""
     left_out = {"pid", "version", "address"} if brief else set()
     cells = [_cells(row, brief=brief) for row in seen.nodes]
     table = plain_table(*(heading for heading in _HEADINGS if heading not in left_out), collapse_padding=brief)
@@ -111,7 +108,7 @@ def _picture(seen: "ClusterStatus", *, brief: bool = False) -> Group:
 
 
 def _cells(row: "NodeRow", *, brief: bool) -> list[str | Text]:
-    """As in _HEADINGS."""
+    """Return the cells in the order of _HEADINGS."""
     free = ""
     if row.free_tokens is not None and row.capacity_tokens:
         free = (
@@ -129,15 +126,17 @@ def validate(
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
-    wait: Annotated[float, typer.Option(help="Ask again for so many seconds until all is well.", min=0.0)] = 0.0,
+    wait: Annotated[
+        float, typer.Option(help="Repeat for up to this many seconds until no problem is left.", min=0.0)
+    ] = 0.0,
     as_json: Json = False,
     admin_key_file: Annotated[
-        Path | None, typer.Option(help="File that holds an admin's API key, where front doors ask for one.")
+        Path | None, typer.Option(help="File with an admin's API key, if the API servers require one.")
     ] = None,
 ) -> None:
-    """Ask every process of a cluster at rest whether it still holds anything: pages, leases, puts, streams, ledger.
+    """Check that no process of an idle cluster holds resources: pages, leases, puts, streams, ledger entries.
 
-    Exits with 1 when one does, or does not answer. Example: moonpool validate --wait 10
+    Exits with 1 if one does, or does not answer. Example: moonpool validate --wait 10
     """
     from moonpool.cluster_view.collector import validate_cluster
 
@@ -154,7 +153,7 @@ def validate(
         if as_json:
             print(json.dumps({"ok": ok, "nodes": [asdict(answer) for answer in answers]}, indent=2))
         else:
-            table = Table("node", "role", "", "held, or wrong", box=None)
+            table = Table("node", "role", "", "held, or problem", box=None)
             for answer in answers:
                 said = answer.problems or [f"{name} {count}" for name, count in answer.counts.items() if count]
                 table.add_row(answer.node_id, answer.role, "ok" if answer.ok else "[red]not ok[/red]", "; ".join(said))

@@ -1,6 +1,7 @@
-"""Single keys from the terminal, while they are waited for together with something else.
+"""The command `moonpool top`: samples a cluster periodically and draws its activity until the user quits.
 
-The command `moonpool top`: asks a cluster again and again, and draws what it says, until it is told to stop.
+A daemon thread runs the sampler in its own event loop and publishes `_Sampler.seen`, a tuple that is replaced whole. It
+then writes a byte to a pipe, which wakes the main thread from its wait for keys.
 """
 
 import asyncio
@@ -30,12 +31,12 @@ from moonpool.commands.arguments import Conductor, ReadyPath, Url, wide_console
 from moonpool.options import reported_errors
 
 _ARROWS: Final = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[5~": "page up", b"\x1b[6~": "page down"}
-_MOST_NBYTES: Final = 64  # of a paste: the rest is read in the next turn
+_MOST_NBYTES: Final = 64  # of a paste; the rest is read next time
 
 
 @contextmanager
 def single_keys() -> Iterator[int]:
-    """The terminal's descriptor; keys come as they are pressed, and are not shown. Ctrl-C stays what it is."""
+    """Yield the terminal's descriptor in cbreak mode: keys arrive unbuffered and are not echoed; Ctrl-C still works."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
@@ -46,7 +47,7 @@ def single_keys() -> Iterator[int]:
 
 
 def key_or_event(keys: int, event: int) -> str | None:
-    """Waits for either: the key's name ("q", "up"), or None once `event` can be read. A terminal that is gone: "q"."""
+    """Return the next key's name ("q", "up"), or None when `event` becomes readable; "q" if the terminal is closed."""
     readable, _, _ = select.select([keys, event], [], [])
     if keys not in readable:
         return None
@@ -55,7 +56,7 @@ def key_or_event(keys: int, event: int) -> str | None:
 
 
 def name_of(pressed: bytes) -> str:
-    """What was pressed; of several keys at once the first."""
+    """Return the name of the first pressed key."""
     for sequence, name in _ARROWS.items():
         if pressed.startswith(sequence):
             return name
@@ -63,7 +64,7 @@ def name_of(pressed: bytes) -> str:
 
 
 _PAGE: Final = 10
-_TEXT_LINES: Final = 10_000  # without a terminal nothing is left out
+_TEXT_LINES: Final = 10_000  # without a terminal nothing is hidden
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -73,9 +74,9 @@ def top(
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two samples.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="ClusterSample twice, print that, and end; so it is without a terminal.")
+        bool, typer.Option("--once", help="Sample twice, print the result, and exit; the default without a terminal.")
     ] = False,
 ) -> None:
     """Watch a running cluster: throughput, load, objectives, rejections, KV tiers, and its nodes by what they do.
@@ -86,38 +87,38 @@ def top(
     """
     with reported_errors():
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        asker = _Asker(located, every)
+        sampler = _Sampler(located, every)
         if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-            seen = asyncio.run(asker.twice())
+            seen = asyncio.run(sampler.twice())
             console, shown = wide_console(), TopView(clock=_clock())
             console.print(screen(seen, shown, columns=console.width, lines=_TEXT_LINES))
             return
         try:
-            _watch(asker)
+            _watch(sampler)
         except KeyboardInterrupt:
             return
 
 
-class _Asker:
-    """Looks at the cluster, in one event loop."""
+class _Sampler:
+    """Samples the cluster, in one event loop."""
 
     def __init__(self, located: Located, every_s: float) -> None:
         self._located = located
         self._every_s = every_s
         self._history = ActivityHistory()
-        self.first: Future[None] = Future()  # of the looks that follow each other
-        self.seen: tuple[ClusterActivity, str]  # from then on: the last look, and what is wrong since
+        self.first: Future[None] = Future()  # set after the first sample of `follow`, or its error
+        self.seen: tuple[ClusterActivity, str]  # the last activity, and the error since then or ""
 
     async def twice(self) -> ClusterActivity:
-        """What happened in between. Raises ClusterNotFound."""
-        await self._look()
+        """Sample twice, and return the activity in between. Raises ClusterNotFound."""
+        await self._sample()
         await asyncio.sleep(self._every_s)
-        return await self._look()
+        return await self._sample()
 
-    async def follow(self, tell: Callable[[], None]) -> None:
-        """For ever, calling `tell` after each try. Ends if there is nobody at first, which `first` then raises."""
+    async def follow(self, notify: Callable[[], object]) -> None:
+        """Sample forever and call `notify` after each try. If the first one fails, `first` raises its error."""
         try:
-            self.seen = await self._look(), ""
+            self.seen = await self._sample(), ""
         except Exception as error:
             self.first.set_exception(error)
             return
@@ -125,26 +126,26 @@ class _Asker:
         while True:
             await asyncio.sleep(self._every_s)
             try:
-                self.seen = await self._look(), ""
-            except Exception as error:  # whatever it is, the person is told, and the next look may go well
+                self.seen = await self._sample(), ""
+            except Exception as error:  # any error is shown; the next sample may succeed
                 self.seen = self.seen[0], str(error) or type(error).__name__
-            tell()
+            notify()
 
-    async def _look(self) -> ClusterActivity:
+    async def _sample(self) -> ClusterActivity:
         reply = await ask_cluster(self._located.conductor)
         return self._history.add(ClusterSample(time.monotonic(), reply), self._located.ready)
 
 
-def _watch(asker: _Asker) -> None:
-    event, told = os.pipe()
+def _watch(sampler: _Sampler) -> None:
+    event, notify = os.pipe()
 
     def follow() -> None:
-        asyncio.run(asker.follow(lambda: _tell(told)))
+        asyncio.run(sampler.follow(lambda: os.write(notify, b".")))
 
-    # It may be in the midst of a call when the person goes.
+    # A daemon, since it may be in the middle of a call when the user quits.
     threading.Thread(target=follow, name="top", daemon=True).start()
-    asker.first.result()
-    drawn = asker.seen
+    sampler.first.result()
+    drawn = sampler.seen
     console, view = Console(), TopView(keys=KEYS, clock=_clock())
     with single_keys() as keys, Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
@@ -158,11 +159,11 @@ def _watch(asker: _Asker) -> None:
             else:
                 view = after_key(view, key, num_nodes=len(drawn[0].status.nodes))
             if not view.paused:
-                drawn, view = asker.seen, replace(view, clock=_clock())
+                drawn, view = sampler.seen, replace(view, clock=_clock())
 
 
 def after_key(view: TopView, key: str, *, num_nodes: int) -> TopView:
-    """The view once a key was pressed; one that means nothing changes nothing."""
+    """Return the view after a key; unknown keys change nothing."""
     names = list(SORTS)
     scrolled = {"up": -1, "down": 1, "page up": -_PAGE, "page down": _PAGE}
     if key == "p":
@@ -174,10 +175,6 @@ def after_key(view: TopView, key: str, *, num_nodes: int) -> TopView:
     if key in scrolled:
         return replace(view, first=max(0, min(num_nodes - 1, view.first + scrolled[key])))
     return view
-
-
-def _tell(told: int) -> None:
-    os.write(told, b".")
 
 
 def _clock() -> str:

@@ -1,11 +1,7 @@
-"""The lock under which checks import packages that only some of them need, as late as they do.
+"""Framework of the doctor's checks: what a check is, its results, and running checks concurrently.
 
-Checks run at once, each on a thread of its own, and the modules of `messenger` import one another: two threads that
-enter the package at different modules would each wait for what the other has begun.
-
-What a check is and what it can find. No check lives here.
-
-Runs checks at once, each on a thread of its own, and waits no longer than its deadline for the slowest.
+Each check runs on a thread of its own, with one deadline for all. Checks import some packages only when needed, under
+`ONE_AT_A_TIME`: two threads that enter one package at different modules could deadlock on the import locks.
 """
 
 import queue
@@ -20,16 +16,16 @@ ONE_AT_A_TIME: Final = threading.Lock()
 
 
 class Level(StrEnum):
-    """How serious a finding is: only FAIL means that what was asked for cannot be served here."""
+    """Severity of a result; only FAIL means that the machine cannot serve as requested."""
 
     OK = "ok"
-    NOTE = "note"  # good to know; nothing is wrong
-    WARN = "warn"  # works, but worse than it could, or only as long as nothing unusual happens
+    NOTE = "note"  # informative; nothing is wrong
+    WARN = "warn"  # works, but slower or less safely than it could
     FAIL = "fail"
 
 
 class Purpose(StrEnum):
-    """What the machine is for, beyond a cluster on its CPU: makes what is optional needed."""
+    """Intended use of the machine beyond a cluster on its CPU; turns optional checks into required ones."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -40,7 +36,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found; `advice`, one sentence on what to do, is empty where nothing is to be done."""
+    """Result of one check; `advice` is one sentence on what to do, or empty."""
 
     check: str
     level: Level
@@ -54,19 +50,19 @@ Verdict = tuple[Level, str, str]  # level, found, advice
 
 @dataclass(frozen=True)
 class Check:
-    """A named pair of halves: `observe` may block or raise, `judge` is pure."""
+    """A named check: `observe` may block or raise, `judge` is pure."""
 
     name: str
     observe: Callable[[], Any]
     judge: Callable[[Any, Needs], Verdict]
 
     def look(self, needs: Needs) -> CheckResult:
-        """Observe and judge."""
+        """Run the check."""
         return CheckResult(self.name, *self.judge(self.observe(), needs))
 
 
 def optional(needs: Needs, *purposes: Purpose) -> Level:
-    """FAIL for what is missing and needed for one of the purposes asked for; else a NOTE."""
+    """Return FAIL if one of the purposes is requested, otherwise NOTE."""
     return Level.FAIL if needs & set(purposes) else Level.NOTE
 
 
@@ -74,19 +70,19 @@ DEADLINE_S = 4.0
 
 
 def examine(checks: Sequence[Check], needs: Needs, *, deadline_s: float = DEADLINE_S) -> list[CheckResult]:
-    """Every check's finding, in their order. One that raises, or has not answered by the deadline, is a warning."""
+    """Run all checks concurrently and return their results in order; an exception or a timeout is a warning."""
     give_up_s = time.monotonic() + deadline_s
     answers: queue.SimpleQueue[tuple[int, CheckResult]] = queue.SimpleQueue()
 
     def look(index: int, check: Check) -> None:
         try:
             answers.put((index, check.look(needs)))
-        except Exception as error:  # a machine's files can hold anything: the other checks go on
-            text = f"could not be looked at: {type(error).__name__}: {error}"
-            answers.put((index, CheckResult(check.name, Level.WARN, text, "Look at it by hand.")))
+        except Exception as error:  # a machine's files may have any content: other checks go on
+            text = f"the check failed: {type(error).__name__}: {error}"
+            answers.put((index, CheckResult(check.name, Level.WARN, text, "Check it by hand.")))
 
     for index, check in enumerate(checks):
-        # Daemons: a call that the kernel does not return from must not keep the command from ending.
+        # Daemon threads: a call that never returns must not keep the command from exiting.
         threading.Thread(target=look, args=(index, check), name=f"doctor-{check.name}", daemon=True).start()
     found: dict[int, CheckResult] = {}
     while len(found) < len(checks):
@@ -100,5 +96,5 @@ def examine(checks: Sequence[Check], needs: Needs, *, deadline_s: float = DEADLI
 
 def _unanswered(check: Check, deadline_s: float) -> CheckResult:
     return CheckResult(
-        check.name, Level.WARN, f"did not answer within {deadline_s:g} s", "Try again; if it stays so, it may hang."
+        check.name, Level.WARN, f"did not answer within {deadline_s:g} s", "Try again; if it persists, it may hang."
     )

@@ -1,4 +1,4 @@
-"""The command `moonpool doctor`: all checks, as a table or as JSON, and an exit status for scripts."""
+"""The command `moonpool doctor`: all checks, as a table or JSON, with an exit status for scripts."""
 
 import asyncio
 import json
@@ -21,8 +21,8 @@ from settings.keys import parse_size
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the machine is to be examined for. Raises ValueError for a peer that is no HOST:PORT."""
+class DoctorOptions:
+    """Options of the checks. Raises ValueError for a peer that is not HOST:PORT."""
 
     port: int = network.DEFAULT_PORT
     pool_ssd_dir: Path | None = None
@@ -48,39 +48,39 @@ def doctor(
         list[Purpose] | None,
         typer.Option(
             "--for",
-            help="What this machine is to do beside serving on its CPU; makes what that takes needed. Repeatable.",
+            help="Intended use beyond serving on the CPU; makes its checks required. Repeatable.",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port that is to be served at.")] = network.DEFAULT_PORT,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to serve at.")] = network.DEFAULT_PORT,
     pool_ssd_dir: Annotated[
-        Path | None, typer.Option(help="Folder that a pool node is to keep KV in: is it on a disk, and fast?")
+        Path | None, typer.Option(help="Folder for a pool node's SSD tier; checks that it is on a fast disk.")
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="HOST:PORT of another host's node: can it be reached, and if not, why? Repeatable."),
+        typer.Option(help="HOST:PORT of another host's node; checks that it is reachable. Repeatable."),
     ] = None,
-    rdma_devices: Annotated[
-        list[str] | None, typer.Option(help="RDMA device that is to be used, e.g. mlx5_0. Repeatable.")
-    ] = None,
+    rdma_devices: Annotated[list[str] | None, typer.Option(help="RDMA device to use, e.g. mlx5_0. Repeatable.")] = None,
     registered: Annotated[
-        str, typer.Option(help="Memory that RDMA is to register: pools and caches of a process, e.g. 64GiB.")
+        str, typer.Option(help="Memory that RDMA must register: a process's pools and caches, e.g. 64GiB.")
     ] = f"{machine.DEFAULT_REGISTERED_NBYTES >> 30}GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     cluster: Annotated[
         bool,
-        typer.Option("--cluster", help="Examine a running cluster, found as by `moonpool status`, not the machine."),
+        typer.Option(
+            "--cluster", help="Check a running cluster, located as by `moonpool status`, instead of this machine."
+        ),
     ] = False,
     url: Url = DEFAULT_URL,
     conductor: Annotated[
         list[str] | None,
-        typer.Option(help="With --cluster: gRPC address of a conductor; repeat it for several of one cluster."),
+        typer.Option(help="With --cluster: gRPC address of a conductor. Repeatable."),
     ] = None,
     ready_file: ReadyPath = None,
 ) -> None:
-    """Tell what this machine offers for serving, and what to do about what is missing. Takes less than 5 seconds.
+    """Check what this machine provides for serving, and advise on what is missing. Takes less than 5 seconds.
 
-    With --cluster: is a running cluster well? Do its parts reach each other, fit together, know the same?
-    Changes nothing and needs no root. Exits with 1 when something that is needed to serve is broken.
+    With --cluster it checks a running cluster: do its parts reach each other, fit together, and agree?
+    Changes nothing and needs no root. Exits with 1 if something required for serving is broken.
 
     Examples: moonpool doctor · moonpool doctor --for gpu --json · moonpool doctor --for pool --pool-ssd-dir /mnt/nvme
     · moonpool doctor --for rdma --peer 10.0.0.2:7100 --registered 64GiB
@@ -90,9 +90,9 @@ def doctor(
         with reported_errors():
             _report(_examined(url, conductor or [], ready_file), "cluster", as_json)
     if conductor:
-        raise typer.BadParameter("--conductor is of use with --cluster alone")
+        raise typer.BadParameter("--conductor requires --cluster")
     try:
-        asked = Asked(
+        asked = DoctorOptions(
             port=port,
             pool_ssd_dir=pool_ssd_dir,
             needs=frozenset(needed or ()),
@@ -114,7 +114,7 @@ def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> l
 
 
 def _report(findings: Sequence[CheckResult], what: str, as_json: bool) -> NoReturn:
-    """Show them, and exit."""
+    """Print the results and exit."""
     ok = all(finding.level is not Level.FAIL for finding in findings)
     if as_json:
         print(json.dumps({"ok": ok, "checks": [asdict(finding) for finding in findings]}, indent=2))
@@ -123,8 +123,8 @@ def _report(findings: Sequence[CheckResult], what: str, as_json: bool) -> NoRetu
     raise typer.Exit(0 if ok else 1)
 
 
-def all_checks(asked: Asked) -> tuple[Check, ...]:
-    """Everything that is looked at, in the order in which it is shown; a pool's SSD where one is meant."""
+def all_checks(asked: DoctorOptions) -> tuple[Check, ...]:
+    """Return all checks in the order of display; the pool's SSD is checked only if requested."""
     has_pool = asked.pool_ssd_dir is not None or Purpose.POOL in asked.needs
     return (
         *software.CHECKS,

@@ -197,7 +197,7 @@ def split_address(text: str) -> tuple[str, int]:
     """("host", port) of "host:port" or "[v6]:port". Raises ValueError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host.strip("[]") or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise ValueError(f"{text!r} is no HOST:PORT")
+        raise ValueError(f"{text!r} is not HOST:PORT")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError(f"{text!r}: write an IPv6 address in brackets, [{host}]:{port}")
     return host.strip("[]"), int(port)

@@ -1,1 +1,1 @@
-"""`moonpool profile`: what a model's work costs on this machine, measured and fitted."""
+"""`moonpool bench profile`: measured and fitted costs of a model's work on this machine."""

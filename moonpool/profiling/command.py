@@ -1,4 +1,4 @@
-"""The command `moonpool profile`: flags in, progress, a table of fit errors, a profile and a picture out."""
+"""The command `moonpool bench profile`: writes a cost profile, a table of fit errors, and a plot."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ from settings.worker import BUNDLED_MODEL, name_of_folder
 from worker.errors import ProfileError
 from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range, TransferCost, save_profile
 
-__all__ = ["app"]
-
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def profile(
     model: Annotated[Path | None, typer.Argument(metavar="[MODEL]", help="Hugging Face folder. [bundled]")] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the profile goes.")] = Path("cost-profile.json"),
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture of the fit: .svg or .png.")] = None,
-    name: Annotated[str, typer.Option(help="Name that the cluster serves the model by. [the folder's]")] = "",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the profile.")] = Path("cost-profile.json"),
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot of the fit: .svg or .png.")] = None,
+    name: Annotated[str, typer.Option(help="Name under which the cluster serves the model. [the folder's]")] = "",
     device: Annotated[str, typer.Option(help="As of `serve`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As of `serve`.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads of the engine.")] = 1,
@@ -43,23 +41,21 @@ def profile(
     capacity_tokens: Annotated[int, typer.Option(min=1, help="As of `serve`.")] = 32768,
     max_batch: Annotated[int, typer.Option(min=1, max=65536, help="As of `serve`.")] = 64,
     prefill_chunk_tokens: Annotated[int, typer.Option(min=1, help="As of `serve`.")] = 512,
-    repeats: Annotated[int, typer.Option(min=3, max=1000, help="Of each point; its median counts.")] = 7,
+    repeats: Annotated[int, typer.Option(min=3, max=1000, help="Runs of each point, of which the median is used.")] = 7,
     clock: Annotated[
         str,
-        typer.Option(
-            help="wall; or cpu: this process's CPU seconds, on a machine that is not idle. One thread, no GPU."
-        ),
+        typer.Option(help="wall, or cpu: CPU seconds of this process, for a busy machine; one thread, no GPU."),
     ] = "wall",
     transfers: Annotated[
-        bool, typer.Option("--transfers/--no-transfers", help="Measure how long KV takes between processes, too.")
+        bool, typer.Option("--transfers/--no-transfers", help="Also measure transfers of KV between processes.")
     ] = True,
 ) -> None:
-    """Measure what a model's work costs on this machine, and fit the formulas that the conductor predicts with.
+    """Measure the costs of a model's work on this machine, and fit the conductor's prediction formulas.
 
-    Prefills over new and reused tokens, decode steps over batch and context, batches of bytes by shared memory and TCP.
-    Give the settings that `serve` will have, and leave the machine alone meanwhile; then `serve --cost-profile FILE`.
+    It measures prefills over new and reused tokens, decode steps over batch and context, and transfers by shared memory
+    and TCP. Use the settings of `serve` on an idle machine; then `serve --cost-profile FILE`.
 
-    Example: moonpool profile --out costs.json --plot costs.svg
+    Example: moonpool bench profile --out costs.json --plot costs.svg
     """
     with reported_errors():
         _check_out(out)
@@ -96,13 +92,13 @@ def profile(
 
 
 def _check_out(path: Path) -> None:
-    """Raises ConfigError when no profile could be written there, before anything is measured for it."""
+    """Raise ConfigError before measuring if the profile cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {path}: its folder cannot be made: {error}") from error
+        raise ConfigError(f"--out {path}: cannot create its folder: {error}") from error
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--out {path} cannot be written: name a file in a folder of yours")
+        raise ConfigError(f"--out {path} cannot be written: choose a file in a writable folder")
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class _Work:
     path: Path
     name: str
     device: str
-    settings: dict[str, Any]  # that the figures hold for
+    settings: dict[str, Any]  # to which the figures apply
     repeats: int
     clock_name: str
     clock: Callable[[], float]
@@ -130,7 +126,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
     except EngineError as error:
         raise ConfigError(f"model {work.path} cannot be loaded: {error}") from error
     if work.clock_name == "cpu" and (loaded.device.type != "cpu" or settings["threads"] != 1):
-        raise ConfigError("--clock cpu tells how long one thread on a CPU computes: leave it out, or take --threads 1")
+        raise ConfigError("--clock cpu measures one thread on a CPU: omit it, or use --threads 1 and --device cpu")
     grid = grid_of(loaded.config.max_positions, settings["max_batch"], settings["capacity_tokens"])
     run = EngineRun(
         loaded,
@@ -167,7 +163,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
         transfers=moved,
         notes=(
             f"Medians of {repeats} runs of each of {len(prefills)} prefills and {len(steps)} decode steps, in "
-            + ("seconds." if work.clock_name == "wall" else "CPU seconds: the machine did other things, too."),
+            + ("seconds." if work.clock_name == "wall" else "CPU seconds on a busy machine."),
         ),
     )
     return made, prefills, steps
@@ -225,7 +221,7 @@ def _table(made: CostProfile) -> Table:
 
 @contextmanager
 def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
-    """A bar on a terminal, a line elsewhere."""
+    """Show a bar on a terminal, otherwise print one line."""
     if not console.is_terminal:
         console.print(f"measuring {what}: {total} runs", highlight=False)
     columns: tuple[Any, ...] = (TextColumn(what), BarColumn(), TextColumn("{task.completed} of {task.total}"))

@@ -1,7 +1,4 @@
-"""Which work is measured. Pure.
-
-Fits non-negative coefficients to measurements: relative least squares, outliers weighed down (Huber). Pure.
-"""
+"""Grid of measured work, and the fit of non-negative coefficients: relative least squares with Huber weights. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ _LEAST_NEW = 16
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """Work that was done some times: its median and shortest, in seconds. `x`: (new, reused) or (batch, context)."""
+    """Median and shortest seconds of repeated work. `x`: (new, reused) or (batch, context) tokens."""
 
     x: tuple[int, int]
     median_s: float
@@ -29,16 +26,16 @@ class MeasuredPoint:
 
 @dataclass(frozen=True)
 class WorkGrid:
-    """`prefills`: (new, reused) tokens; `steps`: (batch, tokens of context of each sequence)."""
+    """Work to measure. `prefills`: (new, reused) tokens; `steps`: (batch, context tokens of each sequence)."""
 
     prefills: tuple[tuple[int, int], ...]
     steps: tuple[tuple[int, int], ...]
 
 
 def grid_of(max_model_len: int, max_batch: int, capacity_tokens: int) -> WorkGrid:
-    """New tokens in powers of 2, 4 at least, after nothing, an eighth and half of the longest prompt; batches likewise.
+    """Return prefills of 16 * 4**i new tokens after 0, 1/8 and 1/2 of the longest prompt, and similar decode steps.
 
-    What does not fit into `capacity_tokens` of KV is left out. Raises ConfigError when too little is left to fit to.
+    Work that does not fit into `capacity_tokens` of KV is skipped. Raises ConfigError if too few points are left.
     """
     longest = min(max_model_len - 1, capacity_tokens)
     news = [size for size in (_LEAST_NEW * 4**i for i in range(12)) if size < longest] + [longest]
@@ -48,8 +45,8 @@ def grid_of(max_model_len: int, max_batch: int, capacity_tokens: int) -> WorkGri
     steps = {(batch, each) for batch in batches for each in contexts if batch * (each + 1) <= capacity_tokens}
     if len(prefills) < 4 or len(steps) < 4:
         raise ConfigError(
-            f"there is room for prompts of {longest} tokens and {capacity_tokens} tokens of KV: too little to fit "
-            f"costs to; expected a --max-model-len and --capacity-tokens of {16 * _LEAST_NEW} or more"
+            f"prompts of up to {longest} tokens and {capacity_tokens} tokens of KV give too few points to fit costs: "
+            f"expected a --max-model-len and --capacity-tokens of {16 * _LEAST_NEW} or more"
         )
     return WorkGrid(tuple(sorted(prefills)), tuple(sorted(steps)))
 
@@ -58,14 +55,17 @@ __all__ = ["fit", "fit_error", "predicted"]
 
 Floats = NDArray[np.float64]
 
-_HUBER = 1.345  # standard deviations, at which 95 % efficiency is kept where nothing is wrong
-_SPREAD = 1.4826  # of a normal distribution, per median of absolute errors
+_HUBER = 1.345  # standard deviations; keeps 95 % efficiency for normal errors
+_SPREAD = 1.4826  # standard deviation per median absolute error of a normal distribution
 _LEAST_SPREAD = 0.005
 _ROUNDS = 30
 
 
 def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Coefficients [features], none negative, of `seconds = features @ coefficients`."""
+    """Return non-negative coefficients [features] of `seconds = features @ coefficients`.
+
+    `features`: [points, features]; `seconds`: [points].
+    """
     x = np.asarray(features, np.float64)
     measured = np.asarray(seconds, np.float64)
     scale = np.maximum(x.max(axis=0), 1e-30)
@@ -75,10 +75,10 @@ def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[
     for turn in range(_ROUNDS):
         errors = np.abs(np.log(measured / told))
         spread = max(_SPREAD * float(np.median(errors)), _LEAST_SPREAD)
-        # Absolute errors at first, which no outlier can drag far; then Huber's, which waste less of what is right.
+        # First absolute errors, which outliers affect little; then Huber's, which are more efficient.
         edge = spread / 10 if turn < _ROUNDS // 2 else _HUBER * spread
         weights = np.sqrt(np.minimum(1.0, edge / np.maximum(errors, 1e-12)))
-        # Relative to what is usual for such work: relative to what was measured, times too short would rule.
+        # Relative to the geometric mean of measured and fitted: relative to measured alone, short outliers dominate.
         usual = weights / np.sqrt(measured * told)
         found = _non_negative(x * usual[:, None], measured * usual)
         told = np.maximum(x @ found, 1e-12)
@@ -86,13 +86,13 @@ def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[
 
 
 def predicted(features: Sequence[Sequence[float]], coefficients: Sequence[float]) -> Floats:
-    """Seconds [points]."""
+    """Return predicted seconds, float64 [points]."""
     told: Floats = np.asarray(features, np.float64) @ np.asarray(coefficients, np.float64)
     return told
 
 
 def fit_error(features: Sequence[Sequence[float]], seconds: Sequence[float], coefficients: Sequence[float]) -> FitError:
-    """How far the fit is from what it was fitted to."""
+    """Return the relative errors of the fit."""
     measured = np.asarray(seconds, np.float64)
     errors = np.abs(predicted(features, coefficients) - measured) / measured
     median, p90, worst = np.quantile(errors, (0.5, 0.9, 1.0)).round(4).tolist()
@@ -100,7 +100,7 @@ def fit_error(features: Sequence[Sequence[float]], seconds: Sequence[float], coe
 
 
 def _non_negative(rows: Floats, target: Floats) -> Floats:
-    """The best of the solutions in which some coefficients are 0: with three of them there are seven."""
+    """Return the best non-negative solution over all subsets of non-zero coefficients (seven for three of them)."""
     size = rows.shape[1]
     best, least = np.zeros(size), float(target @ target)
     for count in range(1, size + 1):

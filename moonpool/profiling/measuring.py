@@ -1,7 +1,4 @@
-"""Measures how long bytes take between two processes of this host: by shared memory and by TCP, with the messenger.
-
-Measures a loaded model: whole prefills in chunks and decode steps, each with its sampling, as workers run them.
-"""
+"""Measurements of a loaded model's prefills and decode steps, and of transfers between two processes of this host."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from worker.policy.cost_profile import Range, TransferCost
 __all__ = ["measure_transfers"]
 
 _SIZES = tuple(1 << power for power in (14, 16, 18, 20, 22, 24))
-# Within a host pools are read by shared memory; between hosts by TCP where there is no RDMA.
+# Pools are read by shared memory within a host, and by TCP between hosts without RDMA.
 _PATHS = {("shm", "read"): "load", ("tcp", "read"): "fetch", ("tcp", "write"): "push"}
 
 
 def measure_transfers(seconds: float, console: Console) -> dict[str, TransferCost]:
-    """By path: "load", "fetch" and "push", of batches awaited one at a time. Raises TransferBenchFailed."""
+    """Return costs by path ("load", "fetch", "push"), from single batches. Raises TransferBenchFailed."""
     plan = BenchPlan(
         sizes=_SIZES,
         slices=(1,),
@@ -55,11 +52,14 @@ def measure_transfers(seconds: float, console: Console) -> dict[str, TransferCos
 __all__ = ["EngineRun"]
 
 _GREEDY = SamplingRow(temperature=0.0, top_p=1.0, top_k=0, seed=0, choice=0, index=0)
-_LONGEST_S = 3.0  # of all repeats of one point, once there are three
+_LONGEST_S = 3.0  # limit for all repeats of one point after the third
 
 
 class EngineRun:
-    """`on_done(runs so far)` is called after each run; `clock` tells seconds."""
+    """Runs prefills in chunks and decode steps, each with its sampling, as workers do.
+
+    `on_done(runs so far)` is called after each run; `clock` returns seconds.
+    """
 
     def __init__(
         self,
@@ -81,21 +81,21 @@ class EngineRun:
         self._rng = np.random.default_rng(0)
         self._longest = min(model.config.max_positions, capacity_tokens)
         model.warm_up()
-        self._prefill(self._longest - 1, 0)  # KV that is attended to later must be numbers
+        self._prefill(self._longest - 1, 0)  # later runs attend to KV, which must hold numbers
 
     def prefills(self, grid: WorkGrid, on_done: Callable[[int], None]) -> list[MeasuredPoint]:
-        """One point per (new, reused)."""
+        """Return one point per (new, reused)."""
         return self._measure([(x, lambda x=x: self._prefill(*x)) for x in grid.prefills], on_done)  # type: ignore[misc]
 
     def steps(self, grid: WorkGrid, on_done: Callable[[int], None]) -> list[MeasuredPoint]:
-        """One point per (batch, context); `x` holds the context of all sequences together."""
+        """Return one point per (batch, context); `x` holds the total context of all sequences."""
         found = self._measure([(x, lambda x=x: self._step(*x)) for x in grid.steps], on_done)  # type: ignore[misc]
         return [MeasuredPoint((p.x[0], p.x[0] * p.x[1]), p.median_s, p.least_s) for p in found]
 
     def _measure(
         self, work: Sequence[tuple[tuple[int, int], Callable[[], None]]], on_done: Callable[[int], None]
     ) -> list[MeasuredPoint]:
-        """Each point in every round rather than one after the other: what disturbs the machine disturbs them all."""
+        """Measure all points in each round, rather than one after the other, so that disturbances affect all alike."""
         seconds: list[list[float]] = [[] for _ in work]
         done = 0
         for turn in range(self._repeats + 1):
@@ -103,7 +103,7 @@ class EngineRun:
                 if turn <= 3 or sum(taken) < _LONGEST_S:
                     began = self._clock()
                     run()
-                    if turn:  # the first is for caches and page faults
+                    if turn:  # the first round warms caches
                         taken.append(self._clock() - began)
                 done += 1
                 on_done(done)

@@ -1,4 +1,4 @@
-"""The picture of a profile: measured against fitted, for prefills and for decode steps."""
+"""Plot of a profile: measured and fitted times of prefills and decode steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ _STYLE: Final[dict[Any, Any]] = {
 
 
 def check_picture_path(path: Path) -> None:
-    """Raises ConfigError when no picture could be written there, before anything is measured for it."""
+    """Raise ConfigError before measuring if the plot cannot be written."""
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"cannot draw {path}: the name must end in .svg or .png")
     if not path.parent.is_dir():
@@ -42,7 +42,7 @@ def check_picture_path(path: Path) -> None:
 
 
 def draw(profile: CostProfile, prefills: Sequence[MeasuredPoint], steps: Sequence[MeasuredPoint], path: Path) -> None:
-    """Dots: medians; lines: the fit. Raises ConfigError when the file cannot be written."""
+    """Plot medians as dots and the fit as lines. Raises ConfigError if the file cannot be written."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9.6, 4.4), layout="constrained")
         left, right = figure.subplots(1, 2)

@@ -1,1 +1,1 @@
-"""What runs the cluster's processes: child processes of this machine, or Ray. Supervision is the same over both."""
+"""Runtimes of the cluster's processes: child processes of this machine, or Ray. Supervision is the same for both."""

@@ -1,4 +1,4 @@
-"""Which runtime a cluster runs in, from its configuration; opened and closed here."""
+"""Choice of a cluster's runtime by its configuration."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,30 +12,30 @@ from moonpool.runtime.processes import Processes
 
 
 class ClusterRuntime(Runtime[RolePlan], Protocol):
-    """A runtime of whole clusters."""
+    """Runtime of a whole cluster."""
 
     @property
     def conductor(self) -> str:
-        """The conductor's address where nodes lie on several hosts; empty on one machine."""
+        """The conductor's address if nodes run on several hosts; empty on one machine."""
         ...
 
     @property
     def found(self) -> tuple[str, ...]:
-        """Node ids of workers that run already, and are taken over."""
+        """Node ids of workers that already run, and are taken over."""
         ...
 
     @property
     def outlives(self) -> bool:
-        """Whether nodes are to go on when `serve` ends."""
+        """True if nodes keep running when `serve` ends."""
         ...
 
     def bind(self, add_pool: Callable[[int], None]) -> None:
-        """Called once, before the first launch: `add_pool(index)` has the pool node of a further host started."""
+        """Set the function that starts the pool node of another host; called once, before the first launch."""
 
 
 @contextmanager
 def chosen_runtime(config: ServeConfig, run_dir: Path) -> Iterator[ClusterRuntime]:
-    """Raises RayUnusable. What the runtime itself started is ended on exit."""
+    """Yield the configured runtime; what it started itself is stopped on exit. Raises RayUnusable."""
     if not config.runtime.is_ray:
         yield Processes(run_dir)
         return

@@ -1,4 +1,4 @@
-"""The seam between supervision, which decides when a node's process is started and ended, and what does it."""
+"""Interface between supervision, which decides when processes start and stop, and the runtimes that do it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from moonpool.supervision.child import LogFile
 
 
 class NodePlan(Protocol):
-    """What supervision must know of a node; a runtime knows more."""
+    """Attributes of a node that supervision needs; a runtime needs more."""
 
     @property
     def node_id(self) -> str: ...
@@ -21,7 +21,7 @@ class NodePlan(Protocol):
 
     @property
     def stop_grace_s(self) -> float:
-        """Between SIGTERM and SIGKILL."""
+        """Seconds between SIGTERM and SIGKILL."""
         ...
 
 
@@ -30,36 +30,36 @@ class Running(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of the role's process on its host; None before it was started."""
+        """Process id of the role on its host; None before its start."""
         ...
 
     @property
     def tail(self) -> Sequence[str]:
-        """Its last lines."""
+        """The last lines that it logged."""
         ...
 
     @property
     def drained(self) -> bool:
-        """It said that it ends because the cluster no longer wants it."""
+        """True once it announced that it ends because it was drained."""
         ...
 
     @property
     def ended(self) -> "asyncio.Task[int]":
-        """Its exit code, once its last line was read; negative codes are signals."""
+        """Task with its exit code, done once its last line was read; negative codes are signals."""
         ...
 
     def terminate(self) -> None:
         """Ask for a clean stop."""
 
     def kill(self) -> None:
-        """End it and whatever it started. Without effect on one that has ended."""
+        """Kill it and all that it started. Does nothing if it has ended."""
 
 
 Plan = TypeVar("Plan", bound=NodePlan, contravariant=True)
 
 
 class Runtime(Protocol[Plan]):
-    """Starts nodes' processes."""
+    """Launches nodes' processes."""
 
     async def launch(
         self,
@@ -69,11 +69,11 @@ class Runtime(Protocol[Plan]):
         on_ready: Callable[[dict[str, Any]], None],
         on_line: Callable[[str], None],
     ) -> Running:
-        """Begin one life of the node, and return at once; lines and readiness are told on the event loop.
+        """Start one life of the node and return at once; the callbacks run on the event loop.
 
-        Raises OSError when it cannot be begun now.
+        Raises OSError if it cannot be started now.
         """
         ...
 
     def release(self, node_id: str) -> None:
-        """The node does not come back: give up what was kept for it."""
+        """Release what is kept for a node that does not come back."""

@@ -1,4 +1,4 @@
-"""The runtime of one machine: a node is a child process. Its settings go into a file in the run directory."""
+"""Runtime of one machine: each node is a child process, with its settings in a file of the run directory."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from moonpool.supervision.child import Child, ChildPlan, LogFile
 class Processes:
     """Runs `plan`'s role as `moonpool ROLE --config FILE`."""
 
-    conductor = ""  # all is here
+    conductor = ""  # everything runs on this machine
     found: tuple[str, ...] = ()
     outlives = False
 
@@ -37,11 +37,11 @@ class Processes:
         """As ClusterRuntime.bind: the pool nodes are planned from the start."""
 
     def release(self, node_id: str) -> None:
-        """As Runtime.release: nothing is kept but the file, which a look at the run directory may want."""
+        """As Runtime.release; the settings file stays, for inspection."""
 
 
 def child_plan(node_id: str, role: str, settings: dict[str, Any], env: dict[str, str], folder: Path) -> ChildPlan:
-    """The command that runs a role; the settings are in a file of their own, for no key may show in a process list."""
+    """Return the command that runs a role; its settings are in a file, so that no secret appears in a process list."""
     path = folder / f"{node_id}.yaml"
     path.touch(mode=0o600)
     path.chmod(0o600)

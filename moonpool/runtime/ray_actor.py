@@ -1,10 +1,11 @@
-"""An actor that nobody listens to any more: after a while its role is drained, and the actor leaves Ray for good.
+"""Ray actor that runs one role as a child process. Imports no ray: the runtime makes the class an actor.
 
-A role under Ray: the actor is a thin wrapper around a child process, to whose life its own is tied.
+The actor's death ends the role by the parent-death signal. The role's end leaves the actor idle until it is told to
+start the role again. The role's output is kept until it is fetched. The caller may go away, and another one may take
+over the running role. An actor without a caller drains its role after a while and leaves Ray (`watch`).
 
-The actor's death, however it comes, ends the role: the kernel kills it. The role's end leaves the actor idle, until it
-is told to start it again. What the role says is kept until it was asked for. Who asks may go, and another come in its
-place and take the role over as it runs. Imports no ray: the runtime makes it an actor.
+Threads: Ray calls the actor's methods on several threads; the loop's thread owns the child process; a watching thread
+ends an orphan. `_starting` serialises starts; `_Life._news` guards a life's events.
 """
 
 import asyncio
@@ -27,8 +28,9 @@ _KILLED_S = 30.0
 
 @dataclass(frozen=True)
 class Orphanhood:
-    """After `after_s` of silence the role has `drain_s` to end. Then the actor of that name, and its placement group
-    ("" = it has none), are given back.
+    """Rule for an actor without a caller: after `after_s` of silence its role has `drain_s` to end.
+
+    Then the actor of that name and its placement group ("" if it has none) are released.
     """
 
     after_s: float
@@ -38,21 +40,21 @@ class Orphanhood:
 
 
 class Orphan(Protocol):
-    """The actor, as it is watched."""
+    """The watched actor."""
 
     def silent_s(self) -> float:
-        """Since when nobody has asked it anything."""
+        """Return seconds since the last call."""
         ...
 
     def runs(self) -> bool:
-        """Its role does."""
+        """Return True if its role runs."""
         ...
 
     def signal(self, *, kill: bool) -> None: ...
 
 
 def watch(orphan: Orphan, rule: Orphanhood, leave: Callable[[Orphanhood], None] | None = None) -> threading.Thread:
-    """On a thread of its own, until the actor has left."""
+    """Watch the actor on a new thread until it has left Ray."""
     thread = threading.Thread(target=_watch, args=(orphan, rule, leave or _leave), name="orphan", daemon=True)
     thread.start()
     return thread
@@ -63,7 +65,7 @@ def _watch(orphan: Orphan, rule: Orphanhood, leave: Callable[[Orphanhood], None]
         time.sleep(min(_LOOK_S, rule.after_s))
         if orphan.silent_s() < rule.after_s:
             continue
-        print(f"Nobody has asked for {orphan.silent_s():.0f} s: the role is drained", flush=True)
+        print(f"No caller for {orphan.silent_s():.0f} s: the role is drained", flush=True)
         for kill, within_s in ((False, rule.drain_s), (True, _KILLED_S)):
             if orphan.runs() and orphan.silent_s() >= rule.after_s:
                 orphan.signal(kill=kill)
@@ -73,7 +75,7 @@ def _watch(orphan: Orphan, rule: Orphanhood, leave: Callable[[Orphanhood], None]
 
 
 def _wait_ended(orphan: Orphan, rule: Orphanhood, within_s: float) -> None:
-    """Or until somebody has come, who will have the role started again: that life is not ours to end."""
+    """Wait until the role has ended, a caller has returned and will restart it, or `within_s` has passed."""
     until_s = time.monotonic() + within_s
     while orphan.runs() and orphan.silent_s() >= rule.after_s and time.monotonic() < until_s:
         time.sleep(min(0.1, rule.after_s / 4))
@@ -82,8 +84,8 @@ def _wait_ended(orphan: Orphan, rule: Orphanhood, within_s: float) -> None:
 def _left(rule: Orphanhood, leave: Callable[[Orphanhood], None]) -> bool:
     try:
         leave(rule)
-    except Exception as error:  # whatever it is, an actor that stays would hold its host's place for ever
-        print(f"Ray did not let it leave, again soon: {error}", flush=True)
+    except Exception as error:  # an actor that stayed would occupy its host forever
+        print(f"Ray did not release the actor, trying again: {error}", flush=True)
         return False
     return True
 
@@ -96,21 +98,22 @@ def _leave(rule: Orphanhood) -> None:
         if rule.group:
             remove_placement_group(get_placement_group(rule.group))
     except ValueError:
-        pass  # there is none any more
+        pass  # it is gone already
     ray.kill(ray.get_actor(rule.actor), no_restart=True)
 
 
 _START_S = 60.0
-_MOST_EVENTS = 20_000  # kept of a role that nobody listens to; the oldest go first
-LOST_EXIT_CODE = -int(signal.SIGKILL)  # of a life whose end nobody saw
+_MOST_EVENTS = 20_000  # kept without a caller; the oldest are dropped first
+LOST_EXIT_CODE = -int(signal.SIGKILL)  # of a life whose end was not observed
 
 Event = tuple[str, Any]  # ("line", text), ("ready", announcement), ("drained", None), ("end", exit code)
 
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """Where a role runs: Ray's id of its host, this cluster's run directory there, and whether the actor prints what
-    the role says, for Ray to keep.
+    """Placement of a role: Ray's id of its host, and this cluster's run directory there.
+
+    `prints`: the actor prints the role's output, which Ray logs.
     """
 
     host: str
@@ -120,9 +123,7 @@ class ActorPlacement:
 
 @dataclass(frozen=True)
 class StartedLife:
-    """A life of the role that runs: its number, its process, the first of its events that is still kept, and how it
-    announced itself, if it did.
-    """
+    """A running life of the role: its number, process id, first kept event, and announcement if it is ready."""
 
     number: int
     pid: int
@@ -131,21 +132,21 @@ class StartedLife:
 
 
 class RoleActor:
-    """Runs one role on its host; its methods may be called at a time.
+    """Runs one role on its host; its methods may be called concurrently.
 
-    None of them is a coroutine: that would make it an asyncio actor, in which one call that waits holds up all others.
+    None of them is a coroutine: in an asyncio actor one waiting call would block all others.
     """
 
     def __init__(self, orphanhood: Orphanhood | None = None) -> None:
-        """`orphanhood`: what becomes of it when nobody asks it anything any more; None: it waits."""
-        # Ray's worker processes have uvloop's policy, whose loops make no process groups. The loop's thread lives as
-        # long as the process: the role is tied to the thread that began it.
+        """`orphanhood`: rule for the time without a caller; None to wait forever."""
+        # Ray's worker processes use uvloop, which cannot create process groups. The loop's thread lives as long as the
+        # process, because the parent-death signal is bound to the thread that started the role.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="role", daemon=True).start()
         self._life = _Life()
         self._lives = 0
-        self._start: tuple[Any, ...] = ()  # what the present life was begun with
+        self._start: tuple[Any, ...] = ()  # arguments of the present life
         self._host = ""
         self._heard_s = time.monotonic()
         self._starting = threading.Lock()
@@ -153,31 +154,32 @@ class RoleActor:
             watch(self, orphanhood)
 
     def free_port(self, host: str) -> int:
-        """A TCP port that nobody listens at on this host now."""
+        """Return a TCP port that is free on this host now."""
         return claim_port(host, 0)
 
     def host(self) -> str:
-        """Ray's id of the host on which this process was told to start its role; "" if it never was."""
+        """Return Ray's id of the host on which the role was started; "" if it never was."""
         self._heard_s = time.monotonic()
         return self._host
 
     def listens(self) -> str:
-        """The gRPC address that its role was told to listen at; "" if it never was told."""
+        """Return the gRPC address at which the role was told to listen; "" if it never started."""
         return str(self._start[0][2].get("listen", "")) if self._start else ""
 
     def silent_s(self) -> float:
-        """Seconds since anybody asked it for anything."""
+        """Return seconds since the last call."""
         return time.monotonic() - self._heard_s
 
     def runs(self) -> bool:
-        """Whether its role does."""
+        """Return True if the role runs."""
         return self._life.runs
 
     def start(
         self, plan: tuple[str, str, dict[str, Any], dict[str, str]], place: "ActorPlacement", *, adopt: bool
     ) -> "StartedLife":
-        """Begin a life of the role: `plan` is node id, role, settings and environment. With `adopt` one that runs,
-        begun with the same plan in the same place, goes on instead.
+        """Start a life of the role: `plan` is node id, role, settings and environment.
+
+        With `adopt`, a running life with the same plan and place continues instead.
         """
         with self._starting:
             self._heard_s = time.monotonic()
@@ -194,8 +196,9 @@ class RoleActor:
         asyncio.run_coroutine_threadsafe(_replace(former, self._life, child), self._loop).result(_START_S)
 
     def follow(self, number: int, after: int, wait_s: float) -> "tuple[int, list[Event]]":
-        """Events of life `number` from the one numbered `after` on, and the number of the next; waits up to `wait_s`
-        for the first. A life that has been replaced, or was another process's, has ended.
+        """Return the number of the next event, and the events of life `number` from the one numbered `after` on.
+
+        Waits up to `wait_s` for the first event. A life that was replaced, or was another process's, has ended.
         """
         self._heard_s = time.monotonic()
         if number != self._lives:
@@ -203,14 +206,14 @@ class RoleActor:
         return self._life.follow(after, wait_s)
 
     def signal(self, *, kill: bool) -> None:
-        """SIGTERM, or SIGKILL for all that the role started; without effect when it has ended."""
+        """Send SIGTERM, or SIGKILL to all that the role started; does nothing if it has ended."""
         child = self._life.child
         if child is not None:
             self._loop.call_soon_threadsafe(child.kill if kill else child.terminate)
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """But for the worker's number, which counts only where workers share a host's GPUs without Ray."""
+    """Compare starts without the worker's number, which matters only without Ray."""
 
     def known(start: tuple[Any, ...]) -> tuple[Any, ...]:
         (node_id, role, settings, env), place = start
@@ -220,7 +223,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 class _Life:
-    """One process of the role, and what it has said. Told on the loop, asked from any thread."""
+    """One process of the role and its output, written on the loop and read from any thread."""
 
     def __init__(self, prints_as: str = "") -> None:
         self.child: Child | None = None
@@ -235,13 +238,13 @@ class _Life:
         return self.child is not None and not self.child.ended.done()
 
     def begun(self, number: int) -> "StartedLife":
-        """How to go on with this life for one who knows nothing of it."""
+        """Return what a new caller needs to follow this life."""
         assert self.child is not None
         with self._news:
             return StartedLife(number, self.child.pid, self._num_heard, self._ready)
 
     def tell(self, kind: str, what: Any) -> None:
-        if kind == "line" and self._prints_as:  # to where Ray keeps what its workers say
+        if kind == "line" and self._prints_as:  # Ray logs its workers' output
             print(f"[{self._prints_as}] {what}", flush=True)
         with self._news:
             if kind == "ready":
@@ -254,7 +257,7 @@ class _Life:
 
     def follow(self, after: int, wait_s: float) -> tuple[int, list[Event]]:
         with self._news:
-            # Whoever asks for what comes after them has them: a role may talk for months.
+            # The caller has all earlier events: a role may run for months.
             del self._events[: max(0, after - self._num_heard)]
             self._num_heard = max(after, self._num_heard)
             self._news.wait_for(lambda: bool(self._events), wait_s)
@@ -267,7 +270,7 @@ class _Life:
 
 
 async def _replace(former: _Life, life: _Life, plan: ChildPlan) -> int:
-    """Begin `life`; a `former` one that a broken call has left behind is ended first. The pid."""
+    """Start `life` and return its pid; a `former` life that a broken call left behind is ended first."""
     if former.child is not None and not former.child.ended.done():
         former.child.kill()
         await former.child.ended

@@ -1,7 +1,7 @@
-"""A Ray of our own on this machine: a process that starts it, says where it is, and ends it when told or orphaned.
+"""Own Ray instance on this machine, in a process that stops it on request or when `serve` dies.
 
-A process apart, in a process group of its own: what is sent to the group of `serve` (Ctrl-C, a service manager's stop)
-must not reach Ray before `serve` has ended the roles in it.
+The process has its own process group: signals to the group of `serve` (Ctrl-C, a service manager's stop) must not reach
+Ray before `serve` has stopped the roles in it.
 """
 
 import json
@@ -20,12 +20,12 @@ from moonpool.errors import RayUnusable
 _PREFIX = "MOONPOOL_RAY "
 _START_S = 180.0
 _STOP_S = 20.0
-_OBJECT_STORE_NBYTES = 80 << 20  # near Ray's least: nothing of ours goes through it
+_OBJECT_STORE_NBYTES = 80 << 20  # near Ray's minimum, since we do not use it
 
 
 @contextmanager
 def ray_head(num_cpus: int, resources: Mapping[str, float]) -> Iterator[str]:
-    """The address of a running Ray, whose processes all end on exit, or with this process. Raises RayUnusable."""
+    """Yield the address of a running Ray; its processes end on exit, or with this process. Raises RayUnusable."""
     options = {"num_cpus": num_cpus, "resources": dict(resources), "object_store_memory": _OBJECT_STORE_NBYTES}
     head = _begun([sys.executable, "-m", "moonpool.runtime.ray_head", json.dumps(options)])
     try:
@@ -57,13 +57,13 @@ def _address(head: "subprocess.Popen[bytes]") -> str:
 
 
 def main(options: dict[str, Any]) -> None:
-    """Run until standard input is closed, which the kernel does when `serve` dies."""
+    """Run until standard input is closed, which also happens when `serve` dies."""
     import ray
 
     ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **options)
     print(_PREFIX + ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
-    # Clean, since Ray's agents outlive a killed Ray by a minute; but not for ever: what it started is tied to us.
+    # A clean shutdown, since Ray's agents outlive a killed Ray by a minute; but within a time limit.
     threading.Timer(_STOP_S, os._exit, (1,)).start()
     ray.shutdown()
     os._exit(0)

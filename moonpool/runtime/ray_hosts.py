@@ -1,10 +1,8 @@
-"""What Ray's hosts offer and what a cluster asks of them. Reads plain data; calls nothing.
+"""Resources of Ray's hosts, the cluster's demands on them, and the choice of a host for a worker. Pure.
 
-Which of Ray's hosts a worker would best run on, given where the others do. Pure.
-
-Prefill workers lie together, as those of a group hand each other KV chunk by chunk: on one host through shared memory,
-else in one rack. Decode workers lie apart, so that a host that dies ends few answers and each has its network to
-itself, but near the prefill workers whose KV they receive.
+Prefill workers are placed together, since the members of a prefill group exchange KV chunk by chunk: on one host
+through shared memory, otherwise in one rack. Decode workers are spread, so that the death of a host ends few answers
+and each has a network of its own, but near the prefill workers whose KV they receive.
 """
 
 from collections import Counter
@@ -19,7 +17,7 @@ from moonpool.supervision.threads import thread_environment
 GPU = "GPU"
 POOL_RESOURCE = "moonpool_pool"
 WORKER_RESOURCES = ("moonpool_prefill", "moonpool_decode", "moonpool_aggregated")
-LOCAL_UNITS = 1024  # of each resource in a Ray of our own: room to scale
+LOCAL_UNITS = 1024  # of each resource in our own Ray: room to scale
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,13 @@ class RayHost:
 
     @property
     def threads(self) -> int:
-        """CPU threads of each worker here: its cores in equal shares for as many workers as it offers to take."""
+        """CPU threads of each worker: the host's cores divided by the number of workers that it offers to run."""
         workers = sum(self.resources.get(name, 0) for name in WORKER_RESOURCES)
         return max(1, int(self.resources.get("CPU", 1) // max(1, workers)))
 
 
 def hosts(nodes: Sequence[Mapping[str, Any]], only_address: str = "") -> dict[str, RayHost]:
-    """Ray's list of its nodes, those that live, by Ray's id; `only_address` goes before the one that Ray knows."""
+    """Return Ray's living nodes by id; `only_address` overrides the address that Ray reports."""
     return {
         node["NodeID"]: RayHost(
             node["NodeID"], only_address or node["NodeManagerAddress"], node["Resources"], node.get("Labels") or {}
@@ -50,22 +48,22 @@ def hosts(nodes: Sequence[Mapping[str, Any]], only_address: str = "") -> dict[st
 
 
 def resource_of(plan: RolePlan) -> str:
-    """The custom resource of which the plan's node takes one unit."""
+    """Return the custom resource of which the plan's node takes one unit."""
     return f"moonpool_{plan.role.removesuffix('-node')}"
 
 
 def bundle_of(plan: RolePlan, *, gpu: bool) -> dict[str, float]:
-    """What the plan's node takes of its host."""
+    """Return the resources that the plan's node takes."""
     return {resource_of(plan): 1.0, **({GPU: 1.0} if gpu else {})}
 
 
 def local_resources() -> dict[str, float]:
-    """The custom resources of a Ray of our own."""
+    """Return the custom resources of our own Ray."""
     return dict.fromkeys((POOL_RESOURCE, *WORKER_RESOURCES), float(LOCAL_UNITS))
 
 
 def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, RayHost]) -> None:
-    """Raises RayUnusable, saying what is missing and how to offer it, when the hosts could never hold the bundles."""
+    """Raise RayUnusable, with the missing resources and a remedy, if the hosts can never hold the bundles."""
     wanted: Counter[str] = Counter()
     for bundle in bundles:
         wanted.update({name: int(units) for name, units in bundle.items()})
@@ -101,7 +99,7 @@ def _offers(found: Mapping[str, RayHost]) -> str:
 
 
 def located(plan: RolePlan, host: RayHost, *, target: str, pool: str, gpu: bool, threads: int) -> dict[str, Any]:
-    """The plan's settings, completed for its host: every role listens on TCP at the host's address.
+    """Return the plan's settings completed for its host: every role listens on TCP at the host's address.
 
     `target`: the gRPC address to listen at; `pool`: that of the host's pool node, "" for a pool node's own plan.
     `threads`: 0 = a share of the host's cores.
@@ -115,11 +113,9 @@ def located(plan: RolePlan, host: RayHost, *, target: str, pool: str, gpu: bool,
 
 
 def environment(plan: RolePlan, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The plan's variables, for the threads that it has there."""
+    """Return the plan's environment variables for its number of threads there."""
     return {**plan.env, **thread_environment(int(settings.get("threads", 1)))}
 
-
-__all__ = ["RACK_LABELS", "preferred_host"]
 
 RACK_LABELS = ("moonpool.io/rack", "ray.io/availability-zone")  # the first that a host has
 
@@ -127,7 +123,7 @@ RACK_LABELS = ("moonpool.io/rack", "ray.io/availability-zone")  # the first that
 def preferred_host(
     plan: RolePlan, found: Mapping[str, RayHost], placed: Mapping[str, tuple[RolePlan, str]], *, gpu: bool
 ) -> str | None:
-    """Ray's id of the host; None where none has room. `placed`: by node id, the other workers and their hosts' ids."""
+    """Return Ray's id of the best host; None if none has room. `placed`: the other workers and their hosts' ids."""
     others = [(other, host_id) for node_id, (other, host_id) in placed.items() if node_id != plan.node_id]
     room = [host for host in found.values() if _has_room(plan, host, others, gpu=gpu)]
     if not room:
@@ -159,5 +155,5 @@ def _has_room(plan: RolePlan, host: RayHost, others: list[tuple[RolePlan, str]],
 
 
 def _rack(host: RayHost) -> str:
-    """Hosts that say nothing of their rack share one."""
+    """Return a host's rack; hosts without a label share one."""
     return next((host.labels[name] for name in RACK_LABELS if name in host.labels), "")

@@ -1,9 +1,7 @@
-"""Ray's calls that wait for its head, which may be away for minutes: made on threads of their own. Knows nothing of
-roles.
+"""One life of a role under Ray, as supervision sees it, and blocking calls of Ray on threads of their own.
 
-No pool of threads: one that waited for Ray would hold up the others, and the end of the process.
-
-One life of a role under Ray, as supervision sees it: started in its actor, followed line by line, ended.
+Ray's head may be unreachable for minutes. Blocking calls therefore run on daemon threads rather than in a pool, in
+which one waiting call would delay the others and the end of the process.
 """
 
 import asyncio
@@ -20,7 +18,7 @@ T = TypeVar("T")
 
 
 async def apart(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """The call's result; the event loop goes on meanwhile. A caller that is cancelled leaves the call to itself."""
+    """Run a blocking call on a thread and await its result; it continues if the caller is cancelled."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -35,7 +33,7 @@ async def apart(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
             outcome = (done.set_exception, error)
         try:
             loop.call_soon_threadsafe(tell, *outcome)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, so no caller waits
             pass
 
     threading.Thread(target=work, name="ask-ray", daemon=True).start()
@@ -43,19 +41,19 @@ async def apart(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
 
 
 class Errands:
-    """Calls of whose outcome nobody depends; those under way can be waited for."""
+    """Background calls whose outcome does not matter; `wait` joins those in progress."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
     def run(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        """Begin it, and return."""
+        """Start a call, and return at once."""
 
         def work() -> None:
             try:
                 call(*arguments, **named)
-            except Exception as error:  # Ray takes back by itself what belongs to an ended job
-                print(f"Ray did not take something back: {error}", file=sys.stderr, flush=True)
+            except Exception as error:  # Ray releases the resources of an ended job by itself
+                print(f"Ray did not release a resource: {error}", file=sys.stderr, flush=True)
 
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=work, name="tell-ray", daemon=True)
@@ -63,7 +61,7 @@ class Errands:
         thread.start()
 
     def wait(self) -> None:
-        """Until all are done."""
+        """Wait until all calls are done."""
         for thread in self._threads:
             thread.join()
 
@@ -75,7 +73,7 @@ _KILL_S = 5.0
 
 
 class Actor(Protocol):
-    """The calls of a role's actor that a life needs; each may raise ActorLost."""
+    """Calls of a role's actor; each may raise ActorLost."""
 
     async def follow(self, number: int, after: int, wait_s: float) -> tuple[int, list[tuple[str, Any]]]: ...
     async def signal(self, *, kill: bool) -> None: ...
@@ -84,16 +82,17 @@ class Actor(Protocol):
 
 
 class ActorLost(Exception):
-    """The actor or its host died, or cannot be had now; the message says what Ray says."""
+    """The actor or its host died, or is unavailable; the message is Ray's."""
 
 
 class ActorAway(ActorLost):
-    """The same of an actor that Ray brings back, or that only cannot be reached now: its role may run well."""
+    """The actor is unreachable or being restarted by Ray; its role may still run."""
 
 
 class RayLife:
-    """Begins by `begin()`, which places the actor and starts the role, or finds it running. `on_unheard` is told when
-    it ends because the actor cannot be reached, though its role may run.
+    """Follows one life of a role, from `begin()`, which places the actor and starts or finds the role, to its end.
+
+    `on_unheard` is called if the life ends because the actor is unreachable, although its role may run.
     """
 
     def __init__(
@@ -121,14 +120,14 @@ class RayLife:
         self.ended = asyncio.create_task(self._end(), name=f"follow-{name}")
 
     def terminate(self) -> None:
-        """Ask for a clean stop; one that has not begun is over at once."""
+        """Request a clean stop; a life that has not started ends at once."""
         if self._actor is None:
             self._living.cancel()
         else:
             self._send(self._actor)
 
     def kill(self) -> None:
-        """End it for certain: the role, else the actor, and at last without an answer."""
+        """Kill the role, then if necessary the actor, and finally give up on an answer."""
         if self._killing is None and not self.ended.done():
             self._killing = asyncio.create_task(self._kill())
 
@@ -163,7 +162,7 @@ class RayLife:
                     return int(what)
 
     async def _follow(self, actor: Actor, number: int, after: int) -> tuple[int, list[tuple[str, Any]]]:
-        """The next events. An actor that cannot be reached is asked again for a while: its role may run well."""
+        """Return the next events; an unreachable actor is retried for a while, since its role may run."""
         why = "it has not answered"
         try:
             async with asyncio.timeout(_UNHEARD_S):
@@ -192,7 +191,7 @@ class RayLife:
             try:
                 await actor.signal(kill=kill)
             except ActorLost:
-                pass  # so is the role
+                pass  # then the role is lost, too
 
         self._apart(send())
 

@@ -1,9 +1,7 @@
-"""A role's actor, as supervision calls it: Ray's errors become ours. Knows no placement.
+"""Runtime of a Ray cluster: each node is an actor, placed by its role's resource, with the role as its child process.
 
-The runtime of a Ray cluster: a node is an actor, placed by its role's resource, with the role as its child process.
-
-Conductor and frontend stay where `serve` runs, as its children: the front door's address is the operator's choice, and
-when `serve` dies the cluster ends anyway. Ray places and restarts actors; it carries settings and log lines, no KV.
+Conductor and frontend are child processes of `serve`: the operator chooses the frontend's address, and the cluster ends
+with `serve` anyway. Ray places and restarts actors, and carries settings and log lines, but no KV.
 """
 
 import asyncio
@@ -47,7 +45,7 @@ _START_S = 120.0
 
 
 class ActorHandle:
-    """An actor's handle, with Ray's errors as ours. It outlives the actor's processes: Ray restarts those."""
+    """Handle of an actor that translates Ray's errors. It outlives the actor's processes, which Ray restarts."""
 
     def __init__(self, actor: Any, *, named: bool = False) -> None:
         self._actor = actor
@@ -58,7 +56,7 @@ class ActorHandle:
         try:
             return await getattr(self._actor, method).remote(*arguments, **named)
         except RayActorError as error:
-            self.dead = isinstance(error, ActorUnschedulableError)  # of others, Ray brings it back
+            self.dead = isinstance(error, ActorUnschedulableError)  # Ray restarts all others
             kind = ActorLost if self.dead else ActorAway
             raise kind(f"its Ray actor died: {' '.join(str(error).split())}") from error
         except RayTaskError as error:
@@ -67,7 +65,7 @@ class ActorHandle:
             raise ActorLost(f"Ray failed: {error}") from error
 
     async def call_back(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """As `call`, of an actor that may just be on its way back."""
+        """Call an actor that may be restarting, and wait for it."""
         try:
             async with asyncio.timeout(_START_S):
                 while True:
@@ -76,7 +74,7 @@ class ActorHandle:
                     except ActorAway:
                         await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            self.dead = self.dead or self._named  # by its name the same is found again, if there is one
+            self.dead = self.dead or self._named  # a named actor can be found again
             raise ActorLost(f"its Ray actor did not come up within {_START_S:g} s") from None
 
     async def follow(self, number: int, after: int, wait_s: float) -> tuple[int, list[tuple[str, Any]]]:
@@ -101,9 +99,10 @@ _CALLS_AT_A_TIME = 8  # of one actor: following, starting, signals
 
 
 class RayRuntime:
-    """`gpus`: whether each worker takes one. `only_address`: of this machine, where Ray has no other: the planned
-    threads then hold, too. `orphan_s`: for so long nodes outlive `serve`, for the next one to take them over; 0 = they
-    end with it.
+    """Runs pool nodes and workers as Ray actors.
+
+    `gpus`: each worker takes a GPU. `only_address`: address of this machine if Ray has no other host; the planned
+    threads then apply. `orphan_s`: seconds that nodes outlive `serve`, for the next one to take them over; 0: none.
     """
 
     def __init__(self, run_dir: Path, *, conductor: str, gpus: bool, only_address: str, orphan_s: float = 0.0) -> None:
@@ -115,7 +114,7 @@ class RayRuntime:
         self._gpus = gpus
         self._only_address = only_address
         self._processes = Processes(run_dir)
-        # A name as short as a folder of sockets needs it, whatever the conductor's host is called.
+        # A short name, since the path of a unix socket is limited.
         self._name = f"ray-{hashlib.blake2b(conductor.encode(), digest_size=6).hexdigest()}"
         self._folder = str(run_dir) if only_address else str(default_run_dir(self._name))
         self._add_pool: Callable[[int], None]
@@ -126,12 +125,12 @@ class RayRuntime:
         self._known: dict[str, RayHost] = {}  # every host that a node was placed on
         self._placed: dict[str, tuple[RolePlan, str]] = {}  # workers, and Ray's ids of their hosts
         self._wanted: set[str] = set()  # nodes that were launched and not released
-        self._unheard: set[str] = set()  # nodes that may run well though their last life was given up
+        self._unheard: set[str] = set()  # nodes that may still run although their last life was given up
         self._errands = Errands()
         self._making: set[asyncio.Task[Any]] = set()
 
     def find(self) -> None:
-        """Take over what an earlier `serve` of the same cluster has left running. Blocks."""
+        """Take over what an earlier `serve` of the same cluster left running. Blocks."""
         if not self.outlives:
             return
         prefix = f"{self._name}/"
@@ -150,10 +149,10 @@ class RayRuntime:
         group = _group_named(f"{self._name}-{node_id}")
         try:
             host_id, listens = ray.get([actor.host.remote(), actor.listens.remote()], timeout=_ASK_S)
-        except (RayError, TimeoutError):  # on its way back, on whatever host
+        except (RayError, TimeoutError):  # it is restarting on some host
             host_id, listens = "", ""
         host, is_pool = there.get(host_id), node_id.startswith(_POOL)
-        if (host is None or not listens) if is_pool else group is None:  # there is nothing to go on with
+        if (host is None or not listens) if is_pool else group is None:  # it cannot be taken over
             ray.kill(actor, no_restart=True)
             return
         self._actors[node_id] = ActorHandle(actor, named=True)
@@ -208,7 +207,7 @@ class RayRuntime:
             self._errands.run(remove_placement_group, group)
 
     def close(self) -> None:
-        """Give everything back to Ray; what is to outlive `serve` stays."""
+        """Release everything to Ray, except nodes that outlive `serve`."""
         if self.outlives:
             self._errands.wait()
             return
@@ -239,7 +238,7 @@ class RayRuntime:
         host = await self._present_host(plan.node_id)
         if host is None:
             host = (await self._hosts()).get(place.host.ray_node_id)
-            if host is None:  # it has died, and its workers with it: nobody will ask for this pool node again
+            if host is None:  # it died with its workers: this pool node is not needed any more
                 say(f"the host {place.host.address} has left the Ray cluster")
                 del self._pools[place.host.ray_node_id]
                 return None
@@ -247,29 +246,29 @@ class RayRuntime:
             where = NodeAffinitySchedulingStrategy(host.ray_node_id, soft=False)
             await self._whole(self._make_actor(plan, {POOL_RESOURCE: 1.0}, where))
         handle = self._actors[plan.node_id]
-        if not place.listens:  # workers know it by this address, over all its lives
+        if not place.listens:  # workers use this address over all its lives
             place.listen(f"{_bracketed(host.address)}:{await handle.call_back('free_port', host.address)}")
         target = place.listens
         settings = located(plan, host, target=target, pool="", gpu=False, threads=0)
         return handle, await self._start(handle, plan, settings, host, say)
 
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
-        """`work`, also when its caller is cancelled: what Ray is about to make must be known, to be given back."""
+        """Finish `work` even if its caller is cancelled: what Ray creates must be known to be released."""
         making = asyncio.create_task(work)
         self._making.add(making)
         making.add_done_callback(self._making.discard)
         return await asyncio.shield(making)
 
     async def _make_group(self, plan: RolePlan, bundle: dict[str, float]) -> PlacementGroup:
-        """Where it would best be; a wish, since others may take the place, and hosts die."""
+        """Create the node's placement group, preferably on the best host, which others may take."""
         node_id, name = plan.node_id, f"{self._name}-{plan.node_id}"
         lifetime = "detached" if self.outlives else None
-        found: Any = await apart(_group_named, name) if self.outlives else None  # of a `serve` that got no further
+        found: Any = await apart(_group_named, name) if self.outlives else None  # left by an interrupted `serve`
         if found is None:
             found_hosts = await self._hosts()
             near = preferred_host(plan, found_hosts, self._placed, gpu=self._gpus)
             if near is not None:
-                self._placed[node_id] = plan, near  # those that are begun meanwhile reckon with it
+                self._placed[node_id] = plan, near  # for the placement of nodes that start meanwhile
             wish = {"strategy": "STRICT_PACK", "_soft_target_node_id": near}
             found = await apart(lambda: placement_group([bundle], name=name, lifetime=lifetime, **wish))
         group: PlacementGroup = found
@@ -291,7 +290,7 @@ class RayRuntime:
         return begun
 
     async def _present_host(self, node_id: str) -> RayHost | None:
-        """The host on which the node's actor is known to run; Ray's head, which may be away, is not asked."""
+        """Return the host on which the node's actor runs, without asking Ray's head, which may be away."""
         handle, host = self._actors.get(node_id), self._known.get(node_id)
         if handle is None or handle.dead or host is None:
             return None
@@ -302,7 +301,7 @@ class RayRuntime:
             return None
 
     async def _host_of(self, group: PlacementGroup, bundle: dict[str, float], say: Callable[[str], None]) -> RayHost:
-        """The host that the group was given; waits until there is one."""
+        """Wait until the group has a host, and return it."""
         for waited in itertools.count():
             table = await apart(placement_group_table, group)
             if table["state"] == "CREATED":
@@ -319,7 +318,7 @@ class RayRuntime:
         return hosts(await apart(ray.nodes), self._only_address)
 
     async def _pool_on(self, host: RayHost) -> str:
-        """The gRPC address of the host's pool node; the first to ask has it started."""
+        """Return the gRPC address of the host's pool node; the first call starts it."""
         if host.ray_node_id not in self._pools:
             index = next(self._pool_numbers)
             self._pools[host.ray_node_id] = _HostPool(f"{_POOL}{index}", host)
@@ -327,7 +326,7 @@ class RayRuntime:
         return await self._pools[host.ray_node_id].target()
 
     async def _make_actor(self, plan: RolePlan, bundle: dict[str, float], where: Any) -> None:
-        """Unless there is one, which Ray restarts as often as it dies; when its role is, supervision decides."""
+        """Create the node's actor unless it exists. Ray restarts dead actors; supervision restarts roles."""
         node_id = plan.node_id
         handle = self._actors.get(node_id)
         if handle is not None and not handle.dead:
@@ -352,7 +351,7 @@ class RayRuntime:
             self._errands.run(handle.kill, for_good=True)
 
     def _orphanhood(self, plan: RolePlan, actor: str) -> Orphanhood:
-        """Pool nodes stay for as long as workers may take to finish."""
+        """Return the rule for a node without `serve`; pool nodes outlive the workers that use them."""
         drain_s = float(plan.settings.get("worker_drain_grace", 0.0)) + _DRAIN_MARGIN_S
         if plan.tier == POOL_TIER:
             return Orphanhood(self._orphan_s + _POOL_STAYS_S, _DRAIN_MARGIN_S, actor, "")
@@ -360,7 +359,7 @@ class RayRuntime:
 
 
 class _HostPool:
-    """The pool node of one host; `listens`: its gRPC address, "" until it is known."""
+    """Pool node of one host; `listens` is its gRPC address, "" until it is known."""
 
     def __init__(self, node_id: str, host: RayHost, listens: str = "") -> None:
         self.node_id = node_id
@@ -373,7 +372,7 @@ class _HostPool:
         self._known.set()
 
     async def target(self) -> str:
-        """Its gRPC address, once it is known."""
+        """Wait for its gRPC address."""
         if not self.listens:
             await self._known.wait()
         return self.listens

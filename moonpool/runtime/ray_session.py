@@ -1,4 +1,4 @@
-"""Ray's part of a cluster's life: a Ray of our own is started and ended with it, an existing one is joined and left."""
+"""Ray's part of a cluster's life: its own Ray is started and stopped with it, an existing one is joined and left."""
 
 import importlib.util
 import logging
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 20.0
 _KNOCK_S = 10.0
-# Ray reads these when it is imported: no telemetry, no warning about GPUs of actors that take none, and seconds for
-# which a process waits for Ray's head to come back; Ray ends it then, and by default after a minute.
+# Ray reads these at import: no telemetry, no warning about GPUs of actors without one, and the seconds that a process
+# waits for Ray's head to return before Ray ends it (a minute by default).
 _DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -37,14 +37,14 @@ _DEFAULTS = {
 
 @contextmanager
 def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
-    """Connect, check that Ray has what the cluster asks for, and give everything back on exit. Raises RayUnusable."""
+    """Connect, check Ray's resources, and release everything on exit. Raises RayUnusable."""
     if importlib.util.find_spec("ray") is None:
         raise RayUnusable("the runtime ray needs the package ray, which is not installed: pip install 'moonpool[ray]'")
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     given = config.runtime.ray_address
     with ExitStack() as stack:
-        if not given:  # with a secret of its own: Ray's ports, unlike the roles', are open to the network
+        if not given:  # with its own secret, since Ray's ports are open to the network
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             print("Starting Ray on this machine", file=sys.stderr, flush=True)
         address = given or stack.enter_context(ray_head(usable_cores(), local_resources()))
@@ -68,9 +68,9 @@ def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
 
 
 def wait_for_offer(config: ServeConfig, nodes: Callable[[], Sequence[Mapping[str, Any]]], every_s: float = 1.0) -> bool:
-    """Until the hosts among Ray's `nodes()` can hold the workers: whether each takes a GPU. Raises RayUnusable.
+    """Wait until Ray's hosts can hold the workers; return True if each takes a GPU. Raises RayUnusable.
 
-    Who joins a cluster was started together with Ray's hosts, and waits for them for as long as a start may take.
+    Only a `serve` that joins a cluster waits, for the start-up timeout, since it starts together with Ray's hosts.
     """
     until_s = time.monotonic() + (config.supervisor.startup_timeout_s if config.runtime.join else 0.0)
     said = ""
@@ -95,7 +95,7 @@ def _own_conductor(here: str) -> str:
 
 
 def _connect(address: str) -> Any:
-    """The connected ray module."""
+    """Connect, and return the ray module."""
     import ray
 
     _knock(address)
@@ -103,35 +103,35 @@ def _connect(address: str) -> Any:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, namespace="moonpool")
     except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
         raise RayUnusable(
-            f"cannot join the Ray cluster at {address}: {error}; is it of the same Ray version ({ray.__version__}), "
-            "and is RAY_AUTH_TOKEN, or the token file, the one of its hosts?"
+            f"cannot join the Ray cluster at {address}: {error}; check that its Ray version is {ray.__version__}, "
+            "and that RAY_AUTH_TOKEN or the token file matches its hosts"
         ) from error
     return ray
 
 
 def _knock(address: str) -> None:
-    """Ray itself would try for two minutes."""
+    """Fail fast if the address does not answer; Ray itself would try for two minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
     except OSError as error:
         raise RayUnusable(
-            f"nobody answers at the Ray address {address}: {error}; start it with `ray start --head --port={port}`"
+            f"nothing answers at the Ray address {address}: {error}; start it with `ray start --head --port={port}`"
         ) from error
 
 
 def _bounded(work: Callable[[], None]) -> None:
-    """`work`, or the end of the process where Ray, itself gone, does not come back from it."""
+    """Run `work`, or end the process if Ray does not return from it in time."""
     worker = threading.Thread(target=work, name="leave-ray", daemon=True)
     worker.start()
     worker.join(_LEAVE_S)
     if worker.is_alive():
-        print("Ray does not answer; leaving without its consent", file=sys.stderr, flush=True)
+        print("Ray does not answer; exiting without releasing its resources", file=sys.stderr, flush=True)
         os._exit(1)
 
 
 def _takes_gpus(config: ServeConfig, found: Any) -> bool:
-    """Whether each worker takes a GPU of Ray's: where asked for, or where there is one for each."""
+    """Return True if each worker takes a GPU of Ray: if configured, or if there is one for each."""
     if config.engine.device.startswith("cuda"):
         return True
     offered = sum(host.resources.get(GPU, 0) for host in found)
@@ -139,7 +139,7 @@ def _takes_gpus(config: ServeConfig, found: Any) -> bool:
 
 
 def _bundles(config: ServeConfig, *, gpus: bool) -> list[dict[str, float]]:
-    """What the workers to begin with take, one by one."""
+    """Return the resources of each initial worker."""
     gpu = {GPU: 1.0} if gpus else {}
     found: list[dict[str, float]] = []
     for entry in config.served:

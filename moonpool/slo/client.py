@@ -1,4 +1,4 @@
-"""What the commands `moonpool slo …` ask of a running cluster's conductor."""
+"""Calls of the commands `moonpool slo …` to a running cluster's conductor."""
 
 import asyncio
 import time
@@ -12,25 +12,25 @@ from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from rpc.control import control_error, open_channel
 
 T = TypeVar("T")
-_DEADLINE_S = 15.0  # a store that is away takes its own deadlines
+_DEADLINE_S = 15.0  # longer than the store's own deadlines
 _POLL_S = 0.2
 
 
 async def ask_slo(conductor: str, *, history: int = 0) -> conductor_pb2.ShowSloReply:
-    """What is in force. Raises ClusterNotFound when the conductor does not answer."""
+    """Return the objectives in force. Raises ClusterNotFound if the conductor does not answer."""
     async with open_channel(conductor) as channel:
         request = conductor_pb2.ShowSloRequest(history=history)
         return await _asked(ConductorStub(channel).ShowSlo(request), "Conductor.ShowSlo", conductor)
 
 
 async def change_slo(conductor: str, change: conductor_pb2.ChangeSloRequest) -> conductor_pb2.ChangeSloReply:
-    """Have it changed. Raises ConfigError for what cannot be, SloNotChanged, ClusterNotFound."""
+    """Change the objectives. Raises ConfigError for invalid ones, SloNotChanged, ClusterNotFound."""
     async with open_channel(conductor) as channel:
         return await _asked(ConductorStub(channel).ChangeSlo(change), "Conductor.ChangeSlo", conductor)
 
 
 async def wait_until_acknowledged(conductor: str, version: int, *, wait_s: float) -> conductor_pb2.ShowSloReply:
-    """Until every conductor goes by the version, or a later one. Raises SloNotChanged, naming those that do not."""
+    """Wait until every conductor applies the version or a later one. Raises SloNotChanged, naming those that do not."""
     deadline_s = time.monotonic() + wait_s
     while True:
         seen = await ask_slo(conductor)
@@ -39,7 +39,7 @@ async def wait_until_acknowledged(conductor: str, version: int, *, wait_s: float
             return seen
         if time.monotonic() >= deadline_s:
             who = ", ".join(f"{each.node_id} (version {each.version})" for each in behind)
-            said = f"not yet acknowledged by {who}" if who else f"nobody's acknowledgement is known: {seen.trouble}"
+            said = f"not yet acknowledged by {who}" if who else f"no acknowledgement is known: {seen.trouble}"
             raise SloNotChanged(f"version {version} is stored, but after {wait_s:g} s {said}; see `moonpool slo show`")
         await asyncio.sleep(_POLL_S)
 

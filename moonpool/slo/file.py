@@ -1,4 +1,4 @@
-"""Objectives in a YAML file, as text for people and as what the conductor takes."""
+"""Objectives in a YAML file: reading, validation, and printing."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,18 @@ _LARGEST_NBYTES = 1 << 20
 
 
 def read_objectives(path: Path) -> Any:
-    """What the file says, of whatever form. Raises ConfigError for one that cannot be read or is no YAML."""
+    """Return the file's content, unvalidated. Raises ConfigError if it cannot be read or is not YAML."""
     try:
         nbytes = path.stat().st_size
     except OSError as error:
         raise ConfigError(f"cannot read the objectives in {path}: {error.strerror}") from error
     if nbytes > _LARGEST_NBYTES:
-        raise ConfigError(f"{path} has {nbytes} bytes: objectives have at most {_LARGEST_NBYTES}")
+        raise ConfigError(f"{path} has {nbytes} bytes: expected at most {_LARGEST_NBYTES} for objectives")
     return read_yaml(path, "file of objectives")
 
 
 def checked_objectives(path: Path) -> "SloRecord":
-    """The record that the file holds. Raises ConfigError."""
+    """Return the validated objectives of the file. Raises ConfigError."""
     from conductor.errors import ObjectivesError
     from conductor.policy.objectives import parse_record
 
@@ -37,5 +37,5 @@ def checked_objectives(path: Path) -> "SloRecord":
 
 
 def objectives_yaml(content: Any) -> str:
-    """A record's plain form as YAML, which `read_objectives` reads back."""
+    """Return a record's plain form as YAML, which `read_objectives` can read."""
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True) if content else "{}  # no objectives\n"

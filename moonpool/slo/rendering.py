@@ -1,7 +1,4 @@
-"""How the record of objectives and its versions are shown: lines, a table, JSON. Nothing is asked here.
-
-What other objectives would have done to the recent past, as lines and a table for a terminal. Nothing is asked.
-"""
+"""Rendering of objectives, their versions, and previews of changes: lines, tables, JSON. Makes no calls."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -16,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def version_lines(version: "conductor_pb2.SloVersion") -> list[str]:
-    """Which it is, whose, and why."""
+    """Return lines with a version's number, author and reason."""
     if not version.version:
-        return [f"version 0, digest {version.digest}: what is configured, until the store answers"]
+        return [f"version 0, digest {version.digest}: the configured objectives, until the store answers"]
     by = f"by {version.author} ({version.origin}{f' from {version.peer}' if version.peer else ''})"
     return [
         f"version {version.version}, digest {version.digest}, {by} at {_at(version.at_s)}",
@@ -26,21 +23,21 @@ def version_lines(version: "conductor_pb2.SloVersion") -> list[str]:
     ]
 
 
-def standing_lines(seen: "conductor_pb2.ShowSloReply") -> list[str]:
-    """Where it is kept, who goes by it, and what is wrong."""
+def state_lines(seen: "conductor_pb2.ShowSloReply") -> list[str]:
+    """Return lines with the store, the conductors' versions, and warnings."""
     lines = [f"kept in {seen.kept}"]
     for each in seen.acknowledged:
-        behind = "" if each.digest == seen.current.digest else ", another one"
+        behind = "" if each.digest == seen.current.digest else ", differs"
         lines.append(f"acknowledged by {each.node_id}: version {each.version}{behind}")
     if seen.trouble:
         lines.append(f"warning: cannot be changed now: {seen.trouble}")
     lines += [f"warning: {text}" for text in seen.unmeetable]
-    lines += [f"configured otherwise (in force -> configured): {text}" for text in seen.drift]
+    lines += [f"the configuration differs (in force -> configured): {text}" for text in seen.drift]
     return lines
 
 
-def history_picture(versions: "Iterable[conductor_pb2.SloVersion]") -> Table:
-    """One row a version, the newest first."""
+def history_table(versions: "Iterable[conductor_pb2.SloVersion]") -> Table:
+    """Return a table with one row per version, the newest first."""
     table = Table(box=None, pad_edge=False)
     for heading in ("version", "at", "author", "how", "from", "digest", "reason"):
         table.add_column(heading, no_wrap=heading != "reason")
@@ -51,7 +48,7 @@ def history_picture(versions: "Iterable[conductor_pb2.SloVersion]") -> Table:
 
 
 def version_json(version: "conductor_pb2.SloVersion") -> dict[str, Any]:
-    """A version as JSON."""
+    """Return a version as JSON."""
     return {
         "version": version.version,
         "digest": version.digest,
@@ -65,7 +62,7 @@ def version_json(version: "conductor_pb2.SloVersion") -> dict[str, Any]:
 
 
 def state_json(seen: "conductor_pb2.ShowSloReply") -> dict[str, Any]:
-    """All of `show` as JSON."""
+    """Return what `show --json` prints."""
     return {
         **version_json(seen.current),
         "kept": seen.kept,
@@ -82,21 +79,19 @@ def _at(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-__all__ = ["caveats", "preview_picture", "preview_title"]
-
-_HEADINGS = ("model", "class", "requests", "admitted", "newly rejected", "newly admitted", "kept what is asked")
+_HEADINGS = ("model", "class", "requests", "admitted", "newly rejected", "newly admitted", "met objectives")
 
 
 def preview_title(preview: "conductor_pb2.SloPreview") -> str:
-    """Of which requests it speaks."""
+    """Return a title that describes the judged requests."""
     if not preview.judged:
-        return "the recent past: no request was judged yet"
+        return "recent requests: none was judged yet"
     earlier = f"; {preview.forgotten:,} earlier ones are no longer known" if preview.forgotten else ""
     return f"the last {preview.judged:,} requests that this conductor judged, over {_span(preview.span_s)}{earlier}:"
 
 
-def preview_picture(preview: "conductor_pb2.SloPreview") -> Table:
-    """One row for each model and class; before -> with the wanted objectives."""
+def preview_table(preview: "conductor_pb2.SloPreview") -> Table:
+    """Return a table with one row for each model and class: before -> with the proposed objectives."""
     table = Table(box=None, pad_edge=False)
     for number, heading in enumerate(_HEADINGS):
         table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
@@ -117,26 +112,26 @@ def preview_picture(preview: "conductor_pb2.SloPreview") -> Table:
 
 
 def caveats(preview: "conductor_pb2.SloPreview") -> Iterator[str]:
-    """What it cannot know."""
+    """Yield the limits of the preview."""
     if not preview.judged:
         return
-    yield "judged again by what was predicted then; with other requests let in, queues would have been others, too"
+    yield "judged by the predictions of that time; with other requests admitted, queues would have differed, too"
     if admitted := sum(row.now_admitted for row in preview.rows):
-        yield f"how long the {admitted:,} newly admitted would have taken is not known: they were never served"
+        yield f"latencies of the {admitted:,} newly admitted are unknown: they were never served"
     if unmeasured := sum(row.unmeasured for row in preview.rows):
-        yield f"{unmeasured:,} that were admitted have no times: cancelled, failed or still under way"
+        yield f"{unmeasured:,} admitted requests have no latencies: cancelled, failed or in progress"
     if preview.admission != "enforce":
-        yield f"admission is {preview.admission}: rejected means would be, and nobody is turned away by objectives"
+        yield f"admission is {preview.admission}: rejections are hypothetical, objectives reject no request"
     elif preview.mode == "none":
-        yield "the admission mode is none: nobody is turned away by objectives"
+        yield "the admission mode is none: objectives reject no request"
     elif preview.mode == "load":
-        yield "decode load is judged after the prefill: of those that never came so far, that part is not known"
+        yield "decode load is judged after the prefill: it is unknown for requests that did not get there"
 
 
 def _newly_rejected(row: "conductor_pb2.SloPreviewRow") -> str:
     if not row.now_rejected:
         return "0"
-    return f"{row.now_rejected:,} ({row.now_rejected_met:,} of them had kept it)"
+    return f"{row.now_rejected:,} ({row.now_rejected_met:,} of them had met their objectives)"
 
 
 def _share(met: int, missed: int) -> str:

@@ -1,1 +1,1 @@
-"""`moonpool bench messenger`: how fast, and whether rightly, KV would go between two hosts, over the real messenger."""
+"""`moonpool bench messenger`: speed and integrity of KV transfers between two hosts, with the real messenger."""

@@ -1,12 +1,8 @@
-"""The caller's side of a session: finding the owner, its greeting, and questions between the batches.
+"""Client of the transfer benchmark: a session with the server, and the measurement of each cell.
 
-Everything that can be wrong on the way is told apart: no such host, nobody listens, no answer (a firewall), something
-else listens, another version, no memory to lend; and a second time for the port that the bytes go to.
-
-The side that measures: cell by cell, it checks bytes and times batches.
-
-Latency is of one batch awaited at a time, throughput with a window of them under way. Every cell begins with a batch of
-fresh random bytes whose every byte is compared with what is on the other side.
+Connection errors are distinguished: unknown host, nothing listens, no answer (a firewall), another program, another
+version, no memory; and the same for the port of the bytes. Latency is measured with single batches, throughput with a
+window of them. Every cell starts with a batch of fresh random bytes, all of which are compared with the other side's.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ LISTEN_COMMAND = "moonpool bench messenger --listen"
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What the owner lends, and where."""
+    """The server's endpoint, the key to its memory, and its host."""
 
     endpoint: Endpoint
     key: RemoteKey
@@ -54,7 +50,7 @@ class ServerFacts:
 
 
 class BenchSession:
-    """Towards one owner at `host`:`port`; `node_id` is who the caller's messenger must say it is."""
+    """Session with the server at `host`:`port`; the client's messenger must use `node_id`."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -64,7 +60,7 @@ class BenchSession:
         self.node_id = f"bench-caller-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
     async def open(self, region_nbytes: int) -> ServerFacts:
-        """Ask for memory. Raises TransferBenchFailed."""
+        """Request memory. Raises TransferBenchFailed."""
         await asyncio.to_thread(probe, self._host, self._port, f"start `{LISTEN_COMMAND}` there")
         self._channel = open_channel(self._target)
         self._stream = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")()
@@ -75,12 +71,12 @@ class BenchSession:
         return ServerFacts(endpoint, RemoteKey.unpack(bytes.fromhex(told["key"])), told["host"], told["cores"])
 
     async def hash_of(self, shape: BatchShape, base: int) -> str:
-        """What `owner.hash_of` gives of the owner's memory."""
+        """Return `hash_of` of the server's memory."""
         asked = {"ask": "hash", "slice_nbytes": shape.slice_nbytes, "slices": shape.slices, "base": base}
         return str((await self._ask(asked))["hash"])
 
     async def settle(self) -> VerifiedBatches:
-        """Wait until all that landed has been compared; what was wrong since the last time."""
+        """Wait until all received batches are compared; return the report since the last call."""
         return VerifiedBatches(**await self._ask({"ask": "settle"}))
 
     async def close(self) -> None:
@@ -96,13 +92,13 @@ class BenchSession:
             answer = await call(self._stream.read(), **self._named)
         except ControlError as error:
             raise TransferBenchFailed(
-                f"what listens at {self._target} is no `{LISTEN_COMMAND}`, or it has ended: {error}"
+                f"the program at {self._target} is not `{LISTEN_COMMAND}`, or it has ended: {error}"
             ) from error
         if not isinstance(answer, bytes):
             raise TransferBenchFailed(f"the other side at {self._target} ended the session")
         told: dict[str, Any] = json.loads(answer)
         if "refused" in told:
-            raise TransferBenchFailed(f"the other side at {self._target} refuses: {told['refused']}")
+            raise TransferBenchFailed(f"the other side at {self._target} rejects the session: {told['refused']}")
         return told
 
     @property
@@ -111,18 +107,18 @@ class BenchSession:
 
 
 def probe(host: str, port: int, advice: str) -> None:
-    """Connect by tcp and leave again. Raises TransferBenchFailed with what is wrong, and the advice."""
+    """Connect over TCP and close. Raises TransferBenchFailed with the reason and the advice."""
     where = f"{host}:{port}"
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
     except socket.gaierror as error:
         raise TransferBenchFailed(f"there is no host {host!r}: {error.strerror}") from error
     except ConnectionRefusedError as error:
-        raise TransferBenchFailed(f"nobody listens at {where}: {advice}") from error
+        raise TransferBenchFailed(f"nothing listens at {where}: {advice}") from error
     except TimeoutError as error:
         raise TransferBenchFailed(
-            f"no answer from {where} within {CONNECT_TIMEOUT_S:g} s: the host is down, or a firewall drops what goes "
-            f"to port {port}; let it through on both hosts and everything between"
+            f"no answer from {where} within {CONNECT_TIMEOUT_S:g} s: the host is down, or a firewall drops "
+            f"packets to port {port}; open it on both hosts and everything between"
         ) from error
     except OSError as error:
         raise TransferBenchFailed(f"{where} cannot be reached: {error.strerror or error}") from error
@@ -134,11 +130,11 @@ MAX_PLACES = 4096
 PROGRESS_EVERY_S = 0.1
 
 OnProgress = Callable[[str, Cell, float], None]
-"""(transport, cell, share done): called now and then on the thread that measures."""
+"""(transport, cell, share done): called periodically on the measuring thread."""
 
 
 class BenchClient:
-    """Batches between this process's memory and that which an owner has lent."""
+    """Transfers batches between this process's memory and the server's."""
 
     def __init__(self, plan: BenchPlan, config: MessengerConfig, node_id: str, owner: ServerFacts) -> None:
         self._plan = plan
@@ -155,7 +151,7 @@ class BenchClient:
             self._region = self._messenger.register(self._memory)
             self._peer = self._messenger.connect(owner.endpoint)
             if self._peer.transport == "tcp":
-                advice = f"this is the port the bytes go to; give `{LISTEN_COMMAND}` another with --data-port"
+                advice = f"this is the port for the bytes; give `{LISTEN_COMMAND}` another with --data-port"
                 probe(owner.endpoint.tcp_host, owner.endpoint.tcp_port, advice)
         except BaseException:
             self.close()
@@ -166,31 +162,31 @@ class BenchClient:
         return self._peer.transport
 
     def counters(self) -> dict[str, int]:
-        """The messenger's own."""
+        """Return the messenger's counters."""
         return self._messenger.counters()
 
     def close(self) -> None:
-        """Leave; the memory goes at once."""
+        """Close the messenger and free the memory."""
         self._messenger.close()
         self._memory.close()
 
     async def measure(
         self, cell: Cell, session: BenchSession, stop: threading.Event, on_progress: OnProgress
     ) -> CellResult:
-        """One cell; cut short when `stop` is set. Raises TransferBenchFailed, MessengerError."""
+        """Measure one cell, or a part of it if `stop` is set. Raises TransferBenchFailed, MessengerError."""
         on_progress(self.transport, cell, 0.0)
         await self._check(cell, session)
         before = await session.settle()
         timed = await asyncio.to_thread(self._time, cell, stop, on_progress)
         ended_s = time.perf_counter()
         after = await session.settle()
-        if after.verified:  # a batch counts when it was compared
+        if after.verified:  # a batch counts once it is compared
             timed = replace(timed, seconds=timed.seconds + time.perf_counter() - ended_s)
         wrong = timed.wrong + before.wrong + after.wrong
         if wrong:
             raise TransferBenchFailed(
-                f"{wrong} batches arrived by {self.transport} with other digests than they were sent with: do not "
-                "serve over this path before you know why (memory, network card, driver)"
+                f"{wrong} batches arrived by {self.transport} with wrong digests: do not serve over this path before "
+                "the cause is known (memory, network card, driver)"
             )
         compared = after.verified + (timed.batches + len(timed.latencies_s)) * (
             self._plan.digests and cell.direction == "read"
@@ -198,7 +194,7 @@ class BenchClient:
         return CellResult.of(self.transport, cell, timed, after.cpu_s - before.cpu_s, compared)
 
     async def _check(self, cell: Cell, session: BenchSession) -> None:
-        """One batch at a random place, compared byte by byte, in the cell's direction."""
+        """Transfer one batch at a random offset in the cell's direction, and compare all its bytes."""
         shape = cell.shape
         base = int(self._rng.integers(0, self._plan.region_nbytes - shape.span + 1)) // 256 * 256
         for offset in shape.offsets(base).tolist():
@@ -213,7 +209,7 @@ class BenchClient:
         if found != expected:
             raise TransferBenchFailed(
                 f"a {cell.direction} of {shape.slices} slices of {shape.slice_nbytes} bytes by {self.transport} left "
-                "other bytes than it should: do not serve over this path"
+                "wrong bytes: do not serve over this path"
             )
 
     def _start(self, cell: Cell, base: int) -> Future[TransferResult]:
@@ -264,9 +260,9 @@ class BenchClient:
         return Timed(latencies_s, batches, time.perf_counter() - started_s, time.process_time() - began_cpu_s, wrong)
 
     def _expected(self, cell: Cell) -> dict[int, bytes | None]:
-        """The places that batches walk through, with the digests that a read of each must have, if they are compared.
+        """Return the batches' offsets, with the expected digests of reads if they are compared.
 
-        As in a pool, a read's digests were made long before it: here of a first read of each place.
+        As in a pool, digests of reads are made before: here from a first read of each offset.
         """
         shape = cell.shape
         bases = range(0, self._plan.region_nbytes - shape.span + 1, shape.span)[:MAX_PLACES]

@@ -1,4 +1,4 @@
-"""The command `bench messenger`: flags in, progress, a table or JSON out."""
+"""The command `moonpool bench messenger`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moonpool.options import reported_errors
 from moonpool.supervision.parent_death import die_with_supervisor
 from moonpool.transfer_bench.plan import BenchPlan, bytes_of, table
 from moonpool.transfer_bench.run import BenchOutcome, measure_all, measure_here
-from moonpool.transfer_bench.server import WILDCARDS, Listening, own
+from moonpool.transfer_bench.server import WILDCARDS, Listening, serve_bench
 from moonpool.transport_security import secure_from_environment, settings_of_environment
 from rpc.control import run
 from rpc.errors import NetworkError
@@ -33,10 +33,10 @@ EXIT_INTERRUPTED = 130
 
 
 class ListenByDefault(TyperCommand):
-    """`--listen` alone listens at every address."""
+    """Command whose `--listen` without a value listens at every address."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give a bare --listen its value."""
+        """Add the default value to a bare --listen."""
         given = list(args)
         for place, flag in enumerate(args):
             if flag == "--listen" and (place + 1 == len(args) or args[place + 1].startswith("-")):
@@ -46,49 +46,55 @@ class ListenByDefault(TyperCommand):
 
 def messenger(
     listen: Annotated[
-        str, typer.Option(help=f"Be the other side, for whoever measures; alone: at {ANYWHERE}.", metavar="[HOST:PORT]")
+        str,
+        typer.Option(
+            help=f"Serve as the other side of a measurement; without a value at {ANYWHERE}.", metavar="[HOST:PORT]"
+        ),
     ] = "",
-    to: Annotated[str, typer.Option(help="Measure against the side that listens there.", metavar="HOST[:PORT]")] = "",
+    to: Annotated[
+        str, typer.Option(help="Measure against the other side, which listens there.", metavar="HOST[:PORT]")
+    ] = "",
     local: Annotated[
-        bool, typer.Option("--local", help="Measure against a process of this host: the default.")
+        bool, typer.Option("--local", help="Measure against a process on this host: the default.")
     ] = False,
-    size: Annotated[list[str] | None, typer.Option(help="Bytes of a slice; repeatable. [64KiB, 1MiB, 16MiB]")] = None,
-    slices: Annotated[list[int] | None, typer.Option(help="Slices of a batch; repeatable. [1]")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="Bytes per slice; repeatable. [64KiB, 1MiB, 16MiB]")] = None,
+    slices: Annotated[list[int] | None, typer.Option(help="Slices per batch; repeatable. [1]")] = None,
     direction: Annotated[list[str] | None, typer.Option(help="write or read; repeatable. [both]")] = None,
     transport: Annotated[
         list[str] | None, typer.Option(help="auto, rdma, tcp or shm; repeatable. [auto; with --local: shm and tcp]")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="For each line of the table.")] = 2.0,
-    window: Annotated[int, typer.Option(min=1, max=1024, help="Batches under way, for throughput.")] = 8,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a batch may take.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for each line of the table.")] = 2.0,
+    window: Annotated[int, typer.Option(min=1, max=1024, help="Concurrent batches, for throughput.")] = 8,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Deadline of a batch in seconds.")] = 30.0,
     digests: Annotated[
-        bool, typer.Option("--digests", help="Send digests and compare them, as the cluster does for each block.")
+        bool, typer.Option("--digests", help="Send and compare digests, as the cluster does for each block.")
     ] = False,
-    priority: Annotated[str, typer.Option(help="urgent, normal or background, of all batches.")] = "normal",
+    priority: Annotated[str, typer.Option(help="Priority of all batches: urgent, normal or background.")] = "normal",
     data_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="With --listen: port of the bytes. [the next one]", show_default=False)
+        int,
+        typer.Option(min=0, max=65535, help="With --listen: port for the bytes. [the next one]", show_default=False),
     ] = 0,
-    tls_cert: Annotated[Path | None, typer.Option(help="As of `serve`: this host's certificate.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="The CA of both.")] = None,
-    tls_name: Annotated[str, typer.Option(help="DNS name that both certificates carry. [moonpool]")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, on the last line.")] = False,
+    tls_cert: Annotated[Path | None, typer.Option(help="This host's certificate, as for `serve`.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="CA of both sides.")] = None,
+    tls_name: Annotated[str, typer.Option(help="DNS name in both certificates. [moonpool]")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")] = False,
 ) -> None:
-    """Measure how fast KV goes between two hosts, by the cluster's own messenger, and check its bytes.
+    """Measure the speed of KV transfers between two hosts with the cluster's messenger, and verify their bytes.
 
-    Run it with --listen on one host, and with --to on the other. Bytes are checked before every line, in full; the
-    command fails when one is wrong.
+    Run it with --listen on one host, and with --to on the other. Before every line a whole batch is verified; the
+    command fails if a byte is wrong.
 
     Examples: moonpool bench messenger · moonpool bench messenger --listen · moonpool bench messenger --to 10.0.0.2
     --size 16KiB --slices 2000 --digests
     """
     with reported_errors():
         if sum(map(bool, (listen, to, local))) > 1:
-            raise ConfigError("--listen, --to and --local exclude each other: one side listens, the other measures")
+            raise ConfigError("--listen, --to and --local conflict: one side listens, the other measures")
         if data_port and not listen:
-            raise ConfigError("--data-port is of the side that listens: give it with --listen, the other side is told")
+            raise ConfigError("--data-port belongs to the listening side: give it with --listen")
         tls = tls_of(tls_cert, tls_key, tls_ca, tls_name)
-        secure_from_environment()  # the join tokens; the certificates are given on by hand, as flags go before
+        secure_from_environment()  # for join tokens; certificates are passed on explicitly, since flags override them
         try:
             if listen:
                 die_with_supervisor()
@@ -118,12 +124,12 @@ def messenger(
 
 
 def host_and_port(text: str) -> tuple[str, int]:
-    """Of HOST, HOST:PORT, [ADDRESS]:PORT or :PORT. Raises ConfigError."""
+    """Parse HOST, HOST:PORT, [ADDRESS]:PORT or :PORT. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if not colon or (":" in host and not host.startswith("[")):
         host, port = text, str(DEFAULT_PORT)
     if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{port!r} in {text!r} is no port: expected HOST:PORT, such as {ANYWHERE}, up to 65535")
+        raise ConfigError(f"{port!r} in {text!r} is not a port: expected HOST:PORT, such as {ANYWHERE}, up to 65535")
     return host.strip("[]") or "0.0.0.0", int(port)
 
 
@@ -141,7 +147,9 @@ def tls_of(cert: Path | None, key: Path | None, ca: Path | None, name: str) -> T
 
 def _listen(host: str, port: int, data_port: int, tls: TlsSettings, as_json: bool) -> None:
     if port == 65535 and not data_port:
-        raise ConfigError("there is no port after 65535 for the bytes: name one with --data-port, or listen elsewhere")
+        raise ConfigError(
+            "there is no port after 65535 for the bytes: choose one with --data-port, or listen elsewhere"
+        )
     config = assemble(
         MessengerConfig,
         data_host=host,
@@ -150,21 +158,21 @@ def _listen(host: str, port: int, data_port: int, tls: TlsSettings, as_json: boo
         tls=tls,
     )
 
-    who = "Whoever shows a certificate of the CA" if tls.tls_cert else "Whoever reaches these ports"
+    who = "Clients with a certificate of the CA" if tls.tls_cert else "All who reach these ports"
 
-    def told(listening: Listening) -> None:
+    def on_listening(listening: Listening) -> None:
         if as_json:
             print(json.dumps(asdict(listening)), flush=True)
             return
         print(
-            f"Listening at {listening.target}, the bytes at port {listening.data_port}: let both through firewalls.\n"
+            f"Listening at {listening.target}, the bytes at port {listening.data_port}: open both in firewalls.\n"
             f"On the other host: moonpool bench messenger --to {_shown(host)}:{listening.target.rpartition(':')[2]}\n"
-            f"{who} may use memory here. Ctrl-C ends it.",
+            f"{who} may use memory here. Ctrl-C stops it.",
             flush=True,
         )
 
     stop = asyncio.Event()
-    run(own(host, port, config, stop, told), stop=stop)
+    run(serve_bench(host, port, config, stop, on_listening), stop=stop)
 
 
 def _shown(host: str) -> str:
@@ -183,12 +191,12 @@ def _show(outcome: BenchOutcome, plan: BenchPlan, as_json: bool) -> None:
 
 def _remarks(outcome: BenchOutcome) -> Sequence[str]:
     checked = sum(result.checked_bytes for result in outcome.results)
-    lines = [f"{checked:,} bytes were compared one by one, and were right."]
+    lines = [f"{checked:,} bytes were compared one by one, and are correct."]
     compared = sum(result.digests_compared for result in outcome.results)
     if compared:
-        lines.append(f"{compared:,} batches had the digests they were sent with.")
+        lines.append(f"{compared:,} batches had correct digests.")
     if outcome.trouble:
-        lines.append("On the way: " + ", ".join(f"{name} {count}" for name, count in outcome.trouble.items()))
+        lines.append("Retries and errors: " + ", ".join(f"{name} {count}" for name, count in outcome.trouble.items()))
     if outcome.interrupted:
         lines.append("Interrupted: the rest was not measured.")
     return lines

@@ -1,7 +1,4 @@
-"""What is to be measured: sizes, directions, transports, for how long. Plain data, checked where it is made.
-
-What was measured: one result per cell, as a table for people and as JSON.
-"""
+"""Plan of a measurement (sizes, directions, transports, durations), and its results as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ PRIORITIES = tuple(priority.name.lower() for priority in Priority)
 MAX_REGION_NBYTES = 4 << 30
 LEAST_REGION_NBYTES = 64 << 20
 MAX_SLICES = 1 << 16
-DIGEST_UNIT = 256  # bytes: what digests can be made of
+DIGEST_UNIT = 256  # bytes; digests need multiples of it
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
@@ -31,7 +28,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 
 @dataclass(frozen=True)
 class BatchShape:
-    """A batch of `slices` slices; more than one lie apart on both sides, as layers of scattered blocks do."""
+    """A batch of slices; several slices lie apart in memory, like the layers of scattered blocks."""
 
     slice_nbytes: int
     slices: int = 1
@@ -49,18 +46,18 @@ class BatchShape:
         return self.stride * self.slices
 
     def offsets(self, base: int) -> NDArray[np.int64]:
-        """Where the slices of the batch at `base` begin, int64 [slices]."""
+        """Return the offsets of the slices of the batch at `base`, int64 [slices]."""
         return base + self.stride * np.arange(self.slices, dtype=np.int64)
 
     def rows(self, base: int) -> NDArray[np.int64]:
-        """int64 [slices, 3]: local offset, remote offset, bytes."""
+        """Return local offset, remote offset and bytes of each slice, int64 [slices, 3]."""
         offsets = self.offsets(base)
         return np.stack([offsets, offsets, np.full_like(offsets, self.slice_nbytes)], axis=1)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One line of the result."""
+    """One line of the result: a batch shape and a direction."""
 
     shape: BatchShape
     direction: str
@@ -68,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """`seconds` is for each cell, a third of it for latency; `deadline_s` for each batch."""
+    """Parameters of a measurement: `seconds` for each cell, a third of it for latency; `deadline_s` for each batch."""
 
     sizes: tuple[int, ...]
     slices: tuple[int, ...]
@@ -92,10 +89,10 @@ class BenchPlan:
         for size in self.sizes:
             if size < 1 or (self.digests and size % DIGEST_UNIT):
                 least = f"multiples of {DIGEST_UNIT} bytes, for --digests" if self.digests else "1 byte or more"
-                raise ConfigError(f"--size {size} cannot be: expected {least}")
+                raise ConfigError(f"--size is {size}: expected {least}")
         for slices in self.slices:
             if not 1 <= slices <= MAX_SLICES:
-                raise ConfigError(f"--slices {slices} cannot be: expected 1 to {MAX_SLICES}")
+                raise ConfigError(f"--slices is {slices}: expected 1 to {MAX_SLICES}")
         if self.largest_span > MAX_REGION_NBYTES:
             raise ConfigError(
                 f"a batch would spread over {self.largest_span} bytes of memory: expected sizes and slices for which "
@@ -108,7 +105,7 @@ class BenchPlan:
 
     @property
     def region_nbytes(self) -> int:
-        """Memory on each side: room for two of the largest batches, and more than fits into caches."""
+        """Bytes of memory on each side: two of the largest batches, and more than fits into caches."""
         return min(max(2 * self.largest_span, LEAST_REGION_NBYTES), MAX_REGION_NBYTES)
 
     def cells(self) -> Iterator[Cell]:
@@ -119,7 +116,7 @@ class BenchPlan:
 
 
 def bytes_of(text: str) -> int:
-    """Bytes of "64KiB", "1 MiB", "4096". Raises ConfigError."""
+    """Parse "64KiB", "1 MiB" or "4096" to bytes. Raises ConfigError."""
     found = _SIZE.fullmatch(text.strip().lower())
     if found is None or found[2] not in _UNITS:
         raise ConfigError(
@@ -129,7 +126,7 @@ def bytes_of(text: str) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """As people write it: 64 KiB, 1 MiB, 1000 B."""
+    """Return an exact size with its largest whole unit: 64 KiB, 1 MiB, 1000 B."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
@@ -141,7 +138,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class VerifiedBatches:
-    """What the owner tells of the batches since it was last asked: compared, of these wrong; its CPU seconds so far."""
+    """The server's report on batches since the last one: compared, wrong, and its CPU seconds in total."""
 
     verified: int
     wrong: int
@@ -150,7 +147,7 @@ class VerifiedBatches:
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of batches awaited one at a time; batches and seconds of those with a window; CPU seconds of all."""
+    """Latencies of single batches; number and seconds of windowed batches; CPU seconds of all."""
 
     latencies_s: Sequence[float]
     batches: int
@@ -161,7 +158,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class CellResult:
-    """A line of the result. `gbps`: 1e9 bytes per second; CPU is per GiB moved, on either side, both ways of timing."""
+    """Result of one cell. `gbps` is in 1e9 bytes per second; CPU is per GiB moved, on either side."""
 
     transport: str
     direction: str
@@ -207,9 +204,9 @@ class CellResult:
 
 
 def table(results: Sequence[CellResult]) -> Table:
-    """One line per cell."""
+    """Return a table with one row per cell."""
     picture = Table(header_style="bold", box=None, pad_edge=False)
-    for name in ("transport", "way", "batch"):
+    for name in ("transport", "direction", "batch"):
         picture.add_column(name)
     for name in ("GB/s", "p50 µs", "p90 µs", "p99 µs", "CPU s/GiB here", "there"):
         picture.add_column(name, justify="right")

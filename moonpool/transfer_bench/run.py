@@ -1,4 +1,4 @@
-"""A whole measurement: every transport of the plan in turn, against an owner elsewhere or a child of this process."""
+"""A whole measurement: every transport of the plan in turn, against a remote server or a child process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ START_TIMEOUT_S = 120.0
 
 @dataclass
 class BenchOutcome:
-    """What was found; `trouble` counts what the messenger had to do twice."""
+    """Results of a measurement; `trouble` counts the messenger's retries and errors."""
 
     results: list[CellResult] = field(default_factory=list)
     trouble: dict[str, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class BenchOutcome:
 
 
 def measure_all(plan: BenchPlan, host: str, port: int, tls: TlsSettings, console: Console) -> BenchOutcome:
-    """Measure against the owner at host:port. Ctrl-C ends it early, with what there is until then.
+    """Measure against the server at host:port. Ctrl-C ends it early, with the results so far.
 
     Raises TransferBenchFailed, MessengerError.
     """
@@ -68,7 +68,7 @@ def measure_all(plan: BenchPlan, host: str, port: int, tls: TlsSettings, console
 
 
 def measure_here(plan: BenchPlan, tls: TlsSettings, console: Console) -> BenchOutcome:
-    """Measure against a process that this one starts and ends."""
+    """Measure against a child process."""
     with _child(tls) as port:
         return measure_all(plan, "127.0.0.1", port, tls, console)
 
@@ -122,7 +122,7 @@ async def _measure_transport(
 
 
 class BenchProgress:
-    """What the user sees meanwhile: a bar over all cells on a terminal, a line per cell elsewhere."""
+    """Progress display: a bar over all cells on a terminal, otherwise one line per cell."""
 
     def __init__(self, plan: BenchPlan, console: Console) -> None:
         self._num_cells = len(plan.transports) * sum(1 for _ in plan.cells())
@@ -133,7 +133,7 @@ class BenchProgress:
         self._task = self.progress.add_task("connecting", total=self._num_cells)
 
     def show(self, transport: str, cell: Cell, share: float) -> None:
-        """So much of a cell is done."""
+        """Show the completed share of a cell."""
         size = size_text(cell.shape.slice_nbytes)
         batch = size if cell.shape.slices == 1 else f"{cell.shape.slices} x {size}"
         text = f"{transport} {cell.direction} {batch}"
@@ -153,20 +153,20 @@ def _progress(plan: BenchPlan, console: Console) -> Iterator[BenchProgress]:
 
 @contextmanager
 def _child(tls: TlsSettings) -> Iterator[int]:
-    """The port of an owner that lives as long as this context, and no longer than this process."""
+    """Yield the port of a server in a child process, which ends with this context or this process."""
     flags = [text for name, value in vars(tls).items() if value for text in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "moonpool", "bench", "messenger", "--listen", "127.0.0.1:0", "--json", *flags]
     child = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         text=True,
-        # A Ctrl-C is this process's to handle, which ends the child when it is done.
+        # Only this process handles Ctrl-C; it ends the child when it is done.
         start_new_session=True,
         env=os.environ | {SUPERVISOR_VARIABLE: str(os.getpid())},
     )
     try:
         assert child.stdout is not None
-        # A line comes whole, or the child has ended.
+        # The line arrives whole, or the child has ended.
         ready, _, _ = select.select([child.stdout], [], [], START_TIMEOUT_S)
         told = child.stdout.readline() if ready else ""
         if not told.startswith("{"):

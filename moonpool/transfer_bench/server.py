@@ -1,9 +1,10 @@
-"""Digests of slices as the cluster makes them of a block's layers, and how they go with a notification.
+"""Server of the transfer benchmark: grants memory to clients, one region per session, and verifies what arrives.
 
-The side that listens: lends memory to whoever measures against it, one region a session, and checks what lands.
+A session is one stream of JSON messages over gRPC; its memory is freed when the stream ends. The bytes go through a
+real messenger with its own port. Slices carry the digests that the cluster makes of a block's layers.
 
-A session is one stream of JSON messages over gRPC; its memory goes when the stream ends, however it ends. The bytes go
-through a real messenger with a port of its own.
+Threads: gRPC handlers run on the event loop, notifications on the messenger's thread, and each session compares digests
+on an executor thread of its own.
 """
 
 from __future__ import annotations
@@ -41,25 +42,25 @@ _HEAD = struct.Struct("<QQQ")  # base, bytes of a slice, slices
 
 
 class SliceDigests:
-    """Each slice counts as a block whose layers are of 64 KiB; as one layer, if it is no multiple of that."""
+    """Digests of slices: each counts as a block with layers of 64 KiB, or one layer if it is not a multiple of that."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
-        warm_up()  # else the first batch would wait for the kernels
+        warm_up()  # otherwise the first batch would wait for the kernels
         self._memory = memory
         self._specs: dict[int, KvSpec] = {}
 
     def of(self, shape: BatchShape, base: int) -> NDArray[np.uint64]:
-        """uint64 [slices, layers]; `shape.slice_nbytes` is a multiple of 256."""
+        """Return digests, uint64 [slices, layers]; `shape.slice_nbytes` must be a multiple of 256."""
         spec = self._spec(shape.slice_nbytes)
         valid = np.full(shape.slices, spec.block_tokens, np.int32)
         return layer_digests_at(self._memory, shape.offsets(base), spec, 0, valid)
 
     def message(self, shape: BatchShape, base: int) -> bytes:
-        """What a writer sends with the batch."""
+        """Return the notification that a writer sends with the batch."""
         return _HEAD.pack(base, shape.slice_nbytes, shape.slices) + self.of(shape, base).tobytes()
 
     def agrees(self, message: bytes) -> bool:
-        """Whether the batch that a message is of has these digests here. False for what is no such message."""
+        """Return True if the message is valid and its batch has these digests here."""
         try:
             base, slice_nbytes, slices = _HEAD.unpack_from(message)
             shape = BatchShape(slice_nbytes, slices)
@@ -88,21 +89,21 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")
 
 
 class SessionRefused(Exception):
-    """A session cannot be had; the message goes to the caller."""
+    """The session is rejected; the message goes to the client."""
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Where the owner can be reached, once it can; 0: the messenger does not listen by tcp."""
+    """Addresses of the server once it listens; `data_port` 0: the messenger does not listen on TCP."""
 
     target: str
     data_port: int
 
 
-async def own(
-    host: str, port: int, config: MessengerConfig, stop: asyncio.Event, told: Callable[[Listening], None]
+async def serve_bench(
+    host: str, port: int, config: MessengerConfig, stop: asyncio.Event, on_listening: Callable[[Listening], None]
 ) -> None:
-    """Listen until `stop` is set; `told` hears where. Raises NetworkError when it cannot be listened there."""
+    """Serve until `stop` is set; `on_listening` receives the addresses. Raises NetworkError if it cannot listen."""
     secure(config.tls_files)
     owner = BenchServer(host, config)
     server = None
@@ -113,7 +114,7 @@ async def own(
         server = await start_server(
             f"{host}:{port}", lambda grpc_server: grpc_server.add_generic_rpc_handlers((handlers,))
         )
-        told(Listening(server.target, endpoint.tcp_port))
+        on_listening(Listening(server.target, endpoint.tcp_port))
         await stop.wait()
     finally:
         if server is not None:
@@ -122,7 +123,7 @@ async def own(
 
 
 class BenchServer:
-    """The messenger and its sessions by the node id of their callers."""
+    """The messenger, and its sessions by the node ids of their clients."""
 
     def __init__(self, host: str, config: MessengerConfig) -> None:
         self._wildcard = host in WILDCARDS
@@ -138,9 +139,9 @@ class BenchServer:
                 lent.close()
 
     async def session(self, _requests: object, context: Context) -> None:
-        """One caller, from its greeting to its leaving.
+        """Serve one client from its greeting to its end.
 
-        No generator: one that is cancelled between two answers would be closed whenever memory is tidied.
+        Not a generator: a cancelled one would be closed only at garbage collection.
         """
         caller: str | None = None
         lending: asyncio.Task[LentRegion] | None = None
@@ -150,27 +151,27 @@ class BenchServer:
                 if lending is None:
                     caller, nbytes = self._admit(message)
                     lending = asyncio.create_task(asyncio.to_thread(LentRegion, self.messenger, nbytes))
-                    # Who leaves meanwhile does not stop the thread: what it makes is taken back below.
+                    # A client that leaves meanwhile does not stop the thread: its memory is freed below.
                     self._sessions[caller] = lent = await asyncio.shield(lending)
                     answer = self._greeting(lent)
                 else:
                     answer = await asyncio.to_thread(lending.result().answer, message)
                 await context.write(json.dumps(answer).encode())
         except (SessionRefused, ValueError, KeyError, TypeError) as error:
-            refusal = str(error) if isinstance(error, SessionRefused) else f"a message is not understood: {error!r}"
+            refusal = str(error) if isinstance(error, SessionRefused) else f"malformed message: {error!r}"
             await context.write(json.dumps({"refused": refusal}).encode())
         except (OSError, MemoryError) as error:
-            refusal = f"there is not as much memory to lend here: {error}"
+            refusal = f"not enough memory on this side: {error}"
             await context.write(json.dumps({"refused": refusal}).encode())
         finally:
             if caller is not None:
                 await asyncio.shield(self._take_back(caller, lending))
 
     def _admit(self, hello: dict[str, Any]) -> tuple[str, int]:
-        """Who calls, whose place is taken from now on, and the bytes it wants."""
+        """Reserve a session for the client; return its node id and the requested bytes."""
         if hello["version"] != VERSION:
             raise SessionRefused(
-                f"this side speaks version {VERSION} of the messenger's protocol, the other {hello['version']}: "
+                f"this side has version {VERSION} of the messenger's protocol, the other {hello['version']}: "
                 "run the same Moonpool on both hosts"
             )
         caller, nbytes = str(hello["node_id"]), int(hello["region_nbytes"])
@@ -186,7 +187,7 @@ class BenchServer:
             if lending is not None:
                 await asyncio.to_thread((await lending).close)
         except (OSError, MemoryError):
-            pass  # there was none
+            pass  # no memory was allocated
         finally:
             del self._sessions[caller]
 
@@ -207,7 +208,7 @@ class BenchServer:
 
 
 class LentRegion:
-    """The memory of one session, and what is counted about it."""
+    """Memory of one session, and the results of its comparisons."""
 
     def __init__(self, messenger: Messenger, nbytes: int) -> None:
         self._messenger = messenger
@@ -221,11 +222,11 @@ class LentRegion:
         self._verified: list[Future[bool]] = []
 
     def compare(self, message: bytes) -> None:
-        """Compare a batch with its digests, on a thread of its own."""
+        """Compare a batch with its digests on the session's thread."""
         self._verified.append(self._verifier.submit(self._digests.agrees, message))
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What the caller asks between its batches."""
+        """Answer a request of the client between its batches."""
         if message["ask"] == "hash":
             shape = BatchShape(int(message["slice_nbytes"]), int(message["slices"]))
             return {"hash": hash_of(self._memory.array, shape, int(message["base"]))}
@@ -233,7 +234,7 @@ class LentRegion:
             done, self._verified = self._verified, []
             wrong = sum(not future.result() for future in done)
             return {"verified": len(done), "wrong": wrong, "cpu_s": time.process_time()}
-        raise SessionRefused(f"nobody knows what {message['ask']!r} is")
+        raise SessionRefused(f"unknown request type {message['ask']!r}")
 
     def close(self) -> None:
         self._verifier.shutdown(cancel_futures=True)
@@ -245,7 +246,7 @@ class LentRegion:
 
 
 def hash_of(memory: NDArray[np.uint8], shape: BatchShape, base: int) -> str:
-    """Of the batch's bytes in order; both sides make it the same way."""
+    """Return a hash of the batch's bytes in order, the same on both sides."""
     if base < 0 or base + shape.span > len(memory) or shape.slice_nbytes < 1:
         raise ConfigError(f"a batch of {shape} at {base} is not within {len(memory)} bytes")
     digest = hashlib.blake2b(digest_size=16)
@@ -255,7 +256,7 @@ def hash_of(memory: NDArray[np.uint8], shape: BatchShape, base: int) -> str:
 
 
 def fill(memory: NDArray[np.uint8]) -> None:
-    """Random bytes, another sequence each time, a piece at a time."""
+    """Fill the memory with fresh random bytes, piece by piece."""
     rng = np.random.default_rng()
     for start in range(0, len(memory), 16 << 20):
         piece = memory[start : start + (16 << 20)]

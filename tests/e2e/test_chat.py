@@ -107,7 +107,7 @@ async def test_ctrl_c_stops_an_answer_and_leaves_at_the_prompt(cluster: Any, ter
     chat.shows(r"stopped\r\n> ")
     await cluster.validate()  # the server has stopped too: it would still be generating
     chat.type("/undo\n")
-    chat.shows(r"taken back: Tell me everything\.\r\n> ")
+    chat.shows(r"removed: Tell me everything\.\r\n> ")
     chat.type("\x03")
     assert chat.process.wait(WAIT_S) == 0
 

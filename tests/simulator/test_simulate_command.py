@@ -80,9 +80,9 @@ def test_it_draws_what_it_found(invoke: Invoke, trace: Path, tmp_path: Path, kin
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["TRACE", "--capacity", "0"], "a capacity of '0' blocks; give whole numbers from 1"),
-        (["TRACE", "--capacity", "-5"], "a capacity of '-5' blocks"),
-        (["TRACE", "--capacity", "10,many"], "a capacity of 'many' blocks"),
+        (["TRACE", "--capacity", "0"], "--capacity '0': expected a whole number of blocks from 1"),
+        (["TRACE", "--capacity", "-5"], "--capacity '-5': expected"),
+        (["TRACE", "--capacity", "10,many"], "--capacity 'many': expected"),
         (["TRACE", "--capacity", "10", "--policy", "mru"], "no policy 'mru'; choose from lru, lfu"),
         (["nowhere.jsonl", "--capacity", "10"], "cannot open the trace nowhere.jsonl"),
         (["TRACE", "--capacity", "10", "--plot", "hits.gif"], "must end in one of .svg, .png"),

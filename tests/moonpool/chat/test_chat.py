@@ -116,7 +116,7 @@ def test_a_line_is_a_question_or_a_command() -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("/rest", "did you mean /reset"), ("/save", "needs a FILE"), ("/undo 2", "takes nothing after it, not '2'")],
+    [("/rest", "did you mean /reset"), ("/save", "needs a FILE"), ("/undo 2", "takes no argument, got '2'")],
 )
 def test_a_wrong_command_is_told_what_was_expected(line: str, said: str) -> None:
     with pytest.raises(ChatCommandError, match=said):
@@ -223,10 +223,10 @@ def test_figures_go_beside_the_answers(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("busy", "HTTP 429: full; ask again in 7 s"),
+        ("busy", "HTTP 429: full; retry in 7 s"),
         ("long", "/undo or /reset makes the conversation shorter"),
-        ("error", "the answer broke off: a worker fell over"),
-        ("cut", "the answer broke off: its stream ended"),
+        ("error", "the answer is incomplete: a worker fell over"),
+        ("cut", "the answer is incomplete: its stream ended"),
     ],
 )
 def test_the_first_error_ends_a_piped_chat(chat: Chat, server: ChatServer, script: str, said: str) -> None:

@@ -28,7 +28,7 @@ def test_a_drawn_key_is_let_in_by_the_file_that_does_not_hold_it(tmp_path: Path)
     text = path.read_text()
     assert not any(key in text for key in drawn)
     assert path.stat().st_mode & 0o077 == 0
-    keys = ApiKeys(asks=True)
+    keys = ApiKeys(required=True)
     keys.replace(callers_of(parse_keys(text)))
     assert keys.admin(f"Bearer {drawn[0]}").tenant == "t"
     assert keys.caller(f"Bearer {drawn[1]}").quota == Quota(max_concurrent=3)
@@ -74,5 +74,5 @@ def test_a_file_that_is_wrong_before_is_said_to_be(tmp_path: Path) -> None:
     path.write_text("keys: 3\n")
     refused = new("--name", "a", "--tenant", "t", "--file", str(path))
     assert refused.exit_code == 2
-    assert "is of no use as it is" in refused.output
+    assert "is invalid" in refused.output
     assert path.read_text() == "keys: 3\n"

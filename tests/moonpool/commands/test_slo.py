@@ -66,7 +66,7 @@ async def test_what_is_shown_as_yaml_can_be_set_again(slo: Commands) -> None:
     assert "acknowledged by conductor-7" in said
     shown = await slo.run("show", "--yaml")
     again = await slo.run("set", slo.write(shown, "again.yaml"), "--reason", "again")
-    assert "nothing to change: version 2 says the same" in again
+    assert "nothing to change: version 2 has the same objectives" in again
 
 
 async def test_show_tells_who_why_and_who_goes_by_it(slo: Commands) -> None:
@@ -118,11 +118,11 @@ async def test_check_says_what_would_change_and_changes_nothing(slo: Commands) -
     ("text", "said"),
     [
         ("cluster: {ttft: -1s}", "cluster.ttft is '-1s'"),
-        ("cluster: {ttft: .nan}", "infinite or none at all"),
+        ("cluster: {ttft: .nan}", "infinite or not a number"),
         ("cluster: {ttft: 1s, ttft: 2s}", "the key 'ttft' is given twice"),
-        ("cluster: {ttft: 2026-01-01}", "texts, numbers, lists and mappings alone"),
+        ("cluster: {ttft: 2026-01-01}", "expected only texts, numbers, lists and mappings"),
         ("a: [", "not valid YAML"),
-        ("tenants: {0123: {ttft: 1s}}", "83 cannot be a name"),
+        ("tenants: {0123: {ttft: 1s}}", "the name 83 is not a text"),
         ("[" * 5000, "not valid YAML"),
         ("x" * (1 << 21), "at most 1048576"),
     ],

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moonpool.doctor import gpu, machine, network, software, storage
 from moonpool.doctor.checks import Check, CheckResult, Level, Needs, Purpose, Verdict, examine
-from moonpool.doctor.command import Asked, all_checks
+from moonpool.doctor.command import DoctorOptions, all_checks
 
 ROOT = Path(__file__).parents[3]
 GIB = 1 << 30
@@ -247,7 +247,7 @@ def test_a_pools_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_a_pools_folder_is_looked_at_where_one_is_meant(tmp_path: Path) -> None:
     def has_check(folder: Path | None, *needs: Purpose) -> bool:
-        asked = Asked(pool_ssd_dir=folder, needs=frozenset(needs))
+        asked = DoctorOptions(pool_ssd_dir=folder, needs=frozenset(needs))
         return "pool SSD" in [check.name for check in all_checks(asked)]
 
     assert (has_check(None), has_check(None, Purpose.POOL), has_check(tmp_path)) == (False, True, True)
@@ -353,7 +353,7 @@ def doctor(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_shows_every_check_and_one_sentence_of_advice() -> None:
     shown = doctor()
     findings = json.loads(doctor("--json").stdout)["checks"]
-    assert [finding["check"] for finding in findings] == [check.name for check in all_checks(Asked())]
+    assert [finding["check"] for finding in findings] == [check.name for check in all_checks(DoctorOptions())]
     assert all(finding["check"] in shown.stdout for finding in findings)
     assert shown.stderr == ""
     failed = any(finding["level"] == "fail" for finding in findings)

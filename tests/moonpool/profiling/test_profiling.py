@@ -52,7 +52,7 @@ def test_what_is_measured_fits_into_model_and_memory(length, max_batch, capacity
 
 
 def test_a_model_or_memory_too_small_to_fit_to_is_refused():
-    with pytest.raises(ConfigError, match="too little to fit costs to"):
+    with pytest.raises(ConfigError, match="give too few points to fit costs"):
         grid_of(20, 64, 1000)
 
 
@@ -74,7 +74,7 @@ def test_the_command_writes_a_profile_of_the_model_and_a_picture(tmp_path, capsy
     assert cost_profiles_of([str(out)], ["tiny"]) == {"tiny": made}
 
 
-@pytest.mark.parametrize(("out", "message"), [("", "cannot be written"), ("file/p.json", "its folder cannot be made")])
+@pytest.mark.parametrize(("out", "message"), [("", "cannot be written"), ("file/p.json", "cannot create its folder")])
 def test_a_profile_that_could_not_be_written_is_not_measured(tmp_path, capsys, out, message):
     (tmp_path / "file").write_text("")
     assert command.app(["--out", str(tmp_path / out), "--no-transfers"], standalone_mode=False) == 2

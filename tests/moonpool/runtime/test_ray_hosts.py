@@ -129,5 +129,8 @@ def test_an_address_of_another_form_is_refused(address: str) -> None:
 def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path) -> None:
     port = claim_port("127.0.0.1", 0)
     ray = config(ray_address=f"127.0.0.1:{port}")
-    with pytest.raises(RayUnusable, match=f"nobody answers at the Ray address .*{port}"), chosen_runtime(ray, tmp_path):
+    with (
+        pytest.raises(RayUnusable, match=f"nothing answers at the Ray address .*{port}"),
+        chosen_runtime(ray, tmp_path),
+    ):
         pass

@@ -1,7 +1,7 @@
 """The preview of a change of objectives, as a terminal shows it."""
 
 from moonpool.commands.arguments import wide_console
-from moonpool.slo.rendering import caveats, preview_picture, preview_title
+from moonpool.slo.rendering import caveats, preview_table, preview_title
 from moonpool_proto.v1 import conductor_pb2
 
 ROW = conductor_pb2.SloPreviewRow(
@@ -28,22 +28,22 @@ def preview(**fields: object) -> conductor_pb2.SloPreview:
 def test_it_tells_before_and_after_and_of_whom_nothing_can_be_known() -> None:
     console = wide_console()
     with console.capture() as captured:
-        console.print(preview_picture(preview()))
+        console.print(preview_table(preview()))
     cells = captured.get().splitlines()[1].split("  ")
     assert [cell.strip() for cell in cells if cell.strip()] == [
         "m",
         "chat",
         "108",
         "100 -> 95",
-        "10 (4 of them had kept it)",
+        "10 (4 of them had met their objectives)",
         "5",
         "80.0 % of 100 -> 94.4 % of 90",
     ]
     assert "the last 108 requests that this conductor judged, over 6 min:" in preview_title(preview())
     assert "7 earlier ones" in preview_title(preview(forgotten=7))
     notes = "\n".join(caveats(preview()))
-    assert "how long the 5 newly admitted would have taken is not known" in notes
-    assert "2 that were admitted have no times" in notes
+    assert "latencies of the 5 newly admitted are unknown" in notes
+    assert "2 admitted requests have no latencies" in notes
     assert "admission is" not in notes
 
 
@@ -51,5 +51,5 @@ def test_it_says_when_nobody_is_turned_away_anyway_and_when_there_was_nobody() -
     assert any("admission is shadow" in note for note in caveats(preview(admission="shadow")))
     assert any("mode is none" in note for note in caveats(preview(mode="none")))
     assert any("judged after the prefill" in note for note in caveats(preview(mode="load")))
-    assert preview_title(conductor_pb2.SloPreview()) == "the recent past: no request was judged yet"
+    assert preview_title(conductor_pb2.SloPreview()) == "recent requests: none was judged yet"
     assert not list(caveats(conductor_pb2.SloPreview()))

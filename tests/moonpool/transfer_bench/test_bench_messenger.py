@@ -120,14 +120,14 @@ def test_a_batch_whose_bytes_differ_fails_the_command(port: int, monkeypatch: py
             return await super().hash_of(shape, base + 256 if base == 0 else base - 256)
 
     monkeypatch.setattr(run, "BenchSession", Elsewhere)
-    with pytest.raises(TransferBenchFailed, match="other bytes than it should"):
+    with pytest.raises(TransferBenchFailed, match="left wrong bytes"):
         measured(SMALL, port)
 
 
 def test_a_batch_with_wrong_digests_fails_the_command(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     right = SliceDigests.message
     monkeypatch.setattr(SliceDigests, "message", lambda *args: right(*args)[:-1] + b"x")
-    with pytest.raises(TransferBenchFailed, match="other digests than they were sent with"):
+    with pytest.raises(TransferBenchFailed, match="with wrong digests"):
         measured(replace(SMALL, digests=True, directions=("write",)), port)
 
 
@@ -204,7 +204,7 @@ async def test_a_caller_that_is_being_served_is_not_served_twice(lender: Any) ->
 
 
 def test_nobody_listening_is_said(unused_port: Callable[[], int]) -> None:
-    with pytest.raises(TransferBenchFailed, match=r"nobody listens at .*: start `moonpool bench messenger --listen`"):
+    with pytest.raises(TransferBenchFailed, match=r"nothing listens at .*: start `moonpool bench messenger --listen`"):
         measured(SMALL, unused_port())
 
 
@@ -232,7 +232,7 @@ def test_silence_is_told_as_what_a_firewall_does(monkeypatch: pytest.MonkeyPatch
         for sock in waiting:
             sock.setblocking(False)
             sock.connect_ex(full.getsockname())
-        with pytest.raises(TransferBenchFailed, match=r"no answer from .* a firewall drops what goes to port"):
+        with pytest.raises(TransferBenchFailed, match=r"no answer from .* a firewall drops packets to port"):
             probe(*full.getsockname(), "")
         for sock in waiting:
             sock.close()
@@ -240,7 +240,7 @@ def test_silence_is_told_as_what_a_firewall_does(monkeypatch: pytest.MonkeyPatch
 
 def test_another_version_is_refused_by_name(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "VERSION", 999)
-    with pytest.raises(TransferBenchFailed, match=r"refuses: .*the other 999: run the same Moonpool on both"):
+    with pytest.raises(TransferBenchFailed, match=r"rejects the session: .*the other 999: run the same Moonpool"):
         measured(SMALL, port)
 
 
@@ -253,7 +253,7 @@ def test_a_data_port_that_cannot_be_reached_is_named(
             return replace(owner, endpoint=replace(owner.endpoint, tcp_port=unused_port()))
 
     monkeypatch.setattr(run, "BenchSession", Blocked)
-    with pytest.raises(TransferBenchFailed, match=r"the port the bytes go to.*--data-port"):
+    with pytest.raises(TransferBenchFailed, match=r"the port for the bytes.*--data-port"):
         measured(SMALL, port)
 
 
@@ -273,7 +273,7 @@ def test_what_is_no_owner_is_not_taken_for_one() -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        with pytest.raises(TransferBenchFailed, match="is no `moonpool bench messenger --listen`"):
+        with pytest.raises(TransferBenchFailed, match="is not `moonpool bench messenger --listen`"):
             measured(SMALL, int(other.getsockname()[1]))
         other.shutdown(socket.SHUT_RDWR)
         thread.join(60)
@@ -325,19 +325,19 @@ def test_interrupted_it_tells_what_it_has() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--listen", "--to", "a"], "exclude each other"),
+        (["--listen", "--to", "a"], "conflict"),
         (["--size", "5x"], "'5x' is not a size"),
-        (["--size", "0"], "--size 0 cannot be"),
+        (["--size", "0"], "--size is 0"),
         (["--size", "100", "--digests"], "multiples of 256 bytes"),
-        (["--slices", "0"], "--slices 0 cannot be"),
+        (["--slices", "0"], "--slices is 0"),
         (["--size", "3GiB", "--slices", "2"], "expected sizes and slices for which it"),
         (["--transport", "pigeon"], "--transport 'pigeon' is unknown"),
         (["--direction", "up"], "--direction 'up' is unknown"),
         (["--priority", "high"], "--priority 'high' is unknown: expected one of urgent, normal, background"),
-        (["--to", "host:x"], "'x' in 'host:x' is no port"),
+        (["--to", "host:x"], "'x' in 'host:x' is not a port"),
         (["--to", "host:99999"], "up to 65535"),
-        (["--listen", "127.0.0.1:65535"], "no port after 65535 for the bytes: name one with --data-port"),
-        (["--to", "host", "--data-port", "7000"], "--data-port is of the side that listens"),
+        (["--listen", "127.0.0.1:65535"], "no port after 65535 for the bytes: choose one with --data-port"),
+        (["--to", "host", "--data-port", "7000"], "--data-port belongs to the listening side"),
         (["--tls-cert", "node.pem", "--tls-key", "node.key"], "tls_ca not set"),
     ],
 )
