@@ -143,7 +143,7 @@ async def test_a_missing_server_is_unavailable() -> None:
 
 async def test_a_slow_answer_exceeds_the_deadline() -> None:
     server = await control.start_server("127.0.0.1:0", add)
-    with pytest.raises(control.DeadlineExceeded, match=r"Echo\.Echo"):
+    with pytest.raises(control.ControlDeadlineExceeded, match=r"Echo\.Echo"):
         await echo(server.target, b"slow", deadline_s=0.1)
     await server.stop()
 
