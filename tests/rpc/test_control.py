@@ -173,7 +173,7 @@ async def test_a_channel_reaches_the_server_that_comes_back(tmp_path: Path) -> N
 
 RUN_MAIN = """
 import asyncio, sys
-from messenger import control
+from rpc import control
 async def main(stop):
     print("ready", flush=True)
     await (stop.wait() if sys.argv[1] == "event" else asyncio.Event().wait())
