@@ -1,18 +1,16 @@
-"""Whether the SSD can be used now, judged by how its reads and writes end. No I/O, no clock: `now_s` is given.
+"""The SSD tier of a pool node: its health, loads to DRAM, write-back, and their life cycle.
 
-A failed write makes the SSD read-only, reads that fail one after the other make it failed; either is left alone for a
-while, longer each time, and then tried again. What ends well ends the trouble.
+Threads:
 
-Blocks on their way from SSD to DRAM: begun for whoever asks, shared by all who wait, ended whoever leaves.
+    event loop          all state of core, Loader, WriteBack and SsdHealth. The only lock is WriteBack._batch_lock:
+                        batches, and the last frees at close, run one at a time
+    2 load threads      one reads a batch from the SSD while the other verifies its own
+    1 write thread      low priority; writes one batch at a time and waits up to 1 s for loads to finish first
+    store's I/O threads `read_depth` and `write_depth` I/Os in flight, apart, so neither direction waits
 
-Loads belong to the node: a pin that is cancelled, or whose time is over, leaves them to the next one.
-
-Keeps the SSD in step with what the policy core decides: extents given up are forgotten, blocks worth it written.
-
-One small batch at a time, in a thread of low priority, and never while a block is being brought to DRAM, unless that
-goes on for long: whoever is served does not notice. Trouble with the SSD pauses it; the node goes on without.
-
-The SSD tier of one pool node, put together: the store, what is known of its health, loads and write-back.
+Both slots of a load or write are held by the core from `load` / `writes` until `loaded` / `written`, which follow in
+any case. Loads belong to the node: a pin that is cancelled or times out leaves them to the next one. Extents are given
+up in the core first, then freed in the store, and only then written again.
 """
 
 import asyncio
@@ -53,7 +51,11 @@ class SsdState(enum.StrEnum):
 
 
 class SsdHealth:
-    """Of one node's SSD tier."""
+    """State of one node's SSD tier, judged by the results of its reads and writes; `now_s` is given, no I/O.
+
+    A failed write makes it read-only, and consecutive failed reads make it failed. It is then left alone for a pause,
+    which doubles up to a minute, and tried again. A success restores it.
+    """
 
     def __init__(self, what: str) -> None:
         self.state = SsdState.OK
@@ -63,34 +65,34 @@ class SsdHealth:
         self._failed_reads = 0
 
     def may_read(self, now_s: float) -> bool:
-        """Whether to read now. A failed SSD is tried after its pause."""
+        """Return True if the SSD may be read now. A failed SSD is retried after its pause."""
         return self.state is not SsdState.FAILED or now_s >= self._retry_s
 
     def may_write(self, now_s: float) -> bool:
-        """Whether to write now. One in trouble is tried after its pause."""
+        """Return True if the SSD may be written now. An SSD in trouble is retried after its pause."""
         return self.state is SsdState.OK or now_s >= self._retry_s
 
     def write_succeeded(self) -> None:
-        """A batch was written. After failed reads this is a hope: the next failed read makes the pause longer still."""
+        """Record that a batch was written. After failed reads, the next failed read makes the pause longer still."""
         if self.state is SsdState.READ_ONLY:
             self._pause_s = _FIRST_PAUSE_S
         self._become(SsdState.OK, "writes succeed again")
 
     def write_failed(self, now_s: float, reason: str) -> None:
-        """Something of a batch could not be written."""
+        """Record that part of a batch could not be written."""
         self._pause(now_s)
         if self.state is not SsdState.FAILED:
             self._become(SsdState.READ_ONLY, reason)
 
     def read_succeeded(self) -> None:
-        """Something of a batch could be read."""
+        """Record that part of a batch could be read."""
         self._failed_reads = 0
         if self.state is SsdState.FAILED:
             self._pause_s = _FIRST_PAUSE_S
             self._become(SsdState.OK, "reads succeed again")
 
     def read_failed(self, now_s: float, reason: str) -> None:
-        """Nothing of a batch could be read."""
+        """Record that nothing of a batch could be read."""
         self._failed_reads += 1
         if self._failed_reads >= _FAILED_READS_LIMIT:
             self._pause(now_s)
@@ -114,7 +116,7 @@ _LOAD_BATCH_NBYTES = 8 << 20
 
 
 class Loader:
-    """All methods belong to one event loop."""
+    """Loads of blocks from SSD to DRAM. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -142,15 +144,15 @@ class Loader:
 
     @property
     def num_in_flight(self) -> int:
-        """Blocks that are being read or wait for it."""
+        """Number of blocks being read or queued."""
         return len(self._in_flight)
 
     def begin(
         self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool, tail_keys: Sequence[bytes] = ()
     ) -> int:
-        """Begin what is not under way of the leading run's blocks on SSD, and of tails after it.
+        """Start loads of those blocks of the leading run, and tails after it, that are on SSD only.
 
-        Returns how many of them are under way now.
+        Returns the number of them in flight.
         """
         self._begin(self._prefetches, kv_namespace, chain, tails, tail_keys)
         return len(self._of(kv_namespace, chain, tails))
@@ -164,7 +166,7 @@ class Loader:
         wait_s: float,
         tail_keys: Sequence[bytes] = (),
     ) -> None:
-        """As `begin`, before what nobody waits for; and wait until nothing of it is under way, or for `wait_s`."""
+        """Start loads as `begin`, ahead of prefetches; wait until none of them is in flight, or for `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while True:
@@ -179,12 +181,12 @@ class Loader:
             self._counters["load_timeouts"] += 1
 
     async def idle(self) -> None:
-        """Until no load waits or is under way."""
+        """Wait until no load is queued or in flight."""
         while self._in_flight:
             await self._ended.wait()
 
     async def close(self) -> None:
-        """Give up what waits; wait for what is being read, which cannot be stopped."""
+        """Drop queued loads and wait for running reads, which cannot be stopped."""
         given_up = [*self._urgent, *self._prefetches]
         self._urgent.clear()
         self._prefetches.clear()
@@ -212,7 +214,7 @@ class Loader:
             task.add_done_callback(self._workers.discard)
 
     def _promote(self, loads: set[TierLoad]) -> None:
-        """Somebody waits for these now, which a prefetch began."""
+        """Move prefetches that a pin now waits for to the urgent queue."""
         if any(load in loads for load in self._prefetches):
             self._urgent += [load for load in self._prefetches if load in loads]
             self._prefetches = deque(load for load in self._prefetches if load not in loads)
@@ -267,7 +269,7 @@ class Loader:
             self._health.read_succeeded()
 
     def _of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> set[TierLoad]:
-        """Of these blocks under way; with `tails`, also of partial blocks after any of them."""
+        """Return the loads in flight of these blocks; with `tails`, also of partial blocks after any of them."""
         if not self._in_flight:
             return set()
         keys = {block_key(kv_namespace, chain_key) for chain_key in chain}
@@ -288,7 +290,7 @@ T = TypeVar("T")
 
 
 class _WriteOutcome(enum.Enum):
-    """What became of one write."""
+    """Result of one write."""
 
     DURABLE = enum.auto()
     SSD_FAILED = enum.auto()
@@ -296,7 +298,7 @@ class _WriteOutcome(enum.Enum):
 
 
 class WriteBack:
-    """All methods belong to one event loop; `run` is its task."""
+    """Writes blocks to SSD as the core decides. All methods belong to one event loop; `run` is its task."""
 
     def __init__(
         self,
@@ -324,11 +326,11 @@ class WriteBack:
         self.num_in_flight = 0
 
     def wake(self) -> None:
-        """Blocks have come or gone: something may be worth writing."""
+        """Signal that blocks were added or removed, so that something may be worth writing."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Write what is worth it, until cancelled."""
+        """Write blocks that are worth it, until cancelled."""
         while True:
             self._changed.clear()
             try:
@@ -343,18 +345,18 @@ class WriteBack:
                         await self._changed.wait()
 
     async def write_everything(self) -> None:
-        """Write all that is sealed and not on SSD, as far as the SSD takes it."""
+        """Write all sealed blocks that are not on SSD, as far as they fit."""
         while await self._write_batch(everything=True):
             pass
 
     async def close(self) -> None:
-        """Wait for the batch that is being written, then tell the store what it must forget."""
+        """Wait for the running batch, then free the remaining extents in the store."""
         async with self._batch_lock:
             await self._in_thread(self._store.free, self._core.take_ssd_freed())
         self._thread.shutdown(wait=False)
 
     async def _write_batch(self, *, everything: bool) -> bool:
-        """One batch, and what there is to forget. False: there was nothing to do, or it must wait."""
+        """Run one batch of writes and frees. Returns False if there was nothing to do, or it must wait."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_YIELD_S):
                 await self._loader.idle()
@@ -391,7 +393,7 @@ class WriteBack:
             self._publish()
 
     def _classify(self, writes: Sequence[TierWrite], written: WriteResults) -> list[_WriteOutcome]:
-        """Count what became of the writes. Blocks that are wrong in DRAM are quarantined."""
+        """Count and return the results of the writes. Blocks that are corrupt in DRAM are quarantined."""
         outcomes = []
         trouble = ""
         for write, error, right in zip(writes, written.errors, written.right, strict=True):
@@ -426,7 +428,7 @@ class WriteBack:
 
 
 def _lower_priority() -> None:
-    """Whoever computes goes first. Linux has priorities per thread; elsewhere the thread stays as it is."""
+    """Lower the thread's priority. Linux has priorities per thread; elsewhere it stays unchanged."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -436,7 +438,7 @@ _CLOSE_S = 10.0
 
 
 class SsdTier:
-    """From `open` to `close`; all methods belong to one event loop."""
+    """SSD tier of one pool node, from `open` to `close`; all methods belong to one event loop."""
 
     def __init__(
         self,
@@ -463,7 +465,9 @@ class SsdTier:
         publish: Callable[[], None],
         counters: defaultdict[str, float],
     ) -> "SsdTier":
-        """Open the node's folder and let `core` take in what is there. Raises SsdFolderError, which says what to do."""
+        """Open the node's folder and restore its blocks into `core`. Raises SsdFolderError, whose text says what
+        to do.
+        """
         folder = config.ssd_folder
         assert folder is not None
         store = await asyncio.to_thread(_open, folder, config)
@@ -490,11 +494,11 @@ class SsdTier:
 
     @property
     def state(self) -> SsdState:
-        """Whether the SSD is read and written, only read, or left alone."""
+        """State of the SSD: read and written, only read, or left alone."""
         return self.health.state
 
     def describe(self) -> dict[str, Any]:
-        """What there is to know of the disk, as plain data."""
+        """Return the facts of the disk, as plain data."""
         stats = self.store.stats()
         return {
             "folder": str(self._folder),
@@ -509,9 +513,9 @@ class SsdTier:
         }
 
     async def close(self) -> None:
-        """End loads, write what is in memory alone as far as it takes 2 s, and leave the disk.
+        """End loads, write unwritten blocks for up to 2 s, and close the store.
 
-        All that was written is found again at the next start.
+        All blocks that were written are restored at the next start.
         """
         self._writing.cancel()
         try:

@@ -1,4 +1,4 @@
-"""Mappings of memory, whole or a caller's array, as the compiled loops take them; and checked copies between two."""
+"""Memories as the compiled copies take them, and checked copies and digests of blocks between memories."""
 
 import functools
 import itertools
@@ -18,28 +18,28 @@ _NOT_TOLD = np.empty((0, 0), np.uint64)
 
 @dataclass(frozen=True)
 class SpecLayout:
-    """A KvSpec with what the compiled loops need of it."""
+    """KvSpec with the derived values that the compiled copies need."""
 
     spec: KvSpec
 
     @cached_property
     def num_layers(self) -> int:
-        """Over all groups."""
+        """Number of layers over all groups."""
         return sum(self.spec.num_layers(g) for g in range(self.spec.num_groups))
 
     @cached_property
     def block_nbytes(self) -> int:
-        """Of a block over all groups."""
+        """Bytes of a block over all groups."""
         return self.spec.block_nbytes
 
     @cached_property
     def proto_bytes(self) -> bytes:
-        """The spec as it crosses the door."""
+        """Serialised spec, as PutBlocks carries it."""
         return self.spec.to_proto().SerializeToString()
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Per group, where its digests end among a block's, in bytes."""
+        """Per group, the end of its digests among a block's digests, in bytes."""
         return tuple(8 * end for end in itertools.accumulate(len(group.layers) for group in self.spec.groups))
 
     @cached_property
@@ -60,7 +60,7 @@ class SpecLayout:
 
 @dataclass(frozen=True, eq=False)
 class MappedBytes:
-    """Contiguous bytes, and the same as words where they start at a multiple of 4."""
+    """Contiguous bytes, and the same memory as words if it starts at a multiple of 4."""
 
     array: NDArray[np.uint8]
     words: NDArray[np.uint32]
@@ -72,7 +72,7 @@ class MappedBytes:
 
     @classmethod
     def of(cls, array: NDArray[np.uint8]) -> "MappedBytes":
-        """Raises SpecError unless it is uint8 [nbytes], contiguous."""
+        """Wrap `array`. Raises SpecError unless it is uint8 [nbytes], contiguous."""
         if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
             raise SpecError(f"memory is {array.dtype} of shape {array.shape}: expected contiguous uint8 [nbytes]")
         if array.ctypes.data % 4:
@@ -113,9 +113,10 @@ def copy_blocks(
 def digest_blocks(
     memory: MappedBytes, offsets: NDArray[np.int64], layout: SpecLayout, num_tokens: NDArray[np.uint32]
 ) -> NDArray[np.uint64]:
-    """Digests [n, layers of all groups] of blocks at `offsets` [groups, n], of the first `num_tokens` tokens (0: all).
+    """Return digests [n, layers of all groups] of blocks at `offsets` [groups, n], over the first `num_tokens` tokens
+    (0: all).
 
-    As `kvpool.digest.layer_digests_at` of each group, in one call. Runs without the GIL. Raises SpecError.
+    Same as `kvpool.digest.layer_digests_at` of each group, in one call. Releases the GIL. Raises SpecError.
     """
     if offsets.shape != (layout.spec.num_groups, len(num_tokens)):
         raise SpecError(f"offsets of shape {offsets.shape}: expected [{layout.spec.num_groups}, {len(num_tokens)}]")

@@ -1,13 +1,17 @@
-"""A process's end of a pool node's door: connects, asks and is answered. Blocking, one request at a time.
+"""Client of this host's shared-memory pool: gets straight from the mapped arena without a message, and puts.
 
-Descriptors that come with answers become read-only mappings here. What is read from them is `kvpool.local.client`'s.
+A get looks the blocks up in the shared index, copies them and computes their digests in one pass, and then checks that
+the index entries have not changed. Entries that changed meanwhile, or that cannot be read consistently, count as
+misses. Blocks whose digest differs are reported to the pool node and never count as read. The pool node learns of uses
+from touches, sent in batches.
 
-A host's pool as its processes have it: gets straight from the mapped arena, without a word to the pool node; puts.
+Locks and lifetimes, for any number of threads:
 
-A get looks the blocks up in the shared index, copies them and computes their digests in one pass, then looks whether
-the index still says the same. What has changed meanwhile, or cannot be read whole, counts as a miss; what has another
-digest than it was sealed with is reported to the pool node and never counts as read. The pool node learns of uses from
-touches, many at a time.
+    LocalPoolConnection._lock   one request and its reply on the socket at a time; `try_send` skips instead of waiting
+    LocalPoolClient._moving     one thread maps a new index at a time
+    gets and matches            no lock: they read the index by its versions (`kvpool.local.index_layout`)
+    mapped arena and index      live as long as an array of them is referenced, even after `close`; after the node's
+                                death they are not read any more, because each call first checks that it is alive
 """
 
 import contextlib
@@ -61,10 +65,12 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class LocalPoolConnection:
-    """One connection. Every call but `alive` raises DoorClosed once it is lost; it does not come back."""
+    """Connection to the pool node. Every call but `alive` raises LocalPoolUnavailable once it is lost; it does not
+    reconnect.
+    """
 
     def __init__(self, path: Path, *, owner: str, owner_incarnation: int, deadline_s: float) -> None:
-        """Connect and say who calls. No answer may take longer than `deadline_s`, this one included."""
+        """Connect and identify the owner. `deadline_s` bounds every reply, including the first."""
         self.path = path
         self._lock = threading.Lock()
         self._fds: list[int] = []
@@ -88,7 +94,7 @@ class LocalPoolConnection:
             raise
 
     def alive(self) -> bool:
-        """Whether the pool node is there: it has neither ended nor sent this caller away. Asks the kernel only."""
+        """Return True if the pool node has neither ended nor closed the connection. Only asks the kernel."""
         try:
             return bool(self._sock.recv(1, _LOOK))
         except BlockingIOError:
@@ -97,7 +103,7 @@ class LocalPoolConnection:
             return False
 
     def ask(self, request: Message, answer_type: type[Answer], fd: int | None = None) -> Answer:
-        """The answer; raises the KvPoolError that came instead."""
+        """Send a request and return its reply; raises the KvPoolError that the node replied with."""
         with self._lock:
             self._send(request, fd)
             answer = self._receive(answer_type in _WITH_DESCRIPTORS)
@@ -109,12 +115,12 @@ class LocalPoolConnection:
         return answer
 
     def tell(self, message: Message) -> None:
-        """Send what has no answer."""
+        """Send a message that has no reply."""
         with self._lock:
             self._send(message, None)
 
     def try_send(self, message: Message) -> bool:
-        """As `tell`, unless another thread has a request under way: then nothing is sent."""
+        """Send a message as `tell`, unless another thread has a request in flight; return True if it was sent."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -124,7 +130,7 @@ class LocalPoolConnection:
         return True
 
     def renew_index(self) -> PeerMemory:
-        """The index that is in use now, mapped."""
+        """Map and return the index that is in use now."""
         answer = self.ask(GetIndex(), IndexReply)
         self.index = self._mapped(answer.nbytes)
         return self.index
@@ -158,7 +164,7 @@ class LocalPoolConnection:
             self._lost(error)
 
     def _receive(self, with_descriptors: bool) -> Message:
-        """The one answer that is under way; nothing comes that was not asked for."""
+        """Receive the reply to the one request in flight."""
         try:
             data = self._at_least(PREFIX.size, b"", with_descriptors)
             kind, nbytes = decode_prefix(data[: PREFIX.size])
@@ -215,10 +221,10 @@ class RegisteredBlocks:
 
 
 class LocalPoolClient:
-    """One process's way to its host's pool node, for any number of threads. Raises DoorClosed once the node is gone."""
+    """Client of this host's pool node, for any number of threads. Raises LocalPoolUnavailable once the node is gone."""
 
     def __init__(self, door: str, *, owner: str, owner_incarnation: int, deadline_s: float = 10) -> None:
-        """Connect to the door that `DescribeReply.door` names. No answer may take longer than `deadline_s`."""
+        """Connect to the socket that `DescribeReply.door` names. `deadline_s` bounds every reply."""
         # Numba takes half a second to import: only who opens a door waits for it.
         from kvpool.local.index_kernels import index_kernels
 
@@ -244,7 +250,7 @@ class LocalPoolClient:
         return self._caller.alive()
 
     def close(self) -> None:
-        """Hang up; tells of the last touches first, if somebody is there."""
+        """Send the last touches, if the node is alive, and disconnect."""
         try:
             self.send_touches()
         except LocalPoolUnavailable:
@@ -252,7 +258,7 @@ class LocalPoolClient:
         self._caller.close()
 
     def match(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> int:
-        """How many leading blocks of `chain` [n, 16] are in the pool's DRAM."""
+        """Return the number of leading blocks of `chain` [n, 16] in the pool's DRAM."""
         name, keys = _words(kv_namespace, chain)
         for _ in range(_MOVES):
             self._check_alive()
@@ -264,7 +270,7 @@ class LocalPoolClient:
         raise LocalPoolUnavailable("the pool node's index moves all the time")
 
     def contains(self, kv_namespace: bytes, key: NDArray[np.uint8]) -> bool:
-        """Whether the block of chain key [16] is in the pool's DRAM."""
+        """Return True if the block of chain key [16] is in the pool's DRAM."""
         return self.match(kv_namespace, key.reshape(1, KEY_NBYTES)) == 1
 
     def get(
@@ -279,9 +285,9 @@ class LocalPoolClient:
     ) -> int:
         """Copy leading blocks of `chain` [n, 16] to byte `offsets` [groups, n] of `memory` uint8 [nbytes].
 
-        Returns how many are there now, and right; what lies in the slots after those is void. Of a partial block its
-        tokens are copied. With `verify` false digests are left out, and all of a slot is copied: the index alone tells
-        that a block stayed in its place meanwhile. Runs without the GIL. Raises SpecError when a slot lies outside.
+        Returns the number of blocks copied and valid; the contents of later slots are undefined. Of a partial block,
+        its tokens are copied. With `verify` false, digests are not computed and whole slots are copied: only the index
+        proves that a block stayed in place meanwhile. Releases the GIL. Raises SpecError if a slot lies out of bounds.
         """
         layout, target = self._layout(spec), self._mapped(memory)
         name, keys = _words(kv_namespace, chain)
@@ -316,8 +322,8 @@ class LocalPoolClient:
     ) -> NDArray[np.bool_]:
         """Copy blocks under a lease of this pool node from `leased` to `offsets`, both [groups, n], in one pass.
 
-        Returns whether what is now in `memory` of each block has its `digests` [n, layers of all groups]. Of each block
-        the first `num_tokens` [n] tokens, 0 or None for all. Raises SpecError when a slot lies outside.
+        Returns bool [n]: True if the copied bytes have the block's `digests` [n, layers of all groups]. Of each block
+        the first `num_tokens` [n] tokens are copied, all for 0 or None. Raises SpecError if a slot lies out of bounds.
         """
         self._check_alive()
         lengths = np.zeros(len(digests), np.uint32) if num_tokens is None else num_tokens
@@ -326,7 +332,7 @@ class LocalPoolClient:
         return right
 
     def register_memory(self, memory: SharedMemory) -> int:
-        """Let the pool node copy out of `memory`. Returns the number under which puts name it."""
+        """Let the pool node map `memory`, as a source of puts. Returns its region id."""
         self._regions += 1
         region_id = self._regions
         self._caller.ask(RegisterMemory(region_id, memory.nbytes), MemoryRegistered, memory.fd)
@@ -334,14 +340,16 @@ class LocalPoolClient:
         return region_id
 
     def unregister_memory(self, region_id: int) -> None:
-        """No more puts come from this memory."""
+        """Let the pool node unmap this memory."""
         del self._offered[region_id]
         self._caller.tell(UnregisterMemory(region_id))
 
     def digests(
         self, spec: KvSpec, region_id: int, offsets: NDArray[np.int64], num_tokens: NDArray[np.uint32] | None = None
     ) -> NDArray[np.uint64]:
-        """Digests [n, layers of all groups] of blocks at `offsets` [groups, n] of offered memory, for `put`."""
+        """Return digests [n, layers of all groups] of blocks at `offsets` [groups, n] of registered memory, for
+        `put`.
+        """
         lengths = np.zeros(offsets.shape[1], np.uint32) if num_tokens is None else num_tokens
         return digest_blocks(self._offered[region_id], np.ascontiguousarray(offsets), self._layout(spec), lengths)
 
@@ -356,12 +364,12 @@ class LocalPoolClient:
         num_tokens: NDArray[np.uint32] | None = None,
         compute_s: float = 0.0,
     ) -> NDArray[np.uint8]:
-        """Store blocks `chain` [n, 16] that lie at `offsets` [groups, n] of offered memory, in one round trip.
+        """Store the blocks `chain` [n, 16] of registered memory, in one round trip.
 
-        `parents` [n, 16] are the keys of the blocks before, `digests` [n, layers of all groups] are verified as the
-        pool node copies (None: they are made as it copies); `num_tokens` [n] where some are partial (0: full);
-        `compute_s`: what computing them all took, 0 = not known. The memory may be used again when this returns.
-        Returns a PutStatus per block. Raises SpecMismatch, SpecError, PoolRefused, PutLost or DoorClosed.
+        `parents` [n, 16] are the keys of the blocks before. Given digests are verified as the pool node copies.
+        `num_tokens` [n] is given if any block is partial (0: full); `compute_s` is the time that computing all of them
+        took, 0 = unknown. The memory may be reused when this returns. Returns a PutStatus per block. Raises
+        SpecMismatch, SpecError, PoolRefused, PutLost or LocalPoolUnavailable.
         """
         n, layout = len(check_chain(chain)), self._layout(spec)
         check_chain(parents)
@@ -385,19 +393,19 @@ class LocalPoolClient:
         return np.frombuffer(b"".join(answers), np.uint8)
 
     def report_corrupt(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
-        """Let the pool node take blocks [n, 16] out whose bytes are not those of their digests."""
+        """Report blocks [n, 16] whose bytes do not match their digests; the pool node removes them."""
         self.corrupt_blocks += len(chain)
         self._caller.tell(ReportCorrupt(kv_namespace, chain.tobytes()))
 
     def send_touches(self) -> None:
-        """Let the pool node know what was read since it was last told; not while another thread asks it something."""
+        """Report the blocks read since the last report; skipped while another thread has a request in flight."""
         touched, self._touched = self._touched, {}
         self._num_touched, self._told_s = 0, time.monotonic()
         for kv_namespace, keys in touched.items():
             self._caller.try_send(TouchBlocks(kv_namespace, b"".join(keys)))
 
     def touch(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
-        """Blocks [n, 16] are used, though not read here: the pool node is told with the next touches."""
+        """Record a use of blocks [n, 16] that were not read here; it is reported with the next touches."""
         if not len(chain):
             return
         self._touched.setdefault(kv_namespace, []).append(chain.tobytes())
@@ -427,7 +435,7 @@ class LocalPoolClient:
         return last
 
     def _renew_index(self, old: _Index) -> None:
-        """Map the index that took this one's place; another thread may have done so."""
+        """Map the index that replaced `old`, unless another thread has already done so."""
         with self._moving:
             if self._index is old:
                 if old.words[index_layout.AT_STATE] == index_layout.CLOSED:
@@ -454,7 +462,7 @@ class LocalPoolClient:
 
 
 def _words(kv_namespace: bytes, chain: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """A namespace [2] and chain keys [n, 2] as words."""
+    """Return a namespace as words [2] and chain keys as words [n, 2]."""
     if len(kv_namespace) != KEY_NBYTES:
         raise AddressError(f"a namespace of {len(kv_namespace)} bytes: expected {KEY_NBYTES}")
     chain = check_chain(chain)

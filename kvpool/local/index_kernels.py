@@ -1,7 +1,7 @@
-"""The compiled loops over the shared index: the pool node's writes, and its readers' look-ups and gets.
+"""Compiled loops over the shared index: the pool node's writes, and its readers' look-ups and gets.
 
-Readers run while the pool node writes, or after it died in the middle of a write: they take every torn read for a miss
-and check all they read of an entry before they follow it.
+Readers run while the pool node writes, or after it died in the middle of a write. They treat an inconsistent read as a
+miss and check every field of an entry before they follow it. The protocol is in `kvpool.local.index_layout`.
 """
 
 import functools
@@ -38,9 +38,9 @@ _ONE = np.uint64(1)
 
 
 def _find_entry(words: Any, shape: Any, name: Any, key: Any) -> Any:
-    """(where the block's entry starts, its version); (-1, 0): it is not there, or could not be read whole.
+    """Return (start of the block's entry, its version), or (-1, 0) if it is missing or could not be read consistently.
 
-    `shape` is int64 (buckets, entries, entry_words), as checked when the index was mapped; `name` is the namespace.
+    `shape` is int64 (buckets, entries, entry_words), validated when the index was mapped; `name` is the namespace.
     """
     buckets, entries, entry_words = shape[0], shape[1], shape[2]
     key_hash = name[0] ^ key[0]
@@ -124,7 +124,7 @@ def _erase(words: Any, buckets: Any, entry_words: Any, entry: Any) -> None:
 
 
 def _state(words: Any, otherwise: Any) -> Any:
-    """STALE when this is not the index any more, since when nobody keeps it up to date."""
+    """Return STALE if the index was replaced or closed and is not updated any more, `otherwise` if it is live."""
     if load_acquire(words, AT_STATE) != np.uint64(LIVE):
         return np.int64(STALE)
     return np.int64(otherwise)
@@ -134,7 +134,7 @@ _if_live = numba.njit(_state)
 
 
 def _match(words: Any, shape: Any, name: Any, chain: Any) -> Any:
-    """(how many leading blocks of chain [n, 2] are there, why it ended there)."""
+    """Return (number of leading blocks of chain [n, 2] found, reason it ended there)."""
     for i in range(len(chain)):
         at, _ = _find(words, shape, name, chain[i])
         if at < 0:

@@ -1,4 +1,4 @@
-"""The form of the shared index in memory, and of a spec as the compiled loops want it. Numbers only.
+"""Layout of the shared index in memory, and its synchronisation (a seqlock per entry). Constants only.
 
 The index is an array of little-endian uint64 words, written by the pool node alone:
 
@@ -7,9 +7,17 @@ The index is an array of little-endian uint64 words, written by the pool node al
     then            entries of `entry_words` words each: version, namespace (2), chain key (2), shape, offsets of the
                     groups, digests of all groups' layers
 
-The hash is the first word of the namespace xor that of the chain key (both are BLAKE3's), the tag its upper half. An
-entry's version is odd while it is written and never comes back, so it is the entry's generation, too; BUCKETS_VERSION
-is the same for the buckets, whose entries move when one is taken out. Readers retry or take a torn read for a miss.
+The hash is the first word of the namespace xor that of the chain key (both are BLAKE3 output), the tag its upper half.
+
+    writer (one thread)                          reader (any process, no lock)
+    version += 1 (odd), release fence            read the version (acquire); odd: retry, then a miss
+    write the entry's fields                     read the fields, copy the slots
+    version += 1 (even), store-release           acquire fence; the version must be the same, else a miss
+
+Versions never repeat, so a version is also the entry's generation: the pool node voids the entry before it reuses the
+slots, and an unchanged version proves that the copied bytes were the block's. AT_BUCKETS_VERSION protects the buckets
+in the same way: it is odd while a removal moves them, and a failed search is repeated if it changed. A full index is
+replaced by a larger one and set to MOVED; readers then map the new one. At the end it is set to CLOSED.
 """
 
 MAGIC, FORMAT = 0x58444E494C4F4F50, 1  # "POOLINDX"
@@ -28,10 +36,10 @@ SHAPE_TOKENS_SHIFT, SHAPE_GROUPS_SHIFT = 32, 16
 
 
 def index_words(num_buckets: int, num_entries: int, entry_words: int) -> int:
-    """Words of a whole index."""
+    """Return the number of words of a whole index."""
     return HEADER_WORDS + num_buckets + num_entries * entry_words
 
 
 def entry_words(num_groups: int, num_layers: int) -> int:
-    """Words of an entry: whole cache lines."""
+    """Return the number of words of an entry, in whole cache lines."""
     return -(-(ENTRY_OFFSETS + num_groups + num_layers) // 8) * 8

@@ -1,7 +1,7 @@
-"""The messages of a pool node's door and their bytes; sans I/O.
+"""Messages between LocalPoolClient and LocalPoolServer and their bytes; sans I/O.
 
-Frames are those of `messenger.frames`. The caller begins with Hello and sends one request at a time; requests marked
-"no answer" have none. Descriptors cross beside the first byte of their frame (SCM_RIGHTS).
+Frames are those of `messenger.frames`. The client begins with Attach and sends one request at a time; requests marked
+"no reply" have none. Descriptors travel with the first byte of their frame (SCM_RIGHTS).
 """
 
 import enum
@@ -15,7 +15,7 @@ MAX_BODY_NBYTES = 4 << 20
 
 
 class PutStatus(enum.IntEnum):
-    """What became of one block of a Put."""
+    """Result of one block of PutBlocks."""
 
     STORED = 1
     EXISTS = 2  # it is here already, in DRAM or on SSD, or is just being put by another
@@ -24,14 +24,14 @@ class PutStatus(enum.IntEnum):
 
 
 class Attach(NamedTuple):
-    """Who calls, for accounting."""
+    """First message of a client: its owner, for accounting."""
 
     owner: str
     owner_incarnation: int
 
 
 class Attached(NamedTuple):
-    """Answer to Hello, with the arena's and the index's descriptors."""
+    """Reply to Attach, with the arena's and the index's descriptors."""
 
     node_id: str
     incarnation: int
@@ -40,38 +40,38 @@ class Attached(NamedTuple):
 
 
 class GetIndex(NamedTuple):
-    """The index that was known has moved."""
+    """Request for the current index, after the known one was replaced."""
 
 
 class IndexReply(NamedTuple):
-    """Answer to AskIndex, with the index's descriptor."""
+    """Reply to GetIndex, with the index's descriptor."""
 
     nbytes: int
 
 
 class RegisterMemory(NamedTuple):
-    """The descriptor that comes with this is the caller's memory `region_id`, from which it will put."""
+    """Registers the client's memory `region_id`, a source of puts, with its descriptor."""
 
     region_id: int
     nbytes: int
 
 
 class MemoryRegistered(NamedTuple):
-    """Answer to Offer: the memory is mapped."""
+    """Reply to RegisterMemory: the memory is mapped."""
 
 
 class UnregisterMemory(NamedTuple):
-    """The caller's memory `region_id` is not used any more; no answer."""
+    """Ends the use of the client's memory `region_id`; no reply."""
 
     region_id: int
 
 
 class PutBlocks(NamedTuple):
-    """Store those of the blocks that are not here; the pool node copies them out of the caller's memory.
+    """Request to store those of the blocks that are missing; the pool node copies them out of the client's memory.
 
-    chain and parents 16 bytes per block; offsets int64 [groups, n] in the caller's memory; digests uint64 [n, layers of
-    all groups], empty: those of the bytes as they are copied; num_tokens uint32 [n], 0 for a full block; `spec` is a
-    serialised moonpool.v1.KvSpec.
+    chain and parents have 16 bytes per block; offsets int64 [groups, n] in the client's memory; digests uint64 [n,
+    layers of all groups], or empty: computed from the copied bytes; num_tokens uint32 [n], 0 for a full block; `spec`
+    is a serialised moonpool.v1.KvSpec.
     """
 
     kv_namespace: bytes
@@ -86,27 +86,29 @@ class PutBlocks(NamedTuple):
 
 
 class PutReply(NamedTuple):
-    """Answer to Put: a PutStatus per block, one byte each."""
+    """Reply to PutBlocks: a PutStatus per block, one byte each."""
 
     status: bytes
 
 
 class TouchBlocks(NamedTuple):
-    """Blocks that were read; no answer."""
+    """Reports blocks that were read; no reply."""
 
     kv_namespace: bytes
     chain: bytes
 
 
 class ReportCorrupt(NamedTuple):
-    """Blocks whose bytes are not those of their digests; no answer."""
+    """Reports blocks whose bytes do not match their digests; no reply."""
 
     kv_namespace: bytes
     chain: bytes
 
 
 class ErrorReply(NamedTuple):
-    """Instead of an answer. `kind` is the name of an error in kvpool.errors, or ProtocolError: the node hangs up."""
+    """Replaces a reply. `kind` is the name of an error in kvpool.errors, or ProtocolError, after which the node
+    disconnects.
+    """
 
     kind: str
     reason: str

@@ -1,19 +1,18 @@
-"""Puts of this host's processes: the pool node copies out of their memory, verifies on the way, and seals at once.
+"""Server of this host's shared-memory pool: hands out the arena and its index, and accepts puts, touches and reports.
 
-The caller's memory stays its own and the arena the pool node's: nobody else writes to it, so nothing needs fencing when
-a caller dies. The digest is of the bytes that were copied, whatever the caller does to its memory meanwhile: what they
-are is certain by the digests that the caller told, or by its waiting for the answer.
+It listens on a unix socket of mode 0600 in the node's socket folder, without gRPC, so that a put takes one short round
+trip. The node copies puts out of the client's memory and verifies them on the way. Clients only read the arena, so no
+slot needs fencing when a client dies. The digest is that of the copied bytes, even if the client changes its memory
+meanwhile: either the client sent the expected digests, or it must still be waiting for the reply.
 
-One caller of a pool node's door: its frames in, answers out, what it has offered. Decisions are the node's.
+Threads and lifetimes:
 
-Requests are carried out one after the other, in the node's event loop. Whoever breaks the protocol is told so and sent
-away.
+    event loop       all state of server, connections and core: no locks. Requests of one client run one after the other
+    copy threads     only copies larger than 1 MiB; until one ends, its put's slots stay fenced (`PoolNode.own_read`)
+                     and its connection reads no further request
+    client memory    mapped from RegisterMemory to UnregisterMemory or disconnect; a copy in flight keeps it mapped
 
-The pool node's door for processes of its host: hands over the arena and its index, takes puts, touches, reports.
-
-A unix socket of mode 0600 in the node's socket folder. All runs in the node's event loop, without gRPC, so that a put
-is one short round trip; only long copies run in threads. A caller that breaks the protocol is told so and sent away;
-the node takes no harm from what callers send.
+A client that breaks the protocol gets an ErrorReply and is disconnected; the node and other clients are unaffected.
 """
 
 import asyncio
@@ -77,14 +76,14 @@ _PUT_TTL_NS = 60 * 10**9  # the longest that copying may take
 
 @dataclass(frozen=True)
 class LocalOwner:
-    """Whose puts these are, for accounting."""
+    """Owner of a client's puts, for accounting."""
 
     owner: str
     owner_incarnation: int
 
 
 class _CheckedPut(NamedTuple):
-    """A Put, checked but for its offsets."""
+    """Validated PutBlocks message, except for its offsets."""
 
     layout: SpecLayout
     chain: list[bytes]
@@ -95,7 +94,7 @@ class _CheckedPut(NamedTuple):
 
 
 class _PutCopy(NamedTuple):
-    """What is left to do of a Put once slots were given: indices of its NEW blocks, and where they go."""
+    """Remaining work of a put after allocation: indices of its NEW blocks and their slots."""
 
     put_id: str
     new: list[int]
@@ -103,7 +102,7 @@ class _PutCopy(NamedTuple):
 
 
 class PutHandler:
-    """Carries puts out at one pool node, in its event loop and `threads`."""
+    """Executes puts at one pool node, in its event loop and `threads`."""
 
     def __init__(self, node: PoolNode, arena: MappedBytes, threads: Executor) -> None:
         self._node = node
@@ -113,9 +112,9 @@ class PutHandler:
     def put(
         self, caller: LocalOwner, message: PutBlocks, source: MappedBytes, is_there: Callable[[], bool]
     ) -> bytes | Awaitable[bytes]:
-        """A PutStatus per block, at once or, where there is much to copy, later. Raises KvPoolError.
+        """Return a PutStatus per block, directly, or later if there is much to copy. Raises KvPoolError.
 
-        `is_there()`: whether the caller still waits; what it told no digests of is not stored else.
+        `is_there()` returns True while the client waits; blocks without expected digests are stored only then.
         """
         request = _checked(message)
         put = PutRequest(
@@ -164,7 +163,7 @@ class PutHandler:
     def _copy(
         self, request: _CheckedPut, copy: _PutCopy, source: MappedBytes
     ) -> tuple[list[bool], list[tuple[bytes, ...]]]:
-        """(whether each NEW block is right, their digests as a seal wants them)."""
+        """Return (whether each NEW block is valid, their digests in the form that a seal takes)."""
         starts, expected, num_tokens = request.offsets, request.digests, request.num_tokens
         if len(copy.new) < len(request.chain):
             starts, num_tokens = np.ascontiguousarray(starts[:, copy.new]), num_tokens[copy.new]
@@ -182,7 +181,7 @@ class PutHandler:
 
 
 def _check_certain(request: _CheckedPut, is_there: Callable[[], bool]) -> None:
-    """Raises PoolRefused when the bytes may have been others than were to be put: who has hung up may write there."""
+    """Raise PoolRefused if the copied bytes are uncertain: a client that disconnected may have overwritten them."""
     if request.digests is None and not is_there():
         raise PoolRefused("the caller hung up while its memory was being copied, and had told no digests")
 
@@ -204,7 +203,7 @@ def _checked(message: PutBlocks) -> _CheckedPut:
 
 
 def _by_group(layout: SpecLayout, digests: NDArray[np.uint64]) -> list[tuple[bytes, ...]]:
-    """Per block, the digests of each group."""
+    """Return per block the digests of each group."""
     data, nbytes = digests.tobytes(), 8 * layout.num_layers
     if len(layout.ends) == 1:
         return [(data[at : at + nbytes],) for at in range(0, len(data), nbytes)]
@@ -238,7 +237,7 @@ _ATTACH_S = 10.0  # until when a caller must have said who it is
 
 
 class ClientConnection:
-    """From accept to `close`; `on_close` is called with it then, once."""
+    """Connection of one client, from accept to `close`; it then calls `on_close` with itself, once."""
 
     def __init__(
         self,
@@ -249,7 +248,9 @@ class ClientConnection:
         landing: memoryview,
         on_close: "Callable[[ClientConnection], None]",
     ) -> None:
-        """`landing` is where bytes come in; they are taken on at once, so all callers of a door share it."""
+        """Serve `sock`. `landing` is the receive buffer; all connections share it, because bytes are moved out of it at
+        once.
+        """
         sock.setblocking(False)
         self._sock = sock
         self._node, self._index, self._intake = node, index, intake
@@ -266,7 +267,7 @@ class ClientConnection:
         self._silent = self._loop.call_later(_ATTACH_S, self._refuse, "ProtocolError", "no Attach came")
 
     def close(self) -> None:
-        """Let go of the caller and of its memory. A put under way goes on to its end; nobody is told."""
+        """Release the client and its memory. A put in flight completes without a reply."""
         if self._sock.fileno() < 0:
             return
         self._silent.cancel()
@@ -300,7 +301,7 @@ class ClientConnection:
             self._work()
 
     def _work(self) -> None:
-        """Carry out what has come, until a put must be waited for."""
+        """Execute the received messages, until one must be waited for."""
         try:
             while self.putting is None and (message := self._next()) is not None:
                 self._do(message)
@@ -312,7 +313,7 @@ class ClientConnection:
             self.close()
 
     def _next(self) -> Message | None:
-        """The next whole message; None when it has not come yet."""
+        """Return the next complete message; None if it has not arrived yet."""
         if len(self._received) < PREFIX.size:
             return None
         kind, nbytes = decode_prefix(self._received)
@@ -375,7 +376,7 @@ class ClientConnection:
             self.putting = self._loop.create_task(self._finish(stored))
 
     def _is_there(self) -> bool:
-        """Whether the caller, who waits for an answer, has not hung up."""
+        """Return True if the client, which waits for a reply, has not disconnected."""
         try:
             return bool(self._sock.recv(1, socket.MSG_PEEK))
         except (BlockingIOError, InterruptedError):
@@ -384,7 +385,7 @@ class ClientConnection:
             return False
 
     async def _finish(self, stored: Awaitable[bytes]) -> None:
-        """Answer a put when it is done, and go on with what came meanwhile."""
+        """Reply to a put when it is done, then continue with messages that arrived meanwhile."""
         try:
             answer: Message = PutReply(await stored)
         except KvPoolError as error:
@@ -450,7 +451,8 @@ _AGAIN_S = 1.0  # after which callers are taken again when there was no room for
 
 
 async def start_local_pool_server(node: PoolNode) -> "LocalPoolServer | None":
-    """A started node's door, in the folder of its messenger's socket; None where it has none (tcp alone).
+    """Start the server of a started node, in the folder of its messenger's socket; return None if it has none (tcp
+    only).
 
     Raises AddressInUse or BindFailed.
     """
@@ -463,7 +465,7 @@ async def start_local_pool_server(node: PoolNode) -> "LocalPoolServer | None":
 
 
 class LocalPoolServer:
-    """Serves one PoolNode, from `open` to `close`."""
+    """Serves one PoolNode to processes of its host, from `open` to `close`."""
 
     def __init__(self, node: PoolNode, index: SharedIndex, folder: Path) -> None:
         self.node = node
@@ -497,7 +499,7 @@ class LocalPoolServer:
         self.node.publish_changes()
 
     async def close(self) -> None:
-        """Send everybody away; readers see at once that the index is closed."""
+        """Disconnect all clients; readers see at once that the index is closed."""
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._listener.close()
         if unix_socket.identity(self.path) == self._identity:
@@ -527,7 +529,7 @@ class LocalPoolServer:
         )
 
     def _pause(self) -> None:
-        """Whoever waits to be taken would wake the loop again at once."""
+        """Stop accepting for a while: without free descriptors, waiting clients would wake the loop again at once."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener.fileno())
         loop.call_later(_AGAIN_S, self._resume)
@@ -538,6 +540,6 @@ class LocalPoolServer:
 
 
 def _ready_index(incarnation: int) -> SharedIndex:
-    """An empty index, with all that the door needs compiled: that takes a moment once per installation."""
+    """Return an empty index, after compiling all that the server needs (once per installation)."""
     warm_up()
     return SharedIndex(incarnation)

@@ -1,7 +1,7 @@
-"""The pool node's side of the shared index: which blocks are in DRAM, where, and with which digests.
+"""Writer of the shared index: the blocks in DRAM, their slots and their digests.
 
-One writer, in the pool node's event loop; any number of readers, in any process that has the index mapped. A full index
-is followed by a larger one, and says so: readers ask for the new one.
+There is one writer, in the pool node's event loop, and any number of readers in processes that have mapped the index. A
+full index is replaced by a larger one and marked, so that readers map the new one.
 """
 
 import struct
@@ -18,7 +18,7 @@ _FIRST_ENTRIES, _FIRST_LAYERS = 1024, 32
 
 
 class SharedIndex:
-    """The index of one pool node incarnation. `memory` is the one in use; it changes when the index has grown."""
+    """Index of one pool node incarnation. `memory` is the one in use; it changes when the index grows."""
 
     def __init__(self, incarnation: int, num_entries: int = _FIRST_ENTRIES) -> None:
         self._incarnation = incarnation
@@ -36,7 +36,7 @@ class SharedIndex:
         return self.memory.nbytes
 
     def apply(self, changes: Iterable[tuple[bool, Block]]) -> None:
-        """Take blocks in, or out, in order. Slots of a block may be written again only after it was taken out here."""
+        """Add or remove blocks, in order. Slots of a block may be rewritten only after its removal here."""
         last = {block.key: (added, block) for added, block in changes}
         for key in last:
             self._remove(key)
@@ -45,12 +45,12 @@ class SharedIndex:
                 self._add(key, _record(block))
 
     def close(self) -> None:
-        """Readers that look once more see that the pool node has stopped."""
+        """Mark the index as closed, which readers see at their next look-up."""
         self._words[index_layout.AT_STATE] = index_layout.CLOSED
         self.memory.close()
 
     def validate(self, blocks: Iterable[Block]) -> list[str]:
-        """What differs from the blocks in DRAM that should be found; in words."""
+        """Return the differences from the blocks in DRAM that should be found, as text."""
         expected = {block.key: _record(block) for block in blocks}
         problems = []
         if self._entry_of.keys() != expected.keys():
@@ -77,7 +77,7 @@ class SharedIndex:
             self._free.append(entry)
 
     def _grow(self, record_words: int) -> None:
-        """Move everything to an index with twice the entries, or with larger ones."""
+        """Move all entries to an index with twice the entries, or with larger ones."""
         old, words, at_of = self.memory, self._words, {key: self._at(entry) for key, entry in self._entry_of.items()}
         record_words = max(record_words, self._entry_words)
         num_entries = self._num_entries * (1 if self._free else 2)
@@ -108,7 +108,7 @@ class SharedIndex:
 
 
 def _record(block: Block) -> NDArray[np.uint64]:
-    """An entry from its key on."""
+    """Return an entry's words, from its key on."""
     digests, offsets = b"".join(block.digests), block.offsets
     groups, layers = len(offsets), len(digests) // 8
     shape = block.num_tokens << index_layout.SHAPE_TOKENS_SHIFT | groups << index_layout.SHAPE_GROUPS_SHIFT | layers
