@@ -1,9 +1,9 @@
-"""A pool node in its process: the policy core, the arena it decides on, and the keys by which others reach it. No gRPC.
+"""A pool node in its process: policy core, arena and the keys by which others access it. No gRPC.
 
 All methods belong to one event loop. Readers get one key to the whole region, which lives as long as the node: a lease
-protects slots from reuse, and digests tell a reader whose lease has run out. A writer gets a key of its own per put, to
-a window from its first to its last slot; the key is revoked when the put ends, and only then are slots that it left
-unsealed used again.
+protects slots from reuse, and digests expose reads after its end. A writer gets a key of its own per put, to a window
+from its first to its last slot. The key is revoked when the put ends, and only then are slots that the put left
+unsealed reused.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class PoolNode:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> Endpoint:
-        """Reserve the arena, listen, take in what is on SSD, begin to sweep.
+        """Reserve the arena, listen, restore the SSD tier, start the sweep.
 
         Raises AddressInUse, BindFailed, PoolConfigError (SsdFolderError is one) or OSError.
         """
@@ -83,7 +83,7 @@ class PoolNode:
         return endpoint
 
     async def close(self) -> None:
-        """End everything; the arena and what was in it alone are gone."""
+        """End everything; the arena and the blocks that only it had are gone."""
         self.stop_events()
         for task in self._tasks:
             task.cancel()
@@ -109,7 +109,7 @@ class PoolNode:
         return allocation
 
     def write_key(self, allocation: PutAllocation) -> RemoteKey:
-        """A key to write to the NEW slots of an allocation that has some, good until the put ends."""
+        """Return a key to write to the NEW slots of an allocation that has some, valid until the put ends."""
         spans = [
             (offset, offset + block.spec.slot_nbytes(g))
             for block in allocation.new_blocks
@@ -121,9 +121,9 @@ class PoolNode:
         return key
 
     def own_read(self, put_id: str, start: Callable[[], Future[T]]) -> Future[T]:
-        """Start a read into the slots of a put of this node's own: they stay fenced until its future is done.
+        """Start a read into the slots of this node's own put; they stay fenced until its future is done.
 
-        Raises PutLost, and starts nothing, when the put has ended.
+        Raises PutLost, and starts nothing, if the put has ended.
         """
         if put_id not in self.core.puts:
             raise PutLost(f"put {put_id!r} ended before its blocks were read")
@@ -131,14 +131,14 @@ class PoolNode:
         return future
 
     async def seal(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None) -> int:
-        """As `PoolCore.seal`; the blocks are visible at once, and when this returns nobody can write to them."""
+        """Seal as `PoolCore.seal`; the blocks are visible at once, and when this returns nobody can write to them."""
         sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
         self.publish_changes()
         await self._revoked(put_id)
         return sealed
 
     def seal_now(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool]) -> int:
-        """As `seal`, of a put for which no key was given and whose bytes are all there: it is over at once."""
+        """Seal a put without a key whose bytes are complete; it ends at once."""
         sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
         self._own_reads.pop(put_id, None)
         self.publish_changes()
@@ -146,12 +146,12 @@ class PoolNode:
         return sealed
 
     def drop_now(self, put_id: str) -> None:
-        """As `abort`, of a put for which no key was given and whose slots nobody writes to."""
+        """Abort a put without a key whose slots nobody writes to."""
         if self.core.abort(put_id):
             self.core.fence_revoked(put_id)
 
     async def abort(self, put_id: str) -> None:
-        """As `PoolCore.abort`; when this returns the slots are free."""
+        """Abort as `PoolCore.abort`; when this returns the slots are free."""
         if self.core.abort(put_id):
             await self._revoked(put_id)
 
@@ -167,7 +167,7 @@ class PoolNode:
         tails: bool = False,
         tail_keys: Sequence[bytes] = (),
     ) -> LeaseGrant | None:
-        """As `PoolCore.pin`, once what is on SSD has come to DRAM, or `wait_s` is over; read with `read_key`."""
+        """Pin as `PoolCore.pin`, after blocks on SSD were loaded or `wait_s` has passed; read with `read_key`."""
         if wait_s > 0 and self.ssd is not None:
             loader = self.ssd.loader
             await loader.bring(kv_namespace, chain, tails=tails, wait_s=wait_s, tail_keys=tail_keys)
@@ -183,11 +183,11 @@ class PoolNode:
         )
 
     def prefetch(self, kv_namespace: bytes, chain: Sequence[bytes], tail_keys: Sequence[bytes] = ()) -> int:
-        """Begin to bring a prompt's blocks and tails from SSD to DRAM. Returns how many are on their way."""
+        """Start to load a prompt's blocks and tails from SSD to DRAM. Returns the number in flight."""
         return 0 if self.ssd is None else self.ssd.loader.begin(kv_namespace, chain, tails=True, tail_keys=tail_keys)
 
     async def flush(self, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
-        """As `PoolCore.flush`; before DRAM is emptied, what is not on SSD is written, as far as the SSD takes it."""
+        """Flush as `PoolCore.flush`; before DRAM is emptied, unwritten blocks are written to SSD as far as they fit."""
         if dram_only and self.ssd is not None:
             await self.ssd.write_back.write_everything()
         done = self.core.flush(time.monotonic_ns(), kv_namespace, dram_only=dram_only)
@@ -195,11 +195,11 @@ class PoolNode:
         return done
 
     def renew(self, lease_id: str, lease_ns: int) -> bool:
-        """As `PoolCore.renew`."""
+        """Renew as `PoolCore.renew`."""
         return self.core.renew(time.monotonic_ns(), lease_id, lease_ns)
 
     async def events(self, incarnation: int, after_seq: int) -> AsyncIterator[PoolEvents]:
-        """The node's events after (incarnation, after_seq), or from a snapshot; heartbeats where there is no news."""
+        """Yield the node's events after (incarnation, after_seq), or from a snapshot; heartbeats when idle."""
         quiet = True
         while not self.closing:
             changed = self._changed
@@ -219,7 +219,7 @@ class PoolNode:
                 quiet = True
 
     async def wait_unused(self) -> None:
-        """Until nobody reads or writes here, or for as long as a read may last."""
+        """Wait until nobody reads or writes here, or for the longest deadline of a read."""
         deadline_s = time.monotonic() + self.config.operation_s
         while self.core.leases or self.core.puts or self.num_copies:
             if time.monotonic() >= deadline_s:
@@ -232,9 +232,9 @@ class PoolNode:
         self._wake()
 
     def publish_changes(self) -> None:
-        """Bring the host's index up to date, and wake event streams if there are events they have not seen.
+        """Update the host's index, and wake event streams if there are events they have not sent.
 
-        Called after every call to the core that may move blocks, before anybody writes to slots that it gave.
+        Called after every call to the core that may move blocks, before anybody writes to slots that it allocated.
         """
         if self.index is not None:
             changes = self.core.take_dram_changes()
@@ -248,11 +248,11 @@ class PoolNode:
 
     @property
     def num_write_keys(self) -> int:
-        """Keys of puts that are not revoked yet."""
+        """Number of puts' keys that are not revoked yet."""
         return len(self._keys)
 
     async def _revoked(self, put_id: str) -> None:
-        """Revoke an ended put's key and free what it left. Goes on to its end if the caller is cancelled."""
+        """Revoke an ended put's key and free its unsealed slots. Completes even if the caller is cancelled."""
         await asyncio.shield(self._spawn(self._revoke(put_id)))
 
     async def _revoke(self, put_id: str) -> None:
@@ -273,7 +273,7 @@ class PoolNode:
             self.publish_changes()
 
     def _owner_lost(self, node_id: str, incarnation: int) -> None:
-        """A worker's process is gone: what it had here need not wait for its time to run out."""
+        """End the puts and leases of a worker's process that is gone."""
         for put_id in self.core.forget_owner(node_id, incarnation):
             self._spawn(self._revoke(put_id))
         self.publish_changes()

@@ -1,4 +1,4 @@
-"""What a pool node tells of itself: its state for people, totals and gauges for metrics, its self-check."""
+"""State, counters, gauges and self-check of a pool node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def state(node: PoolNode) -> dict[str, Any]:
-    """What the node holds and has counted, as plain data."""
+    """Return the node's contents and counters, as plain data."""
     store = node.core.store
     namespaces = {
         kv_namespace.hex(): {"blocks": count, "spec": spec.to_json()}
@@ -51,7 +51,7 @@ def state(node: PoolNode) -> dict[str, Any]:
 
 
 def counts(node: PoolNode) -> dict[str, int]:
-    """What is here now."""
+    """Return the numbers of objects held now."""
     return {
         "blocks": node.core.store.index.num_sealed,
         "leases": len(node.core.leases),
@@ -64,14 +64,14 @@ def counts(node: PoolNode) -> dict[str, int]:
 
 
 def counters(node: PoolNode) -> dict[str, float]:
-    """Totals since the start."""
+    """Return the totals since the start."""
     own = node.core.totals() | node.counters
     moved = {name: number for name, number in _messenger(node).items() if not name.endswith("_open")}
     return {f"pool_{name}": count for name, count in sorted(own.items())} | moved
 
 
 def gauges(node: PoolNode) -> dict[str, float]:
-    """What is here now, under the names by which it is reported."""
+    """Return the current values, under the names of the reported metrics."""
     store, ssd = node.core.store, node.ssd
     return {
         "pool_leases_open": len(node.core.leases),
@@ -96,7 +96,7 @@ def _messenger(node: PoolNode) -> dict[str, float]:
 
 
 def validate(node: PoolNode) -> dict[str, Any]:
-    """The self-check: everything is consistent, and nothing but sealed blocks is held."""
+    """Return the self-check: all is consistent, and nothing but sealed blocks is held."""
     held = counts(node)
     problems = [*node.core.validate(), *node.messenger.validate()]
     if node.index is not None:

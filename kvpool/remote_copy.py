@@ -1,4 +1,4 @@
-"""Copying blocks from another pool node into this one: pin there, read through the messenger, verify, seal here."""
+"""Copies of blocks from another pool node into this one: pin there, read through the messenger, verify, seal here."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy brought: whole blocks over all groups, and their bytes."""
+    """Result of a copy: whole blocks over all groups, and their bytes."""
 
     num_blocks: int
     nbytes: int
@@ -37,10 +37,10 @@ class Copied:
 async def copy_blocks(
     node: PoolNode, kv_namespace: bytes, chain: Sequence[bytes], source_target: str, timeout_s: float
 ) -> Copied:
-    """Bring the leading run of `chain` that the source has into `node`; the chain begins at a prompt's first block.
+    """Copy the leading run of `chain` that the source has into `node`; the chain begins at a prompt's first block.
 
-    Blocks that are here are left alone; those on the source's SSD are brought to its DRAM first. A block whose bytes do
-    not have the source's digests is refused, counted, and reported to the source, which removes it; the others are
+    Blocks that are here are skipped; those on the source's SSD are loaded to its DRAM first. A block whose bytes do not
+    match the source's digests is rejected, counted, and reported to the source, which removes it; the others are
     sealed. Raises CopyFailed.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s

@@ -1,7 +1,4 @@
-"""A pool node's place in the cluster: joins a conductor, reports every second, joins again for ever.
-
-The life of a pool node's process: start, listen, join, serve, stop.
-"""
+"""Life of a pool node's process: start, listen, join the conductors, serve, stop."""
 
 import asyncio
 import logging
@@ -26,7 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 async def stay_joined(node: PoolNode, target: str, conductor: str) -> None:
-    """Be a member of the conductor at `conductor`, reachable at `target`, until cancelled."""
+    """Stay joined to the conductor at `conductor`, reachable at `target`, until cancelled; rejoin after every
+    failure.
+    """
     last_trouble = ""
     backoff = Backoff()
     while True:
@@ -74,7 +73,7 @@ async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.N
 
 
 def _report(node: PoolNode) -> conductor_pb2.NodeReport:
-    """Totals and gauges alone: a pool node runs no requests."""
+    """Return totals and gauges; a pool node runs no requests."""
     values = node_metrics.counters(node) | node_metrics.gauges(node)
     return conductor_pb2.NodeReport(
         draining=node.draining.is_set(), counters={name: float(value) for name, value in values.items()}
@@ -85,10 +84,11 @@ _STOP_GRACE_S = 1.0
 
 
 async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
-    """Serve until `stop` is set, or until the conductor has the node drained: whether it had.
+    """Serve until `stop` is set or the conductor drains the node. Returns True if it was drained.
 
-    `on_ready(target)`, with the target that others dial, is called once calls are answered, joined to a conductor or
-    not. Each run is a new incarnation with an empty arena. Raises AddressInUse or BindFailed when it cannot listen.
+    `on_ready(target)` is called with the address that others dial, once calls are answered, whether or not a conductor
+    was joined. Each run is a new incarnation with an empty arena. Raises AddressInUse or BindFailed if it cannot
+    listen.
     """
     node = PoolNode(config, secrets.randbits(64))
     await node.start()

@@ -1,4 +1,4 @@
-"""The gRPC face of a pool node: decodes requests, calls the node, encodes answers. No decisions."""
+"""gRPC service of a pool node: decodes requests, calls the node, encodes replies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _code_of(error: KvPoolError) -> grpc.StatusCode:
 
 
 def _refusing(handler: Handler) -> Handler:
-    """Answer the package's errors with a status code that `kvpool.client` turns back into them."""
+    """Convert the package's errors to status codes, which `kvpool.client` converts back."""
 
     @functools.wraps(handler)
     async def answer(self: PoolService, request: Any, context: Context[Any, Any]) -> Any:
@@ -60,7 +60,7 @@ def _refusing(handler: Handler) -> Handler:
 
 
 class PoolService(pool_pb2_grpc.PoolServicer):
-    """Serves one PoolNode."""
+    """gRPC service of one PoolNode."""
 
     def __init__(self, node: PoolNode) -> None:
         self._node = node
@@ -236,7 +236,7 @@ def _namespace(data: bytes) -> bytes:
 
 
 def _any_namespace(data: bytes) -> bytes:
-    """A namespace, or nothing for all of them."""
+    """Return a namespace, or nothing for all of them."""
     return _namespace(data) if data else data
 
 

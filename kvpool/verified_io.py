@@ -1,8 +1,7 @@
-"""Whether a block's bytes are what its digests say. Arithmetic on bytes that lie still, for worker threads; no I/O.
+"""Verified transfers of blocks between the arena and the SSD. The functions block: run them in threads.
 
-The bytes of the SSD tier: what the policy core wants read or written, carried out and checked. Blocks: for threads.
-
-Every block that comes from the SSD has its digests before anybody can see it, and only what has them goes there.
+Every block read from the SSD is verified against its digests before anybody can see it, and only verified blocks are
+written.
 """
 
 import time
@@ -23,9 +22,9 @@ from kvpool.ssd import SsdEntry, SsdRead, SsdStore, SsdWrite
 def verify_digests(
     memory: NDArray[np.uint8], blocks: Sequence[Block], offsets: Sequence[tuple[int, ...]]
 ) -> list[bool]:
-    """Per block, whether its bytes at `offsets` (one per group) of `memory` uint8 [nbytes] have its digests.
+    """Return per block True if its bytes at `offsets` (one per group) of `memory` uint8 [nbytes] match its digests.
 
-    Of a partial block its valid tokens count.
+    Of a partial block, its valid tokens count.
     """
     right = [True] * len(blocks)
     members: dict[KvSpec, list[int]] = defaultdict(list)
@@ -47,7 +46,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class LoadResults:
-    """How loads ended, each; and how long they took together."""
+    """Result of each load, and the time that all took together."""
 
     outcomes: list[LoadOutcome]
     errors: list[SsdError | None]
@@ -56,7 +55,9 @@ class LoadResults:
 
 @dataclass(frozen=True)
 class WriteResults:
-    """How writes ended, each: durable where `errors` has None and the bytes were `right`; and how long they took."""
+    """Result of each write: durable if `errors` is None and the bytes were `right`; and the time that all took
+    together.
+    """
 
     errors: list[SsdError | None]
     right: list[bool]
@@ -64,7 +65,7 @@ class WriteResults:
 
 
 def read_blocks(store: SsdStore, arena: Bytes, loads: Sequence[TierLoad]) -> LoadResults:
-    """Bring blocks to their slots in the arena."""
+    """Read blocks into their slots of the arena."""
     began = time.perf_counter()
     offsets = [load.offsets for load in loads]
     errors = _read(store, arena, [load.block for load in loads], [load.ssd_offset for load in loads], offsets)
@@ -77,7 +78,7 @@ def read_blocks(store: SsdStore, arena: Bytes, loads: Sequence[TierLoad]) -> Loa
 
 
 def check_on_ssd(store: SsdStore, blocks: Sequence[Block], ssd_offsets: Sequence[int]) -> list[LoadOutcome]:
-    """Read blocks into memory that is given up again, to see whether they are right."""
+    """Read blocks into temporary memory and verify them."""
     sizes = [[block.spec.slot_nbytes(g) for g in range(block.spec.num_groups)] for block in blocks]
     ends = np.cumsum([size for each in sizes for size in each])
     memory = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
@@ -92,7 +93,7 @@ def check_on_ssd(store: SsdStore, blocks: Sequence[Block], ssd_offsets: Sequence
 
 
 def write_blocks(store: SsdStore, arena: Bytes, writes: Sequence[TierWrite]) -> WriteResults:
-    """Write those of the blocks that are right in the arena."""
+    """Write those of the blocks whose bytes in the arena match their digests."""
     began = time.perf_counter()
     right = verify_digests(arena, [write.block for write in writes], [write.offsets for write in writes])
     fine = [i for i, each in enumerate(right) if each]

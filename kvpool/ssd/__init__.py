@@ -1,8 +1,17 @@
-"""The pool node's SSD tier: preallocated files with direct I/O, and the journal that says what is in them.
+"""SSD store of a pool node: preallocated files with direct I/O, and a journal of their contents.
 
-No header is written with a block: all that is known of it, and a checksum of its bytes, stands in the journal. A header
-page would cost a second page for the smallest blocks, and proves only itself: a block torn behind a good header would
-pass. The checksum of the whole extent, taken on every read, also finds misdirected, lost and stale writes.
+Blocks have no header. The journal records all facts of a block and a checksum of its bytes. A header page would cost a
+second page for the smallest blocks and prove only itself: a torn block behind a good header would pass. The checksum of
+the whole extent, verified on every read, also detects misdirected, lost and stale writes.
+
+Threads and locks:
+
+    callers              any threads; they also run I/Os of their own batches (`InFlightBatch.finish`)
+    IoThreads            depth - 1 helpers per direction; all take pieces of a batch through its atomic cursor
+    GroupCommit.lock     guards the extent maps and the commit queue; never held during I/O
+    GroupCommit._committing  one thread at a time syncs and appends to the journal, for all queued commits
+    CallGate             counts calls; after `close` begins, it admits none, and one thread waits for the last
+    memory of a batch    belongs to the batch from `IoThreads.start` until `InFlightBatch.finish` returns
 """
 
 from kvpool.ssd.records import PAGE_NBYTES, SsdConfig, SsdEntry, SsdRead, SsdWrite, extent_nbytes

@@ -1,8 +1,7 @@
-"""Carrying a batch of extents to or from the disk: its pieces shared among the caller and some helper threads.
+"""File-system operations of the SSD store, and batches of I/Os shared among the caller and helper threads.
 
-A helper costs the interpreter one wake-up per batch, none per I/O: each takes piece after piece in a compiled loop.
-
-Every effect that the SSD store has on a file system: one method each, so tests can record or fail them.
+A helper thread costs one wake-up per batch and none per I/O: it takes piece after piece in a compiled loop. `Disk` has
+one method per effect, so that tests can record or fail each of them.
 """
 
 import mmap
@@ -23,7 +22,9 @@ from kvpool.ssd.records import PAGE_NBYTES, Run
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Per extent, in the batch's order: the checksum of its bytes, and 0, SHORT or an errno. `latency_ns`: per I/O."""
+    """Results per extent, in the batch's order: checksum, and status (0, SHORT or an errno). `latency_ns` is per
+    I/O.
+    """
 
     sums: NDArray[np.uint64]
     status: NDArray[np.int64]
@@ -31,10 +32,12 @@ class BatchResult:
 
 
 class IoBatch:
-    """Extents cut into pieces, and how far they are."""
+    """Extents split into pieces, and the progress of their I/O."""
 
     def __init__(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]], segment_nbytes: int) -> None:
-        """`offsets` in the space; `memory`: per extent the caller's memory, in order, which must outlive the batch."""
+        """Split extents at `offsets` of the space; `memory` lists per extent the caller's runs, which must outlive the
+        batch.
+        """
         runs = np.array([run for each in memory for run in each], np.int64).reshape(-1).view(IOVEC)
         first_run = np.zeros(len(memory) + 1, np.int64)
         np.cumsum([len(each) for each in memory], out=first_run[1:])
@@ -52,11 +55,11 @@ class IoBatch:
         return int(self.pieces["nbytes"].sum())
 
     def run(self, fds: NDArray[np.int32], *, write: bool, bounce: int) -> None:
-        """Take pieces until none is left; from any number of threads, each with a bounce buffer of its own."""
+        """Run pieces until none is left; from any number of threads, each with its own bounce buffer."""
         kernels().transfer(self.pieces, self.piece_runs, fds, self.segment_nbytes, write, bounce, self._cursor)
 
     def outcome(self) -> BatchResult:
-        """When no thread runs it any more."""
+        """Return the results, once no thread runs the batch any more."""
         results = np.zeros(self.num_extents, EXTENT_RESULT)
         kernels().fold(self.pieces, results)
         return BatchResult(results["checksum"], results["status"], self.pieces["latency_ns"])
@@ -64,7 +67,7 @@ class IoBatch:
 
 @dataclass
 class _IoJob:
-    """A batch and the helpers that are at it. Late helpers find it closed and leave it alone."""
+    """Batch and the number of helpers working on it. Late helpers find it closed and skip it."""
 
     batch: IoBatch
     fds: NDArray[np.int32]
@@ -90,18 +93,18 @@ class _IoJob:
 
 
 class InFlightBatch:
-    """A batch under way."""
+    """Batch in progress."""
 
     def __init__(self, threads: "IoThreads", job: _IoJob) -> None:
         self._threads, self._job = threads, job
 
     @property
     def nbytes(self) -> int:
-        """Bytes to or from the disk."""
+        """Bytes transferred to or from the disk."""
         return self._job.batch.nbytes
 
     def finish(self) -> BatchResult:
-        """Help with what is left. Returns when no I/O of the batch is under way any more."""
+        """Run remaining pieces. Returns when no I/O of the batch is in flight."""
         try:
             self._threads.work(self._job)
         finally:
@@ -110,7 +113,7 @@ class InFlightBatch:
 
 
 class IoThreads:
-    """`depth` I/Os in flight for one caller: the caller's own and those of the helpers, whom all callers share."""
+    """Threads that keep `depth` I/Os in flight for a caller: its own thread and helpers that all callers share."""
 
     def __init__(self, depth: int, name: str) -> None:
         self._jobs: SimpleQueue[_IoJob | None] = SimpleQueue()
@@ -120,14 +123,14 @@ class IoThreads:
             helper.start()
 
     def start(self, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
-        """Let the helpers begin. The flight must be finished, whatever happens, before its memory goes."""
+        """Let the helpers begin. The batch must be finished before its memory is released, whatever happens."""
         job = _IoJob(batch, fds, write)
         for _ in range(min(len(self._helpers), len(batch.pieces))):
             self._jobs.put(job)
         return InFlightBatch(self, job)
 
     def stop(self) -> None:
-        """End the helpers; no batch may be under way."""
+        """Stop the helpers; no batch may be in progress."""
         for _ in self._helpers:
             self._jobs.put(None)
         for helper in self._helpers:
@@ -143,7 +146,7 @@ class IoThreads:
             del job
 
     def work(self, job: _IoJob) -> None:
-        """Take pieces of this batch until none is left."""
+        """Run pieces of this batch until none is left."""
         if job.batch.pieces["is_direct"].all():
             job.batch.run(job.fds, write=job.write, bounce=0)
             return
@@ -157,10 +160,10 @@ class IoThreads:
 
 
 class Disk:
-    """The real one. All methods raise OSError; a flight's outcome gives errors per extent instead."""
+    """The real file system. Methods raise OSError; a batch reports errors per extent instead."""
 
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
-        """A descriptor to read and write by."""
+        """Return a descriptor for reading and writing."""
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0) | (os.O_DIRECT if direct else 0)
         return os.open(path, flags, 0o600)  # who can read KV can tell the prompt
 
@@ -168,21 +171,21 @@ class Disk:
         os.close(fd)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Make the file at least this long, with room on the disk for all of it; what is in it stays."""
+        """Extend the file to at least this length, with disk space for all of it; its contents stay."""
         os.posix_fallocate(fd, 0, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
     def write(self, fd: int, data: bytes, offset: int) -> None:
-        """All of `data`, through the page cache."""
+        """Write all of `data` through the page cache."""
         view = memoryview(data)
         while view:
             written = os.pwrite(fd, view, offset)
             view, offset = view[written:], offset + written
 
     def sync(self, fd: int) -> None:
-        """What was written to the file, by whatever descriptor, survives a loss of power from now on."""
+        """Make all writes to the file durable, whatever descriptor made them."""
         os.fdatasync(fd)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -192,7 +195,7 @@ class Disk:
         path.unlink()
 
     def sync_dir(self, path: Path) -> None:
-        """The folder's names survive a loss of power from now on."""
+        """Make the folder's names durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -200,5 +203,5 @@ class Disk:
             os.close(fd)
 
     def start(self, threads: IoThreads, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
-        """Begin to carry extents between memory and the files `fds`, which stand one after the other for the space."""
+        """Start the transfer of extents between memory and the files `fds`, which together form the space."""
         return threads.start(batch, fds, write=write)

@@ -1,4 +1,4 @@
-"""The store's folder: whether it can be used at all, its lock, and the segment files that make up the space."""
+"""The store's folder: checks, lock, and the segment files that form the space."""
 
 import errno
 import fcntl
@@ -41,7 +41,7 @@ def check_folder(folder: Path) -> None:
 
 
 def on_disk(folder: Path) -> bool:
-    """Whether the folder exists and lies on a file system that is not memory."""
+    """Return True if the folder exists on a file system that is not in memory."""
     return folder.is_dir() and file_system(folder) not in IN_MEMORY
 
 
@@ -70,10 +70,10 @@ def lock_folder(disk: Disk, folder: Path) -> int:
 
 
 class Segments:
-    """The files that make up the space, all of one size but the last, preallocated."""
+    """Preallocated files that form the space, all of one size but the last."""
 
     def __init__(self, disk: Disk, folder: Path, segment_nbytes: int, nbytes: int) -> None:
-        """Open or make them, and preallocate what is missing. Raises SsdFolderError."""
+        """Open or create the files and preallocate what is missing. Raises SsdFolderError."""
         self._disk, self._folder = disk, folder
         self.segment_nbytes, self.nbytes = segment_nbytes, nbytes
         count = -(-nbytes // segment_nbytes)
@@ -102,22 +102,22 @@ class Segments:
         self.fds = np.array(opened, np.int32)
 
     def was_there(self, start: int, end: int) -> bool:
-        """Whether the files were long enough to hold `start..end` when they were opened."""
+        """Return True if the files were long enough to hold `start..end` when they were opened."""
         parts = self.touched(start, end)
         return end <= self.nbytes and all(
             min(end - i * self.segment_nbytes, self._sizes[i]) <= self.found_nbytes[i] for i in parts
         )
 
     def touched(self, start: int, end: int) -> range:
-        """Indices of the segments in which `start..end` lies."""
+        """Return the indices of the segments that contain `start..end`."""
         return range(start // self.segment_nbytes, (end - 1) // self.segment_nbytes + 1)
 
     def sync(self, index: int) -> None:
-        """What was written to this segment survives a loss of power. Raises OSError."""
+        """Make writes to this segment durable. Raises OSError."""
         self._disk.sync(int(self.fds[index]))
 
     def trim(self) -> None:
-        """Give back what an earlier, larger space had and this one has not."""
+        """Release files and lengths of an earlier, larger space."""
         for path in self._folder.glob("segment-*"):
             if path not in self._paths:
                 _log.info("removing %s: the SSD tier's space is %d bytes now", path, self.nbytes)
@@ -164,7 +164,7 @@ def _reads_directly(fd: int) -> bool:
 
 
 def file_system(folder: Path) -> str:
-    """The kind of the file system, as in mountinfo(5); empty when it is not told."""
+    """Return the type of the file system, as in mountinfo(5); empty if unknown."""
     device = os.stat(folder).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Group commit: what several threads wrote becomes durable, and then known, by one sync of the data and one frame.
+"""Group commit: one sync of the data and one journal frame make the writes of several threads durable.
 
-Order is all here: the blocks' bytes are durable before the frame that names them is written, the frame is durable
-before a write returns, and a free is durable before any of its space is written again.
+Order: a block's bytes are durable before the frame that names it is written; the frame is durable before the write
+returns; a free is durable before any of its space is written again.
 """
 
 import errno
@@ -23,7 +23,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def io_error(what: str, number: int) -> SsdIoError:
-    """The error for an errno, or for SHORT."""
+    """Return the error for an errno, or for SHORT."""
     if number == SHORT:
         return SsdIoError(f"{what}: the file ended before it; was it cut or replaced?", number)
     kind = SsdFull if number in _FULL else SsdIoError
@@ -32,7 +32,7 @@ def io_error(what: str, number: int) -> SsdIoError:
 
 @dataclass(eq=False)
 class CommitRequest:
-    """What one thread wants sealed and, when it is done, what became of it. `groups`: the extents, packed."""
+    """Extents that one thread wants sealed, and the result. `groups` are the same extents, packed."""
 
     extents: Sequence[SsdExtent]
     groups: Sequence[bytes]
@@ -41,7 +41,7 @@ class CommitRequest:
     done: bool = False
 
     def groups_of_good(self) -> Sequence[bytes]:
-        """Packed: those that did not fail."""
+        """Return the packed extents that did not fail."""
         if not self.failed:
             return self.groups
         good = [extent for extent in self.extents if extent not in self.failed]
@@ -54,12 +54,14 @@ def _fail(commit: CommitRequest, failure: SsdIoError) -> None:
 
 
 class GroupCommit:
-    """The journal, the map of what it says, and the frees that it does not say yet. `lock` guards map and frees."""
+    """Journal, map of the extents it records, and frees it does not record yet. `lock` guards the maps and the
+    queue.
+    """
 
     def __init__(
         self, disk: Disk, config: SsdConfig, header: JournalHeader, segments: Segments, extents: Sequence[SsdExtent]
     ) -> None:
-        """Begin a new journal with these blocks. Raises OSError."""
+        """Start a new journal with these blocks. Raises OSError."""
         self.lock = threading.Lock()
         self.extents = ExtentMap(config.nbytes, extents)
         self.pending_frees = ExtentMap(config.nbytes)  # freed; the journal still has them
@@ -77,9 +79,9 @@ class GroupCommit:
         return self._journal.nbytes
 
     def commit(self, extents: Sequence[SsdExtent] = (), groups: Sequence[bytes] = ()) -> CommitRequest:
-        """Seal blocks whose bytes were written, and write down what was freed.
+        """Seal blocks whose bytes were written, and record the pending frees.
 
-        `groups`: the same blocks, in any number of groups, packed by `pack_blocks`.
+        `groups` are the same blocks packed by `pack_blocks`, in any number of groups.
         """
         commit = CommitRequest(extents, groups)
         with self.lock:
@@ -93,7 +95,7 @@ class GroupCommit:
         return commit
 
     def close(self) -> None:
-        """No commit may be under way."""
+        """Close the journal; no commit may be in progress."""
         self._journal.close()
 
     def _commit_all(self) -> None:
@@ -115,7 +117,7 @@ class GroupCommit:
             self._rewrite()
 
     def _sync_data(self, commits: Sequence[CommitRequest]) -> None:
-        """Each segment once; blocks that touch one whose sync fails have failed."""
+        """Sync each touched segment once; blocks that touch a segment whose sync fails have failed."""
         size = self._segments.segment_nbytes
         touched: set[int] = set()
         for commit in commits:
@@ -137,9 +139,9 @@ class GroupCommit:
     def _write_down(
         self, freed: Sequence[SsdExtent], sealed: Sequence[SsdExtent], groups: Sequence[bytes]
     ) -> SsdIoError | None:
-        """One frame; afterwards the map says what the journal says."""
+        """Append one frame; afterwards the map agrees with the journal."""
         if not self.accepts_writes:
-            return SsdIoError("the SSD journal cannot be written: make room, or mend the disk; each write tries again")
+            return SsdIoError("the SSD journal cannot be written: free space or repair the disk; each write retries")
         frame = self._journal.frame([extent.start for extent in freed], groups)
         try:
             self._journal.reserve(len(frame))
@@ -166,7 +168,9 @@ class GroupCommit:
             self.pending_frees.remove(extent)
 
     def _rewrite(self, *, needed: bool = False) -> None:
-        """Put a new journal in the old one's place. One that is needed, and fails, stops writes until one succeeds."""
+        """Replace the journal by a new one. If that is `needed` and fails, writes are rejected until a rewrite
+        succeeds.
+        """
         with self.lock:
             freed = list(self.pending_frees)
             sealed = [extent for extent in self.extents if extent.state is ExtentState.SEALED]

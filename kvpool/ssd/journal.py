@@ -37,7 +37,7 @@ _MAX_GROWTH_NBYTES = 1 << 20
 
 @dataclass(frozen=True)
 class JournalHeader:
-    """What folder this is."""
+    """Identity of a folder."""
 
     node_id: str
     cluster: str
@@ -50,7 +50,7 @@ class JournalHeader:
 
 
 def checksum(start: bytes, body: bytes) -> bytes:
-    """Of a header or a frame: `start` is all that comes before the checksum."""
+    """Return the checksum of a header or frame; `start` is everything before the checksum."""
     return blake3(start + body).digest(length=_CHECKSUM_NBYTES)
 
 
@@ -58,7 +58,7 @@ class JournalWriter:
     """Appends frames to a journal. One thread at a time."""
 
     def __init__(self, disk: Disk, config: SsdConfig, header: JournalHeader, extents: Iterable[SsdExtent]) -> None:
-        """A new journal that holds these blocks, durable, beside the old one until `install`. Raises OSError."""
+        """Write a durable new journal with these blocks, beside the old one until `install`. Raises OSError."""
         self._disk, self._folder = disk, config.dir
         self._growth_nbytes = min(config.min_journal_nbytes, _MAX_GROWTH_NBYTES)
         # Each journal has an id of its own: nothing that a disk brings back of an older one can pass for a frame.
@@ -79,23 +79,25 @@ class JournalWriter:
             raise
 
     def install(self) -> None:
-        """Take the old journal's place. After an OSError nobody knows which of the two a restart will find."""
+        """Replace the old journal. After an OSError it is unknown which of the two a restart will find."""
         self._disk.rename(self._folder / _NEW_JOURNAL, self._folder / JOURNAL)
         self._disk.sync_dir(self._folder)
 
     def frame(self, freed: Sequence[int], sealed: Sequence[bytes]) -> bytes:
-        """The next frame, to be given to `reserve` and `append`; `sealed` is made of `pack_blocks`."""
+        """Return the next frame, for `reserve` and `append`; `sealed` consists of `pack_blocks` results."""
         body = msgpack.packb([list(freed), sealed])
         start = FRAME.pack(FRAME_MAGIC, self._journal_id, self._sequence, len(body), 0, b"")[:-_CHECKSUM_NBYTES]
         return _padded(start + checksum(start, body) + body)
 
     def reserve(self, nbytes: int) -> None:
-        """Make room. When it raises OSError nothing has happened, and the journal is as good as before."""
+        """Make room for a frame. If it raises OSError, nothing has changed and the journal stays usable."""
         if self.nbytes + nbytes > self._nbytes_zeroed:
             self._grow(self.nbytes + nbytes)
 
     def append(self, frame: bytes) -> None:
-        """Durable when it returns. After an OSError nobody knows, and only a new journal helps."""
+        """Append a frame, durably. After an OSError the journal's contents are unknown, and only a new journal
+        helps.
+        """
         self._write(frame)
         self._disk.sync(self._fd)
 
@@ -117,7 +119,7 @@ class JournalWriter:
 
 
 def pack_blocks(extents: Iterable[SsdExtent]) -> bytes:
-    """A group of blocks, as a frame takes it."""
+    """Return a group of blocks in the form that a frame takes."""
     # Told apart by identity, which is quick: a spec that is here twice is written twice.
     numbers: dict[int, int] = {}
     specs: list[KvSpec] = []

@@ -1,11 +1,4 @@
-"""Which arrays will do as a block's memory, and where in memory they lie.
-
-One direction of the store's I/O: what its threads carry, and what is counted of it.
-
-Reading a batch of blocks: find, carry, and hold what came against the checksum in the journal.
-
-Writing a batch of blocks: take their extents, carry their bytes, have them sealed by the journal.
-"""
+"""Reads and writes of batches of blocks: validate, transfer, verify checksums, and commit to the journal."""
 
 import ctypes
 from collections.abc import Sequence
@@ -26,14 +19,14 @@ _UINT8 = np.dtype(np.uint8)
 
 
 class BlockMemory:
-    """Remembers the slots' sizes of the specs it has met."""
+    """Validates arrays as a block's memory; caches the slot sizes of specs."""
 
     def __init__(self) -> None:
         self._slots: dict[KvSpec, tuple[int, ...]] = {}
         self._last: tuple[KvSpec | None, tuple[int, ...]] = (None, ())
 
     def runs(self, arrays: Sequence[Bytes], spec: KvSpec, *, writable: bool) -> list[Run] | str:
-        """Where the arrays lie, or what is wrong with them as memory for a block, in words."""
+        """Return the arrays' runs of memory, or the reason why they cannot be a block's memory."""
         slots = self._sizes(spec)
         if len(arrays) != len(slots):
             return f"{len(arrays)} arrays, one for each of {len(slots)} groups expected"
@@ -67,7 +60,7 @@ CHUNK_BLOCKS = 256
 
 
 class IoDirection:
-    """Starts flights and takes their outcomes in."""
+    """One direction of the store's I/O: its threads, files and counters."""
 
     def __init__(
         self, disk: Disk, segments: Segments, threads: IoThreads, counters: DirectionCounters, *, write: bool
@@ -76,12 +69,12 @@ class IoDirection:
         self._disk, self._threads, self._counters, self._write = disk, threads, counters, write
 
     def start(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]]) -> InFlightBatch:
-        """Begin with these extents; the flight must be finished by `finish`, whatever happens."""
+        """Start the transfer of these extents; `finish` must be called with the result, whatever happens."""
         batch = IoBatch(offsets, memory, self.segments.segment_nbytes)
         return self._disk.start(self._threads, batch, self.segments.fds, write=self._write)
 
     def finish(self, in_flight: InFlightBatch) -> BatchResult:
-        """Returns when no I/O of the flight is under way any more."""
+        """Finish a batch. Returns when none of its I/Os is in flight."""
         outcome = in_flight.finish()
         self._counters.add_ios(in_flight.nbytes, outcome.latency_ns)
         return outcome
@@ -91,14 +84,14 @@ _ReadChunk = tuple[list[int], list[SsdExtent], InFlightBatch]
 
 
 class SsdReader:
-    """Reads; from any number of threads."""
+    """Reads blocks; from any number of threads."""
 
     def __init__(self, commits: GroupCommit, io: IoDirection) -> None:
         self._commits, self._io = commits, io
         self._memory = BlockMemory()
 
     def read(self, reads: Sequence[SsdRead]) -> list[SsdError | None]:
-        """As `SsdStore.read`."""
+        """Read blocks as `SsdStore.read`."""
         results: list[SsdError | None] = [None] * len(reads)
         chunks: list[_ReadChunk] = []
         try:
@@ -158,7 +151,7 @@ _Results = list[SsdError | None]
 
 @dataclass
 class _WriteChunk:
-    """Blocks that go to the disk together: their places in the request, their extents, where their bytes are."""
+    """Blocks transferred together: their indices in the request, their extents and their memory."""
 
     indices: list[int] = field(default_factory=list)
     extents: list[SsdExtent] = field(default_factory=list)
@@ -172,14 +165,14 @@ class _WriteChunk:
 
 
 class SsdWriter:
-    """Writes; from any number of threads."""
+    """Writes blocks; from any number of threads."""
 
     def __init__(self, commits: GroupCommit, io: IoDirection) -> None:
         self._commits, self._io = commits, io
         self._memory = BlockMemory()
 
     def write(self, writes: Sequence[SsdWrite]) -> _Results:
-        """As `SsdStore.write`."""
+        """Write blocks as `SsdStore.write`."""
         results: _Results = [None] * len(writes)
         taken: list[SsdExtent] = []
         in_flight_batches: list[tuple[_WriteChunk, InFlightBatch]] = []
@@ -209,7 +202,7 @@ class SsdWriter:
     def _reserve(
         self, writes: Sequence[SsdWrite], indices: range, results: _Results, taken: list[SsdExtent]
     ) -> _WriteChunk:
-        """Put what may be written into the map."""
+        """Add the valid blocks' extents to the map."""
         chunk = _WriteChunk()
         space, extents = self._io.segments.nbytes, self._commits.extents
         with self._commits.lock:
@@ -238,7 +231,7 @@ class SsdWriter:
         return chunk
 
     def _clear_frees(self, chunk: _WriteChunk, results: _Results) -> _WriteChunk:
-        """The journal forgets what lay where these blocks go, before a byte of them is written."""
+        """Commit pending frees of the space that these blocks take, before any byte of them is written."""
         if not self._over_pending_frees(chunk):
             return chunk
         failure = self._commits.commit().failure
@@ -258,7 +251,7 @@ class SsdWriter:
             return {extent for extent in chunk.extents if not pending_frees.is_clear(extent.start, extent.end)}
 
     def _finish(self, chunk: _WriteChunk, in_flight: InFlightBatch, results: _Results) -> dict[SsdExtent, int]:
-        """The extents whose bytes are written, with their checksums; and their places in the request."""
+        """Return the extents whose bytes are written, with their indices in the request; sets their checksums."""
         outcome = self._io.finish(in_flight)
         good = {}
         sums, status = outcome.sums.tolist(), outcome.status.tolist()
@@ -271,7 +264,7 @@ class SsdWriter:
         return good
 
     def _release(self, taken: Sequence[SsdExtent]) -> None:
-        """Take blocks that did not come to be out of the map."""
+        """Remove blocks that were not sealed from the map."""
         with self._commits.lock:
             for extent in taken:
                 if extent.state is not ExtentState.SEALED and self._commits.extents.get(extent.start) is extent:

@@ -1,7 +1,4 @@
-"""What goes into and out of the SSD store: plain frozen records, no behaviour beyond small derived values.
-
-Which extents hold what: a map by offset that knows what overlaps. No I/O, no locks.
-"""
+"""Data that the SSD store takes and returns, and its map of extents."""
 
 import enum
 import mmap
@@ -30,7 +27,7 @@ def extent_nbytes(spec: KvSpec) -> int:
 
 @dataclass(frozen=True)
 class SsdConfig:
-    """Where a pool node's SSD tier lies and how it is driven. `dir` must exist and belong to this node alone."""
+    """Location and tuning of a pool node's SSD tier. `dir` must exist and belong to this node alone."""
 
     dir: Path
     nbytes: int
@@ -64,7 +61,7 @@ class SsdConfig:
 
 @dataclass(frozen=True, slots=True)
 class SsdEntry:
-    """One block on the SSD, over all its groups: where it lies and all that the pool node knows of it."""
+    """One block on the SSD, over all its groups: its extent and all facts that the pool node records."""
 
     offset: int  # bytes from the start of the SSD space, a multiple of 4096
     kv_namespace: bytes  # 16
@@ -111,7 +108,7 @@ class SsdRead:
 
 
 class ExtentState(enum.Enum):
-    """Of an extent in the store's map; a freed extent is in it no more."""
+    """State of an extent in the store's map; freed extents are not in it."""
 
     WRITING = enum.auto()
     DOOMED = enum.auto()  # freed while it was being written
@@ -120,7 +117,7 @@ class ExtentState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class SsdExtent:
-    """A block, where it lies and what its bytes sum up to; `checksum` is known once they are written."""
+    """Block, its extent and its checksum, which is known once the bytes are written."""
 
     entry: SsdEntry
     start: int
@@ -130,7 +127,9 @@ class SsdExtent:
 
 
 class ExtentMap:
-    """Disjoint extents in a space, in the order in which they were added. A byte per page says whether it is taken."""
+    """Disjoint extents in a space, in the order in which they were added, with one byte per page that marks it as
+    used.
+    """
 
     def __init__(self, space_nbytes: int, extents: Iterable[SsdExtent] = ()) -> None:
         self._at: dict[int, SsdExtent] = {}
@@ -150,16 +149,16 @@ class ExtentMap:
         return self._at.get(start)
 
     def is_clear(self, start: int, end: int) -> bool:
-        """Whether no extent has a byte in `start..end`, which are multiples of a page in the space."""
+        """Return True if no extent has a byte in `start..end`, which are page-aligned offsets in the space."""
         return self._taken.find(b"\1", start // PAGE_NBYTES, end // PAGE_NBYTES) < 0
 
     def add(self, extent: SsdExtent) -> None:
-        """Where it lies must be clear."""
+        """Add an extent; its range must be clear."""
         self._at[extent.start] = extent
         self._mark(extent, b"\1")
 
     def remove(self, extent: SsdExtent) -> None:
-        """It must be in the map."""
+        """Remove an extent, which must be in the map."""
         del self._at[extent.start]
         self._mark(extent, b"\0")
 

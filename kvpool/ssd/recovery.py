@@ -34,10 +34,10 @@ _CHUNK_NBYTES = 1 << 20
 
 @dataclass
 class RecoveredJournal:
-    """What a journal says. `header` is None when it is missing or cannot be read.
+    """Contents of a journal. `header` is None if it is missing or unreadable.
 
-    `counts`: frames; torn_end (0 or 1); lost_frames, of which something was committed; superseded blocks, which a later
-    one lies over or replaces.
+    `counts`: frames; torn_end (0 or 1); lost_frames, committed but unreadable; superseded blocks, which a later one
+    overlaps or replaces.
     """
 
     header: JournalHeader | None = None
@@ -46,7 +46,9 @@ class RecoveredJournal:
 
 
 def read_journal(path: Path) -> RecoveredJournal:
-    """Raises SsdForeign when another version wrote it, FileNotFoundError, and OSError when it cannot be opened."""
+    """Read a journal. Raises SsdForeign for another version's, FileNotFoundError, and OSError if it cannot be
+    opened.
+    """
     data = _read(path)
     known = _read_header(data, path)
     if known is None:
@@ -67,7 +69,7 @@ def read_journal(path: Path) -> RecoveredJournal:
 
 
 def _read(path: Path) -> bytearray:
-    """The file; pages that the disk does not give are zeros."""
+    """Return the file's bytes; pages that the disk cannot read are zeros."""
     data = bytearray()
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -105,7 +107,7 @@ def _read_header(data: bytearray, path: Path) -> tuple[int, JournalHeader] | Non
 
 
 def _frames(data: bytearray, journal_id: int, counts: Counter[str]) -> Iterator[bytes]:
-    """The bodies of the good frames."""
+    """Yield the bodies of the good frames."""
     position, expected = PAGE_NBYTES, 0
     broken = False  # something that is neither a frame nor zeros since the last frame
     while position < len(data):
@@ -139,7 +141,7 @@ def _frame(data: bytearray, position: int, journal_id: int, least_sequence: int)
 
 
 def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list[SsdExtent]:
-    """The blocks of a group; `known` keeps the specs met so far, with their extents' size."""
+    """Return the blocks of a group; `known` caches specs with their extents' size."""
     described, blocks = msgpack.unpackb(group)
     specs = []
     for description in described:
@@ -157,7 +159,7 @@ def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list
 
 
 def _newest(extents: list[SsdExtent], counts: Counter[str]) -> list[SsdExtent]:
-    """Without those that a later one lies over, or that have a later one's address; in the same order."""
+    """Remove extents that a later one overlaps, or whose address a later one has; keep the order."""
     order = {extent: i for i, extent in enumerate(extents)}
     last = {(extent.entry.kv_namespace, extent.entry.chain_key): extent for extent in extents}
     kept: list[SsdExtent] = []
@@ -174,9 +176,9 @@ _log = logging.getLogger(__name__)
 
 
 def recover(config: SsdConfig, disk: Disk) -> RecoveredJournal:
-    """What the folder's journal says; nothing when there is none, or none that can be read.
+    """Return the contents of the folder's journal; empty if there is none, or none that can be read.
 
-    Raises SsdForeign when the folder is not this node's.
+    Raises SsdForeign if the folder is not this node's.
     """
     path = config.dir / JOURNAL
     try:
@@ -204,7 +206,7 @@ def recover(config: SsdConfig, disk: Disk) -> RecoveredJournal:
 
 
 def extents_within(found: RecoveredJournal, segments: Segments) -> list[SsdExtent]:
-    """The blocks that the space still has room for, in files that were there. Counts the others."""
+    """Return the blocks that lie within the space, in files that existed. Counts the others."""
     kept = []
     for extent in found.extents:
         if extent.end > segments.nbytes:

@@ -1,4 +1,4 @@
-"""What the SSD store counts: per direction I/Os, bytes, seconds, latencies in log buckets, errors by kind."""
+"""Counters of the SSD store: per direction I/Os, bytes, seconds, latencies in log buckets, errors by kind."""
 
 import threading
 from collections import Counter
@@ -22,7 +22,7 @@ _KINDS: tuple[tuple[type[SsdError], str], ...] = (
 
 
 def kind_of(error: SsdError) -> str:
-    """The name under which a block's error is counted."""
+    """Return the name under which an error is counted."""
     return next(kind for error_type, kind in _KINDS if isinstance(error, error_type))
 
 
@@ -72,7 +72,7 @@ class LatencyHistogram:
         self.total_ns += int(latency_ns.sum())
 
     def quantile_s(self, quantile: float) -> float:
-        """Upper bound of the bucket in which the quantile lies; 0 without any I/O."""
+        """Return the upper bound of the bucket that contains the quantile; 0 without I/Os."""
         total = int(self.counts.sum())
         if not total:
             return 0.0
@@ -82,7 +82,7 @@ class LatencyHistogram:
 
 @dataclass
 class DirectionCounters:
-    """The running counters of one direction; from any thread."""
+    """Counters of one direction; from any thread."""
 
     num_blocks: int = 0
     nbytes: int = 0
@@ -92,19 +92,19 @@ class DirectionCounters:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, num_blocks: int) -> None:
-        """A request for these blocks came in."""
+        """Count a request for these blocks."""
         with self.lock:
             self.num_in_flight += num_blocks
 
     def end(self, results: Sequence[SsdError | None]) -> None:
-        """It was answered."""
+        """Count the request's results."""
         with self.lock:
             self.num_in_flight -= len(results)
             self.num_blocks += len(results)
             self.errors.update(kind_of(error) for error in results if error is not None)
 
     def add_ios(self, nbytes: int, latency_ns: NDArray[np.int64]) -> None:
-        """I/Os of altogether `nbytes` were done; their latencies [n]."""
+        """Count I/Os of `nbytes` in total, with their latencies [n]."""
         with self.lock:
             self.nbytes += nbytes
             self.latencies.add(latency_ns)

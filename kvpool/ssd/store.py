@@ -1,7 +1,4 @@
-"""Calls under way, and the end of them: after it none is let in, and one thread waits for the last to leave.
-
-The SSD store: blocks in extents of preallocated files, journalled, read and written in batches outside the GIL.
-"""
+"""SSD store: blocks in extents of preallocated files, journalled, read and written in batches without the GIL."""
 
 import threading
 import time
@@ -21,7 +18,7 @@ from kvpool.ssd.stats import DirectionCounters, SsdStats
 
 
 class CallGate:
-    """Counts calls; from any thread."""
+    """Counts calls in progress, from any thread; after `end` it admits no more."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -29,7 +26,7 @@ class CallGate:
         self._ended = False
 
     def enter(self) -> bool:
-        """Whether the call may begin; it then must `leave`."""
+        """Return True if the call may begin; it must then call `leave`."""
         with self._changed:
             self._num_inside += not self._ended
             return not self._ended
@@ -40,13 +37,13 @@ class CallGate:
             self._changed.notify_all()
 
     def end(self) -> bool:
-        """Let no more in; True for the first to say so."""
+        """Admit no more calls; return True the first time."""
         with self._changed:
             first, self._ended = not self._ended, True
             return first
 
     def wait(self) -> None:
-        """Until nobody is inside."""
+        """Wait until no call is in progress."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_inside)
 
@@ -56,18 +53,20 @@ Request = TypeVar("Request")
 
 
 class SsdStore:
-    """Keeps blocks on an SSD. All calls block, and may come from any thread at the same time; no call needs a loop.
+    """Stores blocks on an SSD. All methods block and may be called from any thread concurrently; none needs an event
+    loop.
 
-    The caller says where blocks lie (extents must not overlap) and what they are worth; the store knows whether they
-    are whole. What is wrong with one block never fails the others of a batch: it is that block's result.
+    The caller chooses the extents (which must not overlap) and evicts; the store guarantees integrity. An error of one
+    block is that block's result and never affects the others of its batch.
     """
 
     recovered: list[SsdEntry]
-    """The blocks that were found when the store was opened, in the order in which they were written: disjoint, each
-    address once, none beyond the space's end. Their bytes are checked when they are read."""
+    """Blocks found when the store was opened, in the order in which they were written: disjoint, each address once,
+    none beyond the end of the space. Their bytes are verified when they are read.
+    """
 
     def __init__(self, config: SsdConfig, disk: Disk, lock_fd: int) -> None:
-        """As `open`, in a folder that is checked and locked."""
+        """Open the store as `open`, in a folder that is checked and locked."""
         kernels()
         self.config = config
         self._disk, self._lock_fd = disk, lock_fd
@@ -130,9 +129,9 @@ class SsdStore:
         return self._counted(self._reads, reads, self._reader.read)
 
     def free(self, offsets: Iterable[int]) -> None:
-        """Forget the blocks at these offsets; offsets without a block are passed over.
+        """Forget the blocks at these offsets; offsets without a block are ignored.
 
-        At once for readers; durable before any of the space is written again, with the next write, `sync_frees` or
+        Readers see it at once. It is durable before the space is written again: with the next write, `sync_frees` or
         `close`. A block freed while it is being written is forgotten as soon as that write returns.
         """
         commits = self._commits
@@ -149,7 +148,7 @@ class SsdStore:
                     extent.state = ExtentState.DOOMED
 
     def sync_frees(self) -> None:
-        """Make durable what was freed. Where the journal cannot be written, the next write or `close` tries again."""
+        """Make frees durable. If the journal cannot be written, the next write or `close` tries again."""
         if self._calls.enter():
             try:
                 self._commits.commit()
@@ -157,7 +156,7 @@ class SsdStore:
                 self._calls.leave()
 
     def stats(self) -> SsdStats:
-        """Counters since the store was opened."""
+        """Return the counters since the store was opened."""
         commits = self._commits
         with commits.lock:
             return SsdStats(
@@ -176,10 +175,10 @@ class SsdStore:
             )
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Refuse new calls, wait for those under way, make frees durable, unlock the folder. Closing twice is allowed.
+        """Reject new calls, wait for those in progress, make frees durable, unlock the folder. May be called twice.
 
-        False when this was not over after `timeout_s` (a disk that does not answer): it is then done as soon as the
-        disk answers.
+        Returns False if this took longer than `timeout_s` (a disk that does not answer); it then completes in the
+        background.
         """
         deadline = time.monotonic() + timeout_s
         if self._calls.end():
