@@ -1,4 +1,4 @@
-"""What a pool node decides, without clock or I/O: where blocks lie, who may read or write them, what is evicted."""
+"""Decisions of a pool node, without clock or I/O: where blocks lie, who may read or write them, what is evicted."""
 
 from kvpool.policy.core import PoolCore, PoolLimits
 from kvpool.policy.records import (

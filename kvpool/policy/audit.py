@@ -1,4 +1,4 @@
-"""The pool node's self-check: whether blocks, copies, slots, puts, leases, loads, writes and fences account for each
+"""Self-check of the policy core: blocks, copies, slots, puts, leases, loads, writes and fences must account for each
 other.
 """
 
@@ -38,7 +38,7 @@ def audit(
 
 
 def _holds(staging: Staging, leases: Mapping[str, LeaseRecord]) -> Counter[BlockCopy]:
-    """How many hold each copy: leases, reads and writes under way."""
+    """Return the number of holders of each copy: leases, and reads and writes in progress."""
     holds = Counter(copy for lease in leases.values() for copy in lease.copies)
     moves: list[TierLoad | TierWrite] = [*staging.loads, *staging.writes]
     for move in moves:
@@ -47,7 +47,7 @@ def _holds(staging: Staging, leases: Mapping[str, LeaseRecord]) -> Counter[Block
 
 
 def _slots(store: BlockStore, tier: int, copies: list[BlockCopy], fenced: Mapping[str, list[int]]) -> list[str]:
-    """Every used slot has one holder, none reaches into another or out of the tier."""
+    """Check that every used slot has one holder, and that none overlaps another or exceeds the tier."""
     space, name = store.spaces[tier], ("DRAM", "SSD")[tier]
     spans = [
         (offset, offset + size)
@@ -70,7 +70,7 @@ def _slots(store: BlockStore, tier: int, copies: list[BlockCopy], fenced: Mappin
 
 
 def _held(copies: Collection[BlockCopy], holds: Counter[BlockCopy]) -> list[str]:
-    """Every copy knows how many hold it."""
+    """Check every copy's count of holds."""
     return [
         f"a copy of block {copy.block.chain_key.hex()} counts {copy.holds} holds, there are {holds[copy]}"
         for copy in copies
@@ -79,7 +79,7 @@ def _held(copies: Collection[BlockCopy], holds: Counter[BlockCopy]) -> list[str]
 
 
 def _tiers(blocks: list[Block]) -> list[str]:
-    """Every sealed block is somewhere; what is on its way somewhere is somewhere else already."""
+    """Check that every sealed block is in some tier, and that a block in transit is in another tier already."""
     problems = []
     for block in blocks:
         dram, ssd = block.copies

@@ -1,15 +1,11 @@
-"""How large a pool node is, and by which rules it decides.
+"""State of a pool node and all decisions on it: puts, leases, removal. No I/O and no clock: `now_ns` is given.
 
-Whether what a request says of its blocks fits together, and what follows from it.
+A put allocates slots that are invisible until it is sealed (its blocks become visible and an event is logged) or ends
+unsealed (aborted, expired). Then its slots are fenced, because its writer may still be writing. They are freed when the
+caller has revoked the put's key, which ends every write under it, and calls `fence_revoked`.
 
-A pool node's state and every decision on it: puts, leases, removal. No I/O, no clock: `now_ns` is given.
-
-A put gives slots that nobody else sees, until it is sealed (its blocks become visible, an event says so) or ends
-unsealed (aborted, expired). Then its slots are fenced, for its writer may still be writing: they come back when the
-caller has revoked the put's key, which ends every write under it, and says so (`fence_revoked`).
-
-A lease keeps blocks from eviction and their slots from reuse until it is released, or until it has expired and the
-longest operation's deadline has passed after that.
+A lease keeps blocks from eviction and their slots from reuse until it is released, or until the longest operation's
+deadline has passed after its expiry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,13 +78,15 @@ def check_request(request: PutRequest) -> None:
 
 
 def request_blocks(store: BlockStore, kv_namespace: bytes, chain: Sequence[bytes], parents: Sequence[bytes]) -> int:
-    """Blocks from the prompt's first to the last of these, as far as known."""
+    """Return the number of blocks from the prompt's first to the last of these, as far as known."""
     before = store.find(kv_namespace, parents[0]) if parents else None
     return len(chain) + (before.prefix_node.depth + 1 if before is not None else 0)
 
 
 def cost_of_each(compute_s: float, num_blocks: int) -> float:
-    """Seconds that computing one of the blocks took, 0 = not known. Raises PoolRefused when it cannot have been so."""
+    """Return the seconds that computing one of the blocks took, 0 = unknown. Raises PoolRefused for an impossible
+    time.
+    """
     if not 0 <= compute_s <= _MOST_S:
         raise PoolRefused(f"compute_s must be a number of seconds from 0 to {_MOST_S:.0f}, not {compute_s!r}")
     each = compute_s / max(1, num_blocks)
@@ -96,7 +94,7 @@ def cost_of_each(compute_s: float, num_blocks: int) -> float:
 
 
 def check_digests(blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]]) -> None:
-    """Raises SpecError when they are not those of a put's blocks, per block and group."""
+    """Raise SpecError unless the digests are those of a put's blocks, per block and group."""
     if len(digests) != len(blocks):
         raise SpecError(f"the put has {len(blocks)} new blocks, digests came for {len(digests)}")
     spec = blocks[0].spec
@@ -135,15 +133,12 @@ class PoolCore:
     def allocate(
         self, now_ns: int, request: PutRequest, *, owner: str, owner_incarnation: int, ttl_ns: int
     ) -> PutAllocation:
-        """Slots for the blocks that are not here, in order; what they need is evicted. After a NO_SPACE none is NEW.
+        """Allocate slots for the missing blocks, in order, evicting others. After a NO_SPACE, no later block is NEW.
 
-        `num_tokens` per block where some are partial (0 = full; a partial one's key is a tail key); `compute_s`: what
-        computing all the blocks took, 0 = not known. A block that is on SSD only EXISTS. For a partial block only the
-        oldest of too many after the same parent, or what any block may evict, gives way.
-
-        Raises SpecMismatch when the namespace has another spec here, SpecError when no block of it could ever fit,
-        AddressError when there is not one parent, or number of tokens, per block, or such a number is impossible,
-        PoolRefused when `compute_s` is.
+        A block that is only on SSD counts as EXISTS. For a partial block, only the oldest of too many after the same
+        parent, or a block that any block may evict, is evicted. Raises SpecMismatch if the namespace has another spec
+        here, SpecError if none of its blocks could ever fit, AddressError if parents or token counts do not fit the
+        blocks, PoolRefused for an impossible `compute_s`.
         """
         check_request(request)
         kv_namespace, chain, parents = request.kv_namespace, request.chain, request.parents
@@ -211,7 +206,7 @@ class PoolCore:
         return len(kept)
 
     def abort(self, put_id: str) -> bool:
-        """End a put unsealed; its slots stay fenced until `fence_revoked`. False: no such put."""
+        """End a put unsealed; its slots stay fenced until `fence_revoked`. Returns False if there is no such put."""
         put = self.puts.pop(put_id, None)
         if put is not None:
             self._fence(put_id, put.blocks)
@@ -219,7 +214,7 @@ class PoolCore:
         return put is not None
 
     def fence_revoked(self, put_id: str) -> None:
-        """Nothing can write under the ended put's key any more: what it left unsealed is free."""
+        """Free the unsealed slots of an ended put, after nothing can write under its key any more."""
         self.store.dram.free_slots(self.fenced.pop(put_id, []))
 
     def pin(
@@ -256,13 +251,13 @@ class PoolCore:
         return LeaseGrant(lease_id, tuple(run), expires_ns, tuple(after), num_from_ssd)
 
     def use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
-        """Somebody has read these blocks without a lease (verified by their digests): it counts as a look-up."""
+        """Count a look-up of blocks that were read without a lease (and verified by their digests)."""
         self._look_up(now_ns, kv_namespace, chain)
 
     def hint(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], other_replicas: Sequence[int]) -> None:
-        """How many other nodes hold each of the blocks, as far as is known; unknown blocks are passed over.
+        """Record how many other nodes hold each of the blocks; unknown blocks are ignored.
 
-        Raises AddressError when there is not one number per block.
+        Raises AddressError unless there is one number per block.
         """
         if len(other_replicas) != len(chain):
             raise AddressError(f"{len(chain)} blocks with {len(other_replicas)} numbers of replicas")
@@ -278,77 +273,79 @@ class PoolCore:
         tails: bool = False,
         tail_keys: Sequence[bytes] = (),
     ) -> list[TierLoad]:
-        """Begin to bring to DRAM what of the leading run over both tiers is on SSD only; `tails`: those after it too,
-        as in `pin`.
+        """Start loads of those blocks of the leading run that are on SSD only; with `tails`, also those after it, as in
+        `pin`.
 
-        Slots are taken in order, evicting others but never the run's own, as far as there are any to be had; blocks
-        already under way are not named again. Every Load must be answered by `loaded`, whatever happens.
+        Slots are allocated in order, evicting others but never the run's own, as far as possible. Blocks in flight are
+        not returned again. Every load must be answered by `loaded`.
         """
         return self.staging.load(now_ns, kv_namespace, chain, tails, tail_keys)
 
     def loaded(self, now_ns: int, load: TierLoad, outcome: LoadOutcome) -> None:
-        """A Load has ended. OK: the block is in DRAM from now on, and on SSD. IO_ERROR: it stays on SSD; after the
-        second in a row it does not. CORRUPT: it is quarantined.
+        """Record the end of a load. OK: the block is in DRAM and on SSD. IO_ERROR: it stays on SSD, until the second in
+        a row. CORRUPT: it is quarantined.
         """
         self.staging.loaded(now_ns, load, outcome)
 
     def num_loading(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
-        """How many of these blocks are on their way from SSD to DRAM."""
+        """Return the number of these blocks that are being loaded from SSD to DRAM."""
         return self.staging.num_loading(kv_namespace, chain)
 
     def writes(self, now_ns: int, max_nbytes: int, *, everything: bool = False) -> list[TierWrite]:
-        """What is worth writing to SSD now, parents before children, up to `max_nbytes` of extents (at least one block,
-        if any is); often nothing.
+        """Return the blocks worth writing to SSD now, parents before children, up to `max_nbytes` of extents (at least
+        one block, if any); often nothing.
 
-        First what would leave DRAM next, once more than `PoolLimits.write_above` of it is used; then what was used
-        again, as long as extents are free. `everything`: all that is sealed and not there (before DRAM is emptied).
-        Where SSD is full, this makes room instead: `take_ssd_freed` tells of it, and what was wanted comes at the next
-        call. Every Write must be answered by `written`, whatever happens; never lets a put wait or fail.
+        First come DRAM's next victims, once more than `PoolLimits.write_above` of it is used; then blocks that were
+        used again, as long as extents are free. `everything`: all sealed blocks that are not on SSD (before DRAM is
+        emptied). If the SSD is full, this evicts instead: `take_ssd_freed` returns the extents, and the blocks follow
+        at the next call. Every write must be answered by `written`. Never delays or fails a put.
         """
         return self.staging.next_writes(now_ns, max_nbytes, everything)
 
     def written(self, now_ns: int, write: TierWrite, ok: bool, *, block_at_fault: bool = True) -> None:
-        """A Write has ended. ok: the block is durable on SSD; else it is not there, its extent is among the freed.
+        """Record the end of a write. ok: the block is durable on SSD; else it is not there, and its extent is freed.
 
-        A block that twice in a row cannot be written by its own fault is not tried again; a full or failing SSD is
-        nobody's.
+        A block that twice in a row cannot be written by its own fault is not retried; a full or failing SSD is no
+        block's fault.
         """
         self.staging.written(now_ns, write, ok, block_at_fault)
 
     def restore(self, now_ns: int, entries: Sequence[SsdBlock]) -> int:
-        """Take in what the SSD store found at its start, before any other call. Returns how many blocks.
+        """Add the blocks that the SSD store found at its start, before any other call. Returns their number.
 
-        What cannot be taken in (beyond the capacity, overlapping, of another spec than its namespace) is counted as
-        `ssd_refused_blocks`, and its extent is among the freed.
+        Blocks that cannot be added (beyond the capacity, overlapping, of another spec than their namespace) are counted
+        as `ssd_refused_blocks`, and their extents are freed.
         """
         return self.staging.restore(now_ns, entries)
 
     def take_ssd_freed(self) -> list[int]:
-        """Offsets of the extents given up since the last call, each once: the SSD store must forget them.
+        """Return the offsets of extents given up since the last call, each once; the SSD store must forget them.
 
-        Extents told here are given to Writes of later calls of `writes`: forget them durably before such a Write.
+        They are allocated to writes of later `writes` calls: forget them durably before such a write.
         """
         return self.store.ssd.take_freed()
 
     def take_dram_changes(self) -> list[tuple[bool, Block]]:
-        """What came to DRAM, visible (True), and what left it (False), in order, since the last call.
+        """Return the visible additions to DRAM (True) and removals from it (False), in order, since the last call.
 
-        The first call begins the record, with all that is there. A block that left may still have leased slots.
+        The first call starts the record, with all blocks in DRAM. A removed block may still have leased slots.
         """
         return self.store.take_dram_changes()
 
     def flush(self, now_ns: int, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
-        """Remove the blocks that nobody uses, of one namespace or of all (None); `dram_only`: drop their copies in DRAM
-        where they are on SSD too. Returns how many, and how many of those asked for are still here (or in DRAM).
+        """Remove unused blocks, of one namespace or of all (None); `dram_only`: drop DRAM copies of blocks that are on
+        SSD too.
+
+        Returns (number removed, number of matching blocks that are still here, or in DRAM).
         """
         return flush(self.store, kv_namespace, dram_only=dram_only)
 
     def totals(self) -> dict[str, int]:
-        """All that was counted since the start, histograms as cumulative buckets; nothing in it ever falls."""
+        """Return all totals since the start, histograms as cumulative buckets; no value ever decreases."""
         return self.metrics.totals()
 
     def renew(self, now_ns: int, lease_id: str, lease_ns: int) -> bool:
-        """Let a lease last `lease_ns` from now. False when it has expired: pin again."""
+        """Extend a lease to `lease_ns` from now. Returns False if it has expired; then pin again."""
         lease = self.leases.get(lease_id)
         if lease is None or lease.expires_ns <= now_ns:
             return False
@@ -356,7 +353,7 @@ class PoolCore:
         return True
 
     def unpin(self, lease_id: str) -> bool:
-        """End a lease whose owner has no reads under way. False: no such lease."""
+        """End a lease whose owner has no reads in flight. Returns False if there is no such lease."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             self.store.release_all(lease.copies)
@@ -386,7 +383,7 @@ class PoolCore:
         return removed
 
     def drop_ssd_only(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
-        """The SSD cannot be read: remove those of the blocks that are there alone. Returns how many."""
+        """Remove those of the blocks that are on SSD alone, because it cannot be read. Returns their number."""
         found = (self.store.find(kv_namespace, chain_key) for chain_key in chain)
         unreadable = [block for block in found if block is not None and block.sealed and block.dram is None]
         for block in unreadable:
@@ -412,7 +409,7 @@ class PoolCore:
         return self._end(puts, leases)
 
     def validate(self) -> list[str]:
-        """What does not fit together, in words; empty when all does."""
+        """Return descriptions of all inconsistencies; empty if the state is consistent."""
         return audit(self.store, self.staging, self.puts, self.leases, self.fenced)
 
     def _look_up(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> tuple[list[Block], int]:

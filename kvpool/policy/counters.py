@@ -1,7 +1,4 @@
-"""Times counted in a bounded number of buckets.
-
-What the pool's policy counts for people, and under which names. Every number only rises.
-"""
+"""Counters of the policy core, as shown to operators. Values only increase."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -25,7 +22,7 @@ _BOUNDS_NS = {
 
 
 class Histogram:
-    """How often a duration was at most so long. Nothing in it ever falls."""
+    """Cumulative histogram of durations in fixed buckets; no count ever decreases."""
 
     _NAMES = tuple(_BOUNDS_NS)
     _BOUNDS = tuple(_BOUNDS_NS.values())
@@ -58,7 +55,7 @@ EVICTIONS = {
     "asked": "somebody asked for it",
     "flushed": "the pool was flushed",
 }
-"""Why a copy leaves a tier, other than for being damaged."""
+"""Reasons for which a copy leaves a tier, other than corruption."""
 
 LOSSES = {
     "no_ssd": "it left DRAM, and there is no SSD tier",
@@ -66,7 +63,7 @@ LOSSES = {
     "partial": "it was a partial block",
     "ssd": "it left SSD, and was not in DRAM",
 }
-"""Why an eviction was the end of a block on this node."""
+"""Reasons for which an eviction removed a block from this node."""
 
 _TIERS = ("dram", "ssd")
 _NAMES = (
@@ -87,7 +84,7 @@ _LOST = {reason: f"lost_{reason}_blocks" for reason in LOSSES}
 
 
 class PolicyMetrics:
-    """Counters, all there from the start, and histograms."""
+    """Counters, all present from the start, and histograms."""
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter(dict.fromkeys(_NAMES, 0))
@@ -149,7 +146,7 @@ class PolicyMetrics:
 
 
 def loss_reason(copy: BlockCopy, has_ssd: bool) -> str:
-    """Which of LOSSES it is that this copy was the block's last."""
+    """Return the key of LOSSES for a copy that was its block's last."""
     if copy.tier != DRAM:
         return "ssd"
     if copy.num_tokens:

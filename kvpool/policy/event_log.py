@@ -1,4 +1,4 @@
-"""The numbered events of one pool node incarnation, kept as far back as a bound in bytes allows."""
+"""Numbered events of one pool node incarnation, kept within a bound in bytes."""
 
 from collections import deque
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class _Event(NamedTuple):
 
 
 class EventLog:
-    """Appends events and gives out what came after a number, as messages in the form `kvpool.events` describes."""
+    """Appends events and returns those after a number, as messages in the form that `kvpool.events` describes."""
 
     def __init__(self, incarnation: int, capacity_nbytes: int) -> None:
         self.incarnation = incarnation

@@ -1,6 +1,6 @@
-"""The blocks of a pool node by full address, and the tree of their chains. It knows neither room nor time.
+"""Blocks of a pool node by full address, in a prefix tree. Knows neither space nor time.
 
-A block may be here without its parent, when that was removed as corrupt or its put failed: it can be matched again once
+A block may be here without its parent, if that was removed as corrupt or its put failed; it can be matched again once
 the parent is back.
 """
 
@@ -10,7 +10,7 @@ from kvpool.policy.records import DRAM, SSD, Block, BlockKey, PrefixNode
 
 
 class BlockIndex:
-    """All blocks that can be found: those being written by puts (not visible to readers) and the sealed ones."""
+    """All blocks that can be found: those being written by puts (invisible to readers) and sealed ones."""
 
     def __init__(self) -> None:
         self.num_sealed = 0
@@ -24,38 +24,38 @@ class BlockIndex:
         return (node.block for node in self._nodes.values() if node.block is not None)
 
     def addresses(self) -> list[BlockKey]:
-        """All that are known, quickly also if they are many; at some of them there is no block."""
+        """Return all known addresses, fast even for many; some have no block."""
         return list(self._nodes)
 
     def get(self, key: BlockKey) -> Block | None:
-        """The block of this address, sealed or not."""
+        """Return the block of this address, sealed or not."""
         node = self._nodes.get(key)
         return None if node is None else node.block
 
     def find(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block | None]:
-        """The blocks of these addresses, sealed or not."""
+        """Return the blocks of these addresses, sealed or not."""
         nodes = self._nodes
         found = [nodes.get(kv_namespace + chain_key) for chain_key in chain]
         return [None if node is None else node.block for node in found]
 
     def find_node(self, key: BlockKey) -> PrefixNode | None:
-        """The place of this address, if there is something at it or follows it."""
+        """Return the node of this address, if it has a block or followers."""
         return self._nodes.get(key)
 
     def node_at(self, key: BlockKey) -> PrefixNode:
-        """The place of this address, made if there is none; a place that stays empty must be given to `discard`."""
+        """Return the node of this address, created if missing; give a node that stays empty to `discard`."""
         node = self._nodes.get(key)
         if node is None:
             node = self._nodes[key] = PrefixNode(key)
         return node
 
     def discard(self, node: PrefixNode) -> None:
-        """Forget the place if nothing is at it and nothing follows it."""
+        """Remove the node if it has neither block nor followers."""
         if node.block is None and not node.num_following:
             self._nodes.pop(node.key, None)
 
     def leading_run(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block]:
-        """The longest run of full sealed blocks from the start of `chain`, in whatever tier."""
+        """Return the longest run of full sealed blocks from the start of `chain`, in whatever tier."""
         blocks: list[Block] = []
         nodes = self._nodes
         for chain_key in chain:
@@ -66,7 +66,7 @@ class BlockIndex:
         return blocks
 
     def would_form_cycle(self, node: PrefixNode, before: PrefixNode) -> bool:
-        """Whether a block at this empty place, put after `before`, would close a circle."""
+        """Return True if a block at this empty node, placed after `before`, would form a cycle."""
         if node is before:
             return True
         each: PrefixNode | None = before if node.num_following else None
@@ -75,7 +75,7 @@ class BlockIndex:
         return each is not None
 
     def add(self, block: Block, parent: PrefixNode) -> None:
-        """Take in a block at its empty place; `parent.num_following` counts it already."""
+        """Add a block at its empty node; `parent.num_following` counts it already."""
         node = block.prefix_node
         assert node.block is None
         # The last that followed the empty place may have been evicted for this block, and the place with it.
@@ -95,7 +95,7 @@ class BlockIndex:
         self.num_sealed += not block.put_id
 
     def remove(self, block: Block) -> PrefixNode:
-        """Nobody finds the block any more. Returns its parent's place, which one block less follows."""
+        """Remove the block. Returns its parent's node, which then has one follower less."""
         node, parent = block.prefix_node, block.prefix_node.parent
         assert node.block is block
         assert parent is not None
@@ -118,7 +118,9 @@ class BlockIndex:
         return parent
 
     def validate(self) -> list[str]:
-        """What does not fit together, in words; empty when all does. At a moment when no block is being added."""
+        """Return descriptions of all inconsistencies; empty if consistent. Call it only while no block is being
+        added.
+        """
         problems = []
         blocks = list(self)
         for key, node in self._nodes.items():

@@ -1,4 +1,4 @@
-"""The plain records that the pool node's policy keeps and returns. No behaviour beyond small derived values."""
+"""Data of the pool node's policy core. No behaviour beyond small derived values."""
 
 import enum
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ _NOBODY = bytes(16)
 
 
 class SlotStatus(enum.IntEnum):
-    """What became of one block of an Allocate; the values are the wire's."""
+    """Result of one block of an Allocate; the values are the wire's."""
 
     NEW = 1  # slots were given: write them, then seal
     EXISTS = 2  # sealed already, or being written by another put
@@ -28,9 +28,9 @@ def block_key(kv_namespace: bytes, chain_key: bytes) -> BlockKey:
 
 
 class PrefixNode:
-    """Where a block belongs in the tree of chains: also of one that is not here, as long as others follow it.
+    """Node of the prefix tree: the position of a block, kept without a block as long as others follow it.
 
-    Blocks on their way into a tier are children there as well: nothing that a copy hangs on leaves before it.
+    Blocks in transit into a tier are followers there as well: nothing that a copy depends on leaves before it.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class PrefixNode:
         return self.following_dram if tier == DRAM else self.following_ssd
 
     def children(self) -> Iterator["PrefixNode"]:
-        """The places of the blocks that follow it."""
+        """Yield the nodes of the blocks that follow."""
         prefix_node = self.first
         while prefix_node is not None:
             yield prefix_node
@@ -76,7 +76,7 @@ class PrefixNode:
 
 @dataclass(slots=True, eq=False)
 class Partition:
-    """Copies that can take each other's slots."""
+    """Copies that can use each other's slots."""
 
     owner: bytes  # the namespace that has it for itself; empty: any
     sizes: tuple[int, ...]
@@ -87,7 +87,7 @@ class Partition:
 
 @dataclass(slots=True, eq=False)
 class NamespaceState:
-    """All blocks of one namespace: they are made alike. Numbers by tier: DRAM, SSD."""
+    """State of a namespace, whose blocks are of one spec. Pairs are by tier: DRAM, SSD."""
 
     kv_namespace: bytes
     spec: KvSpec
@@ -102,7 +102,7 @@ class NamespaceState:
 
 @dataclass(slots=True, eq=False)
 class BlockCopy(Resident):
-    """A block's copy in one tier, and what the tier's policy knows of it."""
+    """Copy of a block in one tier, with what the tier's policy records of it."""
 
     block: "Block" = field(kw_only=True)
     tier: int = field(kw_only=True)
@@ -121,7 +121,7 @@ class BlockCopy(Resident):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block. Not yet sealed while `put_id` is set: then it has slots in DRAM which nobody but the put sees."""
+    """One block. It is unsealed while `put_id` is set; then its slots in DRAM are visible to the put only."""
 
     prefix_node: PrefixNode
     namespace: NamespaceState
@@ -152,13 +152,13 @@ class Block:
 
     @property
     def parent(self) -> BlockKey:
-        """Of the block before it; its chain key is zeros for a prompt's first."""
+        """Address of the block before it; the chain key is zeros for a prompt's first block."""
         assert self.prefix_node.parent is not None
         return self.prefix_node.parent.key
 
     @property
     def copies(self) -> tuple[BlockCopy | None, BlockCopy | None]:
-        """By tier: DRAM, SSD."""
+        """Copies by tier: DRAM, SSD."""
         return self.dram, self.ssd
 
     @property
@@ -171,13 +171,13 @@ class Block:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of its slots in the arena, one per group; none where it is not in DRAM, or on its way there."""
+        """Offsets of its slots in the arena, one per group; empty unless it is in DRAM."""
         copy = self.dram
         return copy.offsets if copy is not None and (copy.ready or self.put_id) else ()
 
     @property
     def ssd_offset(self) -> int | None:
-        """Of its extent on SSD; None where it is not there, or on its way there."""
+        """Offset of its extent on SSD; None unless it is there."""
         copy = self.ssd
         return copy.offsets[0] if copy is not None and copy.ready else None
 
@@ -190,9 +190,9 @@ class Block:
 
 
 def is_evictable(copy: BlockCopy) -> bool:
-    """Whether a tier may give up the copy: complete, nobody holds it, nothing of this tier follows it.
+    """Return True if the tier may give up the copy: complete, without holds, and without followers in this tier.
 
-    Where it is the block's last copy, nothing at all may follow: no block stays that could not be matched.
+    The last copy of a block must have no followers at all: no block stays that could not be matched.
     """
     if not copy.ready or copy.holds or copy.gone:
         return False
@@ -241,7 +241,7 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class PutAllocation:
-    """Answer to an Allocate: a status per block, and the NEW blocks in order. `put_id` is empty when none is new."""
+    """Result of an Allocate: a status per block, and the NEW blocks in order. `put_id` is empty if none is NEW."""
 
     put_id: str
     status: tuple[SlotStatus, ...]
@@ -250,7 +250,7 @@ class PutAllocation:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """Answer to a Pin: a lease on the longest leading run of blocks in DRAM and on tails after it; never of nothing."""
+    """Result of a Pin: a lease on the longest leading run in DRAM and on tails after it; never empty."""
 
     lease_id: str
     blocks: tuple[Block, ...]
@@ -260,7 +260,7 @@ class LeaseGrant:
 
 
 class LoadOutcome(enum.Enum):
-    """How the reading of a block from SSD ended."""
+    """Result of reading a block from SSD."""
 
     OK = "ok"
     IO_ERROR = "io_error"  # nothing is known of the bytes: they may be read again
@@ -269,7 +269,7 @@ class LoadOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierLoad:
-    """To be read from SSD into DRAM now. Both places are kept for it until `PoolCore.loaded`."""
+    """Load to execute, from SSD to DRAM. Both copies are held until `PoolCore.loaded`."""
 
     block: Block
     ssd_offset: int  # all groups one after the other
@@ -278,7 +278,7 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierWrite:
-    """To be written from DRAM to SSD now. Both places are kept for it until `PoolCore.written`."""
+    """Write to execute, from DRAM to SSD. Both copies are held until `PoolCore.written`."""
 
     block: Block
     offsets: tuple[int, ...]  # per group, in the arena
@@ -287,7 +287,7 @@ class TierWrite:
 
 @dataclass(frozen=True, slots=True)
 class SsdBlock:
-    """A block that the SSD store has found at its start."""
+    """Block that the SSD store found at its start."""
 
     offset: int
     kv_namespace: bytes

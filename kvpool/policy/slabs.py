@@ -1,11 +1,11 @@
-"""Where slots lie in a tier: slabs of equal units, each cut into slots of one size. It knows sizes, never blocks.
+"""Allocator of a tier's slots: equal slabs, each divided into slots of one size. Knows sizes, not blocks.
 
-A size's slabs span as few units as keep the waste at a slab's end below an eighth. A slab whose last slot is freed goes
-back to the tier at once, so another size can use it. The lowest slab with a free slot is filled first: high addresses
-stay untouched (no memory is committed for them), and low use concentrates in few slabs.
+A size's slabs span as few units as keep the waste at a slab's end below an eighth. A slab whose last slot is freed
+returns to the tier at once, so that another size can use it. The lowest slab with a free slot is filled first: high
+addresses stay untouched (no memory is committed for them), and low use concentrates in few slabs.
 
-Where slots must be found again by their offset alone (`adopt`), slabs are `aligned`: they start at multiples of their
-own length, so that the size of a slot tells the slab that it lies in.
+If slots must be found again by their offset alone (`adopt`), slabs are aligned: they start at multiples of their own
+length, so that a slot's size determines its slab.
 """
 
 import heapq
@@ -33,7 +33,7 @@ class _SizeClass:
 
 
 class SlabAllocator:
-    """Hands out slots by byte offset. Slots start at multiples of `alignment` bytes and never overlap."""
+    """Allocates slots by byte offset. Slots start at multiples of `alignment` bytes and never overlap."""
 
     def __init__(
         self, nbytes: int, unit_nbytes: int, *, alignment: int = SLOT_ALIGNMENT, aligned_slabs: bool = False
@@ -52,24 +52,24 @@ class SlabAllocator:
         self._serial = 0
 
     def fits(self, slot_nbytes: int) -> bool:
-        """Whether an empty tier would have room for one slot of this size."""
+        """Return True if an empty tier has room for one slot of this size."""
         return self._class_of(slot_nbytes).units_per_slab <= self.num_units
 
     def slot_nbytes(self, nbytes: int) -> int:
-        """What a slot for so many bytes takes."""
+        """Return the size of a slot for this many bytes."""
         return -(-nbytes // self._alignment) * self._alignment
 
     def slots_per_slab(self, slot_nbytes: int) -> int:
-        """Slots of this size in one slab."""
+        """Return the number of slots of this size in one slab."""
         size_class = self._class_of(slot_nbytes)
         return size_class.units_per_slab * self.unit_nbytes // size_class.slot_nbytes
 
     def open(self, slot_nbytes: int, first_unit: int) -> None:
-        """Make a slab of this size at free units, for slots that are allocated next."""
+        """Create a slab of this size at free units, for the next allocations."""
         self._make_slab(self._class_of(slot_nbytes), first_unit)
 
     def try_allocate(self, slot_nbytes: int) -> int | None:
-        """Offset of a free slot, or None when no slab has one and no room is left for a slab."""
+        """Return the offset of a free slot, or None if no slab has one and no slab can be created."""
         size_class = self._class_of(slot_nbytes)
         slab = self._partial_slab(size_class) or self._new_slab(size_class)
         if slab is None:
@@ -79,9 +79,9 @@ class SlabAllocator:
         return slab.free.pop()
 
     def adopt(self, slot_nbytes: int, offset: int) -> bool:
-        """Take the slot at just this offset, which `try_allocate` of an equal, aligned allocator once gave.
+        """Allocate the slot at exactly this offset, which `try_allocate` of an equal, aligned allocator once returned.
 
-        False when it cannot be: outside of the tier, in use, or not where such a slot can lie.
+        Returns False if it is out of bounds, in use, or not the offset of such a slot.
         """
         assert self._aligned_slabs
         size_class = self._class_of(slot_nbytes)
@@ -110,7 +110,7 @@ class SlabAllocator:
             self._offer(slab)
 
     def windows(self, slot_nbytes: int, offset: int) -> list[range]:
-        """Units that a slab of this size could take if they were free, some of them of the slab at `offset`."""
+        """Return the ranges of units that a slab of this size could occupy and that overlap the slab at `offset`."""
         size_class = self._class_of(slot_nbytes)
         slab = self._slabs[self._slab_of_unit[offset // self.unit_nbytes]]
         length, step = size_class.units_per_slab, size_class.step
@@ -119,12 +119,12 @@ class SlabAllocator:
         return [range(start, start + length) for start in range(-(-first // step) * step, last + 1, step)]
 
     def used_offsets(self, units: range) -> list[int]:
-        """Offsets of the used slots of all slabs that lie in these units at least in part."""
+        """Return the offsets of the used slots of all slabs that overlap these units."""
         serials = dict.fromkeys(serial for serial in self._slab_of_unit[units.start : units.stop] if serial >= 0)
         return [offset for serial in serials for offset in self._used_in(self._slabs[serial])]
 
     def validate(self) -> list[str]:
-        """What does not fit together, in words; empty when all does."""
+        """Return descriptions of all inconsistencies; empty if the state is consistent."""
         problems = []
         covered = bytearray(self.num_units)
         used = 0
@@ -173,7 +173,7 @@ class SlabAllocator:
         return None
 
     def _free_place(self, size_class: _SizeClass) -> int | None:
-        """The lowest unit where a slab of this size can start."""
+        """Return the lowest unit where a slab of this size can start."""
         length, step = size_class.units_per_slab, size_class.step
         if self._num_free_units < length:
             return None

@@ -1,7 +1,7 @@
-"""Blocks on their way between the tiers: loads from SSD, writes to it, and what is there at the start. Plans, no I/O.
+"""Blocks in transit between the tiers: loads from SSD, writes to it, and restoring its contents. Plans, no I/O.
 
-What is on SSD hangs together: a block is written after those before it in its chain, and leaves before them. So what a
-restart finds can be matched from its beginning, and what leaves DRAM never breaks a chain whose end is on SSD.
+Chains on SSD are complete: a block is written after those before it in its chain and evicted before them. So a restored
+chain can be matched from its start, and an eviction from DRAM never breaks a chain whose end is on SSD.
 """
 
 import math
@@ -30,7 +30,7 @@ _MAX_ERRORS = 2  # in a row, of reading or of writing one block
 
 
 class Staging:
-    """Loads and writes under way, and which come next. Each one is answered exactly once."""
+    """Loads and writes in flight, and the choice of the next ones. Each is answered exactly once."""
 
     def __init__(self, store: BlockStore, metrics: PolicyMetrics, write_above: float) -> None:
         self.loads: dict[TierLoad, None] = {}
@@ -201,7 +201,7 @@ class Staging:
             self._store.remove(block)
 
     def _plan(self, now_ns: int, max_nbytes: int, everything: bool) -> list[tuple[Block, float | None]]:
-        """What to write, in order: with the use in DRAM until which others are spared; None: spare all."""
+        """Return the blocks to write, in order, with the DRAM use until which others are spared (None: spare all)."""
         plan: dict[Block, float | None] = {}
         nbytes = 0
         for candidate, spare_until in self._candidates(now_ns, everything):
@@ -229,9 +229,10 @@ class Staging:
         yield from ((block, None) for block in _taken(self._reused))
 
     def _unwritten(self, block: Block, everything: bool) -> list[Block]:
-        """The block and those before it that are not on SSD, the first first; none where they cannot all be written.
+        """Return the block and its ancestors that are not on SSD, first ancestor first; empty if they cannot all be
+        written.
 
-        Of a chain whose beginning is missing nothing is worth writing, unless everything is.
+        A chain whose start is missing is not worth writing, unless everything is written.
         """
         found: list[Block] = []
         each: Block | None = block
@@ -251,7 +252,7 @@ class Staging:
         return found
 
     def _begin_write(self, block: Block, use: Use, *, ask: bool) -> tuple[TierWrite | None, bool]:
-        """The write if there is an extent for it; else whether the block is worth another's."""
+        """Return (the write, if there is a free extent; else None, whether the block is worth evicting another)."""
         store, parent, dram = self._store, block.prefix_node.parent, block.dram
         assert parent is not None
         assert dram is not None
@@ -276,7 +277,7 @@ class Staging:
 
 
 def _taken(blocks: deque[Block]) -> Iterator[Block]:
-    """The first each time; it stays if nobody asks for another, since there may have been no room for it."""
+    """Yield the first block repeatedly; it is removed only when the next is requested, since it may not have fitted."""
     while blocks:
         yield blocks[0]
         blocks.popleft()
@@ -287,7 +288,7 @@ def _address(entry: SsdBlock) -> tuple[bytes, bytes]:
 
 
 def _parents_first(entries: dict[tuple[bytes, bytes], SsdBlock]) -> Iterator[SsdBlock]:
-    """All entries, none before the one that it follows; otherwise in their order."""
+    """Yield all entries, none before its parent; otherwise in their order."""
     waiting = dict(entries)
     for entry in entries.values():
         path: list[SsdBlock] = []

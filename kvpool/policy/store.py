@@ -1,9 +1,7 @@
-"""Blocks and their copies in two tiers: index, rooms and event log moved together. No puts, no leases' times.
+"""Blocks and their copies in two tiers: keeps index, tier spaces and event log consistent. No puts, no lease times.
 
-Slots are held by a copy of a block that can be found, by a copy that is gone but held still (leased, being read or
-written), or by whoever took them over with `remove_unsealed`; everything else is free.
-
-Emptying a pool node of what nobody uses, because somebody asks for it.
+Slots are held by a copy of a block that can be found, by a removed copy that is still held (leased, being read or
+written), or by the caller of `remove_unsealed`; everything else is free.
 """
 
 import heapq
@@ -58,11 +56,11 @@ class BlockStore:
         self._changed: dict[Block, None] = {}  # what readers can see of them is not yet in the log
 
     def find(self, kv_namespace: bytes, chain_key: bytes) -> Block | None:
-        """The block of this address, sealed or being written."""
+        """Return the block of this address, sealed or being written."""
         return self.index.get(block_key(kv_namespace, chain_key))
 
     def leading_run(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block]:
-        """The longest run of full sealed blocks from the start of `chain`, in whatever tier."""
+        """Return the longest run of full sealed blocks from the start of `chain`, in whatever tier."""
         return self.index.leading_run(kv_namespace, chain)
 
     def try_add(
@@ -75,10 +73,10 @@ class BlockStore:
         cost_s: float,
         use: Use,
     ) -> Block | None:
-        """A new block at an empty place, being written by `put_id`, after that of its parent.
+        """Add a block at an empty node, after its parent's node `before`, written by `put_id`.
 
-        None when it cannot or should not have slots, or would follow itself (no true keys do): nothing has changed,
-        and empty places are forgotten.
+        Returns None if it cannot or should not get slots, or would form a cycle (real keys never do); then nothing has
+        changed, and empty nodes are removed.
         """
         if self.index.would_form_cycle(prefix_node, before):
             self.index.discard(prefix_node)
@@ -100,7 +98,9 @@ class BlockStore:
         return None
 
     def try_adopt(self, namespace: NamespaceState, entry: SsdBlock, use: Use) -> Block | None:
-        """A block that lies on SSD already; None when it cannot lie there: nothing has changed. It must be offered."""
+        """Add a block that lies on SSD; return None, having changed nothing, if it cannot lie there. It must be
+        offered.
+        """
         before = self.index.node_at(namespace.kv_namespace + entry.parent)
         prefix_node = self.index.node_at(namespace.kv_namespace + entry.chain_key)
         block = Block(prefix_node, namespace, "", entry.num_tokens, entry.compute_s, entry.digests)
@@ -118,8 +118,9 @@ class BlockStore:
         return None
 
     def tails_after(self, kv_namespace: bytes, run: Sequence[Block], tail_keys: Sequence[bytes] = ()) -> list[Block]:
-        """The sealed partial block right after the run's last block, or at the beginning, that is the first of these
-        keys; where none is there, the few that were used last, the last one first."""
+        """Return the sealed partial block after the run's last block (or at the start) that has the first of these keys
+        present; if none is, the few most recently used, last one first.
+        """
         prefix_node = run[-1].prefix_node if run else self.index.find_node(kv_namespace + bytes(16))
         if prefix_node is None or not prefix_node.tails:
             return []
@@ -130,12 +131,12 @@ class BlockStore:
         return heapq.nlargest(_MAX_OFFERED, (tail for tail in prefix_node.tails if tail.sealed), key=_used_ns)
 
     def add(self, block: Block, before: PrefixNode) -> None:
-        """The block can be found from now on; `before.num_following` counts it already."""
+        """Make the block findable; `before.num_following` counts it already."""
         self.index.add(block, before)
         block.namespace.num_blocks += 1
 
     def new_copy(self, block: Block, before: PrefixNode, tier: int) -> BlockCopy:
-        """A copy on its way into a tier, without slots yet. What it hangs on stays for it."""
+        """Return a copy in transit into a tier, without slots. The blocks that it depends on stay for it."""
         namespace = block.namespace
         copy = BlockCopy(
             block.prefix_node.key,
@@ -157,12 +158,12 @@ class BlockStore:
         return copy
 
     def abandon(self, copy: BlockCopy, before: PrefixNode) -> None:
-        """The copy does not come, and has no slots."""
+        """Discard a copy in transit that has no slots."""
         _unlink(copy, before)
         self.offer(before.block)
 
     def seal(self, blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]], use: Use) -> None:
-        """Readers may have the blocks from now on."""
+        """Make the blocks visible to readers."""
         self.index.num_sealed += len(blocks)
         for block, block_digests in zip(blocks, digests, strict=True):
             block.put_id, block.digests = "", block_digests
@@ -173,7 +174,7 @@ class BlockStore:
         self.log_changes()
 
     def complete_in_dram(self, block: Block, use: Use) -> None:
-        """The block's copy in DRAM is complete. It must be offered."""
+        """Record that the block's copy in DRAM is complete. It must be offered."""
         copy = block.dram
         assert copy is not None
         self.dram.insert(copy, use)
@@ -182,13 +183,13 @@ class BlockStore:
             self._dram_changes.append((True, block))
 
     def hit(self, blocks: Sequence[Block], use: Use) -> None:
-        """A request used these sealed blocks of one namespace, wherever they are."""
+        """Record that a request used these sealed blocks of one namespace, in whatever tier."""
         self.dram.hit([copy for block in blocks if (copy := block.dram) is not None and copy.ready], use)
         if self._has_ssd:
             self.ssd.hit([copy for block in blocks if (copy := block.ssd) is not None and copy.ready], use)
 
     def set_replicas(self, kv_namespace: bytes, chain_key: bytes, replicas: int) -> None:
-        """So many other nodes hold the block, if it is here."""
+        """Record how many other nodes hold the block, if it is here."""
         block = self.find(kv_namespace, chain_key)
         if block is not None:
             block.replicas = replicas
@@ -197,13 +198,13 @@ class BlockStore:
                     copy.replicas = replicas
 
     def may_remove(self, block: Block) -> bool:
-        """Sealed, nobody holds it and nothing here follows it."""
+        """Return True if the block is sealed, without holds and without followers."""
         if not block.sealed or block.removed or block.prefix_node.num_following:
             return False
         return not any(copy is not None and (copy.holds or not copy.ready) for copy in block.copies)
 
     def remove(self, block: Block) -> None:
-        """A sealed block can be found no more; its slots are free when nothing holds them. `log_changes` logs it."""
+        """Remove a sealed block; its slots are freed when nothing holds them. `log_changes` logs it."""
         assert block.sealed
         copies = [copy for copy in block.copies if copy is not None]
         parent = block.prefix_node.parent
@@ -219,13 +220,13 @@ class BlockStore:
         self._forget(block)
 
     def drop(self, copy: BlockCopy, reason: str) -> None:
-        """A copy that may leave leaves its tier, though its room is not needed; it is counted."""
+        """Remove an evictable copy from its tier, though its room is not needed, and count it."""
         self.spaces[copy.tier].leave(copy)
         self._metrics.record_eviction(copy, reason, None, None)
         self._drop(copy)
 
     def withdraw(self, copy: BlockCopy) -> None:
-        """A copy that was on its way into its tier does not come; its slots are free when nothing holds them."""
+        """Discard a copy in transit; its slots are freed when nothing holds them."""
         parent = copy.block.prefix_node.parent
         assert parent is not None
         self._leave(copy)
@@ -233,7 +234,7 @@ class BlockStore:
         self.offer(parent.block)
 
     def release(self, copy: BlockCopy) -> None:
-        """One hold less; with the last one a copy that is gone frees its slots."""
+        """Release one hold; with the last one, a removed copy frees its slots."""
         copy.holds -= 1
         if copy.holds:
             return
@@ -243,12 +244,12 @@ class BlockStore:
             self.spaces[copy.tier].offer(copy)
 
     def release_all(self, copies: Sequence[BlockCopy]) -> None:
-        """As `release`, of each."""
+        """Release one hold of each copy."""
         for copy in copies:
             self.release(copy)
 
     def remove_unsealed(self, blocks: Sequence[Block]) -> list[int]:
-        """Take unsealed blocks out, the last first; their slots stay used until `dram.free_slots`."""
+        """Remove unsealed blocks, last first; their slots stay used until `dram.free_slots`."""
         offsets: list[int] = []
         for block in reversed(blocks):
             copy, parent = block.dram, block.prefix_node.parent
@@ -261,8 +262,9 @@ class BlockStore:
         return offsets
 
     def hold_after_gap(self, found: Sequence[Block | None]) -> list[BlockCopy]:
-        """Hold what of a chain is in DRAM behind a block that is not here (None), so that nothing is evicted of it for
-        that one. To be released."""
+        """Hold the DRAM copies after the chain's first missing block (None), so that they are not evicted for it.
+        Returns them, to be released.
+        """
         first = found.index(None) if None in found else len(found)
         copies = [copy for block in found[first:] if block is not None and (copy := block.dram) is not None]
         for copy in copies:
@@ -270,7 +272,7 @@ class BlockStore:
         return copies
 
     def in_dram(self) -> Iterator[Block]:
-        """The blocks that readers find in DRAM."""
+        """Yield the blocks that readers find in DRAM."""
         return (b for b in self.index if (copy := b.dram) is not None and copy.ready)
 
     def take_dram_changes(self) -> list[tuple[bool, Block]]:
@@ -282,7 +284,7 @@ class BlockStore:
         return changes
 
     def log_changes(self) -> None:
-        """Log what has changed for readers since the last time: one event per namespace and move, removals first."""
+        """Log visible changes since the last call: one event per namespace and move, removals first."""
         if not self._changed:
             return
         moves: defaultdict[tuple[bytes, Tier | None, Tier | None], bytearray] = defaultdict(bytearray)
@@ -297,7 +299,7 @@ class BlockStore:
             self.log.append(kv_namespace, bytes(moves[kv_namespace, before, now]), before, now)
 
     def snapshot(self) -> list[PoolEvents]:
-        """All full sealed blocks, as the messages that begin an event stream."""
+        """Return all full sealed blocks, as the messages that begin an event stream."""
         self.log_changes()
         blocks: defaultdict[tuple[bytes, Tier], bytearray] = defaultdict(bytearray)
         for block in self.index:
@@ -306,7 +308,7 @@ class BlockStore:
         return self.log.snapshot(blocks)
 
     def _make_way_for_tail(self, before: PrefixNode) -> bool:
-        """Of too many partial blocks after one block the oldest goes. False: it cannot."""
+        """Remove the oldest of too many partial blocks after one block. Returns False if impossible."""
         tails = before.tails or ()
         if len(tails) < self._max_tails:
             return True
@@ -318,7 +320,7 @@ class BlockStore:
         return True
 
     def evict(self, block: Block, reason: str) -> None:
-        """Remove a block that may be removed, and count it."""
+        """Remove a removable block and count it."""
         copies = [copy for copy in block.copies if copy is not None]
         self.remove(block)
         for copy in copies:
@@ -326,7 +328,7 @@ class BlockStore:
             self._metrics.record_eviction(copy, reason, None, loss)
 
     def _given_up(self, copy: BlockCopy, reason: str, now_ns: int) -> None:
-        """The copy's room was needed."""
+        """Drop a copy whose room was needed, and count it."""
         is_last = copy.other is None
         self._metrics.record_eviction(copy, reason, now_ns, loss_reason(copy, self._has_ssd) if is_last else None)
         self._drop(copy)
@@ -359,7 +361,7 @@ class BlockStore:
         self.offer(parent.block)
 
     def offer(self, block: Block | None) -> None:
-        """Something about the block's copies, or about what follows them, has changed."""
+        """Offer the block's copies for eviction, after they or their followers changed."""
         if block is not None:
             if block.dram is not None and not block.prefix_node.following_dram:
                 self.dram.offer(block.dram)
@@ -368,7 +370,7 @@ class BlockStore:
 
 
 def _unlink(copy: BlockCopy, parent: PrefixNode) -> None:
-    """The block has no such copy any more, and does not keep its parent in the tier."""
+    """Detach the copy from its block; it no longer keeps its parent in the tier."""
     if copy.tier == DRAM:
         copy.block.dram = None
         parent.following_dram -= 1
@@ -378,7 +380,7 @@ def _unlink(copy: BlockCopy, parent: PrefixNode) -> None:
 
 
 def _keep(copy: BlockCopy) -> None:
-    """The block is removed, but whoever holds its copy finds it yet."""
+    """Keep a removed block's copy reachable for its holders."""
     if copy.tier == DRAM:
         copy.block.dram = copy
     else:

@@ -30,7 +30,7 @@ _MAX_COPIES = 4096  # more are never cleared for one block
 
 @dataclass(frozen=True)
 class SlabClearing:
-    """Copies to be given up, in this order: none before those that follow it; and the slabs to be made then."""
+    """Copies to evict, in this order (followers first), and the slabs to create afterwards."""
 
     copies: list[BlockCopy]
     mean_last_use: float
@@ -45,9 +45,10 @@ def plan_clearing(
     sizes: Sequence[int],
     victims: Sequence[BlockCopy],
 ) -> SlabClearing | None:
-    """What must leave so that a slot of each of the sizes finds room; None when it cannot be.
+    """Return the evictions that make room for a slot of each of the sizes; None if impossible.
 
-    `holders` are copies by offset of their slots, `freed` slots that are as good as free. `victims` say where to look.
+    `holders` are copies by offset of their slots, `freed` are slots that count as free. The slabs around `victims` are
+    considered.
     """
     # What is free already is taken while the rest is planned, so that it is not planned for twice.
     free, missing = _take_free(slabs, sizes)
@@ -59,7 +60,7 @@ def plan_clearing(
 
 
 def _take_free(slabs: SlabAllocator, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Offsets of free slots, and the sizes of those that there are none for: one for each slab that is needed."""
+    """Return (offsets of free slots, sizes without a free slot: one for each slab that is needed)."""
     offsets: list[int] = []
     missing: list[int] = []
     to_come: Counter[int] = Counter()
@@ -111,7 +112,7 @@ def _plan(
 def _with_followers(
     tier: int, offsets: Iterable[int], holders: Mapping[int, BlockCopy], freed: Mapping[int, int]
 ) -> dict[BlockCopy, None] | None:
-    """The copies in these slots and all that follow them in the tier, the last first; None when one cannot leave."""
+    """Return the copies in these slots and all that follow them in the tier, last first; None if one cannot leave."""
     order: dict[BlockCopy, None] = {}
     for offset in offsets:
         if offset in freed:
@@ -134,7 +135,7 @@ def _with_followers(
 
 
 def _followers(tier: int, copy: BlockCopy) -> list[BlockCopy] | None:
-    """The copies of the tier that follow; None when this copy could not leave even after them."""
+    """Return the copies of the tier that follow; None if this copy could not leave even after them."""
     if not copy.ready or copy.holds or copy.gone:
         return None
     block = copy.block
@@ -161,11 +162,11 @@ GiveUp = Callable[[BlockCopy, str, int], None]  # copy, reason, now_ns
 
 
 class TierSpace:
-    """Slots of one tier, handed out all of a copy at once or not at all.
+    """Slots of one tier, allocated for all of a copy at once or not at all.
 
-    `give_up` is called for each copy that must leave; it ends with `free`, at once. On SSD, what was written lasts: a
-    freed slot is kept apart until `take_freed` has told of it. And there, a block that is in DRAM too does not leave
-    for one that DRAM gives up later: it would have to be written again (`spare_until`).
+    `give_up` is called for each copy that must leave and calls `free` before it returns. SSD contents are durable, so a
+    freed slot of that tier is withheld until `take_freed` has returned it. A block that is in DRAM too does not leave
+    SSD for one that DRAM evicts later, since it would have to be written again (`spare_until`).
     """
 
     def __init__(self, tier: int, slabs: SlabAllocator, policy: str, give_up: GiveUp) -> None:
@@ -187,7 +188,7 @@ class TierSpace:
         self._may_take = _may_take_from_ssd(self) if tier == SSD else _may_take
 
     def partition(self, owner: bytes, sizes: tuple[int, ...]) -> Partition:
-        """The one of these slots, for a family more; made if there is none."""
+        """Return the partition of these slots for one more namespace; create it if there is none."""
         known = self._partitions.get((owner, sizes))
         if known is None:
             capacity_nbytes = max(1, self.slabs.num_units * self.slabs.unit_nbytes)
@@ -197,13 +198,13 @@ class TierSpace:
         return known
 
     def forget(self, partition: Partition) -> None:
-        """A family less has it; with the last one it is forgotten."""
+        """Remove a namespace from the partition, and the partition with its last namespace."""
         partition.num_namespaces -= 1
         if not partition.num_namespaces:
             del self._partitions[partition.owner, partition.sizes]
 
     def try_take(self, copy: BlockCopy) -> bool:
-        """Free slots for the copy, if there are."""
+        """Allocate free slots for the copy; return True if there were any."""
         offsets: list[int] = []
         for size in copy.block.namespace.sizes[self._tier]:
             offset = self.slabs.try_allocate(size)
@@ -216,9 +217,9 @@ class TierSpace:
         return True
 
     def take(self, copy: BlockCopy, use: Use, reason: str, *, choosy: bool) -> bool:
-        """Slots for the copy, evicting others for it. False when it cannot have them: then nothing was evicted.
+        """Allocate slots for the copy, evicting others. Returns False if impossible; then nothing was evicted.
 
-        `choosy`: the policy is asked whether it is worth the place of another.
+        `choosy`: the policy decides whether the copy is worth an eviction.
         """
         namespace = copy.block.namespace
         policy = namespace.partitions[self._tier].policy
@@ -238,7 +239,7 @@ class TierSpace:
         return True
 
     def adopt(self, copy: BlockCopy, offset: int) -> bool:
-        """Just this slot for a copy that has one, if it can be."""
+        """Allocate exactly this slot for a copy that lies there; return True if possible."""
         (size,) = copy.block.namespace.sizes[self._tier]
         if not self.slabs.adopt(size, offset):
             return False
@@ -246,7 +247,7 @@ class TierSpace:
         return True
 
     def insert(self, copy: BlockCopy, use: Use) -> None:
-        """The copy is complete, and in the tier from now on."""
+        """Record that the copy is complete and in the tier."""
         copy.ready = True
         copy.born_ns = copy.used_ns = self._now_ns = use.now_ns
         self._num_uses += 1
@@ -257,7 +258,7 @@ class TierSpace:
         partition.policy.insert(copy, use)
 
     def hit(self, copies: Sequence[BlockCopy], use: Use) -> None:
-        """A request used these copies of one namespace, given in the order of its chain."""
+        """Record that a request used these copies of one namespace, in the order of its chain."""
         if not copies:
             return
         hit = copies[0].block.namespace.partitions[self._tier].policy.hit
@@ -274,12 +275,12 @@ class TierSpace:
                 self.offer(copy)
 
     def offer(self, copy: BlockCopy) -> None:
-        """Something about the copy has changed: it may be taken now, if it may leave."""
+        """Offer the copy to the policy for eviction, if it may leave now."""
         if is_evictable(copy):
             copy.block.namespace.partitions[self._tier].policy.offer(copy)
 
     def leave(self, copy: BlockCopy) -> None:
-        """The copy leaves for another reason than that its room is needed."""
+        """Remove the copy for another reason than room."""
         assert copy.ready
         partition = copy.block.namespace.partitions[self._tier]
         partition.policy.remove(copy)
@@ -287,7 +288,7 @@ class TierSpace:
         self.num_copies -= 1
 
     def free(self, copy: BlockCopy) -> None:
-        """Nothing holds the copy's slots any more."""
+        """Free the copy's slots, which nothing holds any more."""
         self._unassign(copy)
         recipient = self._recipient
         if recipient is not None and recipient.block.namespace.sizes == copy.block.namespace.sizes:
@@ -303,23 +304,23 @@ class TierSpace:
             self.free_slots(copy.offsets)
 
     def hand_over(self, copy: BlockCopy) -> tuple[int, ...]:
-        """The copy's slots stay used until `free_slots`, by nobody that is known here."""
+        """Return the copy's slots; they stay used, without a holder, until `free_slots`."""
         for offset in copy.offsets:
             del self.holders[offset]
         self._unassign(copy)
         return copy.offsets
 
     def free_slots(self, offsets: tuple[int, ...] | list[int]) -> None:
-        """The slots have no holder any more."""
+        """Free slots that have no holder any more."""
         for offset in offsets:
             self.slabs.free(offset)
 
     def refuse(self, offsets: Sequence[int]) -> None:
-        """What lies there must be forgotten: it belongs to nobody here, and its room is not taken."""
+        """Schedule what lies there to be forgotten: it belongs to no block, and its space is not allocated."""
         self._refused += offsets
 
     def take_freed(self) -> list[int]:
-        """The slots that were kept apart: from now on they can be had again. And what was refused, each once."""
+        """Return the withheld slots, which may be allocated from now on, and refused offsets, each once."""
         freed = list(self.freed)
         refused, self._refused = self._refused, []
         refused = [
@@ -331,7 +332,7 @@ class TierSpace:
         return freed + refused
 
     def next_victims(self, now_ns: int, count: int) -> list[BlockCopy]:
-        """Who would leave next: up to `count` of each partition."""
+        """Return up to `count` next victims of each partition."""
         return [
             victim
             for partition in self._partitions.values()
@@ -342,9 +343,10 @@ class TierSpace:
     def evict_for(
         self, namespace: NamespaceState, reason: str, now_ns: int, recipient: BlockCopy | None = None
     ) -> bool:
-        """Let others leave, so that a copy of this family finds room. False: there are none; then all stay.
+        """Evict others to make room for a copy of this namespace. Returns False if impossible; then nothing was
+        evicted.
 
-        `recipient`: that copy, where it may have its slots straight from a copy like it: then it has them.
+        `recipient` is that copy; it may get its slots directly from an evicted copy of the same sizes.
         """
         own = namespace.partitions[self._tier]
         if own.num_copies == self.num_copies:
@@ -369,18 +371,18 @@ class TierSpace:
         return False
 
     def make_room(self, namespace: NamespaceState, nbytes: int, spare_until: float, now_ns: int) -> None:
-        """SSD: let others leave, for what comes after `take_freed`, until so many bytes were given up, or none can."""
+        """Evict from SSD until `nbytes` are withheld for `take_freed`, or nothing can be evicted."""
         self.spare_until = spare_until
         while self.freed_nbytes < nbytes and self.evict_for(namespace, "room", now_ns):
             pass
         self.spare_until = math.inf
 
     def admits(self, copy: BlockCopy, use: Use) -> bool:
-        """Whether the copy is worth the place of another."""
+        """Return True if the copy is worth the eviction of another."""
         return copy.block.namespace.partitions[self._tier].policy.admits(copy, use)
 
     def validate(self) -> list[str]:
-        """What does not fit together, in words; empty when all does."""
+        """Return descriptions of all inconsistencies; empty if the state is consistent."""
         problems = self.slabs.validate()
         if any(offset not in copy.offsets or copy.tier != self._tier for offset, copy in self.holders.items()):
             problems.append("a slot is held by a copy that lies elsewhere")
@@ -443,7 +445,7 @@ _MAX_UNUSED = 16  # without blocks now; what their policies have learnt is kept
 
 
 class NamespaceTable:
-    """By namespace. One that has no blocks any more may come back with another spec."""
+    """States of namespaces. A namespace without blocks may return with another spec."""
 
     def __init__(self, dram: TierSpace, ssd: TierSpace, quotas: Mapping[bytes, int]) -> None:
         self._dram = dram
@@ -453,13 +455,13 @@ class NamespaceTable:
 
     @property
     def num_blocks(self) -> Counter[bytes]:
-        """Blocks here, in whatever tier, per namespace."""
+        """Number of blocks per namespace, in whatever tier."""
         return Counter({f.kv_namespace: f.num_blocks for f in self._namespaces.values() if f.num_blocks})
 
     def of(self, kv_namespace: bytes, spec: KvSpec) -> NamespaceState:
-        """What the namespace's blocks have in common.
+        """Return the state of the namespace, created if missing.
 
-        Raises SpecMismatch when it has another spec here, SpecError when no slot could ever fit.
+        Raises SpecMismatch if it has another spec here, SpecError if no slot could ever fit.
         """
         known = self._namespaces.get(kv_namespace)
         if known is not None and (known.spec is spec or known.spec == spec):
@@ -488,6 +490,6 @@ class NamespaceTable:
         return made
 
     def spec_of(self, kv_namespace: bytes) -> KvSpec | None:
-        """The spec of a namespace that has blocks here."""
+        """Return the spec of a namespace that has blocks here."""
         namespace = self._namespaces.get(kv_namespace)
         return namespace.spec if namespace is not None and namespace.num_copies else None

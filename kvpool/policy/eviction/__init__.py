@@ -1,4 +1,4 @@
-"""Who leaves a full tier: policies behind one interface. Pure; the live pool and the simulator drive the same ones."""
+"""Eviction policies behind one interface. Pure: the live pool and the simulator use the same classes."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -20,11 +20,11 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
         "moonpool": Moonpool,
     }
 )
-"""What `make_policy` makes: from the tier's capacity in bytes, by name."""
+"""Constructors of policies by name; each takes the tier's capacity in bytes."""
 
 
 def make_policy(name: str, capacity_nbytes: int) -> EvictionPolicy:
-    """The policy `name` for one tier of `capacity_nbytes`. Raises PoolConfigError for a name that is not known."""
+    """Return a new policy for one tier of `capacity_nbytes`. Raises PoolConfigError for an unknown name."""
     if name not in POLICIES:
         raise PoolConfigError(f"there is no eviction policy {name!r}; choose one of {', '.join(POLICIES)}")
     if capacity_nbytes < 1:

@@ -1,6 +1,6 @@
-"""Adaptive replacement: recency against frequency, weighed by which of the two would have been right.
+"""Adaptive replacement cache (ARC): balances recency against frequency by its own misses.
 
-Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4; in bytes, not in
+Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4; in bytes, not
 pages.
 """
 
@@ -37,7 +37,7 @@ class _Recency:
         return block
 
     def forget_ghost(self, key: object) -> bool:
-        """Whether there was one."""
+        """Remove the ghost of this key; return True if there was one."""
         nbytes = self.ghosts.pop(key, 0)
         self.ghost_nbytes -= nbytes
         return nbytes > 0
@@ -62,7 +62,7 @@ class Arc(EvictionPolicy):
         self._moved_for: object = None
 
     def admits(self, block: Resident, use: Use) -> bool:
-        """Always; that something must leave for this block moves the target before it is asked what."""
+        """Return True, after moving the target: ARC adapts before it chooses a victim."""
         self._move_target(block)
         return True
 

@@ -1,8 +1,8 @@
-"""What a tier tells its eviction policy of a block, and what it asks. No tier, tree or lease lives here.
+"""Interface between a tier and its eviction policy. No tier, tree or lease lives here.
 
-The tier knows the tree and the leases; the policy only orders. A block is *offered* whenever it may be taken: it is
-sealed, nobody has leased it and no block of the tier follows it (leaf first). A policy may keep what it was offered in
-any structure with stale entries in it: `pop` asks `may_take` before it takes a block.
+The tier knows the tree and the leases; the policy only orders. A block is *offered* when it may be evicted: it is
+sealed, not leased, and no block of the tier follows it (leaf first). A policy may keep offered blocks in any structure,
+with stale entries: `pop` asks `may_take` before it evicts a block.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class Use:
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """One block in one tier. The tier keeps the facts up to date; `rank`, `hits` and `state` are the policy's own."""
+    """One block in one tier. The tier updates the facts; `rank`, `hits` and `state` belong to the policy."""
 
     key: object  # hashable, unique within the tier; stable when a block comes back
     parent: object  # the key of the block before it; None for a prompt's first
@@ -45,37 +45,37 @@ class _SeenEnough(Exception):
 
 
 class EvictionPolicy(ABC):
-    """Orders the blocks of one tier by what is lost with them."""
+    """Orders the blocks of one tier by the loss that their eviction causes."""
 
     def admits(self, block: Resident, use: Use) -> bool:
-        """Whether a block that is not here is worth a place when something else must leave for it. Default: always.
+        """Return True if a missing block is worth evicting another. Default: always.
 
-        Asked before the first `pop` that makes room for the block.
+        Called before the first `pop` that makes room for the block.
         """
         return True
 
     @abstractmethod
     def insert(self, block: Resident, use: Use) -> None:
-        """The block is in the tier from now on; `block.key` may have been here before (ghosts)."""
+        """Add a block to the tier; `block.key` may have been here before (ghosts)."""
 
     @abstractmethod
     def hit(self, block: Resident, use: Use) -> None:
-        """A request used the block. A prompt's blocks come in order, first to last."""
+        """Record that a request used the block. A prompt's blocks come in order, first to last."""
 
     @abstractmethod
     def offer(self, block: Resident) -> None:
-        """The block may be taken from now on, until `may_take` says otherwise. May be told again for the same block."""
+        """Mark the block as evictable until `may_take` returns False. May be repeated for the same block."""
 
     @abstractmethod
     def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
-        """Choose and forget the block that is missed least; None when none that was offered may be taken.
+        """Choose and remove the least valuable block; return None if no offered block may be evicted.
 
-        An offered block that may not be taken now is skipped; it is offered again when that changes. `may_take` may
-        raise: then nothing has left, and the block it was asked about is offered again at once.
+        An offered block that may not be evicted now is skipped, and offered again when that changes. `may_take` may
+        raise: then nothing was removed, and the block in question is offered again at once.
         """
 
     def next_victims(self, now_ns: int, count: int, may_take: Callable[[Resident], bool]) -> list[Resident]:
-        """Up to `count` of those that `pop` would choose next, the first one first; they all stay."""
+        """Return up to `count` blocks that `pop` would choose next, first one first; they all stay."""
         seen: list[Resident] = []
 
         def look(block: Resident) -> bool:
@@ -93,4 +93,4 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, block: Resident) -> None:
-        """The block has left for another reason than `pop`: removed, corrupt, moved."""
+        """Remove a block for another reason than `pop`: removed, corrupt, moved."""

@@ -1,4 +1,4 @@
-"""Moonpool's own policy: the block leaves whose place gives the fewest uses per second, by what is saved with each use.
+"""Moonpool's own policy: evicts the block with the fewest expected uses per second, weighted by the saving of each use.
 
 What a KV cache knows: blocks come along prompts, so a request is a visit (`reuse.Visit`) that tells of all its blocks
 how far the prompt was known, which turn of a conversation it is and how long the pause was. `ReuseModel` makes of it a
@@ -30,7 +30,7 @@ _QueueKey = tuple[int, int]  # class of reuse rate, half octaves of value
 
 
 class _QueuedBlock:
-    """What is known of a block that is here. `serial`: of its last use; `ticket`: of its queueing, 0 = not queued."""
+    """State of a block that is here. `serial` numbers its last use; `ticket` its queueing, 0 = not queued."""
 
     __slots__ = ("block", "key", "serial", "ticket", "visit")
 
@@ -47,7 +47,7 @@ _HeapEntry = tuple[int, int, _QueuedBlock]  # serial (of the newest end's heap: 
 
 
 class _ReuseQueue:
-    """Places of one class by the time of their last use; both ends can be had. Entries of other tickets are dead."""
+    """Blocks of one class by the time of their last use, accessible at both ends. Entries with old tickets are dead."""
 
     def __init__(self) -> None:
         self._ends: tuple[list[_HeapEntry], list[_HeapEntry]] = ([], [])
@@ -75,7 +75,7 @@ class _ReuseQueue:
 
 
 class Moonpool(EvictionPolicy):
-    """See the module. O(log n) an operation, and now and then some milliseconds to learn."""
+    """Policy described in the module. O(log n) per operation, and occasionally some milliseconds to learn."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._model = ReuseModel()
@@ -93,7 +93,7 @@ class Moonpool(EvictionPolicy):
         self._cost_s = self._cost_nbytes = 0.0
 
     def admits(self, block: Resident, use: Use) -> bool:
-        """Whether the block is worth at least as much as the one that would leave for it."""
+        """Return True if the block is worth at least as much as the one that would be evicted for it."""
         visit = self._visit_of(block, use)
         ghost = self._ghosts.get(block.key)
         hits = ghost[0] + 1 if ghost else 0
@@ -246,7 +246,7 @@ class Moonpool(EvictionPolicy):
                 self._rank(entry, newest)
 
     def _unqueue(self, entry: _QueuedBlock) -> None:
-        """The place is in no queue any more; who was next to it is an end now, if it was one."""
+        """Remove the block from its queue; its neighbour becomes an end if it was one."""
         queue = self._queues[entry.key]
         was_end = queue.end(0) is entry, queue.end(1) is entry
         entry.ticket = 0

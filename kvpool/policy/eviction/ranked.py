@@ -1,17 +1,11 @@
-"""A queue of blocks by rank: the lowest that may be taken is wanted next. What the simple policies are made of.
+"""Queue of blocks by rank, and the policies made of it: LRU, LFU, and length-aware.
 
-Ranks only rise while a block is queued. So an entry of the heap may lie about a block, but only ever too low: it is put
-right when it comes to the top, and a block never has more than one entry. What is offered and may not be taken loses
-its entry; what leaves otherwise leaves a dead one, and dead entries are swept out before they outnumber the others.
+Ranks only rise while a block is queued. So a heap entry may be outdated, but only too low: it is corrected when it
+reaches the top, and a block never has more than one entry. An offered block that may not be evicted loses its entry. A
+block removed otherwise leaves a dead entry, and dead entries are swept before they outnumber the others.
 
-Least recently used first.
-
-Least frequently used first.
-
-Least frequently used first, and of those the furthest from its prompt's beginning.
-
-Source: LengthAwareCache of the Mooncake paper (Qin et al., 2024: "similar to LFU but prioritizing evicting cache blocks
-occurring later in requests").
+Source of length-aware: LengthAwareCache of the Mooncake paper (Qin et al., 2024: "similar to LFU but prioritizing
+evicting cache blocks occurring later in requests").
 """
 
 import heapq
@@ -55,27 +49,27 @@ class RankedQueue:
         return len(self._heap)
 
     def add(self, block: Resident, rank: Rank) -> None:
-        """The block is in this queue from now on, not yet offered."""
+        """Add the block to this queue, not yet offered."""
         block.state = _RankedEntry(block, rank)
         self._num_blocks += 1
 
     def raise_rank(self, block: Resident, rank: Rank) -> None:
-        """A new rank, above the block's last one."""
+        """Raise the block's rank above its last one."""
         _entry_of(block).rank = rank
 
     def offer(self, block: Resident) -> None:
-        """The block may be taken; to say so again changes nothing."""
+        """Mark the block as evictable; repeating it changes nothing."""
         entry = _entry_of(block)
         if not entry.queued:
             entry.queued = True
             heapq.heappush(self._heap, (entry.rank, entry))
 
     def is_offered(self, block: Resident) -> bool:
-        """Whether the block was offered, and not found untakeable since."""
+        """Return True if the block is offered and has an entry."""
         return _entry_of(block).queued
 
     def take(self, may_take: Callable[[Resident], bool]) -> Resident | None:
-        """Take out the block of the lowest rank among those offered that may be taken; None when there is none."""
+        """Remove and return the offered block of lowest rank that may be evicted; None if there is none."""
         heap = self._heap
         while heap:
             rank, entry = heap[0]
@@ -94,7 +88,7 @@ class RankedQueue:
         return None
 
     def discard(self, block: Resident) -> None:
-        """The block is in this queue no more."""
+        """Remove the block from this queue."""
         entry = _entry_of(block)
         self._forget(entry, block)
         self._num_dead += entry.queued
@@ -110,7 +104,7 @@ class RankedQueue:
 
 
 class RankedPolicy(EvictionPolicy):
-    """The block of the lowest rank leaves. What a subclass adds is the rank, made anew at every use."""
+    """Evicts the block of the lowest rank. A subclass defines the rank, computed at every use."""
 
     def __init__(self) -> None:
         self._queue = RankedQueue()

@@ -1,15 +1,15 @@
-"""When a block will be used again: a survival model learnt from uses as they come. No blocks, queues or tiers here.
+"""Survival model of block reuse, learnt online. No blocks, queues or tiers here.
 
-A use of a block is followed by another at the rate m(facts) * base(age). `base` is shared; m is a product of one
-factor for each fact about the use (how often the block was used, how long the prompt is, the pause before it, ...):
-Cox's proportional hazards, with Breslow's estimate of the base rate and factors by iterative proportional fitting.
-A sample of the latest uses is remembered; those not yet followed by another say that they were not, so far (censored).
-Every estimate begins with a prior worth some events, so that a young pool follows what chats and prefixes do
-everywhere: what was used again is used again, and people take minutes to answer.
+A use of a block is followed by another at the rate m(facts) * base(age). `base` is shared; m is a product of one factor
+for each fact about the use (uses of the block, length of the prompt, pause before it, ...): Cox's proportional hazards,
+with Breslow's estimate of the base rate and factors by iterative proportional fitting. A sample of the latest uses is
+kept; those not yet followed by another are censored observations. Every estimate starts with a prior worth some events,
+so that a young pool follows what is usual for chats and prefixes: reused blocks are reused again, and people take
+minutes to answer.
 
-What a byte of memory is worth then is the most uses per second that keeping the block can give, from its age now up to
-any later one (the Gittins index; LHD's hit density, with the time of leaving chosen best):
-max over T of P(used before T) / E[time until used, or T].
+The value of a byte of memory is the highest rate of uses per second that keeping the block can give, from its age now
+up to any later one (the Gittins index; LHD's hit density, with the optimal eviction time): max over T of P(used before
+T) / E[time until used, or T].
 
 Sources: Cox, "Regression Models and Life-Tables", 1972; Gittins, "Bandit Processes and Dynamic Allocation Indices",
 1979; Beckmann et al., "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018.
@@ -116,7 +116,7 @@ def _prior_events() -> _Floats:
 
 
 class ReuseModel:
-    """Told of every use; asked how likely, and how soon, a block with such facts is used again."""
+    """Learns from every use; estimates how likely and how soon a block with given facts is reused."""
 
     def __init__(self) -> None:
         self._prior_factors = _prior_factors()
@@ -172,7 +172,7 @@ class ReuseModel:
         self._unread.append((record, visit, hits, depth, partial))
 
     def learn(self, now_ns: int) -> bool:
-        """Fit again if enough was seen since the last time; whether it did. Some milliseconds, ever more rarely."""
+        """Refit if enough was observed since the last fit; return True if so. Takes milliseconds, ever more rarely."""
         if self._num_records - self._num_fitted < max(64, min(1024, self._num_fitted // 6)):
             return False
         self._num_fitted = self._num_records
