@@ -66,10 +66,10 @@ def admission_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
         labels = {"model_name": model, "reason": reason}
         yield sample("admission_rejected_total", rejected, **labels)
         yield sample("admission_unwanted_total", unwanted, **labels)
-    hindsight = policy.hindsight
-    for (model, why, verdict), count in sorted(hindsight.rejections.items()):
+    evaluation = policy.evaluation
+    for (model, why, verdict), count in sorted(evaluation.rejections.items()):
         yield sample("admission_hindsight_total", count, model_name=model, reason=why, verdict=verdict)
-    for (model, outcome), count in sorted(hindsight.admissions.items()):
+    for (model, outcome), count in sorted(evaluation.admissions.items()):
         yield sample("admission_admitted_total", count, model_name=model, outcome=outcome)
     for model, came_of_it, count in policy.undivided():
         yield sample("undivided_total", count, model_name=model, outcome=came_of_it)

@@ -8,8 +8,8 @@ from typing import Any, Final
 from conductor.core import Core
 from conductor.policy import history
 from conductor.policy.config import NS
-from conductor.policy.history import PastRequest
-from conductor.policy.objectives import tell_objective
+from conductor.policy.history import JudgedRequest
+from conductor.policy.objectives import objective_text
 from conductor.registry import Registry
 from conductor.slo import SloKeeper
 
@@ -28,7 +28,7 @@ def overview(
     `first_slice`: number of the first traffic slice to include.
     """
     policy, now_ns, now_s = core.policy, core.now_ns(), clock()
-    past, config = policy.past, policy.config
+    past, config = policy.history, policy.config
     members = {member.node.node_id: member for member in registry}
     version = slo.history[-1] if slo.history else None
     return {
@@ -58,9 +58,9 @@ def overview(
             {
                 "number": one.number,
                 "at_s": now_s - (now_ns - one.start_ns) / NS,
-                "flows": {model: history.told(flow) for model, flow in one.flows.items()},
+                "flows": {model: history.traffic_to_plain(flow) for model, flow in one.flows.items()},
             }
-            for one in past.flow.slices()
+            for one in past.traffic.slices()
             if one.number >= first_slice
         ],
         "requests": [request_to_json(request, now_ns, now_s) for request in past.newest(_NEWEST)],
@@ -72,7 +72,7 @@ def overview(
     }
 
 
-def request_to_json(request: PastRequest, now_ns: int, now_s: float) -> dict[str, Any]:
+def request_to_json(request: JudgedRequest, now_ns: int, now_s: float) -> dict[str, Any]:
     """Convert a past request to JSON. Marks are in seconds after its arrival; unknown values are null."""
     wanted = request.objectives
     return {
@@ -120,8 +120,8 @@ def _objectives(core: Core) -> Iterator[dict[str, Any]]:
                 "model": model,
                 "slo_class": resolved.slo_class,
                 "is_default": resolved.slo_class == book.record.default_class,
-                "ttft": tell_objective(resolved.ttft),
-                "tbt": tell_objective(resolved.tbt),
+                "ttft": objective_text(resolved.ttft),
+                "tbt": objective_text(resolved.tbt),
                 "ttft_from": resolved.ttft_from,
                 "tbt_from": resolved.tbt_from,
             }

@@ -185,7 +185,7 @@ class ConductorService(ConductorServicer):
         return common_pb2.JsonReply(json=json.dumps({"incarnation": self._incarnation, **found}))
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: Context) -> common_pb2.JsonReply:
-        decisions, known = self._core.log, self._core.policy.past.find(request.request_id)
+        decisions, known = self._core.log, self._core.policy.history.find(request.request_id)
         now_ns, now_s = self._core.now_ns(), time.time()
         remembered = request_to_json(known, now_ns, now_s) if known is not None else None
         if decisions is None:

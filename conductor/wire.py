@@ -10,7 +10,7 @@ from conductor.directory.directory import Matches
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import (
     NO_MATCHES,
-    NO_TURN,
+    NO_QUEUE_KEY,
     DecodeSample,
     Held,
     NodeReported,
@@ -19,11 +19,11 @@ from conductor.policy.events import (
     PoolMatches,
     PrefillSample,
     Progress,
+    QueueKey,
     RequestArrived,
     RequestCompleted,
     Role,
     TransferSample,
-    Turn,
 )
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
@@ -97,13 +97,13 @@ def _held(held: conductor_pb2.Held) -> Held:
         held.prompt_tokens,
         held.max_new_tokens,
         held.decode_node,
-        _turn(held.turn) if held.HasField("turn") else NO_TURN,
+        _turn(held.turn) if held.HasField("turn") else NO_QUEUE_KEY,
     )
 
 
-def _turn(turn: conductor_pb2.Turn) -> Turn:
+def _turn(turn: conductor_pb2.Turn) -> QueueKey:
     times = (_seconds(value) for value in (turn.waited_s, turn.due_in_s, turn.ages_in_s))
-    return Turn(turn.level, turn.account, max(0, turn.start_ns), turn.priority, *times)
+    return QueueKey(turn.level, turn.account, max(0, turn.start_ns), turn.priority, *times)
 
 
 def _seconds(value: float) -> float:

@@ -6,12 +6,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from conductor.policy.admission.evaluation import Case, Hindsight
+from conductor.policy.admission.evaluation import AdmissionEvaluation, RejectedCase
 from conductor.policy.admission.judge import judge_after_prefill
 from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.costs import DECODE, PREFILL
 from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink, SwitchRole
-from conductor.policy.event_bounds import credible
+from conductor.policy.event_bounds import clamp_event
 from conductor.policy.events import (
     CopyFinished,
     CostsGiven,
@@ -29,11 +29,11 @@ from conductor.policy.events import (
 )
 from conductor.policy.fairness import Account
 from conductor.policy.feasibility import reach, unmeetable
-from conductor.policy.history import ERROR_BOUNDS, Attainment, Past, PredictionErrors
+from conductor.policy.history import ERROR_BOUNDS, Attainment, PredictionErrors, RequestHistory
 from conductor.policy.kernels import kernels, line_kernels, reach_kernels
-from conductor.policy.loads import Loads
-from conductor.policy.objectives import ObjectiveBook, SloRecord, record_from_text, tell_objective
-from conductor.policy.placement.colocated import UNDIVIDED_OUTCOMES
+from conductor.policy.loads import NodeLoads
+from conductor.policy.objectives import ObjectiveBook, SloRecord, objective_text, record_from_text
+from conductor.policy.placement.colocated import COLOCATED_OUTCOMES
 from conductor.policy.placement.decode import decode_kernels
 from conductor.policy.placement.place import place
 from conductor.policy.queue_position import accounts, accrue_endless
@@ -41,7 +41,7 @@ from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, mismatches, report
 from conductor.policy.requests import NONE, row_kernels
 from conductor.policy.role_plan import plan_roles, plan_sizes
-from conductor.policy.state import ClusterState, StateSurroundings
+from conductor.policy.state import ClusterState, StateView
 
 __all__ = ["Conductor"]
 
@@ -53,7 +53,7 @@ class Conductor:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._state = ClusterState(config)
-        self.loads = Loads()
+        self.loads = NodeLoads()
         self._now_ns = 0
         kernels(), decode_kernels()  # compiled or loaded now: a first decision is as quick as the next
         line_kernels(), row_kernels(), reach_kernels()
@@ -62,7 +62,7 @@ class Conductor:
         """Take in one event. `now_ns` has any origin; one before that of the last event counts as the same."""
         state = self._state
         now_ns = self._now_ns = max(now_ns, self._now_ns)
-        event = credible(event)
+        event = clamp_event(event)
         if state.started_ns is None:
             state.started_ns = now_ns
         state.pass_time(now_ns)
@@ -81,7 +81,7 @@ class Conductor:
                 if known is not None and known.incarnation != node.incarnation:
                     lose_node(now_ns, state, known)
                 state.nodes.add(node)
-                state.paces.make_room(state.nodes.num_slots)
+                state.slowdowns.make_room(state.nodes.num_slots)
                 state.hear(node.node_id, now_ns)
                 if node.role != "pool":
                     state.costs_of(node.model)
@@ -101,7 +101,7 @@ class Conductor:
                     state.costs[model].give(event)
             case Tick():
                 state.forget_recent(now_ns)
-                state.hindsight.pass_time(now_ns, StateSurroundings(state))
+                state.evaluation.pass_time(now_ns, StateView(state))
                 self.loads.pass_time(now_ns, state)
                 for tally in state.tallies.values():
                     tally.margins.pass_time(now_ns)
@@ -134,9 +134,9 @@ class Conductor:
         return reach(record, self._state.nodes, self._state.costs)
 
     @property
-    def hindsight(self) -> Hindsight:
+    def evaluation(self) -> AdmissionEvaluation:
         """Whether requests were rejected and admitted for good reason. Read it only."""
-        return self._state.hindsight
+        return self._state.evaluation
 
     def rejections(self) -> Iterator[tuple[str, str, int, int]]:
         """(model, reason, rejected for load, admitted but unwanted: shadow), of models that were served."""
@@ -145,9 +145,9 @@ class Conductor:
                 yield model, reason, tally.counts[f"rejected_{reason}"], tally.counts[f"unwanted_{reason}"]
 
     @property
-    def past(self) -> Past:
+    def history(self) -> RequestHistory:
         """The last requests and what became of them. Read it only."""
-        return self._state.past
+        return self._state.history
 
     def loads_of_nodes(self) -> Iterator[tuple[NodeView, float, int]]:
         """Per worker: seconds until all prefills placed there have ended, and tokens of KV committed on it."""
@@ -187,7 +187,7 @@ class Conductor:
         for node in self._state.nodes:
             if node.role != "pool":
                 slot = self._state.nodes.slot(node.node_id)
-                yield node, self._state.paces.of(PREFILL, slot), self._state.paces.of(DECODE, slot)
+                yield node, self._state.slowdowns.of(PREFILL, slot), self._state.slowdowns.of(DECODE, slot)
 
     def extrapolations(self) -> Iterator[tuple[str, str, int]]:
         """Per model: what was predicted beyond what was measured, and how often."""
@@ -199,7 +199,7 @@ class Conductor:
     def undivided(self) -> Iterator[tuple[str, str, int]]:
         """Per model: what came of weighing whether to prefill where one decodes, and of how many placed requests."""
         for model, tally in sorted(self._state.tallies.items()):
-            for outcome in UNDIVIDED_OUTCOMES:
+            for outcome in COLOCATED_OUTCOMES:
                 if count := tally.counts[f"undivided_{outcome}"]:
                     yield model, outcome, count
 
@@ -257,7 +257,7 @@ class Conductor:
                 "committed_tokens": int(sums[slot, 1]),
                 "capacity_tokens": node.capacity_tokens,
                 "suspect": state.nodes.is_suspect(node.node_id),
-                "slowdown": {"prefill": state.paces.of(PREFILL, slot), "decode": state.paces.of(DECODE, slot)},
+                "slowdown": {"prefill": state.slowdowns.of(PREFILL, slot), "decode": state.slowdowns.of(DECODE, slot)},
                 "refused_samples": dict(sorted(state.refused_samples.get(node.node_id, {}).items())),
             }
         return {
@@ -284,7 +284,7 @@ class Conductor:
         tally, objectives = state.tally_of(model), state.slo.resolve(model, "", "")
         return {
             "ready": self._serves(model),
-            "objectives": {"ttft": tell_objective(objectives.ttft), "tbt": tell_objective(objectives.tbt)},
+            "objectives": {"ttft": objective_text(objectives.ttft), "tbt": objective_text(objectives.tbt)},
             "costs": state.costs[model].summary(),
             "counters": dict(sorted(tally.counts.items())),
             "admission": self._admission_snapshot(model),
@@ -305,13 +305,13 @@ class Conductor:
             )
 
     def _admission_snapshot(self, model: str) -> dict[str, Any]:
-        hindsight = self._state.hindsight
-        share, low, high, judged = hindsight.false_share(model)
+        evaluation = self._state.evaluation
+        share, low, high, judged = evaluation.false_share(model)
         return {
             "mode": self._state.config.admission_mode,
             "admission": self._state.config.admission,
             "false_rejects": {"share": share, "interval": [low, high], "judged": judged},
-            "admitted": {outcome: n for (name, outcome), n in sorted(hindsight.admissions.items()) if name == model},
+            "admitted": {outcome: n for (name, outcome), n in sorted(evaluation.admissions.items()) if name == model},
             "length_groups": len(self._state.lengths),
         }
 
@@ -344,18 +344,18 @@ class Conductor:
         if judgement.rejection is None:
             return []
         state.attainment.lost(claim.model, claim.tenant, claim.objectives, "rejected")
-        state.past.turned_away(now_ns, claim.request_id, judgement.rejection.reason)
-        state.past.flow.of(claim.model).rejected["after_prefill"] += 1
+        state.history.turned_away(now_ns, claim.request_id, judgement.rejection.reason)
+        state.history.traffic.of(claim.model).rejected["after_prefill"] += 1
         state.count(claim.model, "rejected_after_prefill")
-        state.hindsight.watch(self._prefilled_case(now_ns, row))
+        state.evaluation.watch(self._prefilled_case(now_ns, row))
         state.retire(row, now_ns)
         return [judgement.rejection]
 
-    def _prefilled_case(self, now_ns: int, row: int) -> Case:
+    def _prefilled_case(self, now_ns: int, row: int) -> RejectedCase:
         """For hindsight: a request whose prompt is computed and whose pages are there; only decode steps matter."""
         requests, claim = self._state.requests, self._state.requests.claims[row]
         slot = int(requests.column("decode_node")[row])
-        return Case(
+        return RejectedCase(
             model=claim.model,
             reason="tbt",
             at_ns=int(requests.column("placed_ns")[row]),
@@ -382,7 +382,7 @@ class Conductor:
 
     def _note_arrival(self, model: str, decision: Decision) -> None:
         state = self._state
-        flow = state.past.flow.of(model if model in state.costs else "")  # names come from clients
+        flow = state.history.traffic.of(model if model in state.costs else "")  # names come from clients
         flow.arrived += 1
         if isinstance(decision, Reject):
             flow.rejected[decision.reason] += 1

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.events import CostsGiven, DecodeSample, PathCosts, PrefillSample, TransferSample
-from conductor.policy.fitting import LONGEST_S, CostFit, Watch
+from conductor.policy.fitting import LONGEST_S, CostFit, OutlierFilter
 from conductor.policy.requests import NONE
 from worker.policy.cost_formulas import fetch_s, margin, prefill_s, read_s, tbt_s
 
@@ -28,7 +28,7 @@ __all__ = [
     "PREFILL",
     "MeanDuration",
     "ModelCosts",
-    "NodePaces",
+    "NodeSlowdowns",
     "TransferCosts",
     "fetch_s",
     "prefill_s",
@@ -36,7 +36,7 @@ __all__ = [
     "tbt_s",
 ]
 
-PREFILL: Final = 0  # rows of `slowdown`
+PREFILL: Final = 0  # rows of `factors`
 DECODE: Final = 1
 
 _STREAKS: Final = (10, 20)  # measurements that make a change: decode steps come by the dozen per second
@@ -47,33 +47,33 @@ _LEAST_SHIFT: Final = 0.02
 _ENOUGH: Final = 8  # measurements before a node says something about the others
 
 
-class NodePaces:
+class NodeSlowdowns:
     """By slot of the node. The factors are one array that compiled loops read."""
 
     def __init__(self) -> None:
-        self.slowdown: NDArray[np.float64] = np.ones((2, 0))  # times the model's cost, by PREFILL and DECODE
+        self.factors: NDArray[np.float64] = np.ones((2, 0))  # times the model's cost, by PREFILL and DECODE
         self._levels: NDArray[np.float64] = np.zeros((2, 0))  # their logarithms, as they are learned
         self._nums: NDArray[np.int64] = np.zeros((2, 0), np.int64)
-        self._watches: dict[tuple[int, int], Watch] = {}
+        self._watches: dict[tuple[int, int], OutlierFilter] = {}
 
     def make_room(self, num_slots: int) -> None:
         """For nodes with slots below `num_slots`; new ones are as quick as the others."""
         missing = num_slots - self._nums.shape[1]
         if missing > 0:
-            self.slowdown = np.concatenate([self.slowdown, np.ones((2, missing))], axis=1)
+            self.factors = np.concatenate([self.factors, np.ones((2, missing))], axis=1)
             self._levels = np.concatenate([self._levels, np.zeros((2, missing))], axis=1)
             self._nums = np.concatenate([self._nums, np.zeros((2, missing), np.int64)], axis=1)
 
     def forget(self, slot: int) -> None:
         """The node has left; its slot may be given to another one."""
         if 0 <= slot < self._nums.shape[1]:
-            self.slowdown[:, slot], self._levels[:, slot], self._nums[:, slot] = 1.0, 0.0, 0
+            self.factors[:, slot], self._levels[:, slot], self._nums[:, slot] = 1.0, 0.0, 0
             for kind in (PREFILL, DECODE):
                 self._watches.pop((kind, slot), None)
 
     def of(self, kind: int, slot: int) -> float:
         """The node's factor; 1 without a node."""
-        return float(self.slowdown[kind, slot]) if slot != NONE else 1.0
+        return float(self.factors[kind, slot]) if slot != NONE else 1.0
 
     def note(self, kind: int, slot: int, log_error: float) -> tuple[float | None, bool]:
         """The node's work took exp(`log_error`) times what its model's costs say.
@@ -83,7 +83,7 @@ class NodePaces:
         """
         watch = self._watches.get((kind, slot))
         if watch is None:
-            watch = self._watches[kind, slot] = Watch(_STREAKS[kind])
+            watch = self._watches[kind, slot] = OutlierFilter(_STREAKS[kind])
         level = float(self._levels[kind, slot])
         before = watch.num_outliers
         usual, change = watch.note(log_error - level)
@@ -104,13 +104,13 @@ class NodePaces:
             return 0.0
         levels = np.clip(self._levels[kind, known] - shift, -_MOST, _MOST)
         self._levels[kind, known] = levels
-        self.slowdown[kind, known] = np.where(np.abs(levels) < _DEAD, 1.0, np.exp(levels))
+        self.factors[kind, known] = np.where(np.abs(levels) < _DEAD, 1.0, np.exp(levels))
         return shift
 
     def _set(self, kind: int, slot: int, level: float) -> None:
         level = min(max(level, -_MOST), _MOST)
         self._levels[kind, slot] = level
-        self.slowdown[kind, slot] = 1.0 if abs(level) < _DEAD else exp(level)
+        self.factors[kind, slot] = 1.0 if abs(level) < _DEAD else exp(level)
 
 
 _PREFILL_GUESS = (5e-3, 2e-4, 1e-8)  # per request, per new token, per (new token, token attended to)
@@ -154,10 +154,10 @@ class CostTerms:
 
 
 class ModelCosts:
-    """One model's compute costs, those of a usual node of it; `paces` says how far each one is from that."""
+    """One model's compute costs, those of a usual node of it; `slowdowns` says how far each one is from that."""
 
-    def __init__(self, paces: NodePaces | None = None) -> None:
-        self.paces = paces if paces is not None else NodePaces()
+    def __init__(self, slowdowns: NodeSlowdowns | None = None) -> None:
+        self.slowdowns = slowdowns if slowdowns is not None else NodeSlowdowns()
         self.given = ""  # name of the profile that was given
         self.decode_time = MeanDuration()  # t_d: how long a request decodes
         self._fits = (_Fit(_PREFILL_GUESS, 10), _Fit(_DECODE_GUESS, 20))
@@ -202,7 +202,7 @@ class ModelCosts:
 
     def recentre(self, kind: int, slots: NDArray[np.int64]) -> None:
         """What all of the model's nodes (`slots`) have in common is the model's cost."""
-        if shift := self.paces.recentre(kind, slots):
+        if shift := self.slowdowns.recentre(kind, slots):
             self._terms = None
             self._fits[kind].fit.rescale(shift)
 
@@ -230,13 +230,13 @@ class ModelCosts:
     def prefill_cost_s(self, new_tokens: int, reused_tokens: int = 0, slot: int = NONE) -> float:
         """Seconds that a prefill takes on a node, or on a usual one."""
         prompt = new_tokens + reused_tokens
-        seconds = prefill_s(*self.prefill, prompt, reused_tokens) * self.paces.of(PREFILL, slot)
+        seconds = prefill_s(*self.prefill, prompt, reused_tokens) * self.slowdowns.of(PREFILL, slot)
         return seconds * margin(new_tokens, self.prefill_most[0], prompt, self.prefill_most[1])
 
     def step_cost_s(self, batch: float, context: float, max_batch: int, slot: int = NONE) -> float:
         """Seconds between tokens there."""
         turns = max(1.0, batch / max_batch)
-        seconds = tbt_s(*self.decode, batch, context, max_batch) * self.paces.of(DECODE, slot)
+        seconds = tbt_s(*self.decode, batch, context, max_batch) * self.slowdowns.of(DECODE, slot)
         return seconds * margin(batch / turns, self.decode_most[0], context / turns, self.decode_most[1])
 
     def covers_prefill(self, new_tokens: float, prompt_tokens: float) -> bool:
@@ -269,14 +269,14 @@ class ModelCosts:
         if slot == NONE or not mine.fit.is_calibrated:
             return mine.learn(features, seconds)
         shared_s = mine.fit.predict(features)
-        mine.fit.note_error(shared_s * self.paces.of(kind, slot), seconds)
-        usual, is_outlier = self.paces.note(kind, slot, log(seconds / shared_s))
+        mine.fit.note_error(shared_s * self.slowdowns.of(kind, slot), seconds)
+        usual, is_outlier = self.slowdowns.note(kind, slot, log(seconds / shared_s))
         mine.num_clipped += is_outlier
         if usual is None:
             return None
         learned_s = shared_s * exp(usual)
         mine.fit.add(features, learned_s)
-        return learned_s * self.paces.of(kind, slot)
+        return learned_s * self.slowdowns.of(kind, slot)
 
 
 class TransferCosts:
@@ -333,7 +333,7 @@ class _Fit:
     def __init__(self, prior: Sequence[float], streak: int) -> None:
         self.fit = CostFit(prior)
         self.num_clipped = 0
-        self._watch = Watch(streak)
+        self._watch = OutlierFilter(streak)
         self._given = 0
 
     @classmethod

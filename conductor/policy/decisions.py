@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from conductor.policy.events import NO_TURN, Turn
-from conductor.policy.fast_dataclass import quick
+from conductor.policy.events import NO_QUEUE_KEY, QueueKey
+from conductor.policy.fast_dataclass import fast_dataclass
 
 __all__ = [
+    "ColocatedScore",
     "Considered",
     "Copy",
     "Decision",
@@ -19,7 +20,6 @@ __all__ = [
     "ReleaseOrphan",
     "Shrink",
     "SwitchRole",
-    "UndividedScore",
     "WhyNot",
 ]
 
@@ -28,7 +28,7 @@ Reason = Literal[
 ]
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Holder:
     """Blocks [first_block, first_block + num_blocks) of the prompt can be read at this pool node."""
@@ -39,7 +39,7 @@ class Holder:
     ssd_blocks: int = 0  # of them, those that are on SSD only
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PrefillScore:
     """Algorithm 1's terms for one candidate; their sum is its predicted TTFT."""
@@ -51,7 +51,7 @@ class PrefillScore:
     reuse_blocks: int
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class DecodeScore:
     """One candidate for the decode: predicted time between tokens with this request in its batch, and room before."""
@@ -65,9 +65,9 @@ class DecodeScore:
 WhyNot = Literal["", "no_room", "not_sooner", "unknown_chunks", "slows_others"]
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
-class UndividedScore:
+class ColocatedScore:
     """What was predicted of prefilling on the decode node, beside the TTFT of the plan with a prefill node of its own.
 
     The sum of `transfer_s`, `queue_s` and `prefill_s`, which has the decode steps that go on beside it, is its TTFT;
@@ -85,7 +85,7 @@ class UndividedScore:
     why_not: WhyNot = ""
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Considered:
     """What a decision was made of: the best candidates, what was predicted at the best of each, what had to be met.
@@ -106,7 +106,7 @@ class Considered:
     tbt_objective_s: float = 0.0
     ttft_from: str = ""
     tbt_from: str = ""
-    undivided: UndividedScore | None = (
+    undivided: ColocatedScore | None = (
         None  # the plan without hand-over, where there may be one; `prefill` has none of it
     )
 
@@ -114,7 +114,7 @@ class Considered:
 NOTHING_CONSIDERED = Considered()
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Place:
     """Run the request here. `decode` "" means that the prefill node goes on to the end.
@@ -131,7 +131,7 @@ class Place:
     holders: tuple[Holder, ...]
     predicted_ttft_s: float
     predicted_tbt_s: float
-    turn: Turn = NO_TURN
+    turn: QueueKey = NO_QUEUE_KEY
     considered: Considered = NOTHING_CONSIDERED
     extrapolated: tuple[str, ...] = ()  # predicted beyond what was measured: "prefill", "decode", "load", ...
     asks_again: bool = False

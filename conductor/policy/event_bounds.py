@@ -11,19 +11,19 @@ from math import isfinite
 from typing import Any, Final, TypeVar
 
 from conductor.policy.events import (
-    NO_TURN,
+    NO_QUEUE_KEY,
     CopyFinished,
     Event,
     Held,
     NodeJoined,
     NodeReported,
     NodeView,
+    QueueKey,
     RequestArrived,
     RequestCompleted,
-    Turn,
 )
 
-__all__ = ["MOST_NS", "MOST_S", "MOST_TOKENS", "credible", "to_ns"]
+__all__ = ["MOST_NS", "MOST_S", "MOST_TOKENS", "clamp_event", "to_ns"]
 
 MOST_TOKENS: Final = 1 << 31
 MOST_S: Final = 1e6  # of any prediction: eleven days
@@ -36,7 +36,7 @@ T = TypeVar("T", int, float)
 D = TypeVar("D", RequestArrived, RequestCompleted, CopyFinished, Held, NodeView)
 
 
-def credible(event: Event) -> Event:
+def clamp_event(event: Event) -> Event:
     """The event itself, as almost always, or what of it can be true."""
     match event:
         case RequestArrived():
@@ -116,10 +116,10 @@ def _held(held: Held) -> Held:
     return held if turn is held.turn else replace(held, turn=turn)
 
 
-def _turn(turn: Turn) -> Turn:
-    if turn is NO_TURN:
+def _turn(turn: QueueKey) -> QueueKey:
+    if turn is NO_QUEUE_KEY:
         return turn
-    found = Turn(
+    found = QueueKey(
         _between(turn.level, _MOST_PRIORITY),
         turn.account,
         _between(turn.start_ns, _MOST_VIRTUAL_NS),
@@ -129,7 +129,7 @@ def _turn(turn: Turn) -> Turn:
     return turn if found == turn else found
 
 
-def _turn_times(turn: Turn) -> tuple[float, float, float]:
+def _turn_times(turn: QueueKey) -> tuple[float, float, float]:
     return turn.waited_s, turn.due_in_s, turn.ages_in_s
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.fast_dataclass import quick
+from conductor.policy.fast_dataclass import fast_dataclass
 
 __all__ = [
     "NO_MATCHES",
@@ -33,12 +33,12 @@ __all__ = [
     "PoolMatches",
     "PrefillSample",
     "Progress",
+    "QueueKey",
     "RequestArrived",
     "RequestCompleted",
     "Role",
     "Tick",
     "TransferSample",
-    "Turn",
 ]
 
 Ints = NDArray[np.int64]
@@ -147,9 +147,9 @@ class NodeLost:
     incarnation: int
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
-class Turn:
+class QueueKey:
     """Scheduling order of a waiting request on its node, as of this moment (`worker.policy.scheduling_order`)."""
 
     level: int = 0  # of its class: lower goes first
@@ -161,10 +161,10 @@ class Turn:
     ages_in_s: float = 0.0  # from then on nothing newer goes before it
 
 
-NO_TURN = Turn()
+NO_QUEUE_KEY = QueueKey()
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Held:
     """A request (attempt) that a worker holds right now."""
@@ -176,10 +176,10 @@ class Held:
     prompt_tokens: int = 0
     max_new_tokens: int = 0
     decode_node: str = ""  # told by prefill nodes: where the request decodes next
-    turn: Turn = NO_TURN  # while it waits for its first token
+    turn: QueueKey = NO_QUEUE_KEY  # while it waits for its first token
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Progress:
     """A request (attempt) reached a phase on the reporting node."""
@@ -189,7 +189,7 @@ class Progress:
     phase: Phase
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
     """One request's prefill, as computed."""
@@ -199,7 +199,7 @@ class PrefillSample:
     seconds: float
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
     """One decode step."""
@@ -209,7 +209,7 @@ class DecodeSample:
     seconds: float
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class TransferSample:
     """One batch of bytes moved; path is "push", "group" (between members of a prefill group), "pull", "load" (from the
@@ -220,7 +220,7 @@ class TransferSample:
     path: str
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class NodeReported:
     """A worker's report: all that it holds now, and what happened since its last report."""
@@ -234,7 +234,7 @@ class NodeReported:
     transfers: tuple[TransferSample, ...] = ()
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
     """A request, or a further attempt of one, wants a place.
@@ -263,7 +263,7 @@ class RequestArrived:
     prompt_key: int = 0  # of its last whole block: the same prompt, the same key; 0: it has none
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class RequestCompleted:
     """The frontend's last word on an attempt; measured times are 0 where there are none."""

@@ -7,12 +7,12 @@ assignment. Here an instance is of a class with the same slots that is not froze
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
-__all__ = ["quick"]
+__all__ = ["fast_dataclass"]
 
 T = TypeVar("T")
 
 
-def quick(cls: type[T]) -> type[T]:
+def fast_dataclass(cls: type[T]) -> type[T]:
     """For a class made with `@dataclass(frozen=True, slots=True)`, without `__post_init__`, bases and factories."""
     own: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in own]

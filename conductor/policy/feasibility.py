@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from conductor.policy.costs import DECODE, PREFILL, ModelCosts, prefill_s, tbt_s
 from conductor.policy.nodes import ModelNodes, NodeTable
-from conductor.policy.objectives import Objective, SloClass, SloRecord, TenantSlo, tell_objective
+from conductor.policy.objectives import Objective, SloClass, SloRecord, TenantSlo, objective_text
 
 __all__ = ["reach", "unmeetable"]
 
@@ -20,7 +20,7 @@ def unmeetable(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCos
             least_s, what = _least(kind, costs[model], at)
             if objective.seconds < least_s:
                 found.append(
-                    f"{place} is {tell_objective(objective)}, and no node of model {model!r} takes less than "
+                    f"{place} is {objective_text(objective)}, and no node of model {model!r} takes less than "
                     f"{least_s * 1e3:.3g} ms for {what}"
                 )
     return found
@@ -36,7 +36,7 @@ def reach(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCosts]) 
             if kind == "ttft" and quickness:
                 longest = _longest_prompt(objective.seconds / quickness, costs[model], most)
                 found.append(
-                    f"{place} is {tell_objective(objective)}: an idle node of model {model!r} keeps it for up to "
+                    f"{place} is {objective_text(objective)}: an idle node of model {model!r} keeps it for up to "
                     f"{longest} tokens of prompt of which none is reused, of at most {most}"
                 )
     return found
@@ -76,7 +76,7 @@ def _quickest(costs: ModelCosts, kind: int, at: ModelNodes) -> float:
     if not most[0]:
         return 0.0
     slots = candidates.slots if len(candidates) else at.all_prefill.slots
-    return float(costs.paces.slowdown[kind, slots].min(initial=1.0))
+    return float(costs.slowdowns.factors[kind, slots].min(initial=1.0))
 
 
 def _longest_prompt(seconds: float, costs: ModelCosts, most: int) -> int:

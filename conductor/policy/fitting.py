@@ -10,7 +10,7 @@ from operator import mul
 __all__ = [
     "LONGEST_S",
     "CostFit",
-    "Watch",
+    "OutlierFilter",
 ]
 
 _FIRST_SPREAD = 0.15
@@ -21,7 +21,7 @@ _ISOLATED = 2  # outliers that agree with no more than one other one
 _BAND = 4.0  # spreads
 
 
-class Watch:
+class OutlierFilter:
     """Over logarithms of measured / predicted.
 
     An error beyond the band (0.2 and four median errors) is an outlier: it counts as much as the band's edge. Outliers

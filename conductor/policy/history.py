@@ -29,19 +29,19 @@ __all__ = [
     "SLICE_NS",
     "Attainment",
     "ErrorHistogram",
-    "Flow",
     "HotPrefix",
-    "Mark",
-    "Past",
-    "PastFlow",
-    "PastRequest",
+    "JudgedRequest",
+    "PhaseMark",
     "Predicted",
     "PredictionErrors",
+    "RequestHistory",
     "Result",
-    "Slice",
+    "TimeSlice",
+    "TrafficCounts",
+    "TrafficStatistics",
     "bucket_of",
     "middle_s",
-    "told",
+    "traffic_to_plain",
 ]
 
 SLICE_NS: Final = 10 * NS
@@ -51,7 +51,7 @@ _LEAST_S: Final = 1e-6
 
 
 @dataclass(slots=True)
-class Flow:
+class TrafficCounts:
     """One model's requests in one slice of time. Times by bucket; `attained` by (class, objective, result)."""
 
     arrived: int = 0
@@ -66,11 +66,11 @@ class Flow:
 
 
 @dataclass(slots=True)
-class Slice:
+class TimeSlice:
     """From `start_ns` on for SLICE_NS."""
 
     start_ns: int
-    flows: dict[str, Flow] = field(default_factory=dict)
+    flows: dict[str, TrafficCounts] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -78,31 +78,31 @@ class Slice:
         return self.start_ns // SLICE_NS
 
 
-class PastFlow:
+class TrafficStatistics:
     """Slices, oldest first; one in which nothing happened is not there."""
 
     def __init__(self) -> None:
-        self._slices: deque[Slice] = deque(maxlen=_SLICES)
+        self._slices: deque[TimeSlice] = deque(maxlen=_SLICES)
         self._now_ns = 0
 
     def pass_time(self, now_ns: int) -> None:
         """It is `now_ns`."""
         self._now_ns = now_ns
 
-    def slices(self) -> Iterator[Slice]:
+    def slices(self) -> Iterator[TimeSlice]:
         """Those that are no older than there are slices."""
         oldest_ns = self._now_ns - _SLICES * SLICE_NS
         return (one for one in self._slices if one.start_ns > oldest_ns)
 
-    def of(self, model: str) -> Flow:
+    def of(self, model: str) -> TrafficCounts:
         """The model's counts of now."""
         start_ns = self._now_ns - self._now_ns % SLICE_NS
         if not self._slices or self._slices[-1].start_ns != start_ns:
-            self._slices.append(Slice(start_ns))
+            self._slices.append(TimeSlice(start_ns))
         flows = self._slices[-1].flows
         flow = flows.get(model)
         if flow is None:
-            flow = flows[model] = Flow()
+            flow = flows[model] = TrafficCounts()
         return flow
 
     def attained(self, model: str, slo_class: str, results: Mapping[str, str]) -> None:
@@ -136,7 +136,7 @@ def middle_s(bucket: int) -> float:
     return float(_GROWTH ** (bucket - 0.5))
 
 
-def told(flow: Flow) -> dict[str, Any]:
+def traffic_to_plain(flow: TrafficCounts) -> dict[str, Any]:
     """As plain data."""
     return {
         "arrived": flow.arrived,
@@ -159,11 +159,11 @@ MAX_REMEMBERED: Final = 4096
 _MAX_MARKS: Final = 24  # of one request: a few attempts' phases
 _MAX_NAME: Final = 200  # of what clients call things; more of it is not kept
 
-Outcome = Literal["open", "finished", "failed", "cancelled", "rejected"]
+RequestOutcome = Literal["open", "finished", "failed", "cancelled", "rejected"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class PhaseMark:
     """A request reached a phase on a node, as this conductor heard."""
 
     phase: str
@@ -172,7 +172,7 @@ class Mark:
 
 
 @dataclass(slots=True)
-class PastRequest:
+class JudgedRequest:
     """One request, as judged when it came. Measured times are 0 where there are none."""
 
     request_id: str
@@ -195,14 +195,14 @@ class PastRequest:
     decode: str = ""
     reused_tokens: int = 0  # of its prompt, as planned
     late: Forecast | None = None  # judged once more after its prefill
-    outcome: Outcome = "open"
+    outcome: RequestOutcome = "open"
     ended_ns: int = 0
     attempts: int = 1
     ttft_s: float = 0.0
     tbt_s: float = 0.0  # mean
     generated: int = 0
     cached_tokens: int = 0
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[PhaseMark] = field(default_factory=list)
     match_key: int = 0  # of the prefix that it shared with the pool; 0: none
 
 
@@ -215,27 +215,27 @@ class HotPrefix:
     blocks: int  # its length
 
 
-class Past:
+class RequestHistory:
     """Requests by id, oldest first; one whose id comes again is forgotten."""
 
     def __init__(self) -> None:
-        self.flow = PastFlow()
+        self.traffic = TrafficStatistics()
         self.num_forgotten = 0
-        self._requests: dict[str, PastRequest] = {}
+        self._requests: dict[str, JudgedRequest] = {}
         self._uses: Counter[int] = Counter()  # by match_key, of the remembered requests
         self._prefixes: dict[int, int] = {}  # of the same keys: blocks
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[PastRequest]:
+    def __iter__(self) -> Iterator[JudgedRequest]:
         return iter(self._requests.values())
 
-    def find(self, request_id: str) -> PastRequest | None:
+    def find(self, request_id: str) -> JudgedRequest | None:
         """The request, if it is still remembered."""
         return self._requests.get(request_id)
 
-    def newest(self, count: int) -> list[PastRequest]:
+    def newest(self, count: int) -> list[JudgedRequest]:
         """The last ones to come, newest first."""
         return list(islice(reversed(self._requests.values()), count))
 
@@ -259,7 +259,7 @@ class Past:
         if key:
             self._uses[key] += 1
             self._prefixes[key] = shared_blocks
-        self._requests[request.request_id] = PastRequest(
+        self._requests[request.request_id] = JudgedRequest(
             request.request_id,
             now_ns,
             request.model,
@@ -292,7 +292,7 @@ class Past:
         """A worker told of a phase."""
         known = self._requests.get(request_id)
         if known is not None and len(known.marks) < _MAX_MARKS:
-            known.marks.append(Mark(phase, node_id, now_ns))
+            known.marks.append(PhaseMark(phase, node_id, now_ns))
 
     def judged_late(self, request_id: str, forecast: Forecast) -> None:
         """After its prefill, by the decode load of that moment."""
@@ -322,7 +322,7 @@ class Past:
         """The prefixes that most of the remembered requests began with."""
         return [HotPrefix(key, uses, self._prefixes[key]) for key, uses in self._uses.most_common(count)]
 
-    def _forget(self, gone: PastRequest | None) -> None:
+    def _forget(self, gone: JudgedRequest | None) -> None:
         if gone is None or not gone.match_key:
             return
         self._uses[gone.match_key] -= 1

@@ -147,7 +147,7 @@ def score_prefill(
 ) -> Any:
     """Algorithm 1's loop: `seconds` [2, candidates] of transfer and prefill, `reuse`, `fetches`.
 
-    `slowdown` [2, slots], `prefill_most`: see `paces` and `ModelCosts`.
+    `slowdown` [2, slots], `prefill_most`: see `slowdowns` and `ModelCosts`.
     Returns who is soonest, and how soon.
     """
     chosen, least_s = 0, np.inf

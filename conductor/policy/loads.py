@@ -16,14 +16,14 @@ from conductor.policy.nodes import ModelNodes
 from conductor.policy.placement.decode import NOW, decode_kernels
 from conductor.policy.state import ClusterState
 
-__all__ = ["Loads", "Swing", "loads_of"]
+__all__ = ["LoadSeries", "NodeLoads", "loads_of"]
 
 _SPAN_S: Final = 60.0  # over which swings are seen
 _UNLOADED_PROMPT: Final = 1024  # tokens of the prompt that relative objectives are taken for
 
 
 @dataclass(slots=True)
-class Swing:
+class LoadSeries:
     """A series' mean and standard deviation over about a minute, the older values for less."""
 
     mean: float = 0.0
@@ -46,12 +46,12 @@ class Swing:
         return sqrt(self.variance)
 
 
-class Loads:
+class NodeLoads:
     """Per model with objectives: load of its prefill nodes and of its decode nodes, as of the last tick."""
 
     def __init__(self) -> None:
-        self.prefill: dict[str, Swing] = {}
-        self.decode: dict[str, Swing] = {}
+        self.prefill: dict[str, LoadSeries] = {}
+        self.decode: dict[str, LoadSeries] = {}
 
     def pass_time(self, now_ns: int, state: ClusterState) -> None:
         """Measure all models."""
@@ -60,7 +60,7 @@ class Loads:
                 if load is None:
                     swings.pop(model, None)
                 else:
-                    swings.setdefault(model, Swing()).add(now_ns, load)
+                    swings.setdefault(model, LoadSeries()).add(now_ns, load)
 
 
 def loads_of(now_ns: int, state: ClusterState, model: str) -> tuple[float | None, float | None]:

@@ -16,7 +16,7 @@ __all__ = [
     "Liveness",
     "ModelNodes",
     "NodeTable",
-    "deaf_ns",
+    "unobserved_ns",
 ]
 
 Ints = NDArray[np.int64]
@@ -243,7 +243,7 @@ class NodeTable:
         self._roster_slots = None
 
 
-def deaf_ns(before_ns: int, now_ns: int, timeout_ns: int) -> int:
+def unobserved_ns(before_ns: int, now_ns: int, timeout_ns: int) -> int:
     """How much of the time between two events nobody listened to nodes, for whom silence of `timeout_ns` matters.
 
     Where two events lie further apart than half the timeout, it was the conductor that stood still, and its first
@@ -266,7 +266,7 @@ class Liveness:
         """It is `now_ns`: the nodes that are suspect from now on."""
         if not self._timeout_ns:
             return frozenset()
-        unheard_ns = 0 if self._now_ns is None else deaf_ns(self._now_ns, now_ns, self._timeout_ns)
+        unheard_ns = 0 if self._now_ns is None else unobserved_ns(self._now_ns, now_ns, self._timeout_ns)
         self._now_ns = now_ns
         if unheard_ns:
             self._heard_ns = {node_id: heard_ns + unheard_ns for node_id, heard_ns in self._heard_ns.items()}

@@ -26,7 +26,7 @@ __all__ = [
     "HeaderRule",
     "Objective",
     "ObjectiveBook",
-    "Resolved",
+    "ResolvedObjectives",
     "Scope",
     "SloClass",
     "SloRecord",
@@ -34,11 +34,11 @@ __all__ = [
     "TenantSlo",
     "configured_record",
     "digest",
+    "objective_text",
     "parse_record",
     "record_from_text",
     "record_text",
-    "tell_objective",
-    "tell_record",
+    "record_to_plain",
 ]
 
 HeaderRule = Literal["any", "tighten", "ignore"]  # what a request's own header may do to its bound
@@ -146,7 +146,7 @@ NOTHING_TO_MEET = EffectiveObjectives(0.0, 0.0, "none", "none")
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedObjectives:
     """What a model, a tenant and a class come to, before the request's own headers."""
 
     ttft: Objective
@@ -188,7 +188,7 @@ class ObjectiveBook:
     def __init__(self, record: SloRecord, version: int = 0) -> None:
         self.record = record
         self.version = version
-        self._resolved: dict[tuple[str, str, str], Resolved] = {}
+        self._resolved: dict[tuple[str, str, str], ResolvedObjectives] = {}
 
     def knows(self, slo_class: str) -> bool:
         """Whether a request may name the class."""
@@ -199,7 +199,7 @@ class ObjectiveBook:
         own = self.record.tenants.get(tenant)
         return None if own is None else own.weight
 
-    def resolve(self, model: str, tenant: str, slo_class: str) -> Resolved:
+    def resolve(self, model: str, tenant: str, slo_class: str) -> ResolvedObjectives:
         """Tenant before class before model before cluster. A class that is gone counts as none being named."""
         key = model, tenant, slo_class
         found = self._resolved.get(key)
@@ -210,7 +210,7 @@ class ObjectiveBook:
         return found
 
 
-def _resolve(record: SloRecord, model: str, tenant: str, slo_class: str) -> Resolved:
+def _resolve(record: SloRecord, model: str, tenant: str, slo_class: str) -> ResolvedObjectives:
     own = record.tenants.get(tenant, TenantSlo())
     name = slo_class if slo_class in record.classes else own.slo_class or record.default_class
     of_class = record.classes.get(name, SloClass())
@@ -223,7 +223,7 @@ def _resolve(record: SloRecord, model: str, tenant: str, slo_class: str) -> Reso
     )
     ttft, ttft_from = _first((source, scope.ttft) for source, scope in scopes)
     tbt, tbt_from = _first((source, scope.tbt) for source, scope in scopes)
-    return Resolved(ttft, tbt, ttft_from, tbt_from, name, of_class.priority, own.headers or record.headers)
+    return ResolvedObjectives(ttft, tbt, ttft_from, tbt_from, name, of_class.priority, own.headers or record.headers)
 
 
 def _first(said: Iterable[tuple[Source, Objective | None]]) -> tuple[Objective, Source]:
@@ -269,7 +269,7 @@ def parse_record(value: Any) -> SloRecord:
     return record
 
 
-def tell_record(record: SloRecord) -> dict[str, Any]:
+def record_to_plain(record: SloRecord) -> dict[str, Any]:
     """As plain YAML or JSON; `parse_record` gives an equal record."""
     told: dict[str, Any] = {}
     if cluster := _told_scope(record.cluster):
@@ -298,7 +298,7 @@ def tell_record(record: SloRecord) -> dict[str, Any]:
 
 def record_text(record: SloRecord) -> str:
     """The one JSON text of a record: equal records have equal texts."""
-    return json.dumps(tell_record(record), sort_keys=True, separators=(",", ":"))
+    return json.dumps(record_to_plain(record), sort_keys=True, separators=(",", ":"))
 
 
 def record_from_text(text: str) -> SloRecord:
@@ -456,10 +456,10 @@ def _shown(value: Any) -> str:
 
 def _told_scope(scope: Scope | SloClass | TenantSlo) -> dict[str, Any]:
     said = {"ttft": scope.ttft, "tbt": scope.tbt}
-    return {kind: tell_objective(objective) for kind, objective in said.items() if objective is not None}
+    return {kind: objective_text(objective) for kind, objective in said.items() if objective is not None}
 
 
-def tell_objective(objective: Objective) -> str:
+def objective_text(objective: Objective) -> str:
     """As `parse_record` takes it: "2s", "5x p95", "off"."""
     if objective.is_off:
         text = "off"

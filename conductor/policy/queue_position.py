@@ -10,23 +10,32 @@ from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.event_bounds import to_ns
-from conductor.policy.events import RequestArrived, Turn
+from conductor.policy.events import QueueKey, RequestArrived
 from conductor.policy.fairness import OTHERS, Account, Charge, Prices, Shares, Usage, VirtualClock
-from conductor.policy.fast_dataclass import quick
+from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.kernels import EARLIER, IS_CANDIDATE, LATER, line_kernels
 from conductor.policy.nodes import ModelNodes
 from conductor.policy.requests import ACCOUNT, COMMITTED, DECODE_NODE, NONE, PREFILL_NODE, Claim
 from conductor.policy.state import ClusterState
 
-__all__ = ["Seat", "accounts", "accrue_endless", "begun", "endless_refused", "revived_turn", "sit", "standing"]
+__all__ = [
+    "QueuePosition",
+    "accounts",
+    "accrue_endless",
+    "begun",
+    "reject_endless",
+    "restore_queue_key",
+    "sit",
+    "standing",
+]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
-class Seat:
+class QueuePosition:
     """Whose request it is and what orders it. Times are ns of the policy's clock; `me` is what `line_kernels` take."""
 
     shares: Shares
@@ -37,11 +46,11 @@ class Seat:
     queue_s: Floats  # per candidate: of the prefills that go before it
 
     @property
-    def turn(self) -> Turn:
+    def turn(self) -> QueueKey:
         """As workers are told it."""
         now_ns, level, _, priority, due_ns, arrived_ns, ages_ns = self.me
         waited_s, due_in_s, ages_in_s = (now_ns - arrived_ns) / NS, (due_ns - now_ns) / NS, (ages_ns - now_ns) / NS
-        return Turn(level, self.account.token, self.ticket_ns, priority, waited_s, due_in_s, ages_in_s)
+        return QueueKey(level, self.account.token, self.ticket_ns, priority, waited_s, due_in_s, ages_in_s)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -66,8 +75,8 @@ def standing(
     costs: ModelCosts,
     reusable_tokens: Callable[[], int],
 ) -> tuple[Shares, Account, VirtualClock, tuple[int, int, int, int, int, int, int]]:
-    """Whose request it is, the clock of its class, and what orders it among others (`Seat.me`). `reusable_tokens` of
-    its prompt are asked for only where its objective depends on them."""
+    """Whose request it is, the clock of its class, and what orders it among others (`QueuePosition.me`). `reusable_tokens`
+    of its prompt are asked for only where its objective depends on them."""
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
     if former is not None and not former.is_revived:
         objective_s = former.objectives.ttft_s
@@ -88,7 +97,7 @@ def standing(
 
 def sit(
     state: ClusterState,
-    seat: Seat,
+    seat: QueuePosition,
     row: int,
     request: RequestArrived,
     placed: Place,
@@ -133,7 +142,7 @@ def begun(now_ns: int, state: ClusterState, row: int) -> None:
         state.shares_of(claim.model).clock(level).begin(ticket_ns)
 
 
-def revived_turn(now_ns: int, state: ClusterState, row: int, turn: Turn) -> None:
+def restore_queue_key(now_ns: int, state: ClusterState, row: int, turn: QueueKey) -> None:
     """The turn of a request that another conductor placed, or this one before it was restarted, as a worker told it."""
     account = state.shares_of(state.requests.claims[row].model).account_of(turn.account)
     arrived_ns, due_ns = now_ns - to_ns(turn.waited_s), now_ns + to_ns(turn.due_in_s)
@@ -152,7 +161,7 @@ def accounts(state: ClusterState) -> Iterator[tuple[str, Account, int]]:
                 yield model, account, live
 
 
-def endless_refused(state: ClusterState, request: RequestArrived) -> Reject | None:
+def reject_endless(state: ClusterState, request: RequestArrived) -> Reject | None:
     """A tenant has so many endless requests and no more. One that tokens came of is not turned away."""
     if not request.endless or request.generated:
         return None

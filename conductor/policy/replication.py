@@ -13,34 +13,34 @@ from conductor.policy.config import NS
 from conductor.policy.events import CopyFinished
 
 __all__ = [
-    "Copies",
-    "Extent",
-    "Heat",
+    "CopiesInFlight",
+    "HitCounts",
+    "PrefixExtent",
     "Replica",
     "Replication",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class PrefixExtent:
     """A copied prefix in blocks."""
 
     num_blocks: int
     had_blocks: int  # of these, what the target had before
 
 
-class Copies:
+class CopiesInFlight:
     """In-flight copies, known by (target pool, key of the prefix's last block)."""
 
     def __init__(self, max_copies: int, max_per_pool: int) -> None:
         self._max_copies = max_copies
         self._max_per_pool = max_per_pool
-        self._under_way: dict[tuple[str, int], tuple[str, Extent]] = {}  # with the source
+        self._under_way: dict[tuple[str, int], tuple[str, PrefixExtent]] = {}  # with the source
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def try_begin(self, source: str, target: str, match_key: int, extent: Extent) -> bool:
+    def try_begin(self, source: str, target: str, match_key: int, extent: PrefixExtent) -> bool:
         """Note a copy as begun; False when it runs already or would be one too many."""
         into_target = sum(pool == target for pool, _ in self._under_way)
         if (
@@ -53,7 +53,7 @@ class Copies:
         self._under_way[target, match_key] = source, extent
         return True
 
-    def end(self, target: str, match_key: int) -> Extent | None:
+    def end(self, target: str, match_key: int) -> PrefixExtent | None:
         """Note its end. None when it is not known (any more)."""
         _, extent = self._under_way.pop((target, match_key), ("", None))
         return extent
@@ -71,7 +71,7 @@ class Copies:
 _MAX_PREFIXES = 16384
 
 
-class Heat:
+class HitCounts:
     """Uses per prefix within about `horizon_s`: each counts 1 when it happens and fades by e every horizon."""
 
     def __init__(self, horizon_s: float) -> None:
@@ -105,7 +105,7 @@ class Replica:
     source: str
     target: str
     match_key: int
-    extent: Extent
+    extent: PrefixExtent
     used_ns: int  # last, or when it came
     num_uses: int = 0
 
@@ -127,7 +127,7 @@ class Replication:
         """The replica at `pool`, if it is one."""
         return self._replicas.get((pool, match_key))
 
-    def made(self, now_ns: int, event: CopyFinished, extent: Extent) -> None:
+    def made(self, now_ns: int, event: CopyFinished, extent: PrefixExtent) -> None:
         """A copy is done and has brought something."""
         self.spent_s += event.seconds
         replica = Replica(event.source, event.target, event.match_key, extent, now_ns)

@@ -23,10 +23,10 @@ from conductor.policy.events import (
 )
 from conductor.policy.fitting import LONGEST_S
 from conductor.policy.placement.decode import peak_tokens
-from conductor.policy.queue_position import begun, revived_turn
+from conductor.policy.queue_position import begun, restore_queue_key
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.role_plan import answered, arrived_elsewhere
-from conductor.policy.state import ClusterState, StateSurroundings
+from conductor.policy.state import ClusterState, StateView
 
 __all__ = [
     "complete",
@@ -143,8 +143,8 @@ def report(now_ns: int, state: ClusterState, event: NodeReported) -> None:
     for one in held:
         _note_held(now_ns, state, node, one)
     _release_unheld(now_ns, state, node, {(h.request_id, h.attempt) for h in held})
-    if len(state.hindsight):
-        state.hindsight.reported(now_ns, event, StateSurroundings(state))
+    if len(state.evaluation):
+        state.evaluation.reported(now_ns, event, StateView(state))
 
 
 def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
@@ -168,9 +168,9 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
         )
     if claim is None or claim.is_revived:
         return
-    state.past.completed(now_ns, event)
+    state.history.completed(now_ns, event)
     if event.outcome != "retry":
-        state.past.flow.finished(
+        state.history.traffic.finished(
             claim.model,
             event.outcome,
             event.ttft_s,
@@ -187,7 +187,7 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
     if event.outcome != "finished":
         return
     answered(now_ns, state, claim.model, event.generated)
-    state.hindsight.completed(claim, event)
+    state.evaluation.completed(claim, event)
     state.attainment.finished(claim.model, claim.tenant, claim.objectives, event.ttft_s, event.mean_tbt_s)
     margins, objectives = state.tally_of(claim.model).margins, claim.objectives
     share = state.config.attained_share
@@ -202,7 +202,7 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
 
 
 def _prompt_tokens(state: ClusterState, request_id: str) -> int:
-    known = state.past.find(request_id)
+    known = state.history.find(request_id)
     return known.prompt_tokens if known is not None else 0
 
 
@@ -225,7 +225,7 @@ def lose_node(now_ns: int, state: ClusterState, node: NodeView) -> None:
             state.retire(row, now_ns, may_return=True)
     state.requests.drop_sender(slot)
     state.copies.drop_pool(node.node_id)
-    state.hindsight.drop_node(node.node_id)
+    state.evaluation.drop_node(node.node_id)
     state.replication.drop_pool(node.node_id)
     state.forget_node(node.node_id)
 
@@ -236,7 +236,7 @@ def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progre
     if row is None:
         return
     requests = state.requests
-    state.past.reached(now_ns, progress.request_id, progress.phase, node.node_id)
+    state.history.reached(now_ns, progress.request_id, progress.phase, node.node_id)
     prefills_here = requests.column("prefill_node")[row] == slot
     decodes_here = requests.column("decode_node")[row] == slot
     match progress.phase:
@@ -337,7 +337,7 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
             arrived_elsewhere(now_ns, state, node.model, cost_s, held.prompt_tokens)
         requests.column("prefill_node")[row] = slot
         requests.column("prefill_ns")[row] = to_ns(cost_s)
-        revived_turn(now_ns, state, row, held.turn)
+        restore_queue_key(now_ns, state, row, held.turn)
         requests.column("ready_ns")[row] = now_ns + to_ns(cost_s)
         next_slot = state.nodes.slot(held.decode_node)
         if next_slot != NONE and requests.column("decode_node")[row] == NONE:

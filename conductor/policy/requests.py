@@ -51,7 +51,7 @@ __all__ = [
     "TABLE_COLUMNS",
     "TICKET",
     "Claim",
-    "HelpBook",
+    "GroupMemberWork",
     "RequestTable",
     "RowKernels",
     "row_kernels",
@@ -231,7 +231,7 @@ class _Help:
     share_ns: int  # that each of them computes
 
 
-class HelpBook:
+class GroupMemberWork:
     """By request."""
 
     def __init__(self) -> None:

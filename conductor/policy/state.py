@@ -11,31 +11,31 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.admission.evaluation import Hindsight
+from conductor.policy.admission.evaluation import AdmissionEvaluation
 from conductor.policy.admission.rule import Margins
 from conductor.policy.config import NS, PolicyConfig
-from conductor.policy.costs import MeanDuration, ModelCosts, NodePaces, TransferCosts
+from conductor.policy.costs import MeanDuration, ModelCosts, NodeSlowdowns, TransferCosts
 from conductor.policy.events import CostsGiven
 from conductor.policy.fairness import Shares
-from conductor.policy.fast_dataclass import quick
-from conductor.policy.history import Attainment, Past, PredictionErrors
+from conductor.policy.fast_dataclass import fast_dataclass
+from conductor.policy.history import Attainment, PredictionErrors, RequestHistory
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import Lengths
-from conductor.policy.nodes import Liveness, NodeTable, deaf_ns
+from conductor.policy.nodes import Liveness, NodeTable, unobserved_ns
 from conductor.policy.objectives import ObjectiveBook, configured_record
-from conductor.policy.replication import Copies, Heat, Replication
-from conductor.policy.requests import ACCOUNT, NONE, Claim, HelpBook, RequestTable
+from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
+from conductor.policy.requests import ACCOUNT, NONE, Claim, GroupMemberWork, RequestTable
 from conductor.policy.roles import ModelSizing, Switching
 
 __all__ = [
     "ClusterState",
     "ModelTally",
     "Recent",
-    "StateSurroundings",
+    "StateView",
 ]
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Recent:
     """A request that left the table: its last reports and its frontend's last word may still come."""
@@ -62,13 +62,13 @@ class ClusterState:
     config: PolicyConfig
     nodes: NodeTable = field(default_factory=NodeTable)
     requests: RequestTable = field(default_factory=RequestTable)
-    helping: HelpBook = field(default_factory=HelpBook)  # what prefill nodes compute for others
+    group_work: GroupMemberWork = field(default_factory=GroupMemberWork)  # what prefill nodes compute for others
     lengths: Lengths = field(default_factory=Lengths)
-    hindsight: Hindsight = field(default_factory=Hindsight)
+    evaluation: AdmissionEvaluation = field(default_factory=AdmissionEvaluation)
     transfers: TransferCosts = field(default_factory=TransferCosts)
     costs: dict[str, ModelCosts] = field(default_factory=dict)
     given: dict[str, CostsGiven] = field(default_factory=dict)  # measured profiles, by model
-    paces: NodePaces = field(default_factory=NodePaces)
+    slowdowns: NodeSlowdowns = field(default_factory=NodeSlowdowns)
     errors: PredictionErrors = field(default_factory=PredictionErrors)
     refused_samples: dict[str, Counter[str]] = field(default_factory=dict)  # by node, and by what was wrong
     warnings: list[str] = field(default_factory=list)  # for people, until they are taken
@@ -79,10 +79,10 @@ class ClusterState:
     counts: Counter[str] = field(default_factory=Counter)
     tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served
     started_ns: int | None = None
-    past: Past = field(default_factory=Past)
+    history: RequestHistory = field(default_factory=RequestHistory)
     lost_ns: dict[str, int] = field(default_factory=dict)  # by model: when it lost a worker last
-    copies: Copies = field(init=False)
-    heat: Heat = field(init=False)
+    copies: CopiesInFlight = field(init=False)
+    prefix_hits: HitCounts = field(init=False)
     replication: Replication = field(init=False)
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
@@ -95,9 +95,9 @@ class ClusterState:
 
     def __post_init__(self) -> None:
         self.slo = ObjectiveBook(configured_record(self.config))
-        self.attainment = Attainment(lambda tenant: tenant in self.slo.record.tenants, self.past.flow.attained)
-        self.copies = Copies(self.config.max_copies, self.config.max_copies_per_pool)
-        self.heat = Heat(self.config.replication_horizon_s)
+        self.attainment = Attainment(lambda tenant: tenant in self.slo.record.tenants, self.history.traffic.attained)
+        self.copies = CopiesInFlight(self.config.max_copies, self.config.max_copies_per_pool)
+        self.prefix_hits = HitCounts(self.config.replication_horizon_s)
         self.replication = Replication(self.config.replica_idle_s)
         self.liveness = Liveness(round(self.config.report_timeout_s * NS))
         self._orphan_timeout_ns = round(self.config.orphan_timeout_s * NS)
@@ -107,7 +107,7 @@ class ClusterState:
     def costs_of(self, model: str) -> ModelCosts:
         """The model's costs, those of the prior while nothing was measured."""
         if model not in self.costs:
-            self.costs[model] = ModelCosts(self.paces)
+            self.costs[model] = ModelCosts(self.slowdowns)
             if model in self.given:
                 self.costs[model].give(self.given[model])
         return self.costs[model]
@@ -154,9 +154,9 @@ class ClusterState:
         What nobody listened to makes no request an orphan either.
         """
         before_ns, self._now_ns = self._now_ns if self._now_ns is not None else now_ns, now_ns
-        if unheard_ns := deaf_ns(before_ns, now_ns, self._orphan_timeout_ns):
+        if unheard_ns := unobserved_ns(before_ns, now_ns, self._orphan_timeout_ns):
             self.requests.column("seen_ns")[:] += unheard_ns
-        self.past.flow.pass_time(now_ns)
+        self.history.traffic.pass_time(now_ns)
         if silent := self.liveness.pass_time(now_ns):
             self.counts["suspected"] += len(silent)
             self.nodes.set_suspects(self.liveness.suspects)
@@ -168,7 +168,7 @@ class ClusterState:
 
     def forget_node(self, node_id: str) -> None:
         """A node has left; nothing may refer to its slot any more."""
-        self.paces.forget(self.nodes.slot(node_id))
+        self.slowdowns.forget(self.nodes.slot(node_id))
         self.refused_samples.pop(node_id, None)
         if (node := self.nodes.get(node_id)) is not None:
             self.errors.forget(node.model, node_id)
@@ -211,8 +211,8 @@ class ClusterState:
 _NEVER = 1 << 62
 
 
-class StateSurroundings:
-    """`hindsight.Surroundings`, of a state that does not change meanwhile: each node is looked up once."""
+class StateView:
+    """`hindsight.ClusterView`, of a state that does not change meanwhile: each node is looked up once."""
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conductor.errors import ObjectivesError
-from conductor.policy.objectives import SloRecord, record_from_text, tell_record
+from conductor.policy.objectives import SloRecord, record_from_text, record_to_plain
 from conductor.slo.versions import SloVersion
 
 _MOST = 1000  # frontends
@@ -54,7 +54,7 @@ class KnownTenants:
 
 def differences(before: SloRecord, after: SloRecord) -> list[str]:
     """Return the differences by field, such as "classes.chat.ttft: 5x -> 3x"; [] if the records are equal."""
-    old, new = dict(_lines(tell_record(before), "")), dict(_lines(tell_record(after), ""))
+    old, new = dict(_lines(record_to_plain(before), "")), dict(_lines(record_to_plain(after), ""))
     return [
         f"{place}: {old.get(place, 'not there')} -> {new.get(place, 'not there')}"
         for place in sorted(old.keys() | new.keys())

@@ -109,7 +109,7 @@ class SloCalls:
         )
 
     def _preview(self, record: SloRecord) -> conductor_pb2.SloPreview:
-        found = preview(self._core.now_ns(), self._policy.past, record, self._policy.config)
+        found = preview(self._core.now_ns(), self._policy.history, record, self._policy.config)
         return conductor_pb2.SloPreview(
             rows=[conductor_pb2.SloPreviewRow(**asdict(row)) for row in found.rows],
             judged=found.judged,

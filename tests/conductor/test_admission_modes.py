@@ -6,12 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conductor.policy.admission.evaluation import MAX_WATCHED, interval
+from conductor.policy.admission.evaluation import MAX_OPEN_CASES, interval
 from conductor.policy.admission.judge import LONGEST_RETRY_S, retry_after_s
 from conductor.policy.config import NS
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import DecodeAsked, DecodeSample, Held, NodeLost, NodeReported, RequestCompleted, Tick
-from conductor.policy.loads import Swing
+from conductor.policy.loads import LoadSeries
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def decoding(c, make, *names, prompt=64, new=200):
 
 
 def judged(c, model="m"):
-    return {(reason, verdict): n for (_, reason, verdict), n in c.conductor.hindsight.rejections.items()}
+    return {(reason, verdict): n for (_, reason, verdict), n in c.conductor.evaluation.rejections.items()}
 
 
 def reason(decisions):
@@ -105,8 +105,8 @@ def test_shadow_counts_what_it_would_have_rejected_and_measures_whether_that_had
     told = {(why, rejected, unwanted) for _, why, rejected, unwanted in c.conductor.rejections()}
     assert ("ttft", 0, 2) in told
     assert judged(c) == {("ttft", "false"): 1, ("ttft", "right"): 1}
-    assert c.conductor.hindsight.false_share("m")[0] == 0.5
-    assert not c.conductor.hindsight.admissions
+    assert c.conductor.evaluation.false_share("m")[0] == 0.5
+    assert not c.conductor.evaluation.admissions
 
 
 def test_in_load_mode_decode_load_is_judged_once_the_prefill_has_ended(pair, make):
@@ -182,10 +182,10 @@ def test_a_rejection_is_false_in_hindsight_where_the_queue_was_shorter_than_pred
     c = pair(ttft_slo_s=1.5)
     c.send(make.request("r", prompt=1400, new=8))
     assert reason(c.send(make.request("s", prompt=1000, new=8))) == "ttft"
-    assert len(c.conductor.hindsight) == 1
+    assert len(c.conductor.evaluation) == 1
     c.after(0.1).progress("p", "prefill_ended", "r")
     assert judged(c) == {("ttft", "false"): 1}
-    assert len(c.conductor.hindsight) == 0
+    assert len(c.conductor.evaluation) == 0
 
 
 def test_a_rejection_is_right_in_hindsight_once_its_objective_has_passed(pair, make):
@@ -214,7 +214,7 @@ def test_where_the_node_was_lost_hindsight_does_not_know(pair, make):
     assert reason(c.send(make.request("s", prompt=64))) == "tbt"
     c.send(NodeLost("d", 1))
     assert judged(c) == {("tbt", "undecided"): 1}
-    assert len(c.conductor.hindsight) == 0
+    assert len(c.conductor.evaluation) == 0
 
 
 def test_a_rejected_request_that_would_begin_to_decode_much_later_is_given_up(cluster, make):
@@ -231,12 +231,12 @@ def test_a_rejected_request_that_would_begin_to_decode_much_later_is_given_up(cl
 
 def test_hindsight_watches_a_bounded_number_and_counts_the_others(pair, make):
     c = pair(ttft_slo_s=0.01)
-    for i in range(MAX_WATCHED + 10):
+    for i in range(MAX_OPEN_CASES + 10):
         c.send(make.request(f"r{i}", prompt=1000))
-    assert len(c.conductor.hindsight) == MAX_WATCHED
+    assert len(c.conductor.evaluation) == MAX_OPEN_CASES
     assert judged(c) == {("ttft", "unwatched"): 10}
     c.after(200).send(Tick())
-    assert len(c.conductor.hindsight) == 0
+    assert len(c.conductor.evaluation) == 0
 
 
 def test_an_admitted_request_that_missed_its_objective_is_a_false_accept(pair, make):
@@ -244,7 +244,7 @@ def test_an_admitted_request_that_missed_its_objective_is_a_false_accept(pair, m
     for name, ttft_s, tbt_s in (("a", 1.0, 0.01), ("b", 9.0, 0.01), ("c", 1.0, 0.5)):
         c.send(make.request(name, prompt=100))
         c.send(RequestCompleted(name, 0, "finished", ttft_s, tbt_s, 9))
-    found = c.conductor.hindsight.admissions
+    found = c.conductor.evaluation.admissions
     assert {what: n for (_, what), n in found.items()} == {"met": 1, "missed_ttft": 1, "missed_tbt": 1}
 
 
@@ -289,7 +289,7 @@ def test_loads_and_their_swing_are_told_for_models_with_objectives(pair, make):
 
 
 def test_a_swing_of_nothing_is_nothing():
-    swing = Swing()
+    swing = LoadSeries()
     for second in range(50):
         swing.add(second * NS, 0.7)
     assert (swing.last, swing.deviation) == (0.7, 0.0)

@@ -113,7 +113,7 @@ def test_a_mean_duration_has_no_value_before_the_first():
 
 def test_where_all_time_is_found_to_come_from_context_a_step_without_any_is_still_learned_from():
     costs = ModelCosts()
-    costs.paces.make_room(1)
+    costs.slowdowns.make_room(1)
     for batch in range(1, 101):
         context = batch * 37 % 101 * 400 + 100
         costs.add_decode(DecodeSample(batch % 16 + 1, context, 1e-6 * context**1.3), 0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from conductor.errors import ObjectivesError
 from conductor.policy.fairness import CREDIT_NS, OTHERS, Account, Charge, Prices, Shares, VirtualClock, advanced_ns
-from conductor.policy.objectives import ObjectiveBook, parse_record, tell_record
+from conductor.policy.objectives import ObjectiveBook, parse_record, record_to_plain
 
 S = 1_000_000_000
 PRICES = Prices((0.0, 0.001, 0.0), (0.01, 0.001, 0.0), step_s=0.05, max_batch=10, num_blocks=100)
@@ -220,7 +220,7 @@ def test_the_record_of_objectives_gives_tenants_their_weights() -> None:
     record = parse_record(said)
     book = ObjectiveBook(record)
     assert (book.weight_of("big"), book.weight_of("usual"), book.weight_of("nobody")) == (3.0, 1.0, None)
-    assert parse_record(tell_record(record)) == record
+    assert parse_record(record_to_plain(record)) == record
 
 
 @pytest.mark.parametrize("weight", [0, -1, 101, True, "3", float("nan")])

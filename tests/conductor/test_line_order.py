@@ -21,10 +21,10 @@ from conductor.policy.events import (
     NodeView,
     ObjectivesChanged,
     Progress,
+    QueueKey,
     RequestArrived,
     RequestCompleted,
     Tick,
-    Turn,
 )
 from conductor.policy.kernels import line_kernels
 from conductor.policy.requests import (
@@ -64,7 +64,7 @@ def request(name: str, prompt: int = 1000, **fields: object) -> RequestArrived:
     return RequestArrived(name, 0, "f", "m", prompt, 8, **fields)  # type: ignore[arg-type]
 
 
-def stands(turn: Turn, now_ns: int) -> scheduling_order.QueueEntry:
+def stands(turn: QueueKey, now_ns: int) -> scheduling_order.QueueEntry:
     """As a worker whose clock is the conductor's takes it."""
     now_s = now_ns / NS
     times = now_s - turn.waited_s, now_s + turn.due_in_s, now_s + turn.ages_in_s
@@ -214,7 +214,7 @@ def test_what_has_waited_for_the_bound_is_before_everything_newer(cluster: Simpl
 
 def test_what_another_conductor_placed_stands_where_the_worker_says(cluster: SimpleNamespace) -> None:
     one_s = (cluster.ask("mine"), cluster.ask("probe"))[1]
-    told = Turn(5, "", 0, 0, 1.0, 9.0, 29.0)
+    told = QueueKey(5, "", 0, 0, 1.0, 9.0, 29.0)
     held = Held("theirs", 0, remaining_prefill_tokens=1000, prompt_tokens=1000, max_new_tokens=8, turn=told)
     cluster.conductor.on_event(cluster.now_ns, NodeReported("prefill-0", held=(held,)))
     assert cluster.ask("usual") == pytest.approx(2 * one_s)

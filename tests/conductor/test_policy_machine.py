@@ -33,11 +33,11 @@ from conductor.policy.events import (
     PoolMatches,
     PrefillSample,
     Progress,
+    QueueKey,
     RequestArrived,
     RequestCompleted,
     Tick,
     TransferSample,
-    Turn,
 )
 
 BLOCK = 16
@@ -56,7 +56,7 @@ durations = st.one_of(
 bounds = st.one_of(st.just(0.0), st.floats(1e-3, 100.0), st.sampled_from([-1.0, float("nan"), float("inf"), 1e300]))
 phases = st.sampled_from(["prefill_started", "prefill_ended", "decode_joined", "ended"])
 attempts = st.integers(0, 3)
-turns = st.builds(Turn, counts, st.sampled_from(["", "t"]), counts, counts, durations, durations, durations)
+turns = st.builds(QueueKey, counts, st.sampled_from(["", "t"]), counts, counts, durations, durations, durations)
 records = st.sampled_from(
     [
         {},

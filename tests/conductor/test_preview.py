@@ -11,7 +11,7 @@ from conductor.policy.admission.rule import Forecast
 from conductor.policy.config import NS
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import DecodeAsked, NodeJoined, ObjectivesChanged, RequestCompleted
-from conductor.policy.history import Past
+from conductor.policy.history import RequestHistory
 from conductor.policy.objectives import parse_record, record_text
 
 
@@ -34,7 +34,7 @@ def serve(c, request_id, ttft_s=0.0, tbt_s=0.0, outcome="finished"):
 
 
 def previewed(c, record, **config):
-    return preview(c.now_ns, c.conductor.past, parse_record(record), c.conductor.config)
+    return preview(c.now_ns, c.conductor.history, parse_record(record), c.conductor.config)
 
 
 def row(c, record):
@@ -143,7 +143,7 @@ def test_the_same_record_changes_nothing_and_every_request_is_counted_once(reque
 
     record = parse_record({"cluster": {"ttft": f"{objective_s:.6f}s"}})
     objectives = ObjectiveBook(record).resolve("m", "", "").effective(0, 0, 0, 0)
-    past = Past()
+    past = RequestHistory()
     for number, (ttft_s, margin) in enumerate(requests):
         forecast = Forecast(ttft_s, 0.0, 0.0, False, margin, 0.0)
         past.judged(
@@ -167,7 +167,7 @@ def test_only_so_many_requests_are_remembered_and_what_they_shared_is_forgotten_
     c = pair()
     c.send(NodeJoined(make.node("pool-p", "pool", host="p")))
     c.send(make.request("hot", prompt=64, matches=[("pool-p", 2, 0)], match_key=7))
-    past = c.conductor.past
+    past = c.conductor.history
     assert [(hot.key, hot.uses, hot.blocks) for hot in past.hottest(5)] == [(7, 1, 2)]
     for name in ("a", "b", "c", "a"):
         c.send(make.request(name, prompt=64))
@@ -181,7 +181,7 @@ def test_a_requests_path_and_end_are_remembered(pair, make):
     c = pair(ttft_slo_s=1.0)
     c.send(make.request("r", prompt=64))
     serve(c.after(0.5), "r", ttft_s=0.6, tbt_s=0.02)
-    known = c.conductor.past.find("r")
+    known = c.conductor.history.find("r")
     assert [(mark.phase, mark.node_id) for mark in known.marks][:3] == [
         ("prefill_started", "p"),
         ("prefill_ended", "p"),
@@ -204,7 +204,7 @@ def test_the_flow_counts_by_slice_and_forgets_what_is_old(pair, make):
     serve(c, "r", ttft_s=0.25, tbt_s=0.01)
     c.send(make.request("s", prompt=3000))
     c.send(make.request("t", prompt=64, model="named-by-a-client"))
-    (now,) = c.conductor.past.flow.slices()
+    (now,) = c.conductor.history.traffic.slices()
     flow = now.flows["m"]
     assert (flow.arrived, dict(flow.rejected), dict(flow.ended)) == (2, {"ttft": 1}, {"finished": 1})
     assert (flow.prompt_tokens, flow.cached_tokens, flow.generated) == (160, 16, 8)
@@ -216,4 +216,4 @@ def test_the_flow_counts_by_slice_and_forgets_what_is_old(pair, make):
     }
     assert set(now.flows) == {"m", ""}  # names that clients choose are not kept
     c.after(1000).send(ObjectivesChanged(2, record_text(parse_record({}))))
-    assert not list(c.conductor.past.flow.slices())
+    assert not list(c.conductor.history.traffic.slices())

@@ -232,8 +232,8 @@ def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, 
     best = max([best, *own])
     prompt = 101 * BLOCK
     costs, transfers = ModelCosts(), TransferCosts()
-    costs.paces.make_room(6)
-    costs.paces.slowdown[0] = slowdowns
+    costs.slowdowns.make_room(6)
+    costs.slowdowns.factors[0] = slowdowns
     costs.prefill_most = float(most), 2.0 * most
     found = score_prefill(
         Prefixes(np.array([own, np.minimum(own, on_ssd // 2)]), best, min(best, on_ssd), "pool", sends),

@@ -7,10 +7,10 @@ from dataclasses import FrozenInstanceError, asdict, dataclass, field, replace
 
 import pytest
 
-from conductor.policy.fast_dataclass import quick
+from conductor.policy.fast_dataclass import fast_dataclass
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Point:
     x: int
@@ -55,4 +55,4 @@ def test_what_the_quick_way_cannot_do_is_refused():
 
     for cls in (WithFactory, WithMore):
         with pytest.raises(TypeError, match=cls.__name__):
-            quick(cls)
+            fast_dataclass(cls)

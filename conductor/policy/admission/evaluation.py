@@ -22,30 +22,30 @@ from conductor.policy.admission.rule import unmet, usable_s
 from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.decisions import Reason
 from conductor.policy.events import NodeReported, RequestCompleted
-from conductor.policy.history import Past, PastRequest
+from conductor.policy.history import JudgedRequest, RequestHistory
 from conductor.policy.objectives import EffectiveObjectives, ObjectiveBook, SloRecord
 from conductor.policy.requests import Claim
 
 __all__ = [
-    "MAX_WATCHED",
-    "Case",
-    "Hindsight",
+    "MAX_OPEN_CASES",
+    "AdmissionEvaluation",
+    "ClusterView",
     "Preview",
     "PreviewRow",
-    "Surroundings",
+    "RejectedCase",
     "interval",
     "preview",
 ]
 
 Verdict = Literal["right", "false", "undecided", "unwatched"]
-Outcome = Literal["met", "missed_ttft", "missed_tbt"]
-MAX_WATCHED: Final = 256  # rejected requests at a time; those beyond are counted as not watched
+AdmittedOutcome = Literal["met", "missed_ttft", "missed_tbt"]
+MAX_OPEN_CASES: Final = 256  # rejected requests at a time; those beyond are counted as not watched
 _LONGEST_NS: Final = 120 * NS  # after which a case is given up
 _WINDOW_NS: Final = 5 * NS  # of decode steps that a case is judged by
 _Z: Final = 1.96
 
 
-class Surroundings(Protocol):
+class ClusterView(Protocol):
     """What is there now."""
 
     def prefills_before(self, node_id: str, at_ns: int) -> bool:
@@ -59,7 +59,7 @@ class Surroundings(Protocol):
 
 
 @dataclass(slots=True)
-class Case:
+class RejectedCase:
     """A rejected request: where it would have gone, and what has been seen there since. Times in ns, -1: not yet."""
 
     model: str
@@ -84,31 +84,31 @@ class Case:
         return -1 if min(self.turn_ns, self.room_ns) < 0 else max(self.turn_ns, self.room_ns) + self.work_ns
 
 
-class Hindsight:
+class AdmissionEvaluation:
     """Counts by (model, reason, verdict) of rejections and (model, outcome) of admitted requests."""
 
     def __init__(self) -> None:
         self.rejections: Counter[tuple[str, Reason, Verdict]] = Counter()
-        self.admissions: Counter[tuple[str, Outcome]] = Counter()
-        self._cases: dict[str, list[Case]] = {}  # by node that is watched for them
+        self.admissions: Counter[tuple[str, AdmittedOutcome]] = Counter()
+        self._cases: dict[str, list[RejectedCase]] = {}  # by node that is watched for them
         self._num_cases = 0
 
     def __len__(self) -> int:
         """Cases that are open."""
         return self._num_cases
 
-    def watch(self, case: Case) -> None:
+    def watch(self, case: RejectedCase) -> None:
         """A request was rejected. What has no objective cannot be judged."""
         if not (case.objectives.ttft_s or case.objectives.tbt_s):
             return
-        if self._num_cases >= MAX_WATCHED:
+        if self._num_cases >= MAX_OPEN_CASES:
             self.rejections[case.model, case.reason, "unwatched"] += 1
             return
         self._num_cases += 1
         for node_id in {case.prefill, case.decode} - {""}:
             self._cases.setdefault(node_id, []).append(case)
 
-    def reported(self, now_ns: int, event: NodeReported, seen: Surroundings) -> None:
+    def reported(self, now_ns: int, event: NodeReported, seen: ClusterView) -> None:
         """A node reported, and what it said has been taken in."""
         cases = self._cases.get(event.node_id)
         if not cases:
@@ -122,7 +122,7 @@ class Hindsight:
                 case.sequences, case.context_tokens = case.sequences + batch, case.context_tokens + context
             self._judge(now_ns, case, seen)
 
-    def pass_time(self, now_ns: int, seen: Surroundings) -> None:
+    def pass_time(self, now_ns: int, seen: ClusterView) -> None:
         """It is `now_ns`: what nodes do not say by reports is looked up."""
         for case in self._open():
             self._look(now_ns, case, seen)
@@ -138,7 +138,7 @@ class Hindsight:
         wanted = claim.objectives
         if event.attempt or not (wanted.ttft_s or wanted.tbt_s):
             return
-        outcome: Outcome = "met"
+        outcome: AdmittedOutcome = "met"
         if wanted.ttft_s and event.ttft_s > wanted.ttft_s:
             outcome = "missed_ttft"
         elif wanted.tbt_s and event.mean_tbt_s > wanted.tbt_s:
@@ -157,18 +157,18 @@ class Hindsight:
         low, high = interval(counts["false"], judged)
         return (counts["false"] / judged if judged else 0.0), low, high, judged
 
-    def _open(self) -> Iterator[Case]:
+    def _open(self) -> Iterator[RejectedCase]:
         for node_id in sorted(self._cases):
             # Each case once: where its prefill would have been, or its decode if only that is watched.
             yield from [c for c in self._cases.get(node_id, ()) if node_id == (c.prefill or c.decode)]
 
-    def _look(self, now_ns: int, case: Case, seen: Surroundings) -> None:
+    def _look(self, now_ns: int, case: RejectedCase, seen: ClusterView) -> None:
         if case.turn_ns < 0 and not seen.prefills_before(case.prefill, case.at_ns):
             case.turn_ns = now_ns
         if case.room_ns < 0 and seen.free_tokens(case.decode) >= case.need_tokens:
             case.room_ns = now_ns
 
-    def _judge(self, now_ns: int, case: Case, seen: Surroundings) -> None:
+    def _judge(self, now_ns: int, case: RejectedCase, seen: ClusterView) -> None:
         ttft_ns = round(min(case.objectives.ttft_s, 1e9) * NS)
         soonest_ns = case.ready_ns if case.ready_ns >= 0 else now_ns + case.work_ns
         if ttft_ns and soonest_ns - case.at_ns > ttft_ns:
@@ -184,7 +184,7 @@ class Hindsight:
         elif now_ns - case.at_ns > _LONGEST_NS + _WINDOW_NS:
             self._close(case, "undecided")  # it would decode later still
 
-    def _tbt_s(self, case: Case, seen: Surroundings) -> float:
+    def _tbt_s(self, case: RejectedCase, seen: ClusterView) -> float:
         """What steps took, as much longer as one more sequence makes them; without steps, alone."""
         if not case.steps:
             return seen.step_s(case.model, case.decode, 1, case.prompt_tokens)
@@ -193,7 +193,7 @@ class Hindsight:
         with_it_s = seen.step_s(case.model, case.decode, batch + 1, context + case.prompt_tokens)
         return case.steps_s / case.steps * (with_it_s / alone_s if alone_s > 0 else 1.0)
 
-    def _close(self, case: Case, verdict: Verdict) -> None:
+    def _close(self, case: RejectedCase, verdict: Verdict) -> None:
         self.rejections[case.model, case.reason, verdict] += 1
         self._num_cases -= 1
         for node_id in {case.prefill, case.decode} - {""}:
@@ -252,7 +252,7 @@ class Preview:
     mode: str
 
 
-def preview(now_ns: int, past: Past, record: SloRecord, config: PolicyConfig) -> Preview:
+def preview(now_ns: int, past: RequestHistory, record: SloRecord, config: PolicyConfig) -> Preview:
     """What `record` would have done to `past`, which was judged under `config`."""
     book, rows = ObjectiveBook(record), dict[tuple[str, str], PreviewRow]()
     judged, first_ns = 0, now_ns
@@ -269,7 +269,7 @@ def preview(now_ns: int, past: Past, record: SloRecord, config: PolicyConfig) ->
     return Preview(in_order, judged, span_s, past.num_forgotten, config.admission, config.admission_mode)
 
 
-def _add(row: PreviewRow, request: PastRequest, wanted: EffectiveObjectives, config: PolicyConfig) -> None:
+def _add(row: PreviewRow, request: JudgedRequest, wanted: EffectiveObjectives, config: PolicyConfig) -> None:
     was_rejected = bool(request.rejection or request.unwanted)
     is_rejected = _is_rejected(request, wanted, config)
     if was_rejected:
@@ -294,7 +294,7 @@ def _add(row: PreviewRow, request: PastRequest, wanted: EffectiveObjectives, con
         row.missed_now += now is False
 
 
-def _is_rejected(request: PastRequest, wanted: EffectiveObjectives, config: PolicyConfig) -> bool:
+def _is_rejected(request: JudgedRequest, wanted: EffectiveObjectives, config: PolicyConfig) -> bool:
     """By the rule, or by what no objective changes: a queue that is too long, or the nodes being gone later."""
     if config.admission_mode != "none" and config.admission != "off":
         ttft_s, tbt_s = usable_s(wanted.ttft_s), usable_s(wanted.tbt_s)
@@ -305,7 +305,7 @@ def _is_rejected(request: PastRequest, wanted: EffectiveObjectives, config: Poli
     return request.forecast.waited_s > config.max_queue_s
 
 
-def _met(request: PastRequest, wanted: EffectiveObjectives) -> bool | None:
+def _met(request: JudgedRequest, wanted: EffectiveObjectives) -> bool | None:
     """Whether a finished request kept all its objectives; None: it had none, or nothing was measured."""
     pairs = ((wanted.ttft_s, request.ttft_s), (wanted.tbt_s, request.tbt_s))
     kept = [measured_s <= bound_s for bound_s, measured_s in pairs if bound_s and measured_s > 0]

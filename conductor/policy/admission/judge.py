@@ -103,7 +103,7 @@ def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) ->
     index = nodes.slots.tolist().index(slot)
     tbt_s = tbt_now_s(nodes, index, state, costs, now_ns, row)
     forecast = Forecast(0.0, tbt_s, 0.0, False, 0.0, state.tally_of(claim.model).margins.tbt.share)
-    state.past.judged_late(event.request_id, forecast)
+    state.history.judged_late(event.request_id, forecast)
     if not unmet(forecast, 0.0, objective_s):
         return _ADMITTED
     if state.config.admission != "enforce":

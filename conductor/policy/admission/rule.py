@@ -17,20 +17,20 @@ from typing import Final, Literal
 
 from conductor.policy.config import NS
 from conductor.policy.decisions import Reason
-from conductor.policy.fast_dataclass import quick
+from conductor.policy.fast_dataclass import fast_dataclass
 
 __all__ = [
     "Forecast",
-    "Loads",
     "Margin",
     "Margins",
-    "loads_of",
+    "PredictedLoad",
+    "predicted_load",
     "unmet",
     "usable_s",
 ]
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What was predicted at a request's best place. Margins are the shares of an objective that predictions like this
@@ -44,9 +44,9 @@ class Forecast:
     tbt_margin: float
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
-class Loads:
+class PredictedLoad:
     """Predicted latency over its objective (Mooncake §6.1); more than 1 rejects. 0 where nothing is to be met."""
 
     ttft: float
@@ -58,11 +58,11 @@ def usable_s(objective_s: float) -> float:
     return objective_s if 0 < objective_s < inf else 0.0
 
 
-def loads_of(forecast: Forecast, ttft_objective_s: float, tbt_objective_s: float) -> Loads:
+def predicted_load(forecast: Forecast, ttft_objective_s: float, tbt_objective_s: float) -> PredictedLoad:
     """Compared with what leaves room for the errors of predictions like this. Objectives of 0 are off."""
     ttft_bound_s = ttft_objective_s * (1 - forecast.ttft_margin)
     tbt_bound_s = tbt_objective_s * (1 - forecast.tbt_margin)
-    return Loads(
+    return PredictedLoad(
         forecast.ttft_s / ttft_bound_s if ttft_objective_s else 0.0,
         forecast.tbt_s / tbt_bound_s if tbt_objective_s else 0.0,
     )
@@ -74,7 +74,7 @@ def unmet(forecast: Forecast, ttft_objective_s: float, tbt_objective_s: float) -
         return ""
     if forecast.lacks_room:
         return "decode_capacity"
-    loads = loads_of(forecast, ttft_objective_s, tbt_objective_s)
+    loads = predicted_load(forecast, ttft_objective_s, tbt_objective_s)
     if max(loads.ttft, loads.tbt) <= 1:
         return ""
     return "ttft" if loads.ttft >= loads.tbt else "tbt"

@@ -7,19 +7,19 @@ import numpy as np
 from conductor.policy.config import NS
 from conductor.policy.decisions import Reject
 from conductor.policy.events import RequestArrived
-from conductor.policy.fast_dataclass import quick
+from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.placement.decode import peak_tokens
 from conductor.policy.state import ClusterState
 
-__all__ = ["Places", "find_places"]
+__all__ = ["FittingNodes", "find_candidates"]
 
 _LONG_AGO_NS = 1 << 62
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
-class Places:
+class FittingNodes:
     """Where a request fits: at least one prefill (or aggregated) node, and a decode node if one of those needs it."""
 
     prefill: Candidates
@@ -27,7 +27,7 @@ class Places:
     need_tokens: int  # pages it may need where it decodes
 
 
-def find_places(now_ns: int, state: ClusterState, request: RequestArrived) -> Places | Reject:
+def find_candidates(now_ns: int, state: ClusterState, request: RequestArrived) -> FittingNodes | Reject:
     """The nodes that can serve the request, or why there is none."""
     if not state.slo.knows(request.slo_class) and not request.generated:
         return _no_class(state, request)
@@ -99,7 +99,9 @@ def _staffed(request: RequestArrived, prefill: Candidates, decode: Candidates) -
     return prefill.where(prefill.is_aggregated)
 
 
-def _fitting(request: RequestArrived, model: ModelNodes, need: int, prefill: Candidates, decode: Candidates) -> Places:
+def _fitting(
+    request: RequestArrived, model: ModelNodes, need: int, prefill: Candidates, decode: Candidates
+) -> FittingNodes:
     total = request.prompt_tokens + request.max_new_tokens
     if (
         prefill.floor_capacity >= need
@@ -107,12 +109,12 @@ def _fitting(request: RequestArrived, model: ModelNodes, need: int, prefill: Can
         and prefill.floor_len >= total
         and decode.floor_len >= total
     ):
-        return Places(_staffed(request, prefill, decode), decode, need)
+        return FittingNodes(_staffed(request, prefill, decode), decode, need)
     decode = decode.where((decode.capacity_tokens >= need) & (decode.max_model_len >= total))
     prompt_pages = peak_tokens(request.prompt_tokens, 0, model.block_tokens)
     pages = np.where(prefill.is_aggregated, need, prompt_pages)
     prefill = prefill.where((prefill.capacity_tokens >= pages) & (prefill.max_model_len >= total))
-    return Places(_staffed(request, prefill, decode), decode, need)
+    return FittingNodes(_staffed(request, prefill, decode), decode, need)
 
 
 def _limits(model: ModelNodes) -> str:

@@ -21,28 +21,28 @@ import numpy as np
 from conductor.policy.admission.judge import asks_again
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
-from conductor.policy.decisions import Considered, UndividedScore, WhyNot
+from conductor.policy.decisions import ColocatedScore, Considered, WhyNot
 from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement.candidates import Places
+from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.decode import DecodeChoice, peak_tokens, tbt_each_s
 from conductor.policy.placement.plan import DecodePlan, Plan, considered_in
 from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, score_prefill
 from conductor.policy.state import ClusterState
 
-__all__ = ["UNDIVIDED_OUTCOMES", "without_handover"]
+__all__ = ["COLOCATED_OUTCOMES", "consider_colocated"]
 
-Outcome = WhyNot | Literal["done", "advised"]
-UNDIVIDED_OUTCOMES: Final[tuple[str, ...]] = ("done", "advised", *filter(None, get_args(WhyNot)))
+ColocatedOutcome = WhyNot | Literal["done", "advised"]
+COLOCATED_OUTCOMES: Final[tuple[str, ...]] = ("done", "advised", *filter(None, get_args(WhyNot)))
 
 _GAIN: Final = 0.1  # of the TTFT: predictions differ by less than they err
 _FEW: Final = 4
 _MOST_STEPS: Final = 4.0  # that a step beside a chunk may take, in usual steps
 
 
-def without_handover(
+def consider_colocated(
     now_ns: int,
     state: ClusterState,
     request: RequestArrived,
@@ -50,7 +50,7 @@ def without_handover(
     plan: Plan,
     objectives: EffectiveObjectives,
     costs: ModelCosts,
-) -> tuple[Plan, Considered, Outcome]:
+) -> tuple[Plan, Considered, ColocatedOutcome]:
     """The plan to follow, what both were judged by, and what came of it; "" where there is nothing to weigh."""
     considered = considered_in(state, plan, objectives)
     if state.config.undivided == "off" or asks_again(state.config):
@@ -61,7 +61,7 @@ def without_handover(
     need_tokens = peak_tokens(request.prompt_tokens, request.max_new_tokens, model.block_tokens)
     found = _best(now_ns, state, request, model, plan, decode, need_tokens, objectives, costs)
     if found is None:
-        score = UndividedScore(decode.node_id, 0.0, 0.0, 0.0, plan.ttft_s, why_not="no_room")
+        score = ColocatedScore(decode.node_id, 0.0, 0.0, 0.0, plan.ttft_s, why_not="no_room")
         return plan, _told(state, considered, score), "no_room"
     score, here, prefixes, scores = found
     considered = _told(state, considered, score)
@@ -76,7 +76,7 @@ def without_handover(
 
 
 def _alone(
-    plan: Plan, score: UndividedScore, here: DecodePlan, prefixes: Prefixes, scores: PrefillScores, need_tokens: int
+    plan: Plan, score: ColocatedScore, here: DecodePlan, prefixes: Prefixes, scores: PrefillScores, need_tokens: int
 ) -> Plan:
     """The one node as the only candidate, which does both."""
     index = here.choice.index
@@ -87,7 +87,7 @@ def _alone(
     seconds[1, 0] = score.prefill_s  # with the steps beside it: for so long the node is taken
     columns = scores.queue_s[one], scores.reuse_blocks[one], scores.fetches[one]
     return Plan(
-        Places(node, node, need_tokens),
+        FittingNodes(node, node, need_tokens),
         plan.curve,
         plan.sums,
         plan.seat,
@@ -99,7 +99,7 @@ def _alone(
     )
 
 
-def _told(state: ClusterState, considered: Considered, score: UndividedScore) -> Considered:
+def _told(state: ClusterState, considered: Considered, score: ColocatedScore) -> Considered:
     return replace(considered, undivided=score) if state.config.explain else considered
 
 
@@ -113,7 +113,7 @@ def _best(
     need_tokens: int,
     objectives: EffectiveObjectives,
     costs: ModelCosts,
-) -> tuple[UndividedScore, DecodePlan, Prefixes, PrefillScores] | None:
+) -> tuple[ColocatedScore, DecodePlan, Prefixes, PrefillScores] | None:
     """Of the few decode nodes with room whose first token would come soonest: the first that disturbs nobody too much,
     else the soonest. Its time between tokens decides between equals. None where none has room."""
     nodes = decode.nodes
@@ -142,7 +142,7 @@ def _best(
         at_ns=now_ns + to_ns(plan.ready_s),
         prompt_tokens=request.prompt_tokens,
     )
-    best: tuple[UndividedScore, int] | None = None
+    best: tuple[ColocatedScore, int] | None = None
     for index in np.argsort(ttft_s + beside_s[0], kind="stable")[:_FEW].tolist():
         if not ttft_s[index] < inf:
             break
@@ -171,24 +171,24 @@ def _judged(
     decode_s: float,
     objectives: EffectiveObjectives,
     costs: ModelCosts,
-) -> UndividedScore:
+) -> ColocatedScore:
     """Of the candidate, where a step with the request in its batch takes `decode_s`."""
     transfer_s, prefill_s = scores.seconds[:, index].tolist()
     queue_s, node_id = float(scores.queue_s[index]), nodes.ids[index]
     most_s = (1 - _GAIN) * plan.ttft_s
     if transfer_s + queue_s + prefill_s > most_s:
-        return UndividedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="not_sooner")
+        return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="not_sooner")
     node, slot = state.nodes.get(node_id), int(nodes.slots[index])
     assert node is not None
     new_tokens = request.prompt_tokens - int(scores.reuse_blocks[index]) * model.block_tokens
     chunk_tokens = node.chunk_tokens or new_tokens
     if queue_s and not node.chunk_tokens:  # how much of those goes into one step nobody knows
-        return UndividedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="unknown_chunks")
+        return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="unknown_chunks")
     if not plan.sums[slot, 1]:  # nobody has pages there
-        return UndividedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, is_better=True)
+        return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, is_better=True)
     prefill_s += ceil(new_tokens / chunk_tokens) * decode_s
     if transfer_s + queue_s + prefill_s > most_s:
-        return UndividedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="not_sooner")
+        return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="not_sooner")
     # The last chunk attends to the most. Prompts that wait there share the chunks with this one.
     chunk = min(chunk_tokens, request.prompt_tokens) if queue_s else min(chunk_tokens, new_tokens)
     step_s = decode_s + costs.prefill_cost_s(chunk, request.prompt_tokens - chunk, slot)
@@ -199,6 +199,6 @@ def _judged(
     bound_s = kept * tightest_s if tightest_s else _MOST_STEPS * decode_s
     is_better = step_s <= bound_s
     why_not: WhyNot = "" if is_better else "slows_others"
-    return UndividedScore(
+    return ColocatedScore(
         node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, step_s, bound_s, is_better=is_better, why_not=why_not
     )

@@ -13,7 +13,7 @@ from conductor.policy.decisions import Copy
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates
 from conductor.policy.placement.prefill import PrefillScores, Prefixes
-from conductor.policy.replication import Extent
+from conductor.policy.replication import PrefixExtent
 from conductor.policy.state import ClusterState
 
 __all__ = ["copy_after"]
@@ -35,7 +35,7 @@ def copy_after(
     """The copy to begin now that the request runs on candidate `chosen`, if one pays."""
     if not prefixes.best or not state.config.max_copies:
         return None
-    uses = state.heat.use(now_ns, request.match_key)
+    uses = state.prefix_hits.use(now_ns, request.match_key)
     if scores.fetches[chosen]:
         target, pays = chosen, _pays_fetched(state, prefixes, scores, chosen, uses, block_nbytes)
     else:
@@ -46,7 +46,7 @@ def copy_after(
     pool, had = nodes.pools[target], int(prefixes.own[target])
     if not pays or not state.answers(pool):
         return None
-    if not state.copies.try_begin(prefixes.best_pool, pool, request.match_key, Extent(prefixes.best, had)):
+    if not state.copies.try_begin(prefixes.best_pool, pool, request.match_key, PrefixExtent(prefixes.best, had)):
         return None
     return Copy(prefixes.best_pool, pool, prefixes.best, request.match_key)
 

@@ -22,7 +22,7 @@ from conductor.policy.config import NS, AdmissionMode
 from conductor.policy.costs import DECODE, ModelCosts
 from conductor.policy.decisions import DecodeScore
 from conductor.policy.event_bounds import to_ns
-from conductor.policy.fast_dataclass import quick
+from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.lengths import survival
 from conductor.policy.nodes import Candidates
 from conductor.policy.requests import (
@@ -164,7 +164,7 @@ def pick_decode(
     that has room for `need_tokens`; the last two are with this request.
 
     Where none has room: of the one with most free. First of equals. `load` [slots, 3]: as `predict_load` leaves it.
-    `slowdown` [2, slots]: see `paces`. `sums` [slots, 3] is what `tally` found, committed tokens at 1.
+    `slowdown` [2, slots]: see `slowdowns`. `sums` [slots, 3] is what `tally` found, committed tokens at 1.
     """
     _predict_load(table, rows, now_ns, at_ns, sees, decode_ns, step_ns, curves, False, load)
     chosen, has_room, tbt_s, free = -1, False, 0.0, np.int64(0)
@@ -337,7 +337,7 @@ _SEES: Final[Mapping[AdmissionMode, int]] = {
 }
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
     """The candidate chosen: predicted TBT with this request in the batch, and ledger room left before it."""
@@ -385,7 +385,7 @@ def choose_decode(
         nodes.slots,
         nodes.capacity_tokens,
         nodes.max_batch,
-        costs.paces.slowdown,
+        costs.slowdowns.factors,
         prompt_tokens,
         need_tokens,
         costs.terms.decode_terms,
@@ -412,7 +412,7 @@ def _scores(
         nodes.slots,
         nodes.capacity_tokens,
         nodes.max_batch,
-        costs.paces.slowdown,
+        costs.slowdowns.factors,
         prompt_tokens,
         need_tokens,
         costs.terms.decode_terms,
@@ -437,7 +437,10 @@ def tbt_each_s(
     """[2, candidates]: what `choose_decode` predicts of each, and the same as of now; `sums` as there."""
     sees, kernels = _SEES[state.config.admission_mode], decode_kernels()
     load, seconds, free = np.empty((len(sums), 3)), np.empty((2, len(nodes))), np.empty(len(nodes), np.int64)
-    columns, none = (nodes.slots, nodes.capacity_tokens, nodes.max_batch, costs.paces.slowdown), np.empty(0, np.int64)
+    columns, none = (
+        (nodes.slots, nodes.capacity_tokens, nodes.max_batch, costs.slowdowns.factors),
+        np.empty(0, np.int64),
+    )
     for row, (when_ns, how) in enumerate(((at_ns, sees), (now_ns, NOW))):
         kernels.pick_decode(
             state.requests.table,
@@ -518,7 +521,7 @@ def _wait_s(
         _decode_ns(costs),
         state.lengths.curves,
         costs.terms.decode_terms,
-        costs.paces.of(DECODE, int(nodes.slots[index])),
+        costs.slowdowns.of(DECODE, int(nodes.slots[index])),
         int(nodes.max_batch[index]),
         missing_tokens,
         prompt_tokens,

@@ -13,7 +13,7 @@ from conductor.policy.config import NS
 from conductor.policy.costs import PREFILL, ModelCosts
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import ModelNodes
-from conductor.policy.placement.candidates import Places
+from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.prefill import PrefillScores
 from conductor.policy.state import ClusterState
 
@@ -41,7 +41,7 @@ class PrefillGroup:
 def form_group(
     state: ClusterState,
     request: RequestArrived,
-    places: Places,
+    places: FittingNodes,
     model: ModelNodes,
     scores: PrefillScores,
     work_s: Floats,
@@ -66,13 +66,13 @@ def form_group(
     best: PrefillGroup | None = None
     best_s = alone_s
     helpers: list[str] = []
-    slowest = pace = costs.paces.of(PREFILL, int(nodes.slots[chosen]))
+    slowest = pace = costs.slowdowns.of(PREFILL, int(nodes.slots[chosen]))
     for i in free[np.argsort(queue_s[free], kind="stable")].tolist():
         node = state.nodes.get(nodes.ids[i])
         if node is None or node.model_fingerprint != head.model_fingerprint:
             continue
         helpers.append(node.node_id)
-        slowest = max(slowest, costs.paces.of(PREFILL, int(nodes.slots[i])))
+        slowest = max(slowest, costs.slowdowns.of(PREFILL, int(nodes.slots[i])))
         share_s = alone_s * slowest / pace / (1 + len(helpers))
         lag_s = max(0.0, float(queue_s[i] - queue_s[chosen]))
         group_s = lag_s + share_s * (1 + _OVERHEAD_SHARE) + _OVERHEAD_S
@@ -84,7 +84,7 @@ def form_group(
     return best
 
 
-def work_at_hand_s(places: Places, sums: NDArray[np.int64], help_s: Floats | None) -> Floats:
+def work_at_hand_s(places: FittingNodes, sums: NDArray[np.int64], help_s: Floats | None) -> Floats:
     """Per candidate: all prefill work placed there, with what it computes for others (`help_s`, per slot)."""
     slots = places.prefill.slots
     work_s: Floats = sums[slots, 0] / NS

@@ -7,7 +7,7 @@ What becomes of a plan: a Place and its row in the ledger, or a case for hindsig
 from dataclasses import replace
 from typing import Literal
 
-from conductor.policy.admission.evaluation import Case
+from conductor.policy.admission.evaluation import RejectedCase
 from conductor.policy.admission.judge import asks_again, forecast_of, judge
 from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.decisions import Considered, Decision, Place, Reason, Reject
@@ -15,12 +15,12 @@ from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement.candidates import find_places
-from conductor.policy.placement.colocated import without_handover
+from conductor.policy.placement.candidates import find_candidates
+from conductor.policy.placement.colocated import consider_colocated
 from conductor.policy.placement.copying import copy_after
 from conductor.policy.placement.plan import Plan, extrapolated, make_plan, ttft_with_s
 from conductor.policy.placement.prefill import holders, replicas_used, without_replicas
-from conductor.policy.queue_position import endless_refused, sit
+from conductor.policy.queue_position import reject_endless, sit
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.role_plan import arrived, turned_away
 from conductor.policy.state import ClusterState
@@ -36,10 +36,10 @@ __all__ = [
 def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Decision]:
     """One Place or Reject, and possibly a Copy after a Place."""
     former = _withdraw_former(state, request)
-    places = find_places(now_ns, state, request)
+    places = find_candidates(now_ns, state, request)
     if isinstance(places, Reject):
         return [places]
-    if (refused := endless_refused(state, request)) is not None:
+    if (refused := reject_endless(state, request)) is not None:
         return [refused]
     model = state.nodes.model(request.model)
     assert model is not None
@@ -47,7 +47,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     plan = make_plan(now_ns, state, request, places, model, former, costs)
     idle_s = _idle_s(request, plan, costs)
     objectives = _objectives(state, request, former, idle_s)
-    plan, considered, undivided = without_handover(now_ns, state, request, model, plan, objectives, costs)
+    plan, considered, undivided = consider_colocated(now_ns, state, request, model, plan, objectives, costs)
     beyond = extrapolated(
         plan.prefixes,
         plan.scores,
@@ -61,7 +61,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     judgement = judge(now_ns, state, request, plan, forecast, objectives, costs)
     rejection = judgement.rejection.reason if judgement.rejection is not None else ""
     if request.attempt == 0 and not request.generated:
-        state.past.judged(
+        state.history.judged(
             now_ns,
             request,
             forecast,
@@ -73,14 +73,14 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
             unwanted=judgement.unwanted,
         )
     elif rejection:
-        state.past.lost(now_ns, request.request_id, rejection)
+        state.history.lost(now_ns, request.request_id, rejection)
     if request.attempt == 0 and not request.endless:
         prefill_s = plan.scores.seconds.item(1, plan.scores.chosen)
         arrived(now_ns, state, request, prefill_s)
     if judgement.rejection is not None:
         turned_away(now_ns, state, request)
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
-        state.hindsight.watch(case_of(now_ns, request, judgement.rejection.reason, plan, objectives))
+        state.evaluation.watch(case_of(now_ns, request, judgement.rejection.reason, plan, objectives))
         return [replace(judgement.rejection, considered=considered, extrapolated=beyond)]
     if judgement.unwanted:
         state.count(request.model, f"unwanted_{judgement.unwanted}")
@@ -88,7 +88,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         state.count(request.model, f"undivided_{undivided}")
     placed = placed_by(state, request, plan, considered, beyond)
     reused_tokens = placed.reuse_blocks * model.block_tokens
-    state.past.placed(request.request_id, request.attempt, placed.prefill, placed.decode, reused_tokens)
+    state.history.placed(request.request_id, request.attempt, placed.prefill, placed.decode, reused_tokens)
     nodes = plan.places.prefill
     copy = copy_after(now_ns, state, request, nodes, plan.prefixes, plan.scores, plan.chosen, model.block_nbytes)
     row = book(now_ns, state, request, plan, placed, objectives, judgement.unwanted)
@@ -179,7 +179,7 @@ def book(
     chosen, slot_of, is_endless = scores.chosen, state.nodes.slot, request.endless
     decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated.item(chosen) else "")
     if plan.group is not None:
-        state.helping.add(request.request_id, request.attempt, plan.group.helpers, to_ns(plan.group.share_s))
+        state.group_work.add(request.request_id, request.attempt, plan.group.helpers, to_ns(plan.group.share_s))
     claim = Claim(
         request.request_id,
         request.attempt,
@@ -214,9 +214,11 @@ def book(
     return state.requests.append(claim, values, plan.seat.numbers)
 
 
-def case_of(now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, objectives: EffectiveObjectives) -> Case:
+def case_of(
+    now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, objectives: EffectiveObjectives
+) -> RejectedCase:
     """What a rejected request would have done, for hindsight."""
-    return Case(
+    return RejectedCase(
         model=request.model,
         reason=reason,
         at_ns=now_ns,

@@ -13,15 +13,15 @@ from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import NOTHING_CONSIDERED, Considered
 from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import PoolMatches, RequestArrived
-from conductor.policy.fast_dataclass import quick
+from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement.candidates import Places
+from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.decode import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.placement.grouping import PrefillGroup, form_group, work_at_hand_s
 from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, reach, score_prefill
-from conductor.policy.queue_position import Seat
+from conductor.policy.queue_position import QueuePosition
 from conductor.policy.requests import Claim
 from conductor.policy.state import ClusterState
 
@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Where the request decodes: the node of `nodes` at `choice.index`."""
@@ -52,15 +52,15 @@ class DecodePlan:
         return self.nodes.ids[self.choice.index]
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The best place for a request. `decode` None: it ends with its first token, on a prefill node."""
 
-    places: Places
+    places: FittingNodes
     curve: int  # of its answer's length
     sums: Ints  # [slots, 3]: what `state.tally` found before it
-    seat: Seat
+    seat: QueuePosition
     prefixes: Prefixes
     scores: PrefillScores
     decode: DecodePlan | None
@@ -102,7 +102,7 @@ def make_plan(
     now_ns: int,
     state: ClusterState,
     request: RequestArrived,
-    places: Places,
+    places: FittingNodes,
     model: ModelNodes,
     former: Claim | None,
     costs: ModelCosts,
@@ -112,10 +112,10 @@ def make_plan(
     found = reach(now_ns, state, request, places.prefill, model, former, costs)
     sums, seat, prefixes, scores = found.sums, found.seat, found.prefixes, found.scores
     help_s: Floats | None = None
-    if places.prefill.has_aggregated or state.helping:
+    if places.prefill.has_aggregated or state.group_work:
         queue_s = _queue_s(now_ns, state, places, costs, sums, seat)
         # Whoever helps does so before it takes up anything new.
-        help_s = state.helping.load_s(now_ns, state.nodes, state.requests) if state.helping else None
+        help_s = state.group_work.load_s(now_ns, state.nodes, state.requests) if state.group_work else None
         if help_s is not None:
             queue_s += help_s[places.prefill.slots]
         scores = _score(state, request, model, places.prefill, prefixes, queue_s, costs)
@@ -167,8 +167,8 @@ def ttft_with_s(
 
 
 def _expect(
-    now_ns: int, state: ClusterState, request: RequestArrived, places: Places, block_tokens: int
-) -> tuple[int, Places]:
+    now_ns: int, state: ClusterState, request: RequestArrived, places: FittingNodes, block_tokens: int
+) -> tuple[int, FittingNodes]:
     """The curve of the answer's length, and the places with the pages to reserve: the most that it may take, or what
     answers like it exceed with the configured probability."""
     if request.endless:
@@ -181,7 +181,9 @@ def _expect(
     return curve, places
 
 
-def _queue_s(now_ns: int, state: ClusterState, places: Places, costs: ModelCosts, sums: Ints, seat: Seat) -> Floats:
+def _queue_s(
+    now_ns: int, state: ClusterState, places: FittingNodes, costs: ModelCosts, sums: Ints, seat: QueuePosition
+) -> Floats:
     """Per candidate: seconds until its turn."""
     nodes, queue_s = places.prefill, seat.queue_s
     if nodes.has_aggregated:
@@ -220,7 +222,7 @@ def _plan_decode(
     now_ns: int,
     state: ClusterState,
     request: RequestArrived,
-    places: Places,
+    places: FittingNodes,
     costs: ModelCosts,
     sums: Ints,
     scores: PrefillScores,

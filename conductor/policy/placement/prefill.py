@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import Holder, PrefillScore
 from conductor.policy.events import PoolMatch, PoolMatches, RequestArrived
-from conductor.policy.fast_dataclass import quick
+from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.kernels import kernels, reach_kernels
 from conductor.policy.nodes import Candidates, ModelNodes
-from conductor.policy.queue_position import Seat, standing
+from conductor.policy.queue_position import QueuePosition, standing
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Prefixes:
     """What of the prompt the pool holds, in blocks; never the whole prompt, so at least one token is computed."""
@@ -60,7 +60,7 @@ class Prefixes:
         return row
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PrefillScores:
     """Predicted seconds per candidate, and how many blocks each would reuse; `fetches`: from the best pool node."""
@@ -117,7 +117,7 @@ def score_prefill(
         block_nbytes,
         balancing_threshold,
         slots,
-        costs.paces.slowdown,
+        costs.slowdowns.factors,
         costs.prefill,
         costs.prefill_most,
         transfers.of("load"),
@@ -208,13 +208,13 @@ def _usable(state: ClusterState, request: RequestArrived, model: ModelNodes) -> 
     ]
 
 
-@quick
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Reach:
     """What was found of the prefill candidates, while each that a request waits for is a prefill in line."""
 
     sums: NDArray[np.int64]  # [slots, 3]: what `state.tally` finds
-    seat: Seat
+    seat: QueuePosition
     prefixes: Prefixes
     scores: PrefillScores
 
@@ -259,7 +259,7 @@ def reach(
         model.block_tokens,
         model.block_nbytes,
         state.config.balancing_threshold,
-        costs.paces.slowdown,
+        costs.slowdowns.factors,
         costs.terms.prefill,
         costs.prefill_most,
         transfers.of("load"),
@@ -273,6 +273,6 @@ def reach(
         reuse,
         fetches,
     )
-    seat = Seat(shares, account, me, room, ticket_ns, queue_s)
+    seat = QueuePosition(shares, account, me, room, ticket_ns, queue_s)
     prefixes = Prefixes(own, blocks, ssd_blocks, matches.roster[best] if best >= 0 else "", num_sends)
     return Reach(sums, seat, prefixes, PrefillScores(seconds, queue_s, reuse, fetches, chosen, ttft_s))
