@@ -75,8 +75,10 @@ def standing(
     costs: ModelCosts,
     reusable_tokens: Callable[[], int],
 ) -> tuple[Shares, Account, VirtualClock, tuple[int, int, int, int, int, int, int]]:
-    """Whose request it is, the clock of its class, and what orders it among others (`QueuePosition.me`). `reusable_tokens`
-    of its prompt are asked for only where its objective depends on them."""
+    """Return the tenant's shares and account, the clock of the class, and the request's ordering key (`QueuePosition.me`).
+
+    `reusable_tokens` is called only where the objective depends on the reusable tokens of the prompt.
+    """
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
     if former is not None and not former.is_revived:
         objective_s = former.objectives.ttft_s

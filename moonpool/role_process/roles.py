@@ -135,7 +135,7 @@ _CONFIGURATION_ERRORS = {
     "settings.keys": ("InvalidSetting",),
     "worker.errors": ("StartupError",),
     "kvpool.errors": ("PoolConfigError",),
-    "conductor.errors": ("ConfigError", "JoinRefused", "SharedStoreRefused"),
+    "conductor.errors": ("ConductorConfigError", "JoinRefused", "SharedStoreRefused"),
     "frontend.errors": ("FrontendConfigError", "ModelFilesError", "HttpPortInUse"),
     "telemetry.errors": ("BadTracing",),
 }

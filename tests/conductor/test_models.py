@@ -87,10 +87,10 @@ def test_requests_are_counted_by_model_and_those_of_unknown_models_by_none(two, 
     told = models(c)
     assert set(told) == {"m", "n"}
     guesses = {"extrapolated_decode": 1, "extrapolated_prefill": 1}  # nothing was measured
-    assert told["m"]["counters"] == {"request_arrived": 1, "placed": 1, "replaced": 0, "reused_blocks": 0, **guesses}
+    assert told["m"]["counters"] == {"arrived": 1, "placed": 1, "replaced": 0, "reused_blocks": 0, **guesses}
     assert told["n"]["counters"]["rejected_ttft"] == 1
     assert told["n"]["objectives"] == {"ttft": "0.000000001s", "tbt": "off"}
-    assert c.conductor.snapshot(c.now_ns)["counters"]["request_arrived"] == 3
+    assert c.conductor.snapshot(c.now_ns)["counters"]["arrived"] == 3
 
 
 def test_a_model_without_a_decode_node_is_not_ready_and_the_other_is(two, make):

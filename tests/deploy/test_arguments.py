@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from conductor.policy.objectives import tell_record
+from conductor.policy.objectives import record_to_plain
 from frontend.api.openapi import describe
 from moonpool.config import ServeConfig
 from moonpool.options import configured_command
@@ -184,7 +184,7 @@ def test_the_record_of_objectives_is_what_the_conductor_begins_with(render: Any,
     release = render({"slo": {"record": record}})
     found = conductor_config(told(release).settings(release.pod("moonpool-conductor")), "c")
     assert found.objectives is not None
-    assert tell_record(found.objectives) == record
+    assert record_to_plain(found.objectives) == record
     assert not found.slo.slo_force
 
 
