@@ -75,7 +75,7 @@ def standing(
     costs: ModelCosts,
     reusable_tokens: Callable[[], int],
 ) -> tuple[Shares, Account, VirtualClock, tuple[int, int, int, int, int, int, int]]:
-    """Return the tenant's shares and account, the clock of the class, and the request's ordering key (`QueuePosition.me`).
+    """Return the tenant's shares and account, the clock of the class, and the ordering key (`QueuePosition.me`).
 
     `reusable_tokens` is called only where the objective depends on the reusable tokens of the prompt.
     """
