@@ -1,7 +1,7 @@
-"""Making one connection to a peer: connect, greet, and learn whether it is the incarnation that was meant.
+"""Making one connection to a peer: connect, greet, and check that the expected incarnation answers.
 
-A peer may be reachable by several transports. They are tried in order at every connection, and the next one only where
-nobody of the protocol answers by the one before: a unix socket may be out of sight while its owner lives.
+A peer may be reachable by several transports. They are tried in order at every connection, and the next one only if no
+messenger answers by the one before: a unix socket may be invisible while its owner lives.
 """
 
 import contextlib
@@ -19,23 +19,23 @@ _log = logging.getLogger(__name__)
 
 
 class Unreachable(Exception):
-    """Nobody listens there, or somebody else: this incarnation never comes back."""
+    """Nothing, or another node, listens there: this incarnation never comes back."""
 
 
 class Restarted(Exception):
-    """Another incarnation answers."""
+    """Another incarnation of the node answers."""
 
 
 class Busy(OSError):
-    """The peer turned the connection away for now."""
+    """The peer rejected the connection for now."""
 
 
 @dataclass(frozen=True)
 class Dialer:
-    """How one stream reaches its peer. `node_id` and `incarnation` are the caller's own."""
+    """Makes the connections of one stream. `node_id` and `incarnation` are the caller's own."""
 
     transports: tuple[Transport, ...]
-    """At least one; the best first."""
+    """Transports to try, at least one; the best first."""
     endpoint: Endpoint
     node_id: str
     incarnation: int
@@ -43,9 +43,10 @@ class Dialer:
     timeout_s: float
 
     def dial(self, opened: Callable[[Link], None]) -> tuple[Transport, Link, Requester]:
-        """A greeted link, and what it goes by. `opened` gets it before anything blocks, so that it can be cut.
+        """Connect and greet. Returns the transport, the link and its requester.
 
-        Raises Unreachable or Restarted when trying again is of no use, OSError when it is.
+        `opened` is called with each link before anything blocks, so that it can be cut. Raises Unreachable or Restarted
+        if trying again is useless, OSError if it is not.
         """
         *better, last = self.transports
         for transport in better:
@@ -69,7 +70,7 @@ class Dialer:
                 link.open()
             except EncryptionRefused as error:
                 raise Unreachable(str(error)) from error
-            # Who is turned away before it could greet finds the reason all the same, there to be read.
+            # If the peer has rejected the connection already, its reason can still be received.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 link.send(self._hello(transport))
             self._check_answer(link)

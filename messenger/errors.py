@@ -1,16 +1,16 @@
-"""Every error this package raises; nothing else lives here.
+"""Errors of this package.
 
 MessengerError             (a rpc.errors.NetworkError)
 ├── MessengerClosed          the messenger was closed while, or before, the operation ran
-├── RdmaUnavailable          rdma was asked for, and this process cannot do it
+├── RdmaUnavailable          rdma was requested, and this process cannot use it
 ├── PeerLost                 the connection died, or could not be made, before the operation was acknowledged
 │   ├── PeerUnreachable      nothing answers at the peer's address
 │   └── PeerRestarted        another incarnation answers there: the endpoint, its regions and keys are void
-├── TransferCancelled        the caller cancelled it; it cannot touch memory any more
+├── TransferCancelled        the caller cancelled the operation; it cannot touch memory any more
 ├── RemoteAccessError        the owner refused: unknown or revoked key, missing right, out of bounds
-├── MemoryOutOfReach         the transport by which the peer is reached cannot move the local memory: a GPU's by tcp
+├── MemoryOutOfReach         the peer's transport cannot move the local memory, for example a GPU's by tcp
 ├── GpuMemoryUnsupported     GPU memory cannot be registered here: a driver or module is missing, or refuses
-└── ProtocolError            bytes that are no frame of this protocol and version
+└── ProtocolError            bytes that are not a frame of this protocol and version
     └── EncryptionRefused    the other side does not speak TLS, or a certificate is not accepted
 
 `rpc.errors` defines the errors that this package shares with the control plane: `InvalidArgument` (a wrong key, region
@@ -29,14 +29,14 @@ class MessengerClosed(MessengerError):
 
 
 class RdmaUnavailable(MessengerError):
-    """No pyverbs, no port that fits, or a device that cannot be used."""
+    """rdma cannot be used: pyverbs is missing, no port is suitable, or a device fails."""
 
 
 class TransferError(MessengerError):
     """An operation towards a peer failed.
 
-    `peer` is the node id, `transport` "tcp" or "shm", `address` where the peer was sought, and `acknowledged_nbytes`
-    how much of the operation is known to have landed (the rest may or may not have).
+    `peer` is the node id, `transport` the transport's name, `address` the peer's address, and `acknowledged_nbytes` the
+    number of bytes known to have landed (the others may have landed or not).
     """
 
     def __init__(self, reason: str, *, peer: str, transport: str, address: str, acknowledged_nbytes: int = 0) -> None:
@@ -81,8 +81,8 @@ class GpuMemoryUnsupported(MessengerError):
 
 
 class ProtocolError(MessengerError):
-    """Bytes that are no frame of this protocol and version."""
+    """Bytes that are not a frame of this protocol and version."""
 
 
 class EncryptionRefused(ProtocolError):
-    """Only one side speaks TLS, or one does not accept the other's certificate: trying again changes nothing."""
+    """Only one side uses TLS, or one rejects the other's certificate: trying again is useless."""

@@ -1,7 +1,7 @@
-"""Mappings of shared memory as the kernel keeps them: where they lie, and what pages they are made of.
+"""Mappings of shared memory: their alignment, and the pages that they are made of.
 
-A mapping begins where a huge page may, so that the kernel can map a huge page of the memory as one. The system's calls
-that do something to pages run without the GIL.
+A mapping is aligned to huge pages, so that the kernel can map a huge page of the memory as one. System calls on pages
+run without the GIL.
 """
 
 import ctypes
@@ -15,25 +15,25 @@ import numpy.typing as npt
 __all__ = ["HUGE_NBYTES", "advise_huge", "can_collapse", "collapse", "mapped", "populate"]
 
 HUGE_NBYTES = 2 << 20
-"""What the kernel makes of small pages at most; reserved huge pages may be larger."""
+"""Size of the huge pages that the kernel makes of small ones; reserved huge pages may be larger."""
 
 # From linux/mman.h; the mmap module of Python 3.11 names neither.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _MADV_COLLAPSE = 25  # since Linux 6.1
-_STEP_NBYTES = 32 << 20  # by one call, which begins by waiting for the other cores
+_STEP_NBYTES = 32 << 20  # per call, each of which first waits for the other cores
 
 
 def mapped(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]:
-    """uint8 [nbytes] over a descriptor's memory, read-only unless `writable`; unmapped with the last array over it.
+    """Map a descriptor's memory as uint8 [nbytes], read-only unless `writable`.
 
-    Raises OSError.
+    It is unmapped with the last array over it. Raises OSError.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     page_nbytes = max(HUGE_NBYTES, os.fstat(fd).st_blksize)
     if nbytes < page_nbytes:
         return np.frombuffer(mmap.mmap(fd, nbytes, prot=protection), dtype=np.uint8)
-    # The mapping takes the place of a part of one that is larger, which owns the addresses from beginning to end.
+    # The mapping replaces the aligned part of a larger one, which owns the address range throughout its life.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     room = np.frombuffer(mmap.mmap(-1, nbytes + page_nbytes, flags=flags, prot=protection), dtype=np.uint8)
     address = int(room.ctypes.data)
@@ -45,28 +45,28 @@ def mapped(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]:
 
 
 def populate(address: int, nbytes: int) -> bool:
-    """Let the kernel find and clear the pages of a writable mapping; what is in them stays. False where it cannot."""
+    """Have the kernel allocate the pages of a writable mapping, keeping contents. Returns False if it cannot."""
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
     return bool(_libc().madvise(first, address + nbytes - first, _MADV_POPULATE_WRITE) == 0)
 
 
 def advise_huge(address: int, nbytes: int) -> None:
-    """Have the first use of a page make a huge one, where the settings of transparent huge pages leave that to us."""
+    """Request huge pages at first use, where the system's setting of transparent huge pages is `madvise`."""
     _libc().madvise(address, nbytes, mmap.MADV_HUGEPAGE)
 
 
 def collapse(address: int, nbytes: int) -> int:
-    """Make huge pages of a writable mapping, both numbers being multiples of HUGE_NBYTES. Returns of how many bytes.
+    """Make huge pages of a writable mapping; returns of how many bytes. Both arguments are multiples of HUGE_NBYTES.
 
-    What is in them stays, and pages that are not there yet are only cleared: 10 times as quick as populating them with
-    small ones. No setting of transparent huge pages forbids it. Fewer bytes than asked for where the kernel cannot, or
-    could not make all of a step: no huge page was free, or somebody has pinned a small one.
+    Contents are kept. Pages that do not exist yet are only cleared, 10 times as fast as populating them with small
+    pages. It works under every setting of transparent huge pages. Fewer bytes are returned if the kernel has no such
+    call, or if it could not convert a whole step: no huge page was free, or a small one is pinned.
     """
     joined = 0
     for at in range(address, address + nbytes, _STEP_NBYTES):
         step = min(_STEP_NBYTES, address + nbytes - at)
         for page in range(at, at + step, HUGE_NBYTES):
-            populate(page, 1)  # of nothing the kernel makes no huge page
+            populate(page, 1)  # the kernel collapses only ranges with at least one page
         if _libc().madvise(at, step, _MADV_COLLAPSE) == 0:
             joined += step
     return joined
@@ -74,7 +74,7 @@ def collapse(address: int, nbytes: int) -> int:
 
 @cache
 def can_collapse() -> bool:
-    """Whether this kernel makes huge pages of shared memory when it is asked to."""
+    """Return True if this kernel can make huge pages of shared memory on request."""
     fd = os.memfd_create("moonpool-probe", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, HUGE_NBYTES)

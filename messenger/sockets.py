@@ -1,4 +1,4 @@
-"""A plain socket: frames, scattered payloads and passed descriptors, by blocking calls outside the GIL."""
+"""Links over a plain socket: frames, scattered payloads and passed descriptors, by system calls outside the GIL."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ _ANCILLARY_NBYTES = socket.CMSG_SPACE(4 * _MAX_PASSED_FDS)
 
 
 class SocketLink(BufferedLink):
-    """tcp in the clear, and unix sockets."""
+    """Link over unencrypted tcp or a unix socket."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         super().__init__(sock, address)
@@ -33,10 +33,10 @@ class SocketLink(BufferedLink):
         self._receiver: RowReceiver | None = None
 
     def send(self, message: Message | Frame, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
-        """Send a frame, then the views' bytes; `fd` travels with the frame's first byte. Raises OSError when cut."""
+        """Send a frame, then the views' bytes; `fd` is passed with the frame's first byte. Raises OSError when cut."""
         header = encode(message)
         if fd is not None:
-            # The descriptor goes with the one byte, so a partial send cannot pass it twice.
+            # The descriptor goes with a single byte, so that a partial send cannot pass it twice.
             socket.send_fds(self._sock, [header[:1]], [fd])
             self._sock.sendall(header[1:])
         elif not views:
@@ -72,16 +72,17 @@ class SocketLink(BufferedLink):
 
     @property
     def is_unix(self) -> bool:
+        """True for a unix socket."""
         return self._is_unix
 
     def keep_fds(self, fds: Sequence[int]) -> None:
-        """Descriptors that came in, for `take_fd`. Raises ProtocolError when they pile up."""
+        """Keep received descriptors for `take_fd`. Raises ProtocolError if there are too many."""
         self._fds.extend(fds)
         if len(self._fds) > _MAX_PASSED_FDS:
             raise ProtocolError(f"more than {_MAX_PASSED_FDS} descriptors came without an offer")
 
     def take_fd(self) -> int:
-        """The next descriptor that came with a frame; the caller owns it."""
+        """Return the next received descriptor, which the caller then owns. Raises ProtocolError if there is none."""
         if not self._fds:
             raise ProtocolError("an offer of memory came without its descriptor")
         return self._fds.popleft()
@@ -97,7 +98,7 @@ class SocketLink(BufferedLink):
             views = _advanced(views, sent)
 
     def _receive_views(self, views: list[memoryview]) -> None:
-        # On a unix socket descriptors come with the next frame: they would be lost without room for them.
+        # On a unix socket, descriptors may come with the next frame, and would be lost without room for them.
         if not self._is_unix and 0 < len(views) < _MAX_VIEWS:
             views = self._receive_with_next(views)
         for first in range(0, len(views), _MAX_VIEWS):
@@ -109,7 +110,7 @@ class SocketLink(BufferedLink):
                 pending = _advanced(pending, received)
 
     def _receive_with_next(self, views: list[memoryview]) -> list[memoryview]:
-        """Receive what is there, and how the next frame begins; returns what is left of the views."""
+        """Receive what is there, up to the next frame's first bytes. Returns what is left of the views."""
         nbytes = sum(map(len, views))
         received = self._sock.recvmsg_into([*views, self._buffer[:ACK_NBYTES]])[0]
         if not received:
@@ -130,7 +131,7 @@ class SocketLink(BufferedLink):
 
 
 def _advanced(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of the views after so many bytes."""
+    """Return what is left of the views after their first `nbytes` bytes."""
     for index, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[index + 1 :]]
