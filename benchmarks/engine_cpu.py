@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from engine import ForwardBatch, Model, PagedCache, SequenceChunk, load_model
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 
 BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
 BLOCK_TOKENS = 16
@@ -125,9 +125,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or (BUNDLED if (BUNDLED / "config.json").is_file() else None)
         if folder is None:
-            folder = write_random_model(
-                scratch, layers=8, hidden=128, heads=4, kv_heads=2, intermediate=384, vocab=2048, scale=2.0
-            )
+            spec = RandomModelSpec(layers=8, hidden=128, heads=4, kv_heads=2, intermediate=384, vocab=2048, scale=2.0)
+            folder = write_random_model(scratch, spec)
             print("no bundled model: random weights of its shape", flush=True)
         model = load_model(folder, device="cpu", dtype="float32", threads=arguments.threads)
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")

@@ -32,7 +32,7 @@ from rich.table import Table
 # A script's own folder comes first on the path, where kvpool.py would hide the package of that name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from engine.random_model import write_random_model  # noqa: E402
+from engine.random_model import RandomModelSpec, write_random_model  # noqa: E402
 from kvpool import chain_keys, chain_seed  # noqa: E402
 from moonpool_proto.v1.common_pb2 import JsonRequest  # noqa: E402
 from moonpool_proto.v1.conductor_pb2 import NodeRef  # noqa: E402
@@ -181,12 +181,14 @@ def start(folder: Path, arguments: argparse.Namespace) -> tuple[subprocess.Popen
     model = folder / "model"
     write_random_model(
         model,
-        layers=arguments.layers,
-        hidden=arguments.hidden,
-        heads=8,
-        kv_heads=4,
-        vocab=VOCAB,
-        max_len=max(arguments.tokens) + 64,
+        RandomModelSpec(
+            layers=arguments.layers,
+            hidden=arguments.hidden,
+            heads=8,
+            kv_heads=4,
+            vocab=VOCAB,
+            max_len=max(arguments.tokens) + 64,
+        ),
         tokenizer=BUNDLED,
     )
     ready = folder / "ready.json"

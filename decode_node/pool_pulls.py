@@ -1,4 +1,4 @@
-"""Reused KV that a decode node pulls from pool nodes, under the prefill node's lease. Verified before use."""
+"""Pulls reused KV from pool nodes to a decode node under the prefill node's lease. Verified before use."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class PoolPuller:
-    """What one decode node reads for its reservations."""
+    """Reads blocks from pool nodes for reservations."""
 
     def __init__(self, node: WorkerNode) -> None:
         self._node = node
 
     async def pull(self, reservation: Reservation, pulls: list[PullRange], span: Span) -> None:
-        """Read reused blocks that are not held here from their pool nodes, under the prefill node's lease, as parts of
-        `span`.
+        """Read reused blocks that are not held here from their pool nodes, traced as children of `span`.
 
-        What cannot be read, or is not right, stays missing: the prefill node is then asked to push it, but not before
-        the last range is done with, since a push and a pull of one block must never overlap.
+        Blocks that cannot be read or fail verification stay missing, and the prefill node is asked to push them. It is
+        asked only after the last range has ended: a push and a pull of one block must never overlap.
         """
         reservation.announce()
         try:
@@ -44,7 +43,7 @@ class PoolPuller:
             try:
                 lease = Lease.from_pull_range(proto, self._node.stored.spec)
             except (KvPoolError, NetworkError) as error:
-                log.error("a range of reused blocks makes no sense, the prefill node will push it: %s", error)
+                log.error("a range of reused blocks is malformed, the prefill node will push it: %s", error)
                 continue
             if proto.first_block + lease.num_blocks > reservation.num_blocks:
                 log.error("a range of reused blocks is longer than the prompt of %d blocks", reservation.num_blocks)
@@ -77,7 +76,7 @@ class PoolPuller:
             )
             self._node.counters.add_transfer("pull", done.nbytes, time.perf_counter() - began)
             right = await in_thread(self._rows_right, slots, [d[skip:] for d in lease.digests])
-            if memory is not self._node.memory:  # what has landed is not yet what the engine reads
+            if memory is not self._node.memory:  # pulled blocks must be converted before the engine can read them
                 await in_thread(memory.to_device, [slot for slot, ok in zip(slots, right, strict=True) if ok])
             if not right.all():
                 reservation.corrupt_blocks.update(blocks[~right].tolist())

@@ -1,7 +1,10 @@
-"""One reservation on the decode node: slots under an epoch, which blocks have arrived, and when the request may join.
+"""One reservation on the decode node: slots under an epoch, and which blocks have arrived.
 
-A block has arrived when every layer of it was verified against its producer's digest. Lives on the event loop, but for
-`announce` and `verified`, which other threads call.
+A block has arrived when every layer of it was verified against its producer's digest.
+
+Threads: lives on the event loop, except `announce` and `over` (any thread, under `_pending_lock`) and `verified`
+(verifier thread). `_pending` counts announced transfers that are not verified yet; `_settled` is set while it is 0.
+`missing_blocks` answers only then, so that a block in verification is not requested again.
 """
 
 from __future__ import annotations
@@ -41,47 +44,47 @@ class Reservation:
         self._block_tokens = block_tokens
         self._arrived = np.zeros((num_layers, self.num_blocks), dtype=bool)
         self._arrived[:, :held_blocks] = True
-        self.corrupt_blocks: set[int] = set()  # came damaged from a pool node
+        self.corrupt_blocks: set[int] = set()  # pulled damaged from a pool node
         self._pending = 0
         self._loop = asyncio.get_running_loop()
         self._pending_lock = threading.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
         self.first_token: asyncio.Future[tuple[int, int]] = self._loop.create_future()
-        self.token_s = 0.0  # what computing one token of the prompt took
+        self.token_s = 0.0  # seconds that computing one prompt token took
         self.tail_s = 0.0  # from the first token until all KV was pushed
-        self.committed_at = 0.0  # time.monotonic() when the writer said so
-        self.fenced = False  # the writer's key is revoked: nothing more can land
-        self.gone: str | None = None  # why nothing more can be committed
+        self.committed_at = 0.0  # time.monotonic() of the commit
+        self.fenced = False  # the writer's key is revoked: nothing more can be written
+        self.gone: str | None = None  # reason why commits are rejected
 
     def valid_tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
-        """How many tokens of each prompt block are valid: all, but for a partial last block."""
+        """Return the valid tokens of each prompt block: all, except in a partial last block."""
         return np.minimum(len(self.request.prompt) - blocks * self._block_tokens, self._block_tokens).astype(np.int32)
 
     def announce(self) -> None:
-        """Something landed and will be verified; `landed` follows. Any thread."""
+        """Count data that has arrived and will be verified; `landed` follows. Any thread."""
         with self._pending_lock:
             self._pending += 1
             self._settled.clear()
 
     def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
-        """What of announced pushes is right. Any thread."""
+        """Report which blocks of an announced push match their digests. Any thread."""
         self._loop.call_soon_threadsafe(self.landed, [layer], blocks, right)
 
     def landed(self, layers: list[int], blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
-        """Verification of announced bytes is over; `right` [blocks] or [layers, blocks]."""
+        """Record the verification of announced data; `right` is [blocks] or [layers, blocks]."""
         self._arrived[np.asarray(layers)[:, None], blocks] = right
         self.over()
 
     def over(self) -> None:
-        """What was announced is over, whatever became of it."""
+        """End one announced transfer, successful or not. Any thread."""
         with self._pending_lock:
             self._pending -= 1
             if self._pending == 0:
                 self._settled.set()
 
     async def missing_blocks(self) -> list[int]:
-        """Waits until nothing announced is unverified; the blocks that are not here, or not right."""
+        """Wait until all announced data is verified; return the blocks that are missing or wrong."""
         while self._pending:  # the event may have been cleared again since it was set
             await self._settled.wait()
         return [int(b) for b in np.flatnonzero(~self._arrived.all(axis=0))]

@@ -1,4 +1,5 @@
-"""The decode node: takes pages under an epoch, receives and verifies KV, joins the request to the running batch."""
+"""The decode node: reserves pages under an epoch, receives and verifies KV, and joins the request to
+the running batch."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeService:
-    """Takes a request from its prefilled KV to its last token."""
+    """Serves a request from its prefilled KV to its last token."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
@@ -45,9 +46,9 @@ class DecodeService:
         node.messenger.on_peer_lost(self._on_peer_lost)
 
     async def reserve(self, request: Request, asked: ReserveRequest) -> ReserveReply:
-        """Take pages for the whole answer, or for what the placement says to begin with.
+        """Reserve pages for the whole answer, or for the part that the placement names.
 
-        Raises RequestRefused, or RequestFailed when it came to nothing.
+        Raises RequestRefused, or RequestFailed if the reservation could not be made.
         """
         node = self.node
         if request.generated + 1 == request.max_tokens < asked.request.sampling.max_tokens:
@@ -59,7 +60,7 @@ class DecodeService:
         either: list[asyncio.Future[Any]] = [job, reserved]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the prefill node has hung up
+        except asyncio.CancelledError:  # the prefill node has ended the call
             job.cancel()
             raise
         if not reserved.done():
@@ -75,7 +76,7 @@ class DecodeService:
         )
 
     async def commit(self, asked: CommitRequest) -> CommitReply:
-        """All layers are pushed: join, or the blocks that are not here whole."""
+        """Handle the end of all pushes: the request joins, or the reply names the blocks that are missing."""
         reservation = self._open.get(asked.epoch)
         if reservation is None:
             return CommitReply(error=f"epoch {asked.epoch} is not open on {self.node.config.node_id}")
@@ -94,16 +95,16 @@ class DecodeService:
         return CommitReply(joined=True)
 
     def abort(self, asked: AbortRequest) -> None:
-        """The writer has stopped; the epoch's pages may be used again."""
+        """Release the epoch's pages: the writer has stopped."""
         reservation = self._open.get(asked.epoch)
-        if asked.epoch == 0:  # the prefill node never heard of the epoch; nor may its Reserve have come yet
+        if asked.epoch == 0:  # the prefill node does not have the epoch; its Reserve may not even have arrived yet
             self.node.jobs.cancel(asked.request_id, asked.attempt)
         elif reservation is not None and not reservation.first_token.done():
             reservation.gone = "aborted by the prefill node"
             reservation.first_token.cancel()
 
     def _on_peer_lost(self, node_id: str, incarnation: int) -> None:
-        """On a messenger thread."""
+        """Handle the loss of a peer. Runs on a messenger thread."""
         self._loop.call_soon_threadsafe(self._writer_lost, node_id, incarnation)
 
     def _writer_lost(self, node_id: str, incarnation: int) -> None:
@@ -114,7 +115,7 @@ class DecodeService:
                 reservation.first_token.cancel()
 
     async def _serve(self, request: Request, reserve: ReserveRequest, reserved: asyncio.Future[Reservation]) -> None:
-        with tracing.begin("decode", request.traceparent, **request.about) as span:
+        with tracing.begin("decode", request.traceparent, **request.span_attributes) as span:
             await self._serve_traced(request, reserve, reserved, span)
 
     async def _serve_traced(
@@ -136,7 +137,7 @@ class DecodeService:
                 first = await self._receive(reservation, reserve, receiving)
             if first is not None:
                 kept = await self._decode(reservation, *first, cut, span)
-                if kept.tail_key != reserve.superseded:  # it is kept itself where nothing was computed after it
+                if kept.tail_key != reserve.superseded:  # it is current if nothing was computed after it
                     await node.kv_connector.drop(reserve.superseded, request.placement.pool)
         finally:
             node.slots.growing.end(request.key)
@@ -166,7 +167,8 @@ class DecodeService:
         return reservation
 
     async def _receive(self, reservation: Reservation, reserve: ReserveRequest, span: Span) -> tuple[int, int] | None:
-        """Pull what is to be pulled and wait for the commit. None: the writer gave up or is gone."""
+        """Pull blocks and wait for the commit. Returns (index, id) of the first token; None if the writer gave up or is
+        gone."""
         pulling = asyncio.ensure_future(self._pulls.pull(reservation, list(reserve.pulls), span))
         try:
             return await asyncio.shield(reservation.first_token)
@@ -184,13 +186,14 @@ class DecodeService:
     async def _decode(
         self, reservation: Reservation, first_index: int, first_token: int, cut: int | None, span: Span
     ) -> PrefixSave:
-        """`cut`: from this block on the prompt's KV was computed anew, for parity, and replaces what is here."""
+        """Generate the answer. From block `cut` on the prompt's KV was recomputed for parity and replaces the blocks
+        held here."""
         node, request = self.node, reservation.request
         if first_index != request.generated:
             raise RequestFailed("handoff", f"the first token has index {first_index}, not {request.generated}")
         node.jobs.renew(request)
         matcher = await node.matcher(request)
-        # The writer is done: fenced off now, the slots need no quarantine later.
+        # The writer has ended: with its key revoked now, the slots need no quarantine later.
         await in_thread(node.messenger.revoke, reservation.key)
         reservation.fenced = True
         blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
@@ -210,7 +213,7 @@ class DecodeService:
             trace_answer(span, sequence)
             kept = PrefixSave.of(sequence, node.config.block_tokens)
             node.slots.index(reservation.slots, kept.keys)
-            # Beside the prompt's, where the prefill node has stored that: the next turn finds all in one place.
+            # Stored in the same pool as the prompt, so that the next turn finds all blocks in one place.
             await node.kv_connector.store(
                 kept,
                 reservation.slots,
@@ -236,6 +239,7 @@ class DecodeService:
 
 
 def _first_slots(request: Request, block_tokens: int, most: int) -> int:
-    """Slots to begin with: for the prompt and one more token at least, for what answers like it take, or for all."""
+    """Return the initial number of slots: enough for the prompt and one token, for the expected answer, or for all of
+    it."""
     wanted = request.placement.reserve_tokens
     return min(most, -(-max(wanted, len(request.prompt) + 1) // block_tokens)) if wanted else most

@@ -59,27 +59,26 @@ def _emit_dot(typing_context: Any, x: Any, i: Any, y: Any, j: Any, count: Any) -
     return types.float32(x, types.intp, y, types.intp, types.intp), generate
 
 
-def _emit_mix(
-    typing_context: Any, y: Any, i: Any, count: Any, weights: Any, w: Any, values: Any, v: Any, rows: Any
-) -> Any:
+def _emit_mix(typing_context: Any, y: Any, count: Any, weights: Any, w: Any, values: Any, v: Any, rows: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        out, weight, value = (_address(context, builder, signature, arguments, at) for at in (0, 3, 5))
+        out = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        weight, value = (_address(context, builder, signature, arguments, at) for at in (2, 4))
         lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        with cgutils.for_range(builder, _vectors(builder, arguments[2])) as column:
+        with cgutils.for_range(builder, _vectors(builder, arguments[1])) as column:
             total = cgutils.alloca_once_value(builder, _load(builder, out, column.index))
             builder.store(_load(builder, out, column.index), total)
-            with cgutils.for_range(builder, arguments[7]) as row:
+            with cgutils.for_range(builder, arguments[6]) as row:
                 share = builder.load(builder.gep(weight, [row.index]))
                 lone = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), share, ir.Constant(ir.IntType(32), 0))
                 spread = builder.shuffle_vector(lone, ir.Constant(_VECTOR, ir.Undefined), lanes)
-                here = builder.gep(value, [builder.mul(row.index, arguments[2])])
+                here = builder.gep(value, [builder.mul(row.index, arguments[1])])
                 product = builder.fmul(spread, _load(builder, here, column.index), flags=_CONTRACT_FLAG)
                 builder.store(builder.fadd(builder.load(total), product, flags=_CONTRACT_FLAG), total)
             target = _vector_at(builder, out, column.index)
             builder.store(builder.load(total), target, align=4)
         return context.get_dummy_value()
 
-    return types.void(y, types.intp, types.intp, weights, types.intp, values, types.intp, types.intp), generate
+    return types.void(y, types.intp, weights, types.intp, values, types.intp, types.intp), generate
 
 
 def _address(context: Any, builder: Any, signature: Any, arguments: Any, at: int) -> Any:
@@ -107,9 +106,9 @@ prefetch = cast("Callable[[Floats, int], None]", intrinsic(_emit_prefetch))
 dot = cast("Callable[[Floats, int, Floats, int, int], np.float32]", intrinsic(_emit_dot))
 """dot(x, i, y, j, count): sum of x[i + k] * y[j + k] for k < count; count a multiple of 16."""
 
-mix = cast("Callable[[Floats, int, int, Floats, int, Floats, int, int], None]", intrinsic(_emit_mix))
-"""mix(y, i, count, weights, w, values, v, n): y[i + k] += sum over rows r < n of
-weights[w + r] * values[v + r * count + k]; count a multiple of 16."""
+mix = cast("Callable[[Floats, int, Floats, int, Floats, int, int], None]", intrinsic(_emit_mix))
+"""mix(y, count, weights, w, values, v, n): for k < count, y[k] += sum over rows r < n of
+weights[w + r] * values[v + r * count + k]; count must be a multiple of 16."""
 
 
 Ints = npt.NDArray[np.int32]
@@ -341,6 +340,16 @@ def place_rows(layer: int, shape: DecoderDims, weights: KernelWeights, step: Ste
             memory[at + run : at + run + head_dim] = qkv[i, v : v + head_dim]
 
 
+class _HeadSpan(NamedTuple):
+    """Positions that one query head sees and the place of their KV in the cache, in floats."""
+
+    first: int  # positions first..last are visible
+    last: int
+    block_tokens: int
+    base: int  # offset of this KV head's keys within slot 0
+    slot_size: int
+
+
 @_kernel(_CONTRACT)
 def attend_rows(
     layer: int, rows: Ints, shape: DecoderDims, step: StepArrays, qkv: Floats, scores: Floats, out: Floats
@@ -360,27 +369,19 @@ def attend_rows(
             q = qkv[i, h * head_dim : (h + 1) * head_dim]
             y = out[i, h * head_dim : (h + 1) * head_dim]
             lead = h % (heads // kv_heads) == 0
-            _attend_head(q, first, position, table, block_tokens, step.memory, base, slot_size, scores, y, lead)
+            span = _HeadSpan(first, position, block_tokens, base, slot_size)
+            _attend_head(q, span, table, step.memory, scores, y, lead)
 
 
 @_kernel(_CONTRACT)
 def _attend_head(
-    q: Floats,
-    first: int,
-    last: int,
-    table: Ints,
-    block_tokens: int,
-    memory: Floats,
-    base: int,
-    slot_size: int,
-    scores: Floats,
-    y: Floats,
-    lead: bool,
+    q: Floats, span: _HeadSpan, table: Ints, memory: Floats, scores: Floats, y: Floats, lead: bool
 ) -> None:
-    """One head of one row: y = softmax(q . keys) @ values over positions first..last.
+    """Attention of one head of one row: y = softmax(q . keys) @ values over the positions of `span`.
 
-    `lead`: no other head has read these keys and values before.
+    `lead` is true for the first head that reads these keys and values: it also prefetches them.
     """
+    first, last, block_tokens, base, slot_size = span
     head_dim = q.size
     vectors = head_dim % LANES == 0
     scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
@@ -407,7 +408,7 @@ def _attend_head(
         values = base + block_tokens * head_dim + table[block] * slot_size
         begin, end = max(first - start, 0), min(last + 1 - start, block_tokens)
         if vectors:
-            mix(y, 0, head_dim, share, start + begin - first, memory, values + begin * head_dim, end - begin)
+            mix(y, head_dim, share, start + begin - first, memory, values + begin * head_dim, end - begin)
             continue
         for t in range(begin, end):
             weight, value = share[start + t - first], memory[values + t * head_dim : values + (t + 1) * head_dim]

@@ -7,6 +7,8 @@ import argparse
 import json
 import math
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,66 +27,76 @@ _ARCHITECTURE = {
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def write_random_model(
-    path: Path | str,
-    *,
-    family: str = "llama",
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int | None = None,
-    intermediate: int | None = None,
-    vocab: int = 256,
-    max_len: int = 2048,
-    window: int = 0,
-    full_layers: int = 0,
-    tied: bool = True,
-    eos: int | None = None,
-    scale: float = 1.0,
-    seed: int = 0,
-    tokenizer: Path | str | None = None,
-    extra: dict[str, Any] | None = None,
-) -> Path:
-    """Writes config.json, generation_config.json and model.safetensors (float32); returns the folder.
+@dataclass(frozen=True, kw_only=True)
+class RandomModelSpec:
+    """Architecture and randomness of a generated model. Equal values give equal files."""
 
-    Matrices are normal with deviation `scale` / sqrt(inputs): a scale of 3 or more gives confident, clear logits.
-    `window` > 0 gives layers from `full_layers` on a sliding window (mistral: all layers). `tokenizer` is a
-    folder whose tokenizer files are copied. `extra` are further keys of config.json. Equal arguments give equal files.
+    family: str = "llama"
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int | None = None  # None: hidden / heads
+    intermediate: int | None = None  # None: 3 * hidden
+    vocab: int = 256
+    max_len: int = 2048
+    window: int = 0  # > 0: sliding window of the layers from `full_layers` on (mistral: of all layers)
+    full_layers: int = 0
+    tied: bool = True
+    eos: int | None = None
+    scale: float = 1.0  # matrices have the standard deviation scale / sqrt(inputs); 3 or more gives confident logits
+    seed: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json
+
+    def config(self) -> dict[str, Any]:
+        """Return the contents of config.json."""
+        raw: dict[str, Any] = {
+            "architectures": [_ARCHITECTURE[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate or 3 * self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim or self.hidden // self.heads,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_len,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": self.tied,
+            "dtype": "float32",
+            "bos_token_id": None,
+            "eos_token_id": self.eos,
+        }
+        if self.family != "llama":
+            raw["sliding_window"] = self.window or None
+        if self.family in ("qwen2", "qwen3"):
+            raw |= {"use_sliding_window": self.window > 0, "max_window_layers": self.full_layers}
+        return raw | dict(self.extra)
+
+
+_DEFAULT_SPEC = RandomModelSpec()
+
+
+def write_random_model(
+    path: Path | str, spec: RandomModelSpec = _DEFAULT_SPEC, *, tokenizer: Path | str | None = None
+) -> Path:
+    """Write config.json, generation_config.json and model.safetensors (float32) and return the folder.
+
+    `tokenizer` is a folder whose tokenizer files are copied.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    raw: dict[str, Any] = {
-        "architectures": [_ARCHITECTURE[family]],
-        "model_type": family,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate or 3 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim or hidden // heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": max_len,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": tied,
-        "dtype": "float32",
-        "bos_token_id": None,
-        "eos_token_id": eos,
-    }
-    if family != "llama":
-        raw["sliding_window"] = window or None
-    if family in ("qwen2", "qwen3"):
-        raw |= {"use_sliding_window": window > 0, "max_window_layers": full_layers}
-    raw |= extra or {}
+    raw = spec.config()
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    generation = {} if eos is None else {"eos_token_id": eos}
+    generation = {} if spec.eos is None else {"eos_token_id": spec.eos}
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n", encoding="utf-8")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(spec.seed)
     shapes = tensor_shapes(parse_config(raw, generation, where=str(folder)))
     save_file(
-        {name: _random(name, shapes[name], scale, generator) for name in sorted(shapes)}, folder / "model.safetensors"
+        {name: _random(name, shapes[name], spec.scale, generator) for name in sorted(shapes)},
+        folder / "model.safetensors",
     )
     if tokenizer is not None:
         for name in _TOKENIZER_FILES:
@@ -103,7 +115,7 @@ def _random(name: str, shape: tuple[int, ...], scale: float, generator: torch.Ge
 
 
 def main() -> None:
-    """The command line: every keyword of `write_random_model` as a flag."""
+    """Run the command line, which has a flag for each field of `RandomModelSpec`."""
     parser = argparse.ArgumentParser(prog="python -m engine.random_model", description=__doc__)
     parser.add_argument("path", type=Path, metavar="DIR", help="folder to write")
     parser.add_argument("--family", choices=sorted(_ARCHITECTURE), default="llama")
@@ -120,7 +132,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer files found there")
     arguments = vars(parser.parse_args())
-    print(write_random_model(arguments.pop("path"), **arguments))
+    path, tokenizer = arguments.pop("path"), arguments.pop("tokenizer")
+    print(write_random_model(path, RandomModelSpec(**arguments), tokenizer=tokenizer))
 
 
 if __name__ == "__main__":

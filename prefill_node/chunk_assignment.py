@@ -1,7 +1,7 @@
-"""Who computes which chunk of a prompt that several nodes prefill together (Mooncake's chunked pipeline parallelism).
+"""Assignment of chunks to the nodes that prefill one prompt together (Mooncake's chunked pipeline parallelism).
 
-Every node holds the whole model, so the pipeline runs over chunks and layers: the nodes take chunks in turn, and each
-layer of a chunk is computed as soon as that layer of all chunks before it is at the node.
+Every node holds the whole model, so the pipeline runs over chunks and layers: the nodes take chunks in turn, and a
+layer of a chunk is computed as soon as that layer of all preceding chunks is present. Pure.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ MIN_CHUNKS = 2
 
 
 def assign_chunks(start: int, end: int, *, chunk_tokens: int, block_tokens: int, members: int) -> list[list[TokenSpan]]:
-    """Chunks of the prompt's tokens [start, end) for each member, in order; member 0 computes the last one.
+    """Return the chunks of the prompt tokens [start, end) for each member, in order; member 0 computes the last chunk.
 
-    Chunks end on block borders, but for the last, and are at most `chunk_tokens` long, or one block. They are as equal
-    as blocks allow, and every member gets as many of them, where the prompt is long enough. Fewer than `MIN_CHUNKS` in
-    all: nothing is to be shared. `start` is a block border.
+    Chunks end on block borders, except the last one, and have at most `chunk_tokens` tokens, or one block. They are as
+    equal as blocks allow, and all members get equally many if the prompt is long enough. With fewer than `MIN_CHUNKS`
+    in total there is nothing to share. `start` must be a block border.
     """
     rounds = -(-(end - start) // (max(chunk_tokens, block_tokens) * members))
     most = max(block_tokens, chunk_tokens - chunk_tokens % block_tokens)

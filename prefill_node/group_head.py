@@ -1,7 +1,7 @@
-"""The head's side of a prefill group: enlist helpers, share the chunks out, go on alone when the group is lost.
+"""The head of a prefill group: enlists helpers, assigns chunks, and continues alone if the group is lost.
 
-The head is the node that the request was placed on. It has its own slots before it asks anybody, computes the last
-chunk, ends with the whole prompt's KV, and alone speaks to the decode node, the pool and the frontend.
+The head is the node on which the request was placed. It holds its own slots before it enlists anyone, computes the last
+chunk, ends with the whole prompt's KV, and is the only member that talks to the decode node, the pool and the frontend.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from worker.shielded_wait import shielded
 
 log = logging.getLogger(__name__)
 
-ENLIST_S = 2.0  # a helper that has not answered by then is not waited for
-_LOOK_S = 0.5  # how often silence is looked for
+ENLIST_S = 2.0  # longest wait for a helper
+_LOOK_S = 0.5  # interval of the check for silent helpers
 
 
 class _HelperCall:
-    """One helper's call, from `enlist` to its end."""
+    """The call to one helper, from `enlist` to its end."""
 
     def __init__(self, ref: NodeRef, stub: WorkerStub, timeout_s: float) -> None:
         self.node_id = ref.node_id
         self._target = ref.target
-        self._call: Any = stub.Help(timeout=timeout_s)  # type: ignore[call-arg]  # messages are written one by one
+        self._call: Any = stub.Help(timeout=timeout_s)  # type: ignore[call-arg]  # no request iterator: messages are written one by one
 
     async def enlist(self, enlist: Enlist) -> Enlisted:
-        """Raises ControlError, and has left then."""
+        """Ask the helper to take slots. Raises ControlError; the call has then ended."""
         await self._step(self._call.write, HelpRequest(enlist=enlist))
         reply = await self._step(self._call.read)
         if reply is grpc.aio.EOF:
-            raise self._refused("it ended the call")
+            raise self._refusal("it ended the call")
         enlisted: Enlisted = reply.enlisted
         return enlisted
 
     async def begin(self, begin: BeginShare) -> None:
-        """Raises ControlError, and has left then."""
+        """Send the assigned chunks. Raises ControlError; the call has then ended."""
         await self._step(self._call.write, HelpRequest(begin=begin))
 
     async def ended(self) -> str:
-        """Returns once the helper has ended the call: why, or nothing when it has done its part."""
+        """Wait until the helper ends the call. Returns the error, or an empty string if it has computed its chunks."""
         try:
             while await self._call.read() is not grpc.aio.EOF:
                 pass
@@ -72,44 +72,44 @@ class _HelperCall:
         return ""
 
     def leave(self) -> None:
-        """It gives back what it had. Idempotent."""
+        """Cancel the call; the helper releases its slots. Idempotent."""
         self._call.cancel()
 
     async def _step(self, step: Callable[..., Any], *message: HelpRequest) -> Any:
         try:
             return await call(step(*message), what="Worker.Help", target=self._target, deadline_s=ENLIST_S)
         except asyncio.InvalidStateError as error:  # the call has ended already
-            raise self._refused(str(error)) from error
+            raise self._refusal(str(error)) from error
         except BaseException:
             self.leave()
             raise
 
-    def _refused(self, why: str) -> CallRefused:
+    def _refusal(self, why: str) -> CallRefused:
         self.leave()
         return CallRefused(why, what="Worker.Help", target=self._target, code="ABORTED")
 
 
 class PrefillGroup:
-    """The members of one prompt's prefill. `form_group` makes and ends it."""
+    """The members of one prompt's prefill. `form_group` creates and closes it."""
 
     def __init__(
         self,
         node: WorkerNode,
-        membership: GroupMember,
+        member: GroupMember,
         helpers: list[tuple[_HelperCall, Enlisted]],
         spans: list[list[TokenSpan]],
     ) -> None:
-        """`spans`: the head's, then each helper's."""
+        """`spans`: the head's chunks, then each helper's."""
         self._node = node
         self._helpers = helpers
         self._spans = spans
-        self.membership = membership
+        self.member = member
         self._watching: list[asyncio.Future[None]] = []
 
     async def run(self, sequence: EngineSequence) -> bool:
-        """Whether the group has computed the prompt. Otherwise the sequence stands where the head can go on alone,
-        once the group has been closed."""
-        node, chunks = self._node, self.membership.chunks
+        """Compute the prompt with the group. If the group is lost, returns False and leaves the sequence in a state
+        from which the head can continue alone, once the group is closed."""
+        node, chunks = self._node, self.member.chunks
         sequence.group_chunks = chunks
         timing = node.timings[id(sequence)]
         try:
@@ -117,7 +117,7 @@ class PrefillGroup:
             await node.run_in_engine(sequence)
             return True
         except GroupLost as lost:
-            log.warning("its group is lost, the request goes on alone: %s", lost)
+            log.warning("the prefill group is lost, the request continues alone: %s", lost)
         node.counters.add("lost_groups", 1)
         node.timings[id(sequence)] = timing
         sequence.group_chunks = sequence.error = None
@@ -125,15 +125,15 @@ class PrefillGroup:
         return False
 
     async def _begin(self) -> None:
-        membership, chunks = self.membership, self.membership.chunks
-        told = [membership.enlisted(), *(enlisted for _, enlisted in self._helpers)]
-        members = [_member(each, spans[-1][0]) for each, spans in zip(told, self._spans, strict=True)]
-        membership.begin(self._spans[0], members[1:], reused_blocks=membership.held_blocks)
+        member, chunks = self.member, self.member.chunks
+        answers = [member.enlisted(), *(enlisted for _, enlisted in self._helpers)]
+        members = [_member_message(each, spans[-1][0]) for each, spans in zip(answers, self._spans, strict=True)]
+        member.begin(self._spans[0], members[1:], reused_blocks=member.held_blocks)
         begins = [
             helper.begin(
                 BeginShare(
                     spans=[SpanMessage(start=start, end=end) for start, end in self._spans[i]],
-                    others=[member for k, member in enumerate(members) if k != i],
+                    others=[other for k, other in enumerate(members) if k != i],
                 )
             )
             for i, (helper, _) in enumerate(self._helpers, 1)
@@ -147,23 +147,23 @@ class PrefillGroup:
     async def _watch(self, helper: _HelperCall) -> None:
         why = await helper.ended()
         if why:
-            self.membership.chunks.lose(f"helper {helper.node_id}: {why}")
+            self.member.chunks.lose(f"helper {helper.node_id}: {why}")
 
     async def _notice_silence(self) -> None:
-        patience_s, chunks = self._node.config.kv.push_timeout_s, self.membership.chunks
+        patience_s, chunks = self._node.config.kv.push_timeout_s, self.member.chunks
         while True:
             await asyncio.sleep(_LOOK_S)
             if chunks.idle_s > patience_s:
                 chunks.lose(f"no helper has sent anything for {patience_s:g} s")
 
     async def close(self) -> None:
-        """Let the helpers go. When this returns, nobody else can write into the request's slots."""
+        """Release the helpers. On return no other node can write into the request's slots."""
         for helper, _ in self._helpers:
             helper.leave()
         for watch in self._watching:
             watch.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await self.membership.close()
+        await self.member.close()
 
 
 @contextlib.asynccontextmanager
@@ -174,11 +174,11 @@ async def form_group(
     stub: Callable[[str], WorkerStub],
     forward: Callable[[int, list[int]], None],
 ) -> AsyncIterator[PrefillGroup | None]:
-    """Enlists the helpers that the placement names, and shares the prompt out among those that can. None: the node
-    computes alone.
+    """Enlist the helpers that the placement names and assign the prompt's chunks to those that accept. Yields None if
+    the node computes alone.
 
-    `forward(layer, blocks)` is told what helpers computed, once it is here and right. Reused tokens of a block that
-    is not whole are computed again, by whoever has the first chunk.
+    `forward(layer, blocks)` is called for blocks that helpers computed, once they are here and verified. Reused tokens
+    of a partial block are computed again as part of the first chunk.
     """
     config, prompt_len = node.config, len(work.request.prompt)
     start = work.reused_tokens // config.block_tokens * config.block_tokens
@@ -189,7 +189,7 @@ async def form_group(
             members=members,
         )  # fmt: skip
 
-    # What is to be compared or scored is all computed here.
+    # Prompts that are compared or scored are computed here only.
     is_whole = work.cut is not None or work.request.scores_prompt
     if not work.request.placement.helpers or is_whole or sum(map(len, chunks(1))) < MIN_CHUNKS:
         yield None
@@ -205,11 +205,11 @@ async def form_group(
         return
     work.reused_tokens = start
     slots = work.slots[:num_blocks]
-    membership = GroupMember(
+    member = GroupMember(
         node, work.request, executor, slots, num_blocks=num_blocks, held_blocks=reused_blocks, forward=forward
     )
     node.counters.add("prefill_groups", 1)
-    group = PrefillGroup(node, membership, helpers[: len(spans) - 1], spans)
+    group = PrefillGroup(node, member, helpers[: len(spans) - 1], spans)
     try:
         yield group
     finally:
@@ -219,7 +219,7 @@ async def form_group(
 async def _enlisted(
     node: WorkerNode, work: Prepared, reused_blocks: int, num_blocks: int, stub: Callable[[str], WorkerStub]
 ) -> list[tuple[_HelperCall, Enlisted]]:
-    """Those that have taken slots."""
+    """Enlist the helpers concurrently; return those that have taken slots."""
     request = work.request
     enlist = Enlist(
         request=request.proto, kv_namespace=node.namespace, reused_blocks=reused_blocks, num_blocks=num_blocks
@@ -238,14 +238,14 @@ async def _enlisted(
         if isinstance(answer, Enlisted):
             found.append((helper, answer))
         elif isinstance(answer, ControlError):
-            log.info("computed without %s: %s", helper.node_id, answer)
+            log.info("prefill without helper %s: %s", helper.node_id, answer)
             node.counters.add("helpers_refused", 1)
         else:
             raise answer
     return found
 
 
-def _member(enlisted: Enlisted, until: int) -> Member:
+def _member_message(enlisted: Enlisted, until: int) -> Member:
     return Member(
         endpoint=enlisted.endpoint,
         epoch=enlisted.epoch,

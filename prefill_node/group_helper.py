@@ -1,6 +1,6 @@
-"""The helper's side of a prefill group: slots at once or not at all, its chunks, and everything given back at the end.
+"""The helper's side of a prefill group: takes slots at once or refuses, computes its chunks, releases everything.
 
-A helper owes the request nothing: it speaks to the head alone, and where it cannot help the head computes by itself.
+A helper has no duties towards the request: it talks to the head only, and if it cannot help, the head computes alone.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Tap = Callable[[EngineSequence, GroupMember], AbstractContextManager[None]]
 
 
 class GroupHelper:
-    """What one node computes for heads of groups."""
+    """Computes chunks for the heads of groups."""
 
     def __init__(self, node: WorkerNode, executor: ThreadPoolExecutor, tap: Tap) -> None:
-        """While inside `tap(sequence, membership)` the membership hears of the sequence's layers."""
+        """While inside `tap(sequence, member)`, the member is notified of each computed layer of the sequence."""
         self._node = node
         self._executor = executor
         self._tap = tap
 
     async def serve(self, request: Request, enlist: Enlist, further: Further, reply: Reply) -> None:
-        """One call of a head, from its first message to its end. Raises RequestRefused when nothing was taken,
-        RequestFailed when something was."""
+        """Serve one call of a head from its first message to its end. Raises RequestRefused if nothing was taken,
+        RequestFailed if the help failed later."""
         node = self._node
         self._check(request, enlist)
         loop = asyncio.get_running_loop()
@@ -73,21 +73,21 @@ class GroupHelper:
         if failures:
             raise RequestRefused(failures[0].code, failures[0].message)
         if not is_through:
-            raise RequestFailed("cancelled", f"{node.config.node_id} gave the request up")
+            raise RequestFailed("cancelled", f"{node.config.node_id} gave up the request")
 
     def _check(self, request: Request, enlist: Enlist) -> None:
         node = self._node
         if enlist.kv_namespace != node.namespace:
-            raise RequestRefused("other_kv", f"{node.config.node_id} computes KV of another kind than the head's")
+            raise RequestRefused("other_kv", f"{node.config.node_id} computes KV of another namespace than the head")
         most = (len(request.prompt) - 1) // node.config.block_tokens
         if not 0 < enlist.num_blocks <= most or enlist.reused_blocks >= enlist.num_blocks:
             raise RequestRefused(
                 "bad_share",
-                f"{enlist.reused_blocks} reused of {enlist.num_blocks} blocks make no sense: {most} blocks come before "
-                "the prompt's last token, and some of them are to be computed",
+                f"{enlist.reused_blocks} reused of {enlist.num_blocks} blocks are invalid: {most} whole blocks precede "
+                "the prompt's last token, and at least one of them must be left to compute",
             )
         if node.role.is_switching:
-            raise RequestRefused("draining", f"{node.config.node_id} is changing its role")
+            raise RequestRefused("draining", f"{node.config.node_id} is switching its role")
 
     async def _work(
         self,
@@ -96,7 +96,7 @@ class GroupHelper:
         joined: asyncio.Future[GroupMember],
         begun: asyncio.Future[BeginShare],
     ) -> None:
-        with tracing.begin("help", request.traceparent, **request.about):
+        with tracing.begin("help", request.traceparent, **request.span_attributes):
             await self._work_traced(request, enlist, joined, begun)
 
     async def _work_traced(
@@ -111,44 +111,42 @@ class GroupHelper:
         if taken is None:
             raise RequestRefused("no_slots", f"{node.config.node_id} has no {enlist.num_blocks} slots free now")
         slots, held_blocks = taken
-        membership: GroupMember | None = None
+        member: GroupMember | None = None
         try:
-            membership = GroupMember(
-                node, request, self._executor, slots, num_blocks=len(slots), held_blocks=held_blocks
-            )
-            joined.set_result(membership)
-            await self._compute(request, membership, await begun)
+            member = GroupMember(node, request, self._executor, slots, num_blocks=len(slots), held_blocks=held_blocks)
+            joined.set_result(member)
+            await self._compute(request, member, await begun)
         finally:
             try:
-                if membership is not None:
-                    await shielded(asyncio.ensure_future(membership.close()))
-            finally:  # settled, whether or not this was cancelled meanwhile
+                if member is not None:
+                    await shielded(asyncio.ensure_future(member.close()))
+            finally:  # runs even if this task is cancelled meanwhile
                 node.slots.give(slots)
 
-    async def _compute(self, request: Request, membership: GroupMember, begin: BeginShare) -> None:
+    async def _compute(self, request: Request, member: GroupMember, begin: BeginShare) -> None:
         spans = [(span.start, span.end) for span in begin.spans]
         borders = [border for span in spans for border in span]
         block_tokens, end = (
             self._node.config.block_tokens,
-            membership.chunks.num_blocks * self._node.config.block_tokens,
+            member.chunks.num_blocks * self._node.config.block_tokens,
         )
         if not spans or borders != sorted(set(borders)) or borders[-1] > end or any(b % block_tokens for b in borders):
             raise RequestRefused("bad_share", f"chunks {spans} are not in order, within {end} tokens, of whole blocks")
-        membership.begin(spans, begin.others)
+        member.begin(spans, begin.others)
         sequence = EngineSequence(
-            request, membership.chunks.slots, request.prompt.astype(np.int32), len(request.prompt), 0, prefill_only=True
+            request, member.chunks.slots, request.prompt.astype(np.int32), len(request.prompt), 0, prefill_only=True
         )
-        sequence.queue_entry, sequence.group_chunks = request.queue_entry, membership.chunks
+        sequence.queue_entry, sequence.group_chunks = request.queue_entry, member.chunks
         try:
-            with self._tap(sequence, membership):
+            with self._tap(sequence, member):
                 await self._node.run_in_engine(sequence)
         finally:
             self._node.counters.add("helped_tokens", sequence.computed_tokens)
-        await membership.flush()
+        await member.flush()
 
 
 async def _listen(further: Further, begun: asyncio.Future[BeginShare]) -> None:
-    """Until the head says no more, or is gone."""
+    """Read messages of the head until it ends the call or is gone."""
     with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
         async for message in further:
             if message.HasField("begin") and not begun.done():

@@ -1,4 +1,17 @@
-"""One node's place in a prefill group: the slots that others write into, and the ways to those that it writes to."""
+"""A member of a prefill group: the chunks it computes, the slots others write into, and its pushes to other members.
+
+A layer of a chunk may be computed once that layer of all preceding blocks is present and verified.
+
+Threads of `MemberChunks` (`_came` is its only lock):
+
+  engine thread    is_ready, next_span, wait, layer_computed, chunk_computed
+  verifier thread  verified: marks blocks as present and wakes the engine thread
+  event loop       begin, lose, idle_s, leading_tokens
+
+`_here`, `_leading`, `_last_s` and `_lost` change under `_came`. `is_ready` reads them without the lock: they only move
+towards ready, so a stale value delays a step by one wake-up. `_spans` changes on the event loop before the sequence is
+submitted and on the engine thread afterwards.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +29,7 @@ from messenger import Endpoint, RemoteKey
 from moonpool_proto.v1.worker_pb2 import BlockSlots, Enlisted, Member
 from moonpool_proto.v1.worker_pb2 import RemoteKey as KeyMessage
 from prefill_node.chunk_assignment import TokenSpan
-from prefill_node.push import Pusher
+from prefill_node.push import PushDestination, Pusher
 from worker.errors import GroupLost
 from worker.node import WorkerNode
 from worker.request import Request
@@ -25,7 +38,7 @@ from worker.slot_memory import EngineMemory
 
 
 class MemberChunks:
-    """A Receiver of what the others push."""
+    """The chunks that one member computes, and which blocks of the other members are present. A PushTarget."""
 
     def __init__(
         self,
@@ -38,9 +51,9 @@ class MemberChunks:
         changed: Callable[[], None],
         forward: Callable[[int, list[int]], None] | None = None,
     ) -> None:
-        """Blocks [0, num_blocks) of the prompt are needed here, blocks [0, held_blocks) are. `changed()`: the next
-        chunk may be ready now. `forward(layer, blocks)` gets what came from others and is right. A step waits for a
-        layer for `stall_s` after the last one came."""
+        """Blocks [0, num_blocks) of the prompt are needed here; blocks [0, held_blocks) are present. `changed()` is
+        called when the next chunk may be ready. `forward(layer, blocks)` gets verified blocks of other members. A step
+        waits for a layer until `stall_s` after the last arrival."""
         self.slots = list(slots)
         self.num_blocks = num_blocks
         self._memory = memory
@@ -50,39 +63,42 @@ class MemberChunks:
         self._num_layers = len(memory.place_of_layer)
         self._here = np.zeros((self._num_layers, num_blocks), dtype=bool)
         self._here[:, :held_blocks] = True
-        self._leading = [held_blocks] * self._num_layers  # blocks that are here without a gap, by layer
+        self._leading = [
+            held_blocks
+        ] * self._num_layers  # per layer, the number of leading blocks present without a gap
         self._spans: list[TokenSpan] = []
         self._lost: GroupLost | None = None
         self._came = threading.Condition()
         self._last_s = time.monotonic()
 
     def valid_tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Members push whole blocks only."""
+        """Return the valid tokens of each block: members push whole blocks only."""
         return np.full(len(blocks), self._memory.block_tokens, dtype=np.int32)
 
     def begin(self, spans: Sequence[TokenSpan]) -> None:
-        """Compute these chunks, in order."""
+        """Set the chunks to compute, in order."""
         with self._came:
             self._spans = list(spans)
             self._last_s = time.monotonic()
 
-    # The engine's thread.
+    # Engine thread.
 
     @property
     def next_span(self) -> TokenSpan | None:
-        """The chunk to be computed next; None: this member is done."""
+        """Prompt tokens [start, end) of the next chunk; None when all chunks are computed."""
         return self._spans[0] if self._spans else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine should take it up: the next chunk's first layer can be computed, or all is lost.
+        """True if the first layer of the next chunk can be computed, or if the group is lost.
 
-        A step that has begun so waits only for steps that began before it, so that no two members wait for each other.
+        A step that has begun therefore waits only for steps that began earlier, so members cannot wait for each other
+        in a circle.
         """
         return self._lost is not None or self._has(0)
 
     def layer_computed(self, layer: int) -> None:
-        """A layer of the next chunk is written here: wait for what its next layer needs. Raises GroupLost."""
+        """Mark one layer of the next chunk as computed and wait for the input of the next layer. Raises GroupLost."""
         start, end = self._spans[0]
         block_tokens = self._memory.block_tokens
         with self._came:
@@ -91,30 +107,30 @@ class MemberChunks:
             self.wait(layer + 1)
 
     def wait(self, layer: int) -> None:
-        """Until this layer of all that comes before the next chunk is here. Raises GroupLost."""
+        """Block until this layer of all blocks before the next chunk is present. Raises GroupLost."""
         began_s = time.monotonic()
         with self._came:
             while self._lost is None and not self._has(layer):
                 left_s = max(began_s, self._last_s) + self._stall_s - time.monotonic()
                 if left_s <= 0:
-                    self._lost = GroupLost(f"layer {layer} of an earlier chunk has not come for {self._stall_s:g} s")
+                    self._lost = GroupLost(f"layer {layer} of an earlier chunk has not arrived for {self._stall_s:g} s")
                     break
                 self._came.wait(left_s)
             if self._lost is not None:
                 raise self._lost
 
     def chunk_computed(self) -> None:
-        """The next chunk is computed."""
+        """Advance to the following chunk."""
         del self._spans[0]
 
     # Other threads.
 
     def announce(self) -> None:
-        """Nobody waits for verifications as such."""
+        """Do nothing: no caller waits for pending verifications."""
 
     def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
         if not right.all():
-            self.lose(f"{int((~right).sum())} blocks of layer {layer} came damaged")
+            self.lose(f"{int((~right).sum())} blocks of layer {layer} arrived damaged")
             return
         self._memory.to_device([self.slots[b] for b in blocks], layer)
         with self._came:
@@ -129,7 +145,7 @@ class MemberChunks:
             self._changed()
 
     def lose(self, why: str) -> None:
-        """The others' chunks do not come any more: whoever waits for them is told."""
+        """Mark the group as lost and wake all waiting callers."""
         with self._came:
             if self._lost is None:
                 self._lost = GroupLost(why)
@@ -138,14 +154,14 @@ class MemberChunks:
 
     @property
     def idle_s(self) -> float:
-        """For how long nothing has come, where the next chunk is not ready; else 0."""
+        """Seconds since the last arrival while the next chunk is not ready; 0 if it is."""
         with self._came:
             waits = self._lost is None and bool(self._spans) and not self._has(0)
             return time.monotonic() - self._last_s if waits else 0.0
 
     @property
     def leading_tokens(self) -> int:
-        """Tokens at the prompt's beginning all of whose layers are here."""
+        """Number of tokens at the beginning of the prompt with all layers present."""
         with self._came:
             return min(self._leading) * self._memory.block_tokens
 
@@ -161,14 +177,14 @@ class MemberChunks:
 
 @dataclass(frozen=True, slots=True)
 class _PeerPusher:
-    """To another member, that needs all tokens before `until`."""
+    """Pushes to another member, which needs all tokens before `until`."""
 
     pusher: Pusher
     until: int
 
 
 class GroupMember:
-    """Of slots that the caller holds until `close` has returned."""
+    """This node's part in a prefill group. The caller holds the slots until `close` has returned."""
 
     def __init__(
         self,
@@ -181,7 +197,7 @@ class GroupMember:
         held_blocks: int,
         forward: Callable[[int, list[int]], None] | None = None,
     ) -> None:
-        """Arguments as MemberChunks has them; pushes are made by the executor."""
+        """See MemberChunks for the arguments; pushes run on the executor."""
         self._node = node
         self._request = request
         self._executor = executor
@@ -198,10 +214,10 @@ class GroupMember:
         self.epoch = node.kv_receiver.new_epoch()
         self.key: RemoteKey | None = node.memory.grant_write(slots[held_blocks:])
         node.kv_receiver.open_epoch(self.epoch, self.chunks)
-        self._ways: list[_PeerPusher] = []
+        self._pushers: list[_PeerPusher] = []
 
     def enlisted(self) -> Enlisted:
-        """What the others are told. Not after `close`."""
+        """Return the message that describes this member to the others. Not after `close`."""
         memory = self._node.memory
         assert self.key is not None
         return Enlisted(
@@ -213,44 +229,48 @@ class GroupMember:
         )
 
     def begin(self, spans: Sequence[TokenSpan], others: Sequence[Member], reused_blocks: int = 0) -> None:
-        """Compute these chunks, and push them to whom they concern; the first `reused_blocks` blocks at once."""
+        """Compute these chunks and push them to the members that need them; the first `reused_blocks`
+        blocks at once."""
         for other in others:
             pusher = self._pusher(other)
-            self._ways.append(_PeerPusher(pusher, other.until))
+            self._pushers.append(_PeerPusher(pusher, other.until))
             pusher.push_blocks(range(other.held_blocks, reused_blocks))
         self.chunks.begin(spans)
 
     def _pusher(self, other: Member) -> Pusher:
         node = self._node
-        return Pusher(
-            node.memory,
-            node.messenger.connect(Endpoint.from_proto(other.endpoint)),
-            self._executor,
-            lambda nbytes, seconds: node.counters.add_transfer("group", nbytes, seconds),
+        destination = PushDestination(
+            peer=node.messenger.connect(Endpoint.from_proto(other.endpoint)),
             epoch=other.epoch,
             key=RemoteKey.unpack(other.key.packed),
-            slots=self.chunks.slots,
-            remote=[np.array(group.offsets, dtype=np.int64) for group in other.groups],
-            prompt_len=len(self._request.prompt),
+            offsets=[np.array(group.offsets, dtype=np.int64) for group in other.groups],
             push_from=other.held_blocks,
+        )
+        return Pusher(
+            node.memory,
+            self._executor,
+            destination,
+            slots=self.chunks.slots,
+            prompt_len=len(self._request.prompt),
             deadline_s=lambda: self._request.time_left_s,
             stall_s=node.config.kv.push_timeout_s,
+            on_moved=lambda nbytes, seconds: node.counters.add_transfer("group", nbytes, seconds),
         )
 
     def layer_written(self, layer: int, start: int, end: int) -> None:
-        """Tokens [start, end) of `layer`, computed here, are in the cache. Called on the engine's thread."""
-        for way in self._ways:
-            if start < way.until:
-                way.pusher.layer_written(layer, start, end)
+        """Push tokens [start, end) of `layer`, which are now in the cache. Called on the engine thread."""
+        for each in self._pushers:
+            if start < each.until:
+                each.pusher.layer_written(layer, start, end)
 
     async def flush(self) -> None:
-        """Wait until everything pushed has landed. Raises RequestFailed."""
-        for way in self._ways:
-            await way.pusher.flush()
+        """Wait until all pushes have arrived. Raises RequestFailed."""
+        for each in self._pushers:
+            await each.pusher.flush()
 
     async def close(self) -> None:
-        """Push nothing more and take nothing more: when this returns, nobody can write into the slots. Idempotent."""
-        await asyncio.gather(*(way.pusher.stop() for way in self._ways))
+        """Stop pushing and receiving; on return no other node can write into the slots. Idempotent."""
+        await asyncio.gather(*(each.pusher.stop() for each in self._pushers))
         self._node.kv_receiver.close_epoch(self.epoch)
         key, self.key = self.key, None
         if key is not None:

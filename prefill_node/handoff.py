@@ -31,7 +31,7 @@ class PrefillHandoff:
     """One attempt's reservation on one decode node."""
 
     def __init__(self, node: WorkerNode, work: Prepared, channel: grpc.aio.Channel, span: Span) -> None:
-        """`span`: what it is a part of."""
+        """`span`: the parent span of the hand-off."""
         self._node = node
         self._work = work
         self._request = work.request
@@ -39,13 +39,13 @@ class PrefillHandoff:
         self._stub = WorkerStub(channel)
         self._span = span
         self.reservation: ReserveReply | None = None
-        self._may_hold = False  # whether the decode node may hold something that is not committed
+        self._may_hold = False  # the decode node may hold an uncommitted reservation
         self.is_called_off = False
-        self.num_corrupt = 0  # blocks that came to the decode node damaged from their pools
+        self.num_corrupt = 0  # blocks that the decode node pulled damaged from pools
         self._committing: asyncio.Task[None] | None = None
 
     async def reserve(self) -> None:
-        """Take pages there. Raises RequestFailed suspecting the decode node."""
+        """Reserve pages on the decode node. Raises RequestFailed that suspects the decode node."""
         request, shared = self._request, self._work.shared_blocks
         reserve = ReserveRequest(request=request.proto, writer=self._node.endpoint.to_proto())
         reserve.request.timeout_s = request.time_left_s
@@ -57,7 +57,7 @@ class PrefillHandoff:
                 reserve.pulls.append(pin.lease.head(shared - pin.first).to_pull_range(pin.first))
         self._may_hold = True
         with self._span.child("reserve", "client", decode_node=self._decode.node_id) as span:
-            # Where this node does not trace, the decode node goes on from the front door's span.
+            # If this node does not trace, the decode node's parent is the frontend's span.
             reserve.request.traceparent = span.traceparent or request.traceparent
             await self._reserve(reserve)
 
@@ -76,7 +76,7 @@ class PrefillHandoff:
 
     @property
     def push_from(self) -> int:
-        """Blocks before it the decode node has, or pulls itself."""
+        """Index of the first block to push: the decode node has, or pulls, those before it."""
         assert self.reservation is not None
         return max(self._work.shared_blocks, self.reservation.held_blocks)
 
@@ -87,17 +87,19 @@ class PrefillHandoff:
         return Endpoint.from_proto(self.reservation.endpoint)
 
     def remote_offsets(self) -> list[NDArray[np.int64]]:
+        """Return per group the byte offsets of the prompt's blocks on the decode node."""
         assert self.reservation is not None
         return [np.array(group.offsets, dtype=np.int64) for group in self.reservation.groups]
 
     def call_off(self) -> None:
-        """The request goes on nowhere: `commit` ends, or will end, without it."""
+        """End the hand-off because the request has ended; a running or later `commit` returns at once."""
         self.is_called_off = True
         if self._committing is not None:
             self._committing.cancel()
 
     async def commit(self, pusher: Pusher, sequence: EngineSequence) -> None:
-        """Hand the request over once every block has arrived and was verified there; push again what was not."""
+        """Hand over the request once every block has arrived and was verified; push missing blocks again. Raises
+        RequestFailed."""
         if not self.is_called_off:
             self._committing = asyncio.ensure_future(self._commit(pusher, sequence))
             with self._span.child("commit", "client", decode_node=self._decode.node_id):
@@ -145,9 +147,10 @@ class PrefillHandoff:
         raise self._failed("commit", f"blocks still fail verification after {COMMIT_ROUNDS} rounds")
 
     async def abort(self) -> None:
-        """Tell the decode node that this writer has stopped. Best effort: it also notices when this node is gone.
+        """Release the reservation because this writer has stopped. Best effort: the decode node also notices when this
+        node is gone.
 
-        A reservation whose answer did not come back has no epoch here and is aborted by its attempt.
+        If the reply to Reserve was lost, the epoch is unknown here and the reservation is aborted by its attempt.
         """
         if not self._may_hold:
             return
@@ -156,7 +159,7 @@ class PrefillHandoff:
         try:
             await call(self._stub.Abort(abort, timeout=5.0), what="Abort", target=self._decode.target, deadline_s=5.0)
         except ControlError as error:
-            log.warning("abort was not heard: %s", error)
+            log.warning("the decode node was not notified of the abort: %s", error)
 
     def _failed(self, code: str, message: str) -> RequestFailed:
         return RequestFailed(

@@ -1,4 +1,5 @@
-"""How many requests a prefill node works ahead on: loading and reserving for the next while one is computed."""
+"""Limit on the requests that a prefill node prepares ahead: it loads and reserves for the next while
+one is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from worker.policy.scheduling_order import RequestKey, WaitQueue
 
 
 class LookaheadPermit:
-    """Among the requests being prepared or computed; ended once the compute is done."""
+    """A request's permit to be prepared and computed; ended once it is computed."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
@@ -25,7 +26,7 @@ class LookaheadPermit:
 
 
 class LookaheadLimiter:
-    """Given in the order of the line, as `WaitQueue.next_ahead` has it."""
+    """Grants permits in the order of `WaitQueue.next_ahead`. Lives on the event loop."""
 
     def __init__(self, num_permits: int, wait_queue: WaitQueue) -> None:
         self._num_permits = num_permits
@@ -35,12 +36,12 @@ class LookaheadLimiter:
 
     @property
     def must_wait(self) -> bool:
-        """Whether a newcomer whose turn comes last would have to wait now."""
+        """True if a newcomer that is last in the queue would have to wait now."""
         return bool(self._waiters) or len(self._holders) >= self._num_permits
 
     @contextlib.asynccontextmanager
     async def take(self, key: RequestKey) -> AsyncIterator[LookaheadPermit]:
-        """A place for the request `key`, once it is its turn."""
+        """Wait for a permit for the request `key`, and end it at the end."""
         waiter = self._waiters[key] = asyncio.get_running_loop().create_future()
         place = LookaheadPermit(lambda: self._end(key))
         self._serve()

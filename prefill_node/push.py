@@ -1,7 +1,11 @@
-"""Pushes a request's KV to its decode node, or to another member of its group, layer by layer, while it is computed.
+"""Pushes a request's KV to its decode node, or to another member of its group, layer by layer while it is computed.
 
-The engine's thread only says which layer of which tokens is written; digests and writes happen on the pusher's own
-thread. A block goes when it is whole, the partial last one with the prompt's last chunk.
+The engine thread only reports which layer of which tokens is written; digests and writes are made on the push thread. A
+block is pushed when it is whole, the partial last one with the prompt's last chunk.
+
+Threads: `layer_written` on the engine thread, `_send` on the push thread, `_landed` on the messenger's thread, `flush`,
+`stop` and `settle` on the event loop. `_lock` guards `_open`, `_error`, `_stopped` and the byte counts. A future stays
+in `_open` from `_enqueue` until its write has ended, and the slots must not be released before `_open` is empty.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgpack
 import numpy as np
@@ -23,39 +28,46 @@ from worker.kv_receiver import KV_TAG
 from worker.slot_memory import EngineMemory
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PushDestination:
+    """Slots of a remote node that one prompt's KV is pushed to."""
+
+    peer: Peer
+    epoch: int
+    key: RemoteKey  # grants write access to the slots
+    offsets: Sequence[NDArray[np.int64]]  # per group, the remote byte offset of every prompt block
+    push_from: int  # the receiver has or pulls the blocks below; they are pushed only on request
+
+
 class Pusher:
-    """One request's way to one receiver."""
+    """Pushes the KV of one request to one destination."""
 
     def __init__(
         self,
         memory: EngineMemory,
-        peer: Peer,
         executor: ThreadPoolExecutor,
-        moved: Callable[[int, float], None],
+        destination: PushDestination,
         *,
-        epoch: int,
-        key: RemoteKey,
         slots: Sequence[int],
-        remote: Sequence[NDArray[np.int64]],
         prompt_len: int,
-        push_from: int,
         deadline_s: Callable[[], float],
         stall_s: float,
+        on_moved: Callable[[int, float], None],
     ) -> None:
-        """`moved(nbytes, seconds)` hears of every push. `remote`: per group, the remote byte offset of every prompt
-        block. Blocks below `push_from` the receiver has, or pulls itself: they are pushed only when it asks for them.
-        Given up after `stall_s` without progress: until then the slots cannot be used again."""
+        """Create a pusher for a prompt of `prompt_len` tokens whose blocks are in `slots`.
+
+        A push is given up after `stall_s` without progress, since its slots cannot be reused before it ends, and
+        after `deadline_s()`. `on_moved(nbytes, seconds)` is called for every completed push.
+        """
         self._memory = memory
-        self._peer = peer
         self._executor = executor
-        self._moved = moved
-        self._epoch, self._key = epoch, key
+        self._destination = destination
         self._slots = np.asarray(slots, dtype=np.int64)
-        self._remote = remote
         self._prompt_len = prompt_len
-        self._push_from = push_from
+        self._push_from = destination.push_from
         self._deadline_s = deadline_s
         self._stall_s = stall_s
+        self._on_moved = on_moved
         self._lock = threading.Lock()
         self._open: set[Future[None]] = set()
         self._error: BaseException | None = None
@@ -63,7 +75,7 @@ class Pusher:
         self._moved_nbytes, self._began_at, self._landed_at = 0, 0.0, 0.0  # instants of time.perf_counter()
 
     def layer_written(self, layer: int, start: int, end: int) -> None:
-        """Prompt tokens [start, end) of `layer` are in the cache. Called on the engine's thread."""
+        """Push prompt tokens [start, end) of `layer`, which are in the cache. Called on the engine thread."""
         block_tokens = self._memory.block_tokens
         last = end // block_tokens if end < self._prompt_len else -(-end // block_tokens)
         blocks = range(max(self._push_from, start // block_tokens), last)
@@ -72,14 +84,14 @@ class Pusher:
             self._enqueue(layer, list(blocks))
 
     def push_blocks(self, blocks: Sequence[int]) -> None:
-        """Push all layers of blocks that are already in the cache."""
+        """Push all layers of blocks that are in the cache."""
         if blocks:
             self._memory.to_host([int(self._slots[b]) for b in blocks])
             for layer in self._memory.place_of_layer:
                 self._enqueue(layer, list(blocks))
 
     def push_layer(self, layer: int, blocks: Sequence[int]) -> None:
-        """Push one layer of blocks where the messenger can read them. Any thread."""
+        """Push one layer of blocks that the messenger can read. Any thread."""
         blocks = [block for block in blocks if block >= self._push_from]
         if blocks:
             self._enqueue(layer, blocks)
@@ -105,12 +117,18 @@ class Pusher:
             slots = self._slots[blocks].tolist()
             valid = np.minimum(self._prompt_len - np.asarray(blocks) * block_tokens, block_tokens).astype(np.int32)
             digests = self._memory.one_layer_digests(layer, slots, valid)
-            remote = [offsets[blocks] for offsets in self._remote]
+            remote = [offsets[blocks] for offsets in self._destination.offsets]
             payload = msgpack.packb(
-                {"e": self._epoch, "l": layer, "b": blocks, "v": valid.tolist(), "d": digests.astype("<u8").tobytes()}
+                {
+                    "e": self._destination.epoch,
+                    "l": layer,
+                    "b": blocks,
+                    "v": valid.tolist(),
+                    "d": digests.astype("<u8").tobytes(),
+                }
             )
-            landed = self._peer.write_notify(
-                self._key,
+            landed = self._destination.peer.write_notify(
+                self._destination.key,
                 self._memory.region,
                 self._memory.layer_slices(layer, slots, remote),
                 KV_TAG,
@@ -128,7 +146,7 @@ class Pusher:
         error = future.exception()
         if error is None:
             nbytes, landed_at = future.result().nbytes, time.perf_counter()
-            self._moved(nbytes, landed_at - began)
+            self._on_moved(nbytes, landed_at - began)
             with self._lock:
                 self._moved_nbytes += nbytes
                 self._began_at, self._landed_at = min(self._began_at or began, began), max(self._landed_at, landed_at)
@@ -142,26 +160,26 @@ class Pusher:
         done.set_result(None)
 
     async def flush(self) -> None:
-        """Wait until everything pushed has landed. Raises RequestFailed naming the decode node if something did not."""
+        """Wait until everything pushed has arrived. Raises RequestFailed if a push failed."""
         await self.settle()
         if self._error is not None:
             raise RequestFailed("push", f"KV could not be pushed: {self._error}")
 
     def trace(self, span: Span, *, peer: str) -> None:
-        """Tell a span of what was pushed."""
+        """Record the pushes in a span."""
         if span.is_on and self._moved_nbytes:
             to_monotonic_s = time.monotonic() - time.perf_counter()
             start_s, end_s = self._began_at + to_monotonic_s, self._landed_at + to_monotonic_s
             span.past("messenger push", start_s, end_s, bytes=self._moved_nbytes, peer=peer)
 
     async def stop(self) -> None:
-        """Push nothing more; returns when no write is under way, whatever became of it."""
+        """Push nothing more; returns when no write is in progress, successful or not."""
         with self._lock:
             self._stopped = True
         await self.settle()
 
     async def settle(self) -> None:
-        """Returns when nothing pushed so far is under way, whatever became of it."""
+        """Wait until no push so far is in progress, successful or not."""
         while True:
             with self._lock:
                 waiting = [asyncio.wrap_future(future) for future in self._open]

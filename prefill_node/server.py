@@ -1,4 +1,4 @@
-"""The prefill node: loads reused KV, computes the rest, pushes it layer by layer, hands the request over."""
+"""The prefill node: loads reused KV, computes the rest, pushes it layer by layer and hands the request over."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from prefill_node.group_helper import GroupHelper
 from prefill_node.group_member import GroupMember
 from prefill_node.handoff import PrefillHandoff
 from prefill_node.lookahead import LookaheadLimiter, LookaheadPermit
-from prefill_node.push import Pusher
+from prefill_node.push import PushDestination, Pusher
 from rpc.control import open_channel
 from telemetry import tracing
 from telemetry.tracing import Span
 from worker.grammar_matching import GrammarMatcher
 from worker.node import WorkerNode
-from worker.prepare import Prepared, keep, load, prepared, reusable_blocks, sequence_of, trace_prompt
+from worker.prepare import Prepared, load, prepared, reusable_blocks, save_prefix, sequence_of, trace_prompt
 from worker.request import EngineSequence, Request
 from worker.shielded_wait import run_both, shielded
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillService:
-    """Takes a request from its prompt to its first token, and its KV to the decode node."""
+    """Serves a request from its prompt to its first token, and moves its KV to the decode node."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
@@ -44,6 +44,7 @@ class PrefillService:
         self.helper = GroupHelper(node, self._push_threads, self._tapped)
 
     async def close(self) -> None:
+        """Close the channels and the push thread."""
         for channel in self._channels.values():
             await channel.close()
         self._push_threads.shutdown()
@@ -55,7 +56,7 @@ class PrefillService:
 
     @contextlib.contextmanager
     def _tapped(self, sequence: EngineSequence, *taps: Pusher | GroupMember) -> Iterator[None]:
-        """Meanwhile these hear of every layer of the sequence that is written."""
+        """Notify `taps` of every written layer of the sequence while the context is open."""
         self._taps[id(sequence)] = taps
         try:
             yield
@@ -63,7 +64,8 @@ class PrefillService:
             del self._taps[id(sequence)]
 
     async def serve(self, request: Request) -> None:
-        with tracing.begin("prefill", request.traceparent, **request.about) as span:
+        """Serve one request. Raises RequestRefused and RequestFailed."""
+        with tracing.begin("prefill", request.traceparent, **request.span_attributes) as span:
             await self._serve(request, span)
 
     async def _serve(self, request: Request, span: Span) -> None:
@@ -73,18 +75,18 @@ class PrefillService:
         try:
             if self._places.must_wait:
                 node.kv_connector.prefetch(request, reusable_blocks(request, node.config.block_tokens))
-            matcher = await node.matcher(request)  # while it holds nothing that others wait for
+            matcher = await node.matcher(request)  # compiled before the request holds anything
             with node.queued(request):
                 async with (
-                    self._places.take(request.key) as place,
+                    self._places.take(request.key) as permit,
                     prepared(node, request, peak_tokens=len(request.prompt)) as work,
                 ):
-                    await self._prefill_and_hand_off(work, place, matcher, span)
+                    await self._prefill_and_hand_off(work, permit, matcher, span)
         finally:
             node.reporter.progress(request.request_id, request.attempt, PHASE_ENDED)
 
     async def _prefill_and_hand_off(
-        self, work: Prepared, place: LookaheadPermit, matcher: GrammarMatcher | None, span: Span
+        self, work: Prepared, permit: LookaheadPermit, matcher: GrammarMatcher | None, span: Span
     ) -> None:
         node, request = self.node, work.request
         handoff = PrefillHandoff(node, work, self._channel(request.placement.decode.target), span)
@@ -93,21 +95,22 @@ class PrefillService:
             await run_both(load(node, work, span), handoff.reserve())
             work.elsewhere_tokens = handoff.push_from * node.config.block_tokens
             pusher = self._pusher(work, handoff)
-            sequence = await self._prefill(work, place, matcher, pusher)
+            sequence = await self._prefill(work, permit, matcher, pusher)
             trace_prompt(span, sequence, work)
             if sequence.finish:
-                await keep(node, work, sequence)
+                await save_prefix(node, work, sequence)
                 return
-            # An answer that its first token ends needs no decode node, but the next turn wants the prompt's KV.
+            # If the first token ends the answer, no decode node is needed, but the prompt's KV is saved for the next
+            # turn.
             with node.jobs.ended_by(request, lambda _: handoff.call_off()):
-                await run_both(handoff.commit(pusher, sequence), keep(node, work, sequence, goes_on=True))
+                await run_both(handoff.commit(pusher, sequence), save_prefix(node, work, sequence, goes_on=True))
             if handoff.is_called_off or handoff.num_corrupt:
-                await keep(node, work, sequence, goes_on=not handoff.is_called_off)
+                await save_prefix(node, work, sequence, goes_on=not handoff.is_called_off)
         finally:
             await shielded(asyncio.ensure_future(self._leave(handoff, pusher)))
 
     async def _leave(self, handoff: PrefillHandoff, pusher: Pusher | None) -> None:
-        """Once the last write is over, the decode node may use its slots again."""
+        """Abort the hand-off after the last write has ended; the decode node may then reuse its slots."""
         if pusher is not None:
             await pusher.stop()
         await handoff.abort()
@@ -117,25 +120,28 @@ class PrefillService:
         assert reply is not None
         request = work.request
         push_from = handoff.push_from
-        pusher = Pusher(
-            self.node.memory,
-            self.node.messenger.connect(handoff.endpoint),
-            self._push_threads,
-            lambda nbytes, seconds: self.node.counters.add_transfer("push", nbytes, seconds),
+        destination = PushDestination(
+            peer=self.node.messenger.connect(handoff.endpoint),
             epoch=reply.epoch,
             key=RemoteKey.unpack(reply.key.packed),
-            slots=work.slots,
-            remote=handoff.remote_offsets(),
-            prompt_len=len(request.prompt),
+            offsets=handoff.remote_offsets(),
             push_from=push_from,
+        )
+        pusher = Pusher(
+            self.node.memory,
+            self._push_threads,
+            destination,
+            slots=work.slots,
+            prompt_len=len(request.prompt),
             deadline_s=lambda: request.time_left_s,
             stall_s=self.node.config.kv.push_timeout_s,
+            on_moved=lambda nbytes, seconds: self.node.counters.add_transfer("push", nbytes, seconds),
         )
         pusher.push_blocks(range(push_from, work.reused_tokens // self.node.config.block_tokens))
         return pusher
 
     async def _prefill(
-        self, work: Prepared, place: LookaheadPermit, matcher: GrammarMatcher | None, pusher: Pusher
+        self, work: Prepared, permit: LookaheadPermit, matcher: GrammarMatcher | None, pusher: Pusher
     ) -> EngineSequence:
         """Compute the rest of the prompt and the first token, which goes to the frontend at once."""
         node, request = self.node, work.request
@@ -144,14 +150,14 @@ class PrefillService:
             node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
             is_through = False
             if group is not None:
-                with self._tapped(sequence, pusher, group.membership):
+                with self._tapped(sequence, pusher, group.member):
                     is_through = await group.run(sequence)
         if not is_through:
             if group is not None:
-                await pusher.settle()  # what is computed again must not be on its way, too
+                await pusher.settle()  # blocks must not be recomputed while they are being pushed
             with self._tapped(sequence, pusher):
                 await node.run_in_engine(sequence)
-        place.end()
+        permit.end()
         return sequence
 
     def _stub(self, target: str) -> WorkerStub:

@@ -1,4 +1,4 @@
-"""Both phases of a request in one engine loop (merged steps): what aggregated workers do, or any that is asked to."""
+"""Serves whole requests, prefill and decode in one engine loop: aggregated workers, and any worker that is asked to."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
 from telemetry import tracing
 from telemetry.tracing import Span
 from worker.node import WorkerNode
-from worker.prepare import keep, load, prepared, sequence_of, trace_answer, trace_prompt
+from worker.prepare import load, prepared, save_prefix, sequence_of, trace_answer, trace_prompt
 from worker.request import Request
 
 
 class AggregatedService:
-    """Takes a request from prompt to last token."""
+    """Serves a request from its prompt to its last token."""
 
     def __init__(self, node: WorkerNode) -> None:
         self._node = node
 
     async def serve(self, request: Request) -> None:
-        with tracing.begin("serve", request.traceparent, **request.about) as span:
+        """Serve one request. Raises RequestRefused and RequestFailed."""
+        with tracing.begin("serve", request.traceparent, **request.span_attributes) as span:
             await self._serve(request, span)
 
     async def _serve(self, request: Request, span: Span) -> None:
@@ -25,7 +26,7 @@ class AggregatedService:
         report = node.reporter
         held = node.hold(request, remaining_prefill_tokens=len(request.prompt))
         try:
-            matcher = await node.matcher(request)  # while it holds nothing that others wait for
+            matcher = await node.matcher(request)  # compiled before the request holds anything
             with node.queued(request):
                 async with prepared(node, request, peak_tokens=request.peak_tokens) as work:
                     held.committed_tokens = len(work.slots) * node.config.block_tokens
@@ -36,6 +37,6 @@ class AggregatedService:
                         await node.run_in_engine(sequence)
                         trace_prompt(span, sequence, work)
                         trace_answer(span, sequence)
-                        await keep(node, work, sequence)
+                        await save_prefix(node, work, sequence)
         finally:
             report.progress(request.request_id, request.attempt, PHASE_ENDED)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 
 class WorkerCounters:
-    """Counts by name. `on_transfer(path, nbytes, seconds)` also hears of every KV transfer."""
+    """Counts by name. `on_transfer(path, nbytes, seconds)`, if given, is called for every KV transfer."""
 
     def __init__(self, on_transfer: Callable[[str, int, float], None] | None = None) -> None:
         self._values: defaultdict[str, float] = defaultdict(float)
@@ -17,7 +17,7 @@ class WorkerCounters:
         self._values[name] += value
 
     def add_transfer(self, path: str, nbytes: int, seconds: float) -> None:
-        """KV bytes moved on one of the paths push, pull, load, store."""
+        """Count KV bytes moved on one of the paths push, pull, load, fetch, store and group."""
         self._values[f"kv_{path}_bytes"] += nbytes
         if self.on_transfer is not None:
             self.on_transfer(path, nbytes, seconds)

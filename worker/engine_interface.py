@@ -1,6 +1,6 @@
-"""What computes for a worker: the seam behind which a transformer or its paced stand-in runs. No torch.
+"""Interface between a worker and what computes for it: a transformer or the paced stand-in. Imports no torch.
 
-Everything else of a worker (slots, batch policy, hand-over, pool, streams) is the same code over either.
+All other parts of a worker (slots, batch policy, hand-off, pool, streams) are the same code for both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SampledToken:
 
 
 class StepRunner(Protocol):
-    """Computes planned steps in the slots of one memory. Called on the engine's thread alone."""
+    """Computes planned steps in the slots of one memory. Called on the engine thread only."""
 
     def run(
         self,
@@ -38,33 +38,34 @@ class StepRunner(Protocol):
         chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
         on_layer: OnLayer | None,
     ) -> list[SampledToken | None]:
-        """One step: the next token of each decoding sequence, and these prompt chunks.
+        """Compute one step: the next token of each decoding sequence, and these prompt chunks.
 
-        Writes the KV of what is computed and calls `on_layer(layer)` once a layer's is written. Returns a token per
-        decoding sequence, then one per chunk that ends its prompt; None for a sequence that cannot go on, whose `error`
-        says why. Raises when the step failed as a whole.
+        Writes the KV of the computed tokens and calls `on_layer(layer)` when a layer's KV is written. Returns a token
+        per decoding sequence, then one per chunk that ends its prompt; None for a sequence that cannot continue, whose
+        `error` is set. Raises if the step fails as a whole.
         """
 
 
 class Engine(ABC):
-    """What one worker computes with. `fingerprint`: hex, equal for those that compute the same KV and tokens."""
+    """Model and device of one worker. `fingerprint` (hex) is equal for engines that compute the same KV and tokens."""
 
     config: ModelConfig
     fingerprint: str
-    hardware = ""  # what it computes on, as cost profiles name it; empty where nothing computes
-    label = ""  # what stands in for the model, and how; empty for the model itself
+    hardware = ""  # device as named in cost profiles; empty if nothing is computed
+    label = ""  # name of the stand-in; empty for a real model
 
     @abstractmethod
     def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> EngineMemory:
-        """The slots it computes in. Raises OSError when there is not enough memory."""
+        """Allocate the slots that the engine computes in. Raises OSError if there is not enough memory."""
 
     @abstractmethod
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
-        """The slots as the pool has them, which may be the memory itself, and what KV from the pool then is."""
+        """Return the slots in the form in which the pool stores them (possibly `memory` itself), and the provenance of
+        pool KV."""
 
     @abstractmethod
     def steps(self, memory: EngineMemory) -> StepRunner:
-        """What computes in `memory`."""
+        """Return the runner of steps in `memory`."""
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -72,8 +73,8 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, request: Request) -> None:
-        """Raises RequestRefused for what cannot be computed."""
+        """Raise RequestRefused for a request that this engine cannot compute."""
 
     def counters(self) -> Mapping[str, float]:
-        """What it counts of its own, for reports."""
+        """Return the engine's own counters, for reports."""
         return {}

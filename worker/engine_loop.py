@@ -1,7 +1,23 @@
-"""The engine's own thread: plan, run, sample, report. It shares no thread with I/O.
+"""The engine thread: plans steps, runs them, samples and reports. It does no I/O.
 
-Commands go in through `submit` and `cancel`; what happened comes out through one callback per step, called on the
-engine thread. Whoever owns the slots may free a sequence's slots only after it was reported as `left`.
+Commands come in through `submit`, `cancel` and `extend`; results go out through one callback per step, which is called
+on the engine thread. The owner of the slots may free a sequence's slots only after the sequence was reported as `left`.
+
+Threads, locks and lifetimes:
+
+  event loop                        engine thread                          verifier thread
+  submit, cancel, extend, wake ──▶  _take_commands: inbox → _prefilling    MemberChunks.verified ──▶ wake
+  (under `_wake`)                   or _decoding                           (a group's layer has arrived)
+  on_step callback ◀──────────────  _step ends: StepResult
+  (call_soon_threadsafe)            on_layer(layer, spans) within a step
+
+- `_wake` guards `_inbox`, `_closing`, `_ended_by` and the growth of a sequence's slot table. The engine thread holds
+  it only in `_take_commands` and when it ends, never during a step or a callback.
+- `_prefilling` and `_decoding` belong to the engine thread. Others read only their lengths (`num_sequences`).
+- A sequence belongs to the engine thread from `submit` until a StepResult lists it in `left`. Steps read and write
+  its slots meanwhile, so a cancelled sequence keeps them until the step in progress has ended.
+- A step of a prefill group blocks in `group_chunks.wait` for layers of other nodes; `cancel` ends that wait by `lose`.
+- If the thread dies, `_ended_by` is set and all sequences are reported as left; later submits are answered at once.
 """
 
 from __future__ import annotations
@@ -24,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A token as it was generated: by the time it is sent, the sequence may have gone on."""
+    """One generated token with its values at that time: the sequence may have advanced before the token is sent."""
 
     sequence: EngineSequence
     index: int
@@ -35,14 +51,14 @@ class GeneratedToken:
 
 @dataclass(slots=True)
 class StepResult:
-    """One step, or the removal of cancelled sequences."""
+    """Result of one step, or the removal of cancelled sequences."""
 
     tokens: list[GeneratedToken] = field(default_factory=list)
     left: list[EngineSequence] = field(
         default_factory=list
     )  # out of the loop: finished, handed over, cancelled or failed (`EngineSequence.error`)
-    error: BaseException | None = None  # the step failed; `left` are its victims
-    is_end: bool = False  # the thread has ended by that error: nothing more will be computed
+    error: BaseException | None = None  # the step failed; `left` lists the sequences it fails
+    is_end: bool = False  # the thread has ended with that error: nothing more will be computed
     decode_batch: int = 0
     decode_context: int = 0
     prefill_tokens: int = 0
@@ -53,7 +69,7 @@ LayerHook = Callable[[int, list[tuple[EngineSequence, int, int]]], None]
 
 
 class EngineLoop:
-    """Runs the engine over the sequences it was given, until closed."""
+    """Runs the engine over the submitted sequences until closed."""
 
     def __init__(
         self,
@@ -68,22 +84,23 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._inbox: deque[EngineSequence] = deque()
         self._closing = False
-        self._ended_by: BaseException | None = None  # what ended the thread without being asked to
+        self._ended_by: BaseException | None = None  # the error that ended the thread
         self._decoding: list[EngineSequence] = []
         self._prefilling: list[EngineSequence] = []
-        self._was_shared = False  # whether the last step was a chunk for a group
+        self._was_shared = False  # the last step was a chunk of a prefill group
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
 
     def on_layer(self, hook: LayerHook) -> None:
-        """From the start on, call `hook(layer, chunks)` on the engine thread once the KV of a layer is written for
-        those prompt chunks (sequence, start, end) of the running step whose sequences leave with their first token."""
+        """Set `hook(layer, chunks)`; call before `start`. It runs on the engine thread when a layer's KV is written,
+        with the chunks (sequence, start, end) of the step whose sequences leave with their first token."""
         self._on_layer = hook
 
     def start(self) -> None:
+        """Start the engine thread."""
         self._thread.start()
 
     def submit(self, sequence: EngineSequence) -> None:
-        """Hand a sequence over; its slots belong to the loop until it is reported as left."""
+        """Hand over a sequence; its slots belong to the loop until it is reported as left."""
         with self._wake:
             if self._ended_by is None:
                 self._inbox.append(sequence)
@@ -92,25 +109,26 @@ class EngineLoop:
         self._on_step(StepResult(error=self._ended_by, left=[sequence], is_end=True))
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """Ask for a sequence to leave; it is reported as left after the running step."""
+        """Request the removal of a sequence; it is reported as left after the step in progress."""
         with self._wake:
             sequence.cancelled = True
             self._wake.notify()
-        if sequence.group_chunks is not None:  # the running step may be its own, and wait for other nodes
+        if sequence.group_chunks is not None:  # its own step may be in progress and waiting for other nodes
             sequence.group_chunks.lose("the request was cancelled")
 
     def extend(self, sequence: EngineSequence, slots: list[int]) -> None:
-        """Give a sequence that decodes further slots."""
+        """Add slots to a decoding sequence."""
         with self._wake:
             sequence.extend(slots)
             self._wake.notify()
 
     def wake(self) -> None:
-        """A sequence's share may be ready now."""
+        """Reconsider the sequences of prefill groups: a group's chunk may be ready."""
         with self._wake:
             self._wake.notify()
 
     def close(self) -> None:
+        """Stop after the step in progress and join the thread."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -119,13 +137,14 @@ class EngineLoop:
 
     @property
     def num_sequences(self) -> int:
+        """Number of submitted sequences that have not left."""
         return len(self._inbox) + len(self._prefilling) + len(self._decoding)
 
     def _live(self) -> None:
         try:
             self._run()
         except BaseException as error:
-            log.exception("the engine's thread ends")
+            log.exception("the engine thread ends")
             with self._wake:
                 self._ended_by = error
                 left = [*self._decoding, *self._prefilling, *self._inbox]
@@ -135,12 +154,12 @@ class EngineLoop:
         while self._take_commands():
             self._drop_cancelled()
             now_s = time.monotonic()
-            # At every step: what is urgent goes first from its next chunk on, and what was computed of others stays.
+            # Sorted before every step: an urgent prompt goes first from its next chunk on.
             self._prefilling.sort(key=lambda sequence: sequence.queue_entry.rank(now_s))
             ready = [s for s in self._decoding if self._has_room(s)]
             prompts = [s for s in self._prefilling if s.group_chunks is None or s.group_chunks.is_ready]
-            # A chunk for a group may wait for other nodes, layer by layer: nothing else goes into its step, and those
-            # that decode have every other one.
+            # A chunk of a group may wait for other nodes at every layer, so it gets a step of its own, and decoding
+            # sequences get every other step.
             self._was_shared = bool(prompts and prompts[0].group_chunks is not None) and not (
                 ready and self._was_shared
             )
@@ -173,7 +192,8 @@ class EngineLoop:
         return any(sequence.cancelled or self._has_room(sequence) for sequence in self._decoding)
 
     def _has_room(self, sequence: EngineSequence) -> bool:
-        """Whether its last token, which the next step computes, has a slot: an answer may wait for more of them."""
+        """True if the last token, which the next step computes, has a slot; a growing answer may have to wait
+        for one."""
         return sequence.num_tokens <= len(sequence.table) * self._limits.block_tokens
 
     def _drop_cancelled(self) -> None:
@@ -203,13 +223,13 @@ class EngineLoop:
     def _step(self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]]) -> None:
         try:
             result = self._run_batch(decoding, chunks)
-        except GroupLost as error:  # of a chunk that had the step for itself
+        except GroupLost as error:  # the chunk of a group has a step of its own
             chunks[0][0].error = error
             result = StepResult(left=[chunks[0][0]])
-        except Exception as error:  # the thread must outlive any of its sequences
+        except Exception as error:  # a failed step must not end the thread
             log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
             result = StepResult(error=error, left=decoding + [s for s, _ in chunks])
-        # More sequences than rows take turns: none waits for another one's end.
+        # Rotate: with more sequences than rows, each gets its share of the steps.
         stepped = {id(sequence) for sequence in decoding}
         self._decoding = [s for s in self._decoding if id(s) not in stepped] + decoding
         self._remove(result.left)
@@ -263,7 +283,7 @@ class EngineLoop:
 
 
 def _has_left(sequence: EngineSequence, chunk: PrefillChunk) -> bool:
-    """Whether nothing more of it is computed here once this chunk is."""
+    """True if this node computes nothing more of the sequence after this chunk."""
     return (
         sequence.group_chunks.next_span is None
         if sequence.group_chunks is not None

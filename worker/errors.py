@@ -3,10 +3,10 @@
 WorkerError
 ├── RequestRefused        the request itself is at fault (too long, unknown model): not retried
 ├── RequestFailed         this attempt failed here; another node may do better
-│   └── GroupLost         the other members' chunks of a prompt do not come, or not right
-├── GrammarError          a grammar that cannot be compiled: says what is wrong with it
-├── ProfileError          a cost profile that cannot be read, or does not have what is asked
-├── EngineBroken          the engine computes nothing any more; only another process may do better
+│   └── GroupLost         chunks of other members of a prefill group are missing or damaged
+├── GrammarError          a grammar that cannot be compiled
+├── ProfileError          a cost profile that cannot be read or lacks a requested entry
+├── EngineBroken          the engine fails every step; the process must be restarted
 └── StartupError          the node cannot start with this configuration
 """
 
@@ -20,7 +20,7 @@ class WorkerError(Exception):
 
 
 class RequestRefused(WorkerError):
-    """The request can never be served by this node, whatever its load. `code` is sent to the frontend."""
+    """This node can never serve the request, whatever its load. `code` is sent to the frontend."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -37,26 +37,26 @@ class RequestFailed(WorkerError):
 
 
 class GroupLost(RequestFailed):
-    """What other members of a prefill group were to compute is missing. The prompt's own node can go on alone."""
+    """Chunks of other members of a prefill group are missing. The prompt's own node can continue alone."""
 
     def __init__(self, message: str) -> None:
         super().__init__("group", message)
 
 
 class GrammarError(WorkerError):
-    """A grammar that is malformed, not supported or too large."""
+    """A grammar is malformed, not supported or too large."""
 
 
 class ProfileError(WorkerError):
-    """A file that is no cost profile of this version, or a profile without what it was asked for."""
+    """A file is not a cost profile of this version, or a profile lacks a requested entry."""
 
 
 class EngineBroken(WorkerError):
-    """Step after step failed; the message names the last one's cause."""
+    """Consecutive engine steps failed; the message names the cause of the last failure."""
 
 
 class StartupError(WorkerError):
-    """The node cannot start: the message says what was found, what was expected and what to do."""
+    """The node cannot start: the message names what was found, what was expected and what to do."""
 
 
 def sequence_error(error: Exception) -> WorkerError:
@@ -66,5 +66,5 @@ def sequence_error(error: Exception) -> WorkerError:
     """
     if isinstance(error, GrammarError):
         return RequestRefused("grammar", f"the answer cannot be held to its grammar any further: {error}")
-    log.error("a sequence failed alone", exc_info=error)
+    log.error("one sequence of a step failed", exc_info=error)
     return RequestFailed("engine", f"its logits could not be used: {type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""Grammars as they come with requests: what is accepted, checked without a tokenizer. Imports no torch.
+"""Validation of the grammars that requests carry. Needs no tokenizer and imports no torch.
 
-`check_grammar` is for the front door, `to_llguidance` and `LIMITS` for the workers, who compile by the same rules.
+The frontend calls `check_grammar`; workers use `to_llguidance` and `LIMITS` and so compile by the same rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_LARK_LINES = 256  # the library's time to report an error grows with the cub
 MAX_LARK_REPEATS = 500  # nested repetitions multiply in the library's chart: two of these still take half a second
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _SHOWN_ERROR_CHARS = 500
-# The library negates the bounds of integers as 64-bit ones: with the least of all it would recurse without end.
+# The library negates integer bounds as 64-bit values: the smallest one would make it recurse without end.
 _LEAST_NUMBER = -9.2e18
 _NEGATIVE_NUMBER = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _REPEATS = re.compile(r"(?:\{\s*|~\s*)(\d*)(?:\s*(?:,|\.\.)\s*(\d+))?")
@@ -34,15 +34,15 @@ _starting = threading.Lock()
 
 
 def check_grammar(kind: Grammar.Kind.ValueType, source: str) -> None:
-    """Raises GrammarError saying what is wrong with the grammar. Blocks for as long as a compile takes (to 1 s)."""
+    """Raise GrammarError if the grammar is invalid. Blocks while it compiles (up to 1 s)."""
     grammar = to_llguidance(kind, source)
     problem = on_deep_stack(lambda: LLMatcher.validate_grammar(grammar, limits=LIMITS))
     if problem:
-        raise GrammarError(told(problem))
+        raise GrammarError(shortened(problem))
 
 
 def to_llguidance(kind: Grammar.Kind.ValueType, source: str) -> str:
-    """The source in the library's own form, not compiled. Raises GrammarError."""
+    """Return the source in llguidance's own form, not compiled. Raises GrammarError."""
     try:
         nbytes = len(source.encode())
     except UnicodeEncodeError as error:
@@ -50,13 +50,13 @@ def to_llguidance(kind: Grammar.Kind.ValueType, source: str) -> str:
     if nbytes > MAX_SOURCE_NBYTES:
         raise GrammarError(f"the grammar has {nbytes} bytes; at most {MAX_SOURCE_NBYTES} are accepted")
     if kind == Grammar.KIND_JSON_SCHEMA:
-        # Without white space between tokens, or a model could pad for ever.
+        # Without white space between tokens: a model could emit padding without end.
         try:
             form = LLMatcher.grammar_from_json_schema(
                 source, overrides={"whitespace_flexible": False, "whitespace_pattern": None}
             )
         except ValueError as error:
-            raise GrammarError(told(f"the schema is not a JSON object: {error}")) from error
+            raise GrammarError(shortened(f"the schema is not a JSON object: {error}")) from error
         json.loads(source, parse_int=_check_number, parse_float=_check_number)
         return form
     if kind == Grammar.KIND_LARK:
@@ -69,31 +69,32 @@ def to_llguidance(kind: Grammar.Kind.ValueType, source: str) -> str:
         return LLMatcher.grammar_from_lark(source)
     if kind == Grammar.KIND_REGEX:
         return LLMatcher.grammar_from_regex(source)
-    raise GrammarError(f"grammar kind {kind} is not known: expected a JSON schema, a Lark grammar or a regex")
+    raise GrammarError(f"unknown grammar kind {kind}: expected a JSON schema, a Lark grammar or a regex")
 
 
 def _check_number(text: str) -> None:
     if float(text) < _LEAST_NUMBER:
-        raise GrammarError(f"the grammar holds the number {told(text)}: none below {_LEAST_NUMBER:g} is accepted")
+        raise GrammarError(f"the grammar holds the number {shortened(text)}: none below {_LEAST_NUMBER:g} is accepted")
 
 
 def _check_repeats(count: str) -> None:
     if len(count) > 9 or int(count or 0) > MAX_LARK_REPEATS:
         raise GrammarError(
-            f"the grammar repeats something {told(count)} times; at most {MAX_LARK_REPEATS} are accepted"
+            f"the grammar repeats something {shortened(count)} times; at most {MAX_LARK_REPEATS} are accepted"
         )
 
 
-def told(problem: str) -> str:
-    """The library's message, cut to what a client can use."""
+def shortened(problem: str) -> str:
+    """Shorten a message of the library to what a client can use."""
     short = problem.strip()
     return short if len(short) <= _SHOWN_ERROR_CHARS else short[:_SHOWN_ERROR_CHARS] + " ..."
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
-    """Run `work` on a thread whose stack holds any nesting that MAX_SOURCE_NBYTES can spell; waits for it.
+    """Run `work` on a thread whose stack holds any nesting that MAX_SOURCE_NBYTES can express, and wait for it.
 
-    Raises what `work` raises; what is no Exception, as the library's panics, as a GrammarError.
+    Raises what `work` raises; exceptions not derived from Exception, such as panics of the library, become
+    GrammarErrors.
     """
     done: Future[T] = Future()
 
@@ -103,7 +104,7 @@ def on_deep_stack(work: Callable[[], T]) -> T:
         except Exception as error:
             done.set_exception(error)
         except BaseException as panic:
-            done.set_exception(GrammarError(told(f"the grammar cannot be compiled: {panic}")))
+            done.set_exception(GrammarError(shortened(f"the grammar cannot be compiled: {panic}")))
 
     thread = threading.Thread(target=run, name="grammar")
     with _starting:

@@ -1,7 +1,7 @@
-"""Grammars at work: compiled for this model's tokenizer, and followed token by token.
+"""Grammars compiled for this model's tokenizer and matched token by token.
 
-Compiled on a thread of their own, neither the event loop's nor the engine's, once per grammar as long as it is
-remembered; each sequence gets a copy. Masks are computed on the engine's thread, for the rows that have a grammar.
+Grammars are compiled on a thread of their own, once each while cached; every sequence gets a copy of the compiled
+matcher. Token masks are computed on the engine thread, only for rows that have a grammar.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine import TokenizerMissing, find_tokenizer
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_COMPLETE, FINISH_NONE, FINISH_STOP, Finish
 from worker.errors import GrammarError, RequestRefused
-from worker.grammar import LIMITS, on_deep_stack, to_llguidance, told
+from worker.grammar import LIMITS, on_deep_stack, shortened, to_llguidance
 
 MAX_COMPILED = 64
 
@@ -29,19 +29,19 @@ Bools = NDArray[np.bool_]
 
 
 class GrammarVocabulary:
-    """A model's tokens as the grammars' library sees them."""
+    """A model's tokens in the form that llguidance needs."""
 
     def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """Raises GrammarError when this tokenizer's tokens cannot be held to a grammar."""
+        """Raises GrammarError if this tokenizer cannot be used with grammars."""
         try:
             tokenizer = Tokenizer.from_file(str(find_tokenizer(folder)))
         except TokenizerMissing as error:
             raise GrammarError(str(error)) from error
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower type
             raise GrammarError(f"the tokenizer of {folder} cannot be read: {error}") from error
         self.size = vocab_size
         self.end_ids = frozenset(i for i in end_ids if i < vocab_size)
-        # A grammar's end must be some token's. A model that has none gets one that is never allowed.
+        # llguidance needs an end token. A model without one gets an extra token that is never allowed.
         self.mock_end: int | None = None
         ends = sorted(self.end_ids)
         if not ends:
@@ -55,11 +55,13 @@ class GrammarVocabulary:
                 eos_token=ends,
             )
         except Exception as error:
-            raise GrammarError(f"this model's tokenizer cannot be held to a grammar: {told(str(error))}") from error
+            raise GrammarError(
+                f"this model's tokenizer cannot be held to a grammar: {shortened(str(error))}"
+            ) from error
 
 
 class GrammarMatcher:
-    """One sequence's place in its grammar."""
+    """Position of one sequence in its grammar."""
 
     def __init__(self, inner: LLMatcher, vocabulary: GrammarVocabulary) -> None:
         self._inner = inner
@@ -68,22 +70,23 @@ class GrammarMatcher:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end any grammar."""
+        """Tokens that end any grammar."""
         return self._vocabulary.end_ids
 
     def allowed(self) -> Bools:
-        """bool [V]: the ids that may come next; only end tokens, once there is nothing else. Raises GrammarError."""
+        """Return bool [V]: the ids that may come next; at the end of the grammar, end tokens only. Raises
+        GrammarError."""
         packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
         self._raise_if_failed()
         allowed = np.unpackbits(packed, bitorder="little")[: self._vocabulary.size].view(np.bool_)
         if self._vocabulary.mock_end is not None:
             allowed[self._vocabulary.mock_end :] = False
         if not allowed.any():
-            raise GrammarError("the grammar has come to where this model has no token that goes on")
+            raise GrammarError("the grammar has reached a state in which no token of this model is allowed")
         return allowed
 
     def take(self, token: int) -> None:
-        """Raises GrammarError for a token that is not allowed, and beyond the library's limits."""
+        """Advance by one token. Raises GrammarError for a token that is not allowed and beyond the library's limits."""
         self._inner.consume_token(token)
         self._raise_if_failed()
         if token in self._vocabulary.end_ids:
@@ -93,11 +96,11 @@ class GrammarMatcher:
 
     def _raise_if_failed(self) -> None:
         if self._inner.is_error():
-            raise GrammarError(told(self._inner.get_error()))
+            raise GrammarError(shortened(self._inner.get_error()))
 
 
 class GrammarCompiler:
-    """A node's compiled grammars. Lives on the event loop."""
+    """Cache of a node's compiled grammars. Lives on the event loop."""
 
     def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._folder, self._vocab_size, self._end_ids = folder, vocab_size, end_ids
@@ -110,16 +113,16 @@ class GrammarCompiler:
         self._thread.submit(self._try_vocabulary).result()
 
     def close(self) -> None:
-        """Ends the thread; blocks for as long as a compile may take."""
+        """End the thread; blocks for as long as a compilation takes."""
         self._thread.shutdown(cancel_futures=True)
 
     def begin(self, grammar: Grammar | None) -> None:
-        """Start to compile in the background, for a `matcher` that will be asked for."""
+        """Start to compile a grammar in the background, for a later call of `matcher`."""
         if grammar is not None:
             self._compile(grammar)
 
     async def matcher(self, grammar: Grammar | None, generated: NDArray[np.int32]) -> GrammarMatcher | None:
-        """At the place in the grammar where the `generated` ids lead. Raises RequestRefused. None for no grammar."""
+        """Return a matcher advanced by the `generated` ids; None without a grammar. Raises RequestRefused."""
         if grammar is None:
             return None
         try:
@@ -143,12 +146,12 @@ class GrammarCompiler:
         return found
 
     def _keep_if_final(self, key: tuple[int, str], future: asyncio.Future[LLMatcher]) -> None:
-        """That a grammar is none is remembered; that it could not be compiled just now is not."""
+        """Keep successes and invalid grammars in the cache; drop other failures, which may not recur."""
         final = not future.cancelled() and isinstance(future.exception(), GrammarError | type(None))
         if not final and self._compiled.get(key) is future:
             del self._compiled[key]
 
-    # On the thread.
+    # The following methods run on the compiler thread.
 
     def _compile_now(self, kind: Grammar.Kind.ValueType, source: str) -> LLMatcher:
         vocabulary = self._try_vocabulary()
@@ -157,9 +160,9 @@ class GrammarCompiler:
         form = to_llguidance(kind, source)
         matcher = on_deep_stack(lambda: LLMatcher(vocabulary.tokens, form, log_level=0, limits=LIMITS))
         if not matcher.is_error():
-            matcher.compute_bitmask()  # its copies begin with the automata of the first token
+            matcher.compute_bitmask()  # copies inherit the automata of the first token
         if matcher.is_error():
-            raise GrammarError(told(matcher.get_error()))
+            raise GrammarError(shortened(matcher.get_error()))
         return matcher
 
     def _start(self, compiled: LLMatcher, generated: NDArray[np.int32]) -> GrammarMatcher:

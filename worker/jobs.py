@@ -1,7 +1,7 @@
-"""One task per request on a node. A later attempt takes an earlier one's place, and never the other way round.
+"""One task per request on a node. A later attempt replaces an earlier one, never the other way round.
 
-Messages about a request come by several ways (the frontend's stream, a prefill node's calls), so any two of them may
-overtake each other: a cancel is remembered, for what it cancels may not have come yet.
+Messages about a request arrive on several channels (the stream of the frontend, calls of prefill nodes) and may
+overtake each other, so cancels are remembered: the attempt that a cancel names may not have arrived yet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ OnFailure = Callable[[Request, Failure], None]
 
 
 class RequestJobs:
-    """Lives on the event loop. `on_failure(request, failure)` and `on_over(request)` are called as each job ends."""
+    """Runs the jobs of all requests; lives on the event loop. Calls `on_failure(request, failure)` and
+    `on_over(request)` as jobs end."""
 
     def __init__(self, on_failure: OnFailure, on_over: Callable[[Request], None]) -> None:
         self._on_failure = on_failure
@@ -44,10 +45,10 @@ class RequestJobs:
         return len(self._jobs)
 
     def run(self, request: Request, work: Work, *, on_failure: OnFailure | None = None) -> Job:
-        """Run a request's coroutine; its failure is reported, to `on_failure` if given; its end frees its name.
+        """Run a request's coroutine and free its name when it ends; a failure is reported to `on_failure`.
 
-        An earlier attempt that still runs here is cancelled, and `work` begins once that one has given everything
-        back. Raises RequestRefused when this attempt was cancelled, or a later one came, before it.
+        An earlier attempt that still runs here is cancelled, and `work` begins once that one has released everything.
+        Raises RequestRefused if this attempt was cancelled before, or a later attempt arrived first.
         """
         previous = self._jobs.get(request.request_id)
         newest = max(self._cancelled.get(request.request_id, -1), previous[0].attempt if previous else -1)
@@ -56,18 +57,18 @@ class RequestJobs:
             raise RequestRefused(
                 "superseded", f"attempt {request.attempt} of request {request.request_id} comes after attempt {newest}"
             )
-        told = on_failure or self._on_failure
-        task = asyncio.ensure_future(self._run(request, work, previous[1] if previous else None, told))
+        report = on_failure or self._on_failure
+        task = asyncio.ensure_future(self._run(request, work, previous[1] if previous else None, report))
         self._jobs[request.request_id] = (request, task)
-        # A callback, since a task that is cancelled before its first step runs no line of its own.
+        # A callback, since a task that is cancelled before its first step never runs its own code.
         task.add_done_callback(lambda _: self._over(request, work))
         return task
 
     def cancel(self, request_id: str, attempt: int, *, keep_kv: bool = False, kept_tokens: int = 0) -> None:
-        """Cancel this attempt of a request, or an earlier one, whether it runs here or is still to come.
+        """Cancel this and earlier attempts of a request, whether they run here or are still to arrive.
 
-        With `keep_kv` the attempt has come to a good end: a job inside `ended_by` is told by that, and how many of the
-        answer's tokens are worth keeping (0: not known).
+        `keep_kv` means that the answer is complete: a job inside `ended_by` then finishes by itself and is passed
+        `kept_tokens`, the number of the answer's tokens worth saving (0: unknown).
         """
         self._cancelled[request_id] = max(attempt, self._cancelled.pop(request_id, attempt))
         if len(self._cancelled) > MAX_CANCELS:
@@ -83,8 +84,8 @@ class RequestJobs:
 
     @contextlib.contextmanager
     def ended_by(self, request: Request, end: Callable[[int], None]) -> Iterator[None]:
-        """For a job that has KV to keep: a cancel that keeps it calls `end(kept_tokens)`, and the job finishes by
-        itself."""
+        """Let a cancel with `keep_kv` call `end(kept_tokens)` instead of cancelling the job; for jobs that have KV to
+        save."""
         key = request.request_id, request.attempt
         self._endings[key] = end
         try:
@@ -93,40 +94,40 @@ class RequestJobs:
             del self._endings[key]
 
     def renew(self, request: Request) -> None:
-        """An endless request has a token: it has so long again for the next one."""
+        """Extend the deadline of an endless request that has generated a token by its idle time."""
         limit = self._limits.get(request.key)
         if limit is not None and not limit.expired():
             limit.reschedule(asyncio.get_running_loop().time() + request.idle_s)
 
     async def cancel_frontend(self, frontend_id: str) -> None:
-        """A frontend is gone: nobody waits for its requests. Returns when they have given everything back."""
+        """Cancel all requests of a frontend that is gone. Returns when they have released everything."""
         orphans = [task for request, task in self._jobs.values() if request.frontend_id == frontend_id]
         if orphans:
             log.warning("frontend %s is gone; cancelling its %d requests", frontend_id, len(orphans))
         await _cancelled(orphans)
 
     async def cancel_all(self) -> None:
-        """Cancel every job; returns when all have given everything back."""
+        """Cancel every job. Returns when all have released everything."""
         while self._jobs:
             await _cancelled([task for _, task in self._jobs.values()])
 
     async def wait_idle(self, grace_s: float) -> None:
-        """Wait until the jobs at hand are done, at most `grace_s`."""
+        """Wait for the present jobs to end, at most `grace_s`."""
         tasks = [task for _, task in self._jobs.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
 
-    async def _run(self, request: Request, work: Work, previous: Job | None, told: OnFailure) -> None:
+    async def _run(self, request: Request, work: Work, previous: Job | None, report: OnFailure) -> None:
         with logs.request(request.request_id, request.attempt):
             outcome = "cancelled"
             try:
-                outcome = await self._outcome(request, work, previous, told)
+                outcome = await self._outcome(request, work, previous, report)
             finally:
                 seconds = round(time.monotonic() - request.submitted, 4)
-                said = {"outcome": outcome, "prompt_tokens": len(request.prompt), "seconds": seconds}
-                log.info("request over here", extra=said)
+                fields = {"outcome": outcome, "prompt_tokens": len(request.prompt), "seconds": seconds}
+                log.info("request over here", extra=fields)
 
-    async def _outcome(self, request: Request, work: Work, previous: Job | None, told: OnFailure) -> str:
+    async def _outcome(self, request: Request, work: Work, previous: Job | None, report: OnFailure) -> str:
         try:
             if previous is not None:
                 await _cancelled([previous])
@@ -136,20 +137,20 @@ class RequestJobs:
                 await work
             return "finished"
         except RequestRefused as error:
-            _fail(told, request, error.code, str(error), retryable=False)
+            _fail(report, request, error.code, str(error), retryable=False)
         except RequestFailed as error:
-            _fail(told, request, error.code, str(error), retryable=True, suspect=error.suspect_node_id)
+            _fail(report, request, error.code, str(error), retryable=True, suspect=error.suspect_node_id)
         except TimeoutError:
-            _fail(told, request, "deadline", "the request's deadline has passed", retryable=False)
+            _fail(report, request, "deadline", "the request's deadline has passed", retryable=False)
         except asyncio.CancelledError:
             return "cancelled"
         except Exception as error:
             log.exception("request failed")
-            _fail(told, request, "internal", f"{type(error).__name__}: {error}", retryable=True)
+            _fail(report, request, "internal", f"{type(error).__name__}: {error}", retryable=True)
         return "failed"
 
     def _over(self, request: Request, work: Work) -> None:
-        work.close()  # not begun, if the job was cancelled early
+        work.close()  # it has not started if the job was cancelled early
         self._limits.pop(request.key, None)
         job = self._jobs.get(request.request_id)
         if job is not None and job[0] is request:
@@ -157,7 +158,7 @@ class RequestJobs:
         self._on_over(request)
 
 
-def _fail(told: OnFailure, request: Request, code: str, message: str, *, retryable: bool, suspect: str = "") -> None:
+def _fail(report: OnFailure, request: Request, code: str, message: str, *, retryable: bool, suspect: str = "") -> None:
     log.warning("request failed (%s): %s", code, message)
     failure = Failure(
         request_id=request.request_id,
@@ -167,7 +168,7 @@ def _fail(told: OnFailure, request: Request, code: str, message: str, *, retryab
         retryable=retryable,
         suspect_node_id=suspect,
     )
-    told(request, failure)
+    report(request, failure)
 
 
 async def _cancelled(jobs: Sequence[Job]) -> None:

@@ -1,6 +1,7 @@
-"""Between the engine's slots and the pool: prefetch, pin and load reused blocks, verify them, store new ones.
+"""Connects a worker's slots with KV pools: prefetches, pins, loads and verifies reused blocks, and stores new ones.
 
-Two-phase puts: take slots at a pool node, write blocks there from the engine's, seal them with their digests.
+Blocks of this host's pool go through shared memory (`worker.local_pool`) if possible, all others through the messenger.
+A store is a two-phase put: allocate slots at a pool node, write the blocks, seal them with their digests.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,53 +30,63 @@ from worker.slot_memory import SlotMemory
 
 log = logging.getLogger(__name__)
 
-# A pool node that hangs costs each call its deadline. The first pause is as long as the conductor takes to suspect a
-# node; the longest keeps what a node that came back can give from being missed for long.
+# Each call to a hanging pool node costs its deadline. The first pause equals the time after which the conductor
+# suspects
+# a node; the longest bounds how late a recovered node is used again.
 _HOLD_OFF_S, _LONGEST_HOLD_OFF_S = 5.0, 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class PoolCallSettings:
+    """Identity of a worker towards pool nodes, and the limits of its calls."""
+
+    own_target: str  # gRPC target of this host's pool node; empty = none
+    owner: str  # node id under which leases and puts are held
+    incarnation: int
+    lease_s: float
+    put_ttl_s: float  # the pool drops a put that is not sealed within this time
+    wait_s: float  # longest wait for blocks that are on SSD; blocks that arrive later are computed
+
+
 class KVConnector:
-    """One worker's way to its own pool node and, when told where, to others."""
+    """Access of one worker to its host's pool node and to the pool nodes that placements name."""
 
     def __init__(
         self,
         memory: SlotMemory,
         messenger: Messenger,
         kv_namespace: bytes,
-        *,
-        own_target: str,
-        owner: str,
-        incarnation: int,
-        lease_s: float,
-        put_ttl_s: float,
-        wait_s: float,
+        settings: PoolCallSettings,
         counters: WorkerCounters,
     ) -> None:
-        """`wait_s`: how long a request waits for its blocks that are on SSD; what has not come then is computed."""
         self._memory = memory
         self._messenger = messenger
         self._namespace = kv_namespace
-        self._owner, self._incarnation = owner, incarnation
-        self._lease_s, self._wait_s = lease_s, wait_s
+        self._settings = settings
         self._counters = counters
-        self._own_target = own_target
+        self._own_target = settings.own_target
         self._has_ssd = False
         self._clients: dict[str, PoolClient] = {}
         self._breaker = CircuitBreaker(_HOLD_OFF_S, _LONGEST_HOLD_OFF_S)
         self._now_s = time.monotonic
         self._prefetching: set[asyncio.Task[None]] = set()
-        self._local_pool = LocalPoolAccess(memory, messenger, kv_namespace, owner=owner, incarnation=incarnation)
-        self._writer = PoolWriter(memory, messenger, kv_namespace, ttl_s=put_ttl_s, counters=counters)
+        self._local_pool = LocalPoolAccess(
+            memory, messenger, kv_namespace, owner=settings.owner, incarnation=settings.incarnation
+        )
+        self._writer = PoolWriter(memory, messenger, kv_namespace, ttl_s=settings.put_ttl_s, counters=counters)
         self.own_node_id = ""
         self.num_pinned = 0
 
     def client(self, target: str) -> PoolClient:
+        """Return the client of the pool node at `target`."""
         if target not in self._clients:
-            self._clients[target] = PoolClient(target, owner=self._owner, owner_incarnation=self._incarnation)
+            self._clients[target] = PoolClient(
+                target, owner=self._settings.owner, owner_incarnation=self._settings.incarnation
+            )
         return self._clients[target]
 
     async def meet(self) -> None:
-        """Learn who this host's pool node is: asked until it answers, since all roles start at once."""
+        """Ask this host's pool node for its identity, repeatedly until it answers: all roles start at once."""
         while self._own_target:
             try:
                 description = await self.client(self._own_target).describe()
@@ -87,6 +98,7 @@ class KVConnector:
                 return
 
     async def close(self) -> None:
+        """Cancel prefetches and close all clients."""
         for task in self._prefetching:
             task.cancel()
         await asyncio.gather(*self._prefetching, return_exceptions=True)
@@ -95,10 +107,8 @@ class KVConnector:
             await client.close()
 
     def prefetch(self, request: Request, num_blocks: int) -> None:
-        """A request has to wait: pool nodes that have some of its first blocks on SSD may bring them to DRAM meanwhile.
-
-        Returns at once; nobody waits for it.
-        """
+        """Ask pool nodes to bring the first `num_blocks` blocks of a waiting request from SSD to memory. Returns at
+        once."""
         others = [h for h in request.placement.holders if h.ssd_blocks and h.pool.node_id != self.own_node_id]
         asked = [(self._own_target, 0, num_blocks)] if self._own_target and self._has_ssd else []
         asked += [(h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks)) for h in others]
@@ -117,10 +127,10 @@ class KVConnector:
                 self._note(target)
             except PoolErrors as error:
                 self._note(target, error)
-                log.info("pool at %s did not take a hint of what is needed soon: %s", target, error)
+                log.info("pool at %s rejected a prefetch: %s", target, error)
 
     def _tail_keys(self, request: Request, num_blocks: int) -> bytes:
-        """Of partial blocks that are looked for where the conductor expects the run to end."""
+        """Return the keys of partial blocks that may follow the run whose end the conductor predicted."""
         expected = min(num_blocks, request.placement.reuse_blocks)
         return names_of_tails(request, expected, self._memory.block_tokens)
 
@@ -128,7 +138,7 @@ class KVConnector:
         """Lease the longest leading run of the request's first `num_blocks` blocks that this host's pool and the
         placement's holders have, and the partial block after it, if one holds the prompt's next tokens.
 
-        A pool that cannot be reached only shortens the run: what is missing is computed.
+        An unreachable pool only shortens the run: missing blocks are computed.
         """
         chain = key_array(request.keys[:num_blocks])
         tail_keys = self._tail_keys(request, num_blocks)
@@ -141,7 +151,7 @@ class KVConnector:
         pinned: list[PinnedBlocks] = []
         have = 0
         for i, (target, first, end) in enumerate(targets):
-            is_own = i == 0  # asked for partial blocks even where there is no whole one
+            is_own = i == 0  # may hold a partial block even without a whole one
             if not target or first > have or (end <= have and not is_own) or not self._may_ask(target):
                 continue
             lease = await self._pin(target, chain[have:end], tail_keys, request.time_left_s)
@@ -150,7 +160,7 @@ class KVConnector:
                 have += lease.num_blocks
                 self.num_pinned += 1
         for pin in pinned:
-            # A holder that has lost its blocks offers tails of its own: the right one may be before it.
+            # A holder that has lost its blocks offers partial blocks of its own, so all leases must be searched.
             found = find_tail(request, have, pin.lease.tails, self._memory.block_tokens) if pin.end == have else None
             if found is not None:
                 pinned.remove(pin)
@@ -159,21 +169,21 @@ class KVConnector:
         return pinned
 
     async def _pin(self, target: str, chain: NDArray[np.uint8], tail_keys: bytes, time_left_s: float) -> Lease | None:
-        wait_s = max(0.0, min(self._wait_s, time_left_s))
+        wait_s = max(0.0, min(self._settings.wait_s, time_left_s))
         try:
             lease = await self.client(target).pin(
-                self._namespace, chain, lease_s=self._lease_s, wait_s=wait_s, tails=True, tail_keys=tail_keys
+                self._namespace, chain, lease_s=self._settings.lease_s, wait_s=wait_s, tails=True, tail_keys=tail_keys
             )
         except PoolErrors as error:
             self._note(target, error)
-            log.warning("pool at %s cannot be used for reuse: %s", target, error)
+            log.warning("no KV is reused from the pool at %s: %s", target, error)
             return None
         self._note(target)
         return lease
 
     async def unpin(self, pinned: Sequence[PinnedBlocks], *, superseded: bool = False) -> None:
-        """Give leases back; one that cannot be given back expires. `superseded`: the partial block that was used is
-        part of a longer one by now, and may be removed."""
+        """Return leases; one that cannot be returned expires. With `superseded` the pool may drop the partial block
+        that was used, since a stored block contains it."""
         for pin in pinned:
             self.num_pinned -= 1
             if not self._may_ask(pin.client.target):
@@ -184,13 +194,13 @@ class KVConnector:
                 self._note(pin.client.target)
             except PoolErrors as error:
                 self._note(pin.client.target, error)
-                log.warning("lease %s was not given back and will expire: %s", pin.lease.lease_id, error)
+                log.warning("lease %s was not returned and will expire: %s", pin.lease.lease_id, error)
 
     async def load(self, pinned: Sequence[PinnedBlocks], slots: Sequence[int], first: int) -> int:
-        """Read leased blocks from `first` on, the partial one included, into `slots` and verify every layer of them.
+        """Read leased blocks from `first` on, the partial one included, into `slots` and verify all of their layers.
 
-        Returns how many leading ones are now in the slots and right; each Pinned knows its own. A block that fails
-        verification ends the run, is taken out of the pool and counted.
+        Returns how many leading blocks are now in the slots and verified; each PinnedBlocks records its own. A block
+        that fails verification ends the run, is removed from the pool and counted.
         """
         good = 0
         for pin in pinned:
@@ -222,19 +232,19 @@ class KVConnector:
         return good
 
     async def _read(self, pin: PinnedBlocks, rows: slice, slots: Sequence[int]) -> int:
-        """Read leased blocks into slots: how many leading ones are right. Raises NetworkError."""
+        """Read leased blocks into slots and return how many leading ones are verified. Raises NetworkError."""
         right = await self._local_pool.load(pin, rows, slots) if pin.is_own else None
         if right is not None:
             return right
         slices = self._memory.slot_slices(slots, list(pin.offsets[:, rows]))
         peer = self._messenger.connect(pin.lease.endpoint)
-        await shielded(peer.read(pin.lease.key, self._memory.region, slices, deadline_s=self._lease_s))
+        await shielded(peer.read(pin.lease.key, self._memory.region, slices, deadline_s=self._settings.lease_s))
         expected = [each[rows] for each in pin.digests]
         return await in_thread(self._count_right, slots, expected, pin.valid[rows])
 
     async def quarantine(self, pinned: Sequence[PinnedBlocks], blocks: Sequence[int]) -> None:
-        """Have leased blocks, by their places in the prompt, taken out of their pools: they are not what they should
-        be. At the end of the request they are stored again."""
+        """Remove leased blocks, given by their indices in the prompt, from their pools because their content is wrong.
+        They are stored again at the end of the request."""
         for pin in pinned:
             rows = [block - pin.first for block in blocks if 0 <= block - pin.first < pin.num_rows]
             if not rows:
@@ -247,9 +257,9 @@ class KVConnector:
     async def store(
         self, kept: PrefixSave, slots: Sequence[int], first: int, *, pool: NodeRef | None = None, token_s: float = 0.0
     ) -> None:
-        """Put blocks from `first` on into `pool`, or this host's, from their slots; `token_s` as in `PoolWriter.put`.
+        """Put blocks from `first` on into `pool`, or into this host's; `token_s` as in `PoolWriter.put`.
 
-        A failure is logged and counted: the pool only loses a chance of reuse.
+        A failure is logged and counted: it only costs a chance of reuse.
         """
         target = self._target_of(pool)
         if first >= kept.num_blocks or not target or not self._may_ask(target):
@@ -276,7 +286,7 @@ class KVConnector:
         await self._writer.put(client, kept, slots, first, token_s=token_s)
 
     async def drop(self, superseded: bytes, pool: NodeRef) -> None:
-        """Remove a partial block (its key, or nothing) that one stored since contains, unless somebody reads it."""
+        """Remove the partial block with key `superseded` (empty: none) from the pool, unless it is leased."""
         target = self._target_of(pool)
         if not superseded or not target or not self._may_ask(target):
             return
@@ -285,19 +295,20 @@ class KVConnector:
             self._note(target)
         except PoolErrors as error:
             self._note(target, error)
-            log.info("a partial block that is of no use any more stays at %s: %s", target, error)
+            log.info("a superseded partial block remains at %s: %s", target, error)
 
     def _target_of(self, pool: NodeRef | None) -> str:
-        """Where to call a pool node; this host's own by its own address, and where none is named."""
+        """Return the target of a pool node: this host's own by the configured address, also if no pool is named."""
         elsewhere = pool is not None and pool.target and pool.node_id != self.own_node_id
         return pool.target if pool is not None and elsewhere else self._own_target
 
     def _may_ask(self, target: str) -> bool:
-        """Whether to call the pool node now; what is not asked of it is computed, not stored, or left to expire."""
+        """True if the pool node may be called now. Skipped loads are computed, skipped stores dropped, leases left to
+        expire."""
         return self._breaker.try_pass(target, self._now_s())
 
     def _note(self, target: str, error: Exception | None = None) -> None:
-        """A call has ended; only a deadline that passed tells that the node hangs."""
+        """Record the result of a call. Only a missed deadline counts as a hanging node."""
         if isinstance(error, DeadlineExceeded):
             self._breaker.failed(target, self._now_s())
         else:
@@ -306,7 +317,8 @@ class KVConnector:
     def _count_right(
         self, slots: Sequence[int], expected: Sequence[NDArray[np.uint64]], valid: NDArray[np.int32]
     ) -> int:
-        """Leading slots whose bytes match the expected layer digests (one array [n, layers] per group)."""
+        """Return the number of leading slots whose bytes match the expected layer digests (one array [n, layers] per
+        group)."""
         right = len(slots)
         for group, want in enumerate(expected):
             wrong = (self._memory.slot_digests(group, slots, valid) != want).any(axis=1).nonzero()[0]
@@ -321,7 +333,8 @@ PoolErrors = (KvPoolError, ControlError, MessengerError)
 
 
 class PoolWriter:
-    """Moves blocks out of one worker's slots. Raises PoolErrors; a put that fails or is cancelled leaves nothing."""
+    """Stores blocks of one worker's slots at pool nodes. Raises PoolErrors; a failed or cancelled put leaves nothing
+    behind."""
 
     def __init__(
         self, memory: SlotMemory, messenger: Messenger, kv_namespace: bytes, *, ttl_s: float, counters: WorkerCounters
@@ -335,13 +348,13 @@ class PoolWriter:
     async def put(
         self, client: PoolClient, kept: PrefixSave, slots: Sequence[int], first: int, *, token_s: float = 0.0
     ) -> None:
-        """Store blocks [first, kept.num_blocks) from their slots, as far as they are not there.
+        """Store blocks [first, kept.num_blocks) from their slots, except those that the pool has.
 
-        `token_s`: what computing one token took, so that the pool knows what is lost with a block.
+        `token_s` is the time that computing one token took; the pool weighs evictions by it.
         """
         keys, parents, partial = kept.names(first)
         valid = np.array([tokens or self._memory.block_tokens for tokens in partial], np.int32)
-        # A task of its own: a cancelled caller must still learn of the slots that it was given.
+        # A separate task: even if cancelled, the caller must learn which slots were allocated, to abort the put.
         allocating = asyncio.ensure_future(
             client.allocate(
                 self._namespace,

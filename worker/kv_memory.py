@@ -1,16 +1,13 @@
-"""The engine's KV cache in memory that the messenger can reach.
+"""The engine's KV cache in memory that the messenger can reach, exact and in int8.
 
-On a CPU the cache lives in the registered memory itself: what a peer pushes lands in place. On a GPU the registered
-host memory is a mirror of the cache with the same offsets: `to_host` before a slot is read by a peer, `to_device` after
-one has landed. Both are no-ops on a CPU.
+On a CPU the cache lies in the registered memory itself: pushed data arrives in place. On a GPU the registered host
+memory is a mirror of the cache with the same offsets: call `to_host` before a peer reads a slot and `to_device` after a
+slot was received. Both are no-ops on a CPU.
 
-KV at rest in int8: what a slot looks like in the pool where `kv_storage` is int8, and the way there and back.
-
-Each row (a token's K, or V, in one head of one layer) is cut into groups of `scale_group` values; a group is stored as
-round(x / s) in int8 with s = max|x| / 127 as float16, behind the row's values (PPL.LLM's group-wise int8 KV). So a
-value is off by at most half a step, s / 2, and a row takes head_dim + 2 head_dim / scale_group bytes.
-
-Such KV is an approximation, and so is all that is computed from it: it has a namespace of its own.
+In int8 (`kv_storage`), each row (one token's K or V in one head of one layer) is cut into groups of `scale_group`
+values. A group is stored as round(x / s) in int8 with s = max|x| / 127 as float16, behind the row's values (PPL.LLM's
+group-wise int8 KV). A value is off by at most half a step, s / 2, and a row takes head_dim + 2 head_dim / scale_group
+bytes. Such KV is an approximation, and so is all that is computed from it: it has a namespace of its own.
 """
 
 from __future__ import annotations
@@ -28,13 +25,13 @@ from kvpool import KvGroup, KvPoolError, KvSpec
 from messenger import Messenger
 from worker.slot_memory import EngineMemory, SlotMemory, spec_of
 
-# Of the largest value of a block's layer, K and V apart. Chunks and decode steps take sums in another order: with the
-# bundled model they differ by up to 7e-6, 3e-3 and 2e-2 of it, and errors grow with a model's depth.
+# Relative to the largest value of a block's layer, K and V separately. Chunks and decode steps sum in different orders:
+# with the bundled model they differ by up to 7e-6, 3e-3 and 2e-2, and errors grow with a model's depth.
 TOLERANCE: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 class KvMemory(EngineMemory):
-    """A transformer's paged cache."""
+    """Slots of a transformer's paged cache."""
 
     def __init__(self, model: Model, messenger: Messenger, *, num_slots: int, block_tokens: int) -> None:
         super().__init__(spec_of(model.kv_groups, block_tokens), num_slots, messenger)
@@ -50,7 +47,8 @@ class KvMemory(EngineMemory):
         del self._host, self._device, self.cache
 
     def slot_values(self, group: int) -> torch.Tensor:
-        """The slots of a group as the messenger sees them: [num_slots, layers, kv_heads, 2, block_tokens, head_dim]."""
+        """Return the slots of a group as the messenger sees them: [num_slots, layers, kv_heads, 2, block_tokens,
+        head_dim]."""
         g, start = self.spec.groups[group], self._base[group]
         end = start + self.cache.num_slots[group] * self._slot_nbytes[group]
         shape = (-1, len(g.layers), g.kv_heads, 2, self.block_tokens, g.head_dim)
@@ -77,7 +75,7 @@ class KvMemory(EngineMemory):
         mask = counts[:, None, None, None, :, None]
         zero = torch.zeros(())
         scale = torch.where(mask, b.abs(), zero).amax(dim=(2, 4, 5), keepdim=True)
-        close = (a - b).abs() <= TOLERANCE[g.dtype] * scale  # false for what is not a number
+        close = (a - b).abs() <= TOLERANCE[g.dtype] * scale  # false for NaN
         found: NDArray[np.bool_] = (~(close | ~mask)).flatten(1).any(dim=1).numpy()
         return found
 
@@ -99,13 +97,14 @@ _LONGEST_GROUP = 64
 
 
 def quantised_spec(spec: KvSpec) -> KvSpec:
-    """The same KV in int8. Rows stay multiples of 4 bytes where head_dim is one of 4, which digests are quick on."""
+    """Return the int8 form of `spec`. Rows remain multiples of 4 bytes if head_dim is one of 4, which digests need for
+    speed."""
     groups = [replace(group, dtype="int8", scale_group=_scale_group(group)) for group in spec.groups]
     return KvSpec(tuple(groups), spec.block_tokens)
 
 
 class QuantisedMemory(SlotMemory):
-    """For each of the engine's slots one in int8, which the messenger and the pool see in its place."""
+    """int8 counterparts of the engine's slots, which the messenger and the pool use in their place."""
 
     def __init__(self, exact: KvMemory, messenger: Messenger, *, num_slots: int) -> None:
         super().__init__(quantised_spec(exact.spec), num_slots, messenger, name="moonpool-kv-int8")
@@ -117,7 +116,7 @@ class QuantisedMemory(SlotMemory):
         del self._bytes
 
     def to_host(self, slots: Sequence[int]) -> None:
-        """Quantise what the engine has in these slots. Raises KvPoolError for values that int8 cannot stand for."""
+        """Quantise the engine's content of these slots. Raises KvPoolError for values that int8 cannot represent."""
         self._exact.to_host(slots)
         index = torch.tensor(list(slots), dtype=torch.long)
         for g, group in enumerate(self.spec.groups):
@@ -125,14 +124,14 @@ class QuantisedMemory(SlotMemory):
             scales = (values.abs().amax(dim=-1, keepdim=True) / _LARGEST).half()
             if not torch.isfinite(scales).all():
                 raise KvPoolError("KV with values that are no numbers, or too large for float16 scales, is not stored")
-            # A scale of 0 stands for values that float16 takes for 0.
+            # A scale of 0 represents values that underflow to 0 in float16.
             steps = (values / torch.where(scales > 0, scales.float(), 1.0)).round().clamp_(-_LARGEST, _LARGEST)
             rows = self._rows(g)
             rows[index, ..., : group.head_dim] = steps.to(torch.int8).flatten(-2).view(torch.uint8)
             rows[index, ..., group.head_dim :] = scales.squeeze(-1).contiguous().view(torch.uint8)
 
     def to_device(self, slots: Sequence[int]) -> None:
-        """Give the engine, in the same slots, what these stand for."""
+        """Dequantise these slots into the same slots of the engine."""
         index = torch.tensor(list(slots), dtype=torch.long)
         for g, group in enumerate(self.spec.groups):
             rows = self._rows(g)[index]
@@ -143,7 +142,7 @@ class QuantisedMemory(SlotMemory):
         self._exact.to_device(slots)
 
     def _rows(self, group: int) -> torch.Tensor:
-        """uint8 [num_slots, layers, kv_heads, 2, block_tokens, bytes of a row]."""
+        """Return uint8 [num_slots, layers, kv_heads, 2, block_tokens, bytes of a row]."""
         g, start = self.spec.groups[group], self._base[group]
         end = self._base[group + 1] if group + 1 < self.num_groups else self.nbytes
         shape = (-1, len(g.layers), g.kv_heads, 2, self.block_tokens, g.token_row_nbytes)
@@ -155,7 +154,7 @@ def _grouped(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _scale_group(group: KvGroup) -> int:
-    """At most 64 values to a scale, and an even number of scales where head_dim allows it."""
+    """Return the values per scale: at most 64, with an even number of scales if head_dim allows it."""
     for num_scales in range(1, group.head_dim + 1):
         size, rest = divmod(group.head_dim, num_scales)
         if not rest and size <= _LONGEST_GROUP and (num_scales % 2 == 0 or group.head_dim % 2):

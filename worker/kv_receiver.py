@@ -1,6 +1,9 @@
-"""KV that other workers push here: verified as it lands, and told to whoever opened the epoch that it was pushed under.
+"""Receives KV that other workers push, verifies it as it arrives and reports it to the receiver of its epoch.
 
-Only what is common to all receivers lives here: a decode node's reservation, a member of a prefill group.
+Contains what all receivers share: reservations of a decode node and members of a prefill group.
+
+Threads: `_on_notify` runs on the messenger's thread, `_verify` on one verifier thread, all other methods on the event
+loop. `_by_epoch` is a plain dict: single reads and writes of a key are atomic under the GIL.
 """
 
 from __future__ import annotations
@@ -27,20 +30,20 @@ class PushTarget(Protocol):
     """Slots that blocks of one prompt are pushed into."""
 
     slots: list[int]
-    num_blocks: int  # those before it are pushed
+    num_blocks: int  # blocks below this index are pushed
 
     def valid_tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
-        """How many tokens of each block are pushed."""
+        """Return how many tokens of each block [n] are pushed."""
 
     def announce(self) -> None:
-        """Something has landed and will be verified; `verified` follows. On the messenger's thread."""
+        """Count data that has arrived and will be verified; `verified` follows. Called on the messenger's thread."""
 
     def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
-        """What of it is right, [n]. On the verifying thread."""
+        """Report which of the blocks [n] of a layer match their digests. Called on the verifier thread."""
 
 
 class KVReceiver:
-    """Routes what lands to the receiver of its epoch, and verifies it on a thread of its own."""
+    """Routes pushed KV to the target of its epoch and verifies it on a thread of its own."""
 
     def __init__(
         self, memory: EngineMemory, messenger: Messenger, counters: WorkerCounters, *, incarnation: int
@@ -57,21 +60,22 @@ class KVReceiver:
         return len(self._by_epoch)
 
     def new_epoch(self) -> int:
-        """One that no receiver of this or an earlier process of this node had."""
+        """Return an epoch that no target of this or an earlier process of this node has used."""
         return self._first | next(self._count)
 
     def open_epoch(self, epoch: int, receiver: PushTarget) -> None:
+        """Accept pushes under `epoch` for `receiver`."""
         self._by_epoch[epoch] = receiver
 
     def close_epoch(self, epoch: int) -> None:
-        """Whatever comes under it from now on is only counted. Idempotent."""
+        """Stop accepting pushes under `epoch`; later ones are only counted. Idempotent."""
         self._by_epoch.pop(epoch, None)
 
     def close(self) -> None:
         self._verifier.shutdown()
 
     def _on_notify(self, peer: str, tag: bytes, payload: bytes) -> None:
-        """On the messenger's thread: the bytes it speaks of have landed."""
+        """Handle a notification, which arrives after its bytes. Runs on the messenger's thread."""
         if tag != KV_TAG:
             log.warning("unknown notify %r from %s", tag, peer)
             return

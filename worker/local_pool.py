@@ -1,7 +1,8 @@
-"""This host's pool without messages: leased blocks straight from its mapped arena, puts in one round trip.
+"""Access to this host's pool through shared memory: leased blocks are copied from its mapped arena, puts take one round
+trip.
 
-Where there is no door (another host or container, tcp alone), or it has closed, callers take the messenger; a door is
-tried again now and then.
+If there is no such access (another host or container, tcp only) or it has closed, callers use the messenger; access is
+retried periodically.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from worker.slot_memory import SlotMemory
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 5.0  # after which a door that could not be entered is tried again
-_ANSWER_S = 5.0  # longest wait for an answer through it
+_AGAIN_S = 5.0  # retry interval of a failed connection
+_ANSWER_S = 5.0  # deadline of each request
 
 
 class LocalPoolAccess:
-    """One worker's way through the door of its host's pool node."""
+    """One worker's client of its host's pool node in shared memory."""
 
     def __init__(
         self, memory: SlotMemory, messenger: Messenger, kv_namespace: bytes, *, owner: str, incarnation: int
@@ -42,15 +43,14 @@ class LocalPoolAccess:
         self._next_try_s = 0.0
 
     async def close(self) -> None:
+        """Disconnect. Idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None:
             await in_thread(pool.close)
 
     async def load(self, pin: PinnedBlocks, rows: slice, slots: Sequence[int]) -> int | None:
-        """Copy leased blocks, `rows` of them, into slots, and verify them. Returns how many leading ones are right.
-
-        None: not to be had by this way.
-        """
+        """Copy the leased blocks `rows` into slots and verify them. Returns how many leading ones are verified; None if
+        the pool is not reachable this way."""
         pool = await self._entered(pin.client)
         if pool is None or pool.incarnation != pin.lease.endpoint.incarnation:
             return None
@@ -69,7 +69,8 @@ class LocalPoolAccess:
     async def put(
         self, client: PoolClient, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float
     ) -> int | None:
-        """As `PoolWriter.put`. Returns how many blocks were stored; None: not to be done by this way."""
+        """Store blocks as `PoolWriter.put` does. Returns how many were stored; None if the pool is not reachable this
+        way."""
         pool = await self._entered(client)
         if pool is None:
             return None
@@ -102,7 +103,7 @@ class LocalPoolAccess:
             compute_s=token_s * tokens,
         )
         if (status == PutStatus.WRONG).any():
-            raise KvPoolError("the pool node copied other bytes than were digested here, and stored none of them")
+            raise KvPoolError("the pool node copied bytes that do not match their digests, and stored none of them")
         return int(np.count_nonzero(status == PutStatus.STORED))
 
     async def _entered(self, client: PoolClient) -> LocalPoolClient | None:

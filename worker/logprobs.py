@@ -1,4 +1,4 @@
-"""Log-probabilities on their way to the client: of generated tokens, and of a prompt chunk by chunk."""
+"""Log-probabilities for clients: of generated tokens, and of a prompt chunk by chunk."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from moonpool_proto.v1.worker_pb2 import LogProbs, PromptLogProbs
 if TYPE_CHECKING:
     import torch
 
-# What computes is taken from `engine` when it is called: an engine that gives no logits never loads torch.
+# `engine` resolves log_probs on first use, so that an engine without logits never loads torch.
 
 
 def score_tokens(
     logits: torch.Tensor, tokens: NDArray[np.int64], num_top: Sequence[int | None]
 ) -> list[LogProbs | None]:
-    """Of the model's own logits [B, V], about the token chosen in each row; None where none were asked for."""
+    """Return log-probabilities of the chosen token of each row of the model's logits [B, V]; None for rows that did not
+    ask."""
     wanted = [i for i, number in enumerate(num_top) if number is not None]
-    told: list[LogProbs | None] = [None] * len(num_top)
+    result: list[LogProbs | None] = [None] * len(num_top)
     if not wanted:
-        return told
+        return result
     found = engine.log_probs(logits[wanted], tokens[wanted], max(number or 0 for number in num_top))
     for place, i in enumerate(wanted):
         number = num_top[i]
-        told[i] = LogProbs(
+        result[i] = LogProbs(
             logprob=float(found.logprobs[place]),
             rank=int(found.ranks[place]),
             top_ids=found.top_ids[place, :number].tolist(),
             top_logprobs=found.top_logprobs[place, :number].tolist(),
         )
-    return told
+    return result
 
 
 class PromptLogprobs:
-    """What the model thought of a prompt; filled in as its chunks are computed."""
+    """Log-probabilities of a prompt's tokens, filled in as its chunks are computed."""
 
     def __init__(self, prompt: NDArray[np.int32], num_top: int) -> None:
         count = len(prompt) - 1
@@ -50,7 +51,8 @@ class PromptLogprobs:
         self._top_logprobs = np.zeros((count, num_top), np.float32)
 
     def take(self, logits: torch.Tensor, start: int) -> None:
-        """The logits after prompt tokens `start` and on, [n, V]; those after the last one are about the answer."""
+        """Record logits [n, V] that follow prompt tokens `start` and on. The row after the last prompt token belongs to
+        the answer and is ignored."""
         followers = self._prompt[start + 1 : start + 1 + len(logits)]
         found = engine.log_probs(logits[: len(followers)], followers, self._num_top)
         at = slice(start, start + len(followers))
@@ -60,6 +62,7 @@ class PromptLogprobs:
         self._top_logprobs[at] = found.top_logprobs
 
     def to_proto(self) -> PromptLogProbs:
+        """Return the collected values as a message."""
         return PromptLogProbs(
             num_top=self._num_top,
             logprobs=self._logprobs.astype("<f4").tobytes(),

@@ -1,6 +1,6 @@
-"""What every worker is made of: model, KV memory, slots, engine loop, token streams, reports. One per process.
+"""Composition of a worker: model, KV memory, slots, engine loop, token streams, reports. One per process.
 
-All methods run on the event loop; the engine's thread reports through `_on_step`.
+All methods run on the event loop; the engine thread reports steps through `_on_step_thread`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from worker.engine_loop import EngineLoop, StepResult
 from worker.errors import RequestFailed, WorkerError
 from worker.grammar_matching import GrammarCompiler, GrammarMatcher
 from worker.jobs import RequestJobs
-from worker.kv_connector import KVConnector
+from worker.kv_connector import KVConnector, PoolCallSettings
 from worker.kv_receiver import KVReceiver
 from worker.node_slots import NodeSlots
 from worker.parity import ParityChecker
@@ -43,11 +43,11 @@ from worker.streams import TokenStreams
 
 log = logging.getLogger(__name__)
 
-SWITCH_INTERVAL_S = 0.0005  # I/O must not wait 5 ms for the interpreter while the engine's thread runs Python
+SWITCH_INTERVAL_S = 0.0005  # the default of 5 ms would delay I/O while the engine thread runs Python
 
 
 class WorkerNode:
-    """The organs of one worker."""
+    """The components that all roles of a worker share, and the request state that connects them."""
 
     def __init__(self, config: WorkerConfig, role: Role.ValueType) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -66,26 +66,27 @@ class WorkerNode:
         )
         self.counters = WorkerCounters(lambda path, nbytes, seconds: self.reporter.transfer(path, nbytes, seconds))
         self.kv_receiver = KVReceiver(self.memory, self.messenger, self.counters, incarnation=self.incarnation)
-        self.stored, provenance = self.model.new_stored(self.memory, self.messenger)  # the slots as the pool has them
+        self.stored, provenance = self.model.new_stored(
+            self.memory, self.messenger
+        )  # the slots in the form that the pool stores
         self.namespace = kv_namespace(self.model.fingerprint, self.stored.spec, provenance)
-        self.kv_connector = KVConnector(
-            self.stored,
-            self.messenger,
-            self.namespace,
+        pool_settings = PoolCallSettings(
             own_target=config.pool_target,
             owner=config.node_id,
             incarnation=self.incarnation,
             lease_s=config.kv.lease_s,
             put_ttl_s=config.kv.put_ttl_s,
             wait_s=config.kv.kv_load_wait_s,
-            counters=self.counters,
         )
+        self.kv_connector = KVConnector(self.stored, self.messenger, self.namespace, pool_settings, self.counters)
         self.parity = ParityChecker(self.memory, config.kv.kv_parity_sample)
         self.streams = TokenStreams()
         limits = BatchLimits(config.engine.max_batch, config.engine.prefill_chunk_tokens, config.block_tokens)
         self.engine = EngineLoop(self.model.steps(self.memory), limits, self._on_step_thread)
         self.draining = asyncio.Event()
-        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the engine is past hope
+        self.broken: asyncio.Future[str] = (
+            asyncio.get_running_loop().create_future()
+        )  # set to the reason once the engine fails every step
         self._health = EngineHealth()
         self.held: dict[str, Held] = {}
         self.timings: dict[int, Timing] = {}
@@ -99,9 +100,9 @@ class WorkerNode:
             news=lambda: self.reporter.hurry(),
             done=lambda: self.reporter.announce(self._description()),
         )
-        self.target = ""  # where it is dialled, once it is started
+        self.target = ""  # target that others dial, set by `start`
         self._leaving: dict[int, asyncio.Future[None]] = {}
-        self.wait_queue = WaitQueue()  # of the requests that wait here for slots or for their first token
+        self.wait_queue = WaitQueue()  # requests that wait for slots or for their first token
         self.slots = NodeSlots(
             config,
             (self.memory, self.stored),
@@ -120,7 +121,7 @@ class WorkerNode:
         digest.warm_up()
 
     async def start(self, target: str) -> None:
-        """Start the engine and begin to join the conductor as the node that serves on `target`."""
+        """Start the engine and begin to join the conductors as the node that serves on `target`."""
         self.engine.start()
         self.slots.start()
         await self.kv_connector.meet()
@@ -160,7 +161,7 @@ class WorkerNode:
             self.role.begin(command.switch_role.role)
 
     async def close(self) -> None:
-        """Cancel what still runs and free everything."""
+        """Cancel what still runs and release everything."""
         self.draining.set()
         await self.role.close()
         await self.jobs.cancel_all()
@@ -181,7 +182,7 @@ class WorkerNode:
     def hold(
         self, request: Request, *, committed_tokens: int = 0, remaining_prefill_tokens: int = 0, decode_node: str = ""
     ) -> Held:
-        """From now on, until its job is over, the request is reported as held here. What is returned may be changed."""
+        """Report the request as held here until its job ends. The caller may change the returned message."""
         held = self.held[request.request_id] = Held(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -201,7 +202,7 @@ class WorkerNode:
 
     @contextlib.contextmanager
     def queued(self, request: Request) -> Iterator[None]:
-        """The request waits here, for its first token at the longest, and is served when it is its turn."""
+        """Keep the request in the wait queue, at the longest until its first token."""
         self.wait_queue.add(request.key, request.queue_entry)
         try:
             yield
@@ -214,23 +215,20 @@ class WorkerNode:
         if held is not None:
             held.committed_tokens = len(sequence.slots) * self.config.block_tokens
 
-    # Grammars.
-
     def begin_grammar(self, request: Request) -> None:
-        """Compile the request's grammar, if it has one, while the request waits for other things."""
+        """Compile the request's grammar, if it has one, in the background."""
         self.grammars.begin(request.sampling.grammar)
 
     async def matcher(self, request: Request) -> GrammarMatcher | None:
-        """Where the request's generated ids lead in its grammar. Raises RequestRefused; None without a grammar."""
+        """Return the request's grammar matcher, advanced by its generated ids; None without a grammar. Raises
+        RequestRefused."""
         return await self.grammars.matcher(request.sampling.grammar, request.generated_ids)
 
-    # Engine.
-
     async def run_in_engine(self, sequence: EngineSequence) -> None:
-        """Give a sequence to the engine until it leaves: finished, handed over, or cancelled with the caller.
+        """Run a sequence in the engine until it leaves: finished, handed over, or cancelled with the caller.
 
-        On return (also by exception) the engine no longer touches its slots. Raises RequestFailed on an engine error,
-        and what the sequence itself failed by.
+        On return (also by exception) the engine no longer uses its slots. Raises RequestFailed on an engine error, and
+        the error of the sequence itself.
         """
         leaving: asyncio.Future[None] = self._loop.create_future()
         self._leaving[id(sequence)] = leaving
@@ -249,7 +247,7 @@ class WorkerNode:
             self.timings.pop(id(sequence), None)
 
     def end_early(self, sequence: EngineSequence, kept_tokens: int) -> None:
-        """The answer was complete before this: only its first `kept_tokens` tokens are worth keeping (0: all are)."""
+        """End a sequence whose answer is complete; only its first `kept_tokens` tokens are worth saving (0: all)."""
         if kept_tokens:
             sequence.kept_tokens = sequence.prompt_len - sequence.request.generated + kept_tokens
         self.engine.cancel(sequence)
@@ -265,7 +263,7 @@ class WorkerNode:
                 self.slots.growing.stepped(sequence)
                 if sequence.request.idle_s:
                     self.jobs.renew(sequence.request)
-                timing = self.timings.pop(id(sequence), None) if self.timings else None  # there until its first token
+                timing = self.timings.pop(id(sequence), None) if self.timings else None  # present until the first token
                 if timing is None:
                     continue
                 timings[sequence.request.request_id] = timing
@@ -307,13 +305,13 @@ class WorkerNode:
         request = sequence.request
         self.wait_queue.remove(request.key)
         cached = timing.cached_tokens
-        is_alone = sequence.computed_tokens == len(request.prompt) - cached  # else a group did: it tells of no one node
-        # What a decode node computed beside its batch says nothing of what prefill nodes take either.
+        is_alone = (
+            sequence.computed_tokens == len(request.prompt) - cached
+        )  # otherwise a group did, whose time says nothing about one node
+        # Nor does the time of prompts that a decode node computes beside its batch.
         if is_alone and not (sequence.is_beside_decodes and self.role.role == ROLE_DECODE):
             self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
         self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
-
-    # Reports.
 
     def _fill_report(self, report: NodeReport) -> None:
         report.num_running = self.engine.num_sequences
@@ -335,7 +333,7 @@ class WorkerNode:
             report.counters[f"trace_spans_{result}"] = count
 
     def validate(self) -> tuple[list[str], dict[str, float]]:
-        """(problems, counts): at rest there are no problems and all counts are zero."""
+        """Return (problems, counts); at rest there are no problems and all counts are zero."""
         problems = self.slots.pool.validate() + [f"messenger: {p}" for p in self.messenger.validate()]
         counts: dict[str, float] = {
             "jobs": len(self.jobs),
@@ -353,6 +351,7 @@ class WorkerNode:
         return problems, counts
 
     def state(self) -> dict[str, object]:
+        """Return the state that the State call reports."""
         return {
             "node_id": self.config.node_id,
             "incarnation": self.incarnation,

@@ -1,13 +1,9 @@
-"""Who waits for slots on a worker: the first in line gets them, all at once, and nobody goes past it.
+"""Slots of a worker: admission in the order of the wait queue, growth of running answers, and fencing.
 
-Gives running answers more slots before they need them. Who gets none keeps its KV and waits: nothing is lost.
-
-Lives on the event loop. What may be granted is `GrowthBook`'s to say: whoever runs can end, whatever it may need.
-
-A worker's slots: who waits for them, who is given more while it runs, when they may be used again.
-
-Lives on the event loop. A coroutine takes slots with `take`, gives them to a sequence for the time that it is in the
-engine, and gives them back with `give`, or `fence` where a remote may still write them.
+Lives on the event loop. A coroutine takes slots with `take`, lends them to a sequence while it is in the engine, and
+returns them with `give`, or with `fence` if a remote node may still write them. Running answers get more slots before
+they need them; an answer that must wait keeps its KV. `GrowthLedger` decides which grants are safe: every running
+sequence must be able to end.
 """
 
 from __future__ import annotations
@@ -40,8 +36,11 @@ class _Waiter:
 
 
 class SlotQueue:
-    """Lives on the event loop. `acquire(request, keys, count, wants)` takes slots or raises OutOfSlots;
-    `release(request, slots)` undoes it."""
+    """Requests waiting for slots: the first in the wait queue gets all of its slots at once, and none overtakes it.
+
+    Lives on the event loop. `acquire(request, keys, count, wants)` takes slots or raises OutOfSlots; `release(request,
+    slots)` undoes it.
+    """
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class SlotQueue:
         return len(self._waiters)
 
     async def take(self, key: RequestKey, keys: Sequence[bytes], count: int, wants: int = 0) -> Taken:
-        """As `acquire` for the request `key`, once it is its turn and the slots are there. Cancellable."""
+        """Acquire slots for the request `key` when it is first in the queue and they are available. Cancellable."""
         waiter = _Waiter(key, keys, count, wants, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self.serve()
@@ -74,7 +73,7 @@ class SlotQueue:
             self.serve()
 
     def serve(self) -> None:
-        """Slots may have come back: give them to those whose turn it is."""
+        """Give returned slots to the first waiting requests."""
         while self._waiters:
             now_s = time.monotonic()
             first = min(self._waiters, key=lambda waiter: self._wait_queue.rank(waiter.key, now_s))
@@ -87,7 +86,7 @@ class SlotQueue:
 
 
 class GrowingAnswers:
-    """The answers of one worker that were given fewer slots than they may need."""
+    """Answers of one worker that hold fewer slots than they may need."""
 
     def __init__(
         self,
@@ -98,8 +97,8 @@ class GrowingAnswers:
         extend: Callable[[EngineSequence, list[int]], None],
         waits: Callable[[], None],
     ) -> None:
-        """`allocate(count)` takes slots or raises OutOfSlots, `extend` hands them to the engine; `waits()` is called
-        when one is not given what it asked for."""
+        """`allocate(count)` takes slots or raises OutOfSlots; `extend` hands them to the engine; `waits()` is called
+        when an answer has to wait for a slot."""
         self._book = GrowthLedger(num_slots)
         self._block_tokens = block_tokens
         self._allocate = allocate
@@ -109,35 +108,36 @@ class GrowingAnswers:
         self._asking: dict[int, EngineSequence] = {}
 
     def __len__(self) -> int:
-        """Requests that may still take more."""
+        """Return the number of requests that may still need more slots."""
         return len(self._book)
 
     @property
     def is_short(self) -> bool:
-        """Somebody who runs waits for slots: nobody new should get any."""
+        """True if a running answer waits for slots; new requests get none meanwhile."""
         return bool(self._asking)
 
     def begin(self, key: RequestKey, slots: Sequence[int], wants: int) -> bool:
-        """The request took `slots` and may need `wants` more. False where that could keep others from ending."""
+        """Register a request that took `slots` and may need `wants` more. Returns False if that could keep others from
+        ending."""
         return self._book.begin(key, slots, wants)
 
     def end(self, key: RequestKey) -> None:
-        """The request is about to give back its slots."""
+        """Unregister a request, before its slots are returned."""
         self._book.end(key)
 
     def run(self, sequence: EngineSequence) -> None:
-        """It goes to the engine."""
+        """Register that the sequence enters the engine."""
         if self._book.wants(sequence.request.key):
             self._running[id(sequence)] = sequence
             self.stepped(sequence)
 
     def leave(self, sequence: EngineSequence) -> None:
-        """It has left the engine."""
+        """Register that the sequence has left the engine."""
         self._running.pop(id(sequence), None)
         self._asking.pop(id(sequence), None)
 
     def stepped(self, sequence: EngineSequence) -> None:
-        """It has one more token: the block after the next is asked for in time."""
+        """Register one more token; requests the next slot one block ahead of need."""
         if id(sequence) not in self._running or id(sequence) in self._asking:
             return
         if sequence.num_tokens + self._block_tokens > len(sequence.slots) * self._block_tokens:
@@ -147,7 +147,7 @@ class GrowingAnswers:
                 self._waits()
 
     def serve(self) -> None:
-        """Slots may have come back: give them to those who run, those who came first at their head."""
+        """Give returned slots to running answers, in the order of the wait queue."""
         now_s = time.monotonic()
         for sequence in sorted(self._asking.values(), key=lambda sequence: sequence.queue_entry.rank(now_s)):
             key = sequence.request.key
@@ -165,7 +165,7 @@ class GrowingAnswers:
 
 
 class NodeSlots:
-    """The slots of one worker. `pool` says whose each is, `growing` which running answers were given too few."""
+    """The slots of one worker. `pool` records their holders, `growing` the running answers that may need more."""
 
     def __init__(
         self,
@@ -176,8 +176,8 @@ class NodeSlots:
         extend: Callable[[EngineSequence, list[int]], None],
         waits: Callable[[], None],
     ) -> None:
-        """`memories` hold the slots' bytes, each in its form. `extend` hands more slots to a running sequence;
-        `waits()` is called when one is not given what it asked for."""
+        """`memories` hold the slots' bytes, one per form. `extend` hands more slots to a running sequence; `waits()` is
+        called when one has to wait."""
         self._config = config
         self._memories = tuple(dict.fromkeys(memories))
         self.pool = SlotPool(config.num_slots)
@@ -189,25 +189,26 @@ class NodeSlots:
         self._commits: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin to commit what is used first."""
+        """Begin to commit memory ahead of use."""
         self._commit_ahead_of(())
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for slots to begin with."""
+        """Number of requests that wait for their first slots."""
         return len(self._queue)
 
     def must_wait(self, count: int) -> bool:
-        """Whether `take` would have to wait for so many slots now, none of them shared."""
+        """True if `take` would have to wait for so many slots now, assuming that none is shared."""
         return bool(self._queue) or count > self.pool.num_available
 
     async def take(
         self, request: RequestKey, keys: Sequence[bytes], count: int, wants: int = 0
     ) -> tuple[list[int], int]:
-        """As SlotPool.acquire, for a request in line; waits for its turn and until the slots are there. Cancellable.
+        """Acquire slots as SlotPool.acquire does, waiting for the request's place in the queue and for free slots.
+        Cancellable.
 
-        `wants`: further slots that it may need while it runs; it is given them then. Raises RequestRefused for more
-        than there are.
+        `wants` is the number of further slots that it may need while it runs. Raises RequestRefused if the node has too
+        few slots.
         """
         if count + wants > self._config.num_slots:
             raise RequestRefused(
@@ -218,7 +219,7 @@ class NodeSlots:
         return await self._queue.take(request, keys, count, wants)
 
     def take_now(self, request: RequestKey, keys: Sequence[bytes], count: int) -> tuple[list[int], int] | None:
-        """As `take`, for whoever does not stand in line: None where it would have to wait."""
+        """Acquire slots for a request outside the wait queue; None if it would have to wait."""
         if self._queue:
             return None
         with contextlib.suppress(OutOfSlots):
@@ -226,27 +227,28 @@ class NodeSlots:
         return None
 
     def give(self, slots: Sequence[int]) -> None:
-        """Give slots back."""
+        """Return slots."""
         self.pool.release(slots)
         self._serve_waiting()
 
     def left(self, sequence: EngineSequence) -> None:
-        """A sequence has left the engine: nobody waits any longer because it wants more slots."""
+        """Register that a sequence has left the engine, and serve those that waited for its growth."""
         self.growing.leave(sequence)
         self._serve_waiting()
 
     async def fence(self, slots: Sequence[int], fence: Callable[[], None]) -> None:
-        """Give back slots that a remote may still write: they are reused only after `fence()` (blocking) returned.
+        """Return slots that a remote node may still write; they are reused only after `fence()` (blocking) has
+        returned.
 
-        Nobody else may hold them, which is so as long as they have not been indexed.
+        They must have no other holder, which holds as long as they have not been indexed.
         """
         self.pool.quarantine(slots)
         await shielded(asyncio.ensure_future(self._readmit_after(fence, slots)))
 
     def index(self, slots: Sequence[int], keys: Sequence[bytes], *, anew_from: int | None = None) -> None:
-        """Whole, verified blocks in held slots can be reused by later requests on this node.
+        """Let later requests on this node reuse whole, verified blocks in held slots.
 
-        From block `anew_from` on they take the place of equal ones that were here: these were computed to check them.
+        From block `anew_from` on they replace equal indexed blocks: these were recomputed to check the old ones.
         """
         for i, (slot, key) in enumerate(zip(slots, keys, strict=False)):
             if anew_from is not None and i >= anew_from:
@@ -254,16 +256,16 @@ class NodeSlots:
             self.pool.index(slot, key)
 
     async def close(self) -> None:
-        """Returns when nothing works on the memories any more."""
+        """Return when no thread works on the memories any more."""
         await asyncio.gather(*self._commits)
 
     def _acquire(self, request: RequestKey, keys: Sequence[bytes], count: int, wants: int) -> tuple[list[int], int]:
         if self.growing.is_short:
-            raise OutOfSlots("answers that run wait for slots")
+            raise OutOfSlots("running answers wait for slots")
         taken = self.pool.acquire(keys, count)
         if wants and not self.growing.begin(request, taken[0], wants):
             self.pool.release(taken[0])
-            raise OutOfSlots("answers that run may need these slots to end")
+            raise OutOfSlots("running answers may need these slots to end")
         self._commit_ahead_of(taken[0])
         return taken
 

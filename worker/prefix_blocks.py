@@ -1,9 +1,9 @@
-"""What of a sequence's KV is kept for later requests and found by them: whole blocks, and the partial one after them.
+"""Blocks of a prompt's prefix: what a request has leased from a pool node, and what a sequence saves for later
+requests.
 
-Pure: keys and counts. A partial block is found by its tokens: a pool node offers those that follow a run of blocks, and
-the reader takes one whose key is that of its own next tokens.
-
-What a request has leased at one pool node, as arrays to read and verify by, and what came of reading it. No I/O.
+Keys, counts and arrays only; no I/O. Saved blocks are whole ones and the partial one after them. A partial block is
+found by its tokens: a pool node offers those that follow a run of blocks, and the reader picks one whose key matches
+its own next tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from worker.request import EngineSequence, Request
 
 @dataclass(frozen=True, slots=True)
 class PrefixSave:
-    """The blocks of a sequence as far as it was computed, prompt and answer."""
+    """Blocks of a sequence's computed tokens, prompt and answer, that are saved for later requests."""
 
     keys: tuple[bytes, ...]  # chain key per whole block
-    tail_key: bytes = b""  # of the partial block after them; empty where there is none
+    tail_key: bytes = b""  # key of the partial block after them; empty if there is none
     tail_tokens: int = 0
 
     @classmethod
     def of(cls, sequence: EngineSequence, block_tokens: int) -> PrefixSave:
-        """All that was computed so far. A sequence's last token is never fed back, so its KV does not exist; what the
-        engine went on to compute after an answer's end is not worth a place."""
+        """Return the blocks of all tokens computed so far.
+
+        The last token of a sequence is never fed back, so its KV does not exist. Tokens computed beyond `kept_tokens`,
+        the end of the answer, are not saved.
+        """
         request, computed = sequence.request, sequence.num_computed
         if sequence.kept_tokens is not None:
             computed = min(computed, sequence.kept_tokens)
@@ -43,19 +46,21 @@ class PrefixSave:
         return cls(tuple(keys), tail_key(request.chain_seed, keys[-1] if keys else None, last), len(last))
 
     def whole(self) -> PrefixSave:
-        """Without the partial block."""
+        """Return a copy without the partial block."""
         return PrefixSave(self.keys)
 
     @property
     def num_blocks(self) -> int:
-        """With the partial one."""
+        """Number of blocks, the partial one included."""
         return len(self.keys) + bool(self.tail_tokens)
 
     def num_tokens(self, block_tokens: int) -> int:
+        """Number of tokens in all blocks."""
         return len(self.keys) * block_tokens + self.tail_tokens
 
     def names(self, first: int) -> tuple[list[bytes], list[bytes], list[int]]:
-        """(keys, parents' keys, tokens of partial blocks and 0 for whole ones) of the blocks from `first` on."""
+        """Return (keys, parents' keys, number of tokens of partial blocks and 0 for whole ones) of the blocks from
+        `first` on."""
         keys = [*self.keys, self.tail_key] if self.tail_tokens else list(self.keys)
         parents = [keys[i - 1] if i else bytes(16) for i in range(first, len(keys))]
         partial = [self.tail_tokens if i == len(self.keys) else 0 for i in range(first, len(keys))]
@@ -63,8 +68,8 @@ class PrefixSave:
 
 
 def names_of_tails(request: Request, num_blocks: int, block_tokens: int) -> bytes:
-    """Keys of all partial blocks that hold just the prompt's tokens after its first `num_blocks` blocks, the longest
-    first."""
+    """Return the keys of all partial blocks that consist of the prompt's tokens after its first `num_blocks` blocks,
+    longest first."""
     start = num_blocks * block_tokens
     rest = request.prompt[start : start + block_tokens - 1]
     parent = request.keys[num_blocks - 1] if num_blocks else None
@@ -72,9 +77,11 @@ def names_of_tails(request: Request, num_blocks: int, block_tokens: int) -> byte
 
 
 def find_tail(request: Request, num_blocks: int, tails: Sequence[Tail], block_tokens: int) -> tuple[Tail, int] | None:
-    """(the offered partial block that holds most of the prompt's tokens after its first `num_blocks` blocks, how many).
+    """Return (offered partial block with most of the prompt's tokens after its first `num_blocks` blocks, number of
+    them).
 
-    All tokens of a tail must be the prompt's; the prompt's last token is computed even where the tail has its KV.
+    All tokens of a partial block must match the prompt; the prompt's last token is computed even if the block holds its
+    KV. None if no block matches.
     """
     start = num_blocks * block_tokens
     rest = request.prompt[start : start + block_tokens]
@@ -101,12 +108,12 @@ class PinnedBlocks:
     is_own: bool  # at this host's pool node
     block_tokens: int
     tail: Tail | None = None
-    tail_tokens: int = 0  # of them, those that the prompt can use
+    tail_tokens: int = 0  # tokens of the partial block that the prompt can use
     offsets: NDArray[np.int64] = field(init=False)  # [groups, n], in the pool's region
     digests: list[NDArray[np.uint64]] = field(init=False)  # per group [n, layers], over the valid tokens
     keys: NDArray[np.uint8] = field(init=False)  # [n, 16]
     valid: NDArray[np.int32] = field(init=False)  # [n] tokens
-    right: range = range(0)  # of the rows, those that were read and are right
+    right: range = range(0)  # rows that were read and verified
 
     def __post_init__(self) -> None:
         lease, tail = self.lease, self.tail
@@ -120,18 +127,20 @@ class PinnedBlocks:
 
     @property
     def num_rows(self) -> int:
+        """Number of blocks, the partial one included."""
         return len(self.valid)
 
     @property
     def end(self) -> int:
-        """The place in the prompt after the last whole block."""
+        """Index in the prompt of the block after the last whole one."""
         return self.first + self.lease.num_blocks
 
     def tokens_by_tier(self, num_tokens: int) -> tuple[int, int, int]:
-        """(from this host's DRAM, from its SSD, from another host) of the prompt's first `num_tokens`, as read here.
+        """Return (tokens from this host's memory, from its SSD, from another host) among the prompt's first
+        `num_tokens`.
 
-        A run's blocks that had to come from SSD are taken for its last ones: what is used less follows what is used
-        more, and leaves DRAM first.
+        Blocks that came from SSD are assumed to be the last of the run: later blocks are used less and leave memory
+        first.
         """
         begins = (self.first + np.arange(self.num_rows)) * self.block_tokens
         used = np.clip(num_tokens - begins, 0, self.valid)
@@ -144,5 +153,5 @@ class PinnedBlocks:
 
 
 def key_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:
-    """Keys as the pool's client takes them: uint8 [n, 16]."""
+    """Pack keys as the pool's client takes them: uint8 [n, 16]."""
     return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16)

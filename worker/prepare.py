@@ -1,4 +1,4 @@
-"""What surrounds a prefill on any worker: find reusable KV, take slots, load and verify; then keep what is new."""
+"""Steps around a prefill on any worker: lease reusable KV, take slots, load and verify; afterwards save new blocks."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Prepared:
-    """Slots for the whole attempt, the first `local_blocks` of them shared with earlier requests of this node."""
+    """Slots for a whole attempt, the first `local_blocks` of them shared with earlier requests of this node."""
 
     request: Request
     slots: list[int]
     local_blocks: int
     pinned: list[PinnedBlocks]
-    cut: int | None  # blocks from here on are computed, even if they could be reused, to be compared
+    cut: int | None  # blocks from here on are computed for comparison even if they could be reused
     reused_tokens: int = 0  # the last prompt token is never one of them
-    elsewhere_tokens: int = 0  # of the prompt, those that the decode node may reuse by itself
-    store_from: int = 0  # blocks before it are in the pool
+    elsewhere_tokens: int = 0  # prompt tokens that the decode node may reuse by itself
+    store_from: int = 0  # blocks below this index are in the pool
     aside: ParitySample | None = None
     load_s: float = 0.0
-    is_superseding: bool = False  # a block is stored that contains the partial one that was reused
+    is_superseding: bool = False  # a stored block contains the reused partial one
 
     @property
     def pooled_blocks(self) -> int:
-        """Leading whole blocks that are leased at pool nodes."""
+        """Number of leading whole blocks that are leased at pool nodes."""
         return sum(p.lease.num_blocks for p in self.pinned)
 
     @property
     def pooled_tokens(self) -> int:
-        """Tokens of all leased blocks, the partial one included."""
+        """Number of tokens in all leased blocks, the partial one included."""
         return sum(int(p.valid.sum()) for p in self.pinned)
 
     @property
     def grown_tail(self) -> bytes:
-        """Key of the partial block that was reused, where the prompt does not make it whole; else empty."""
+        """Key of the reused partial block if the prompt leaves it partial; empty otherwise."""
         tail = self.pinned[-1].tail if self.pinned else None
         return tail.key if tail is not None and len(self.request.keys) == self.pooled_blocks else b""
 
     @property
     def shared_blocks(self) -> int:
-        """Of them, those that others may read, too."""
+        """Number of leased blocks that other nodes may read, too."""
         return self.pooled_blocks if self.cut is None else min(self.cut, self.pooled_blocks)
 
 
 @contextlib.asynccontextmanager
 async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> AsyncIterator[Prepared]:
-    """Slots and leases for `request`, given back at the end. Load the KV with `load`."""
+    """Take slots and leases for `request` and return them at the end. The caller loads the KV with `load`."""
     block_tokens = node.config.block_tokens
     reusable = reusable_blocks(request, block_tokens)
     cut = node.parity.cut(request.request_id, reusable)
@@ -71,7 +71,7 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     if node.slots.must_wait(num_slots):
         node.kv_connector.prefetch(request, reusable)
     slots, num_shared = await node.slots.take(request.key, request.keys[: reusable if cut is None else cut], num_slots)
-    # A task of its own: a cancelled caller must still learn of the leases that it was given.
+    # A separate task: even if cancelled, the caller must learn which leases it got, to return them.
     pinning = asyncio.ensure_future(_pin(node, request, reusable))
     work: Prepared | None = None
     try:
@@ -85,9 +85,10 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
 
 
 def reusable_blocks(request: Request, block_tokens: int) -> int:
-    """Whole blocks of the prompt that need not be computed if there are some.
+    """Return the number of whole blocks of the prompt that may be reused.
 
-    The last prompt token is always computed, and all of a prompt that is to be scored: their logits are wanted.
+    The last prompt token is always computed, since its logits are needed; a prompt that is to be scored is computed
+    whole.
     """
     return 0 if request.scores_prompt else (len(request.prompt) - 1) // block_tokens
 
@@ -103,7 +104,8 @@ async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[PinnedBlocks]], *,
 
 
 async def load(node: WorkerNode, work: Prepared, span: Span) -> None:
-    """Fill the reused blocks' slots from the pool; sets `reused_tokens` to what is there and right. Within `span`."""
+    """Load the reused blocks from the pool into their slots and set `reused_tokens` to the verified ones. Traced in
+    `span`."""
     began = time.monotonic()
     with span.child("load") as loading:
         await _load(node, work, loading)
@@ -134,7 +136,7 @@ async def _load(node: WorkerNode, work: Prepared, span: Span) -> None:
 
 
 def trace_prompt(span: Span, sequence: EngineSequence, work: Prepared) -> None:
-    """Tell a span how the prompt came to its first token."""
+    """Record in a span how the prompt reached its first token."""
     if span.is_on:
         queued_s = sequence.request.submitted, sequence.first_step_at
         span.past("queue", *queued_s, load_s=work.load_s)
@@ -143,7 +145,7 @@ def trace_prompt(span: Span, sequence: EngineSequence, work: Prepared) -> None:
 
 
 def trace_answer(span: Span, sequence: EngineSequence) -> None:
-    """Tell a span how the answer was generated, once it has left the engine."""
+    """Record in a span how the answer was generated, after it has left the engine."""
     if span.is_on and sequence.first_token_at:
         generated = sequence.num_tokens - sequence.prompt_len
         if sequence.committed_at:
@@ -163,7 +165,7 @@ async def _set_aside(node: WorkerNode, work: Prepared, num_loaded: int) -> None:
 def sequence_of(
     node: WorkerNode, work: Prepared, matcher: GrammarMatcher | None, *, prefill_only: bool
 ) -> EngineSequence:
-    """The engine's sequence for prepared work, with its timing noted for the first token."""
+    """Create the engine sequence of prepared work and register its timing for the first token."""
     cached = work.reused_tokens
     sequence = EngineSequence.of(
         work.request, work.slots, num_computed=cached, prefill_only=prefill_only, matcher=matcher
@@ -187,10 +189,10 @@ def sequence_of(
     return sequence
 
 
-async def keep(node: WorkerNode, work: Prepared, sequence: EngineSequence, *, goes_on: bool = False) -> None:
-    """Let later requests find what was computed: here, and, stored, everywhere.
+async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence, *, goes_on: bool = False) -> None:
+    """Save what was computed: index it on this node and store it in the pool.
 
-    A sequence that `goes_on` elsewhere keeps its whole blocks; what is partial will have grown by its end.
+    A sequence that `goes_on` elsewhere saves whole blocks only, since its partial block will have grown by its end.
     """
     kept = PrefixSave.of(sequence, node.config.block_tokens)
     aside, work.aside = work.aside, None
@@ -203,7 +205,7 @@ async def keep(node: WorkerNode, work: Prepared, sequence: EngineSequence, *, go
 
 
 async def _compare(node: WorkerNode, work: Prepared, aside: ParitySample) -> None:
-    """What a pool gave against what was computed in its stead; blocks found wrong are taken out and stored again."""
+    """Compare the pool's blocks with the recomputed ones; wrong blocks are quarantined and stored again."""
     wrong = await in_thread(node.parity.wrong_blocks, aside)
     node.counters.add("parity_checked_blocks", len(aside.slots))
     if not wrong:
@@ -214,7 +216,7 @@ async def _compare(node: WorkerNode, work: Prepared, aside: ParitySample) -> Non
             if 0 <= block - pin.first < pin.num_rows:
                 key = pin.keys[block - pin.first].tobytes().hex()
                 log.error(
-                    "block %d of a prompt at %s is not what computing it gives, though its digests are right: it was "
+                    "block %d of a prompt at %s differs from the recomputed one although its digests match: it was "
                     "computed wrongly, or damaged before they were taken; its key is %s in namespace %s",
                     *(block, pin.lease.endpoint.node_id, key, node.namespace.hex()),
                 )

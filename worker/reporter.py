@@ -1,6 +1,6 @@
-"""A worker's stream to one conductor: joins, tells what happened since the last report, joins again for ever.
+"""Reports of a node to all conductors: one stream to each, which joins again whenever it ends.
 
-Keeps a node joined to every conductor, and tells all of them the same: any of them may place a request here.
+All conductors get the same reports, since any of them may place a request here.
 """
 
 from __future__ import annotations
@@ -41,73 +41,76 @@ _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUME
 
 
 class JoinStream:
-    """Collects what happened between two reports to the conductor at `target` and sends it; lives on the event loop."""
+    """Collects events between two reports to the conductor at `target` and sends them; lives on the event loop."""
 
     def __init__(
         self, node: Node, target: str, fill: Callable[[NodeReport], None], on_command: Callable[[NodeCommand], None]
     ) -> None:
-        """`fill(report)` adds the current load, held requests and counters. Commands but `accepted` go to
-        `on_command`. Raises InvalidArgument for what is no target."""
+        """`fill(report)` adds the current load, held requests and counters. Commands other than `accepted` go to
+        `on_command`. Raises InvalidArgument if `target` is malformed."""
         check_target(target)
         self.target = target
         self._node = node
-        self._announced: Node | None = None  # on the stream that is open now
+        self._announced: Node | None = None  # on the open stream
         self._fill = fill
         self._on_command = on_command
         self._news = asyncio.Event()
         self._pending = NodeReport()
-        self._streams = 0  # begun so far
-        self._streaming = False  # what happens now can be told
-        self._steps: deque[tuple[float, int, int]] = deque(maxlen=1024)  # seconds, batch, context: not told yet
-        self._num_decodes = 0  # told on the stream that is open now
-        self._told_s = 0.0
+        self._streams = 0  # number of streams begun
+        self._streaming = False  # a stream is open: events are collected
+        self._steps: deque[tuple[float, int, int]] = deque(maxlen=1024)  # (seconds, batch, context), not reported yet
+        self._num_decodes = 0  # reported on the open stream
+        self._reported_s = 0.0
         self.last_refusal = self._last_trouble = ""
-        self.has_joined = False  # at any time
+        self.has_joined = False  # ever
         self.joined = asyncio.Event()
         self.refused = asyncio.Event()
 
     @property
     def is_kept_out(self) -> bool:
-        """The conductor has refused this node, and never taken it in."""
+        """True if the conductor has refused this node and never accepted it."""
         return self.refused.is_set() and not self.has_joined
 
     def announce(self, node: Node) -> None:
-        """The node is another one than before, in its role; said with the next report, which comes at once."""
+        """Replace the node's description, for example after a role switch; it is sent at once."""
         self._node = node
         self.hurry()
 
     def hurry(self) -> None:
-        """Report now."""
+        """Send a report now."""
         self._news.set()
 
     def progress(self, request_id: str, attempt: int, phase: Phase.ValueType) -> None:
-        if not self._streaming:  # kept for nobody: the next stream begins with all that is held
+        """Report a phase of a request."""
+        if not self._streaming:  # not collected: the next stream begins with all held requests
             return
         self._pending.progress.append(Progress(request_id=request_id, attempt=attempt, phase=phase))
         self._news.set()
 
     def prefill(self, new_tokens: int, reused_tokens: int, seconds: float) -> None:
+        """Report one prefill sample."""
         if len(self._pending.prefills) < MAX_SAMPLES:
             self._pending.prefills.append(
                 PrefillSample(new_tokens=new_tokens, reused_tokens=reused_tokens, seconds=seconds)
             )
 
     def decode(self, batch: int, context_tokens: int, seconds: float) -> None:
-        """One step. Each of the first ones is told; later, of those of a quarter of a second the one that took neither
-        long nor short: a thousand nodes' steps are more than a conductor should learn from."""
+        """Report decode steps as samples: each of the first ones, later the median step of every quarter of a second,
+        since the conductor cannot process the steps of a thousand nodes."""
         self._steps.append((seconds, batch, context_tokens))
         now_s = time.monotonic()
-        if self._num_decodes >= FIRST_DECODES and now_s < self._told_s + DECODE_EVERY_S:
+        if self._num_decodes >= FIRST_DECODES and now_s < self._reported_s + DECODE_EVERY_S:
             return
         usual_s, usual_batch, usual_context = sorted(self._steps)[len(self._steps) // 2]
         self._steps.clear()
-        self._told_s = now_s
+        self._reported_s = now_s
         self._num_decodes += 1
         if len(self._pending.decodes) < MAX_SAMPLES:
             sample = DecodeSample(batch=usual_batch, context_tokens=usual_context, seconds=usual_s)
             self._pending.decodes.append(sample)
 
     def transfer(self, path: str, nbytes: int, seconds: float) -> None:
+        """Report one transfer sample."""
         if len(self._pending.transfers) < MAX_SAMPLES:
             self._pending.transfers.append(TransferSample(bytes=nbytes, seconds=seconds, path=path))
 
@@ -150,7 +153,7 @@ class JoinStream:
     async def _reports(self) -> AsyncIterator[NodeReport]:
         self._streams += 1
         number = self._streams
-        self._pending = NodeReport()  # what the conductor missed is in `held`
+        self._pending = NodeReport()  # the conductor learns missed events from `held`
         self._streaming = True
         first = NodeReport(node=self._node)
         self._announced = self._node
@@ -163,7 +166,9 @@ class JoinStream:
                 await asyncio.sleep(COALESCE_S)  # one report for what happens together
             except TimeoutError:
                 pass
-            if number != self._streams:  # gRPC asks on after a broken stream: the news are its successor's
+            if (
+                number != self._streams
+            ):  # gRPC may still iterate after a broken stream: the events belong to its successor
                 return
             self._news.clear()
             report, self._pending = self._pending, NodeReport()
@@ -175,7 +180,7 @@ class JoinStream:
 
 
 class ConductorReporter:
-    """One stream per conductor; a conductor that is away keeps none of the others waiting."""
+    """One stream per conductor; an unreachable conductor does not delay the others."""
 
     def __init__(
         self,
@@ -184,37 +189,41 @@ class ConductorReporter:
         fill: Callable[[NodeReport], None],
         on_command: Callable[[NodeCommand], None],
     ) -> None:
-        """`fill(report)` adds the current load, held requests and counters. Any conductor may give a command."""
+        """`fill(report)` adds the current load, held requests and counters. Any conductor may send commands."""
         self._streams = [JoinStream(node, target, fill, on_command) for target in conductor_targets]
 
     def announce(self, node: Node) -> None:
-        """Tell all conductors what the node is from now on."""
+        """Send the node's new description to all conductors."""
         for stream in self._streams:
             stream.announce(node)
 
     def hurry(self) -> None:
-        """Report now."""
+        """Send reports now."""
         for stream in self._streams:
             stream.hurry()
 
     def took(self) -> None:
-        """A request was taken in, of which only the conductor that placed it knows: the others learn of it now."""
+        """Report a new request at once: only the conductor that placed it has seen it."""
         if len(self._streams) > 1:
             self.hurry()
 
     def progress(self, request_id: str, attempt: int, phase: Phase.ValueType) -> None:
+        """Report a phase of a request."""
         for stream in self._streams:
             stream.progress(request_id, attempt, phase)
 
     def prefill(self, new_tokens: int, reused_tokens: int, seconds: float) -> None:
+        """Report one prefill sample."""
         for stream in self._streams:
             stream.prefill(new_tokens, reused_tokens, seconds)
 
     def decode(self, batch: int, context_tokens: int, seconds: float) -> None:
+        """Report one decode step."""
         for stream in self._streams:
             stream.decode(batch, context_tokens, seconds)
 
     def transfer(self, path: str, nbytes: int, seconds: float) -> None:
+        """Report one transfer sample."""
         for stream in self._streams:
             stream.transfer(path, nbytes, seconds)
 
@@ -225,7 +234,7 @@ class ConductorReporter:
                 tasks.create_task(stream.run(), name=f"reports to {stream.target}")
 
     async def first_join(self) -> None:
-        """Wait until one conductor has taken this node in. Raises StartupError when every one of them refuses it."""
+        """Wait until one conductor has accepted this node. Raises StartupError if all of them refuse it."""
         waits: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(event.wait()) for each in self._streams for event in (each.joined, each.refused)
         ]
@@ -233,11 +242,11 @@ class ConductorReporter:
             pending = set(waits)
             while pending and not any(stream.has_joined for stream in self._streams):
                 if all(stream.is_kept_out for stream in self._streams):
-                    told = (
+                    refusals = (
                         f"the conductor at {each.target} refused this node: {each.last_refusal}"
                         for each in self._streams
                     )
-                    raise StartupError("; ".join(told))
+                    raise StartupError("; ".join(refusals))
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:

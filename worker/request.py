@@ -1,7 +1,4 @@
-"""Turns on the wire, where times are relative to when they are told: clocks of two hosts have nothing in common.
-
-A request as a worker sees it: the parsed Submit, and the sequence the engine works on.
-"""
+"""A request as a worker handles it: the parsed Submit, and the sequence that the engine works on."""
 
 from __future__ import annotations
 
@@ -28,7 +25,8 @@ KEY_NBYTES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One attempt of a request, checked. `prompt` [n] int32 holds the client's prompt and what was generated so far."""
+    """One attempt of a request, validated. `prompt` [n] int32 holds the client's prompt and the tokens generated so
+    far."""
 
     request_id: str
     attempt: int
@@ -43,13 +41,13 @@ class Request:
     placement: Placement
     submitted: float  # time.monotonic() instants
     deadline: float
-    idle_s: float  # > 0: endless; once it has a token its deadline is that of the next one
+    idle_s: float  # > 0: endless request; each token extends the deadline by this
     proto: Submit
     queue_entry: QueueEntry
 
     @classmethod
     def from_proto(cls, submit: Submit, *, vocab_size: int, max_model_len: int, block_tokens: int) -> Request:
-        """Check and parse. Raises RequestRefused naming what was wrong and what was expected."""
+        """Parse and validate a Submit. Raises RequestRefused that names what was wrong and what was expected."""
         if len(submit.prompt_ids) % 4:
             raise RequestRefused("bad_prompt", f"prompt_ids has {len(submit.prompt_ids)} bytes, not whole int32 values")
         prompt = np.frombuffer(submit.prompt_ids, dtype="<i4")
@@ -100,41 +98,42 @@ class Request:
 
     @property
     def key(self) -> RequestKey:
-        """What it goes by in line."""
+        """Key of this attempt in the wait queue."""
         return self.request_id, self.attempt
 
     @property
     def traceparent(self) -> str:
-        """Of the sender's span; "" where it is not traced."""
+        """W3C traceparent of the sender's span; empty if the request is not traced."""
         return self.proto.traceparent
 
     @property
-    def said(self) -> dict[str, str | int]:
-        """What a line of the log is told where it is not the request's own task that writes it."""
+    def log_fields(self) -> dict[str, str | int]:
+        """Fields for log records that are written outside the request's own task."""
         return {"request_id": self.request_id, "attempt": self.attempt}
 
     @property
-    def about(self) -> dict[str, str | int]:
-        """What a span of it is told by."""
+    def span_attributes(self) -> dict[str, str | int]:
+        """Attributes of the request's spans."""
         return {"request_id": self.request_id, "attempt": self.attempt, "prompt_tokens": len(self.prompt)}
 
     @property
     def peak_tokens(self) -> int:
-        """The most tokens of KV this attempt can need: the last token generated is never fed back."""
+        """The most tokens of KV this attempt can need: the last generated token is never fed back."""
         return len(self.prompt) + self.max_tokens - self.generated - 1
 
     @property
     def time_left_s(self) -> float:
+        """Seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()
 
     @property
     def generated_ids(self) -> NDArray[np.int32]:
-        """What earlier attempts generated."""
+        """Ids that earlier attempts generated."""
         return self.prompt[len(self.prompt) - self.generated :]
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the log-probabilities of all of the prompt are still to be told: nothing of it is reused then."""
+        """True if log-probabilities of the whole prompt are still to be sent; none of it is reused then."""
         return self.sampling.prompt_logprobs is not None and self.generated == 0
 
 
@@ -173,7 +172,7 @@ class GroupChunks(Protocol):
 
 @dataclass(slots=True, eq=False)
 class EngineSequence:
-    """The engine's working state of one request. Written by the engine thread while it is in the loop."""
+    """The engine's working state of one request. Written by the engine thread while the sequence is in the loop."""
 
     request: Request
     slots: list[int]
@@ -181,22 +180,22 @@ class EngineSequence:
     num_tokens: int
     num_computed: int
     prefill_only: bool  # leaves the loop with its first token
-    steering: Steering | None = None  # None: tokens are drawn as the model gives them
+    steering: Steering | None = None  # None: logits are sampled unchanged
     prompt_scores: PromptLogprobs | None = None
     table: NDArray[np.int32] = field(init=False)
-    error: WorkerError | None = None  # why it left unfinished, when that was its own fault
+    error: WorkerError | None = None  # set if the sequence failed by itself
     finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
     group_chunks: GroupChunks | None = None  # set while a prefill group computes the prompt
-    compute_s: float = 0.0  # its share of the steps that computed its prompt
-    computed_tokens: int = 0  # of its prompt, here
-    is_beside_decodes: bool = False  # others decoded in some of those steps
-    reused_tokens: int = field(init=False)  # of its prompt
-    engine_state: object = None  # what the engine keeps of it
-    kept_tokens: int | None = None  # prompt and answer as the next turn will hold them; None: all that is computed
-    queue_entry: QueueEntry = ALWAYS_NEXT  # among the prompts being computed
+    compute_s: float = 0.0  # its part of the duration of the steps that computed its prompt
+    computed_tokens: int = 0  # prompt tokens computed here
+    is_beside_decodes: bool = False  # other sequences decoded in some of those steps
+    reused_tokens: int = field(init=False)  # prompt tokens
+    engine_state: object = None  # private to the engine
+    kept_tokens: int | None = None  # tokens worth saving for the next turn; None: all computed ones
+    queue_entry: QueueEntry = ALWAYS_NEXT  # order among the prompts being computed
     first_step_at: float = 0.0  # time.monotonic() instants
-    first_token_at: float = 0.0  # of those generated here
+    first_token_at: float = 0.0  # first token generated here
     committed_at: float = 0.0  # handed over by a prefill node
     joined_at: float = 0.0  # began the first step after that
 
@@ -214,7 +213,8 @@ class EngineSequence:
         prefill_only: bool,
         matcher: GrammarMatcher | None = None,
     ) -> EngineSequence:
-        """`matcher` stands where the request's generated ids lead in its grammar, if it has one."""
+        """Create the sequence of a request. `matcher` has been advanced by the request's generated ids; None without a
+        grammar."""
         n = len(request.prompt)
         tokens = np.zeros(n + request.max_tokens - request.generated, dtype=np.int32)
         tokens[:n] = request.prompt
@@ -233,17 +233,18 @@ class EngineSequence:
         return sequence
 
     def extend(self, slots: list[int]) -> None:
-        """Further slots, after those that it has."""
+        """Append further slots."""
         self.slots.extend(slots)
         self.table = np.array(self.slots, dtype=np.int32)
 
     @property
     def prompt_len(self) -> int:
+        """Number of prompt tokens, those of earlier attempts included."""
         return len(self.request.prompt)
 
     @property
     def token_s(self) -> float:
-        """What computing one token of its prompt took; 0 where none was."""
+        """Seconds that computing one prompt token took here; 0 if none was computed."""
         return self.compute_s / self.computed_tokens if self.computed_tokens else 0.0
 
     @property
@@ -253,11 +254,12 @@ class EngineSequence:
 
     @property
     def remaining(self) -> int:
+        """Number of tokens that may still be generated."""
         return self.request.max_tokens - self.next_index
 
     @property
     def has_ended(self) -> bool:
-        """Nothing more is generated: finished, or failed by its own fault."""
+        """True if nothing more is generated: finished, or failed by an error of its own."""
         return bool(self.finish) or self.error is not None
 
     def try_append(self, token: int) -> bool:
@@ -269,7 +271,7 @@ class EngineSequence:
         return self.error is None
 
     def append(self, token: int) -> None:
-        """Take a generated token and decide whether it ends the request. Raises GrammarError."""
+        """Append a generated token and set `finish` if it ends the request. Raises GrammarError."""
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
         if self.steering is not None:
@@ -283,12 +285,14 @@ class EngineSequence:
 
 
 def queue_entry_from_proto(message: conductor_pb2.Turn, now_s: float) -> QueueEntry:
-    """As told at `now_s`. A message that nobody filled in is the turn of one that has just come.
+    """Convert a message received at `now_s`. An empty message yields the entry of a request that has just arrived.
 
-    What is no time counts as none: among others' times it could not be put in order.
+    Times on the wire are relative, since the clocks of two hosts are unrelated. Values that are not finite count as 0:
+    they could not be ordered.
     """
     waited_s, due_in_s, ages_in_s = (
-        told if math.isfinite(told) else 0.0 for told in (message.waited_s, message.due_in_s, message.ages_in_s)
+        seconds if math.isfinite(seconds) else 0.0
+        for seconds in (message.waited_s, message.due_in_s, message.ages_in_s)
     )
     return QueueEntry(
         arrived_s=now_s - waited_s,
@@ -302,7 +306,7 @@ def queue_entry_from_proto(message: conductor_pb2.Turn, now_s: float) -> QueueEn
 
 
 def queue_entry_to_proto(turn: QueueEntry, now_s: float) -> conductor_pb2.Turn:
-    """To be told at `now_s`."""
+    """Convert an entry to a message that is sent at `now_s`."""
     return conductor_pb2.Turn(
         level=turn.level,
         account=turn.account,

@@ -1,9 +1,9 @@
-"""A worker changes its role: takes no new work, finishes what the old role asked for, then is the other one. Warm.
+"""Role changes of a running worker: accept no new work, finish the work of the old role, then take the new role.
 
-Model, memory, pool and streams stay as they are: a worker can do all that workers do, and its role says no more than
-what conductors ask of it. A prefill node changes only once no prompt is left: those wait for pages of decode nodes
-while they hold pages here, and two nodes that did both could wait for each other. A decode node's answers wait for
-nobody: those that are long go on here beside the prompts.
+Model, memory, pool and streams stay as they are: every worker can serve all roles, and its role only determines what
+conductors ask of it. A prefill node changes only when no prompt is left: prompts hold pages here while they wait for
+pages of decode nodes, and two nodes that did both could wait for each other. Answers of a decode node wait for no other
+node, so long ones continue beside the prompts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from worker.jobs import RequestJobs
 
 log = logging.getLogger(__name__)
 _CHANGING = frozenset({ROLE_PREFILL, ROLE_DECODE})
-_CHECK_S = 0.05  # jobs may still come in, of conductors that have not heard yet
+_CHECK_S = 0.05  # new jobs may arrive from conductors that have not received the report yet
 
 
 class RoleSwitch:
-    """One worker's role. While `is_switching`, conductors give it nothing new; lives on the event loop."""
+    """Role of one worker. While `is_switching`, conductors place nothing new on it; lives on the event loop."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class RoleSwitch:
         news: Callable[[], None],
         done: Callable[[], None],
     ) -> None:
-        """`grace_s`: for what the old role asked for. `news()`: tell conductors that it switches; `done()`: what it
-        is from now on."""
+        """`grace_s` bounds the wait for the old role's work. `news()` reports to conductors that the switch has begun,
+        `done()` the resulting role."""
         self.role = role
         self._jobs = jobs
         self._grace_s = grace_s
@@ -44,26 +44,31 @@ class RoleSwitch:
 
     @property
     def is_switching(self) -> bool:
+        """True while a switch is in progress."""
         return self._task is not None
 
     def begin(self, role: Role.ValueType) -> None:
-        """Change to `role`, unless that is under way or cannot be."""
+        """Change to `role`, unless a switch is in progress or the change is impossible."""
         if self._closed or self._task is not None or role == self.role:
             return
         if not {role, self.role} <= _CHANGING:
-            log.warning("asked to be %s, but a node that is %s stays so", _name(role), _name(self.role))
+            log.warning(
+                "cannot switch to %s: only prefill and decode nodes switch, and this is %s",
+                _name(role),
+                _name(self.role),
+            )
             return
         self._task = asyncio.create_task(self._change(role), name="role switch")
 
     async def close(self) -> None:
-        """Stay what it is: commands may still come."""
+        """Cancel a switch in progress and ignore later commands."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _change(self, role: Role.ValueType) -> None:
-        log.info("changing from %s to %s: no new work is taken", _name(self.role), _name(role))
+        log.info("switching from %s to %s: accepting no new work", _name(self.role), _name(role))
         try:
             self._news()
             loop = asyncio.get_running_loop()
@@ -72,14 +77,14 @@ class RoleSwitch:
                 await self._jobs.wait_idle(min(_CHECK_S, until_s - loop.time()))
             if len(self._jobs) and self.role == ROLE_PREFILL:
                 log.warning(
-                    "stays %s: %d requests are not over after %g s", _name(self.role), len(self._jobs), self._grace_s
+                    "stays %s: %d requests have not ended after %g s", _name(self.role), len(self._jobs), self._grace_s
                 )
                 return
             self.role = role
         finally:
             self._task = None
-            self._done()  # also of a role that it keeps: whoever asked must not wait for another one
-        log.info("is %s from now on; %d requests go on", _name(role), len(self._jobs))
+            self._done()  # also after a failed switch, so that conductors stop waiting for it
+        log.info("switched to %s; %d requests continue", _name(role), len(self._jobs))
 
 
 def _name(role: Role.ValueType) -> str:

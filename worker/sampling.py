@@ -1,4 +1,4 @@
-"""What a request asks of its sampling, checked at the door: nothing that passes here can fail a step of the engine."""
+"""Validation of a request's sampling parameters: whatever is accepted here cannot fail an engine step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.common_pb2 import Sampling as SamplingProto
 from worker.errors import RequestRefused
 
-MAX_TEMPERATURE = 1e6  # times the noise, still far from infinity
+MAX_TEMPERATURE = 1e6  # even multiplied by the noise far from infinity
 MAX_REPETITION_PENALTY = 100.0
 MAX_OTHER_PENALTY = 2.0
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 
-# Below this a penalty changes nothing more, and a logit divided by it may overflow.
+# Smaller penalties have no further effect, and a logit divided by one may overflow.
 _LEAST_REPETITION_PENALTY = 1e-30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingParams:
-    """Checked parameters; ids are within the vocabulary."""
+    """Validated sampling parameters; all ids are within the vocabulary."""
 
     temperature: float  # 0 = greedy
     top_p: float
@@ -32,19 +32,19 @@ class SamplingParams:
     seed: int
     choice: int
     stop_ids: frozenset[int]
-    min_tokens: int  # no stop token before so many new tokens
+    min_tokens: int  # stop tokens are excluded before this many new tokens
     bias_ids: NDArray[np.int64]
     bias_values: NDArray[np.float32]
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
-    logprobs: int | None  # how many of the likeliest ids to tell beside each token; None = tell nothing
+    logprobs: int | None  # number of likeliest ids reported per token; None = no log-probabilities
     prompt_logprobs: int | None
     grammar: Grammar | None
 
     @classmethod
     def from_proto(cls, asked: SamplingProto, *, vocab_size: int) -> SamplingParams:
-        """Raises RequestRefused naming the field, what was found and what was expected."""
+        """Parse and validate. Raises RequestRefused that names the field, the value and what was expected."""
         repetition = asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0
         _check_numbers(asked, repetition)
         stop_ids = frozenset(asked.stop_token_ids)
@@ -73,12 +73,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that were seen weigh less, or more."""
+        """True if seen tokens change in weight."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 def _check_numbers(asked: SamplingProto, repetition: float) -> None:
-    # Comparisons are such that NaN fails them.
+    # The comparisons are false for NaN.
     for name, value, fine, expected in (
         ("temperature", asked.temperature, 0 <= asked.temperature <= MAX_TEMPERATURE, f"0 to {MAX_TEMPERATURE:g}"),
         ("top_p", asked.top_p, 0 < asked.top_p <= 1, "above 0, at most 1"),

@@ -1,4 +1,4 @@
-"""The gRPC face of every worker: the token streams, and what to do with submits, cancels and hand-overs. Thin."""
+"""gRPC service of every worker: token streams, submits, cancels, hand-offs and prefill groups."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ log = logging.getLogger(__name__)
 LAST_WRITE_S = 0.5
 
 
-Serve = Callable[[Request], Coroutine[Any, Any, None]]  # one request's work here, from Submit to its end
+Serve = Callable[[Request], Coroutine[Any, Any, None]]  # serves one request from Submit to its end
 
 
 class HandoffReceiver(Protocol):
-    """The receiving side of a hand-over from prefill to decode."""
+    """Receiving side of a hand-off from prefill to decode."""
 
     async def reserve(self, request: Request, asked: ReserveRequest) -> ReserveReply:
-        """Take pages under a new epoch. Raises RequestRefused, or RequestFailed when it came to nothing."""
+        """Reserve slots under a new epoch. Raises RequestRefused, or RequestFailed if the reservation could not be
+        made."""
 
     async def commit(self, asked: CommitRequest) -> CommitReply:
-        """Everything was written."""
+        """Accept the request: everything was written."""
 
     def abort(self, asked: AbortRequest) -> None:
-        """The writer has stopped."""
+        """Give up the reservation: the writer has stopped."""
 
 
 class PrefillHelper(Protocol):
-    """The helper side of a prefill group."""
+    """Helping side of a prefill group."""
 
     async def serve(
         self,
@@ -64,14 +65,15 @@ class PrefillHelper(Protocol):
         further: AsyncIterator[HelpRequest],
         reply: Callable[[HelpReply], Awaitable[None]],
     ) -> None:
-        """One call of a head, from its first message to its end. Raises RequestRefused, RequestFailed."""
+        """Serve one call of a group's head from its first message to its end. Raises RequestRefused, RequestFailed."""
 
 
 class WorkerService(WorkerServicer):
-    """Does what a placement asks for: a node's role is a matter between it and the conductor.
+    """Serves what placements ask for; the role of a node concerns only the node and the conductor.
 
-    A request whose placement names a decode node is prefilled here and handed over, another one served to its end. Only
-    a decode node hands nothing over: who holds pages for prompts waits for decode nodes, and those for nobody.
+    A request whose placement names a decode node is prefilled here and handed off; any other is served to its end. A
+    decode node hands nothing off: nodes that hold pages for prompts wait for decode nodes, and decode nodes must wait
+    for no other node.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class WorkerService(WorkerServicer):
         self._helping = helper
         self._background: set[asyncio.Task[None]] = set()
 
-    async def Attach(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
+    async def Attach(  # type: ignore[override]  # it writes instead of yielding: an abort is noticed at once
         self,
         request_iterator: AsyncIterator[FrontendMessage],
         context: grpc.aio.ServicerContext[FrontendMessage, WorkerMessage],
@@ -102,13 +104,13 @@ class WorkerService(WorkerServicer):
         stream = self.node.streams.attach(hello.frontend_id, hello.incarnation, knows_handoff=knows_handoff)
         tasks: list[asyncio.Task[Any]] = []
         try:
-            await self.node.jobs.cancel_frontend(stream.frontend_id)  # what an earlier stream of it left behind
+            await self.node.jobs.cancel_frontend(stream.frontend_id)  # requests of its earlier stream
             log.info("frontend %s attached", stream.frontend_id)
             tasks.append(asyncio.create_task(self._read(stream, request_iterator)))
             tasks.append(asyncio.create_task(self._write(stream, context)))
             await stream.closed.wait()
             await asyncio.wait(tasks[1:], timeout=LAST_WRITE_S)
-            if not tasks[1].done():  # to a frontend that does not read, a write never ends, nor could a status be sent
+            if not tasks[1].done():  # if the frontend does not read, a write never ends and no status can be sent
                 raise asyncio.CancelledError
         finally:
             for task in tasks:
@@ -123,7 +125,7 @@ class WorkerService(WorkerServicer):
         self, stream: FrontendStream, context: grpc.aio.ServicerContext[FrontendMessage, WorkerMessage]
     ) -> None:
         try:
-            await context.write(WorkerMessage())  # tells the frontend that it is attached
+            await context.write(WorkerMessage())  # confirms the attachment
             async for message in stream.messages():
                 await context.write(message)
         finally:
@@ -158,17 +160,19 @@ class WorkerService(WorkerServicer):
             )
 
     def accept(self, request: Request) -> None:
-        """Start working on a request submitted by a frontend. Raises RequestRefused."""
+        """Start to serve a request submitted by a frontend. Raises RequestRefused."""
         hands_over = request.placement.HasField("decode")
         if hands_over and self.node.role.role == ROLE_DECODE:
-            # Placed before it changed its role. A node with answers must wait for no other one's pages: that one,
-            # changed the other way round, may have prompts that wait for pages here.
-            raise RequestRefused("draining", f"{self.node.config.node_id} prefills for nobody else any more")
+            # Placed before the role switch. A decode node must not wait for pages of another node: that node may have
+            # switched in the opposite direction and have prompts that wait for pages here.
+            raise RequestRefused(
+                "draining", f"{self.node.config.node_id} has become a decode node and hands off no prompts"
+            )
         serve = self._prefill if hands_over else self._whole
         self.node.jobs.run(request, serve(request))
 
     def checked(self, submit: Submit) -> Request:
-        """The request, if this node takes it now. Raises RequestRefused."""
+        """Parse a submit. Raises RequestRefused if this node cannot serve it now."""
         node = self.node
         if node.draining.is_set():
             raise RequestRefused("draining", f"{node.config.node_id} is draining")

@@ -1,4 +1,4 @@
-"""A worker's life from ready to gone: start, serve, drain, close."""
+"""Lifecycle of a worker process: start, serve, drain, close."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ STOP_GRACE_S = 0.5
 async def serve_until(
     node: WorkerNode, server: ControlServer, stop: asyncio.Event, on_ready: Callable[[str], None]
 ) -> bool:
-    """Join the cluster and call `on_ready` with the target that others dial; on `stop`, or when the conductor says so,
-    take no new work, finish what runs, and close. Whether it was the conductor: then the node is not wanted back.
+    """Join the cluster, call `on_ready` with the target that others dial, serve until `stop` is set or a conductor
+    drains the node, then finish running requests and close. Returns True if a conductor drained the node, which must
+    then not be restarted.
 
-    Raises EngineBroken, once all is closed, when the engine is past hope: a supervisor starts another process.
+    Raises EngineBroken after closing if the engine fails every step: a supervisor then starts another process.
     """
     drained = False
     try:
@@ -48,7 +49,7 @@ async def _join(node: WorkerNode, target: str) -> None:
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether `work` ended before `stop` was set; it is cancelled otherwise."""
+    """Return True if `work` ended before `stop` was set; it is cancelled otherwise."""
     working = asyncio.ensure_future(work)
     try:
         await first_of(working, stop)

@@ -1,7 +1,7 @@
-"""Waiting that cancellation does not cut short.
+"""Waits that cancellation does not cut short.
 
-A transfer into or out of a slot must be over before the slot is given back: a cancelled coroutine that merely stopped
-waiting would let late bytes land in another request's KV.
+A transfer into or out of a slot must end before the slot is released: if a cancelled coroutine merely stopped waiting,
+late bytes could overwrite another request's KV.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def shielded(future: Future[T] | asyncio.Future[T]) -> T:
-    """The future's result. When cancelled meanwhile, waits all the same, then raises CancelledError."""
+    """Await the future to completion even if the caller is cancelled; then raise CancelledError. Returns its result."""
     waiting = asyncio.wrap_future(future) if isinstance(future, Future) else future
     cancelled = False
     while not waiting.done():
@@ -25,18 +25,19 @@ async def shielded(future: Future[T] | asyncio.Future[T]) -> T:
             cancelled = True
     if cancelled:
         if not waiting.cancelled():
-            waiting.exception()  # seen, so that it is not reported as lost
+            waiting.exception()  # retrieved, so that asyncio does not log it as lost
         raise asyncio.CancelledError
     return waiting.result()
 
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
-    """Run blocking work on a thread, as `asyncio.to_thread`, but a cancelled caller waits for the thread."""
+    """Run blocking work on a thread like `asyncio.to_thread`; a cancelled caller still waits for the thread."""
     return await shielded(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 
 async def wait_unless_cancelled(task: asyncio.Task[None]) -> None:
-    """The task's end; that somebody has cancelled it is no failure. A cancelled caller cancels it, too, and waits."""
+    """Wait for the task; returns normally if the task itself was cancelled. If the caller is cancelled, cancels the
+    task and waits for its end."""
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
@@ -48,7 +49,8 @@ async def wait_unless_cancelled(task: asyncio.Task[None]) -> None:
 
 
 async def run_both(one: Coroutine[Any, Any, None], two: Coroutine[Any, Any, None]) -> None:
-    """Run two coroutines at once. A failure, or the caller's cancellation, cancels the other and waits."""
+    """Run two coroutines concurrently. If one fails or the caller is cancelled, cancels both and waits
+    for their ends."""
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(two)]
     try:
         await asyncio.gather(*tasks)

@@ -1,7 +1,4 @@
-"""Slots in memory that the messenger can reach: where each lies, and what its bytes sum up to. Nothing of engines.
-
-An engine's slots as the messenger sees them, layer by layer: what every engine's memory has in common. No torch.
-"""
+"""Slots in memory that the messenger can reach: their offsets, digests and slices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from messenger import Messenger, Region, RemoteKey, SharedMemory
 
 
 class SlotMemory(ABC):
-    """`num_slots` slots of every group of `spec`, group after group: as the engine's cache lays them out."""
+    """`num_slots` slots of every group of `spec`, group after group, in the layout of the engine's cache."""
 
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger, *, name: str) -> None:
-        """Raises OSError when there is not enough memory."""
+        """Raises OSError if there is not enough memory."""
         self.spec = spec
         self.num_slots = num_slots
         self.block_tokens = spec.block_tokens
@@ -45,16 +42,17 @@ class SlotMemory(ABC):
         return self._memory.nbytes
 
     def offsets(self, group: int, slots: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int64]:
-        """Byte offsets of whole slots in the region."""
+        """Return the byte offsets [n] of whole slots in the region."""
         found: NDArray[np.int64] = self._base[group] + np.asarray(slots, dtype=np.int64) * self._slot_nbytes[group]
         return found
 
     def all_offsets(self, slots: Sequence[int]) -> NDArray[np.int64]:
-        """Byte offsets of whole slots in the region, [groups, n]."""
+        """Return the byte offsets [groups, n] of whole slots in the region."""
         return np.stack([self.offsets(g, slots) for g in range(self.num_groups)])
 
     def commits_due(self, slots: Sequence[int]) -> list[Callable[[], None]]:
-        """What a thread is to run, each once, now that these slots are about to be used: commits what comes next."""
+        """Return work for a thread, each item to be run once, that commits the memory after these slots, which are
+        about to be used."""
         due: list[Callable[[], None]] = []
         for ahead, base, nbytes in zip(self._ahead, self._base, self._slot_nbytes, strict=True):
             end = base + (max(slots, default=-1) + 1) * nbytes
@@ -63,13 +61,14 @@ class SlotMemory(ABC):
         return due
 
     def grant_write(self, slots: Sequence[int]) -> RemoteKey:
-        """Let whoever has the key write these slots: a range of the region that contains them."""
+        """Grant write access to the range of the region that contains these slots."""
         base = self.offsets(0, [min(slots)])[0]
         end = self.offsets(self.num_groups - 1, [max(slots) + 1])[0]
         return self._messenger.grant(self.region, int(base), int(end - base), read=False, write=True)
 
     def slot_slices(self, slots: Sequence[int], remote: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Messenger slices [groups * n, 3] pairing whole slots with remote offsets (one array [n] per group)."""
+        """Return messenger slices [groups * n, 3] that pair whole slots with remote offsets (one array [n] per
+        group)."""
         parts = [
             np.stack(
                 [self.offsets(g, slots), remote[g], np.full(len(slots), self._slot_nbytes[g], dtype=np.int64)], axis=1
@@ -79,25 +78,25 @@ class SlotMemory(ABC):
         return np.concatenate(parts)
 
     def slot_digests(self, group: int, slots: Sequence[int], valid: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Layer digests [n, layers of the group] of the valid tokens of each slot."""
+        """Return layer digests [n, layers of the group] of the valid tokens of each slot."""
         return layer_digests_at(self._memory.array, self.offsets(group, slots), self.spec, group, valid)
 
     def slot_bytes(self, group: int, slots: Sequence[int]) -> NDArray[np.uint8]:
-        """A copy of whole slots as the messenger sees them, [n, slot_nbytes]."""
+        """Return a copy of whole slots as the messenger sees them, uint8 [n, slot_nbytes]."""
         size = self._slot_nbytes[group]
         return np.stack([self._memory.array[at : at + size] for at in self.offsets(group, slots).tolist()])
 
     @abstractmethod
     def to_host(self, slots: Sequence[int]) -> None:
-        """Make what the engine has in these slots readable by the messenger. Returns when the bytes are there."""
+        """Make the engine's content of these slots readable by the messenger. Returns when the bytes are there."""
 
     @abstractmethod
     def to_device(self, slots: Sequence[int]) -> None:
-        """Make what has landed in these slots readable by the engine."""
+        """Make received content of these slots readable by the engine."""
 
 
 def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
-    """The pool's view of a model's KV: the same groups, in the same order."""
+    """Return the pool's specification of a model's KV: the same groups in the same order."""
     return KvSpec(
         tuple(
             KvGroup(
@@ -110,7 +109,7 @@ def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
 
 
 class EngineMemory(SlotMemory):
-    """The slots that an engine computes in, addressed by (group, slot, layer)."""
+    """Slots that an engine computes in, addressed by (group, slot, layer)."""
 
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger) -> None:
         super().__init__(spec, num_slots, messenger, name="moonpool-kv")
@@ -120,7 +119,8 @@ class EngineMemory(SlotMemory):
         }
 
     def layer_slices(self, layer: int, slots: Sequence[int], remote: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Messenger slices [n, 3] of one model layer of each slot; `remote` holds whole-slot offsets per group."""
+        """Return messenger slices [n, 3] of one model layer of each slot; `remote` holds whole-slot offsets per
+        group."""
         group, index = self.place_of_layer[layer]
         size = self._layer_nbytes[group]
         shift = index * size
@@ -134,22 +134,22 @@ class EngineMemory(SlotMemory):
         )
 
     def one_layer_digests(self, layer: int, slots: Sequence[int], valid: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Digests [n] of one model layer of each slot."""
+        """Return the digests [n] of one model layer of each slot."""
         group, index = self.place_of_layer[layer]
         one = slice(index, index + 1)
         return layer_digests_at(self._memory.array, self.offsets(group, slots), self.spec, group, valid, one)[:, 0]
 
     @abstractmethod
     def to_host(self, slots: Sequence[int], layer: int | None = None) -> None:
-        """Make slots (one layer of them, or all) readable by the messenger. Returns when the bytes are there."""
+        """Make one layer of the slots, or all layers, readable by the messenger. Returns when the bytes are there."""
 
     @abstractmethod
     def to_device(self, slots: Sequence[int], layer: int | None = None) -> None:
-        """Make what has landed in these slots (in one layer of them, or all) readable by the engine."""
+        """Make received content of one layer of the slots, or of all layers, readable by the engine."""
 
     @abstractmethod
     def differ(
         self, group: int, given: NDArray[np.uint8], computed: NDArray[np.uint8], valid: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Which slots of a group, uint8 [n, slot_nbytes], hold other KV in their `valid` [n] tokens than what was
-        computed: by more than another order of the same sums explains."""
+        """Return bool [n]: slots of a group, uint8 [n, slot_nbytes], whose `valid` [n] tokens differ from the computed
+        ones by more than a different order of summation explains."""

@@ -1,7 +1,7 @@
-"""What steers a sequence's next token and depends on the tokens before it. Rebuilt from those on any node.
+"""Changes to a sequence's logits that depend on the tokens before: penalties, minimum length, bias and grammar.
 
-So a request that moves goes on exactly as it would have: counts and matcher follow from the prompt's ids alone, whose
-last `generated` were generated before.
+Counts and matcher follow from the prompt's ids alone, of which the last `generated` are the answer so far. A request
+that moves to another node therefore continues exactly as it would have.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from worker.sampling import SamplingParams
 
 
 class SeenTokens:
-    """How often each id that was seen was generated; ids that only the prompt holds count 0."""
+    """Number of times that each seen id was generated; ids that occur only in the prompt count 0."""
 
     def __init__(
         self, prompt: NDArray[np.int32], generated: NDArray[np.int32], *, capacity: int, vocab_size: int
     ) -> None:
-        """`capacity`: of distinct ids that may come to be seen."""
+        """`capacity`: the most distinct ids that may be seen."""
         self._place = np.full(vocab_size, -1, np.int32)
         self._ids = np.empty(min(capacity, vocab_size), np.int64)
         self._counts = np.zeros(len(self._ids), np.float32)
@@ -41,7 +41,7 @@ class SeenTokens:
         return self._counts[: self._num]
 
     def take(self, token: int) -> None:
-        """One more token was generated."""
+        """Count one generated token."""
         if self._place[token] < 0:
             self._place[token] = self._num
             self._ids[self._num] = token
@@ -50,7 +50,7 @@ class SeenTokens:
 
 
 class Steering:
-    """Of one sequence. Lives where the sequence lives: on the engine's thread while it is in the loop."""
+    """Logit changes of one sequence. Used on the engine thread while the sequence is in the loop."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Steering:
         vocab_size: int,
         matcher: GrammarMatcher | None,
     ) -> None:
-        """The last `generated` of the ids in `prompt` were generated before, and the matcher has taken them."""
+        """The last `generated` of the ids in `prompt` were generated before; the matcher has been advanced by them."""
         self._sampling = sampling
         self._matcher = matcher
         self._bias = Bias(sampling.bias_ids, sampling.bias_values) if len(sampling.bias_ids) else None
@@ -71,23 +71,23 @@ class Steering:
         self._seen: SeenTokens | None = None
         if sampling.has_penalties:
             split = len(prompt) - generated
-            # Only repetition looks at the client's own prompt.
+            # Only the repetition penalty applies to the client's own prompt.
             own = prompt[:split] if sampling.repetition_penalty != 1 else prompt[:0]
             self._seen = SeenTokens(own, prompt[split:], capacity=capacity, vocab_size=vocab_size)
 
     @staticmethod
     def is_wanted(sampling: SamplingParams) -> bool:
-        """Whether anything steers the tokens of such a request."""
+        """True if anything in the parameters changes the logits."""
         return bool(
             sampling.has_penalties or len(sampling.bias_ids) or sampling.min_tokens or sampling.grammar is not None
         )
 
     def row(self, index: int) -> LogitSteering | None:
-        """For the token of this index; None if it is not steered. Raises GrammarError."""
+        """Return the changes for the token at this index; None if there are none. Raises GrammarError."""
         allowed = self._matcher.allowed() if self._matcher is not None else None
         barred = self._barred if index < self._sampling.min_tokens and len(self._barred) else None
         if allowed is not None and barred is not None and np.count_nonzero(allowed) == allowed[barred].sum():
-            barred = None  # the grammar admits nothing but the end
+            barred = None  # the grammar allows end tokens only
         penalties = None
         if self._seen is not None:
             sampling = self._sampling
@@ -103,7 +103,7 @@ class Steering:
         return LogitSteering(allowed, barred, self._bias, penalties)
 
     def take(self, token: int) -> None:
-        """The sequence goes on with this token. Raises GrammarError."""
+        """Record the next token. Raises GrammarError."""
         if self._seen is not None:
             self._seen.take(token)
         if self._matcher is not None:
@@ -111,5 +111,5 @@ class Steering:
 
     @property
     def finish(self) -> Finish.ValueType:
-        """Whether and how the grammar has come to its end."""
+        """Finish reason set by the grammar's end; FINISH_NONE before."""
         return self._matcher.finish if self._matcher is not None else FINISH_NONE

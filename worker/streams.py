@@ -14,7 +14,7 @@ from worker.engine_loop import GeneratedToken
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED_MESSAGES = 4096
-FIRST_WIRE_WITH_HANDOFF = 2  # some of wire 1 know them, too, and cannot be told from those that do not
+FIRST_WIRE_WITH_HANDOFF = 2  # some versions of wire 1 support it, too, but cannot be distinguished
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class FrontendStream:
     """One attached frontend. `closed` is set when it is gone or too slow.
 
-    `knows_handoff`: one that does not would take a hand-off's times for another first token's.
+    `knows_handoff` is false for versions that would misread a hand-off's timing as that of a first token.
     """
 
     def __init__(self, frontend_id: str, incarnation: int, *, knows_handoff: bool = True) -> None:
@@ -33,7 +33,7 @@ class FrontendStream:
         self._queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
 
     def send(self, message: WorkerMessage) -> None:
-        """Queue a message; a frontend that does not read is cut off rather than buffered without bound."""
+        """Queue a message. A frontend that does not read is disconnected, so that buffering is bounded."""
         if self.closed.is_set():
             return
         try:
@@ -43,6 +43,7 @@ class FrontendStream:
             self.close()
 
     def close(self) -> None:
+        """End the stream. Idempotent."""
         self.closed.set()
         try:
             self._queue.put_nowait(None)
@@ -50,6 +51,7 @@ class FrontendStream:
             pass
 
     async def messages(self) -> AsyncIterator[WorkerMessage]:
+        """Yield the queued messages until the stream is closed."""
         while not self.closed.is_set():
             message = await self._queue.get()
             if message is None:
@@ -64,7 +66,7 @@ class TokenStreams:
         self._streams: dict[str, FrontendStream] = {}
 
     def attach(self, frontend_id: str, incarnation: int, *, knows_handoff: bool = True) -> FrontendStream:
-        """A new stream of a frontend replaces its old one."""
+        """Register a frontend's new stream, which replaces its old one."""
         old = self._streams.get(frontend_id)
         if old is not None:
             old.close()
@@ -73,7 +75,7 @@ class TokenStreams:
         return stream
 
     def detach(self, stream: FrontendStream) -> bool:
-        """The stream is over. Whether its frontend is gone with it: not so if a new stream has replaced it."""
+        """Unregister a stream. Returns True if its frontend is gone, False if a new stream has replaced it."""
         stream.close()
         if self._streams.get(stream.frontend_id) is not stream:
             return False
@@ -91,7 +93,7 @@ class TokenStreams:
         return len(self._streams)
 
     def send_tokens(self, tokens: Iterable[GeneratedToken], timing: dict[str, Timing]) -> None:
-        """Send one step's tokens; `timing` by request id goes with an attempt's first token."""
+        """Send one step's tokens; `timing` by request id accompanies an attempt's first token."""
         by_frontend: dict[str, WorkerMessage] = defaultdict(WorkerMessage)
         for generated in tokens:
             request = generated.sequence.request
@@ -127,7 +129,7 @@ class TokenStreams:
 
 
 async def first_message(messages: AsyncIterator[T]) -> T | None:
-    """The first message of a stream, None when it ended before one came."""
+    """Return the first message of a stream; None if it ended before."""
     async for message in messages:
         return message
     return None

@@ -1,8 +1,6 @@
-"""What an engine computes on, in words: so that costs measured on one machine are not taken for another's.
+"""The engine that computes: a loaded model behind `worker.engine_interface`, and the sampling of its logits.
 
-From a step's logits to its tokens. A row that fails, fails alone.
-
-The engine that computes: a loaded model behind the workers' seam.
+A row whose sampling fails does not affect other rows.
 """
 
 from __future__ import annotations
@@ -45,7 +43,8 @@ if TYPE_CHECKING:
 
 
 def hardware_name(device: torch.device, threads: int) -> str:
-    """A GPU's name, or the CPU's and how many threads compute on it."""
+    """Return the name of the GPU, or of the CPU with the number of threads; cost profiles are valid
+    for one such name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"
@@ -64,8 +63,8 @@ def _cpu_name() -> str:
 def score_prompts(
     logits: torch.Tensor, num_decoding: int, chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
 ) -> torch.Tensor:
-    """Let prompts that are to be scored take their rows of a step's logits, which begin with those of the decoding
-    sequences. The rows that tokens are chosen from are left."""
+    """Let the prompts that are to be scored read their rows of a step's logits, which follow those of the decoding
+    sequences. Returns the rows that tokens are sampled from."""
     if all(sequence.prompt_scores is None for sequence, _ in chunks):
         return logits
     chosen_from = list(range(num_decoding))
@@ -84,7 +83,7 @@ def score_prompts(
 
 
 def sample_tokens(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[SampledToken | None]:
-    """One token per row of logits [B, V]; None for a sequence that cannot go on, whose `error` says why."""
+    """Sample one token per row of logits [B, V]; None for a sequence that cannot continue, whose `error` is set."""
     if not sequences:
         return []
     tokens = _sampled(steer(logits, [_steering(s) for s in sequences]), sequences)
@@ -96,7 +95,8 @@ def sample_tokens(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> 
 
 
 def _sampled(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> NDArray[np.int64]:
-    """One id per row; any id for a sequence whose logits are damaged. Raises SamplingError if those of all are."""
+    """Return one id per row; an arbitrary id for rows with damaged logits. Raises SamplingError if all rows are
+    damaged."""
     rows = [_row(sequence) for sequence in sequences]
     try:
         return sample(logits, rows)
@@ -127,7 +127,7 @@ def _row(sequence: EngineSequence) -> SamplingRow:
 
 
 class ModelSteps:
-    """Runs a model's forward over its paged cache, and samples."""
+    """Runs a model's forward steps over its paged cache, and samples."""
 
     def __init__(self, model: Model, cache: PagedCache) -> None:
         self._model = model
@@ -197,4 +197,4 @@ class Transformer(Engine):
         self.model.warm_up()
 
     def check(self, request: Request) -> None:
-        return  # what the door has let through can be computed
+        return  # a request that passed validation can be computed

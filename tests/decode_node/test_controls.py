@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine import Model, load_model
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_STOP, Submit
 from worker.request import EngineSequence, Request
@@ -38,7 +38,9 @@ Start = Callable[..., Awaitable[Any]]
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a tokenizer, for grammars."""
     path = tmp_path_factory.mktemp("model")
-    return write_random_model(path, vocab=VOCAB, max_len=512, scale=3.0, seed=3, eos=END, tokenizer=BUNDLED)
+    return write_random_model(
+        path, RandomModelSpec(vocab=VOCAB, max_len=512, scale=3.0, seed=3, eos=END), tokenizer=BUNDLED
+    )
 
 
 @pytest.fixture(scope="module")

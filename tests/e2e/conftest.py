@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from engine import Model, SamplingRow, load_model, noisy_scores
 from engine.config import read_config
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 from moonpool.cluster_view.collector import validate_cluster
 from moonpool.cluster_view.locate import locate
 from worker.paced.profiles import profile_of
@@ -146,14 +146,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of enlarged scale: clear margins, so that any wrong KV shows in the tokens."""
     return write_random_model(
         tmp_path_factory.mktemp("model"),
-        layers=3,
-        hidden=64,
-        heads=4,
-        kv_heads=2,
-        vocab=2048,
-        max_len=2048,
-        scale=3.0,
-        seed=7,
+        RandomModelSpec(layers=3, hidden=64, heads=4, kv_heads=2, vocab=2048, max_len=2048, scale=3.0, seed=7),
         tokenizer=TOKENIZER,
     )
 
@@ -163,17 +156,19 @@ def two_group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose last layers see a sliding window: two KV groups."""
     return write_random_model(
         tmp_path_factory.mktemp("model2"),
-        family="qwen2",
-        layers=4,
-        hidden=64,
-        heads=4,
-        kv_heads=2,
-        vocab=2048,
-        max_len=2048,
-        window=48,
-        full_layers=2,
-        scale=3.0,
-        seed=8,
+        RandomModelSpec(
+            family="qwen2",
+            layers=4,
+            hidden=64,
+            heads=4,
+            kv_heads=2,
+            vocab=2048,
+            max_len=2048,
+            window=48,
+            full_layers=2,
+            scale=3.0,
+            seed=8,
+        ),
         tokenizer=TOKENIZER,
     )
 

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import pytest
 
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 from frontend.conductor import ConductorStream
 from messenger.frames import (
     Hello,
@@ -358,7 +358,7 @@ async def test_a_replay_of_another_models_text_is_refused(
     random_model: Path,
 ) -> None:
     # The same words, two of them with each other's ids.
-    other = write_random_model(tmp_path / "other", vocab=2048, tokenizer=random_model)
+    other = write_random_model(tmp_path / "other", RandomModelSpec(vocab=2048), tokenizer=random_model)
     file = other / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     ids = tokenizer["model"]["vocab"]

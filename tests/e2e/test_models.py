@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from engine import load_model
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 
 ASK: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
 EVICTED = re.compile(r'^moonpool:pool_evicted_blocks_total{.*reason="room".*tier="dram".* ([0-9.]+)$', re.MULTILINE)
@@ -27,14 +27,7 @@ def twin_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The random model with other weights: chains and layout of the KV are equal, its content is not."""
     return write_random_model(
         tmp_path_factory.mktemp("twin"),
-        layers=3,
-        hidden=64,
-        heads=4,
-        kv_heads=2,
-        vocab=2048,
-        max_len=1024,
-        scale=3.0,
-        seed=11,
+        RandomModelSpec(layers=3, hidden=64, heads=4, kv_heads=2, vocab=2048, max_len=1024, scale=3.0, seed=11),
         tokenizer=random_model,
     )
 

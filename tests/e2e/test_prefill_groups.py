@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 from moonpool_proto.v1.common_pb2 import JsonRequest
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from rpc.control import open_channel
@@ -30,14 +30,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> 
     """A prompt of some thousand tokens takes it seconds."""
     return write_random_model(
         tmp_path_factory.mktemp("slow"),
-        layers=4,
-        hidden=256,
-        heads=8,
-        kv_heads=4,
-        vocab=2048,
-        max_len=4096,
-        scale=2.0,
-        seed=11,
+        RandomModelSpec(layers=4, hidden=256, heads=8, kv_heads=4, vocab=2048, max_len=4096, scale=2.0, seed=11),
         tokenizer=random_model,
     )
 

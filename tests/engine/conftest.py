@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine import ForwardBatch, Model, PagedCache, SequenceChunk, load_model
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 
 WINDOW = 11
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -87,7 +87,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     def folder(name: str) -> Path:
         path = root / name
-        return path if path.exists() else write_random_model(path, scale=2.0, **FAMILIES[name])
+        return path if path.exists() else write_random_model(path, RandomModelSpec(scale=2.0, **FAMILIES[name]))
 
     return folder
 

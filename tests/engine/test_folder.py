@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine import ConfigInvalid, EngineError, check_folder
 from engine.config import parse_config
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 KEYS = [
@@ -56,7 +56,9 @@ values = st.recursive(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("m"), layers=1, hidden=8, heads=2, kv_heads=1, vocab=16)
+    return write_random_model(
+        tmp_path_factory.mktemp("m"), RandomModelSpec(layers=1, hidden=8, heads=2, kv_heads=1, vocab=16)
+    )
 
 
 @settings(max_examples=400, deadline=None)

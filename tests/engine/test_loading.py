@@ -27,7 +27,7 @@ from engine import (
     load_model,
 )
 from engine.config import parse_config
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 
 
 @pytest.fixture
@@ -299,7 +299,9 @@ def test_the_command_writes_the_folder_that_the_function_writes(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == str(tmp_path / "a")
-    write_random_model(tmp_path / "b", family="qwen2", tied=False, **numbers, tokenizer=tmp_path / "tokenizer")
+    write_random_model(
+        tmp_path / "b", RandomModelSpec(family="qwen2", tied=False, **numbers), tokenizer=tmp_path / "tokenizer"
+    )
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert [group.layers for group in load_model(tmp_path / "a").kv_groups] == [(0,), (1, 2)]

@@ -18,7 +18,7 @@ import torch
 from aiohttp import web
 
 from engine import Model, SamplingRow, load_model, sample
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 from loadtest.plan import PlannedRequest
 from loadtest.tokens import ModelTokens, load_model_tokens
 from traces import Trace, TraceRow
@@ -174,7 +174,9 @@ def tokens() -> ModelTokens:
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with confident random weights and the bundled tokenizer."""
     return write_random_model(
-        tmp_path_factory.mktemp("model"), vocab=2048, hidden=32, layers=2, scale=3.0, tokenizer=BUNDLED_MODEL
+        tmp_path_factory.mktemp("model"),
+        RandomModelSpec(vocab=2048, hidden=32, layers=2, scale=3.0),
+        tokenizer=BUNDLED_MODEL,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine import Model, load_model
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 from moonpool_proto.v1.worker_pb2 import BeginShare, Enlist, HelpRequest, Span
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node import group_head
@@ -117,7 +117,8 @@ async def test_layers_with_windows_are_shared_too(
     start_pair: Start, tmp_path: Path, prompt: Prompt, greedy: Greedy
 ) -> None:
     path = write_random_model(
-        tmp_path / "windowed", family="qwen2", layers=3, window=24, full_layers=1, vocab=256, max_len=512, scale=3.0
+        tmp_path / "windowed",
+        RandomModelSpec(family="qwen2", layers=3, window=24, full_layers=1, vocab=256, max_len=512, scale=3.0),
     )
     pair = await start_pair(helpers=2, path=path)
     request = await answer(pair, prompt(200))

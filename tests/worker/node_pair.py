@@ -14,7 +14,7 @@ import pytest
 
 from decode_node.server import DecodeService
 from engine import Model, load_model
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 from kvpool import PoolNodeConfig, chain_keys, chain_seed, node_metrics
 from kvpool.node import PoolNode
 from kvpool.service import PoolService
@@ -38,7 +38,9 @@ BLOCK = 8
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model"), layers=2, vocab=256, max_len=512, scale=3.0, seed=3)
+    return write_random_model(
+        tmp_path_factory.mktemp("model"), RandomModelSpec(layers=2, vocab=256, max_len=512, scale=3.0, seed=3)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 from kvpool import chain_keys, chain_seed
 from messenger import MessengerConfig
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, Grammar
@@ -27,7 +27,9 @@ VOCAB, BLOCK = 2048, 8
 @pytest.mark.parametrize("split", [0, 4])
 async def test_a_request_with_grammar_penalties_and_scores_is_served(tmp_path: Path, split: int) -> None:
     """Also from where another worker left it."""
-    folder = write_random_model(tmp_path / "model", vocab=VOCAB, max_len=256, scale=3.0, seed=3, tokenizer=BUNDLED)
+    folder = write_random_model(
+        tmp_path / "model", RandomModelSpec(vocab=VOCAB, max_len=256, scale=3.0, seed=3), tokenizer=BUNDLED
+    )
     config = assemble(
         WorkerConfig,
         device="cpu",

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine import Model, PagedCache, SamplingError, SamplingRow, load_model, noisy_scores
-from engine.random_model import write_random_model
+from engine.random_model import RandomModelSpec, write_random_model
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
 from worker.engine_loop import EngineLoop, GeneratedToken, StepResult
@@ -51,7 +51,9 @@ CONTROLS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    return write_random_model(path, vocab=VOCAB, max_len=512, scale=3.0, seed=3, eos=END, tokenizer=BUNDLED)
+    return write_random_model(
+        path, RandomModelSpec(vocab=VOCAB, max_len=512, scale=3.0, seed=3, eos=END), tokenizer=BUNDLED
+    )
 
 
 @pytest.fixture(scope="module")

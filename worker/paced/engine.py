@@ -230,7 +230,7 @@ class PacedSteps:
             sequence.error = RequestFailed(
                 "kv", f"blocks {wrong[:8]} of {len(sequence.table)} hold KV that is not that of the request's ids"
             )
-            log.error("%s", sequence.error, extra=sequence.request.said)
+            log.error("%s", sequence.error, extra=sequence.request.log_fields)
         return not wrong
 
     def _write(self, sequence: EngineSequence, start: int, end: int, layer: int | None) -> None:

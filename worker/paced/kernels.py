@@ -1,11 +1,11 @@
-"""What the paced engine writes in place of KV, as compiled loops. Nothing here checks its arguments.
+"""Compiled loops that write and check the paced engine's stand-in for KV. They do not check their arguments.
 
-Token t of a sequence has a state: a hash of its id and of the state before. The words of its rows are made of that
-state, their layer and their place, so that two tokens' KV is equal only where all ids up to them are.
+Token t of a sequence has a state: a hash of its id and of the previous token's state. The words of the token's KV rows
+are derived from that state, the layer and the row, so two tokens have equal KV only if all ids up to them are equal.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -15,19 +15,28 @@ from jit.compiling import compiled
 
 _GAMMA, _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
-# Of any float of 2 or 4 bytes this leaves a number, never an infinity.
+# A mask that leaves finite values of any 2- or 4-byte float format.
 _NUMBERS = np.uint32(0x3F3F3F3F)
 _MASK = (1 << 64) - 1
 
 
-class PacedKernels(NamedTuple):
-    """Compiled without the GIL.
+LAYER: Final = np.dtype([("number", np.int64), ("offset", np.int64)])
+"""A model layer and its offset within a slot, in words."""
 
-    states(tokens i32[n], before u64, out u64[n]): of n tokens after one with that state.
-    fill(words u32[m], slots i64[b], block_tokens, layers i64[l, 2], rows, row_words, states u64[k], start, end): write
-    tokens [start, end) of a sequence; `slots` in words, per block; `layers`: (number, offset in words within a slot);
-    `states` of all of the sequence's tokens.
-    check(..., wrong bool[b]): as fill, but says which blocks hold other words than fill would write.
+ROWS: Final = np.dtype(
+    [("block_tokens", np.int64), ("rows", np.int64), ("row_words", np.int64), ("start", np.int64), ("end", np.int64)]
+)
+"""Tokens [start, end) of a sequence: each has `rows` rows of `row_words` words in every layer."""
+
+
+class PacedKernels(NamedTuple):
+    """The compiled functions; they release the GIL.
+
+    states(tokens i32[n], before u64, out u64[n]): the states of n tokens that follow one with state `before`.
+    fill(words u32[m], slots i64[b], layers LAYER[l], states u64[k], rows ROWS[1]): write the KV of the tokens in
+    `rows`. `slots` holds each block's offset in words, `states` the states of all tokens of the sequence.
+    check(words, slots, layers, states, rows, wrong bool[b]): set `wrong` for each block that holds other words than
+    `fill` would write.
     """
 
     states: Any
@@ -37,12 +46,13 @@ class PacedKernels(NamedTuple):
 
 @functools.cache
 def kernels() -> PacedKernels:
-    """Compiled, or loaded, at the first call."""
+    """Return the kernels, compiled or loaded from the cache at the first call."""
     i64, u64 = types.int64, types.uint64
     tokens, states = types.Array(types.int32, 1, "C", readonly=True), types.Array(u64, 1, "C", readonly=True)
     words, given = types.Array(types.uint32, 1, "C"), types.Array(types.uint32, 1, "C", readonly=True)
-    slots, layers = types.Array(i64, 1, "C", readonly=True), types.Array(i64, 2, "C", readonly=True)
-    place = (slots, i64, layers, i64, i64, states, i64, i64)
+    slots = types.Array(i64, 1, "C", readonly=True)
+    layers, rows = (types.Array(numba.from_dtype(dtype), 1, "C", readonly=True) for dtype in (LAYER, ROWS))
+    place = (slots, layers, states, rows)
     return PacedKernels(
         compiled(_states, types.void(tokens, u64, types.Array(u64, 1, "C"))),
         compiled(_fill, types.void(words, *place)),
@@ -51,8 +61,10 @@ def kernels() -> PacedKernels:
 
 
 def mixed(value: int) -> int:
-    """The states' hash of 64 bits (splitmix64's finaliser, Steele et al., "Fast splittable pseudorandom number
-    generators", OOPSLA 2014) outside compiled code."""
+    """Hash a 64-bit value as the compiled loops do, in plain Python.
+
+    The finaliser of splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    """
     value = (value + int(_GAMMA)) & _MASK
     value = ((value ^ (value >> 30)) * int(_M1)) & _MASK
     value = ((value ^ (value >> 27)) * int(_M2)) & _MASK
@@ -85,39 +97,30 @@ def _states(tokens: Any, before: Any, out: Any) -> None:
         out[i] = state
 
 
-def _fill(
-    words: Any, slots: Any, block_tokens: Any, layers: Any, rows: Any, row_words: Any, states: Any, start: Any, end: Any
-) -> None:
-    for t in range(start, end):
+def _fill(words: Any, slots: Any, layers: Any, states: Any, rows: Any) -> None:
+    block_tokens, num_rows, row_words = rows[0].block_tokens, rows[0].rows, rows[0].row_words
+    for t in range(rows[0].start, rows[0].end):
         slot = slots[t // block_tokens]
         for j in range(len(layers)):
-            for row in range(rows):
-                seed = _row_seed(states[t], layers[j, 0], row)
-                base = slot + layers[j, 1] + (row * block_tokens + t % block_tokens) * row_words
+            number, offset = layers[j].number, layers[j].offset
+            for row in range(num_rows):
+                seed = _row_seed(states[t], number, row)
+                base = slot + offset + (row * block_tokens + t % block_tokens) * row_words
                 out = words[base : base + row_words]
                 for w in range(row_words):
                     out[w] = _word(seed, w)
 
 
-def _check(
-    words: Any,
-    slots: Any,
-    block_tokens: Any,
-    layers: Any,
-    rows: Any,
-    row_words: Any,
-    states: Any,
-    start: Any,
-    end: Any,
-    wrong: Any,
-) -> None:
-    for t in range(start, end):
+def _check(words: Any, slots: Any, layers: Any, states: Any, rows: Any, wrong: Any) -> None:
+    block_tokens, num_rows, row_words = rows[0].block_tokens, rows[0].rows, rows[0].row_words
+    for t in range(rows[0].start, rows[0].end):
         slot = slots[t // block_tokens]
         differ = np.uint32(0)
         for j in range(len(layers)):
-            for row in range(rows):
-                seed = _row_seed(states[t], layers[j, 0], row)
-                base = slot + layers[j, 1] + (row * block_tokens + t % block_tokens) * row_words
+            number, offset = layers[j].number, layers[j].offset
+            for row in range(num_rows):
+                seed = _row_seed(states[t], number, row)
+                base = slot + offset + (row * block_tokens + t % block_tokens) * row_words
                 found = words[base : base + row_words]
                 for w in range(row_words):
                     differ |= found[w] ^ _word(seed, w)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kvpool import KvSpec
 from messenger import Messenger
-from worker.paced.kernels import kernels
+from worker.paced.kernels import LAYER, ROWS, kernels
 from worker.request import EngineSequence
 from worker.slot_memory import EngineMemory
 
@@ -20,11 +20,8 @@ class PacedMemory(EngineMemory):
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger) -> None:
         super().__init__(spec, num_slots, messenger)
         self._words = self._memory.array.view(np.uint32)
-        # Per group int64 [layers, 2]: (number, offset in words within a slot).
         self._layers = [
-            np.array(
-                [(layer, i * spec.layer_nbytes(g) // _WORD_NBYTES) for i, layer in enumerate(group.layers)], np.int64
-            )
+            np.array([(layer, i * spec.layer_nbytes(g) // _WORD_NBYTES) for i, layer in enumerate(group.layers)], LAYER)
             for g, group in enumerate(spec.groups)
         ]
 
@@ -71,14 +68,15 @@ class PacedMemory(EngineMemory):
     def _place(
         self,
         group: int,
-        layers: NDArray[np.int64],
+        layers: NDArray[np.void],
         table: NDArray[np.int32],
         states: NDArray[np.uint64],
         start: int,
         end: int,
     ) -> tuple[object, ...]:
-        """Arguments of the kernels after the memory."""
+        """Return the kernels' arguments that follow the memory."""
         spec = self.spec.groups[group]
         slots = self.offsets(group, table) // _WORD_NBYTES
         row_words = spec.token_row_nbytes // _WORD_NBYTES
-        return slots, self.block_tokens, layers, 2 * spec.kv_heads, row_words, states, start, end
+        rows = np.array([(self.block_tokens, 2 * spec.kv_heads, row_words, start, end)], ROWS)
+        return slots, layers, states, rows
