@@ -1,14 +1,12 @@
 """Counts of what a messenger did: flows (bytes by peer, transport, rail and direction) and events by name.
 
-Nothing here takes a lock on the way of a transfer. Each thread adds to sums of its own, which a reader adds up: what it
-sees may lack the additions of this very moment, and never loses any. When their owner is gone (a connection ended, a
-thread is over) its sums are folded into the totals.
+No lock is taken on the path of a transfer. Each thread adds to its own sums, and a reader adds them up: a reading may
+miss additions of the same moment, but none is ever lost. `Counters._lock` guards the totals and the list of open sums;
+when the user of sums is gone (a connection or a thread ended), the next reader folds them into the totals.
 
-What a messenger counts, as numbers under flat names: how nodes report theirs. Pure.
-
-Bytes, slices, operations and their seconds are told per peer, of which there is a bounded number, and per rail; how
-long operations took, as a histogram, per transport and direction, and per rail. `telemetry.nodes` takes the names
-apart again.
+Nodes report the counts under flat names (`reported`): bytes, slices, operations and their seconds per peer (of which
+the number is bounded) and per rail; latencies as histograms per transport and direction, and per rail.
+`telemetry.nodes` parses the names.
 """
 
 import math
@@ -23,15 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 Direction = Literal["written", "read", "landed", "served"]
-"""written, read: done here in a peer's memory; landed, served: done by a peer in memory of this messenger's."""
+"""written, read: by this messenger, in a peer's memory; landed, served: by a peer, in this messenger's memory."""
 
 MAX_PEERS = 32
-"""Peers told apart; when there are more, those without an open flow are added up as OTHER_PEERS."""
+"""Maximum number of peers counted separately; beyond it, those without an open flow are summed as OTHER_PEERS."""
 OTHER_PEERS = "other"
 
 FIRST_EDGE_S = 8e-6
 LATENCY_EDGES_S = tuple(FIRST_EDGE_S * (1 << power) for power in range(22))
-"""Upper bounds of the latency buckets, 8 us to 16.8 s; what took longer is in one more bucket."""
+"""Upper bounds of the latency buckets, 8 us to 16.8 s; longer operations are in one more bucket."""
 
 _PER_FIRST_EDGE = 1 / FIRST_EDGE_S
 _NBYTES, _SLICES, _OPERATIONS, _SECONDS, _BUCKETS = range(5)
@@ -45,8 +43,8 @@ Sums = list[float] | FloatSums
 
 @dataclass(frozen=True, order=True)
 class FlowKey:
-    """By peer, with `rail` "": all that went this way. By rail, with `peer` "": how a transport spread the same bytes
-    over its devices.
+    """Labels of a flow: per peer (`rail` is ""), or per rail (`peer` is ""), which counts the same bytes once more by
+    the devices that carried them.
     """
 
     peer: str
@@ -57,7 +55,7 @@ class FlowKey:
 
 @dataclass(frozen=True)
 class FlowTotals:
-    """What went one way; `latencies` counts operations per bucket of LATENCY_EDGES_S, and of those beyond the last."""
+    """Totals of a flow; `latencies` counts operations per bucket of LATENCY_EDGES_S, and those beyond the last."""
 
     key: FlowKey
     nbytes: int
@@ -68,11 +66,12 @@ class FlowTotals:
 
     @classmethod
     def of(cls, key: FlowKey, sums: Sums) -> "FlowTotals":
+        """Return the totals of these sums."""
         nbytes, slices, operations = (int(total) for total in sums[:_SECONDS])
         return cls(key, nbytes, slices, operations, sums[_SECONDS], tuple(int(count) for count in sums[_BUCKETS:]))
 
     def quantile_s(self, share: float) -> float:
-        """The upper bound of the bucket that holds the operation at `share` of all; 0.0 when there was none."""
+        """Return the upper bound of the latency bucket that holds the quantile `share`; 0.0 without operations."""
         left = share * self.operations
         for edge_s, count in zip(LATENCY_EDGES_S, self.latencies, strict=False):
             left -= count
@@ -82,7 +81,7 @@ class FlowTotals:
 
 
 class Flow:
-    """Adds for one thread at a time; ends with its last reference."""
+    """Sums of one connection and direction. Used by one thread at a time; ends with its last reference."""
 
     __slots__ = ("__weakref__", "_sums")
 
@@ -90,33 +89,33 @@ class Flow:
         self._sums = sums
 
     def add(self, nbytes: int, slices: int, seconds: float) -> None:
-        """One operation, or part of one that travelled alone: its bytes, its slices, and how long it took."""
+        """Add one operation, or one part: its bytes, its number of slices and its duration."""
         sums = self._sums
         sums[0] += nbytes
         sums[1] += slices
         sums[2] += 1
         sums[3] += seconds
-        # Doubling edges: the bucket is the number of bits.
+        # The edges double, so the bucket is the number of bits.
         bucket = 4 + int(seconds * _PER_FIRST_EDGE).bit_length()
         sums[bucket if bucket < _LAST else _LAST] += 1
 
 
 class _Events:
-    """One thread's counts of events."""
+    """Event counts of one thread."""
 
     def __init__(self, counts: dict[str, int]) -> None:
         self.counts = counts
 
 
 class Counters:
-    """`flow` and `add` from any thread."""
+    """Counts of one messenger. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._flow_totals: dict[FlowKey, Sums] = {}
         self._event_totals: Counter[str] = Counter()
-        # By the identity of the reference to their owner, which tells of its end in the middle of anything, where no
-        # lock may be taken.
+        # By the identity of the weak reference to their user. Its callback can run in the middle of anything, where no
+        # lock may be taken: it only appends to `_ended`.
         self._open_flows: dict[int, tuple[weakref.ref[Flow], FlowKey, Sums]] = {}
         self._open_events: dict[int, tuple[weakref.ref[_Events], dict[str, int]]] = {}
         self._ended: deque[weakref.ref[Flow] | weakref.ref[_Events]] = deque()
@@ -125,9 +124,9 @@ class Counters:
     def flow(
         self, *, peer: str, transport: str, direction: Direction, rail: str = "", sums: Sums | None = None
     ) -> Flow:
-        """Sums for whoever moves bytes this way; a new Flow for each connection and direction.
+        """Return a new Flow, one for each connection and direction.
 
-        `sums`: zeros that the Flow is to add to, for a compiled loop that adds to them as well, in the same thread.
+        `sums`: zeros to which the Flow adds, for a compiled loop that adds to them as well, on the same thread.
         """
         sums = [0] * NUM_SUMS if sums is None else sums
         flow = Flow(sums)
@@ -148,7 +147,7 @@ class Counters:
         counts[name] = counts.get(name, 0) + amount
 
     def flows(self) -> list[FlowTotals]:
-        """Totals by peer, transport, rail and direction, in order."""
+        """Return the totals by peer, transport, rail and direction, sorted."""
         with self._lock:
             self._fold_ended()
             totals = {key: list(sums) for key, sums in self._flow_totals.items()}
@@ -157,7 +156,7 @@ class Counters:
         return [FlowTotals.of(key, totals[key]) for key in sorted(totals)]
 
     def events(self) -> dict[str, int]:
-        """Events by name."""
+        """Return the events' counts by name."""
         with self._lock:
             self._fold_ended()
             counts = Counter(self._event_totals)
@@ -166,15 +165,15 @@ class Counters:
         return dict(counts)
 
     def snapshot(self) -> dict[str, int]:
-        """Every count so far by name: events, and `bytes_`, `slices_` and `operations_<direction>_<transport>`."""
+        """Return all counts by name: events, and `bytes_`, `slices_` and `operations_<direction>_<transport>`."""
         counts = Counter(self.events())
         for flow in self.flows():
             if flow.key.rail:
-                continue  # the same bytes once more, by the rails that carried them
-            way = f"{flow.key.direction}_{flow.key.transport}"
-            counts[f"bytes_{way}"] += flow.nbytes
-            counts[f"slices_{way}"] += flow.slices
-            counts[f"operations_{way}"] += flow.operations
+                continue  # the same bytes, counted by rail
+            suffix = f"{flow.key.direction}_{flow.key.transport}"
+            counts[f"bytes_{suffix}"] += flow.nbytes
+            counts[f"slices_{suffix}"] += flow.slices
+            counts[f"operations_{suffix}"] += flow.operations
         return dict(counts)
 
     def _begin_thread(self) -> dict[str, int]:
@@ -196,7 +195,7 @@ class Counters:
                 self._event_totals.update(self._open_events.pop(ended)[1])
 
     def _label(self, peer: str) -> str:
-        """The peer's own name while there is room for it."""
+        """Return the peer's label: its own name while fewer than MAX_PEERS are counted."""
         known = {key.peer for key in self._flow_totals} - {OTHER_PEERS}
         if peer in known or len(known) < MAX_PEERS:
             return peer
@@ -208,45 +207,45 @@ class Counters:
 
 
 def _add(totals: Sums, sums: Sums) -> None:
-    for place, amount in enumerate(list(sums)):
-        totals[place] += amount
+    for index, amount in enumerate(list(sums)):
+        totals[index] += amount
 
 
 CERTIFICATE_LEFT = "tls_certificate_left_seconds"
 
-_TOLD_EDGES = range(1, len(LATENCY_EDGES_S), 2)
+_REPORTED_EDGES = range(1, len(LATENCY_EDGES_S), 2)
 
 
-def reported(counters: Counters, held: Mapping[str, int]) -> dict[str, float]:
-    """Totals of events, flows and latencies, and what is `held` now."""
+def reported(counters: Counters, open_counts: Mapping[str, int]) -> dict[str, float]:
+    """Return the totals of events, flows and latencies, and `open_counts`, which are added as they are."""
     flows = counters.flows()
-    return {**counters.events(), **held, **_sums(flows), **_latencies(flows)}
+    return {**counters.events(), **open_counts, **_sums(flows), **_latencies(flows)}
 
 
 def _sums(flows: Sequence[FlowTotals]) -> dict[str, float]:
-    """flow/PEER/TRANSPORT/DIRECTION_UNIT, rail/RAIL/TRANSPORT/DIRECTION_UNIT"""
-    told: dict[str, float] = {}
+    """Return sums named flow/PEER/TRANSPORT/DIRECTION_UNIT and rail/RAIL/TRANSPORT/DIRECTION_UNIT."""
+    numbers: dict[str, float] = {}
     for flow in flows:
         key = flow.key
-        whose = f"rail/{key.rail}" if key.rail else f"flow/{key.peer}"
-        name = f"{whose}/{key.transport}/{key.direction}"
-        told[f"{name}_bytes"] = flow.nbytes
-        told[f"{name}_slices"] = flow.slices
-        told[f"{name}_operations"] = flow.operations
-        told[f"{name}_seconds"] = flow.seconds
-    return told
+        labels = f"rail/{key.rail}" if key.rail else f"flow/{key.peer}"
+        name = f"{labels}/{key.transport}/{key.direction}"
+        numbers[f"{name}_bytes"] = flow.nbytes
+        numbers[f"{name}_slices"] = flow.slices
+        numbers[f"{name}_operations"] = flow.operations
+        numbers[f"{name}_seconds"] = flow.seconds
+    return numbers
 
 
 def _latencies(flows: Sequence[FlowTotals]) -> dict[str, float]:
-    """latency/TRANSPORT/DIRECTION_le_64us and so on, each with what is below it, _count and _sum_ms; by rail, too."""
-    told: dict[str, float] = {}
+    """Return cumulative histograms named latency/TRANSPORT/DIRECTION_le_64us, ..., _count and _sum_ms; also by rail."""
+    numbers: dict[str, float] = {}
     for flow in flows:
         key = flow.key
-        whose = f"rail_latency/{key.rail}" if key.rail else "latency"
-        name = f"{whose}/{key.transport}/{key.direction}"
-        numbers = {
-            f"le_{round(LATENCY_EDGES_S[edge] * 1e6)}us": sum(flow.latencies[: edge + 1]) for edge in _TOLD_EDGES
+        labels = f"rail_latency/{key.rail}" if key.rail else "latency"
+        name = f"{labels}/{key.transport}/{key.direction}"
+        buckets = {
+            f"le_{round(LATENCY_EDGES_S[edge] * 1e6)}us": sum(flow.latencies[: edge + 1]) for edge in _REPORTED_EDGES
         }
-        for part, number in (numbers | {"count": flow.operations, "sum_ms": flow.seconds * 1e3}).items():
-            told[f"{name}_{part}"] = told.get(f"{name}_{part}", 0) + number
-    return told
+        for part, number in (buckets | {"count": flow.operations, "sum_ms": flow.seconds * 1e3}).items():
+            numbers[f"{name}_{part}"] = numbers.get(f"{name}_{part}", 0) + number
+    return numbers

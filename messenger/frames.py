@@ -1,13 +1,11 @@
-"""How messages become frames, for any set of message classes; sans I/O.
+"""Messages of the wire and their encoding; no I/O.
 
-A frame is a 12-byte prefix (magic, protocol version, kind, zero, body length) and a body: a msgpack array of the
-message's fields in order, or, for the kinds that a protocol packs itself, whatever their codec makes.
+`Framing` encodes any set of message classes. A frame is a 12-byte prefix (magic, protocol version, kind, zero, body
+length) and a body: a msgpack array of the message's fields in order, or, for kinds with a codec, the codec's bytes.
 
-The messages of the wire and their bytes; sans I/O.
-
-Frames are those of `messenger.frames`. Over tcp a `Write` and the `Ack` of a `Read` are followed by their `nbytes` of
-payload. The bodies of requests and their answers have a fixed layout, little-endian and without padding, which compiled
-loops read in place (`messenger.native.responder_loop`); all others are msgpack.
+The messenger's own messages follow it. Over tcp a `Write` and the `Ack` of a `Read` are followed by their `nbytes` of
+payload. The bodies of requests and of their answers have a fixed layout, little-endian and without padding, which
+compiled loops read in place (`messenger.native.records`, `messenger.native.responder_loop`); all others are msgpack:
 
     Write    seq, operation, region_id i64; token u64; source_id, nbytes i64;
              bytes of rows, of tag, of payload u32; notify u32 (0 or 1); then rows, tag, payload
@@ -26,19 +24,19 @@ import msgpack
 from messenger.errors import ProtocolError
 
 PREFIX = struct.Struct("<4sBBHI")
-# How what a TLS client sends first begins: a handshake record, of any version (RFC 8446, 5.1).
+# First bytes of a TLS client: a handshake record of any version (RFC 8446, 5.1).
 _TLS_HANDSHAKE = b"\x16\x03"
 
 
 class Codec(NamedTuple):
-    """`pack` gives a message's frame; `unpack` raises ProtocolError for a body that is none."""
+    """`pack` returns a message's frame; `unpack` a body's message, or raises ProtocolError."""
 
     pack: Callable[[Any], bytes]
     unpack: Callable[[memoryview], Any]
 
 
 class Framing:
-    """One protocol: `kinds` are NamedTuple classes, numbered from 1 in this order; `codecs`, those of fixed layout."""
+    """One protocol. `kinds` are NamedTuple classes, numbered from 1 in this order; `codecs` those of fixed layout."""
 
     def __init__(
         self,
@@ -56,7 +54,10 @@ class Framing:
         self._unpacks = {self._numbers[kind]: codec.unpack for kind, codec in (codecs or {}).items()}
 
     def encode(self, message: Any) -> bytes:
-        """The frame; bytes are one already. Raises ProtocolError for a number that its field cannot hold."""
+        """Return the message's frame; bytes are returned as they are.
+
+        Raises ProtocolError for a number that its field cannot hold.
+        """
         kind = type(message)
         if kind is bytes:
             return message  # type: ignore[no-any-return]
@@ -67,49 +68,49 @@ class Framing:
         try:
             return pack(message)
         except struct.error as error:
-            raise ProtocolError(f"no {kind.__name__} frame can hold this: {error}") from error
+            raise ProtocolError(f"a field of {kind.__name__} is out of range: {error}") from error
 
     def prefix(self, kind: type[Any], nbytes: int) -> bytes:
-        """How a frame of this kind with a body of so many bytes begins."""
+        """Return the prefix of a frame of this kind with a body of `nbytes`."""
         return PREFIX.pack(self._magic, self._version, self._numbers[kind], 0, nbytes)
 
     def decode_prefix(self, prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
-        """(kind, body length) of the frame that begins so. Raises ProtocolError, before anything is kept for it."""
+        """Return (kind, body length) of the frame with this prefix. Raises ProtocolError for an invalid one."""
         magic, version, kind, zero, length = PREFIX.unpack_from(prefix)
         if magic[:2] == _TLS_HANDSHAKE:
             raise ProtocolError(
-                "it begins a TLS handshake, and this side speaks in the clear: set tls_cert, tls_key and tls_ca on "
-                "both sides, or on none"
+                "the other side begins a TLS handshake, and this side does not use TLS: set tls_cert, tls_key and "
+                "tls_ca on both sides, or on none"
             )
         if magic != self._magic:
-            raise ProtocolError(f"not this protocol: a frame begins with {self._magic!r}, not {magic!r}")
+            raise ProtocolError(f"not this protocol: a frame must begin with {self._magic!r}, got {magic!r}")
         if version != self._version:
             raise ProtocolError(
-                f"protocol version {version} where this side speaks {self._version}: run versions of Moonpool that "
-                "have the same on both sides"
+                f"protocol version {version}, but this side has {self._version}: run versions of Moonpool with the "
+                "same protocol version on both sides"
             )
         if kind not in self._kinds or zero:
-            raise ProtocolError(f"unknown kind of frame {kind}")
+            raise ProtocolError(f"unknown kind of frame: {kind}")
         if length > self._max_body_nbytes:
-            raise ProtocolError(f"a frame's body of {length} bytes is over the limit of {self._max_body_nbytes}")
+            raise ProtocolError(f"the frame's body has {length} bytes, at most {self._max_body_nbytes} are allowed")
         return kind, length
 
     def decode_body(self, kind: int, body: bytes | bytearray | memoryview) -> Any:
-        """The message; raises ProtocolError unless the body is exactly one of its kind."""
+        """Return the message. Raises ProtocolError unless the body is exactly one message of this kind."""
         unpack = self._unpacks.get(kind)
         if unpack is not None:
             try:
                 return unpack(memoryview(body))
             except (struct.error, UnicodeDecodeError) as error:
-                raise ProtocolError(f"the body of a {self._kinds[kind].__name__} frame is wrong: {error}") from error
+                raise ProtocolError(f"the body of a {self._kinds[kind].__name__} frame is invalid: {error}") from error
         message_type = self._kinds[kind]
         types = self._field_types[message_type]
         try:
             fields = msgpack.unpackb(body, use_list=False)
         except (ValueError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"the body of a {message_type.__name__} frame is no msgpack: {error}") from error
+            raise ProtocolError(f"the body of a {message_type.__name__} frame is not valid msgpack: {error}") from error
         if type(fields) is not tuple or tuple(map(type, fields)) != types:
-            raise ProtocolError(f"a {message_type.__name__} frame with fields of the wrong number or type")
+            raise ProtocolError(f"a {message_type.__name__} frame has fields of the wrong number or type")
         return message_type._make(fields)
 
 
@@ -124,7 +125,7 @@ MAX_SESSION_NBYTES = 64
 
 
 class Hello(NamedTuple):
-    """First message of a connection: who calls, whom and by what, and the session it starts or resumes."""
+    """First message of a connection: caller, expected peer, transport, and the session it starts or resumes."""
 
     node_id: str
     incarnation: int
@@ -135,14 +136,14 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Answer to Hello: the session is attached, and earlier connections of it have ended."""
+    """Answer to Hello: the session is attached, and its earlier connections have ended."""
 
     node_id: str
     incarnation: int
 
 
 class Reject(NamedTuple):
-    """Last message before the owner closes; `code`: "restarted", "transport", "full", "busy", "tls" or "malformed"."""
+    """Last message before the owner closes; `code` is restarted, transport, full, busy, tls or malformed."""
 
     code: str
     reason: str
@@ -153,7 +154,7 @@ class Write(NamedTuple):
 
     tcp: rows are int64 [n, 2] (remote_offset, nbytes) and the payload follows. shm: rows are int64 [n, 3]
     (source_offset, remote_offset, nbytes), and the owner copies from the offered region `source_id`. rdma: the bytes
-    are in place already unless `source_id` is 0; rows are one, (first byte, how many up to the last).
+    are in place already unless `source_id` is 0; there is one row, (first byte, number of bytes up to the last).
     """
 
     seq: int
@@ -189,7 +190,7 @@ class Read(NamedTuple):
 class Offer(NamedTuple):
     """shm: the descriptor that comes with this frame is region `region_id` of the sender.
 
-    0 bytes, without a descriptor: what was offered as this region is withdrawn.
+    `nbytes` 0, without a descriptor: the offer of this region is withdrawn.
     """
 
     region_id: int
@@ -211,28 +212,31 @@ class Refused(NamedTuple):
 
 
 class Goodbye(NamedTuple):
-    """The caller closes in peace."""
+    """Last message of a caller that closes in order."""
 
 
 class Fabric(NamedTuple):
-    """rdma: a step of agreeing on rails, before the first request; see messenger/rdma/handshake.py."""
+    """rdma: one step of the negotiation of rails before the first request; see messenger/rdma/handshake.py."""
 
     payload: bytes
 
 
 class KeyQuery(NamedTuple):
-    """rdma: what does the key allow, and where?"""
+    """rdma: query the memory and the rights of a key."""
 
     region_id: int
     token: int
 
 
 class KeyInfo(NamedTuple):
-    """rdma: under the key, bytes [offset, offset + nbytes) of the region that begins at `address` may be touched by the
-    keys `rkeys`, uint32 for each rail. Without a right: the key is void. `trouble`: why a good key cannot be served.
+    """rdma: answer to KeyQuery.
 
-    `last_seq`: the last request of the session that is done. `settles`: what was written is to be told, since the owner
-    has something to do before it is seen.
+    Under the key, bytes [offset, offset + nbytes) of the region that begins at `address` may be accessed by the hardware
+    keys `rkeys`, one uint32 per rail. Without a right, the key is void. `trouble`: the reason for which a valid key
+    cannot be served.
+
+    `last_seq`: the last request of the session that is done. `settles`: writes must be reported by a frame, because the
+    owner must act before they are visible.
     """
 
     region_id: int
@@ -252,7 +256,7 @@ Message = (
     Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye | Fabric | KeyQuery | KeyInfo
 )
 Frame = NewType("Frame", bytes)
-"""A message that is encoded already."""
+"""An encoded message."""
 
 _WRITE = struct.Struct("<qqqQqqIIII")
 _NOTIFY = struct.Struct("<qII")
@@ -262,7 +266,7 @@ _REFUSED = struct.Struct("<q")
 
 
 def is_node_id(text: str) -> bool:
-    """Whether a messenger may be called so: it is told in logs, and is a label of metrics."""
+    """Return True if the text is a valid node id: short and printable, since it appears in logs and metrics."""
     return 0 < len(text) <= MAX_NODE_ID_CHARS and text.isprintable()
 
 
@@ -284,13 +288,13 @@ def _unpack_write(body: memoryview) -> Write:
     tag_at = _WRITE.size + rows_nbytes
     payload_at = tag_at + tag_nbytes
     if payload_at + payload_nbytes != len(body) or notify > 1:
-        raise ProtocolError(f"the parts of a Write frame do not add up to its {len(body)} bytes")
+        raise ProtocolError(f"the lengths in a Write frame do not match its {len(body)} bytes")
     rows, tag, payload = body[_WRITE.size : tag_at], body[tag_at:payload_at], body[payload_at:]
     return Write._make((*numbers, bytes(rows), bool(notify), bytes(tag), bytes(payload)))
 
 
 def pack_notify(seq: int, tag: bytes, payload: bytes) -> Frame:
-    """The frame of a Notify with these fields."""
+    """Return the frame of a Notify."""
     body = _NOTIFY.pack(seq, len(tag), len(payload)) + tag + payload
     return Frame(prefix(Notify, len(body)) + body)
 
@@ -299,12 +303,12 @@ def _unpack_notify(body: memoryview) -> Notify:
     seq, tag_nbytes, payload_nbytes = _NOTIFY.unpack_from(body)
     payload_at = _NOTIFY.size + tag_nbytes
     if payload_at + payload_nbytes != len(body):
-        raise ProtocolError(f"the parts of a Notify frame do not add up to its {len(body)} bytes")
+        raise ProtocolError(f"the lengths in a Notify frame do not match its {len(body)} bytes")
     return Notify(seq, bytes(body[_NOTIFY.size : payload_at]), bytes(body[payload_at:]))
 
 
 def pack_read(seq: int, region_id: int, token: int, nbytes: int, rows: bytes) -> Frame:
-    """The frame of a Read with these fields. Raises struct.error for a number that its field cannot hold."""
+    """Return the frame of a Read. Raises struct.error for a number that its field cannot hold."""
     return Frame(prefix(Read, _READ.size + len(rows)) + _READ.pack(seq, region_id, token, nbytes) + rows)
 
 
@@ -314,7 +318,7 @@ def _pack_refused(message: Refused) -> bytes:
 
 
 def ack_at(buffer: bytes | memoryview, start: int, end: int) -> Ack | None:
-    """The Ack that begins at `start`; None where there is another frame, or less than a whole one before `end`."""
+    """Return the Ack at `start`; None if there is another frame, or none that ends before `end`."""
     if end - start < ACK_NBYTES:
         return None
     head, seq, nbytes = _ACK_FRAME.unpack_from(buffer, start)
@@ -349,7 +353,7 @@ prefix: Callable[[type[Message], int], bytes] = _FRAMING.prefix
 decode_prefix = _FRAMING.decode_prefix
 decode_body: Callable[[int, bytes | bytearray | memoryview], Message] = _FRAMING.decode_body
 
-# What comes most often is packed and unpacked at once, prefix and all: its first 8 bytes are always the same.
+# The most frequent frames are packed and unpacked in one step with their prefix, whose first 8 bytes are constant.
 _WRITE_HEAD = prefix(Write, 0)[:8]
 _WRITE_FRAME = struct.Struct("<8sI" + _WRITE.format[1:])
 _ACK_PREFIX: bytes = prefix(Ack, _ACK.size)

@@ -1,9 +1,20 @@
-"""The owner's table of regions and grants: who may touch what, who is touching it now, and the fence.
+"""The owner's table of regions and grants: the rights of peers, the accesses under way, and the fence of a revoke.
 
-Fence: every access by a peer happens between `enter` and `leave` in this process (on shm, too, the owner itself copies
-what a peer writes). `revoke` first makes later accesses fail, then waits for those inside; after a grace it cuts their
-connections, which ends them. Where a peer's hardware touches the memory itself, it does so through windows, which
-revoke closes. When it returns, nothing can change memory under the key, whatever state the peer is in.
+Fence: every access by a peer happens in this process between entering and leaving it (on shm, too, the owner itself
+copies what a peer writes). `revoke` first makes later accesses fail, then waits for those under way; after a grace
+period it cuts their connections, which ends them. A peer's hardware touches memory only through windows, which revoke
+closes. When revoke returns, nothing can change memory under the key, whatever state the peer is in.
+
+Lock: `_changed` guards the tables, each grant's `movers` and `windows`, the grant page and the slots of compiled loops.
+It is notified when an access ends. Accesses of compiled loops take no lock: see `messenger.native.grant_slots` for
+their protocol with revoke.
+
+Lifetime of a grant:
+
+    grant   -> _grants, and shown in slots and page: accesses may enter
+    revoke  -> _leaving, hidden from slots and page: no access enters; those inside (movers) leave or are cut
+            -> windows closed, without the lock
+            -> forgotten; a second revoke of the same key waits until then, too
 """
 
 import secrets
@@ -22,20 +33,22 @@ if TYPE_CHECKING:
 
 
 class AccessDenied(Exception):
-    """The reason for which a peer is refused; travels to it as text."""
+    """A peer's access is refused; the message is sent to the peer."""
 
 
 class Window(Protocol):
-    """An opening through which a peer's hardware touches memory."""
+    """Opening through which a peer's hardware can touch memory."""
 
     @property
     def is_closed(self) -> bool: ...
     def close(self) -> None:
-        """Nothing passes when this returns; closing twice is allowed. Does not wait for the peer."""
+        """Close the window: when this returns, no access passes. Idempotent; does not wait for the peer."""
 
 
 @dataclass(eq=False)
 class _Grant:
+    """A key, its region, the accesses under way (`movers`) and the open windows."""
+
     number: int
     key: RemoteKey
     region: AnyRegion
@@ -44,7 +57,7 @@ class _Grant:
 
 
 class Access:
-    """One transfer inside the fence; `leave` exactly once."""
+    """One transfer inside the fence, as a context manager that leaves it."""
 
     def __init__(self, table: "GrantTable", grant: _Grant, mover: Cuttable) -> None:
         self.region = grant.region
@@ -54,7 +67,7 @@ class Access:
         self._mover = mover
 
     def keep(self, window: Window) -> None:
-        """Close the window when the key is revoked."""
+        """Have the window closed when the key is revoked."""
         self._table._keep(self._grant, window)
 
     def __enter__(self) -> "Access":
@@ -65,6 +78,8 @@ class Access:
 
 
 class GrantTable:
+    """Regions and grants of one messenger. Safe to use from any thread; see the module's map of locks."""
+
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._regions: dict[int, AnyRegion] = {}
@@ -76,7 +91,7 @@ class GrantTable:
         self._page: GrantPage | None = None
 
     def slots(self) -> "GrantSlots":
-        """The grants as compiled loops see them, kept up to date from now on; numba is imported for them."""
+        """Return the grants' table for compiled loops, kept up to date from now on; imports numba."""
         from messenger.native.grant_slots import GrantSlots
 
         with self._changed:
@@ -87,7 +102,7 @@ class GrantTable:
             return self._slots
 
     def page(self) -> GrantPage:
-        """The grants as readers of this host see them, kept up to date until `close`."""
+        """Return the grant page for readers of this host, kept up to date until `close`."""
         with self._changed:
             if self._page is None:
                 self._page = GrantPage("messenger")
@@ -96,26 +111,28 @@ class GrantTable:
             return self._page
 
     def close(self) -> None:
-        """Readers of this host find no grant any more."""
+        """Withdraw all grants from the grant page."""
         with self._changed:
             if self._page is not None:
                 self._page.close()
 
     def register(self, memory: SharedMemory) -> Region:
+        """Register host memory."""
         array = memory.array
         with self._changed:
-            region = Region(self._next_number_of_region(), memory, array)
+            region = Region(self._take_region_id(), memory, array)
             self._regions[region.region_id] = region
         return region
 
     def register_gpu(self, memory: GpuMemory) -> GpuRegion:
+        """Register GPU memory."""
         with self._changed:
-            region = GpuRegion(self._next_number_of_region(), memory)
+            region = GpuRegion(self._take_region_id(), memory)
             self._regions[region.region_id] = region
         return region
 
     def deregister(self, region: AnyRegion, grace_s: float) -> None:
-        """Revoke the region's grants and forget it. Unknown regions are ignored."""
+        """Revoke the region's grants and remove it. Unknown regions are ignored."""
         with self._changed:
             self._regions.pop(region.region_id, None)
             keys = [grant.key for grant in self._grants.values() if grant.region is region]
@@ -123,9 +140,9 @@ class GrantTable:
             self.revoke(key, grace_s)
 
     def grant(self, region: AnyRegion, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
-        """A new key for a window of the region."""
+        """Return a new key for bytes [offset, offset + nbytes) of the region. Raises InvalidArgument."""
         if not (read or write):
-            raise InvalidArgument("a grant needs a right: read, write or both")
+            raise InvalidArgument("a grant must allow read, write or both")
         if offset < 0 or nbytes <= 0 or offset + nbytes > region.nbytes:
             raise InvalidArgument(f"window [{offset}, {offset + nbytes}) is not in a region of {region.nbytes} bytes")
         with self._changed:
@@ -141,7 +158,7 @@ class GrantTable:
         return key
 
     def revoke(self, key: RemoteKey, grace_s: float) -> None:
-        """Returns once nothing under the key can touch memory any more. A key revoked before is waited for as well."""
+        """Revoke the key; returns when nothing under it can touch memory, also if it is being revoked already."""
         with self._changed:
             grant = self._grants.pop(key.token, None)
             if grant is not None:
@@ -156,7 +173,7 @@ class GrantTable:
                 return
             if self._movers(grant):
                 self._wait_for_movers(grant, grace_s)
-        # None is opened any more: that is done inside an access.
+        # No window can be opened any more: that is done inside an access.
         for window in grant.windows:
             window.close()
         with self._changed:
@@ -166,7 +183,7 @@ class GrantTable:
     def enter(
         self, region_id: int, token: int, rows: Rows, *, write: bool, mover: Cuttable, reaches_gpus: bool = False
     ) -> Access:
-        """Begin an access to rows, int64 [n, 2] (offset, nbytes). Raises AccessDenied."""
+        """Begin an access to rows, int64 [n, 2] of (offset, nbytes). Cutting `mover` ends it. Raises AccessDenied."""
         with self._changed:
             grant = self._find(region_id, token)
             key = grant.key
@@ -180,56 +197,56 @@ class GrantTable:
         return Access(self, grant, mover)
 
     def expose(self, region_id: int, token: int, *, mover: Cuttable) -> Access:
-        """Begin to open a window for a peer. Raises AccessDenied."""
+        """Begin an access that opens a window for a peer's hardware. Raises AccessDenied."""
         with self._changed:
             grant = self._find(region_id, token)
             grant.movers.append(mover)
         return Access(self, grant, mover)
 
     def left(self) -> None:
-        """A compiled loop has left the fence while a revoke was waiting."""
+        """Wake waiting revokes, because a compiled loop has left its access."""
         with self._changed:
             self._changed.notify_all()
 
     def require(self, region: AnyRegion) -> None:
         """Raises InvalidArgument unless the region is registered here."""
-        # Without the lock: one look-up, which every operation begins with.
+        # Without the lock: a single look-up, on the path of every operation.
         if self._regions.get(region.region_id) is not region:
             raise InvalidArgument(f"region {region.region_id} is not registered with this messenger")
 
     def counts(self) -> tuple[int, int]:
-        """Regions and grants that are open."""
+        """Return the numbers of regions and grants that are open."""
         with self._changed:
             return len(self._regions), len(self._grants)
 
     def problems(self) -> list[str]:
-        """Accesses going on now."""
+        """Describe the accesses under way; empty at rest."""
         with self._changed:
             grants = [*self._grants.values(), *self._leaving]
             moving = [(len(self._movers(grant)), grant.key.region_id) for grant in grants]
         return [f"{count} transfers under way in region {region_id}" for count, region_id in moving if count]
 
-    def _next_number_of_region(self) -> int:
+    def _take_region_id(self) -> int:
         number = self._next_region_id
         self._next_region_id += 1
         return number
 
     def _place(self, grant: _Grant) -> None:
-        """Let compiled loops see the grant, which leave to Python what they do not see, and so GPU memory."""
+        """Show the grant to compiled loops; grants of GPU memory are hidden from them, and thus left to Python."""
         if self._slots is not None and isinstance(grant.region, Region):
             self._slots.place(grant.number, grant.key, grant.region.address)
 
     def _show(self, grant: _Grant) -> None:
-        """Let readers of this host see the grant."""
+        """Show the grant to readers of this host."""
         if self._page is not None and not self._page.closed and isinstance(grant.region, Region):
             self._page.show(grant.key)
 
     def _movers(self, grant: _Grant) -> list[Cuttable]:
-        """Who moves bytes under the grant now. With the lock held."""
+        """Return the movers whose accesses are under way. With the lock held."""
         return grant.movers + (self._slots.movers_inside(grant.number) if self._slots is not None else [])
 
     def _wait_for_movers(self, grant: _Grant, grace_s: float) -> None:
-        """Until nobody moves bytes under the grant, by cutting connections after the grace. With the lock held."""
+        """Wait until no access is under way, cutting connections after the grace period. With the lock held."""
         slots = self._slots
         if slots is not None:
             slots.wait(1)

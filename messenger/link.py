@@ -1,15 +1,13 @@
-"""What a connection gives to both of its sides, whatever it is made of: frames, and an end that anyone can make.
+"""Connections of both sides: the interface of all links, and the base of links over one socket.
 
-How much of a large payload its receiver sleeps through: arithmetic, and no system calls.
+A link carries frames and payloads, and any thread can cut it. Threads of one link:
 
-A receiver that wakes for every segment costs its sender, who has to wake it, as much as the copying does, and itself
-as much again. So for large payloads the socket's low-water mark (SO_RCVLOWAT, socket(7)) is raised: half a payload, or
-1 MiB, is copied while the rest arrives. It is at most a quarter of the receive buffer, so that the window never closes
-for it; the buffer grows with what the way holds (tcp(7), tcp_moderate_rcvbuf), which this does not touch.
+    sender      one thread at a time: send, begin, finish
+    receiver    one thread at a time: receive, try_receive, receive_into, receive_rows, drain, and the buffer
+    any         cut (ends the blocking calls of both), peer_is_gone
 
-One connected socket: its life, its limits, and frames and payloads read from it. How bytes move is its subclasses'.
-
-One thread receives and one thread sends at a time; `cut` may be called from any thread and ends both.
+Lifetime: `cut` only shuts the socket down; its descriptor stays valid until `close`, which is called once no thread
+uses the link. `_poll_lock` keeps `peer_is_gone` from polling a descriptor number that `close` has freed.
 """
 
 import select
@@ -27,7 +25,7 @@ from messenger.memory import Region, views
 
 
 class LinkClosed(ConnectionError):
-    """The other side closed, or this side cut the link."""
+    """The other side closed the link, or this side cut it."""
 
 
 class Cuttable(Protocol):
@@ -37,53 +35,60 @@ class Cuttable(Protocol):
 
 
 class Link(ABC):
-    """One thread receives and one thread sends at a time; `cut` may be called from any thread and ends both."""
+    """Connection to a peer; see the module for its threads."""
 
     address: str
-    """Names the other side in errors and logs."""
+    """Name of the other side in errors and logs."""
 
     @abstractmethod
     def set_timeout(self, timeout_s: float | None) -> None:
-        """All that follows may take so long, for the handshake; None: calls block without limit, which `cut` ends."""
+        """Limit the time of all that follows (the handshake); None: no limit, blocking calls end by `cut`."""
 
     def open(self) -> None:  # noqa: B027  (most links have nothing to agree on)
-        """Agree on what comes before the first frame, on both sides. Raises ProtocolError or OSError when it fails."""
+        """Negotiate what precedes the first frame, on both sides. Raises ProtocolError or OSError if it fails."""
 
     @abstractmethod
     def send(self, message: Message | Frame, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
-        """Send a frame, then the views' bytes; `fd` travels with the frame where the transport passes descriptors.
+        """Send a frame, then the views' bytes, and the descriptor `fd` if the transport can pass one.
 
-        Raises OSError when cut.
+        Blocks. Raises OSError when the link ended.
         """
 
     @abstractmethod
     def receive(self) -> Message:
-        """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
+        """Return the next message; blocks. Raises ProtocolError for invalid bytes, LinkClosed or OSError at the end."""
 
     def try_receive(self) -> Message | None:
-        """The next frame if it is here already, as a whole; a link that cannot tell has none."""
+        """Return the next message if it is known to have arrived completely, else None."""
         return None
 
     @abstractmethod
     def peer_is_gone(self) -> bool:
-        """Whether the other side closed, cut or died, even though bytes of it may still be unread."""
+        """Return True if the other side closed, cut or died, even if bytes of it are still unread."""
 
     @abstractmethod
     def cut(self) -> None:
-        """End the link: blocked calls of any thread return with an error. What it holds stays until `close`."""
+        """End the link: blocking calls of all threads return with an error. Resources are kept until `close`."""
 
     @abstractmethod
     def close(self, *, reset: bool = False) -> None:
-        """Free what the link holds once no thread uses it; `reset` also discards what has not been sent yet."""
+        """Free the link's resources, once no thread uses it; `reset` also discards unsent bytes."""
 
 
 LOW_WATER_MIN_NBYTES = 512 << 10
-"""Smaller payloads are taken as they come: it takes as many calls to wait for their parts."""
+"""Smaller payloads are received as they come: waiting for parts of them would take as many calls."""
 _LOW_WATER_MAX_NBYTES = 1 << 20
 
 
 def low_water_mark(nbytes: int, buffer_nbytes: int) -> int:
-    """For a payload of so many bytes and a receive buffer (SO_RCVBUF) of so many; 0: wake for whatever comes."""
+    """Return the low-water mark (SO_RCVLOWAT, socket(7)) to receive a payload with; 0: leave it.
+
+    `nbytes` is the payload's size and `buffer_nbytes` the receive buffer's (SO_RCVBUF). A receiver that is woken for
+    every segment costs its sender, who has to wake it, as much as the copying does, and itself as much again. With the
+    mark, half a payload, or 1 MiB, is copied while the rest arrives. The mark is at most a quarter of the receive
+    buffer, so that the window never closes because of it; the buffer's automatic growth (tcp(7), tcp_moderate_rcvbuf)
+    is not affected.
+    """
     return 0 if nbytes < LOW_WATER_MIN_NBYTES else min(nbytes // 2, _LOW_WATER_MAX_NBYTES, buffer_nbytes // 4)
 
 
@@ -97,7 +102,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class BufferedLink(Link):
-    """Takes over `sock`; `address` names the other side in errors and logs. A payload follows its frame."""
+    """Link over one connected socket, which it owns; payloads follow their frames. Subclasses move the bytes."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.address = address
@@ -105,8 +110,8 @@ class BufferedLink(Link):
         self._is_unix = sock.family == socket.AF_UNIX
         self._poll = select.poll()
         self._poll.register(sock, select.POLLRDHUP)
-        # A poll object is one thread's at a time, and knows a number that somebody else's file has after the closing.
-        self._looking = threading.Lock()
+        # A poll object may be used by one thread at a time, and keeps the descriptor number after it was closed.
+        self._poll_lock = threading.Lock()
         if not self._is_unix:
             _tune_tcp(sock)
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
@@ -116,37 +121,37 @@ class BufferedLink(Link):
         self._begun: tuple[Frame, Sequence[memoryview]] | None = None
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """For the handshake only: payloads are moved by calls that block without limit, which `cut` ends."""
+        """Limit the time of the handshake; payloads are moved by calls that block without limit, and end by `cut`."""
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._sock.settimeout(timeout_s)
 
     def connect(self, connect: Callable[[socket.socket], None]) -> None:
-        """Connect the socket, within the time limit."""
+        """Connect the socket within the time limit."""
         connect(self._sock)
 
     def begin(self, frame: Frame, views: Sequence[memoryview] = ()) -> bool:
-        """As `send`, without waiting for room: whether all of it went. If not, `finish` is what is sent next."""
+        """Send without blocking. Returns True if all was sent; if not, `finish` must precede any other sending."""
         self._begun = frame, views
         return False
 
     def finish(self) -> None:
-        """Send the rest of what was begun. Raises OSError when cut."""
+        """Send the rest of what `begin` began; blocks. Raises OSError when cut."""
         assert self._begun is not None
         (frame, views), self._begun = self._begun, None
         self.send(frame, views)
 
     def fileno(self) -> int:
-        """The socket's descriptor, for waiting."""
+        """Return the socket's descriptor; -1 once it is closed."""
         return self._sock.fileno()
 
     def receive(self) -> Message:
-        """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
+        """Return the next message; blocks. Raises ProtocolError for invalid bytes, LinkClosed or OSError at the end."""
         self._fill(PREFIX.size)
         message = self.try_receive()
         return self._receive_frame() if message is None else message
 
     def receive_before_payload(self) -> Message:
-        """As `receive`, taking in little beyond the frame: what follows goes to its place without another copy."""
+        """Receive a frame and little beyond it, so that its payload is received in place without another copy."""
         self._fill(PREFIX.size, ACK_NBYTES)
         return self.receive()
 
@@ -161,7 +166,7 @@ class BufferedLink(Link):
         return self._receive_frame()
 
     def receive_into(self, views: Sequence[memoryview]) -> None:
-        """Fill the views in order with the bytes that follow the last frame."""
+        """Fill the views in order with the bytes that follow the last frame; blocks."""
         pending = list(views)
         taken = 0
         while taken < len(pending) and self._start < self._end:
@@ -176,13 +181,13 @@ class BufferedLink(Link):
         self._receive_views(pending[taken:])
 
     def receive_rows(self, region: Region, rows: bytes, nbytes: int) -> None:
-        """As `receive_into`: `nbytes` bytes into the region's rows, int64 [n, 2] of (offset, bytes)."""
+        """Receive `nbytes` bytes into the region's rows, int64 [n, 2] of (offset, bytes); blocks."""
         self.receive_into(views(region, _ROW.iter_unpack(rows)))
 
     def lend_buffer(self, nbytes: int = 0) -> tuple[memoryview, int, int]:
-        """The buffer, of at least so many bytes, and where in it what was received and not taken starts and ends.
+        """Return the buffer, grown to at least `nbytes`, and the (start, end) of the bytes not consumed yet.
 
-        For a compiled loop that goes on receiving into it; `return_buffer` says where the loop has left it.
+        A compiled loop then receives into it; `return_buffer` records the state in which it left the buffer.
         """
         if nbytes > len(self._buffer):
             larger = memoryview(bytearray(nbytes))
@@ -191,11 +196,11 @@ class BufferedLink(Link):
         return self._buffer, self._start, self._end
 
     def return_buffer(self, start: int, end: int) -> None:
-        """What was received and not taken is [start, end) of the buffer now."""
+        """Set the range [start, end) of the buffer that was received and not consumed."""
         self._start, self._end = start, end
 
     def drain(self, nbytes: int) -> None:
-        """Read and forget the next bytes."""
+        """Receive and discard the next bytes."""
         scratch = memoryview(bytearray(min(nbytes, _SCRATCH_NBYTES)))
         while nbytes:
             step = min(nbytes, len(scratch))
@@ -203,35 +208,35 @@ class BufferedLink(Link):
             nbytes -= step
 
     def peer_is_gone(self) -> bool:
-        """Whether the other side closed, cut or died, even though bytes of it may still be unread."""
-        with self._looking:
+        """Return True if the other side closed, cut or died, even if bytes of it are still unread."""
+        with self._poll_lock:
             return self._sock.fileno() < 0 or bool(self._poll.poll(0))
 
     def cut(self) -> None:
-        """End the link: blocked calls of any thread return with an error. The descriptor stays until `close`."""
+        """End the link: blocking calls of all threads return with an error. The descriptor stays open until `close`."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
 
     def close(self, *, reset: bool = False) -> None:
-        """Free the socket once no thread uses it; `reset` also discards what the kernel has not sent yet."""
+        """Close the socket, once no thread uses it; `reset` also discards bytes that the kernel has not sent."""
         if reset and not self._is_unix:
             try:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             except OSError:
                 pass
-        with self._looking:
+        with self._poll_lock:
             self._sock.close()
 
     def _receive_frame(self) -> Message:
-        """The frame of which at least the prefix is in the buffer."""
+        """Receive the frame whose prefix is in the buffer."""
         kind, length = decode_prefix(self._buffer[self._start : self._start + PREFIX.size])
         self._start += PREFIX.size
         if self._until_s is not None:
-            # Who has not greeted yet holds no more memory than this, and no longer than the limit: `_fill` watches it.
+            # A caller that has not greeted may use no more memory than this, and no more time than `_fill` allows.
             if length > _GREETING_NBYTES:
-                raise ProtocolError(f"a frame of {length} bytes is none of a greeting's, {_GREETING_NBYTES} at most")
+                raise ProtocolError(f"a frame of a greeting has {length} bytes, at most {_GREETING_NBYTES} are allowed")
             self.lend_buffer(length)
         if length <= len(self._buffer):
             self._fill(length)
@@ -243,7 +248,7 @@ class BufferedLink(Link):
         return decode_body(kind, large)
 
     def _fill(self, nbytes: int, most_nbytes: int | None = None) -> None:
-        """Have at least so many bytes in the buffer, and not more than so many if it has less yet."""
+        """Receive until the buffer holds at least `nbytes`, and at most `most_nbytes` (None: its size)."""
         if self._end - self._start >= nbytes:
             return
         if self._start:
@@ -259,7 +264,7 @@ class BufferedLink(Link):
             self._end += received
 
     def _left_s(self, until_s: float) -> float:
-        """Of the handshake, which is one limit for all of it: a side that sends a byte now and then ends too."""
+        """Return the time left for the handshake, one limit for all of it: sending single bytes does not extend it."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"{self.address} has not greeted in time")
@@ -267,17 +272,17 @@ class BufferedLink(Link):
 
     @abstractmethod
     def _receive_some(self, view: memoryview) -> int:
-        """At least one byte into the view, and how many; 0 when the other side closed."""
+        """Receive at least one byte into the view. Returns the number; 0 when the other side closed."""
 
     @abstractmethod
     def _receive_views(self, views: list[memoryview]) -> None:
-        """Fill the views. Raises LinkClosed when the other side closed before."""
+        """Fill the views; blocks. Raises LinkClosed if the other side closed before."""
 
 
 def _tune_tcp(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A peer whose machine vanished is found within the time, whether or not something is being sent. One that lives and
-    # takes nothing for as long is taken for hung, too: its streams connect again.
+    # A peer whose machine vanished is detected within this time, whether or not something is being sent. A live peer
+    # that accepts nothing for as long is treated as hung, too: its streams connect again.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_AFTER_S)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_AFTER_S // 3)

@@ -1,12 +1,7 @@
-"""Remote keys: what an owner hands out so that a peer may touch a window of one of its regions.
+"""Memory that peers can access: shared memory, GPU memory, their registered regions and remote keys, and peers' memory.
 
-Memory that can be handed to peers: memfd-backed own memory, registered regions, and read-only views of peers'.
-
-Memory of a GPU as the messenger knows it: only adapters touch it, by rdma, and no code of this process does.
-
-Memory views of a region's slices, for scatter and gather calls.
-
-Bytes of a peer's memory, lent in place: nothing is copied, and what was read is confirmed afterwards.
+Host memory is backed by a memfd, whose descriptor crosses to processes of the same host (shm). GPU memory is touched by
+RDMA adapters alone, never by this process.
 """
 
 import contextlib
@@ -32,7 +27,7 @@ _READ, _WRITE = 1, 2
 
 @dataclass(frozen=True)
 class RemoteKey:
-    """A window of bytes [offset, offset + nbytes) of the owner's region, named by an unguessable token."""
+    """Right to access bytes [offset, offset + nbytes) of an owner's region; the token cannot be guessed."""
 
     region_id: int
     token: int
@@ -42,18 +37,18 @@ class RemoteKey:
     write: bool
 
     def pack(self) -> bytes:
-        """33 bytes, for the control plane's messages."""
+        """Return the key as 33 bytes, for messages of the control plane."""
         rights = _READ * self.read | _WRITE * self.write
         return _PACKED.pack(self.region_id, self.token, self.offset, self.nbytes, rights)
 
     @classmethod
     def unpack(cls, packed: bytes) -> "RemoteKey":
-        """Raises InvalidArgument when `packed` is no key."""
+        """Return the key that `pack` packed. Raises InvalidArgument for other bytes."""
         if len(packed) != _PACKED.size:
-            raise InvalidArgument(f"a packed remote key has {_PACKED.size} bytes, not {len(packed)}")
+            raise InvalidArgument(f"a packed remote key must have {_PACKED.size} bytes, got {len(packed)}")
         region_id, token, offset, nbytes, rights = _PACKED.unpack(packed)
         if not rights or rights & ~(_READ | _WRITE):
-            raise InvalidArgument(f"a remote key cannot have the rights {rights:#x}")
+            raise InvalidArgument(f"a remote key has invalid rights: {rights:#x}")
         return cls(region_id, token, offset, nbytes, bool(rights & _READ), bool(rights & _WRITE))
 
 
@@ -64,16 +59,16 @@ F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 2, 4, 16
 
 HugePages = Literal["auto", "on", "off"]
-"""on: of reserved huge pages alone, or not at all; auto: of those if there are enough, else of small ones,
-which the kernel joins as they are committed, as far as it can."""
+"""on: use reserved huge pages, or fail; auto: use them if there are enough, else small pages, which the kernel joins
+as far as it can when they are committed; off: small pages."""
 Pages = Literal["huge", "transparent", "small"]
-"""What memory is made of: reserved huge pages, pages most of which the kernel joined, or small ones."""
+"""Pages that memory consists of: reserved huge pages, mostly pages that the kernel joined, or small ones."""
 
 
 class SharedMemory:
-    """Anonymous shared memory with a file descriptor; its size is sealed, so nobody can pull it from under a peer.
+    """Anonymous shared memory with a file descriptor. Its size is sealed, so that a peer's mapping stays valid.
 
-    Whoever is given the descriptor can map it for reading only.
+    Other processes can map the descriptor for reading only.
     """
 
     def __init__(self, fd: int, array: Bytes, name: str, *, is_huge: bool = False, joins: bool = False) -> None:
@@ -88,12 +83,12 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int, name: str, huge_pages: HugePages = "off") -> "SharedMemory":
-        """Zeroed memory of `nbytes` > 0, rounded up to whole huge pages where it is made of them.
+        """Create zeroed memory of `nbytes` > 0, rounded up to whole huge pages if it is made of them.
 
-        `name` is what /proc shows. Raises OSError when there is not enough, of huge pages if these are `on`.
+        `name` appears in /proc. Raises OSError if there is not enough memory, or not enough huge pages if `on`.
         """
         if nbytes <= 0:
-            raise InvalidArgument(f"shared memory {name!r} needs a positive size, not {nbytes}")
+            raise InvalidArgument(f"shared memory {name!r} must have a positive size, got {nbytes}")
         if huge_pages != "off":
             try:
                 return cls._create(_rounded_up(nbytes), name, is_huge=True)
@@ -112,7 +107,7 @@ class SharedMemory:
             array = mapped(fd, nbytes, writable=True)
             if joins:
                 advise_huge(int(array.ctypes.data), nbytes)
-            with contextlib.suppress(OSError):  # not known before Linux 5.1
+            with contextlib.suppress(OSError):  # not supported before Linux 5.1
                 fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
             return cls(fd, array, name, is_huge=is_huge, joins=joins)
         except BaseException:
@@ -121,25 +116,25 @@ class SharedMemory:
 
     @property
     def array(self) -> Bytes:
-        """uint8 [nbytes], writable, shared with every process that maps the descriptor."""
+        """The memory as uint8 [nbytes], writable, shared with every process that maps the descriptor."""
         if self._array is None:
             raise InvalidArgument(f"shared memory {self.name!r} is closed")
         return self._array
 
     @property
     def pages(self) -> Pages:
-        """Of what was committed so far."""
+        """Pages of the memory that was committed so far."""
         if self._is_huge:
             return "huge"
         return "transparent" if 2 * self._joined_nbytes > self._tried_nbytes else "small"
 
     def try_commit(self, start: int, nbytes: int) -> bool:
-        """Let the kernel find and clear the pages of [start, start + nbytes) now; what is in them stays.
+        """Have the kernel allocate and clear the pages of [start, start + nbytes) now, keeping contents.
 
-        Where huge pages are wanted, those that the range touches are made. Runs without the GIL. False where the kernel
-        cannot commit: an old kernel, too little memory.
+        If huge pages are requested, those that the range touches are made. Runs without the GIL. Returns False if the
+        kernel is too old, or has too little memory.
         """
-        array = self.array  # stays mapped until the kernel is done, whoever closes the memory meanwhile
+        array = self.array  # keeps the mapping until the kernel is done, even if another thread closes the memory
         address = int(array.ctypes.data)
         if self._joins:
             first = start // HUGE_NBYTES * HUGE_NBYTES
@@ -151,10 +146,11 @@ class SharedMemory:
 
     @property
     def closed(self) -> bool:
+        """True after `close`."""
         return self._array is None
 
     def close(self) -> None:
-        """Close the descriptor; the mapping itself ends with the last array over it. Closing twice is allowed."""
+        """Close the descriptor; the mapping itself ends with the last array over it. Idempotent."""
         if self._array is not None:
             self._array = None
             os.close(self.fd)
@@ -162,12 +158,12 @@ class SharedMemory:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Shared memory registered with a messenger; `region_id` is never reused by it."""
+    """Host memory registered with a messenger, which never reuses a `region_id`."""
 
     region_id: int
     memory: SharedMemory
     array: Bytes
-    """The memory's array: kept so that a transfer in flight never loses it."""
+    """The memory's array, which keeps the mapping for transfers in flight."""
 
     @property
     def nbytes(self) -> int:
@@ -175,27 +171,27 @@ class Region:
 
     @cached_property
     def address(self) -> int:
-        """Where the mapping starts in this process."""
+        """Address of the mapping in this process."""
         return int(self.array.ctypes.data)
 
     @cached_property
     def view(self) -> memoryview:
-        """The bytes, for scatter and gather calls."""
+        """The bytes as a memoryview, for scatter and gather calls."""
         return memoryview(self.array)  # type: ignore[arg-type]
 
 
 class PeerMemory:
-    """A peer's region mapped read-only: on shm every process writes only memory of its own."""
+    """A peer's region, mapped read-only: on shm every process writes only its own memory."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Takes over `fd`. Raises ProtocolError when it is no sealed memory of `nbytes`."""
+        """Map `fd` and close it. Raises ProtocolError if it is not sealed memory of `nbytes`."""
         try:
             seals = fcntl.fcntl(fd, F_GET_SEALS)
             if not seals & F_SEAL_SHRINK or nbytes <= 0 or os.fstat(fd).st_size != nbytes:
                 raise ProtocolError(f"a peer offered memory that is not {nbytes} bytes sealed against shrinking")
             self.array: Bytes = mapped(fd, nbytes, writable=False)
         except OSError as error:
-            raise ProtocolError(f"a peer offered a descriptor that is no shared memory: {error}") from error
+            raise ProtocolError(f"a peer offered a descriptor that is not shared memory: {error}") from error
         finally:
             os.close(fd)
         self.nbytes = nbytes
@@ -203,13 +199,13 @@ class PeerMemory:
 
 
 _TOO_FEW_HUGE_PAGES = (
-    "shared memory {name!r} of {nbytes} bytes was to be made of huge pages, and there are not enough free ones: "
-    "reserve more (sysctl vm.nr_hugepages), or do not ask for them"
+    "shared memory {name!r} of {nbytes} bytes needs more huge pages than are free: reserve more (sysctl "
+    "vm.nr_hugepages), or do not require them"
 )
 
 
 def _rounded_up(nbytes: int) -> int:
-    """To whole huge pages of the default size; as it is where the kernel knows none."""
+    """Round up to whole huge pages of the default size; unchanged if the kernel has none."""
     size = 1
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("Hugepagesize:"):
@@ -218,15 +214,15 @@ def _rounded_up(nbytes: int) -> int:
 
 
 class NotInHostMemory(Exception):
-    """A transport that moves host memory was given a GPU's; travels to the caller as MemoryOutOfReach."""
+    """A transport that moves host memory was given GPU memory; reported to the caller as MemoryOutOfReach."""
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Memory of a GPU by its device pointer, as of a torch tensor's data_ptr(), within one allocation.
+    """Memory of a GPU within one allocation, by its device pointer (a torch tensor's data_ptr()).
 
-    It must stay allocated until its region is deregistered and what was under way with it has ended. Raises
-    InvalidArgument for what can be no such memory.
+    It must stay allocated until its region is deregistered and all transfers with it have ended. Raises InvalidArgument
+    for an invalid address or size.
     """
 
     address: int
@@ -235,13 +231,13 @@ class GpuMemory:
     def __post_init__(self) -> None:
         if self.address <= 0 or self.nbytes <= 0:
             raise InvalidArgument(
-                f"{self.nbytes} bytes at {self.address:#x} are no GPU memory: expected a device pointer and a size"
+                f"GPU memory needs a device pointer and a positive size, got {self.nbytes} bytes at {self.address:#x}"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class GpuRegion:
-    """GPU memory registered with a messenger; `region_id` is never reused by it."""
+    """GPU memory registered with a messenger, which never reuses a `region_id`."""
 
     region_id: int
     memory: GpuMemory
@@ -255,30 +251,31 @@ AnyRegion = Region | GpuRegion
 
 
 def require_host_region(region: AnyRegion) -> Region:
-    """The region, if this process may touch its bytes itself. Raises NotInHostMemory."""
+    """Return the region if this process can touch its bytes. Raises NotInHostMemory."""
     if isinstance(region, Region):
         return region
     raise NotInHostMemory(unreachable_gpu_error(region))
 
 
 def unreachable_gpu_error(region: GpuRegion) -> str:
-    """Why a transport that moves host memory leaves the region alone, and what to do."""
+    """Return the error for a region that a transport of host memory cannot move."""
     return (
-        f"region {region.region_id} is GPU memory, which rdma alone reaches: see to it that both sides speak rdma, or "
-        "keep a copy in host memory"
+        f"region {region.region_id} is GPU memory, which only rdma can move: enable rdma on both sides, or keep a copy "
+        "in host memory"
     )
 
 
 def views(region: AnyRegion, runs: Iterable[Sequence[int]]) -> list[memoryview]:
-    """One view for each (offset, nbytes); none for an empty one, which reads as an end. Raises NotInHostMemory."""
+    """Return a memoryview for each (offset, nbytes) that is not empty. Raises NotInHostMemory."""
     view = require_host_region(region).view
     return [view[offset : offset + nbytes] for offset, nbytes in runs if nbytes]
 
 
 class Loan:
-    """`array`: uint8, read-only, in the owner's own memory; it may change under the reader once the key is revoked.
+    """Bytes of a peer's memory in place, without a copy.
 
-    The owner waits for no borrower. So: read, then `confirm`, and only then use what was read.
+    `array` is uint8, read-only, in the owner's own memory, which may change at any time once the key is revoked: the
+    owner waits for no borrower. So read, then `confirm`, and only then use what was read.
     """
 
     def __init__(self, array: Bytes, is_good: Callable[[], bool]) -> None:
@@ -286,8 +283,8 @@ class Loan:
         self._is_good = is_good
 
     def confirm(self) -> bool:
-        """Whether the key was good, and the connection to its owner alive, from the borrowing until now.
+        """Return True if the key was good, and the connection to its owner alive, from the borrowing until now.
 
-        False: forget what was read. It never becomes true again.
+        If False, discard what was read; it never becomes True again.
         """
         return self._is_good()

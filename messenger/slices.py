@@ -1,4 +1,4 @@
-"""Pure arithmetic on slice lists: int64 [n, 3] rows of (local_offset, remote_offset, nbytes)."""
+"""Arithmetic on lists of slices, int64 [n, 3] rows of (local_offset, remote_offset, nbytes). Pure."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -14,17 +14,17 @@ Rows = npt.NDArray[np.int64]
 
 LOCAL, REMOTE, NBYTES = 0, 1, 2
 
-# Up to so many rows a loop is quicker than numpy's calls.
+# Up to this number of rows, a loop is faster than numpy.
 FEW = 24
 _MAX_OFFSET = (1 << 63) - 1
 _INT64 = np.dtype(np.int64)
 
 
 class Slices:
-    """Slices of one request: checked, not empty, and no two neighbours touch on both sides.
+    """Slices of one request: checked, without empty ones, and neighbours that touch on both sides are merged.
 
-    Few of them are kept as tuples, since most requests have one or two, and numpy takes longer over these than sending
-    them does; many are kept as rows.
+    A few are kept as tuples, because most requests have one or two, and numpy would take longer over them than sending
+    them takes; many are kept as an array.
     """
 
     __slots__ = ("_few", "_rows", "nbytes")
@@ -36,7 +36,7 @@ class Slices:
 
     @classmethod
     def of(cls, slices: npt.ArrayLike, region_nbytes: int) -> "Slices":
-        """Raises InvalidArgument unless `slices` are integers [n, 3] that lie within the local region."""
+        """Check and merge slices. Raises InvalidArgument unless they are integers [n, 3] within the local region."""
         few = _few(slices, region_nbytes)
         if few is not None:
             return few
@@ -48,25 +48,25 @@ class Slices:
 
     @property
     def only(self) -> tuple[int, int, int] | None:
-        """(local_offset, remote_offset, nbytes) where that is all, and not in an array."""
+        """(local_offset, remote_offset, nbytes) if there is exactly one slice, kept as a tuple; else None."""
         few = self._few
         return few[0] if few is not None and len(few) == 1 else None
 
     @property
     def rows(self) -> Rows:
-        """int64 [n, 3]"""
+        """Slices as int64 [n, 3]."""
         if self._rows is None:
             self._rows = np.array(self._few, dtype=np.int64).reshape(-1, 3)
         return self._rows
 
     def split(self, max_nbytes: int, max_rows: int) -> "list[Slices]":
-        """In order, in pieces of at most so many bytes and rows; a too long slice is cut."""
+        """Return the slices in order, in pieces of at most `max_nbytes` and `max_rows`; long slices are cut."""
         if self.nbytes <= max_nbytes and len(self) <= max_rows:
             return [self] if self.nbytes else []
         return [Slices(nbytes, None, rows) for rows, nbytes in split(self.rows, max_nbytes, max_rows)]
 
     def extent(self, side: int) -> tuple[int, int]:
-        """(start, end) of one side: from its first byte to behind its last; there are slices."""
+        """Return (start, end) of one side, which contains all slices; there must be at least one."""
         few = self._few
         if few is None:
             rows = self.rows
@@ -76,14 +76,14 @@ class Slices:
         return min(row[side] for row in few), max(row[side] + row[NBYTES] for row in few)
 
     def packed(self) -> bytes:
-        """The rows as bytes."""
+        """Return the rows as bytes, int64 [n, 3]."""
         few = self._few
         if few is None:
             return self.rows.tobytes()
         return _packing(3 * len(few)).pack(*(number for row in few for number in row))
 
     def packed_runs(self, side: int) -> bytes:
-        """As `runs`, as bytes."""
+        """Return `runs` as bytes, int64 [m, 2]."""
         few = self._few
         if few is None:
             return runs(self.rows, side).tobytes()
@@ -93,7 +93,7 @@ class Slices:
         return _packing(2 * len(merged)).pack(*(number for run in merged for number in run))
 
     def runs(self, side: int) -> Sequence[Sequence[int]]:
-        """(offset, nbytes) of one side alone: the same bytes in the same order, in as few runs as possible."""
+        """Return (offset, nbytes) of one side: the same bytes in the same order, in as few runs as possible."""
         few = self._few
         if few is None:
             listed: list[list[int]] = runs(self.rows, side).tolist()
@@ -111,7 +111,7 @@ class Slices:
 
 
 def _few(slices: Any, region_nbytes: int) -> Slices | None:
-    """A few slices that are right; None where it takes a closer look."""
+    """Return a few valid slices; None if there are many, or if they need the full check."""
     if isinstance(slices, np.ndarray):
         slices = slices.tolist() if slices.dtype is _INT64 and slices.size <= 3 * FEW else None
     if type(slices) not in (list, tuple) or not 0 < len(slices) <= FEW:
@@ -144,22 +144,20 @@ def _packing(numbers: int) -> struct.Struct:
 
 
 def checked(slices: npt.ArrayLike, region_nbytes: int) -> Rows:
-    """The rows as int64 without the empty ones. Raises InvalidArgument unless all lie within the local region."""
+    """Return the rows as int64 without empty ones. Raises InvalidArgument unless all lie within the local region."""
     array = np.asarray(slices)
     if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in "iu":
-        raise InvalidArgument(f"slices must be integers [n, 3], not {array.dtype} {list(array.shape)}")
+        raise InvalidArgument(f"slices must be integers [n, 3], got {array.dtype} {list(array.shape)}")
     rows: Rows = np.ascontiguousarray(array, dtype=np.int64)
     if not len(rows):
         return rows
     if not within(rows[:, LOCAL], rows[:, NBYTES], 0, region_nbytes) or int(rows[:, REMOTE].min()) < 0:
-        raise InvalidArgument(
-            f"slices must not be negative, nor reach beyond the local region of {region_nbytes} bytes"
-        )
+        raise InvalidArgument(f"slices must not be negative, nor exceed the local region of {region_nbytes} bytes")
     return rows if rows[:, NBYTES].all() else np.ascontiguousarray(rows[rows[:, NBYTES] > 0])
 
 
 def within(offsets: Rows, nbytes: Rows, start: int, end: int) -> bool:
-    """Whether every [offset, offset + nbytes) lies in [start, end); safe for any int64, hostile ones included."""
+    """Return True if every [offset, offset + nbytes) lies in [start, end); correct for any int64, without overflow."""
     if len(offsets) == 1:
         offset, length = int(offsets[0]), int(nbytes[0])
         return start <= offset and 0 <= length <= end - offset
@@ -172,7 +170,7 @@ def within(offsets: Rows, nbytes: Rows, start: int, end: int) -> bool:
 
 
 def coalesced(rows: Rows) -> Rows:
-    """Neighbours that touch on both sides become one row; the order stays."""
+    """Merge neighbours that touch on both sides; keeps the order."""
     if len(rows) < 2:
         return rows
     ends = rows[:-1, :NBYTES] + rows[:-1, NBYTES:]
@@ -180,7 +178,7 @@ def coalesced(rows: Rows) -> Rows:
 
 
 def runs(rows: Rows, side: int) -> Rows:
-    """int64 [m, 2] (offset, nbytes) of one side alone: the same bytes in the same order, in as few runs as possible."""
+    """Return int64 [m, 2] (offset, nbytes) of one side: the same bytes and order, in as few runs as possible."""
     if len(rows) < 2:
         return np.ascontiguousarray(rows[:, [side, NBYTES]])
     breaks = rows[1:, side] != rows[:-1, side] + rows[:-1, NBYTES]
@@ -188,7 +186,7 @@ def runs(rows: Rows, side: int) -> Rows:
 
 
 def split(rows: Rows, max_nbytes: int, max_rows: int) -> Iterator[tuple[Rows, int]]:
-    """The rows in order, in pieces of at most so many bytes and rows, with their bytes; a too long row is cut."""
+    """Yield (rows, their bytes) in order, in pieces of at most `max_nbytes` and `max_rows`; long rows are cut."""
     total = int(rows[:, NBYTES].sum())
     if len(rows) <= max_rows and total <= max_nbytes:
         yield rows, total

@@ -1,12 +1,17 @@
-"""The grant page: shared memory in which an owner shows which keys may be read under, so that callers need not ask.
+"""The grant page: shared memory in which an owner lists the keys that allow reading, so that callers need no request.
 
-A key is shown by its fingerprint, a hash of all that it says, so that the page gives away no token, and a key that was
-tampered with is not found. Fingerprints stand in buckets of 8 words; where there is no room, a key is not shown, and
-its readers ask the owner as ever. A token is never granted twice, so a fingerprint comes once and goes once: seen after
-a copy, it was there all along. The owner takes it out before it changes the memory, and waits for no reader.
+A key is listed by its fingerprint, a hash of all its fields: the page reveals no token, and a modified key is not
+found. Fingerprints are kept in buckets of 8 words; a key whose bucket is full is not listed, and its readers send
+requests.
 
-The page is offered as region `PAGE_ID`, once per connection. It outlives its owner, as every mapping does: that the
-owner still lives is for the reader to ask of its connection.
+Concurrency: one thread at a time of the owner writes (under the grant table's lock); readers in other processes take no
+lock, and the owner waits for none. A token is never granted twice, so a fingerprint appears once and disappears once:
+
+    owner     show: word = fingerprint  ........  withdraw: word = 0, fence  ..  memory may change
+    reader              look up: found, copy the bytes, look up: found -> the key was good during the whole copy
+
+Lifetime: the page is offered as region `PAGE_ID`, once per connection. A reader's mapping outlives the owner's process,
+so the reader must also check that its connection is alive after the copy.
 """
 
 import hashlib
@@ -25,14 +30,14 @@ PAGE_NBYTES = 128 << 10
 _PERSON = b"moonpool-grants"
 
 
-def fingerprint(key: RemoteKey) -> int:
-    """The 64-bit word that stands for the key, never 0."""
+def key_fingerprint(key: RemoteKey) -> int:
+    """Return the 64-bit fingerprint of the key, never 0."""
     digest = hashlib.blake2b(key.pack(), digest_size=8, person=_PERSON).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 class GrantPage:
-    """The owner's side; one thread at a time."""
+    """Owner's side of the page; one thread at a time."""
 
     def __init__(self, name: str) -> None:
         from messenger.shm.kernels import page_kernels
@@ -42,20 +47,21 @@ class GrantPage:
         self._words = self.memory.array.view(np.uint64)
 
     def show(self, key: RemoteKey) -> None:
-        """From now on readers need not ask, if there is room."""
+        """List the key if it allows reading and there is room."""
         if key.read:
-            self._kernels.replace(self._words, 0, fingerprint(key))
+            self._kernels.replace(self._words, 0, key_fingerprint(key))
 
     def withdraw(self, key: RemoteKey) -> None:
-        """When this returns, no copy that ends later is taken for good."""
-        self._kernels.replace(self._words, fingerprint(key), 0)
+        """Remove the key; copies that end after this returns are rejected by their readers."""
+        self._kernels.replace(self._words, key_fingerprint(key), 0)
 
     @property
     def closed(self) -> bool:
+        """True after `close`."""
         return self.memory.closed
 
     def close(self) -> None:
-        """Withdraw every key, for those who keep their mapping."""
+        """Withdraw every key, since readers keep their mapping, and free the page."""
         if not self.memory.closed:
             for shown in self._words[self._words != 0].tolist():
                 self._kernels.replace(self._words, shown, 0)
@@ -64,30 +70,33 @@ class GrantPage:
 
 
 class GrantReader:
-    """A caller's side, over the mapped page of one owner; any thread. Raises ProtocolError when it is no page."""
+    """Caller's side, over the mapped page of one owner; any thread. Raises ProtocolError if the size is wrong."""
 
     def __init__(self, page: PeerMemory) -> None:
         from messenger.shm.kernels import page_kernels
 
         if page.nbytes != PAGE_NBYTES:
-            raise ProtocolError(f"a grant page has {PAGE_NBYTES} bytes, not {page.nbytes}")
+            raise ProtocolError(f"a grant page must have {PAGE_NBYTES} bytes, got {page.nbytes}")
         self._kernels: Any = page_kernels()
         self._words: npt.NDArray[np.uint64] = page.array.view(np.uint64)
 
-    def holds(self, print_: int) -> bool:
-        """Whether the key of this fingerprint is good; asked after a copy, that it was good all along."""
-        return bool(self._kernels.holds(self._words, print_))
+    def holds(self, fingerprint: int) -> bool:
+        """Return True if the key is listed now; True before and after a copy: it was listed during the whole copy."""
+        return bool(self._kernels.holds(self._words, fingerprint))
 
     def copy(
-        self, print_: int, fd: int, destination: int, source: int, rows: Any, to_column: int, from_column: int
+        self, fingerprint: int, fd: int, destination: int, source: int, rows: Any, to_column: int, from_column: int
     ) -> bool:
-        """As `messenger.shm.kernels.CopyRows`, outside the GIL: True when the key was good before and after the copy.
+        """Copy as `messenger.shm.kernels.CopyRows`, outside the GIL.
 
-        And the owner, at the other end of the socket `fd`, was there after it. The caller has checked the rows against
-        the key's window. After False the destination holds anything.
+        Returns True if the key was listed during the whole copy, and the owner, at the other end of the socket `fd`,
+        was alive after it; otherwise the destination's contents are undefined. The caller must have checked the rows
+        against the key's window.
         """
-        return bool(self._kernels.copy_held(self._words, print_, fd, destination, source, rows, to_column, from_column))
+        return bool(
+            self._kernels.copy_held(self._words, fingerprint, fd, destination, source, rows, to_column, from_column)
+        )
 
-    def copy_one(self, print_: int, fd: int, destination: int, source: int, nbytes: int) -> bool:
-        """As `copy`, of one run of bytes by its two addresses."""
-        return bool(self._kernels.copy_one(self._words, print_, fd, destination, source, nbytes))
+    def copy_one(self, fingerprint: int, fd: int, destination: int, source: int, nbytes: int) -> bool:
+        """Copy as `copy`, one run of bytes by its two addresses."""
+        return bool(self._kernels.copy_one(self._words, fingerprint, fd, destination, source, nbytes))

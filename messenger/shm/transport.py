@@ -1,25 +1,19 @@
-"""Regions that one side of a link shows to the other: offered with their descriptor, withdrawn when they are gone.
+"""The shm transport: peers of one host map each other's regions read-only; every process writes only its own memory.
 
-An offer without bytes, which brings no descriptor, withdraws what was offered under its number. It goes before the next
-frame that may need an offer, so what is gone stays mapped on the other side for no longer than until then.
+A region's descriptor crosses the unix socket once per connection, as an Offer. Then a write is a short frame, and the
+owner copies out of the caller's region into its own. A read copies out of the owner's region into the caller's:
 
-The caller's side of shm: copies what it reads out of the owner's memory itself, and asks where it has to.
+    key on the grant page    no request: the caller copies, and the key was on the page before and after
+    any other key            the caller sends a Read, whose Ack confirms the key and brings the mapping; it copies, and
+                             sends the Read again. The second Ack confirms that the key was good during the whole copy.
+                             The first is remembered as a consent, so that later reads under the key send one Read.
 
-A key that the owner shows on its grant page is read under without a request: shown after the copy, it was good all
-along. For any other key the owner is asked, which brings the mapping, the bytes are copied, and it is asked again.
+Thus only the owner changes its memory: a writer that is stopped or killed holds up no revoke, a revoke need not wait
+for readers (they learn that their copy is void), and a caller whose deadline passed reads nothing into its memory later.
 
-The owner's side of shm: copies what a caller writes out of the caller's memory into its own.
-
-The shm transport: peers of one host map each other's regions, read-only, and every process writes its own memory.
-
-A region's descriptor crosses the unix socket once per connection. Then a write is a short frame, and the owner copies
-out of the caller's region into its own; a read asks the owner's leave (which brings the mapping the first time), copies
-out of the owner's region, and asks again: leave given after the copy means that the key was good all along, and the
-first answer is kept, so that later reads under the key ask only once.
-
-Thus nothing but the owner ever changes its memory: a writer that is stopped or killed in the middle holds up no revoke,
-a revoke need not wait for readers (they learn that what they copied is void), and a caller whose deadline passed reads
-nothing into its memory later. What a mapping can outlive is the peer: bytes read after that are not confirmed.
+Lifetimes: an offered region stays mapped by the other side until its offer is withdrawn, which precedes the next frame
+that may need an offer after the region has gone here. A mapping outlives the peer's process: bytes read after its end
+are never confirmed.
 """
 
 import contextlib
@@ -43,7 +37,7 @@ from messenger.grants import GrantTable
 from messenger.link import Cuttable, Link
 from messenger.memory import AnyRegion, Loan, PeerMemory, Region, RemoteKey, require_host_region
 from messenger.operation import READ, Operation, Part, Transfer
-from messenger.shm.grant_page import PAGE_ID, PAGE_NBYTES, GrantPage, GrantReader, fingerprint
+from messenger.shm.grant_page import PAGE_ID, PAGE_NBYTES, GrantPage, GrantReader, key_fingerprint
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, within
 from messenger.sockets import SocketLink
 from messenger.transport import (
@@ -69,24 +63,27 @@ if TYPE_CHECKING:
 
 
 MAX_OFFERED = 1024
-"""Regions that stay offered on a link; the oldest are withdrawn for others, and offered again when they are used."""
+"""Maximum number of regions offered on a link; the oldest are withdrawn, and offered again when they are used."""
 _MAX_NUMBER = (1 << 63) - 1
 
 
 class Offers:
-    """What this side has offered. One thread at a time."""
+    """Regions that this side has offered. Used by one thread at a time."""
 
     def __init__(self, link: SocketLink) -> None:
         self._link = link
         self._made: dict[int, weakref.ref[AnyRegion]] = {}
-        self._gone: deque[int] = deque()  # filled by whichever thread lets go of a region
+        self._gone: deque[int] = deque()  # appended to by the thread that drops the last reference to a region
 
     def made(self, region: AnyRegion) -> bool:
-        """Whether the other side has the region's descriptor, and nothing is to be withdrawn."""
+        """Return True if the other side has the region's descriptor, and no offer must be withdrawn."""
         return region.region_id in self._made and not self._gone
 
     def make(self, region: AnyRegion) -> None:
-        """Offer the region unless it is; withdraw what is gone. Raises NotInHostMemory, or OSError when cut."""
+        """Offer the region if it is not offered; withdraw regions that are gone.
+
+        Raises NotInHostMemory, or OSError when cut.
+        """
         while self._gone:
             self._withdraw(self._gone.popleft())
         number = region.region_id
@@ -98,7 +95,7 @@ class Offers:
         if len(self._made) >= MAX_OFFERED:
             self._withdraw(next(iter(self._made)))
         self._link.send(Offer(number, region.nbytes), fd=memory.fd)
-        # Whatever may still use a region refers to it: once nothing does, nobody will need the offer.
+        # Every user of a region refers to it: when no reference is left, nobody needs the offer.
         self._made[number] = weakref.ref(region, functools.partial(_note, self._gone, number))
 
     def _withdraw(self, number: int) -> None:
@@ -111,9 +108,9 @@ def _note(gone: deque[int], number: int, _region: object) -> None:
 
 
 class PeerMemories:
-    """What the other side has offered, mapped. Written by the thread that receives, read by any.
+    """Mapped regions that the other side has offered. Written by the receiving thread, read by any.
 
-    A memory stays mapped for as long as somebody refers to it, or to an array over it.
+    A memory stays mapped as long as it, or an array over it, is referenced.
     """
 
     def __init__(self, link: SocketLink) -> None:
@@ -121,14 +118,14 @@ class PeerMemories:
         self._mapped: dict[int, PeerMemory] = {}
 
     def take(self, offer: Offer) -> None:
-        """Map what is offered, or let go of what is withdrawn. Raises ProtocolError for what cannot be mapped."""
+        """Map an offered region, or drop a withdrawn one. Raises ProtocolError if it cannot be mapped."""
         number = offer.region_id
         if not offer.nbytes:
             self._mapped.pop(number, None)
             return
         memory = PeerMemory(self._link.take_fd(), offer.nbytes)
         if not 0 < number <= _MAX_NUMBER:
-            raise ProtocolError(f"{self._link.address} offers region {number}, which is no number of a region")
+            raise ProtocolError(f"{self._link.address} offers region {number}, which is not a valid number")
         if number in self._mapped or len(self._mapped) >= MAX_OFFERED:
             raise ProtocolError(
                 f"{self._link.address} offers region {number} twice, or more than {MAX_OFFERED} regions"
@@ -136,18 +133,25 @@ class PeerMemories:
         self._mapped[number] = memory
 
     def get(self, number: int) -> PeerMemory | None:
-        """The region of this number, unless it is not offered, or not any more."""
+        """Return the region of this number; None if it is not offered."""
         return self._mapped.get(number)
 
     def items(self) -> list[tuple[int, PeerMemory]]:
+        """Return the offered regions by number."""
         return list(self._mapped.items())
 
 
 MAX_CONSENTS = 4096
-_MAX_PRINTS = 4096
+_MAX_FINGERPRINTS = 4096
 
 
 class ShmRequester(Requester):
+    """Caller's side of a shm link.
+
+    `_mappings`, `_page` and `_consents` are written by the receiving thread and read by any; `_offers` belongs to the
+    sending thread.
+    """
+
     _link: SocketLink
     takes_early_answers = True
 
@@ -158,7 +162,7 @@ class ShmRequester(Requester):
         self._mappings = PeerMemories(link)
         self._page: GrantReader | None = None
         self._consents: OrderedDict[tuple[int, int], None] = OrderedDict()
-        self._prints: dict[int, tuple[RemoteKey, int]] = {}
+        self._fingerprints: dict[int, tuple[RemoteKey, int]] = {}
         self._fd = link.fileno()
 
     def offered(self, offer: Offer) -> None:
@@ -177,7 +181,7 @@ class ShmRequester(Requester):
                 return super().begin(part)
             frame = _write(part, transfer)
         elif self._source(transfer) is not None:
-            return super().begin(part)  # copies, and a second request, are the sending thread's
+            return super().begin(part)  # copies and a second request are left to the sending thread
         else:
             frame = _read(part, transfer)
         return WHOLE if self._link.begin(frame) else PARTLY
@@ -198,7 +202,7 @@ class ShmRequester(Requester):
         page = self._page
         if page is None or not isinstance(transfer.region, Region):
             return False
-        return page.holds(self._print_of(transfer.key)) and self._source(transfer) is not None
+        return page.holds(self._fingerprint_of(transfer.key)) and self._source(transfer) is not None
 
     def try_copy(self, transfer: Transfer) -> bool:
         key, region, slices = transfer
@@ -215,15 +219,15 @@ class ShmRequester(Requester):
         if not key.offset <= remote <= min(key.offset + key.nbytes, source.nbytes) - nbytes:
             return False
         at, to = source.address + remote, region.address + local
-        return page.copy_one(self._print_of(key), self._fd, to, at, nbytes) and self._is_open()
+        return page.copy_one(self._fingerprint_of(key), self._fd, to, at, nbytes) and self._is_open()
 
     def lend(self, key: RemoteKey, offset: int, nbytes: int) -> Loan | None:
-        mapping, page, print_ = self._mappings.get(key.region_id), self._page, self._print_of(key)
+        mapping, page, fingerprint = self._mappings.get(key.region_id), self._page, self._fingerprint_of(key)
         if mapping is None or page is None or offset + nbytes > mapping.nbytes:
             return None
 
         def is_good() -> bool:
-            return page.holds(print_) and not self._link.peer_is_gone()
+            return page.holds(fingerprint) and not self._link.peer_is_gone()
 
         return Loan(mapping.array[offset : offset + nbytes], is_good) if is_good() else None
 
@@ -236,7 +240,7 @@ class ShmRequester(Requester):
             return True
         source = self._source(transfer)
         if source is None:
-            raise ProtocolError(f"{self._link.address} allows to read memory that it has not offered")
+            raise ProtocolError(f"{self._link.address} confirmed a read of memory that it has not offered")
         if self._copied_under_page(transfer, source):
             return True
         self._consents[_consent(transfer.key)] = None
@@ -249,7 +253,10 @@ class ShmRequester(Requester):
             self._consents.pop(_consent(part.transfer.key), None)
 
     def _source(self, transfer: Transfer) -> PeerMemory | None:
-        """The region, if it is mapped, and the slices lie within the key's window. Whoever copies holds on to it."""
+        """Return the owner's region if it is mapped and the slices lie within the key's window.
+
+        The caller must keep the reference while it copies.
+        """
         mapping = self._mappings.get(transfer.key.region_id)
         if mapping is None:
             return None
@@ -258,28 +265,29 @@ class ShmRequester(Requester):
         return mapping if within(rows[:, REMOTE], rows[:, NBYTES], key.offset, end) else None
 
     def _copied_under_page(self, transfer: Transfer, source: PeerMemory) -> bool:
-        """Copy; whether the owner showed the key before and after, and lived."""
+        """Copy. Returns True if the key was on the page before and after, and the owner was alive."""
         page, key, address = self._page, transfer.key, require_host_region(transfer.region).address
         if page is None:
             return False
         rows = transfer.slices.rows
         return (
-            page.copy(self._print_of(key), self._fd, address, source.address, rows, LOCAL, REMOTE) and self._is_open()
+            page.copy(self._fingerprint_of(key), self._fd, address, source.address, rows, LOCAL, REMOTE)
+            and self._is_open()
         )
 
     def _is_open(self) -> bool:
-        """Whether the descriptor that was looked at just now was the link's: once closed, it may be anybody's."""
+        """Return True if the descriptor just polled was the link's: once closed, its number may be reused."""
         return self._link.fileno() == self._fd
 
-    def _print_of(self, key: RemoteKey) -> int:
-        known = self._prints.get(key.token)
+    def _fingerprint_of(self, key: RemoteKey) -> int:
+        known = self._fingerprints.get(key.token)
         if known is not None and known[0] is key:
             return known[1]
-        if len(self._prints) >= _MAX_PRINTS:
-            self._prints.clear()
-        print_ = fingerprint(key)
-        self._prints[key.token] = key, print_
-        return print_
+        if len(self._fingerprints) >= _MAX_FINGERPRINTS:
+            self._fingerprints.clear()
+        fingerprint = key_fingerprint(key)
+        self._fingerprints[key.token] = key, fingerprint
+        return fingerprint
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
         self._offers.make(transfer.region)
@@ -305,11 +313,13 @@ def _write(part: Part, transfer: Transfer) -> Frame:
 
 
 def _read(part: Part, transfer: Transfer) -> Frame:
-    require_host_region(transfer.region)  # before the bytes are there
+    require_host_region(transfer.region)  # fails before any byte comes
     return read_request(part, transfer, transfer.slices.rows[:, REMOTE:].tobytes())
 
 
 class ShmResponder(Responder):
+    """Owner's side of a shm link; used by the connection's thread alone."""
+
     _link: SocketLink
 
     def __init__(self, link: SocketLink, copy_rows: "CopyRows") -> None:
@@ -317,7 +327,7 @@ class ShmResponder(Responder):
         self._copy_rows = copy_rows
         self._offers = Offers(link)
         self._mappings = PeerMemories(link)
-        self._lane: CompiledLoop | None = None
+        self._loop: CompiledLoop | None = None
         self._page: GrantPage | None = None
 
     def compiled_loop(
@@ -326,19 +336,19 @@ class ShmResponder(Responder):
         from messenger.native.responder_loop import CompiledLoop
 
         self._page = grants.page()
-        self._lane = CompiledLoop(self._link, grants, mover, landed, served)
-        return self._lane
+        self._loop = CompiledLoop(self._link, grants, mover, landed, served)
+        return self._loop
 
     def offered(self, offer: Offer) -> None:
         self._mappings.take(offer)
-        if self._lane is not None:
-            self._lane.offered(self._mappings.items())
+        if self._loop is not None:
+            self._loop.offered(self._mappings.items())
 
     def target_rows(self, message: Write) -> Rows:
         rows = parse_rows(message.rows, 3, message.nbytes)
         source = self._mappings.get(message.source_id)
         if source is None:
-            raise ProtocolError(f"a write from region {message.source_id}, which was never offered")
+            raise ProtocolError(f"a write from region {message.source_id}, which is not offered")
         if not within(rows[:, 0], rows[:, NBYTES], 0, source.nbytes):
             raise ProtocolError(f"a write from beyond the {source.nbytes} bytes of region {message.source_id}")
         return rows[:, REMOTE:]
@@ -350,7 +360,7 @@ class ShmResponder(Responder):
         self._copy_rows(require_host_region(region).address, source.address, both, REMOTE, LOCAL)
 
     def skip(self, message: Write) -> None:
-        """The frame carries no bytes."""
+        """Do nothing: no bytes follow the frame."""
 
     def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
         if self._page is not None:
@@ -361,7 +371,11 @@ class ShmResponder(Responder):
 
 
 class ShmTransport(Transport, Acceptor):
-    """`path` is the unix socket's. It is a node's own, so a successor takes its place, and a double is found out."""
+    """The shm transport and its acceptor.
+
+    `path` is that of the unix socket, and derived from the node id: a restarted node replaces its predecessor's, and a
+    second node of the same id is detected.
+    """
 
     name = "shm"
 
@@ -373,7 +387,7 @@ class ShmTransport(Transport, Acceptor):
         self._identity: tuple[int, int] | None = None
 
     def listen(self, backlog: int) -> socket.socket:
-        # Numba takes long to import: a process without shm does not wait for it.
+        # Numba takes long to import, so only processes with shm import it.
         from messenger.shm.kernels import copy_rows
 
         self._copy_rows = copy_rows()
@@ -393,7 +407,7 @@ class ShmTransport(Transport, Acceptor):
         if unix_socket.identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
         if self._own_dir is not None:
-            with contextlib.suppress(FileNotFoundError):  # whatever tidies temporary folders was there first
+            with contextlib.suppress(FileNotFoundError):  # removed already by a cleaner of temporary folders
                 self._own_dir.rmdir()
 
     def address_of(self, endpoint: Endpoint) -> str:

@@ -1,8 +1,9 @@
-"""A tcp link that is encrypted, both sides showing a certificate: TLS 1.3 by Python's ssl, between memory and socket.
+"""Encrypted tcp links: TLS 1.3 with certificates of both sides, by Python's ssl over memory buffers.
 
-OpenSSL's object must not be used by two threads at once, and a link has one that sends and one that receives. So it
-works on memory, under a lock that is never held while the socket is waited for. What arrives is decrypted straight into
-the views that it is for; what is sent is encrypted straight out of them, small ones joined first.
+OpenSSL's object must not be used by two threads at once, but a link has one that sends and one that receives. So the
+object works on memory buffers, and `_tls_lock` guards it and them; the lock is never held while a thread waits for the
+socket. Received bytes are decrypted directly into the views that they are for; sent bytes are encrypted directly out of
+their views, small views joined first.
 """
 
 import ssl
@@ -20,12 +21,12 @@ __all__ = ["TlsLink"]
 _CHUNK_NBYTES = 128 << 10
 _RECORD_NBYTES = 16 << 10
 _QUICK_NBYTES = 64 << 10
-# AES-GCM keys are good for 2^24.5 records (RFC 8446, 5.5). Python cannot renew a key, a stream can connect again.
+# AES-GCM keys are safe for 2^24.5 records (RFC 8446, 5.5). Python cannot renew a key, but a stream can connect again.
 MAX_RECORDS = 1 << 24
 
 
 class TlsLink(BufferedLink):
-    """Takes over `sock`. `open` must have succeeded before anything is sent or received."""
+    """Encrypted link, which owns `sock`. `open` must have succeeded before anything is sent or received."""
 
     def __init__(self, sock: socket, address: str, material: Material, *, caller: bool) -> None:
         super().__init__(sock, address)
@@ -33,14 +34,17 @@ class TlsLink(BufferedLink):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         context, name = (material.client, material.name) if caller else (material.server, None)
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not caller, server_hostname=name)
-        self._guard = threading.Lock()
+        self._tls_lock = threading.Lock()
         self._arrived = memoryview(bytearray(_CHUNK_NBYTES))
         self._is_shaking = self._is_open = False
         self._num_sent = 0
         self._rest = memoryview(b"")
 
     def open(self) -> None:
-        """Shake hands. Raises EncryptionRefused when the other side does not, or has no certificate of the cluster."""
+        """Do the TLS handshake.
+
+        Raises EncryptionRefused if the other side does not, or has no certificate of the cluster.
+        """
         while not self._shake():
             arrived = self._await_ciphertext()
             if not arrived:
@@ -66,7 +70,7 @@ class TlsLink(BufferedLink):
             self._sock.sendall(self._encrypted(chunk))
 
     def begin(self, frame: Frame, views: Sequence[memoryview] = ()) -> bool:
-        """What is large is encrypted by who may block, too: it takes as long as sending it does."""
+        """Send without blocking; large payloads are left to `finish`, because encrypting takes as long as sending."""
         pending = [memoryview(frame), *views]
         if sum(map(len, pending)) > _QUICK_NBYTES:
             return super().begin(frame, views)
@@ -88,8 +92,8 @@ class TlsLink(BufferedLink):
     def _encrypted(self, chunk: bytes | memoryview) -> bytes:
         self._num_sent += -(-len(chunk) // _RECORD_NBYTES)
         if self._num_sent > MAX_RECORDS:
-            raise LinkClosed(f"the connection to {self.address} has used up its key and is made again")
-        with self._guard:
+            raise LinkClosed(f"the connection to {self.address} has used up its encryption key and is made again")
+        with self._tls_lock:
             self._tls.write(chunk)
             return self._outgoing.read()
 
@@ -101,20 +105,26 @@ class TlsLink(BufferedLink):
         except (ssl.SSLError, ssl.CertificateError) as error:
             raise self._refused(error) from error
         finally:
-            # If it failed, this is the alert that tells the other side why.
+            # If the handshake failed, this is the alert with the reason for the other side.
             ciphertext = self._outgoing.read()
             if ciphertext:
                 self._sock.sendall(ciphertext)
         return True
 
     def _reject_in_the_clear(self, message: Message | Frame) -> None:
-        """For who is turned away before the handshake, or does not speak TLS: nothing else goes unencrypted."""
+        """Send a Reject unencrypted, to a caller that is rejected before the handshake or does not use TLS.
+
+        Nothing else is ever sent unencrypted.
+        """
         if self._is_shaking or not isinstance(message, Reject):
-            raise LinkClosed(f"nothing is sent to {self.address} before the TLS handshake is done")
+            raise LinkClosed(f"nothing can be sent to {self.address} before the TLS handshake is done")
         self._sock.sendall(encode(message))
 
     def _plain_answer(self, frame: bytes) -> Exception:
-        """What a frame in the clear means. It may be anybody's, so that all it can do is to have the caller wait."""
+        """Return the error for an unencrypted frame.
+
+        The frame is not authenticated, so all that it can do is make the caller try again.
+        """
         try:
             kind, nbytes = decode_prefix(frame)
             message = decode_body(kind, frame[PREFIX.size : PREFIX.size + nbytes])
@@ -128,7 +138,7 @@ class TlsLink(BufferedLink):
         )
 
     def _await_ciphertext(self) -> memoryview:
-        """Some bytes from the socket; empty when the other side closed."""
+        """Receive some bytes from the socket; returns none when the other side closed."""
         if self._until_s is not None:
             self._sock.settimeout(self._left_s(self._until_s))
         return self._arrived[: self._sock.recv_into(self._arrived)]
@@ -145,24 +155,24 @@ class TlsLink(BufferedLink):
         left = sum(map(len, views))
         asleep = left >= LOW_WATER_MIN_NBYTES
         if asleep:
-            self._wake_at(_CHUNK_NBYTES)
+            self._set_low_water_mark(_CHUNK_NBYTES)
         for view in views:
             while view:
                 received = self._decrypted(view)
                 view = view[received:]
                 left -= received
                 if asleep and left < 3 * _CHUNK_NBYTES:
-                    # Less than one more record of it may be here already. The call that receives copies what it finds,
-                    # up to a chunk, before it sleeps, and is then woken by a whole one more: so much must be to come.
+                    # Up to one record of the rest may have arrived already. A receiving call first copies what is
+                    # there, up to a chunk, and then sleeps until a whole chunk more has come: so much must be left.
                     asleep = False
-                    self._wake_at(1)
+                    self._set_low_water_mark(1)
                 if view and not self._take_in():
                     raise LinkClosed(f"{self.address} closed in the middle of a payload")
 
     def _decrypted(self, view: memoryview) -> int:
-        """How much of the view what has arrived fills."""
+        """Decrypt what has arrived into the view. Returns the number of bytes."""
         filled = 0
-        with self._guard:
+        with self._tls_lock:
             try:
                 while filled < len(view):
                     received: int = self._tls.read(len(view) - filled, view[filled:])  # type: ignore[assignment]  # typeshed: bytes
@@ -177,14 +187,14 @@ class TlsLink(BufferedLink):
         return filled
 
     def _take_in(self) -> bool:
-        """More ciphertext from the socket; False when the other side closed."""
+        """Receive more ciphertext from the socket. Returns False when the other side closed."""
         arrived = self._await_ciphertext()
-        with self._guard:
+        with self._tls_lock:
             self._incoming.write(arrived)
         return len(arrived) > 0
 
-    def _wake_at(self, nbytes: int) -> None:
-        """From now on who waits for ciphertext is woken by so much, or by the end."""
+    def _set_low_water_mark(self, nbytes: int) -> None:
+        """Set the socket's low-water mark: a thread that waits for ciphertext is woken by so much, or by the end."""
         self._sock.setsockopt(SOL_SOCKET, SO_RCVLOWAT, nbytes)
 
     def _refused(self, error: ssl.SSLError | ssl.CertificateError) -> EncryptionRefused:
@@ -200,7 +210,7 @@ class TlsLink(BufferedLink):
 
 
 def _chunks(views: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes in pieces of one size, roughly: a record for each of many small views would cost too much."""
+    """Yield the same bytes in chunks of similar size, because a record for each small view would cost too much."""
     joined: list[memoryview] = []
     nbytes = 0
     for view in views:

@@ -1,10 +1,7 @@
-"""The caller's side of tcp: payloads follow their frames, gathered from and scattered into the regions directly.
+"""The tcp transport: listening, connecting, name resolution, and moving payloads.
 
-The owner's side of tcp: bytes are received straight into the registered regions, and sent straight from them.
-
-Names to addresses within a time limit. The system's resolver knows none: a dead name server holds it for minutes.
-
-The tcp transport: where it listens, how it connects, and whether in the clear.
+Payloads follow their frames, and are sent straight from the regions and received straight into them. With key material
+configured, links are encrypted (`tls_link.py`), and Python serves all requests; otherwise a compiled loop does.
 """
 
 import contextlib
@@ -13,7 +10,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import TimeoutError as LookupTimeout
 from typing import TYPE_CHECKING
 
 from messenger.config import Endpoint, MessengerConfig
@@ -48,6 +45,8 @@ if TYPE_CHECKING:
 
 
 class TcpRequester(Requester):
+    """Caller's side of a tcp link."""
+
     _link: BufferedLink
     takes_early_answers = True
 
@@ -72,13 +71,13 @@ class TcpRequester(Requester):
     def accept(self, part: Part, ack: Ack) -> bool:
         if part.operation.kind is READ and part.transfer is not None:
             if ack.nbytes != part.nbytes:
-                raise ProtocolError(f"{self._link.address} sends {ack.nbytes} bytes where {part.nbytes} were asked")
+                raise ProtocolError(f"{self._link.address} sends {ack.nbytes} bytes, but {part.nbytes} were requested")
             slices = part.transfer.slices
             self._link.receive_rows(require_host_region(part.transfer.region), slices.packed_runs(LOCAL), slices.nbytes)
         return True
 
     def refused(self, part: Part) -> None:
-        """Nothing was kept of it."""
+        """Do nothing: tcp keeps no state of a part."""
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
         self._link.send(*_write(part, transfer))
@@ -88,24 +87,26 @@ class TcpRequester(Requester):
 
 
 def _write(part: Part, transfer: Transfer) -> tuple[Frame, Sequence[memoryview]]:
-    """The frame and the payload that follows it."""
+    """Return the frame of a write, and the payload that follows it."""
     slices = transfer.slices
     return write_request(part, transfer, 0, slices.packed_runs(REMOTE)), views(transfer.region, slices.runs(LOCAL))
 
 
 def _read(part: Part, transfer: Transfer) -> Frame:
-    require_host_region(transfer.region)  # before the bytes come
+    require_host_region(transfer.region)  # fails before any byte comes
     return read_request(part, transfer, transfer.slices.packed_runs(REMOTE))
 
 
 class TcpResponder(Responder):
+    """Owner's side of a tcp link."""
+
     _link: BufferedLink
 
     def compiled_loop(
         self, grants: GrantTable, mover: Cuttable, landed: FloatSums, served: FloatSums
     ) -> "CompiledLoop | None":
         if not isinstance(self._link, SocketLink):
-            return None  # its bytes come encrypted, which is Python's business
+            return None  # encrypted, which the loop cannot read
         from messenger.native.responder_loop import CompiledLoop
 
         return CompiledLoop(self._link, grants, mover, landed, served)
@@ -132,10 +133,11 @@ _asked: dict[tuple[str, int], Future[Address]] = {}
 
 
 def resolve(host: str, port: int, timeout_s: float) -> Address:
-    """The first address to connect a stream to, as `socket.getaddrinfo` gives it; an address in digits asks nobody.
+    """Return the host's first address for a stream, as `socket.getaddrinfo`, within a time limit.
 
-    Raises OSError: TimeoutError where no answer comes in time, socket.gaierror where there is none. UnicodeError for
-    what cannot be a name: too long a part of it, or an empty one.
+    The system's resolver has no time limit: a dead name server blocks it for minutes. A numeric address needs no name
+    server. Raises OSError (TimeoutError if no answer comes in time, socket.gaierror if there is no address), and
+    UnicodeError for an invalid name (a label that is empty or too long).
     """
     try:
         return _lookup(host, port, socket.AI_NUMERICHOST)
@@ -143,12 +145,12 @@ def resolve(host: str, port: int, timeout_s: float) -> Address:
         pass
     try:
         return _asking(host, port).result(timeout_s)
-    except NotYet:
-        raise TimeoutError(f"no name server told within {timeout_s:g} s where {host!r} is") from None
+    except LookupTimeout:
+        raise TimeoutError(f"no name server answered for {host!r} within {timeout_s:g} s") from None
 
 
 def _asking(host: str, port: int) -> "Future[Address]":
-    """One question at a time per name, however many wait for the answer and however often they give up."""
+    """Return the pending look-up of a name, or start one; `_asked` holds at most one per name, under `_lock`."""
     key = host, port
     with _lock:
         if key in _asked:
@@ -158,7 +160,7 @@ def _asking(host: str, port: int) -> "Future[Address]":
         def ask() -> None:
             try:
                 found = _lookup(host, port, 0)
-            except Exception as error:  # a name of strange characters, too
+            except Exception as error:  # also UnicodeError, for an invalid name
                 _forget(key)
                 answer.set_exception(error)
             else:
@@ -166,7 +168,7 @@ def _asking(host: str, port: int) -> "Future[Address]":
                 answer.set_result(found)
 
         try:
-            # A daemon: a process that ends does not wait for a name server.
+            # A daemon, so that the process can end while a name server does not answer.
             threading.Thread(target=ask, name=f"resolve-{host}", daemon=True).start()
         except RuntimeError as error:
             del _asked[key]
@@ -184,7 +186,7 @@ def _lookup(host: str, port: int, flags: int) -> Address:
 
 
 class TcpTransport(Transport, Acceptor):
-    """Raises InvalidArgument for key material that cannot be used."""
+    """The tcp transport and its acceptor. Raises InvalidArgument for key material that cannot be used."""
 
     name = "tcp"
 
@@ -197,7 +199,7 @@ class TcpTransport(Transport, Acceptor):
 
     def listen(self, backlog: int) -> socket.socket:
         if self._has_compiled_loops:
-            # Numba takes long to import: a process that has no use for it does not wait for it.
+            # Numba takes long to import, so only processes that use it import it.
             from messenger.native.responder_loop import responder_loop
             from messenger.native.socket_io import receive_rows
 
@@ -209,7 +211,7 @@ class TcpTransport(Transport, Acceptor):
             return socket.create_server(address[:2], family=family, backlog=backlog)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise AddressInUse(f"{where} is in use: stop its owner or take another tcp_port") from error
+                raise AddressInUse(f"{where} is in use: stop its user or set another tcp_port") from error
             raise BindFailed(f"cannot listen at {where}: {error}") from error
 
     def wrap_accepted(self, sock: socket.socket, address: str) -> BufferedLink:
@@ -219,7 +221,7 @@ class TcpTransport(Transport, Acceptor):
         return TlsLink(sock, address, self._identity.material(), caller=False)
 
     def clean_up(self) -> None:
-        """A port leaves nothing behind."""
+        """Do nothing: a port leaves nothing behind."""
 
     def address_of(self, endpoint: Endpoint) -> str:
         return f"{endpoint.tcp_host}:{endpoint.tcp_port}"
@@ -245,9 +247,10 @@ class TcpTransport(Transport, Acceptor):
 
 
 def _unpaced_within_host(sock: socket.socket) -> None:
-    """Within a host there is nothing to be fair to: a congestion control that paces, as BBR does, costs timers alone.
+    """Select a congestion control without pacing for connections within a host.
 
-    To other hosts it stays what the host's administrator chose.
+    Within a host there is no other traffic to be fair to, and pacing, as BBR does it, only costs timers. Connections to
+    other hosts keep the administrator's choice.
     """
     with contextlib.suppress(OSError):
         if sock.getsockname()[0] == sock.getpeername()[0]:

@@ -12,7 +12,7 @@ import pytest
 
 from messenger import ProtocolError, RemoteKey, SharedMemory
 from messenger.memory import PeerMemory
-from messenger.shm.grant_page import PAGE_NBYTES, GrantPage, GrantReader, fingerprint
+from messenger.shm.grant_page import PAGE_NBYTES, GrantPage, GrantReader, key_fingerprint
 
 
 def key(token: int, *, read: bool = True) -> RemoteKey:
@@ -38,42 +38,42 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def test_a_key_is_good_from_show_to_withdraw(page: GrantPage, reader: GrantReader) -> None:
-    print_ = fingerprint(key(7))
+    print_ = key_fingerprint(key(7))
     assert not reader.holds(print_)
     page.show(key(7))
     assert reader.holds(print_)
     page.show(key(8))
     page.withdraw(key(7))
     assert not reader.holds(print_)
-    assert reader.holds(fingerprint(key(8)))
+    assert reader.holds(key_fingerprint(key(8)))
 
 
 def test_a_key_that_was_widened_is_not_found(page: GrantPage, reader: GrantReader) -> None:
     page.show(key(7))
     for wrong in ({"nbytes": 8192}, {"offset": 1}, {"region_id": 2}, {"write": False}, {"token": 8}):
-        assert not reader.holds(fingerprint(dataclasses.replace(key(7), **wrong)))
+        assert not reader.holds(key_fingerprint(dataclasses.replace(key(7), **wrong)))
 
 
 def test_a_key_without_the_right_to_read_is_not_shown(page: GrantPage, reader: GrantReader) -> None:
     page.show(key(7, read=False))
-    assert not reader.holds(fingerprint(key(7, read=False)))
+    assert not reader.holds(key_fingerprint(key(7, read=False)))
 
 
 def test_where_there_is_no_room_keys_are_not_shown_and_those_shown_stay(page: GrantPage, reader: GrantReader) -> None:
     keys = [key(token) for token in range(1, 20_000)]
     for one in keys:
         page.show(one)
-    shown = [one for one in keys if reader.holds(fingerprint(one))]
+    shown = [one for one in keys if reader.holds(key_fingerprint(one))]
     assert len(keys) * 0.6 < len(shown) <= PAGE_NBYTES // 8
     page.withdraw(shown[0])
-    assert [one for one in keys if reader.holds(fingerprint(one))] == shown[1:]
+    assert [one for one in keys if reader.holds(key_fingerprint(one))] == shown[1:]
 
 
 def test_a_closed_page_holds_nothing_for_those_who_mapped_it(page: GrantPage, reader: GrantReader) -> None:
     page.show(key(7))
     page.close()
     page.close()
-    assert not reader.holds(fingerprint(key(7)))
+    assert not reader.holds(key_fingerprint(key(7)))
 
 
 def test_memory_of_another_size_is_no_page() -> None:
@@ -104,8 +104,8 @@ def test_copies_that_are_taken_for_good_saw_nothing_of_what_came_after_the_withd
     def copied(under: RemoteKey, *, by_rows: bool) -> bool:
         to, at = target.ctypes.data, source.ctypes.data
         if by_rows:
-            return reader.copy(fingerprint(under), fd, to, at, rows, 0, 1)
-        return reader.copy_one(fingerprint(under), fd, to, at, len(source))
+            return reader.copy(key_fingerprint(under), fd, to, at, rows, 0, 1)
+        return reader.copy_one(key_fingerprint(under), fd, to, at, len(source))
 
     churning = threading.Thread(target=churn)
     churning.start()

@@ -43,7 +43,9 @@ def test_huge_pages_on_are_had_or_refused_with_what_to_do() -> None:
         assert memory.nbytes >= nbytes
         memory.close()
         return
-    with pytest.raises(OSError, match=r"not enough free ones: reserve more \(sysctl vm.nr_hugepages\)") as raised:
+    with pytest.raises(
+        OSError, match=r"more huge pages than are free: reserve more \(sysctl vm.nr_hugepages\)"
+    ) as raised:
         SharedMemory.create(nbytes, "huge", "on")
     assert raised.value.errno in (errno.ENOMEM, errno.EINVAL, errno.ENOSYS)
 

@@ -147,7 +147,7 @@ def test_a_caller_that_encrypts_is_told_by_an_owner_in_the_clear(
     with pytest.raises(PeerUnreachable, match="does not speak TLS, and the other side speaks nothing else"):
         a.messenger.connect(b.endpoint).notify(b"t", b"").result()
     assert b.messenger.counters()["malformed_frames"] == 1
-    assert "it begins a TLS handshake, and this side speaks in the clear" in caplog.text
+    assert "the other side begins a TLS handshake, and this side does not use TLS" in caplog.text
 
 
 def test_another_program_at_the_port_is_not_taken_for_a_peer(make_node: MakeNode, tls_settings: TlsSettings) -> None:

@@ -43,7 +43,7 @@ def test_an_owner_refuses_what_would_touch_gpu_memory(make_node: Any, kind: str,
     peer = b.messenger.connect(a.endpoint)
     refusal = failure(getattr(peer, kind)(key, b.region, [[0, 0, nbytes]]))
     assert isinstance(refusal, RemoteAccessError)
-    assert "is GPU memory, which rdma alone reaches" in str(refusal)
+    assert "is GPU memory, which only rdma can move" in str(refusal)
     peer.write(a.grant(), b.region, [[0, 0, nbytes]]).result(30)
     assert (a.array[:nbytes] == b.array[:nbytes]).all()
 

@@ -115,7 +115,7 @@ def test_a_node_of_another_version_is_told() -> None:
     with speaker(of_next_version) as port:
         seen = greet(HERE, port, {}, WITHIN_S)
     assert seen.spoken is PeerProtocol.OTHER
-    assert f"protocol version {VERSION + 1} where this side speaks {VERSION}" in judge_greeting("h:1", seen)[1]
+    assert f"protocol version {VERSION + 1}, but this side has {VERSION}" in judge_greeting("h:1", seen)[1]
 
 
 def test_another_program_is_told_by_what_it_says() -> None:
