@@ -92,7 +92,7 @@ class Framing:
         if kind not in self._kinds or zero:
             raise ProtocolError(f"unknown kind of frame: {kind}")
         if length > self._max_body_nbytes:
-            raise ProtocolError(f"the frame's body has {length} bytes, at most {self._max_body_nbytes} are allowed")
+            raise ProtocolError(f"the frame's body of {length} bytes is over the limit of {self._max_body_nbytes}")
         return kind, length
 
     def decode_body(self, kind: int, body: bytes | bytearray | memoryview) -> Any:
@@ -231,8 +231,8 @@ class KeyQuery(NamedTuple):
 class KeyInfo(NamedTuple):
     """rdma: answer to KeyQuery.
 
-    Under the key, bytes [offset, offset + nbytes) of the region that begins at `address` may be accessed by the hardware
-    keys `rkeys`, one uint32 per rail. Without a right, the key is void. `trouble`: the reason for which a valid key
+    Under the key, bytes [offset, offset + nbytes) of the region that begins at `address` may be accessed by the
+    hardware keys `rkeys`, one uint32 per rail. Without a right, the key is void. `trouble`: the reason for which a valid key
     cannot be served.
 
     `last_seq`: the last request of the session that is done. `settles`: writes must be reported by a frame, because the

@@ -142,7 +142,7 @@ class GrantTable:
     def grant(self, region: AnyRegion, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
         """Return a new key for bytes [offset, offset + nbytes) of the region. Raises InvalidArgument."""
         if not (read or write):
-            raise InvalidArgument("a grant must allow read, write or both")
+            raise InvalidArgument("a grant must have a right: read, write or both")
         if offset < 0 or nbytes <= 0 or offset + nbytes > region.nbytes:
             raise InvalidArgument(f"window [{offset}, {offset + nbytes}) is not in a region of {region.nbytes} bytes")
         with self._changed:

@@ -9,7 +9,8 @@ owner copies out of the caller's region into its own. A read copies out of the o
                              The first is remembered as a consent, so that later reads under the key send one Read.
 
 Thus only the owner changes its memory: a writer that is stopped or killed holds up no revoke, a revoke need not wait
-for readers (they learn that their copy is void), and a caller whose deadline passed reads nothing into its memory later.
+for readers (they learn that their copy is void), and a caller whose deadline passed reads nothing into its
+memory later.
 
 Lifetimes: an offered region stays mapped by the other side until its offer is withdrawn, which precedes the next frame
 that may need an offer after the region has gone here. A mapping outlives the peer's process: bytes read after its end
