@@ -232,8 +232,8 @@ class KeyInfo(NamedTuple):
     """rdma: answer to KeyQuery.
 
     Under the key, bytes [offset, offset + nbytes) of the region that begins at `address` may be accessed by the
-    hardware keys `rkeys`, one uint32 per rail. Without a right, the key is void. `trouble`: the reason for which a valid key
-    cannot be served.
+    hardware keys `rkeys`, one uint32 per rail. Without a right, the key is void. `trouble`: the reason for which a
+    valid key cannot be served.
 
     `last_seq`: the last request of the session that is done. `settles`: writes must be reported by a frame, because the
     owner must act before they are visible.

@@ -38,13 +38,13 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def test_a_key_is_good_from_show_to_withdraw(page: GrantPage, reader: GrantReader) -> None:
-    print_ = key_fingerprint(key(7))
-    assert not reader.holds(print_)
+    fingerprint = key_fingerprint(key(7))
+    assert not reader.holds(fingerprint)
     page.show(key(7))
-    assert reader.holds(print_)
+    assert reader.holds(fingerprint)
     page.show(key(8))
     page.withdraw(key(7))
-    assert not reader.holds(print_)
+    assert not reader.holds(fingerprint)
     assert reader.holds(key_fingerprint(key(8)))
 
 
