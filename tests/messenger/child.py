@@ -83,7 +83,7 @@ def main(
     node_id: str,
     nbytes: str,
     incarnation: str,
-    tcp_port: str,
+    data_port: str,
     listen_host: str,
     handshake_timeout_s: str,
 ) -> None:
@@ -94,7 +94,7 @@ def main(
         MessengerConfig,
         transport=transport,
         shm_dir=Path(run_dir),
-        data_port=int(tcp_port),
+        data_port=int(data_port),
         data_host=listen_host,
         handshake_timeout_s=float(handshake_timeout_s),
     )
