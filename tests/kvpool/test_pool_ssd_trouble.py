@@ -247,7 +247,7 @@ async def test_a_pin_takes_what_is_there_when_a_slow_disk_uses_up_its_time(
 async def test_what_somebody_waits_for_goes_before_what_is_prefetched(
     pool_nodes, start_pool, worker, chain_of, ssd_dir, slow_reads, until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.ssd_tier._BATCH_NBYTES", 2 * 4096)
+    monkeypatch.setattr("kvpool.ssd_tier._LOAD_BATCH_NBYTES", 2 * 4096)
     order: list[bytes] = []
     read = SsdStore.read
 

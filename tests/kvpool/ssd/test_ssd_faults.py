@@ -158,7 +158,7 @@ def test_a_journal_that_cannot_be_written_stops_writes_until_it_can_and_serves_r
         assert isinstance(error, SsdIoError)
         assert not store.stats().accepts_writes
         assert blocks.read(store, 1, 1) is None
-    assert "each write tries again" in str(error)
+    assert "each write retries" in str(error)
     failing_disk.failing.clear()
     assert blocks.write(store, {5: 2}) == [None]
     assert store.stats().accepts_writes
