@@ -1,7 +1,7 @@
 """The transformer: model folders, the paged KV cache, forward steps and sampling.
 
-Knows pages and layers, never the pool, the network or a request. What computes is imported when it is first asked for:
-a folder can be checked by a process that never loads torch.
+Knows pages and layers, never the pool, the network or a request. Modules that compute are imported on first use, so
+that a process can check a folder without loading torch.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""What one forward computes: sequences' chunks, and the flat arrays that kernels read them from.
+"""Input of one forward step: sequences' chunks, and the flat arrays from which kernels read them.
 
-Decode rows (chunks of one token) and prefill chunks may be mixed freely. Validation happens here, once per step.
+Decode rows (chunks of one token) and prefill chunks may be mixed freely. Batches are validated here, once per step.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass
 class SequenceChunk:
-    """Consecutive tokens of one sequence, whose KV at positions 0..start-1 is in the cache already.
+    """Consecutive tokens of one sequence whose KV at positions 0..start-1 is already in the cache.
 
-    `slot_tables`: per group the slots that hold positions 0..start+n-1, in order. In a window group, entries of blocks
-    that no token of the chunk sees are not looked at and may be -1. Logits are given of the last token, or of none, or
-    of `every` token of the chunk.
+    `slot_tables`: per group the slots of positions 0..start+n-1, in order. In a window group, entries of blocks that no
+    token of the chunk sees are ignored and may be -1. Logits are returned for the last token, for none, or for `every`
+    token of the chunk.
     """
 
     token_ids: IntArray
@@ -55,7 +55,7 @@ class FlatBatch:
 
 
 def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -> FlatBatch:
-    """Checks the batch against model and cache, and flattens it. Raises `InvalidBatch`."""
+    """Validate the batch against model and cache and flatten it. Raises `InvalidBatch`."""
     chunks = batch.chunks
     if not chunks:
         raise InvalidBatch("a forward batch needs at least one chunk")
@@ -113,12 +113,12 @@ def _logits_rows(chunks: list[SequenceChunk], chunk_rows: IntArray) -> IntArray:
 
 
 def first_visible(position: int, window: int) -> int:
-    """The earliest position that a query at `position` sees."""
+    """Return the earliest position that a query at `position` sees."""
     return max(0, position - window + 1) if window else 0
 
 
 def _check_tables(plan: FlatBatch, cache: PagedCache, group: int, ends: IntArray) -> None:
-    """Every block that the chunk reads or writes has a slot that exists."""
+    """Check that every block that a chunk reads or writes has a slot that exists."""
     block_tokens, window = cache.block_tokens, cache.groups[group].window
     needed = -(-ends // block_tokens)
     if (plan.table_length[group] < needed).any():
@@ -137,7 +137,7 @@ def _check_tables(plan: FlatBatch, cache: PagedCache, group: int, ends: IntArray
 def _range_extremes(
     values: IntArray, begins: npt.NDArray[np.signedinteger], ends: npt.NDArray[np.signedinteger]
 ) -> tuple[int, int]:
-    """Smallest and largest of values over all ranges begins[i]..ends[i]-1 (none of them empty)."""
+    """Return the smallest and largest of values over all ranges begins[i]..ends[i]-1 (none of them empty)."""
     bounds = np.empty(2 * len(begins), np.intp)
     bounds[0::2], bounds[1::2] = begins, ends
     if bounds[-1] == len(values):  # reduceat wants indices inside the array; the last range may run to its end

@@ -1,7 +1,7 @@
 """The paged KV cache: slots of `block_tokens` tokens in the canonical layout, in one run of bytes.
 
-Memory is group 0's slots, then group 1's, and so on; a slot is [layer_in_group][kv_head][k|v][token][head_dim],
-contiguous. What a slot holds is decided by its owner; this module only knows where it lies.
+Memory holds group 0's slots, then group 1's, and so on; a slot is [layer_in_group][kv_head][k|v][token][head_dim],
+contiguous. The owner of a slot decides its content; this module only computes positions.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class PagedCache:
-    """A view of `memory` (uint8 [nbytes], its own where none is given) as slots per group."""
+    """A view of `memory` (uint8 [nbytes], allocated if not given) as slots per group."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PagedCache:
 
     @staticmethod
     def required_nbytes(groups: Sequence[KvGroupShape], num_slots: Sequence[int], block_tokens: int) -> int:
-        """Bytes of memory for so many slots per group."""
+        """Return the bytes of memory for this many slots per group."""
         if len(groups) != len(num_slots):
             raise CacheMismatch(f"slot counts must be given per group: {len(groups)} groups, {len(num_slots)} counts")
         if block_tokens <= 0 or any(slots < 0 for slots in num_slots):
@@ -81,17 +81,17 @@ class PagedCache:
         return sum(n * _slot_nbytes(group, block_tokens) for group, n in zip(groups, num_slots, strict=True))
 
     def slot_offset(self, group: int, slot: int) -> int:
-        """Where the slot begins in `memory`, in bytes."""
+        """Return the byte offset of the slot in `memory`."""
         if not 0 <= slot < self.num_slots[group]:
             raise CacheMismatch(f"slot {slot} of group {group} does not exist: it has {self.num_slots[group]}")
         return self._starts[group] + slot * self.slot_nbytes(group)
 
     def slot_nbytes(self, group: int) -> int:
-        """Bytes of one slot: all layers of the group."""
+        """Return the bytes of one slot: all layers of the group."""
         return _slot_nbytes(self.groups[group], self.block_tokens)
 
     def layer_nbytes(self, group: int) -> int:
-        """Bytes of one layer within a slot."""
+        """Return the bytes of one layer within a slot."""
         return self.slot_nbytes(group) // len(self.groups[group].layers)
 
 

@@ -1,7 +1,7 @@
-"""What a model is: its configuration, read from a Hugging Face folder and checked once.
+"""Model configuration, read from a Hugging Face folder and validated once.
 
-Nothing here touches weights or torch. Defaults for absent keys are those of `transformers`, per family; a value that
-the engine does not compute is refused by name (`UnsupportedModel`), a value that makes no sense is `ConfigInvalid`.
+Imports neither weights nor torch. Defaults for absent keys are those of `transformers`, per family. Values that the
+engine does not support raise `UnsupportedModel`, invalid values `ConfigInvalid`.
 """
 
 import json

@@ -1,13 +1,11 @@
-"""Attention of a step's prefill chunks on the CPU.
+"""The decoder's layers on the CPU in float32: compiled kernels around large matrix products.
 
-A chunk's context is gathered from the slots and its queries go by tiles, so that keys which no query of a tile sees are
-never multiplied. With one or two threads a tile is two batched matrix products around a compiled softmax; with more it
-is torch's fused kernel, which spreads over threads better.
+A step of few rows runs in one compiled call; a larger one uses torch for its matrix products and for the attention of
+its longer chunks. Decode rows never gather keys or values: kernels read the slots in place.
 
-The decoder's layers on the CPU in float32: compiled kernels around large matrix products.
-
-A step of few rows runs wholly in one compiled call; a larger one takes its matrix products, and the attention of its
-longer chunks, from torch. Rows that decode never gather keys or values: kernels read the slots in place.
+For a longer chunk the context is gathered from the slots and its queries are processed in tiles, so that keys which no
+query of a tile sees are never multiplied. With one or two threads a tile is two batched matrix products around a
+compiled softmax; with more it is torch's fused kernel, which parallelises better.
 """
 
 import itertools

@@ -1,12 +1,9 @@
-"""Logarithm and exponential in float64 from nothing but exactly rounded operations.
+"""Arithmetic with equal results, bit for bit, on every device: logarithm, exponential and a random number generator.
 
-Library versions differ in the last bit between CPUs, GPUs and releases, and a token could differ with them. Additions,
-multiplications and divisions are rounded alike everywhere, so results here are equal bit for bit on every device. The
-logarithm follows fdlibm's e_log.c, the exponential is argument reduction and a Taylor polynomial (1 to 2 ulp).
-
-Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-
-Written in 64-bit integer tensor operations that wrap alike on every device, so the words are equal on CPU and CUDA.
+Library versions differ in the last bit between CPUs, GPUs and releases, and a sampled token could differ with them.
+Additions, multiplications and divisions are rounded alike everywhere. The logarithm follows fdlibm's e_log.c; the
+exponential is argument reduction and a Taylor polynomial (1 to 2 ulp). The generator is Philox4x32-10 of Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3" (SC 2011), in 64-bit integer operations that wrap alike on CPU and CUDA.
 """
 
 import math

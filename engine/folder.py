@@ -1,7 +1,4 @@
-"""Which tensors a checkpoint of a configuration holds, by name and shape. No torch: a folder is checked without it.
-
-A model folder as far as it can be judged without reading its weights: configuration, files, headers. No torch.
-"""
+"""Model folders, checked without reading weights: configuration, files, headers and the expected tensors. No torch."""
 
 import json
 import struct
@@ -18,7 +15,7 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One checkpoint tensor per layer: where its (transposed) content goes in the stacked tensor `field`."""
+    """One checkpoint tensor per layer, and the place of its (transposed) content in the stacked tensor `field`."""
 
     field: str
     name: str
@@ -44,7 +41,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a checkpoint may hold the tensor although nothing reads it."""
+    """Return True if a checkpoint may hold the tensor although nothing reads it."""
     return (name == HEAD and config.tie_word_embeddings) or name.endswith(".rotary_emb.inv_freq")
 
 
@@ -79,7 +76,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a checkpoint's tensor lies, and as what. `file` is the name in the folder."""
+    """File, dtype and shape of a checkpoint's tensor. `file` is the name in the folder."""
 
     file: str
     dtype: str  # safetensors' word: F32, BF16, ...
@@ -87,9 +84,9 @@ class StoredTensor:
 
 
 def check_folder(folder: Path) -> ModelConfig:
-    """The folder's configuration, if the engine computes such models and the checkpoint has the tensors for it.
+    """Return the folder's configuration if the engine supports the model and the checkpoint has its tensors.
 
-    Raises `ModelFormatError` or `UnsupportedModel`, in the words that `load_model` would use.
+    Raises `ModelFormatError` or `UnsupportedModel` with the same messages as `load_model`.
     """
     config = read_config(folder)
     check_tensors(folder, config, stored_tensors(folder))
@@ -138,8 +135,8 @@ def _shards(folder: Path) -> list[str]:
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """The file's table of tensors. The file is as long as it says; told apart here because the cause, a broken
-    download, is common."""
+    """Return the file's table of tensors, after checking that the file has the length that its header implies:
+    truncated downloads are common."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)

@@ -1,13 +1,11 @@
-"""Loops that numba's vectoriser does poorly, as explicit vector code: whole vectors of 16 float32, nothing else.
+"""CPU kernels in float32, compiled by numba: all of a step except large matrix products.
 
-LLVM lowers the vectors to what the machine has. Indices and counts are in floats and are not checked. numba's on-disk
-cache does not notice changes of this file: touch `kernels.py` after one.
-
-CPU kernels, float32, compiled by numba: everything of a step that is not a large matrix product.
-
-All sit in one file because numba's on-disk cache notices changes of the file a kernel is in, not of what it calls.
+All kernels are in one file because numba's on-disk cache notices changes of a kernel's own file, not of what it calls.
 They release the GIL, allocate nothing, and compute each row by the same operations in the same order whatever the batch
-holds. Only dot products and sums may be reassociated (`_SUM`), by a pattern fixed at compile time.
+holds. Only dot products and sums may be reassociated (`_SUM`), in a pattern fixed at compile time.
+
+The first part is explicit vector code, for loops that numba vectorises poorly: whole vectors of 16 float32, which LLVM
+lowers to the machine's own. Indices and counts are in floats and are not checked.
 
 Within a layer of a slot the order is [kv_head][k|v][token][head_dim]; kernels read and write it in place.
 """
@@ -101,7 +99,7 @@ def _load(builder: Any, pointer: Any, index: Any) -> Any:
 
 
 prefetch = cast("Callable[[Floats, int], None]", intrinsic(_emit_prefetch))
-"""prefetch(array, i): asks for the cache line of array[i] early; never faults."""
+"""prefetch(array, i): request the cache line of array[i] early; never faults."""
 
 dot = cast("Callable[[Floats, int, Floats, int, int], np.float32]", intrinsic(_emit_dot))
 """dot(x, i, y, j, count): sum of x[i + k] * y[j + k] for k < count; count a multiple of 16."""
@@ -129,7 +127,7 @@ _COLUMNS = 512  # columns of a weight slab of 8 rows that stay in the first-leve
 
 
 class DecoderDims(NamedTuple):
-    """What does not change between steps. Typed as numba will see it."""
+    """Dimensions that do not change between steps, in the types that numba sees."""
 
     heads: int
     kv_heads: int

@@ -1,6 +1,6 @@
-"""Log-probabilities of the model's own distribution: of given ids, of the likeliest, and ranks.
+"""Log-probabilities of the model's own distribution: of given ids, of the likeliest ids, and ranks.
 
-The distribution is the softmax of the logits as the model gave them, before anything else is done to them.
+The distribution is the softmax of the model's logits, before any processing.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _SLICE_VALUES = 1 << 22  # logits looked at in one go: bounds the memory beside 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of B rows, about one id each. Equal ones stand in order of id, in `ranks` as in `top_ids`."""
+    """Log-probabilities of one id in each of B rows. Equal values are ordered by id, in `ranks` and in `top_ids`."""
 
     logprobs: npt.NDArray[np.float32]  # [B]
     ranks: npt.NDArray[np.int64]  # [B]: 1 = the likeliest
@@ -25,7 +25,8 @@ class TokenLogprobs:
 
 
 def log_probs(logits: torch.Tensor, ids: npt.NDArray[np.integer], num_top: int) -> TokenLogprobs:
-    """Of logits [B, V], about `ids` [B]; num_top from 0 to V. Raises `SamplingError`."""
+    """Return the log-probabilities of `ids` [B] under logits [B, V], with the `num_top` (0 to V) likeliest. Raises
+    `SamplingError`."""
     count, vocab_size = logits.shape
     if len(ids) != count or not 0 <= num_top <= vocab_size:
         raise SamplingError(f"{len(ids)} ids and {num_top} likeliest asked for, of {list(logits.shape)} logits")
@@ -58,7 +59,8 @@ def _slice(logits: torch.Tensor, ids: npt.NDArray[np.integer], num_top: int) -> 
 
 
 def _likeliest(values: torch.Tensor, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """As a stable sort would have it, without sorting all: torch.topk leaves the order of equal values open."""
+    """Return the likeliest ids in the order of a stable sort, without sorting all: torch.topk does not order equal
+    values."""
     if not count or not len(values):
         empty = (len(values), count)
         return np.empty(empty, np.int32), np.empty(empty, np.float32)

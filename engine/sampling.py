@@ -29,7 +29,7 @@ _PROBABILITY_UNIT = float(
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """How one row of logits is sampled. `index` counts the generated tokens, `choice` the parallel answers."""
+    """Sampling parameters of one row of logits. `index` counts the generated tokens, `choice` the parallel answers."""
 
     temperature: float  # 0 = greedy
     top_p: float  # 1 = off
@@ -41,12 +41,12 @@ class SamplingRow:
 
     @property
     def is_restricted(self) -> bool:
-        """Whether some ids may be excluded."""
+        """True if some ids may be excluded."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
-    """One id per row of logits [B, V]. Raises `SamplingError` for bad parameters and NaN or infinite logits."""
+    """Return one id per row of logits [B, V]. Raises `SamplingError` for bad parameters and NaN or infinite logits."""
     if logits.dim() != 2 or len(rows) != len(logits):
         raise SamplingError(f"sampling needs logits [B, V] and B rows, found {list(logits.shape)} and {len(rows)} rows")
     if not len(rows):
@@ -64,11 +64,12 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 def noisy_scores(
     logits: torch.Tensor | npt.NDArray[np.float32], row: SamplingRow, *, slack: float = 0.0
 ) -> npt.NDArray[np.float64]:
-    """What `sample` takes the argmax of, float64 [V]; ids that min-p, top-k or top-p excludes are -inf.
+    """Return the scores of which `sample` takes the argmax, float64 [V]; ids excluded by min-p, top-k or top-p are
+    -inf.
 
-    `slack` moves the borders of min-p and top-k (by so much in logits) and top-p (in probability): positive includes
-    ids that a small error in the logits could let in, negative excludes those that it could push out. The likeliest
-    always stays.
+    `slack` moves the thresholds of min-p and top-k (in logits) and top-p (in probability): a positive one includes ids
+    that a small error in the logits could include, a negative one excludes those that it could exclude. The likeliest
+    id always stays.
     """
     tensor = logits if isinstance(logits, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(logits))
     scores: npt.NDArray[np.float64] = _scores(tensor[None], [row], slack)[0].cpu().numpy()

@@ -1,4 +1,4 @@
-"""What may be done to one row of logits before it is sampled: plain data, no torch. `engine.steering` does it."""
+"""Changes to one row of logits before it is sampled, as plain data without torch. `engine.steering` applies them."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class LogitSteering:
-    """What is done to one row's logits, in order of the fields."""
+    """Changes to one row's logits, applied in the order of the fields."""
 
     allowed: Bools | None = None  # [V]; all other ids are excluded
     barred: Ids | None = None

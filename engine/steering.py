@@ -1,7 +1,7 @@
-"""What a request does to its logits before they are sampled: grammar, barred ids, bias, penalties.
+"""Changes to logits before they are sampled: grammar, excluded ids, bias, penalties.
 
-Pure: logits and what to do with them in, new logits out, in the order and with the meaning of vLLM. All in float32, one
-operation at a time, so that CPU and CUDA agree. Rows without any of it cost nothing.
+Pure, in the order and with the meaning of vLLM. All operations are float32, one at a time, so that CPU and CUDA agree.
+Rows without changes cost nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,8 @@ from engine.steered_row import Ids, LogitSteering, Penalties
 
 
 def steer(logits: torch.Tensor, rows: Sequence[LogitSteering | None]) -> torch.Tensor:
-    """Logits float32 [B, V] as the rows ask; excluded ids are -inf. The given tensor, untouched, if no row asks.
+    """Return logits float32 [B, V] with the changes of `rows` applied; excluded ids are -inf. Returns the given tensor
+    if no row has changes.
 
     Raises `SamplingError` for ids outside the vocabulary.
     """

@@ -20,7 +20,7 @@ from engine.weights import DecoderWeights
 
 @dataclass(frozen=True)
 class _GroupIndex:
-    """Where a group's KV of this step is written and read."""
+    """Positions where a group's KV of this step is written and read."""
 
     slots: torch.Tensor  # int64 [N]: the slot of each row's own position
     offsets: torch.Tensor  # int64 [N]: the token within that slot

@@ -1,11 +1,8 @@
-"""Reading safetensors checkpoints: integrity before use, contents hashed when read.
+"""Decoder weights: reading safetensors checkpoints, and stacking and fusing their tensors in memory.
 
-Knows nothing of architectures: names and shapes in, tensors out.
-
-The decoder's weights: how the checkpoint's tensors are stacked and fused in memory.
-
-All layers of one kind of weight form one tensor [layer, in, out], so that a kernel can walk over layers by index; q, k
-and v are one matrix, gate and up are one matrix. Matrices are stored [in, out]: row vectors multiply from the left.
+A checkpoint's files are checked before use and its contents hashed when read. All layers of one kind of weight form one
+tensor [layer, in, out], so that a kernel can walk over layers by index; q, k and v are one matrix, gate and up are one
+matrix. Matrices are stored [in, out]: row vectors multiply from the left.
 """
 
 from collections.abc import Iterator, Mapping

@@ -96,7 +96,7 @@ class WorkerService(WorkerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of Attach must be `hello`")
         hello = first.hello
         if problem := why_not_together(
-            hello.software, f"front door {hello.frontend_id!r}", own_software(), f"node {self.node.config.node_id!r}"
+            hello.software, f"frontend {hello.frontend_id!r}", own_software(), f"node {self.node.config.node_id!r}"
         ):
             log.warning("refused: %s", problem)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)

@@ -1,5 +1,6 @@
-"""The paced engine: real slots, real KV bytes and the real protocol, with a cost profile's delays in place of compute.
+"""The paced engine: real slots, real KV bytes and the real protocol, with the delays of a cost profile instead of
+compute.
 
-Its KV and its tokens follow from the ids before them alone, as a model's do: so whatever goes wrong between two nodes
-shows as KV that is not what its ids give, or as a wrong token. Never imported by the engine that computes; no torch.
+Its KV and tokens follow from the preceding ids alone, as a model's do, so any fault between two nodes shows as KV that
+does not match its ids, or as a wrong token. The transformer engine never imports this package; it imports no torch.
 """

@@ -1,4 +1,5 @@
-"""The engine that sleeps for as long as a cost profile says that steps take, and writes KV that can be checked."""
+"""An engine that sleeps for the durations that a cost profile predicts for its steps, and writes KV that can be
+verified."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 class PacedEngine(Engine):
-    """Of a model folder, of which neither weights nor torch are needed."""
+    """Paced engine of a model folder; needs neither the weights nor torch."""
 
     def __init__(
         self,
@@ -51,21 +52,22 @@ class PacedEngine(Engine):
         kv_bytes: int,
         identity: str,
     ) -> None:
-        """`kv_bytes`: of KV per token, about; 0: as many as the model's. `identity`: what else tokens depend on."""
+        """`kv_bytes`: approximate KV bytes per token; 0: as many as the model's. `identity`: further inputs of the
+        tokens, for the fingerprint."""
         self.config = config
         self.label = f"paced:{profile.name}"
         self._groups = config.kv_groups(dtype) if not kv_bytes else _small_groups(config, kv_bytes)
         self._profile = profile
         self._tokens = tokens
         self._steps: PacedSteps | None = None
-        told = [asdict(config), [asdict(group) for group in self._groups], identity]
+        parts = [asdict(config), [asdict(group) for group in self._groups], identity]
         self.fingerprint = hashlib.blake2b(
-            b"paced" + json.dumps(told, sort_keys=True).encode(), digest_size=16
+            b"paced" + json.dumps(parts, sort_keys=True).encode(), digest_size=16
         ).hexdigest()
 
     @classmethod
     def of(cls, config: WorkerConfig) -> PacedEngine:
-        """Raises StartupError."""
+        """Create the configured engine. Raises StartupError."""
         try:
             model = read_config(config.model.path)
             profile = profile_of(config.engine.paced_profile)
@@ -77,7 +79,7 @@ class PacedEngine(Engine):
             answer_tokens=config.engine.paced_answer_tokens,
         )  # fmt: skip
         log.warning(
-            "the engine is paced: it computes nothing, waits as the profile %s says, and its tokens mean nothing",
+            "the engine is paced: it computes nothing, waits as profile %s prescribes, and its tokens mean nothing",
             profile.name,
         )
         return engine
@@ -104,7 +106,7 @@ class PacedEngine(Engine):
         sampling = request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             raise RequestRefused(
-                "unsupported", "logprobs were asked for, but the engine is paced: it has no probabilities to tell"
+                "unsupported", "logprobs were requested, but the engine is paced and has no probabilities"
             )
 
     def counters(self) -> Mapping[str, float]:
@@ -114,20 +116,21 @@ class PacedEngine(Engine):
 def paced_engine(
     folder: Path, model: ModelConfig, profile: CostProfile, *, dtype: str, kv_bytes: int, answer_tokens: int
 ) -> PacedEngine:
-    """The engine of a folder whose configuration is `model`."""
+    """Return the engine of a folder whose configuration is `model`."""
     tokens = PacedTokens.of(folder, model, answer_tokens)
     dtype = dtype if dtype in _DTYPES else "float16"
     return PacedEngine(model, tokens, profile, dtype=dtype, kv_bytes=kv_bytes, identity=f"answers:{answer_tokens}")
 
 
 def _small_groups(config: ModelConfig, kv_bytes: int) -> tuple[KvGroupShape, ...]:
-    """The model's groups and layers with one head of as few float16 values as make `kv_bytes` a token, at least 2."""
+    """Return the model's groups and layers with one head of as few float16 values as make `kv_bytes` per token, at
+    least 2."""
     values = max(2, kv_bytes // (config.num_layers * 2 * 2) // 2 * 2)
     return tuple(replace(group, kv_heads=1, head_dim=values, dtype="float16") for group in config.kv_groups("float16"))
 
 
 class _Course:
-    """What the engine keeps of one sequence: states of its tokens, and the draws of its answer."""
+    """The engine's state of one sequence: states of its tokens, and the random draw of its answer."""
 
     def __init__(self, sequence: EngineSequence, tokens: PacedTokens) -> None:
         sampling, prompt = sequence.request.sampling, sequence.request.prompt
@@ -141,7 +144,7 @@ class _Course:
         self.last_index = max(length, sampling.min_tokens + 1) - 1 if length else -1
 
     def states(self, sequence: EngineSequence, count: int) -> NDArray[np.uint64]:
-        """Of all tokens, known up to `count`."""
+        """Return the states of all tokens, computed up to `count`."""
         if count > self._known:
             before = int(self._states[self._known - 1]) if self._known else 0
             self._states[self._known : count] = states_after(sequence.tokens[self._known : count], before)
@@ -150,7 +153,7 @@ class _Course:
 
 
 class PacedSteps:
-    """Steps on the engine's thread."""
+    """Runs steps on the engine thread."""
 
     def __init__(self, memory: PacedMemory, profile: CostProfile, tokens: PacedTokens, pace: Pace) -> None:
         self._memory = memory
@@ -191,7 +194,7 @@ class PacedSteps:
     def cost_s(
         self, decoding: Sequence[EngineSequence], chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
     ) -> float:
-        """What the profile says of this step: its decode step, and the share of each prompt that the chunks are."""
+        """Return the predicted seconds of a step: its decode step, and the chunks' part of each prompt."""
         seconds = 0.0
         if decoding:
             seconds += self._profile.decode_s(len(decoding), sum(s.num_computed for s in decoding))
@@ -205,7 +208,7 @@ class PacedSteps:
     def _fill_layers(
         self, chunks: Sequence[tuple[EngineSequence, PrefillChunk]], seconds: float, on_layer: OnLayer | None
     ) -> None:
-        """Layer after layer at its time, so that their pushes go out as a model's would."""
+        """Write the layers one after another at their times, so that pushes go out as a model's would."""
         for done, layer in enumerate(self._layers, 1):
             for sequence, chunk in chunks:
                 self._write(sequence, chunk.start, chunk.end, layer)
@@ -214,13 +217,13 @@ class PacedSteps:
                 on_layer(layer)
 
     def _take_up(self, sequence: EngineSequence) -> None:
-        """A sequence comes to this engine: the KV that it brings, from wherever, must be that of its ids."""
+        """Initialise a new sequence; the KV that it brings must match its ids."""
         if sequence.engine_state is None:
             course = sequence.engine_state = _Course(sequence, self._tokens)
             self._verify(sequence, course, sequence.num_computed)
 
     def _verify(self, sequence: EngineSequence, course: _Course, end: int) -> bool:
-        """Whether tokens [0, end) have the KV that is theirs; the sequence's error says otherwise."""
+        """Return True if tokens [0, end) have the KV of their ids; sets the error of the sequence otherwise."""
         if not end:
             return True
         wrong = self._memory.wrong_blocks(sequence, course.states(sequence, end), end)
@@ -253,7 +256,7 @@ class PacedSteps:
         else:
             state = int(course.states(sequence, sequence.num_tokens)[sequence.num_tokens - 1])
             token = self._tokens.token(state, course.draw, index, choices)
-        # An answer's slots are given away at its end: what was written there while it ran must not have touched it.
+        # The answer's slots are released at its end: check that nothing else was written to them while it ran.
         ends = sequence.remaining == 1 or token == course.end
         return None if ends and not self._verify(sequence, course, sequence.num_computed) else SampledToken(token)
 

@@ -1,4 +1,4 @@
-"""The paced engine's slots: KV that is made of the ids, written and looked at in place."""
+"""The paced engine's slots: KV derived from token ids, written and verified in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD_NBYTES = 4
 
 
 class PacedMemory(EngineMemory):
-    """Host memory alone: what a peer pushes lands in place."""
+    """Slots in host memory only: pushed data arrives in place."""
 
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger) -> None:
         super().__init__(spec, num_slots, messenger)
@@ -30,7 +30,7 @@ class PacedMemory(EngineMemory):
         super().close()
 
     def to_host(self, slots: object, layer: int | None = None) -> None:
-        return  # it is where the messenger reads
+        return  # the messenger reads this memory itself
 
     def to_device(self, slots: object, layer: int | None = None) -> None:
         return
@@ -38,7 +38,8 @@ class PacedMemory(EngineMemory):
     def write(
         self, sequence: EngineSequence, states: NDArray[np.uint64], start: int, end: int, layer: int | None
     ) -> None:
-        """The KV of tokens [start, end), of one layer or of all. `states` of all of the sequence's tokens up to end."""
+        """Write the KV of tokens [start, end), in one layer or in all. `states` holds the states of all tokens of the
+        sequence up to `end`."""
         for group in range(self.num_groups):
             layers = self._layers[group]
             if layer is not None:
@@ -49,8 +50,8 @@ class PacedMemory(EngineMemory):
             kernels().fill(self._words, *self._place(group, layers, sequence.table, states, start, end))
 
     def wrong_blocks(self, sequence: EngineSequence, states: NDArray[np.uint64], end: int) -> list[int]:
-        """The sequence's blocks whose tokens [0, end) have other KV here than `write` would give them."""
-        table = sequence.table  # which may be replaced by a longer one meanwhile
+        """Return the sequence's blocks whose tokens [0, end) hold other KV than `write` would write."""
+        table = sequence.table  # may be replaced by a longer one meanwhile
         wrong = np.zeros(len(table), np.bool_)
         for group in range(self.num_groups):
             kernels().check(self._words, *self._place(group, self._layers[group], table, states, 0, end), wrong)

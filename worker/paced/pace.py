@@ -1,4 +1,4 @@
-"""Keeps steps to their durations: sleeps, never spins, and says how late it was."""
+"""Pacing of steps: sleeps to keep them to their durations, never spins, and measures lateness."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-_WITHOUT_REST_S = 0.005  # a step that follows another within this follows it at once
+_WITHOUT_REST_S = 0.005  # a step that begins within this time follows the last one immediately
 _WINDOW_S = 10.0
-_TOLERATED = 0.1  # lateness as a share of what the steps were to take
+_TOLERATED = 0.1  # lateness as a share of the planned duration
 
 
 class Pace:
-    """One engine's clock. A step that ends late is made up for by the steps that follow at once, by at most all of
-    their own time; what cannot be made up for is counted."""
+    """Clock of one engine. A late step is made up for by the steps that immediately follow, by at most their own
+    durations; the rest is counted."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
         self._now, self._sleep = now, sleep
         self._began = self._ended = 0.0
         self._behind = 0.0
         self.steps = 0
-        self.planned_s = 0.0  # what the steps were to take
-        self.late_s = 0.0  # how much longer they took, together
+        self.planned_s = 0.0  # planned duration of all steps
+        self.late_s = 0.0  # total lateness
         self._window: tuple[float, float, float] | None = None  # its start, planned_s and late_s then
 
     def begin(self) -> None:
-        """A step begins now."""
+        """Begin a step."""
         now = self._now()
         self._began = now
         if now - self._ended < _WITHOUT_REST_S:
@@ -37,20 +37,20 @@ class Pace:
         self._behind = 0.0
 
     def wait(self, seconds: float) -> None:
-        """Until so much of the step has passed; at once when it has."""
+        """Sleep until `seconds` of the step have passed."""
         left = self._began + seconds - self._now()
         if left > 0:
             self._sleep(left)
 
     def end(self, seconds: float) -> None:
-        """The step was to take so long."""
+        """End a step that was to take `seconds`."""
         self.wait(seconds)
         self._ended = self._now()
         self.steps += 1
         self.planned_s += seconds
-        if seconds:  # an instant engine is as quick as it can be
+        if seconds:  # an instant engine cannot be late
             over = self._ended - self._began - seconds
-            self._behind = min(over, seconds)  # more than a step of such length cannot be made up for
+            self._behind = min(over, seconds)  # a step can make up for at most its own duration
             self.late_s += over - self._behind
             self._complain()
 

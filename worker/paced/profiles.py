@@ -1,4 +1,4 @@
-"""Which cost profiles a paced engine can be told by name, and where others are read from."""
+"""Lookup of cost profiles for the paced engine by name or file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANY: Final = Range(least=0.0, most=1e18)
 
 
 def profile_of(name: str) -> CostProfile:
-    """`instant`, a bundled profile's name, or a profile's JSON file. Raises ProfileError."""
+    """Return the profile `instant`, a bundled profile by name, or one read from a JSON file. Raises ProfileError."""
     if name == INSTANT:
         return _instant()
     path = Path(name)
@@ -30,7 +30,7 @@ def profile_of(name: str) -> CostProfile:
 
 
 def _instant() -> CostProfile:
-    """Nothing takes any time: what is left is what the rest of the cluster costs."""
+    """Return a profile in which nothing takes time; what remains is the overhead of the rest of the cluster."""
     return CostProfile(
         name=INSTANT,
         kind="analytic",

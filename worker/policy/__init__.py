@@ -1,4 +1,4 @@
-"""The workers' pure decisions: slots, steps, whom not to ask, when the engine is past hope. No I/O, clock or torch."""
+"""Pure decisions of workers: slots, steps, scheduling order, engine health. No I/O, clock or torch."""
 
 from worker.policy.batch import BatchLimits, BatchPlan, PrefillChunk, plan_step
 from worker.policy.health import MAX_FAILED_STEPS, CircuitBreaker, EngineHealth

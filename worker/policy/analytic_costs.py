@@ -1,8 +1,9 @@
-"""Costs of a dense GQA transformer worked out from its shape and the machine's data sheet, where nothing was measured.
+"""Costs of a dense GQA transformer derived from its shape and the machine's data sheet instead of measurements.
 
-Compute follows Mooncake (arXiv 2407.00079, FAST'25): flops(n) = layers * (4 n^2 d + 22 n d^2); of p reused tokens it
-saves flops(p), so that new * (p + new / 2) pairs cost 8 d flops each and layer. A decode step reads the weights and all
-KV once and computes for every sequence; the two are added, though a GPU overlaps them: the sum is never too short.
+Compute follows Mooncake (arXiv 2407.00079, FAST'25): flops(n) = layers * (4 n^2 d + 22 n d^2). Reusing p tokens saves
+flops(p), so each of the new * (p + new / 2) pairs costs 8 d flops per layer. A decode step reads the weights and all KV
+once and computes for every sequence; the two times are added although a GPU overlaps them, so the sum is never too
+short.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Ran
 
 @dataclass(frozen=True)
 class AnalyticSetting:
-    """A model, a machine and the shares of the machine's data sheet that are assumed to be reached."""
+    """A model, a machine, and the assumed fractions of the data sheet's rates."""
 
     name: str
     model: str
@@ -37,7 +38,7 @@ class AnalyticSetting:
 
 
 def analytic_profile(setting: AnalyticSetting) -> CostProfile:
-    """The profile that follows from a setting."""
+    """Return the cost profile of a setting."""
     layers, d = setting.num_layers, setting.hidden_size
     flops_per_s = setting.flops_per_s * setting.compute_share
     bytes_per_s = setting.memory_bytes_per_s * setting.memory_share

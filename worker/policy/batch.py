@@ -1,7 +1,6 @@
-"""What the next engine step computes: the merge step of PPL.LLM, with chunked prefill.
+"""Planning of engine steps: the merge step of PPL.LLM with chunked prefill.
 
-Every decoding sequence advances by one token and the rest of the step's token budget goes to prompts, in the order of
-their turns.
+Every decoding sequence advances by one token; the rest of the step's token budget goes to prompts in scheduling order.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Bounds of one step. `chunk_tokens` counts prompt tokens; `block_tokens` is what chunk ends are aligned to."""
+    """Bounds of one step. `chunk_tokens` bounds the prompt tokens; chunks end at multiples of `block_tokens`."""
 
     max_batch: int
     chunk_tokens: int
@@ -21,7 +20,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Compute prompt tokens [start, end) of the `index`-th prefilling sequence; `last` = the prompt ends here."""
+    """Prompt tokens [start, end) of the `index`-th prefilling sequence; `last` if the prompt ends here."""
 
     index: int
     start: int
@@ -33,8 +32,9 @@ class PrefillChunk:
 class BatchPlan:
     """Indices of the decoding sequences that step, and the prompt chunks beside them.
 
-    `valid_steps`: how many steps in a row this very plan may be repeated (each decoding sequence advancing by one)
-    as long as no sequence comes, goes or ends; 1 when there is prefill work, which changes with every step.
+    `valid_steps` is the number of consecutive steps for which this plan may be repeated (each decoding sequence
+    advancing by one) as long as no sequence comes, goes or ends; 1 if there is prefill work, which changes with every
+    step.
     """
 
     decode: tuple[int, ...]
@@ -52,8 +52,8 @@ def plan_step(
     """Plan one step.
 
     Args:
-        decode_remaining: per decoding sequence, next in turn first, the tokens it may still generate.
-        prefill_progress: per prefilling sequence, next in turn first, (tokens computed, prompt length).
+        decode_remaining: per decoding sequence, in scheduling order, the tokens it may still generate.
+        prefill_progress: per prefilling sequence, in scheduling order, (tokens computed, prompt length).
         limits: the step's bounds.
     """
     decode = tuple(range(min(len(decode_remaining), limits.max_batch)))

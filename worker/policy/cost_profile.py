@@ -1,7 +1,8 @@
-"""What work costs with one model on one kind of machine, as data: coefficients, where they were measured, how they fit.
+"""Cost profiles: durations of work with one model on one kind of machine, as coefficients with their measured ranges
+and errors.
 
-Predictions are pure arithmetic (`cost_formulas`); beyond the measured range they are lengthened by a stated margin
-(`cost_formulas.margin`), and the `covers_` methods say where that is. The file is JSON, read strictly.
+Predictions are pure arithmetic (`cost_formulas`); beyond the measured range they are lengthened by
+`cost_formulas.margin`. The file is JSON, parsed strictly.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Range:
-    """What was measured: nothing less than `least`, nothing more than `most`."""
+    """Measured range from `least` to `most`."""
 
     least: Annotated[float, Field(ge=0)]
     most: Annotated[float, Field(gt=0)]
@@ -57,7 +58,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class FitError:
-    """How far the formula lies from what it was fitted to: |predicted - measured| / measured over `points` points."""
+    """Relative error of the fitted formula, |predicted - measured| / measured, over `points` points."""
 
     points: Annotated[int, Field(ge=1)]
     median: Annotated[float, Field(ge=0)]
@@ -67,7 +68,8 @@ class FitError:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class PrefillCost:
-    """One prompt: per_pair_s is for each (new token, token that it attends to). No `error`: it was not measured."""
+    """Cost of one prompt; per_pair_s counts once per (new token, token that it attends to). No
+    `error`: not measured."""
 
     fixed_s: Seconds
     per_token_s: Seconds
@@ -79,7 +81,7 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class DecodeCost:
-    """One step that gives each sequence of a batch one token."""
+    """Cost of one step that gives each sequence of a batch one token."""
 
     fixed_s: Seconds
     per_sequence_s: Seconds
@@ -91,7 +93,7 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class TransferCost:
-    """One batch of bytes over one path."""
+    """Cost of one batch of bytes over one path."""
 
     fixed_s: Seconds
     per_byte_s: Seconds
@@ -101,10 +103,10 @@ class TransferCost:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class CostProfile:
-    """Everything that a placement, a simulated node or a paced engine asks. All times are in seconds.
+    """Costs that placements, simulated nodes and the paced engine use. All times are in seconds.
 
     `transfers` by path: "fetch" (from another host's pool), "load" (from the own host's), "ssd_read" (within a pool
-    node), "push" (prefill to decode), and "messenger_TRANSPORT" where that was measured apart.
+    node), "push" (prefill to decode), and "messenger_TRANSPORT" if measured separately.
     """
 
     name: str
@@ -121,43 +123,46 @@ class CostProfile:
     notes: tuple[str, ...] = ()
 
     def prefill_s(self, new_tokens: int, reused_tokens: int = 0) -> float:
-        """Seconds to compute `new_tokens` that follow `reused_tokens`; grows with both. Raises ValueError below 0."""
+        """Return the seconds to compute `new_tokens` that follow `reused_tokens`; grows with both. Raises ValueError
+        below 0."""
         _not_negative(new_tokens=new_tokens, reused_tokens=reused_tokens)
         cost, prompt = self.prefill, new_tokens + reused_tokens
         seconds = prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, reused_tokens)
         return seconds * margin(new_tokens, cost.new_tokens.most, prompt, cost.prompt_tokens.most)
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
-        """Seconds for one step of `batch` sequences with so many tokens of context together. Raises ValueError."""
+        """Return the seconds of one step of `batch` sequences with `context_tokens` in total. Raises ValueError."""
         return self.tbt_s(batch, context_tokens, max(1, batch))
 
     def tbt_s(self, batch: int, context_tokens: int, max_batch: int) -> float:
-        """Seconds between tokens on a node that decodes at most `max_batch` at once: more take turns."""
+        """Return the seconds between tokens on a node that decodes at most `max_batch` at once; more sequences
+        alternate."""
         _not_negative(batch=batch, context_tokens=context_tokens, max_batch=max_batch - 1)
         cost, turns = self.decode, max(1.0, batch / max_batch)
         seconds = tbt_s(cost.fixed_s, cost.per_sequence_s, cost.per_token_s, batch, context_tokens, max_batch)
         return seconds * margin(batch / turns, cost.batch.most, context_tokens / turns, cost.context_tokens.most)
 
     def transfer_s(self, path: str, nbytes: int, num_concurrent: int = 0) -> float:
-        """Seconds to move `nbytes` over a path whose sender serves so many others; 0 for nothing.
+        """Return the seconds to move `nbytes` over a path whose sender serves `num_concurrent` others; 0 for 0 bytes.
 
-        Time per byte is a bandwidth: it takes no margin beyond the measured range. Raises ProfileError for a path
-        that the profile does not have, ValueError below 0.
+        Time per byte is a bandwidth: it takes no margin beyond the measured range. Raises ProfileError for a path that
+        the profile lacks, ValueError below 0.
         """
         _not_negative(nbytes=nbytes, num_concurrent=num_concurrent)
         cost = self._path(path)
         return read_s(cost.fixed_s, cost.per_byte_s, nbytes, num_concurrent)
 
     def fetch_s(self, nbytes: int, num_concurrent: int = 0) -> float:
-        """From another host's pool node that sends to `num_concurrent` others; never quicker than from the own host."""
+        """Return the seconds to read from another host's pool node that serves `num_concurrent` others; never shorter
+        than `load_s`."""
         return fetch_s(self.transfer_s("fetch", nbytes, num_concurrent), self.load_s(nbytes))
 
     def load_s(self, nbytes: int) -> float:
-        """From the memory of the own host's pool node."""
+        """Return the seconds to read from the memory of the own host's pool node."""
         return self.transfer_s("load", nbytes)
 
     def ssd_read_s(self, nbytes: int) -> float:
-        """For a pool node, from its SSD to its memory."""
+        """Return the seconds in which a pool node reads from its SSD to its memory."""
         return self.transfer_s("ssd_read", nbytes)
 
     def _path(self, path: str) -> TransferCost:
@@ -174,7 +179,7 @@ class _File:
 
 
 def load_profile(path: Path) -> CostProfile:
-    """Read a profile. Raises ProfileError that names the file, the field, what is there and what was expected."""
+    """Read a profile. Raises ProfileError that names the file, the field, the value and what was expected."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -186,7 +191,7 @@ def load_profile(path: Path) -> CostProfile:
 
 
 def save_profile(profile: CostProfile, path: Path) -> None:
-    """Write a profile; what `load_profile` reads back compares equal. Raises ProfileError."""
+    """Write a profile; `load_profile` reads back an equal one. Raises ProfileError."""
     text = RootModel[_File](_File(_FORMAT, _VERSION, profile)).model_dump_json(indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

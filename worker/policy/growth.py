@@ -1,9 +1,9 @@
-"""Which sequences may take more slots while they run, so that all that have begun can end: the banker's algorithm.
+"""Safe growth of running sequences: the banker's algorithm (Dijkstra, EWD 623).
 
-Answers are given the slots that they will probably need, and more when they need more. If all of them did at once, none
-might be able to go on; so slots are only given away while some order is left in which each sequence in turn gets the
-most it may need, ends, and gives back what it holds (Dijkstra, EWD 623). Whoever holds slots and wants no more ends by
-itself, and is not kept account of. Pure: numbers of slots, no contents.
+Answers get the slots that they will probably need, and more on demand. If all needed more at once, none might be able
+to continue. Slots are therefore granted only while an order exists in which each sequence in turn gets the most it may
+need, ends and returns its slots. Sequences that need no more slots end by themselves and are not tracked. Pure: slot
+numbers, no contents.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from numpy.typing import NDArray
 @dataclass(slots=True)
 class _Growing:
     slots: NDArray[np.int64]  # held
-    wants: int  # further ones, at the most
+    wants: int  # at most this many more
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Of all the growing, in one order: what is asked before every grant, so that each costs a few array operations."""
+    """Totals over all growing sequences in one order, cached so that each grant costs a few array operations."""
 
     place: dict[Hashable, int]
     wants: NDArray[np.int64]
-    gives: NDArray[np.int64]  # slots that come back with its end: those that it alone holds
-    free: int  # or so once those have ended that do not grow
+    gives: NDArray[np.int64]  # slots that only it holds, which its end frees
+    free: int  # including slots of sequences that do not grow, which end by themselves
 
 
 class GrowthLedger:
-    """The sequences that may need more slots than they hold, of a node with `num_slots`."""
+    """Sequences that may need more slots than they hold, on a node with `num_slots`."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._growing: dict[Hashable, _Growing] = {}
-        self._holders = np.zeros(num_slots, np.int64)  # of each slot, among the growing
-        self._sums: _Sums | None = None  # None: something has changed since
+        self._holders = np.zeros(num_slots, np.int64)  # number of growing holders of each slot
+        self._sums: _Sums | None = None  # None: outdated
 
     def __len__(self) -> int:
         return len(self._growing)
 
     def wants(self, name: Hashable) -> int:
-        """Slots that it may still need; 0 for whoever has not begun."""
+        """Return the slots that it may still need; 0 if it has not begun."""
         one = self._growing.get(name)
         return one.wants if one is not None else 0
 
     def begin(self, name: Hashable, slots: Sequence[int], wants: int) -> bool:
-        """A sequence holds `slots`, some perhaps with others, and may need `wants` more before it ends.
+        """Register a sequence that holds `slots`, some possibly shared, and may need `wants` more before it ends.
 
-        False, and it has not begun, where then not all could end.
+        Returns False, without registering it, if then not all sequences could end.
         """
         assert name not in self._growing
         held = np.array(slots, np.int64)
@@ -65,14 +65,14 @@ class GrowthLedger:
         return False
 
     def may_extend(self, name: Hashable, count: int) -> bool:
-        """Whether all can still end after it was given `count` more."""
+        """Return True if all sequences can still end after this one gets `count` more slots."""
         sums = self._summed()
         granted = np.zeros(len(sums.wants), np.int64)
         granted[sums.place[name]] = count
         return _is_safe(sums.wants - granted, sums.gives + granted, sums.free - count)
 
     def extend(self, name: Hashable, slots: Sequence[int]) -> None:
-        """It was given more, which nobody else holds, and wants as many fewer."""
+        """Record further slots, which no other sequence holds; its need shrinks by as many."""
         one, more = self._growing[name], np.array(slots, np.int64)
         one.slots = np.concatenate([one.slots, more])
         one.wants -= len(more)
@@ -80,7 +80,7 @@ class GrowthLedger:
         self._sums = None
 
     def end(self, name: Hashable) -> None:
-        """It gives back all that it holds. Nothing happens to who has not begun."""
+        """Remove a sequence that returns all of its slots. Does nothing if it has not begun."""
         one = self._growing.pop(name, None)
         if one is not None:
             self._holders[one.slots] -= 1
@@ -101,10 +101,10 @@ class GrowthLedger:
 
 
 def _is_safe(wants: NDArray[np.int64], gives: NDArray[np.int64], left: int) -> bool:
-    """Whether all end when `left` slots are free."""
-    # Those with the smallest wants end first: of one kind of resource that is the best order there is.
+    """Return True if all sequences can end when `left` slots are free."""
+    # Smallest needs end first: with one kind of resource this order is optimal.
     order = np.argsort(wants, kind="stable")
     come_back = np.cumsum(gives[order])
-    come_back[1:] = come_back[:-1]  # before each one's turn
+    come_back[1:] = come_back[:-1]  # available before each one
     come_back[:1] = 0
     return left >= 0 and bool((wants[order] <= left + come_back).all())

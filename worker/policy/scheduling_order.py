@@ -1,13 +1,14 @@
-"""Who goes first of those that wait on a node: by age, class, tenants' shares, deadline. Conductors predict by it.
+"""Scheduling order of the requests that wait on a node: age, class, tenants' shares, deadline. Conductors predict by
+it.
 
 The order, first to last:
 
-1. who has waited for longer than the bound, oldest first: nothing newer goes before it, whatever its class;
-2. the class of the lowest level;
-3. within a class the account whose ticket is smallest. Tickets are virtual start times (start-time fair queueing,
-   Goyal et al., SIGCOMM 1996), given by the conductor;
-4. within an account the lowest priority, then the earliest deadline. Which request of an account uses which of the
-   account's tickets is decided by that order alone: the first one has the smallest.
+1. requests that have waited longer than the bound, oldest first: no newer one overtakes them, whatever its class;
+2. the class with the lowest level;
+3. within a class the account with the smallest ticket. Tickets are virtual start times (start-time fair queueing,
+   Goyal et al., SIGCOMM 1996), assigned by the conductor;
+4. within an account the lowest priority, then the earliest deadline. This order alone decides which request of an
+   account uses which of its tickets: the first request has the smallest.
 """
 
 from bisect import bisect_left, insort
@@ -20,33 +21,33 @@ QueueRank = tuple[int, float, int, int, float, float, int]
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
-    """A request's claim to be served. Times are seconds of the node's clock."""
+    """A request's scheduling parameters. Times are seconds of the node's clock."""
 
-    arrived_s: float = 0.0  # at the front door
-    due_s: float = 0.0  # when its first token should be there
-    ages_s: float = 0.0  # from then on nothing newer goes before it
+    arrived_s: float = 0.0  # at the frontend
+    due_s: float = 0.0  # when its first token is due
+    ages_s: float = 0.0  # from then on no newer request precedes it
     level: int = 0  # of its class: lower goes first
-    account: str = ""  # who is charged
-    start_ns: int = 0  # the ticket that it brings
-    priority: int = 0  # among the account's own: lower goes first
+    account: str = ""  # account that is charged
+    start_ns: int = 0  # its own ticket
+    priority: int = 0  # among the account's own requests: lower goes first
 
     def rank(self, now_s: float, number: int = 0) -> QueueRank:
-        """Sorts by the order above; `number` tells equals apart: who came first."""
+        """Return a sort key for the order above; `number` breaks ties by arrival."""
         if now_s >= self.ages_s:
             return 0, self.arrived_s, 0, 0, 0.0, 0.0, number
         return 1, self.level, self.start_ns, self.priority, self.due_s, self.arrived_s, number
 
 
-ALWAYS_NEXT = QueueEntry()  # of whoever has none: first come, first served among themselves
+ALWAYS_NEXT = QueueEntry()  # for requests without one: first come, first served among themselves
 
 
 class WaitQueue:
-    """All who wait on a node, in whatever stage. Each stage asks about its own."""
+    """All requests that wait on a node, in any stage. Each stage queries its own."""
 
     def __init__(self) -> None:
         self._entries: dict[RequestKey, tuple[QueueEntry, int]] = {}
         self._own: dict[tuple[int, str], list[tuple[int, float, float, int]]] = {}  # by class and account, in order
-        self._tickets: dict[tuple[int, str], list[int]] = {}  # the i-th is used by the i-th of `_own`
+        self._tickets: dict[tuple[int, str], list[int]] = {}  # the i-th belongs to the i-th of `_own`
         self._joined = 0
 
     def __len__(self) -> int:
@@ -56,7 +57,7 @@ class WaitQueue:
         return key in self._entries
 
     def add(self, key: RequestKey, entry: QueueEntry) -> None:
-        """Stand in line. A key that stands there already takes its new entry."""
+        """Add a request; replaces the entry of a key that is queued already."""
         self.remove(key)
         self._joined += 1
         self._entries[key] = entry, self._joined
@@ -65,7 +66,7 @@ class WaitQueue:
         insort(self._tickets.setdefault(group, []), entry.start_ns)
 
     def remove(self, key: RequestKey) -> None:
-        """Served, or given up: its ticket goes with it. Nothing happens to who does not stand in line."""
+        """Remove a request together with its ticket. Does nothing if it is not queued."""
         found = self._entries.pop(key, None)
         if found is None:
             return
@@ -78,21 +79,21 @@ class WaitQueue:
             del self._own[group], self._tickets[group]
 
     def rank(self, key: RequestKey, now_s: float) -> QueueRank:
-        """Where it stands now: lower goes first. Who does not stand in line comes before all who do."""
+        """Return the sort key of a request now, lowest first. Requests that are not queued precede all others."""
         found = self._entries.get(key)
         return (-1, 0.0, 0, 0, 0.0, 0.0, 0) if found is None else self._placed(*found).rank(now_s, found[1])
 
     def first(self, keys: Iterable[RequestKey], now_s: float) -> RequestKey:
-        """Of some, at least one, the one whose turn it is."""
+        """Return the first of these requests, of which there must be at least one."""
         return min(keys, key=lambda key: self.rank(key, now_s))
 
     def next_ahead(
         self, waiting: Collection[RequestKey], ahead: Collection[RequestKey], num_permits: int, now_s: float
     ) -> RequestKey | None:
-        """Of those that wait, who is worked ahead on next, beside those that are already; None: nobody yet.
+        """Return the waiting request to prepare next, beside those in `ahead`; None: none yet.
 
-        Who goes before one that is worked on already needs none of the `num_permits`: an urgent request does not wait
-        until less urgent ones have been computed. Twice as many is the most that there are.
+        A request that precedes one in `ahead` needs none of the `num_permits`: an urgent request does not wait until
+        less urgent ones are computed. At most twice as many are granted.
         """
         if not waiting or len(ahead) >= 2 * num_permits:
             return None
@@ -101,7 +102,7 @@ class WaitQueue:
         return None if sum(self.rank(key, now_s) < rank for key in ahead) >= num_permits else first
 
     def entry(self, key: RequestKey) -> QueueEntry:
-        """Of one who stands in line, with the ticket that it uses now."""
+        """Return the entry of a queued request with the ticket that it uses now."""
         return self._placed(*self._entries[key])
 
     def _placed(self, entry: QueueEntry, number: int) -> QueueEntry:

@@ -1,7 +1,7 @@
-"""Who holds which slot of the engine's cache: reference counts, a prefix index over whole blocks, LRU reuse.
+"""Holders of the engine's slots: reference counts, a prefix index over whole blocks, LRU reuse.
 
-A slot is free, held (count > 0), cached (count 0, its content still indexed by chain key) or quarantined (nobody holds
-it, but a remote writer might still reach it). Cached slots are taken for new blocks, the least recently released first.
+A slot is free, held (count > 0), cached (count 0, its content still indexed by chain key) or quarantined (not held, but
+a remote writer may still reach it). Cached slots are reused for new blocks, the least recently released first.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 
 
 class OutOfSlots(Exception):
-    """Fewer slots can be had than were asked for; nothing was taken."""
+    """Fewer slots are available than requested; nothing was taken."""
 
 
 class SlotPool:
-    """Slots 0..num_slots-1, each standing for one block in every KV group."""
+    """Slots 0..num_slots-1, each holding one block in every KV group."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -28,7 +28,7 @@ class SlotPool:
 
     @property
     def num_available(self) -> int:
-        """Slots that `allocate` could hand out now."""
+        """Number of slots that `allocate` could hand out now."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -40,7 +40,7 @@ class SlotPool:
         return len(self._quarantined)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Slots of the longest leading run of `keys` that is indexed. Does not hold them."""
+        """Return the slots of the longest indexed leading run of `keys`, without holding them."""
         found: list[int] = []
         for key in keys:
             slot = self._index.get(key)
@@ -57,7 +57,7 @@ class SlotPool:
             self._count[slot] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` empty slots, evicting cached blocks if need be. All or nothing (OutOfSlots)."""
+        """Take `count` empty slots, evicting cached blocks if necessary. All or nothing (OutOfSlots)."""
         if count > self.num_available:
             raise OutOfSlots(f"{count} slots asked for, {self.num_available} of {self.num_slots} available")
         taken: list[int] = []
@@ -72,10 +72,11 @@ class SlotPool:
         return taken
 
     def acquire(self, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
-        """`count` slots for a request whose leading blocks are `keys`: what is indexed is shared, the rest is empty.
+        """Take `count` slots for a request whose leading blocks are `keys`: indexed blocks are shared, the rest is
+        empty.
 
-        Returns (slots in block order, how many of them are shared). All or nothing (OutOfSlots): a request that has to
-        wait holds nothing meanwhile, so that waiting requests cannot starve each other.
+        Returns (slots in block order, number of shared ones). All or nothing (OutOfSlots): a waiting request holds
+        nothing, so that waiting requests cannot starve each other.
         """
         shared = self.match(keys)
         self.hold(shared)
@@ -86,7 +87,7 @@ class SlotPool:
             raise
 
     def index(self, slot: int, key: bytes) -> None:
-        """Say that a held slot now contains the whole block `key`. The first slot of a key stays its holder."""
+        """Index a held slot that now contains the whole block `key`. The first slot of a key keeps it."""
         if self._count[slot] == 0:
             raise ValueError(f"slot {slot} is not held")
         if key not in self._index and self._key[slot] is None:
@@ -94,7 +95,7 @@ class SlotPool:
             self._key[slot] = key
 
     def forget(self, key: bytes) -> None:
-        """The slot of this block, if it is here, is shared no more; those who hold it already keep it."""
+        """Remove this block from the index; present holders keep its slot."""
         slot = self._index.get(key)
         if slot is not None:
             self._forget(slot)
@@ -103,7 +104,7 @@ class SlotPool:
                 self._free.append(slot)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Drop one reference to each, in the order of the blocks; the last blocks are reused first."""
+        """Drop one reference to each slot, given in block order; the last blocks are reused first."""
         for slot in reversed(slots):
             if self._count[slot] <= 0:
                 raise ValueError(f"slot {slot} is released but not held")
@@ -115,7 +116,7 @@ class SlotPool:
                     self._cached[slot] = None
 
     def quarantine(self, slots: Sequence[int]) -> None:
-        """Drop the only reference, and keep the slots from reuse until `readmit`. Their content is forgotten."""
+        """Drop the only reference and exclude the slots from reuse until `readmit`. Their content is forgotten."""
         for slot in slots:
             if self._count[slot] != 1:
                 raise ValueError(f"slot {slot} has {self._count[slot]} references; one was expected")
@@ -124,13 +125,13 @@ class SlotPool:
             self._quarantined.add(slot)
 
     def readmit(self, slots: Sequence[int]) -> None:
-        """The remote writer is fenced off: quarantined slots are free again."""
+        """Free quarantined slots after the remote writer is fenced off."""
         for slot in slots:
             self._quarantined.remove(slot)
             self._free.append(slot)
 
     def validate(self) -> list[str]:
-        """Contradictions in the books; empty when all is well."""
+        """Return inconsistencies; empty if there are none."""
         problems: list[str] = []
         free, cached = set(self._free), set(self._cached)
         held = {slot for slot in range(self.num_slots) if self._count[slot] > 0}
