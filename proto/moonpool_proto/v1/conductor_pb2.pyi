@@ -1294,7 +1294,7 @@ Global___SloPreview: _TypeAlias = SloPreview  # noqa: Y015
 
 @_typing.final
 class SloPreviewRow(_message.Message):
-    """of a model and a class, as the wanted objectives have it; conductor.policy.preview says more"""
+    """of a model and a class, as the wanted objectives have it; conductor.policy.admission.evaluation says more"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
