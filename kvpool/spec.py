@@ -1,9 +1,4 @@
-"""What a model's KV cache is made of, and how many bytes each part takes. Sizes and layout only, no addresses.
-
-Canonical layout of a slot (one block of one group), everywhere outside kernels, contiguous and little-endian:
-`[layer_in_group][kv_head][k|v][token][head_dim]`. Any range of layers, and within a layer any range of heads, is one
-run.
-"""
+"""Composition of a model's KV cache, and the bytes of each part. Sizes and layout only, no addresses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

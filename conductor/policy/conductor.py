@@ -135,7 +135,7 @@ class Conductor:
 
     @property
     def evaluation(self) -> AdmissionEvaluation:
-        """Whether requests were rejected and admitted for good reason. Read it only."""
+        """Evaluation of past rejections and admissions; read-only."""
         return self._state.evaluation
 
     def rejections(self) -> Iterator[tuple[str, str, int, int]]:
@@ -159,7 +159,7 @@ class Conductor:
 
     @property
     def config(self) -> PolicyConfig:
-        """What it goes by."""
+        """Configuration of the policy."""
         return self._state.config
 
     @property
@@ -211,7 +211,7 @@ class Conductor:
                     yield model, role, own.wanted
 
     def take_warnings(self) -> list[str]:
-        """What people should be told; each is given once."""
+        """Return the warnings for operators; each is returned once."""
         warnings, self._state.warnings = self._state.warnings, []
         return warnings
 

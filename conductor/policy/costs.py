@@ -201,14 +201,14 @@ class ModelCosts:
             self.decode_most = max(batch, sample.batch), max(context, sample.context_tokens)
 
     def recentre(self, kind: int, slots: NDArray[np.int64]) -> None:
-        """What all of the model's nodes (`slots`) have in common is the model's cost."""
+        """Move the common part of the slowdowns of the model's nodes (`slots`) into the model's cost."""
         if shift := self.slowdowns.recentre(kind, slots):
             self._terms = None
             self._fits[kind].fit.rescale(shift)
 
     @property
     def terms(self) -> "CostTerms":
-        """What predictions are made of now."""
+        """Terms of the current predictions."""
         if self._terms is None:
             prefill, decode = self._fits[PREFILL].fit, self._fits[DECODE].fit
             step_s = self._step.mean_s if self._step.mean_s is not None else decode.predict((1.0, 1.0, 0.0))
@@ -219,12 +219,12 @@ class ModelCosts:
 
     @property
     def prefill(self) -> tuple[float, float, float]:
-        """What `prefill_s` starts with."""
+        """Leading arguments of `prefill_s`."""
         return self.terms.prefill
 
     @property
     def decode(self) -> tuple[float, float, float]:
-        """What `tbt_s` starts with."""
+        """Leading arguments of `tbt_s`."""
         return self.terms.decode
 
     def prefill_cost_s(self, new_tokens: int, reused_tokens: int = 0, slot: int = NONE) -> float:
@@ -303,7 +303,7 @@ class TransferCosts:
             self._most[path] = max(self._most.get(path, 0.0), sample.nbytes)
 
     def of(self, path: str) -> tuple[float, float]:
-        """What `read_s` starts with for a path."""
+        """Return the leading arguments of `read_s` for a path."""
         return self._fits[path].fit.coefficients  # type: ignore[return-value]  # one per feature
 
     def covers(self, path: str, nbytes: float) -> bool:

@@ -68,11 +68,7 @@ WhyNot = Literal["", "no_room", "not_sooner", "unknown_chunks", "slows_others"]
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class ColocatedScore:
-    """What was predicted of prefilling on the decode node, beside the TTFT of the plan with a prefill node of its own.
-
-    The sum of `transfer_s`, `queue_s` and `prefill_s`, which has the decode steps that go on beside it, is its TTFT;
-    all are 0 where that was not asked, since the node has `no_room`.
-    """
+    """Predictions for prefilling on the decode node, beside the TTFT of the plan with a separate prefill node."""
 
     node_id: str
     transfer_s: float
@@ -88,11 +84,7 @@ class ColocatedScore:
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """What a decision was made of: the best candidates, what was predicted at the best of each, what had to be met.
-
-    Empty where the policy does not explain, or no node came into question. Objectives of 0 are off; `ttft_from` and
-    `tbt_from` say whose they are. Candidates come best first, so that the first of each is the one chosen.
-    """
+    """Inputs of a decision: the best candidates, the predictions at the best of each, and the objectives."""
 
     prefill: tuple[PrefillScore, ...] = ()
     num_prefill: int = 0  # candidates that there were

@@ -1,9 +1,7 @@
-"""What can be true of what nodes and front doors say: numbers that cannot are brought to the nearest that can.
+"""Bounds of reported numbers: an impossible value is replaced by the nearest possible one.
 
-Everything behind it may trust the range of what it reads, but for measurements, which `learning` refuses and counts.
-Nothing is decided.
-
-The bounds keep every sum and product of the policy, in tokens, bytes and nanoseconds, far within 64 bits.
+The policy may rely on the range of what it reads, except for measurements, which `learning` rejects and counts. The
+bounds keep every sum and product of the policy, in tokens, bytes and nanoseconds, far within 64 bits.
 """
 
 from dataclasses import replace

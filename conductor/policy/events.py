@@ -1,8 +1,7 @@
-"""What pool nodes hold of a prompt, as arrays over a roster of pool nodes: one event may tell of a thousand of them.
+"""Events of a cluster as plain data, without behaviour; `codec` gives each a JSON form.
 
-Everything that can happen to a cluster, as plain data; `codec` gives each a JSON form. No behaviour lives here.
-
-Blocks are counted, never named: what a request shares with the pool arrives as lengths per pool node.
+Blocks are counted, never named: the part of a prompt that pool nodes hold arrives as lengths, in arrays over a roster
+of pool nodes, of which one event may contain a thousand.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,10 +45,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PoolMatch:
-    """What one pool node holds of a prompt's leading blocks: `blocks`, of which `ssd_blocks` are on SSD only.
-
-    `replica`: the match_key of the Copy that brought a part of them here; 0 when none did.
-    """
+    """Leading blocks of a prompt on one pool node: `blocks`, of which `ssd_blocks` are on SSD only."""
 
     pool: str
     blocks: int
@@ -114,7 +110,7 @@ Phase = Literal["prefill_started", "prefill_ended", "decode_joined", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What placement needs to know of a node; pool nodes have only the first four fields."""
+    """Properties of a node that placement uses; pool nodes have only the first four fields."""
 
     node_id: str
     role: Role
@@ -299,7 +295,7 @@ class ObjectivesChanged:
 
 @dataclass(frozen=True, slots=True)
 class PathCosts:
-    """What one batch of bytes costs on a path; `nbytes`: the most that was measured."""
+    """Cost of one batch of bytes on a path; `nbytes` is the most that was measured."""
 
     path: str
     fixed_s: float

@@ -1,4 +1,4 @@
-"""Who has used how much of a model's cluster: start-time fair queueing over tenants (Goyal et al., SIGCOMM 1996). Pure.
+"""Fair sharing of a model's cluster among tenants: start-time fair queueing (Goyal et al., SIGCOMM 1996). Pure.
 
 Work is counted in one unit, nanoseconds of a worker's time (`charges` says how each thing is priced). A request of a
 tenant gets a ticket, its virtual start time: the later of the present virtual time and of where the tenant's earlier
@@ -45,7 +45,7 @@ CREDIT_NS = 10_000_000_000  # who was idle, or could not be served, catches up o
 
 @dataclass(slots=True)
 class Usage:
-    """What a tenant's ended requests took."""
+    """Resources used by a tenant's ended requests."""
 
     uncached_tokens: int = 0  # prompt tokens that had to be computed
     generated_tokens: int = 0
@@ -117,7 +117,7 @@ class Shares:
         return iter([*(self._accounts[name] for name in sorted(self._accounts)), self._others])
 
     def clock(self, level: int) -> VirtualClock:
-        """Of the class of this level."""
+        """Return the clock of the class of this level."""
         if level not in self._clocks:
             self._clocks[level] = VirtualClock()
         return self._clocks[level]
@@ -151,7 +151,7 @@ class Shares:
         return weight
 
     def correct(self, account: Account, by_ns: int, weight: float) -> None:
-        """What was charged was too little, or, if negative, too much."""
+        """Correct an earlier charge by `by_ns`, which is negative if it was too large."""
         account.finish_ns += round(by_ns / weight)
 
     def _new(self, name: str) -> Account:
@@ -178,7 +178,7 @@ _UNKNOWN = -1
 
 @dataclass(slots=True)
 class Prices:
-    """Of one model on one pair of nodes. `num_blocks` 0: the request decodes nowhere."""
+    """Prices of one model on one pair of nodes. With `num_blocks` 0 the request decodes nowhere."""
 
     prefill: tuple[float, float, float]  # coefficients, as are the next
     decode: tuple[float, float, float]
@@ -187,11 +187,11 @@ class Prices:
     num_blocks: int  # of KV on the decode node
 
     def prefill_s(self, prompt_tokens: int, reused_tokens: int) -> float:
-        """Of a prompt of which so much was computed already."""
+        """Return the charge of a prompt, a part of which was already computed."""
         return prefill_s(*self.prefill, prompt_tokens, min(reused_tokens, prompt_tokens))
 
     def decode_s(self, generated_tokens: float, context_tokens: float, kv_block_s: float) -> float:
-        """Of tokens generated after so long a context, and of the blocks held meanwhile."""
+        """Return the charge of tokens generated after this context, and of the blocks held meanwhile."""
         if not self.num_blocks:
             return 0.0
         batch = self.max_batch
@@ -230,7 +230,7 @@ class Charge:
             self.held_since_ns = now_ns
 
     def accrue(self, now_ns: int) -> None:
-        """Of an endless request: what it has taken until now, since it may never end."""
+        """Charge an endless request for its use up to now, since it may never end."""
         held_s = self._held_s(now_ns)
         self._put_right(self._cost_ns(self.reused_tokens, held_s / self.prices.step_s, self.num_blocks * held_s))
 

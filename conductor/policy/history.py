@@ -74,7 +74,7 @@ class TimeSlice:
 
     @property
     def number(self) -> int:
-        """Of all slices since the clock's origin."""
+        """Number of the slice, counted from the clock's origin."""
         return self.start_ns // SLICE_NS
 
 
@@ -417,7 +417,7 @@ class ErrorHistogram:
 
 
 class PredictionErrors:
-    """Of the nodes that are there, the first so many of each model by name."""
+    """Prediction errors of the present nodes, a bounded number per model in the order of their names."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, Predicted], list[int]] = {}

@@ -94,13 +94,7 @@ def tally(table: Any, rows: Any, now_ns: Any, sums: Any) -> None:
 def prefixes(
     blocks: Any, ssd_blocks: Any, slots: Any, limit: Any, sends: Any, sums: Any, pool_slots: Any, own: Any
 ) -> Any:
-    """What each candidate's own pool node holds into `own` [2, candidates]: blocks, of these on SSD only.
-
-    `slots`: of the pool nodes that `blocks` and `ssd_blocks` tell of, -1 for those to leave out. `sends` [slots]:
-    copies, beside the prefixes in `sums`. Returns of the longest match its index, blocks, of these on SSD only, and how
-    many prefixes its pool node sends; of equals the one with least on SSD, then the one that sends least, then the
-    first. An index of -1: nobody holds anything.
-    """
+    """Write into `own` [2, candidates] the blocks on each candidate's own pool node, and those of them on SSD only."""
     held = np.zeros((2, len(sums)), np.int64)
     best, best_blocks, best_ssd, best_sends = -1, 0, 0, 0
     for i in range(len(slots)):
@@ -235,7 +229,7 @@ _LEAST, _MOST = -(1 << 62), 1 << 62
 
 
 def _before(turns: Any, row: Any, priority: Any, due: Any, arrived: Any) -> Any:
-    """Whether the row goes before a newcomer whose ticket it has."""
+    """Return True if the row precedes a newcomer with the same ticket."""
     if turns[PRIORITY, row] != priority:
         return turns[PRIORITY, row] < priority
     if turns[DUE, row] != due:
@@ -329,8 +323,11 @@ def line_up(
 
 
 def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
-    """Of the account's requests of this class in line at the row's prefill node, the first uses the smallest ticket,
-    the next the next, as on the node (`worker.policy.scheduling_order.WaitQueue`)."""
+    """Reassign tickets among the account's queued requests of this class at the row's prefill node.
+
+    The first uses the smallest ticket, the next one the next, as on the node
+    (`worker.policy.scheduling_order.WaitQueue`).
+    """
     slot, account, level = table[PREFILL_NODE, row], turns[ACCOUNT, row], turns[LEVEL, row]
     group = np.empty(rows, np.int64)
     count = 0

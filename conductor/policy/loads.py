@@ -80,7 +80,7 @@ def loads_of(now_ns: int, state: ClusterState, model: str) -> tuple[float | None
 
 
 def _mean_step_s(now_ns: int, state: ClusterState, nodes: ModelNodes, costs: ModelCosts) -> float | None:
-    """Of nodes that decode; one without work counts as 0."""
+    """Return the mean step of the nodes that decode, in seconds; a node without work counts as 0."""
     load = np.empty((state.nodes.num_slots, 3))
     requests, step_ns = state.requests, max(1, round(costs.typical_step_s * NS))
     decode_kernels().predict_load(

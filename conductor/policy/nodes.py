@@ -121,7 +121,7 @@ class ModelNodes:
 
     @property
     def all_slots(self) -> Ints:
-        """Of all these nodes."""
+        """Slots of all these nodes."""
         return np.concatenate([self.all_prefill.slots, self.all_decode.slots])
 
 

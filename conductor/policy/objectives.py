@@ -60,7 +60,7 @@ class Objective:
 
     @property
     def is_off(self) -> bool:
-        """Whether it bounds nothing."""
+        """True if it bounds nothing."""
         return not (self.seconds or self.times)
 
     def bound_s(self, unloaded_s: float) -> float:
@@ -90,10 +90,7 @@ class SloClass:
 
 @dataclass(frozen=True, slots=True)
 class TenantSlo:
-    """What one tenant has of its own. `slo_class`: of requests that name none; `headers` None: the record's rule.
-
-    `weight`: its share of the cluster beside other tenants' (`fairness`), that of one of whom nothing is said being 1.
-    """
+    """Settings of one tenant. `slo_class` applies to requests that name none; `headers` None: the record's rule."""
 
     ttft: Objective | None = None
     tbt: Objective | None = None
@@ -147,7 +144,7 @@ NOTHING_TO_MEET = EffectiveObjectives(0.0, 0.0, "none", "none")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedObjectives:
-    """What a model, a tenant and a class come to, before the request's own headers."""
+    """Objectives of a model, tenant and class, before the request's own headers."""
 
     ttft: Objective
     tbt: Objective
@@ -191,7 +188,7 @@ class ObjectiveBook:
         self._resolved: dict[tuple[str, str, str], ResolvedObjectives] = {}
 
     def knows(self, slo_class: str) -> bool:
-        """Whether a request may name the class."""
+        """Return True if a request may name the class."""
         return not slo_class or slo_class in self.record.classes
 
     def weight_of(self, tenant: str) -> float | None:
@@ -302,7 +299,7 @@ def record_text(record: SloRecord) -> str:
 
 
 def record_from_text(text: str) -> SloRecord:
-    """What `record_text` gave, or any JSON that `parse_record` takes."""
+    """Parse the text of `record_text`, or any JSON that `parse_record` accepts."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

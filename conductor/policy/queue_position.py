@@ -36,7 +36,9 @@ Ints = NDArray[np.int64]
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Whose request it is and what orders it. Times are ns of the policy's clock; `me` is what `line_kernels` take."""
+    """Account and ordering key of a request. Times are ns of the policy's clock; `me` is an argument of the queue
+    kernels.
+    """
 
     shares: Shares
     account: Account

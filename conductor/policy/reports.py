@@ -1,4 +1,4 @@
-"""What is learned from measurements that nodes report, and which of these are refused.
+"""Learning from the measurements that nodes report, and the checks that reject some of them.
 
 What workers' reports change: phases of their requests, cost samples, and claims that only they remember.
 """
@@ -352,7 +352,7 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
 
 
 def _release_unheld(now_ns: int, state: ClusterState, node: NodeView, held: set[tuple[str, int]]) -> None:
-    """What the node once held and holds no more is over there, even if the report that said so was lost."""
+    """End the claims that the node no longer holds, even if the report of their end was lost."""
     slot = state.nodes.slot(node.node_id)
     for row in state.requests.rows_at(slot):
         claim = state.requests.claims[row]

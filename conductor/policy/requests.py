@@ -132,7 +132,7 @@ _NO_TURN = (NONE,) * NUM_COLUMNS
 
 @dataclass(slots=True)
 class Claim:
-    """What of a row is not a number to sum."""
+    """Non-numeric part of a row of the request table."""
 
     request_id: str
     attempt: int

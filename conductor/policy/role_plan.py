@@ -141,6 +141,6 @@ def _room(costs: ModelCosts, context: float, tbt_s: float, max_batch: int, capac
 
 
 def _idlest(now_ns: int, state: ClusterState, nodes: Candidates, among: NDArray[np.int64], to: str) -> str:
-    """Of those, the node with the least to finish; of equals the one whose id comes first."""
+    """Return the node with the least work to finish; ties go to the id that comes first."""
     work = state.tally(now_ns)[nodes.slots[among], 0 if to == "decode" else 1]
     return nodes.ids[int(among[int(np.argmin(work))])]

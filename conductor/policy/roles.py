@@ -1,12 +1,10 @@
-"""Whether a node should change from prefill to decode or back: the role's demand against its nodes, with hysteresis.
+"""Role switching and pool sizing: each role's demand against its nodes, with hysteresis. Pure.
 
-Pure. Demand is what arrives, the rejected included, as node-seconds of work per second. How much a split matters: of 16
-nodes that could meet 99 % of Mooncake's requests with 8 for prefill, 5 for prefill met 78 % (FAST'25).
+Demand is the arriving work, the rejected work included, in node-seconds per second. The split matters: of 16 nodes that
+could serve 99 % of Mooncake's requests with 8 for prefill, 5 for prefill served 78 % (FAST'25).
 
-How many nodes of a role a model's demand needs: a hint for whoever adds and takes away nodes. Pure.
-
-More are wanted soon after they are needed, fewer only long after they were last of use: a node that is missed costs
-requests, one too many costs a while of its time.
+The number of nodes that a model's demand needs is a hint for autoscalers. It rises soon after nodes are needed and
+falls only long after they were last useful: a missing node costs requests, a surplus one only its time.
 """
 
 from collections.abc import Mapping
@@ -36,7 +34,7 @@ _GAIN: Final = 0.85  # a change must bring the busier role to this share of what
 
 @dataclass(slots=True)
 class Demand:
-    """What the requests of one model asked for lately; sums that fade with time."""
+    """Recent demand of one model's requests: sums that decay with time."""
 
     prefill_s: float = 0.0  # predicted seconds of prefill
     requests: float = 0.0
@@ -63,7 +61,7 @@ class Demand:
                 del self._away[next(iter(self._away))]
 
     def comes_back(self, now_ns: int, prompt_key: int) -> bool:
-        """Whether this prompt was rejected so lately that it is still counted."""
+        """Return True if this prompt was rejected so recently that it is still counted."""
         at_ns = self._away.pop(prompt_key, None)
         return at_ns is not None and now_ns - at_ns < _MEMORY_S * NS
 
@@ -91,7 +89,7 @@ class Demand:
         return self.prompt_tokens / self.requests + answer / 2 if self.requests else 0.0
 
     def _span_s(self, now_ns: int) -> float:
-        """What the sums stand for: less than the memory, soon after the first request."""
+        """Return the period that the sums cover: less than the memory, soon after the first request."""
         began_ns = now_ns if self.began_ns is None else self.began_ns
         return max(1.0, _MEMORY_S * (1 - exp(-(now_ns - began_ns) / NS / _MEMORY_S)))
 
@@ -143,7 +141,7 @@ def better_split(now: Split) -> Literal["prefill", "decode"] | None:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """What is wanted of a model: one more node of role `to`."""
+    """A requested change: one more node of role `to` for the model."""
 
     to: Literal["prefill", "decode"]
     reason: str

@@ -47,7 +47,7 @@ class Recent:
 
 @dataclass
 class ModelTally:
-    """What became of one model's requests, and how far predictions were off: |predicted - measured| in seconds."""
+    """Outcomes of one model's requests, and prediction errors: mean of |predicted - measured| in seconds."""
 
     counts: Counter[str] = field(default_factory=Counter)
     ttft_error: MeanDuration = field(default_factory=MeanDuration)
@@ -113,14 +113,14 @@ class ClusterState:
         return self.costs[model]
 
     def shares_of(self, model: str) -> Shares:
-        """Who has used how much of the model's nodes."""
+        """Return the fair-sharing accounts of the model."""
         shares = self.shares.get(model)
         if shares is None:
             shares = self.shares[model] = Shares(self._account_numbers, self.config.max_tenants, self.slo.weight_of)
         return shares
 
     def is_charged(self, account: int) -> bool:
-        """Whether the account of this number has a request."""
+        """Return True if the account of this number has a request."""
         return bool((self.requests.turns[ACCOUNT, : len(self.requests)] == account).any())
 
     def count(self, model: str, what: str, by: int = 1) -> None:
@@ -145,7 +145,7 @@ class ClusterState:
         return tally
 
     def answers(self, pool: str) -> bool:
-        """Whether the pool node has joined and is not suspect."""
+        """Return True if the pool node has joined and is not suspect."""
         return self.nodes.slot(pool) != NONE and not self.nodes.is_suspect(pool)
 
     def pass_time(self, now_ns: int) -> None:
@@ -242,7 +242,7 @@ class StateView:
         return free
 
     def step_s(self, model: str, node_id: str, batch: float, context_tokens: float) -> float:
-        """What a decode step takes there, as predicted."""
+        """Return the predicted seconds of a decode step there."""
         node = self._state.nodes.get(node_id)
         max_batch = max(1, node.max_batch) if node is not None else 1
         slot = self._state.nodes.slot(node_id)

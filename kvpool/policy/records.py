@@ -63,7 +63,7 @@ class PrefixNode:
         self.previous: PrefixNode | None = None
 
     def following(self, tier: int) -> int:
-        """Of the blocks that follow it, those with a copy in this tier, or on its way there."""
+        """Return the number of following blocks with a copy in this tier, or on its way there."""
         return self.following_dram if tier == DRAM else self.following_ssd
 
     def children(self) -> Iterator["PrefixNode"]:

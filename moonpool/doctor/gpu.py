@@ -55,7 +55,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """What the driver tells. `has_device`: the kernel shows an NVIDIA device; `problem`: why the library is mute."""
+    """State of the driver. `has_device`: the kernel shows an NVIDIA device; `problem`: why the library is unusable."""
 
     has_device: bool
     version: str = ""  # of the kernel module
@@ -75,7 +75,7 @@ def observe_driver() -> Driver:
 
 
 def ask_driver(version: str) -> Driver:
-    """What the driver's library tells of its GPUs; `version` is the kernel module's."""
+    """Query the driver's library about its GPUs; `version` is the kernel module's."""
     answer, problem = _ask(_DRIVER_SCRIPT)
     if answer is None:
         return Driver(True, version, problem=problem)

@@ -214,7 +214,7 @@ def judge_kernel(seen: Kernel, needs: Needs) -> Verdict:
 
 @dataclass(frozen=True)
 class KernelClock:
-    """Whether the kernel's clock is disciplined; None where it does not say."""
+    """State of the kernel's clock. `is_synchronised` is None if unknown."""
 
     is_synchronised: bool | None
     max_error_s: float
@@ -262,7 +262,7 @@ _WHOLE_ID_RANGE: Final = ["0", "0", "4294967295"]
 
 
 class HostEnvironment(StrEnum):
-    """What started this process: decides who sets its limits."""
+    """Environment that started this process and sets its limits."""
 
     KUBERNETES = "Kubernetes"
     CONTAINER = "a container"

@@ -51,7 +51,7 @@ def judge_port(seen: Port, needs: Needs) -> Verdict:
 
 @dataclass(frozen=True)
 class Loopback:
-    """Whether processes of this machine can talk: over TCP to 127.0.0.1 and over unix sockets; "" if so."""
+    """Reachability within this machine: over TCP to 127.0.0.1 and over unix sockets; "" means no problem."""
 
     tcp_problem: str
     unix_problem: str

@@ -1,7 +1,4 @@
-"""What speaks at another host's port: greets it as a messenger does, for nobody's node, and reads what comes back.
-
-Whether another host's node can be reached, and if not, how one can tell why; and the firewall's own books.
-"""
+"""Identification of the server at another host's port: greets it like a messenger and reads the reply."""
 
 import contextlib
 import errno
@@ -31,7 +28,7 @@ _MOST_SHOWN: Final = 300
 
 
 class PeerProtocol(StrEnum):
-    """What the other side turned out to speak."""
+    """Protocol that the other side speaks."""
 
     MESSENGER = "messenger"
     GRPC = "gRPC"
@@ -148,7 +145,7 @@ def _understood(answer: object) -> Greeting:
 
 
 def _shown(words: str) -> str:
-    """What anybody may have said, for a terminal: no more than is read, and nothing that moves its cursor."""
+    """Make a received text safe for a terminal: bounded, and without control characters."""
     shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words[:_MOST_SHOWN])
     return shown if len(words) <= _MOST_SHOWN else f"{shown}…"
 
@@ -159,7 +156,7 @@ def _is_http2(beginning: bytes) -> bool:
 
 
 def _path_mtu(sock: socket.socket) -> int:
-    """What the kernel takes it for; 0 where it does not tell."""
+    """Return the kernel's value; 0 if it reports none."""
     try:
         return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU) if sock.family == socket.AF_INET else 0
     except OSError:
@@ -173,7 +170,7 @@ _UNREACHABLE: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errn
 
 
 class ConnectResult(StrEnum):
-    """What came back to an attempt to connect."""
+    """Result of an attempt to connect."""
 
     OPEN = "answers"
     REFUSED = "refused"

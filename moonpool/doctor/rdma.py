@@ -134,8 +134,11 @@ def judge_user_space(seen: UserSpace, needs: Needs) -> Verdict:
 
 @dataclass(frozen=True)
 class GpuPath:
-    """What lets an adapter reach GPU memory: `exports_dmabuf`, as the driver's open kernel modules do, or the module
-    that makes GPU memory known to adapters' drivers."""
+    """Path by which an adapter reaches GPU memory.
+
+    `exports_dmabuf`: the driver exports it, as the open kernel modules do. Otherwise a module must make GPU memory
+    known to the adapters' drivers.
+    """
 
     num_gpus: int
     num_devices: int

@@ -72,7 +72,7 @@ class Package:
 
 
 def observe_packages() -> tuple[Package, ...]:
-    """What this installation says that it requires, extras left out. Imports none of it."""
+    """Return the requirements of this installation, without extras. Imports none of them."""
     needed = importlib.metadata.requires("moonpool") or []
     parsed = [found for line in needed if (found := _REQUIREMENT.match(line))]
     return tuple(
@@ -170,7 +170,7 @@ def cache_folder(source: Path, environ: Mapping[str, str]) -> Path:
 
 
 def _can_write(folder: Path) -> bool:
-    """Whether files can be made there, or the folder itself."""
+    """Return True if files can be created there, or the folder itself."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return existing.is_dir() and os.access(existing, os.W_OK)
 

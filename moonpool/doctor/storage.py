@@ -41,7 +41,7 @@ class Folder:
 
 
 def observe_run_dir() -> Folder:
-    """Of the folder that run directories are made in."""
+    """Examine the folder for run directories."""
     return _folder(default_run_dir("0").parents[1])
 
 
@@ -60,7 +60,7 @@ def judge_run_dir(seen: Folder, needs: Needs) -> Verdict:
 
 
 def observe_disk() -> Folder:
-    """Of the working directory."""
+    """Examine the working directory."""
     return _folder(Path.cwd())
 
 
@@ -75,7 +75,7 @@ def judge_disk(seen: Folder, needs: Needs) -> Verdict:
 
 
 def observe_shm() -> Folder:
-    """Of /dev/shm."""
+    """Examine /dev/shm."""
     return _folder(Path("/dev/shm"))
 
 
@@ -90,7 +90,7 @@ def judge_shm(seen: Folder, needs: Needs) -> Verdict:
 
 @dataclass(frozen=True)
 class SharedMemoryProbe:
-    """Whether anonymous shared memory can be made and mapped; `problem` "" if so."""
+    """Result of creating and mapping anonymous shared memory; `problem` is "" on success."""
 
     problem: str
 
@@ -180,7 +180,7 @@ class SsdFolder:
 
 
 def checks(folder: Path | None) -> tuple[Check, ...]:
-    """Of the folder that was named, if any."""
+    """Examine the named folder, if any."""
     return (Check("pool SSD", partial(observe_ssd, folder), judge_ssd),)
 
 
@@ -227,7 +227,7 @@ def judge_ssd(seen: SsdFolder | None, needs: Needs) -> Verdict:
 
 
 def _try(path: str) -> tuple[bool, float]:
-    """(whether direct I/O works, median seconds of a durable write)."""
+    """Return (True if direct I/O works, median seconds of a durable write)."""
     with mmap.mmap(-1, _PAGE_NBYTES) as page:
         page.write(b"\x5a" * _PAGE_NBYTES)
         with suppress(OSError):

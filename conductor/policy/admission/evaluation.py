@@ -1,15 +1,12 @@
-"""Were requests rejected, and admitted, for good reason? Judged later, by what happened. No decision goes by it.
+"""Counterfactual evaluation of admission: were requests rejected, and admitted, for good reason? No decision uses it.
 
-Of an admitted request the truth is told when it completes. Of a rejected one nothing can be measured, so what it would
-have met is worked out from what the very nodes that were best for it did: when the prefills that stood before it had
-ended there, when the pages that it needed were free, and how long decode steps took then. docs/admission.md says how
-far that can be trusted.
+An admitted request is measured when it completes. A rejected one is evaluated from what the nodes that were best for it
+then did: when the prefills ahead of it ended, when the pages that it needed were free, and how long decode steps took.
+docs/admission.md states how far the result can be trusted.
 
-What other objectives would have done to the recent past: the rule of admission, asked again of requests that were.
-
-Pure. It says what the rule would have said to each request, with what was predicted of it then, and how the requests
-that were served stand to the other objectives. It cannot say how long a request that was turned away would have taken,
-nor how much quicker or slower the others would have been had more or fewer been let in.
+`preview` applies the rule of admission, with other objectives, to recent requests and their predictions of that time,
+and compares served requests with the other objectives. It cannot state how long a rejected request would have taken,
+nor how queues would have changed with other admissions. Pure.
 """
 
 from collections import Counter
@@ -46,7 +43,7 @@ _Z: Final = 1.96
 
 
 class ClusterView(Protocol):
-    """What is there now."""
+    """Current state of the cluster."""
 
     def prefills_before(self, node_id: str, at_ns: int) -> bool:
         """Does a prefill that was placed there by then have yet to end?"""
@@ -55,7 +52,7 @@ class ClusterView(Protocol):
         """Pages that nobody claims, in tokens."""
 
     def step_s(self, model: str, node_id: str, batch: float, context_tokens: float) -> float:
-        """What a decode step takes there, as predicted."""
+        """Return the predicted seconds of a decode step there."""
 
 
 @dataclass(slots=True)
@@ -185,7 +182,9 @@ class AdmissionEvaluation:
             self._close(case, "undecided")  # it would decode later still
 
     def _tbt_s(self, case: RejectedCase, seen: ClusterView) -> float:
-        """What steps took, as much longer as one more sequence makes them; without steps, alone."""
+        """Return the mean of the measured steps, each lengthened by one more sequence; without steps, that of the
+        sequence alone.
+        """
         if not case.steps:
             return seen.step_s(case.model, case.decode, 1, case.prompt_tokens)
         batch, context = case.sequences / case.steps, case.context_tokens / case.steps
@@ -253,7 +252,7 @@ class Preview:
 
 
 def preview(now_ns: int, past: RequestHistory, record: SloRecord, config: PolicyConfig) -> Preview:
-    """What `record` would have done to `past`, which was judged under `config`."""
+    """Return what `record` would have done to `past`, which was judged under `config`."""
     book, rows = ObjectiveBook(record), dict[tuple[str, str], PreviewRow]()
     judged, first_ns = 0, now_ns
     for request in past:
@@ -306,7 +305,7 @@ def _is_rejected(request: JudgedRequest, wanted: EffectiveObjectives, config: Po
 
 
 def _met(request: JudgedRequest, wanted: EffectiveObjectives) -> bool | None:
-    """Whether a finished request kept all its objectives; None: it had none, or nothing was measured."""
+    """Return True if a finished request met all its objectives; None without objectives or measurements."""
     pairs = ((wanted.ttft_s, request.ttft_s), (wanted.tbt_s, request.tbt_s))
     kept = [measured_s <= bound_s for bound_s, measured_s in pairs if bound_s and measured_s > 0]
     return all(kept) if kept else None

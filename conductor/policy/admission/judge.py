@@ -42,12 +42,12 @@ _ADMITTED: Final = Judgement()
 
 
 def asks_again(config: PolicyConfig) -> bool:
-    """Whether decode load is judged once the prefill has ended, and not before."""
+    """Return True if decode load is judged after the prefill instead of before it."""
     return config.admission_mode == "load" and config.admission != "off"
 
 
 def forecast_of(state: ClusterState, request: RequestArrived, plan: Plan) -> Forecast:
-    """What the rule goes by, of a request at its best place."""
+    """Return the inputs of the rule for a request at its best place."""
     margins, decode = state.tally_of(request.model).margins, plan.decode
     return Forecast(
         plan.ttft_s,
@@ -68,8 +68,9 @@ def judge(
     objectives: EffectiveObjectives,
     costs: ModelCosts,
 ) -> Judgement:
-    """Of a request that arrives, with what is predicted for it at its best place, and what it is to be held to. One
-    whose client has tokens already is never rejected for load. `rule` has what is compared.
+    """Judge an arriving request by the predictions for its best place and by its objectives.
+
+    A request whose client already has tokens is never rejected for load. `rule` defines the comparison.
     """
     if request.generated > 0:
         return _ADMITTED
@@ -86,7 +87,9 @@ def judge(
 
 
 def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) -> Judgement:
-    """Of a request whose prefill has ended and whose first token is withheld: decode load now (Mooncake's baseline)."""
+    """Judge a request whose prefill has ended and whose first token is withheld, by the present decode load (Mooncake's
+    baseline).
+    """
     row = state.requests.find(event.request_id, event.attempt)
     if row is None or not asks_again(state.config):
         return _ADMITTED

@@ -33,8 +33,11 @@ __all__ = [
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What was predicted at a request's best place. Margins are the shares of an objective that predictions like this
-    must stay below it; `lacks_room`: no decode node has the pages that it needs."""
+    """Predictions for a request at its best place.
+
+    Margins are the shares of an objective by which such predictions must stay below it. `lacks_room`: no decode node
+    has the pages that it needs.
+    """
 
     ttft_s: float
     tbt_s: float  # 0: it has none, or it is judged once the prefill has ended
@@ -87,7 +90,7 @@ _FADES_NS: Final = 120 * NS  # without a request that teaches something, after w
 
 
 class Margin:
-    """Of one objective: follows the quantile of (measured - predicted) / objective by counting who exceeds it."""
+    """Margin of one objective: tracks the quantile of (measured - predicted) / objective by counting exceedances."""
 
     def __init__(self) -> None:
         self.share = 0.0  # of the objective
@@ -96,9 +99,9 @@ class Margin:
         self._taught_ns: int | None = None
 
     def learn(self, met: float, predicted_s: float, measured_s: float, objective_s: float) -> None:
-        """What came of a request that was admitted, when a share `met` is to meet the objective; 0: none need.
+        """Add the outcome of an admitted request; `met` is the share that is to meet the objective, 0 for none.
 
-        Times and objectives of 0 are none.
+        Times and objectives of 0 are ignored.
         """
         if not (met > 0 and objective_s > 0 and measured_s > 0 and _NEAR * objective_s <= predicted_s < float("inf")):
             return
@@ -117,7 +120,7 @@ class Margin:
 
 
 class Margins:
-    """Of a model's two objectives."""
+    """Margins of a model's two objectives."""
 
     def __init__(self) -> None:
         self.ttft = Margin()

@@ -73,9 +73,8 @@ def _age_ns(now_ns: int, state: ClusterState) -> int:
 
 
 def _may_join(now_ns: int, state: ClusterState, request: RequestArrived) -> bool:
-    """Whether a worker of the model is likely to join soon: one left just now, or all are still to find this conductor.
-
-    Not where the request has failed on some that are here.
+    """Return True if a worker of the model is likely to join soon: one left just now, or all have yet to find this
+    conductor.
     """
     since_ns = min(_age_ns(now_ns, state), now_ns - state.lost_ns.get(request.model, -_LONG_AGO_NS))
     return not request.excluded and since_ns < state.config.return_s * NS

@@ -1,4 +1,4 @@
-"""Whether other prefill nodes should compute a long prompt together with the one that was chosen, and which.
+"""Choice of further prefill nodes that compute a long prompt together with the chosen one.
 
 Mooncake's chunked pipeline parallelism (FAST'25, §5.1): each member computes every X-th chunk. Here every member holds
 the whole model, so that a group is made for one request and none is kept.

@@ -98,7 +98,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
 
 
 def _withdraw_former(state: ClusterState, request: RequestArrived) -> Claim | None:
-    """What an earlier attempt, or the same one asked again, claimed: that is void."""
+    """Void and return the claim of an earlier attempt, or of the same one repeated."""
     recent = state.recent.pop(request.request_id, None)
     former = recent.claim if recent is not None else None
     stale = state.requests.find(request.request_id)
@@ -118,7 +118,7 @@ def _idle_s(request: RequestArrived, plan: Plan, costs: ModelCosts) -> tuple[flo
 def _objectives(
     state: ClusterState, request: RequestArrived, former: Claim | None, idle_s: tuple[float, float]
 ) -> EffectiveObjectives:
-    """What the request is to meet, as its first attempt was told."""
+    """Return the request's objectives, as set at its first attempt."""
     if request.attempt and former is not None and not former.is_revived:
         return former.objectives
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
@@ -174,7 +174,7 @@ def book(
     objectives: EffectiveObjectives,
     unwanted: Reason | Literal[""],
 ) -> int:
-    """What the placed request takes goes into the ledger; returns its row."""
+    """Enter the placed request's claims into the ledger; return its row."""
     nodes, scores, need_tokens = plan.places.prefill, plan.scores, plan.places.need_tokens
     chosen, slot_of, is_endless = scores.chosen, state.nodes.slot, request.endless
     decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated.item(chosen) else "")
@@ -217,7 +217,7 @@ def book(
 def case_of(
     now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, objectives: EffectiveObjectives
 ) -> RejectedCase:
-    """What a rejected request would have done, for hindsight."""
+    """Return the case of a rejected request for the admission evaluation."""
     return RejectedCase(
         model=request.model,
         reason=reason,

@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def queue_s(self) -> float:
-        """Of the TTFT, until its turn."""
+        """Part of the TTFT spent in the queue, in seconds."""
         return self.scores.queue_s.item(self.scores.chosen)
 
     @property
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def room_wait_s(self) -> float:
-        """Until the decode node has the pages; 0 without a decode."""
+        """Seconds until the decode node has the pages; 0 without a decode."""
         return self.decode.wait_s if self.decode is not None else 0.0
 
 
@@ -258,7 +258,7 @@ def extrapolated(
     costs: ModelCosts,
     transfers: TransferCosts,
 ) -> tuple[str, ...]:
-    """Of "prefill", "decode", "load", "fetch" and "ssd_read", for the candidates chosen."""
+    """Return which of "prefill", "decode", "load", "fetch" and "ssd_read" are extrapolated for the candidates."""
     chosen, block_nbytes, found = scores.chosen, model.block_nbytes, []
     reuse = scores.reuse_blocks.item(chosen)
     if not costs.covers_prefill(prompt_tokens - reuse * model.block_tokens, prompt_tokens):

@@ -45,7 +45,7 @@ Ints = NDArray[np.int64]
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What of the prompt the pool holds, in blocks; never the whole prompt, so at least one token is computed."""
+    """Blocks of the prompt in the pool; never the whole prompt, so at least one token is computed."""
 
     held: Ints  # [2, candidates]: what each one's own host's pool node holds; of that, what is on SSD only
     best: int  # what `best_pool` holds, the most of all
@@ -131,7 +131,7 @@ def score_prefill(
 
 
 def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
-    """Who holds [0, reuse) for the candidate at `index`: its own pool as far as it goes, then the best one."""
+    """Return the holders of [0, reuse) for the candidate at `index`: first its own pool, then the best one."""
     own = prefixes.held.item(0, index)
     here = (Holder(own_pool, 0, own, prefixes.held.item(1, index)),) if own else ()
     if not fetches:
@@ -148,7 +148,7 @@ def find_prefixes(
     prefill: Candidates,
     sums: Ints,
 ) -> Prefixes:
-    """What pool nodes that answer and are not excluded hold. `sums` [slots, 3]: what `state.tally` found."""
+    """Return the blocks on answering pool nodes that are not excluded. `sums` [slots, 3]: those of `state.tally`."""
     slots, pool_slots = usable_slots(state, request, matches), prefill.pool_slots
     own, limit = np.empty((2, len(pool_slots)), np.int64), most_reused(request, model)
     best, have, on_ssd, num_sends = kernels().prefixes(
@@ -158,7 +158,7 @@ def find_prefixes(
 
 
 def usable_slots(state: ClusterState, request: RequestArrived, matches: PoolMatches) -> Ints:
-    """Of each pool node of the roster its slot; NONE for those that do not answer or are excluded."""
+    """Return the slot of each pool node of the roster; NONE for those that do not answer or are excluded."""
     slots = state.nodes.answering_slots(matches.roster)
     for node_id in request.excluded:
         if (slot := state.nodes.slot(node_id)) != NONE:
@@ -184,7 +184,9 @@ def replicas_used(state: ClusterState, request: RequestArrived, model: ModelNode
 def without_replicas(
     state: ClusterState, request: RequestArrived, model: ModelNodes, replicas: Mapping[str, Replica]
 ) -> PoolMatches:
-    """What pool nodes would hold if no Copy had been made: what followed a copied prefix would be with its source."""
+    """Return the blocks on pool nodes as if no Copy had been made: the blocks after a copied prefix count at its
+    source.
+    """
     found = {match.pool: match for match in _usable(state, request, model)}
     without = dict(found)
     for pool, replica in replicas.items():
@@ -199,7 +201,7 @@ def without_replicas(
 
 
 def _usable(state: ClusterState, request: RequestArrived, model: ModelNodes) -> list[PoolMatch]:
-    """What `find_prefixes` goes by, one by one."""
+    """Return the matches that `find_prefixes` uses, one by one."""
     limit = most_reused(request, model)
     return [
         match if match.blocks <= limit else replace(match, blocks=limit, ssd_blocks=min(match.ssd_blocks, limit))
@@ -211,7 +213,7 @@ def _usable(state: ClusterState, request: RequestArrived, model: ModelNodes) -> 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What was found of the prefill candidates, while each that a request waits for is a prefill in line."""
+    """Findings about the prefill candidates; each wait of the request there is for a queued prefill."""
 
     sums: NDArray[np.int64]  # [slots, 3]: what `state.tally` finds
     seat: QueuePosition
