@@ -185,7 +185,7 @@ def _speed_gbit(text: str) -> float:
 
 
 def _numbers(text: str) -> set[int]:
-    """ "0-2,5" → {0, 1, 2, 5}; what is no such list gives nothing."""
+    """Parse a list of numbers such as "0-2,5" into {0, 1, 2, 5}; an invalid list is empty."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")

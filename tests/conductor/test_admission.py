@@ -1,4 +1,4 @@
-"""Who is turned away, why, and when to come back."""
+"""Rejections: which requests, with which reason and Retry-After."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What each mode sees, what shadow lets through, when to come back, and what hindsight says of rejections."""
+"""Modes of admission: the load they use, shadow mode, Retry-After, and the later evaluation of rejections."""
 
 import math
 

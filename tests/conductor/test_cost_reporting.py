@@ -1,4 +1,4 @@
-"""What people and dashboards are told of costs: errors of predictions, slow nodes, refused measurements, profiles."""
+"""Reporting of costs: prediction errors, slow nodes, rejected measurements, profiles."""
 
 import logging
 from dataclasses import replace
@@ -45,7 +45,7 @@ def join(core, **more):
 
 
 def values(core, name):
-    """Of the metric `name` as exported: by labels."""
+    """Return the exported values of the metric `name` by labels."""
     registry = CollectorRegistry()
     registry.register(
         ConductorCollector(

@@ -1,4 +1,4 @@
-"""What the cost models learn, and how soon."""
+"""Learning of the cost models, and its speed."""
 
 import random
 

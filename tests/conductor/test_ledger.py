@@ -1,4 +1,4 @@
-"""What placed requests claim, and when the claims end."""
+"""Claims of placed requests, and their ends."""
 
 import pytest
 

@@ -74,7 +74,7 @@ def view(node_id, incarnation, capacity=2048):
 
 
 class Core(RuleBasedStateMachine):
-    """What the test knows beside the core: who has joined and drains, and what was answered."""
+    """State of the test beside the core: nodes that joined or drain, and answers."""
 
     @initialize(
         admission=st.sampled_from(["off", "shadow", "enforce", "enforce"]),

@@ -67,7 +67,7 @@ class Nodes:
         await client.close()
 
     async def told(self, name):
-        """Of the blocks that are at the node, what it was told of other holders."""
+        """Return the holders that the node was told for its blocks."""
         client = PoolClient(self.target(name), owner="test", owner_incarnation=1)
         found = [block for key in CHAIN for block in await client.inspect(key.tobytes(), kv_namespace=NAMESPACE)]
         await client.close()
@@ -77,7 +77,7 @@ class Nodes:
         return len(await self.told(name))
 
     async def known(self, *names):
-        """Until the directory knows that each has all of the chain."""
+        """Wait until the directory has all of the chain at each node."""
         await until(lambda: [self.pools.directory.num_blocks(name) for name in names] == [len(CHAIN)] * len(names))
         await until(lambda: all(self.pools.directory.state(name) is DirectoryState.EXACT for name in names))
 

@@ -1,4 +1,4 @@
-"""What other objectives would have done to requests that were judged and served before; and what is remembered."""
+"""Preview of other objectives over past requests, and the history that it uses."""
 
 import pytest
 from hypothesis import given

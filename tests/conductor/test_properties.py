@@ -1,4 +1,4 @@
-"""What holds for every cluster and every history."""
+"""Properties that hold for every cluster and every history."""
 
 import json
 

@@ -61,7 +61,7 @@ async def version(conductor: Conductor) -> int:
 
 
 async def place(conductor: Conductor) -> str:
-    """What becomes of a request that no worker is there for."""
+    """Return the answer to a request that no worker can serve."""
     line = ConductorStream(conductor.target)
     request = conductor_pb2.ScheduleRequest(request_id="r", model="m", prompt_tokens=8, max_new_tokens=8)
     try:

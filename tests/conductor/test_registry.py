@@ -1,4 +1,4 @@
-"""Who may join, and who speaks for a node."""
+"""Registration: nodes that may join, and streams that may report for a node."""
 
 import pytest
 

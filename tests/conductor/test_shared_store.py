@@ -1,4 +1,4 @@
-"""What conductors share, against real Redis servers: records, epochs, and every way in which Redis can be of no use."""
+"""State that conductors share, against real Redis servers: records, epochs, and every failure of Redis."""
 
 import asyncio
 import contextlib

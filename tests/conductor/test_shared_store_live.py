@@ -23,7 +23,7 @@ SECRET = "s3cret-word"
 
 
 async def snapshot_of(world: World, blocks: int) -> None:
-    """Until the file holds so many blocks."""
+    """Wait until the file holds this many blocks."""
 
     async def written() -> bool:
         path = world.folder / "state" / FILE_NAME

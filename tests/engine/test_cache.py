@@ -64,7 +64,7 @@ def test_the_unwritten_tail_of_a_slot_keeps_its_bytes(models, runner):
 
 
 def test_kv_moved_between_slots_and_caches_serves_the_same_logits(models, runner):
-    """What a transfer does: raw slot bytes copied elsewhere, used through another table."""
+    """Copy raw slot bytes elsewhere, as a transfer does, and use them through another table."""
     model = models("qwen2-two-groups")
     source, target = runner(model, [22], seed=0), runner(model, [22], seed=5)
     target.sequences = source.sequences

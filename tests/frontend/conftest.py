@@ -80,7 +80,7 @@ def run_dir() -> Iterator[Path]:
 
 
 def describe(node: conductor_pb2.Node) -> None:
-    """What every worker says of itself."""
+    """Return the description of every worker."""
     node.incarnation, node.model, node.spec.block_tokens = 1, "tiny", BLOCK_TOKENS
 
 
@@ -156,7 +156,7 @@ class Front:
         await self.has_counted("vllm:generation_tokens_total", count)
 
     async def readiness(self, status: int) -> tuple[int, str]:
-        """What /ready says once it has this status."""
+        """Return the reply of /ready once it has this status."""
         return await until(lambda: self.get("/ready"), lambda answer: answer[0] == status)
 
     async def quiet(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ async def front(start_front: StartFront) -> AsyncIterator[Front]:
 
 
 async def until(look: Callable[[], Awaitable[Any]], holds: Callable[[Any], bool]) -> Any:
-    """What `look` returns once that `holds`; asked again and again, as an operator would."""
+    """Return the result of `look` once `holds` accepts it, after polling as an operator would."""
     async with asyncio.timeout(WAIT_S):
         while True:
             seen = await look()
@@ -230,7 +230,7 @@ def until_fixture() -> Callable[..., Awaitable[Any]]:
 
 @pytest.fixture
 def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """What was logged so far, as JSON lines decoded."""
+    """Return the log so far as decoded JSON lines."""
     root, stream = logging.getLogger(), io.StringIO()
     handlers, level = list(root.handlers), root.level
     logs.configure("frontend", "fe-0", "info", json=True, stream=stream)

@@ -69,7 +69,7 @@ class ScriptedConductor(conductor_pb2_grpc.ConductorServicer):
 
 
 def logprob_of(token_id: int, rank: int) -> float:
-    """What the scripted workers say of a token: a number exact in float32."""
+    """Return the scripted log-probability of a token: a number exact in float32."""
     return -(token_id % 8) / 8 - rank
 
 

@@ -76,7 +76,7 @@ def request(name: str, chain: bytes = b"") -> conductor_pb2.ScheduleRequest:
 async def ask(
     line: ConductorStream, name: str, *, waits: bool = True, deadline_s: float = 20.0, chain: bytes = b""
 ) -> str:
-    """What is said of the call."""
+    """Return the description of the call."""
     with pytest.raises((CallRefused, Unavailable, ControlDeadlineExceeded)) as caught:
         await line.schedule(request(name, chain), waits=waits, deadline_s=deadline_s)
     return caught.value.reason if isinstance(caught.value, CallRefused) else type(caught.value).__name__

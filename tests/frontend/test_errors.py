@@ -1,4 +1,4 @@
-"""What clients do wrong and how they are told: status, OpenAI's shape, the field at fault; nothing else suffers."""
+"""Client errors: status, OpenAI's shape, the field at fault; nothing else is affected."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Of several conductors one is asked; whoever is away or has no time for a request holds nothing up."""
+"""Several conductors: one is asked; an absent or slow one holds nothing up."""
 
 import asyncio
 import zlib

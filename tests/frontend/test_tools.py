@@ -46,7 +46,7 @@ async def cluster(cluster: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def accepts(model_path: Any, tokenizer: Tokenizer) -> Callable[[str, str], bool]:
-    """Whether a grammar accepts a whole text, in this model's tokens."""
+    """Return True if a grammar accepts a whole text, in this model's tokens."""
     vocabulary = LLTokenizer((model_path / "tokenizer.json").read_text(), eos_token=1, n_vocab=340)
 
     def accepts(lark: str, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the pool's tests share: specs, the digest's reference in plain Python integers, chains, nodes and workers."""
+"""Common parts of the pool's tests: specs, the digest's reference in plain integers, chains, nodes and workers."""
 
 import asyncio
 import shutil
@@ -233,7 +233,7 @@ class Follower:
     def holds(
         self, ns: bytes, chain: Any, n: int, ssd: int = 0, state: DirectoryState = DirectoryState.EXACT
     ) -> Callable[[], Any]:
-        """Whether it knows `n` leading blocks, `ssd` of them to be on SSD only."""
+        """Return True if it holds `n` leading blocks, `ssd` of them on SSD only."""
 
         async def so() -> bool:
             held = self.directory.match(ns, keys_u64(chain)).get("p", Match(0, 0))

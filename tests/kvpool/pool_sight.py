@@ -1,4 +1,4 @@
-"""What the pool's state machine says of blocks: their prompts, where readers find them, what is told of them."""
+"""Views of the pool for its state machine: prompts, places and events of blocks."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def seen(core: PoolCore) -> dict[Address, tuple[bool, bool]]:
 def check_chains(
     before: dict[Address, tuple[bool, bool]], after: dict[Address, tuple[bool, bool]], parents: dict[Address, bytes]
 ) -> None:
-    """What others follow leaves a tier after them, and the node. For changes that damaged nothing."""
+    """Check that no block left a tier or the node before those that follow it, for changes that damaged nothing."""
     for where in before.keys() & after.keys():
         parent = where[0], parents[where]
         if parent in before:
@@ -53,7 +53,7 @@ def check_chains(
 
 
 def dram_nbytes(core: PoolCore, ns: bytes) -> int:
-    """What a namespace has in DRAM."""
+    """Return the bytes of a namespace's blocks in DRAM."""
     return sum(SPECS[ns].block_nbytes for b in core.store.index if b.kv_namespace == ns and b.dram is not None)
 
 
@@ -71,7 +71,7 @@ def check_emptied(core: PoolCore, now: int, extents: list[int]) -> None:
 
 
 class Told:
-    """What one who began with the core knows from its events, and from its changes in DRAM."""
+    """Reader that has followed the core's events, and its changes in DRAM, from the start."""
 
     def __init__(self, core: PoolCore) -> None:
         self._core = core

@@ -331,7 +331,7 @@ class PoolMachine(RuleBasedStateMachine):
             del self.extents[offset]
 
     def restart(self) -> None:
-        """What is durable and was not told to be given up comes back, all of it."""
+        """Check that all durable blocks that were not reported as given up come back."""
         entries = [entry for entry in self.extents.values() if entry is not None]
         twice = {(e.kv_namespace, e.chain_key): e for e in entries}
         entries = list(twice.values())

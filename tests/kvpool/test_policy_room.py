@@ -1,4 +1,4 @@
-"""Whom the pool gives its room: tails, quotas, hints, sizes, what is emptied, and what is counted."""
+"""Allocation of the pool's space: tails, quotas, hints, sizes, emptying, and counters."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a pool node tells people of single blocks, and what it does when they ask it to empty or check itself."""
+"""Operators' calls to a pool node: inspecting single blocks, flushing and verifying."""
 
 import asyncio
 

@@ -30,7 +30,7 @@ async def counter(client: Any, name: str) -> float:
 
 
 def same(worker: Any, lease: Any, got: list[np.ndarray], written: list[np.ndarray]) -> bool:
-    """Whether what was read under the lease is what was written, by bytes and by digests."""
+    """Return True if the blocks read under the lease equal those written, by bytes and by digests."""
     full = np.full(lease.num_blocks, worker.spec.block_tokens, np.int32)
     digests = [layer_digests(view, worker.spec, g, full) for g, view in enumerate(got)]
     right = all(np.array_equal(a, b) for a, b in zip(digests, lease.digests, strict=True))

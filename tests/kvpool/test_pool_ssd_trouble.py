@@ -44,7 +44,7 @@ def flip(path: Path, at: int) -> None:
 
 
 async def serves(worker: Any, client: Any, chain: Any) -> bool:
-    """Whether new blocks can be put and read as they were."""
+    """Return True if new blocks can be put and read back unchanged."""
     written = await worker.put(client, chain, seed=7)
     lease = await client.pin(worker.ns, chain, lease_s=30)
     got = await worker.read(lease)

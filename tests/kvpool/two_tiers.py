@@ -74,7 +74,7 @@ class Pool:
         return "".join("-dsb"[bool(b and b.offsets) + 2 * (b is not None and b.ssd_offset is not None)] for b in found)
 
     def told(self) -> dict[bytes, Tier]:
-        """What a reader of the events believes."""
+        """State of a reader of the events."""
         told: dict[bytes, Tier] = {}
         for message in self.core.log.after(1, 0) or []:
             for run in message.removed:

@@ -1,4 +1,4 @@
-"""What makes a run INVALID, and what does not."""
+"""Conditions that make a run INVALID, and those that do not."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Child:
         return self.tags
 
     def sum(self) -> int:
-        """Of its region's bytes."""
+        """Return the digest of its region's bytes."""
         return int(self.memory.array.sum())
 
     def digest(self) -> str:

@@ -1,4 +1,4 @@
-"""What is queued and in flight to one peer: nothing is lost or begun twice, order and notifications hold."""
+"""Queued and in-flight operations to one peer: none is lost or begun twice, order and notifications hold."""
 
 import time
 

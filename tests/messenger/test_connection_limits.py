@@ -1,4 +1,4 @@
-"""What bounds connections: how many one peer has, who says nothing, who listens but does not answer, who vanishes."""
+"""Limits of connections: their number per peer, and peers that are silent, unresponsive or gone."""
 
 import socket
 import threading
@@ -108,7 +108,7 @@ def test_a_caller_that_greets_byte_by_byte_has_no_more_time_than_others(make_nod
 
 
 def _is_closed(sock: socket.socket) -> bool:
-    """Whether the other side ends it within the socket's time limit."""
+    """Return True if the other side closes within the socket's time limit."""
     try:
         return not sock.recv(1)
     except TimeoutError:

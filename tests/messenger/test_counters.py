@@ -1,4 +1,4 @@
-"""What the counters promise: nothing is lost, whoever adds and whenever they end, and names stay few."""
+"""Guarantees of the counters: no count is lost, whichever threads add and end, and the names stay few."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""Who goes first: higher classes do, lower ones are never starved, and background yields to urgent bytes."""
+"""Priority classes: higher ones first, lower ones never starved, background yields to urgent bytes."""
 
 from hypothesis import given
 from hypothesis import strategies as st

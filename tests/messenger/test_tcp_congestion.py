@@ -19,7 +19,7 @@ def control_of(sock: socket.socket) -> bytes:
 
 
 def choose(sock: socket.socket) -> None:
-    """What an administrator might have chosen for all sockets."""
+    """Congestion control that an administrator might have set for all sockets."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, chosen())
 
 

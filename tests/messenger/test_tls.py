@@ -33,7 +33,7 @@ def pair(make_node: MakeNode, tls_settings: TlsSettings) -> tuple[Any, Any]:
 
 
 def context_of(files: dict[str, Path]) -> ssl.SSLContext:
-    """Of an outsider: shows these files, and believes whom it meets."""
+    """Return the context of an outsider, who shows these files and accepts any peer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""Who computes which chunk of a prompt that a group prefills."""
+"""Assignment of the chunks of a prompt to the members of a prefill group."""
 
 from __future__ import annotations
 

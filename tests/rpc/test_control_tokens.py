@@ -99,7 +99,7 @@ async def echo(target: str) -> bytes:
 
 
 async def every_kind(channel: grpc.aio.Channel) -> list[Any]:
-    """What the four kinds of call (and one of no method) give: the answers, or the code of the refusal."""
+    """Return the answers of the four kinds of call (and one without a method), or the codes of their refusals."""
 
     async def drained(stream: Any) -> list[bytes]:
         return [answer async for answer in stream]

@@ -39,7 +39,7 @@ def prompts(*tokens: int, apart_s: float) -> SimulatedWorkload:
 
 
 def last_ttft_s(size: int, prompt: int) -> float:
-    """Of a long prompt on an idle cluster that has learned its costs from some others."""
+    """Return the TTFT of a long prompt on an idle cluster that has learned its costs from others."""
     learned = [1000 + 3000 * (i % 12) for i in range(60)]
     cluster = run(EXACT, prompts(*learned, prompt, apart_s=60.0), size)
     work = cluster.works[-1]

@@ -1,4 +1,4 @@
-"""What is made of runs: intervals, swing, confidence, capacity, false rejects, the command."""
+"""Evaluation of runs: intervals, swing, confidence, capacity, false rejects, the command."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What other objectives and splits would come to: the points, the command, its picture."""
+"""Simulated results of other objectives and splits: points, the command, its picture."""
 
 import json
 from dataclasses import replace

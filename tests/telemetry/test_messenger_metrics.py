@@ -1,4 +1,4 @@
-"""What a messenger counts, as a scraper reads it: by peer, transport, rail and direction, with few series."""
+"""Counters of a messenger as a scraper reads them: by peer, transport, rail and direction, with few series."""
 
 import math
 

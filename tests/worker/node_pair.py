@@ -50,7 +50,7 @@ def model(model_path: Path) -> Model:
 
 @dataclass
 class Request:
-    """What the frontend has seen of one request."""
+    """State of one request as the frontend sees it."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     messages: dict[int, Token] = field(default_factory=dict)

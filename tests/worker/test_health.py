@@ -117,7 +117,7 @@ def submit(number: int) -> FrontendMessage:
 
 
 async def ended(stream: Any, number: int) -> str:
-    """What became of a request: "finished", or its failure's code."""
+    """Return the outcome of a request: "finished", or its failure's code."""
     while True:
         message = await stream.read()
         for failure in message.failures:

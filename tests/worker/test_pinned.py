@@ -1,4 +1,4 @@
-"""What was leased, in rows, and where its tokens came from."""
+"""Leased blocks as rows, and the sources of their tokens."""
 
 from __future__ import annotations
 

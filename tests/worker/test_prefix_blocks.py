@@ -1,4 +1,4 @@
-"""What is kept of a sequence, and which partial block a prompt finds again."""
+"""Blocks saved from a sequence, and the partial block that a prompt finds again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def request_of(ids: list[int]) -> Request:
 
 
 def kept_of(prompt: list[int], answer: list[int]) -> PrefixSave:
-    """Of an answer that has ended: its last token was not fed back."""
+    """Return the saved prefix of an answer that has ended: its last token was not fed back."""
     sequence = EngineSequence.of(request_of(prompt), [0] * 10, num_computed=0, prefill_only=False)
     for token in answer:
         sequence.append(token)
@@ -38,7 +38,7 @@ def tail(ids: list[int], parent: bytes | None = None) -> Tail:
 
 
 def key_of(ids: list[int]) -> bytes:
-    """Of the last block of whole blocks."""
+    """Return the key of the last of the whole blocks."""
     return chain_keys(SEED, np.array(ids, np.int32), BLOCK)[-1].tobytes()
 
 

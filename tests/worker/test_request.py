@@ -1,4 +1,4 @@
-"""What a worker takes no request with: times that are no numbers, which the loop's timers would stumble over."""
+"""Requests that a worker refuses: non-finite times, which its timers cannot handle."""
 
 from __future__ import annotations
 

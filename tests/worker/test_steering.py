@@ -1,4 +1,4 @@
-"""What steers a sequence follows from its ids alone."""
+"""Steering of a sequence follows from its ids alone."""
 
 from __future__ import annotations
 

@@ -114,8 +114,11 @@ def _best(
     objectives: EffectiveObjectives,
     costs: ModelCosts,
 ) -> tuple[ColocatedScore, DecodePlan, Prefixes, PrefillScores] | None:
-    """Of the few decode nodes with room whose first token would come soonest: the first that disturbs nobody too much,
-    else the soonest. Its time between tokens decides between equals. None where none has room."""
+    """Choose among the few decode nodes with room whose first token would come soonest.
+
+    The first whose requests are not delayed too much is chosen, else the soonest; ties go to the lower time between
+    tokens. Returns None if none has room.
+    """
     nodes = decode.nodes
     free = nodes.capacity_tokens - plan.sums[nodes.slots, 1]
     prefixes = find_prefixes(state, request, model, request.matches, nodes, plan.sums)
@@ -172,7 +175,7 @@ def _judged(
     objectives: EffectiveObjectives,
     costs: ModelCosts,
 ) -> ColocatedScore:
-    """Of the candidate, where a step with the request in its batch takes `decode_s`."""
+    """Score the candidate, on which a step with the request in its batch takes `decode_s`."""
     transfer_s, prefill_s = scores.seconds[:, index].tolist()
     queue_s, node_id = float(scores.queue_s[index]), nodes.ids[index]
     most_s = (1 - _GAIN) * plan.ttft_s

@@ -76,11 +76,7 @@ def predict_load(
     holding: Any,
     load: Any,
 ) -> Any:
-    """What decodes at `at_ns`, into `load` [slots, 3]: sequences, tokens of context, committed tokens.
-
-    A request adds a token every `step_ns`. `holding`: those that have yet to come count however it `sees`, since
-    they have their pages; committed tokens are summed up only then.
-    """
+    """Write the decode load at `at_ns` into `load` [slots, 3]: sequences, tokens of context, committed tokens."""
     # One loop without calls that return several values: they would take three times as long.
     load[:] = 0.0
     per_ns = 1.0 / step_ns
@@ -264,8 +260,10 @@ def wait_ns(
     prompt_tokens: Any,
     objective_s: Any,
 ) -> Any:
-    """Until requests on the node are expected to have given back `missing_tokens`; with `objective_s` > 0 instead until
-    so many have left that one more decodes with that TBT. Nobody comes meanwhile. Where that never is: until all left.
+    """Return the expected wait until requests on the node have given back `missing_tokens`.
+
+    With `objective_s` > 0 it is the wait until so many have left that one more decodes within that TBT. No arrivals are
+    assumed. If neither is ever reached, it is the wait until all have left.
     """
     here, load = _at_node_of(table, rows, slot, -1), np.empty((1, 3))
     count = here.shape[1]

@@ -1,4 +1,4 @@
-"""What a slow disk, a full one and a kill cost the decision log."""
+"""The decision log under a slow disk, a full one and a kill."""
 
 import json
 import os

@@ -97,7 +97,7 @@ class ChurnMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, space=spaces, first=starts, count=st.integers(1, 4500), anew=st.booleans())
     def snapshot(self, number: int, space: int, first: int, count: int, anew: bool) -> None:
-        """Of the same incarnation, or of another that came back while the former one's blocks are still there."""
+        """Draw a node of the same incarnation, or of a new one while the former one's blocks are still there."""
         if anew or not self.incarnations[number]:
             self.comes(number)
         blocks = self.blocks(first, count)

@@ -41,7 +41,7 @@ class Running:
         return await self.ended()
 
     async def ended(self):
-        """What it returned when it had ended."""
+        """Return its exit code after it has ended."""
         return await asyncio.wait_for(asyncio.shield(self._task), 20)
 
 

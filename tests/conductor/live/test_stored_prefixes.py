@@ -1,4 +1,4 @@
-"""What real pool nodes hold, as the conductor knows and copies it."""
+"""Contents of real pool nodes, as the conductor sees and copies them."""
 
 import asyncio
 import contextlib

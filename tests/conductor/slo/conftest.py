@@ -70,7 +70,7 @@ class Operator:
             await self._task
 
     async def acknowledged(self) -> dict[str, int]:
-        """What version each conductor was told to go by, and does."""
+        """Return the version that each conductor has acknowledged."""
         return {each.node_id: each.version for each in (await self.show()).acknowledged}
 
     async def agrees_with(self, *others: "Operator") -> bool:

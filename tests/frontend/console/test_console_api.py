@@ -1,4 +1,4 @@
-"""What the console's page is made from: its files, what it is told, what an admin may do, and who is an admin."""
+"""The console's API: its files, data, admin actions, and access."""
 
 import asyncio
 import json

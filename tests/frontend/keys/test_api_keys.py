@@ -1,4 +1,4 @@
-"""Whom a key stands for, and who may act as an operator."""
+"""API keys: the tenant of a key, and access for operators."""
 
 import hashlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a front door writes and answers at its most talkative, through successes and failures: no secret of anybody."""
+"""Output of a frontend at its most verbose, through successes and failures, holds no secret."""
 
 import io
 import json

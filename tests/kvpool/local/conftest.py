@@ -58,7 +58,7 @@ class HostProcess:
         return self.pool.get(self.ns, self.spec, chain, self.landing, self.offsets(len(chain)), verify=verify)
 
     def got_what_was_put(self, n: int, of: int) -> bool:
-        """Whether the leading n of `of` blocks that landed are those that were put."""
+        """Return True if the leading n of the `of` blocks that arrived are those that were put."""
         landed, put = self.slots(self.landing, of), self.slots(self.memory.array, of)
         return all(np.array_equal(a[:n], b[:n]) for a, b in zip(landed, put, strict=True))
 

@@ -15,7 +15,7 @@ NUM_BLOCKS, NUM_LAYERS = 64, 48
 
 
 class Block:
-    """What the index asks of one."""
+    """Stub of the interface that the index uses."""
 
     def __init__(self, i: int) -> None:
         self.key = bytes([i + 1]) * 32

@@ -32,7 +32,7 @@ class Raw:
         return self
 
     def sent_away(self) -> bytes:
-        """What comes until the node hangs up."""
+        """Return the bytes received until the node closes the connection."""
         data = b""
         try:
             while part := self.sock.recv(4096):

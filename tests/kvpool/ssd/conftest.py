@@ -1,4 +1,4 @@
-"""What the SSD store's tests share: blocks whose bytes follow from their number, a folder on a disk."""
+"""Common parts of the SSD store's tests: blocks whose bytes follow from their number, a folder on a disk."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

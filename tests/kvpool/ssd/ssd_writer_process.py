@@ -27,7 +27,7 @@ EXTENT_PAGES = 2
 
 
 class UnsyncedDisk(Disk):
-    """What a killed process wrote stays in the page cache, so most children save the time that syncs take."""
+    """Skip most syncs: what a killed process wrote stays in the page cache."""
 
     def sync(self, fd: int) -> None:
         pass

@@ -22,7 +22,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def filled(open_store: Open, blocks: Any, ssd_path: Path) -> dict[str, bytes]:
-    """What is in the folder after a store with two blocks was closed."""
+    """Return the folder's files after a store with two blocks was closed."""
     store = open_store()
     blocks.write(store, {1: 1, 2: 2})
     assert store.close()

@@ -14,7 +14,7 @@ PROCESS = Path(__file__).parent / "ssd_writer_process.py"
 
 
 class Truth:
-    """What the folder must hold, from what its writers said."""
+    """Contents that the folder must have, according to its writers."""
 
     def __init__(self) -> None:
         self.sealed: dict[int, int] = {}  # number to page
@@ -92,7 +92,7 @@ class Lines:
         self._fd, self._data = fd, b""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a line, or a part of one, comes within so long."""
+        """Return True if a line, or a part of one, arrives within this time."""
         return bool(self._data) or bool(select.select([self._fd], [], [], timeout_s)[0])
 
     def next(self) -> str:

@@ -65,7 +65,7 @@ class RecordingDisk(Disk):
 
 
 class Image:
-    """What a disk holds after the first operations of a log, with what it need not have kept yet."""
+    """Return the disk's contents after the first operations of a log, including writes that it need not have kept."""
 
     def __init__(self) -> None:
         self.files: dict[int, bytearray] = {}
@@ -139,7 +139,7 @@ def _apply(names: dict[str, int], change: tuple[str, ...]) -> None:
 
 
 def told(log: list[tuple[Any, ...]]) -> tuple[dict[int, int], set[int]]:
-    """What a caller may count on after these operations, and what it may find besides: number to page; numbers."""
+    """Return the guaranteed pages (number to page) after these operations, and the numbers that may exist besides."""
     sure: dict[int, int] = {}
     maybe: set[int] = set()
     for kind, *rest in log:

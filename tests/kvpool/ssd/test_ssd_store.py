@@ -1,4 +1,4 @@
-"""What an SSD store promises its caller when nothing fails."""
+"""Guarantees of an SSD store to its caller when nothing fails."""
 
 import shutil
 import threading

@@ -1,4 +1,4 @@
-"""What a peer may touch: keys, rights and bounds; whatever is refused touches nothing."""
+"""Access control: keys, rights and bounds; a refused operation touches nothing."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""What cannot be right is refused at once, before anything is sent."""
+"""Invalid arguments are refused at once, before anything is sent."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What arrives: every byte where it was asked for, and no other touched."""
+"""Contents after a transfer: every byte at its place, and no other byte touched."""
 
 import itertools
 from collections.abc import Callable

@@ -217,7 +217,7 @@ def test_a_part_that_is_cancelled_while_who_took_it_is_interrupted_ends_once(
 
 @pytest.mark.transports("shm")
 def test_reads_without_a_request_go_on_after_the_owner_was_replaced(make_node: Any) -> None:
-    """What is mapped outlives its owner: no read is taken for good that was copied from a dead one's memory."""
+    """Mapped memory outlives its owner: no read copied from a dead owner's memory counts as successful."""
     a, b = make_node("a", 2 * MIB), make_node("b", 2 * MIB)
     b.fill(5)
     peer, key = awake(a, b)

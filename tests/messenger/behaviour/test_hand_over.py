@@ -1,4 +1,4 @@
-"""What is handed over between threads: nothing is left lying, and no thread waits for itself."""
+"""Hand-over between threads: no work is left behind, and no thread waits for itself."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ WaitUntil = Callable[..., None]
 
 
 def waits_in_callback(future: Any, inner: Callable[[], Any]) -> "Future[BaseException | None]":
-    """What a callback of the future hears that waits for the end of `inner`."""
+    """Return the result seen by a callback of the future that waits for the end of `inner`."""
     told: Future[BaseException | None] = Future()
 
     def wait_within(_done: Any) -> None:

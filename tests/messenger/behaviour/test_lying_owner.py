@@ -353,7 +353,7 @@ lies = st.one_of(
 
 @pytest.fixture
 def page(transport: str) -> Iterator[GrantPage | None]:
-    """What an owner shows its callers over shm."""
+    """Data that an owner exposes to its callers over shm."""
     if transport != "shm":
         yield None
         return

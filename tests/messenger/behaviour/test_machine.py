@@ -41,7 +41,7 @@ class Grant:
 
 @dataclass
 class Pending:
-    """What was submitted and not looked at yet, in the order of submission."""
+    """Operations submitted and not checked yet, in the order of submission."""
 
     future: Future[Any]
     fate: str

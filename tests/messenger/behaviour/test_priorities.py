@@ -1,4 +1,4 @@
-"""What is urgent overtakes what waits; what can wait still moves; and order holds within a priority."""
+"""Priorities: urgent operations overtake, background ones still move, and order holds within a priority."""
 
 import threading
 from collections.abc import Callable

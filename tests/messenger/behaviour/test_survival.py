@@ -1,4 +1,4 @@
-"""What befalls one operation, or the thread that it runs on, leaves the next ones their way and everything an end."""
+"""Failures of one operation, or of its thread, leave later operations unaffected, and every operation ends."""
 
 import dataclasses
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""What a connection does with what completed, on a lane whose hardware is played: the receive requests are shared."""
+"""Completions of a connection, on a lane with scripted hardware; the receive requests are shared."""
 
 from collections import deque
 from types import SimpleNamespace

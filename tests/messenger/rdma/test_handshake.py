@@ -1,4 +1,4 @@
-"""What is agreed on before rails are used, and what is refused: other builds, mixed-up answers, nonsense."""
+"""Handshake of rails, and what it refuses: other builds, mixed-up answers, invalid messages."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ ACCESS = KeyInfo(7, 5, 0, 1 << 20, 0, 4096, True, True, np.array([9], "<u4").tob
 
 
 class Link:
-    """What is sent, and what there is to receive."""
+    """Sent frames, and frames to receive."""
 
     address = "played"
     generation = 0

@@ -1,4 +1,4 @@
-"""What `pool status` makes of nodes that need a look: silent, unknown to the directory, with a disk in trouble."""
+"""`pool status` of nodes in trouble: silent, missing from the directory, with a failing disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reply() -> conductor_pb2.ClusterReply:
 
 @pytest.fixture
 def state() -> dict[str, Any]:
-    """What a node says of itself, as it is before its start."""
+    """Return the report of a node before its start."""
     node = PoolNode(assemble(PoolNodeConfig, node_id="pool", listen="unix:/nowhere"), incarnation=1)
     counters = node_metrics.counters(node)
     tiers = {

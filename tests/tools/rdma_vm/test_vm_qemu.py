@@ -1,4 +1,4 @@
-"""What QEMU and the guest are told."""
+"""QEMU's arguments, and the guest's files."""
 
 import subprocess
 from pathlib import Path

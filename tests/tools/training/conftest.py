@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """What ``tools.training.prepare`` leaves, with 6,000 random tokens a source."""
+    """Write the output of ``tools.training.prepare``, with 6,000 random tokens a source."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "data").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):

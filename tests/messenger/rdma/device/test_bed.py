@@ -1,4 +1,4 @@
-"""What the bed promises: on every rail a device that carries RDMA writes."""
+"""Guarantee of the test VM: every rail has a device that carries RDMA writes."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the hardware refuses, whatever a peer's software does: keys that were revoked, and bytes beyond a window."""
+"""Accesses that the hardware refuses, whatever a peer's software does: revoked keys, and bytes beyond a window."""
 
 import time
 from typing import Any

@@ -22,7 +22,7 @@ NBYTES, OFFSET = 64 << 10, 0x1200
 
 
 class HostsGpu:
-    """What CudaDriver is asked, answered of memory of this host."""
+    """Stand-in for CudaDriver that answers about memory of this host."""
 
     def __init__(self, *, exports: bool, flushes: bool = False) -> None:
         self.memory = SharedMemory.create(2 * NBYTES, "gpu")
@@ -36,7 +36,7 @@ class HostsGpu:
 
     @property
     def bytes(self) -> Any:
-        """Of what is registered."""
+        """Return the counts of what is registered."""
         return self.memory.array[OFFSET : OFFSET + NBYTES]
 
     def allocation(self, memory: GpuMemory) -> Allocation:

@@ -24,7 +24,7 @@ def link_of(peer: Any) -> Any:
 
 
 def break_lane(link: Any, index: int) -> None:
-    """What a port that fails does to a queue pair."""
+    """Break a queue pair as a failing port does."""
     with link._changed:
         link.lanes[index].pair._qp.modify(QPAttr(qp_state=QPS_ERR), QP_STATE)
 

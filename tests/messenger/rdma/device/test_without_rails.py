@@ -34,7 +34,7 @@ for node in nodes:
 
 
 def with_little_memory(transport: str, limit_nbytes: int, nbytes: int) -> str:
-    """What becomes of a write in a process that may lock so much memory."""
+    """Return the outcome of a write in a process with this limit on locked memory."""
     limits = ["prlimit", f"--memlock={limit_nbytes}", "setpriv", "--bounding-set", "-ipc_lock", sys.executable, "-c"]
     done = subprocess.run([*limits, CHILD, transport, str(nbytes)], capture_output=True, text=True, timeout=200)
     assert done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""What adapters do alone, once the owner has told the key."""
+"""Transfers by the adapters alone, once the owner has sent the key."""
 
 from collections.abc import Callable
 from typing import Any
