@@ -1,6 +1,7 @@
 """Properties that hold for every cluster and every history."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -239,8 +240,7 @@ def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, 
         Prefixes(np.array([own, np.minimum(own, on_ssd // 2)]), best, min(best, on_ssd), "pool", sends),
         np.array(queues[: len(own)]),
         prompt_tokens=prompt,
-        block_tokens=BLOCK,
-        block_nbytes=1000,
+        model=SimpleNamespace(block_tokens=BLOCK, block_nbytes=1000),
         balancing_threshold=threshold,
         slots=np.arange(len(own))[::-1].copy(),
         costs=costs,

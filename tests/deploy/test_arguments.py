@@ -204,7 +204,7 @@ def test_large_whole_numbers_stay_whole(render: Any, told: Callable[[Any], Told]
     release = render({"config": {"capacity_tokens": 16_000_000, "answer_memory": 34_359_738_368, "max_queue": 0.5}})
     settings = told(release).settings(release.pod("moonpool-decode"))
     assert settings.engine.capacity_tokens == 16_000_000
-    assert told(release).settings(release.pod("moonpool-frontend")).http.answer_memory == 34_359_738_368
+    assert told(release).settings(release.pod("moonpool-frontend")).http.answer_memory_bytes == 34_359_738_368
 
 
 def test_groups_in_the_hosts_network_have_ports_of_their_own(render: Any, told: Callable[[Any], Told]) -> None:
@@ -245,7 +245,7 @@ def test_ray_is_asked_for_the_workers_and_its_pods_offer_to_take_them(render: An
     serve = told(release).settings(release.pod("moonpool-launcher"))
     assert (serve.topology.num_prefill, serve.topology.num_decode, serve.topology.aggregated) == (3, 6, 0)
     assert serve.runtime.is_ray
-    assert serve.runtime.ray_orphan_grace == 600
+    assert serve.runtime.ray_orphan_grace_s == 600
     assert {pod.labels.get("llm-d.ai/role") for pod in release.pods} == {None, "prefill", "decode"}
     assert not release.kind("DaemonSet")
 
