@@ -29,7 +29,7 @@ from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.decode import DecodeChoice, peak_tokens, tbt_each_s
 from conductor.policy.placement.plan import DecodePlan, Plan, considered_in
-from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, score_prefill
+from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, score_candidates
 from conductor.policy.state import ClusterState
 
 __all__ = ["COLOCATED_OUTCOMES", "consider_colocated"]
@@ -122,17 +122,7 @@ def _best(
     nodes = decode.nodes
     free = nodes.capacity_tokens - plan.sums[nodes.slots, 1]
     prefixes = find_prefixes(state, request, model, request.matches, nodes, plan.sums)
-    scores = score_prefill(
-        prefixes,
-        plan.sums[nodes.slots, 0] / NS,
-        prompt_tokens=request.prompt_tokens,
-        block_tokens=model.block_tokens,
-        block_nbytes=model.block_nbytes,
-        balancing_threshold=state.config.balancing_threshold,
-        slots=nodes.slots,
-        costs=costs,
-        transfers=state.transfers,
-    )
+    scores = score_candidates(state, request, model, nodes, prefixes, plan.sums[nodes.slots, 0] / NS, costs)
     ttft_s = np.where(free >= need_tokens, scores.transfer_s + scores.queue_s + scores.prefill_s, inf)
     if not ttft_s.min() < inf:
         return None

@@ -20,7 +20,7 @@ from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.decode import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.placement.grouping import PrefillGroup, form_group, work_at_hand_s
-from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, reach, score_prefill
+from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, reach, score_candidates
 from conductor.policy.queue_position import QueuePosition
 from conductor.policy.requests import Claim
 from conductor.policy.state import ClusterState
@@ -118,7 +118,7 @@ def make_plan(
         help_s = state.group_work.load_s(now_ns, state.nodes, state.requests) if state.group_work else None
         if help_s is not None:
             queue_s += help_s[places.prefill.slots]
-        scores = _score(state, request, model, places.prefill, prefixes, queue_s, costs)
+        scores = score_candidates(state, request, model, places.prefill, prefixes, queue_s, costs)
     group: PrefillGroup | None = None
     if state.config.prefill_group_size > 1:
         work_s = work_at_hand_s(places, sums, help_s)
@@ -163,7 +163,7 @@ def ttft_with_s(
     """TTFT at the best place, but for waiting for decode pages, had the pool nodes held `matches` instead."""
     nodes = plan.places.prefill
     prefixes = find_prefixes(state, request, model, matches, nodes, plan.sums)
-    return _score(state, request, model, nodes, prefixes, plan.scores.queue_s, costs).ttft_s
+    return score_candidates(state, request, model, nodes, prefixes, plan.scores.queue_s, costs).ttft_s
 
 
 def _expect(
@@ -194,28 +194,6 @@ def _queue_s(
             wait_s = wait_for_room_s(nodes, int(i), state, costs, now_ns=now_ns, missing_tokens=int(missing[i]))
             queue_s[i] = max(queue_s[i], wait_s)
     return queue_s
-
-
-def _score(
-    state: ClusterState,
-    request: RequestArrived,
-    model: ModelNodes,
-    nodes: Candidates,
-    prefixes: Prefixes,
-    queue_s: Floats,
-    costs: ModelCosts,
-) -> PrefillScores:
-    return score_prefill(
-        prefixes,
-        queue_s,
-        prompt_tokens=request.prompt_tokens,
-        block_tokens=model.block_tokens,
-        block_nbytes=model.block_nbytes,
-        balancing_threshold=state.config.balancing_threshold,
-        slots=nodes.slots,
-        costs=costs,
-        transfers=state.transfers,
-    )
 
 
 def _plan_decode(

@@ -33,6 +33,7 @@ __all__ = [
     "most_reused",
     "reach",
     "replicas_used",
+    "score_candidates",
     "score_prefill",
     "usable_slots",
     "without_replicas",
@@ -96,14 +97,16 @@ def score_prefill(
     queue_s: Floats,
     *,
     prompt_tokens: int,
-    block_tokens: int,
-    block_nbytes: int,
+    model: ModelNodes,
     balancing_threshold: float,
     slots: Ints,
     costs: ModelCosts,
     transfers: TransferCosts,
 ) -> PrefillScores:
-    """Algorithm 1's loop over the prefill instances. A prefix of 0 makes the ratio infinite, if anybody has one."""
+    """Run Algorithm 1's loop over the prefill instances (Mooncake, §6.1) at `slots`; `queue_s`: [instances].
+
+    A prefix of 0 makes the ratio infinite, if any instance has one. Of `model` only the sizes of a block are used.
+    """
     count = len(queue_s)
     seconds, reuse, fetches = np.empty((2, count)), np.empty(count, np.int64), np.empty(count, np.bool_)
     chosen, ttft_s = kernels().score_prefill(
@@ -113,8 +116,8 @@ def score_prefill(
         prefixes.best_ssd,
         prefixes.num_sends,
         prompt_tokens,
-        block_tokens,
-        block_nbytes,
+        model.block_tokens,
+        model.block_nbytes,
         balancing_threshold,
         slots,
         costs.slowdowns.factors,
@@ -128,6 +131,28 @@ def score_prefill(
         fetches,
     )
     return PrefillScores(seconds, queue_s, reuse, fetches, chosen, ttft_s)
+
+
+def score_candidates(
+    state: ClusterState,
+    request: RequestArrived,
+    model: ModelNodes,
+    nodes: Candidates,
+    prefixes: Prefixes,
+    queue_s: Floats,
+    costs: ModelCosts,
+) -> PrefillScores:
+    """Score `nodes` for the request; `queue_s`: [candidates], the seconds until its turn there."""
+    return score_prefill(
+        prefixes,
+        queue_s,
+        prompt_tokens=request.prompt_tokens,
+        model=model,
+        balancing_threshold=state.config.balancing_threshold,
+        slots=nodes.slots,
+        costs=costs,
+        transfers=state.transfers,
+    )
 
 
 def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
