@@ -52,7 +52,7 @@ BAD: dict[str, Callable[[], bytes]] = {
     "version": lambda: frame(1, msgpack.packb(["a", 1]), version=9),
     "kind": lambda: frame(77, b""),
     "over the limit": lambda: frame(8, b"", length=MAX_BODY_NBYTES + 1),
-    "no msgpack": lambda: frame(10, b"\xc1\xc1"),
+    "not valid msgpack": lambda: frame(10, b"\xc1\xc1"),
     "number or type": lambda: frame(10, msgpack.packb([1, 2])),
     "Attach was sent already": lambda: encode(Attach("again", 1)),
     "no request": lambda: encode(Attached("n", 1, 2, 3)),
@@ -100,7 +100,7 @@ async def test_a_descriptor_that_is_no_sealed_memory_is_refused(start_pool: Any,
         return raw.sent_away()
 
     file = os.open(tmp_path / "file", os.O_RDONLY)
-    assert b"no shared memory" in await asyncio.to_thread(misbehave, file)
+    assert b"not shared memory" in await asyncio.to_thread(misbehave, file)
     os.close(file)
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 4096)
