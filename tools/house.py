@@ -25,7 +25,7 @@ FRAGMENTS = frozenset({"what", "who", "whose", "whom", "whether", "until", "of"}
 UNSHIPPED = ("benchmarks", "tools", "tests", ".ci")
 GENERATED = "moonpool_proto"
 # Classes below these folders carry options of single commands, which only share words with the cluster's settings.
-NOT_SERVING = ("benchmarks", "tools", "tests", ".ci", "loadtest", "simulator", "traces", "moonpool_proto", "replay")
+NOT_SERVING = ("benchmarks", "tools", "tests", ".ci", "loadtest", "simulator", "traces", "moonpool/doctor")
 UNIT = re.compile(r"_(s|ms|ns|nbytes|bytes|tokens|path)$")
 SHOWN = 25
 
@@ -167,7 +167,7 @@ def keys_declared_twice(modules: list[Module]) -> list[str]:
     keys: set[str] = set()
     declared: dict[str, set[str]] = defaultdict(set)
     for module in modules:
-        if module.package in NOT_SERVING or module.path.parts[0] in NOT_SERVING:
+        if any(map(module.path.is_relative_to, NOT_SERVING)):
             continue
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.ClassDef):
