@@ -20,6 +20,7 @@ from messenger import DeadlineExceeded, Messenger, MessengerError, Priority
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from rpc.control import ControlError
 from rpc.errors import NetworkError
+from settings.worker import KvSettings
 from worker.counters import WorkerCounters
 from worker.local_pool import LocalPoolAccess
 from worker.policy import CircuitBreaker
@@ -38,14 +39,12 @@ _HOLD_OFF_S, _LONGEST_HOLD_OFF_S = 5.0, 30.0
 
 @dataclass(frozen=True, slots=True)
 class PoolCallSettings:
-    """Identity of a worker towards pool nodes, and the limits of its calls."""
+    """Identity of a worker towards pool nodes, and the settings of its calls."""
 
     own_target: str  # gRPC target of this host's pool node; empty = none
     owner: str  # node id under which leases and puts are held
     incarnation: int
-    lease_s: float
-    put_ttl_s: float  # the pool drops a put that is not sealed within this time
-    wait_s: float  # longest wait for blocks that are on SSD; blocks that arrive later are computed
+    kv: KvSettings
 
 
 class KVConnector:
@@ -73,7 +72,7 @@ class KVConnector:
         self._local_pool = LocalPoolAccess(
             memory, messenger, kv_namespace, owner=settings.owner, incarnation=settings.incarnation
         )
-        self._writer = PoolWriter(memory, messenger, kv_namespace, ttl_s=settings.put_ttl_s, counters=counters)
+        self._writer = PoolWriter(memory, messenger, kv_namespace, ttl_s=settings.kv.put_ttl_s, counters=counters)
         self.own_node_id = ""
         self.num_pinned = 0
 
@@ -169,10 +168,15 @@ class KVConnector:
         return pinned
 
     async def _pin(self, target: str, chain: NDArray[np.uint8], tail_keys: bytes, time_left_s: float) -> Lease | None:
-        wait_s = max(0.0, min(self._settings.wait_s, time_left_s))
+        wait_s = max(0.0, min(self._settings.kv.kv_load_wait_s, time_left_s))
         try:
             lease = await self.client(target).pin(
-                self._namespace, chain, lease_s=self._settings.lease_s, wait_s=wait_s, tails=True, tail_keys=tail_keys
+                self._namespace,
+                chain,
+                lease_s=self._settings.kv.lease_s,
+                wait_s=wait_s,
+                tails=True,
+                tail_keys=tail_keys,
             )
         except PoolErrors as error:
             self._note(target, error)
@@ -238,7 +242,7 @@ class KVConnector:
             return right
         slices = self._memory.slot_slices(slots, list(pin.offsets[:, rows]))
         peer = self._messenger.connect(pin.lease.endpoint)
-        await shielded(peer.read(pin.lease.key, self._memory.region, slices, deadline_s=self._settings.lease_s))
+        await shielded(peer.read(pin.lease.key, self._memory.region, slices, deadline_s=self._settings.kv.lease_s))
         expected = [each[rows] for each in pin.digests]
         return await in_thread(self._count_right, slots, expected, pin.valid[rows])
 

@@ -74,9 +74,7 @@ class WorkerNode:
             own_target=config.pool_target,
             owner=config.node_id,
             incarnation=self.incarnation,
-            lease_s=config.kv.lease_s,
-            put_ttl_s=config.kv.put_ttl_s,
-            wait_s=config.kv.kv_load_wait_s,
+            kv=config.kv,
         )
         self.kv_connector = KVConnector(self.stored, self.messenger, self.namespace, pool_settings, self.counters)
         self.parity = ParityChecker(self.memory, config.kv.kv_parity_sample)
