@@ -26,7 +26,7 @@ LONGEST_FIRST = (
     "simulator/test_moonpool_policy.py",
     "loadtest/test_runner.py",
     "wheel/",
-    "tools/soak/test_soak.py",
+    "messenger/test_soak.py",
     "kvpool/ssd/test_ssd_kill.py",
 )
 """Files of tests/ and folders that take from half a minute to a few seconds alone; all others take less."""

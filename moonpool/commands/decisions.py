@@ -285,7 +285,7 @@ def _told(compared: Sequence[Comparison], changed: dict[str, Any]) -> dict[str, 
     return {
         "open_loop": bool(changed),
         "set": changed,
-        "recorded_runs": [
+        "lives": [
             {
                 "files": [str(path) for path in one.life.paths],
                 "events": one.num_events,

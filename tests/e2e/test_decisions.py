@@ -66,6 +66,13 @@ async def until_placed(log: Path, name: str) -> str:
     return decode
 
 
+async def until_ended(log: Path, name: str) -> None:
+    """Wait until the log holds the end of the request, which its writer records a moment after the answer."""
+    async with asyncio.timeout(60):
+        while any(record["outcome"] == "open" for record in find_records(log, name).records):
+            await asyncio.sleep(0.02)
+
+
 async def live(cluster: Any, log: Path) -> dict[str, str]:
     url, model = cluster.url, cluster.ready["model"]
     shared, few = prompt(1, 256), {"model": model, "max_tokens": 8}
@@ -103,6 +110,7 @@ async def live(cluster: Any, log: Path) -> dict[str, str]:
         status, names["afterwards"] = await ask(session, url, shared, **few)
         assert status == 200
     await cluster.validate()
+    await until_ended(log, names["afterwards"])
     return names
 
 
@@ -134,7 +142,7 @@ def test_both_lives_of_the_conductor_replay_to_the_same_decisions(cluster: Any, 
     other = moonpool("replay-decisions", log, "--set", "ttft_objective_s=1e-6", "--json")
     told = json.loads(other.stdout)
     assert (other.returncode, told["open_loop"]) == (0, True)
-    assert told["recorded_runs"][0]["kinds"]["rejected instead of placed"] >= 4
+    assert told["lives"][0]["kinds"]["rejected instead of placed"] >= 4
 
 
 def test_a_changed_log_is_found_out_and_the_difference_named(
@@ -189,4 +197,4 @@ def test_explain_tells_a_person_why(cluster: Any, log: Path, moonpool: Command) 
     assert "starts with requests of 20" in unknown.stdout
     nowhere = moonpool("explain", "x", "--log", log.parent)
     assert nowhere.returncode == 1
-    assert "is no decision log" in nowhere.stderr
+    assert "is not a decision log" in nowhere.stderr

@@ -84,7 +84,7 @@ def main(
     nbytes: str,
     incarnation: str,
     data_port: str,
-    listen_host: str,
+    data_host: str,
     handshake_timeout_s: str,
 ) -> None:
     def say(something: Any) -> None:
@@ -95,7 +95,7 @@ def main(
         transport=transport,
         shm_dir=Path(run_dir),
         data_port=int(data_port),
-        data_host=listen_host,
+        data_host=data_host,
         handshake_timeout_s=float(handshake_timeout_s),
     )
     child = Child(config, node_id, int(nbytes), int(incarnation))

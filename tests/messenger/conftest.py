@@ -261,10 +261,10 @@ def make_child(transport: str, tmp_path: Path, nursery: BaseContext, patience: f
         nbytes: int = 1 << 20,
         incarnation: int = 1,
         data_port: int = 0,
-        listen_host: str = "127.0.0.1",
+        data_host: str = "127.0.0.1",
         prefix: Sequence[str] = (),
     ) -> Child:
-        words = (transport, tmp_path, node_id, nbytes, incarnation, data_port, listen_host, 5.0 * patience)
+        words = (transport, tmp_path, node_id, nbytes, incarnation, data_port, data_host, 5.0 * patience)
         arguments = [str(word) for word in words]
         here, there = socket.socketpair()
         process: subprocess.Popen[bytes] | BaseProcess

@@ -228,5 +228,5 @@ def test_a_gpu_that_can_neither_is_refused(driver: Callable[..., CudaDriver]) ->
 
 @pytest.mark.parametrize(("address", "nbytes"), [(0, 4096), (BASE, 0), (BASE, -1)])
 def test_memory_that_can_be_none_is_refused(address: int, nbytes: int) -> None:
-    with pytest.raises(InvalidArgument, match="no GPU memory"):
+    with pytest.raises(InvalidArgument, match="GPU memory needs a device pointer and a positive size"):
         GpuMemory(address, nbytes)

@@ -13,7 +13,7 @@ from tools.soak.__main__ import main
 from tools.soak.shapes import applied, first_difference, random_rows
 from tools.soak.watch import growth
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.transports("auto", "rdma")
@@ -23,7 +23,7 @@ def test_a_short_soak_finds_nothing(transport: str, patience: float) -> None:
     if transport == "rdma":
         options |= {"--seconds": 45, "--slot-kib": 64, "--peers": 2, "--workers": 1, "--patience": patience}
     done = subprocess.run(
-        [sys.executable, "-m", "soak", *(str(word) for option in options.items() for word in option)],
+        [sys.executable, "-m", "tools.soak", *(str(word) for option in options.items() for word in option)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.PIPE,
