@@ -1,4 +1,4 @@
-"""The conductor's pure core: events in, decisions out. No I/O, no clock, no randomness; time is integer nanoseconds."""
+"""The conductor's decision logic: a state machine without I/O, clock or randomness. Times are integer nanoseconds."""
 
 from conductor.policy.conductor import Conductor
 from conductor.policy.config import Objectives, PolicyConfig

@@ -1,4 +1,4 @@
-"""Events, decisions and configurations as JSON objects and back, exactly: what is read back compares equal."""
+"""Conversion of events, decisions and configurations to JSON objects and back; the round trip is exact."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -14,37 +14,37 @@ from conductor.policy.events import Event, PoolMatch, PoolMatches
 __all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_from_json", "to_json"]
 
 
-_PLAIN: Final = frozenset({str, int, float, bool, NoneType})  # types that JSON has, too
-# Names that fields of PolicyConfig have in logs, where these differ.
+_PLAIN: Final = frozenset({str, int, float, bool, NoneType})  # types that JSON has as well
+# Fields of PolicyConfig whose name in logs differs.
 LOGGED_NAMES: Final = {"ttft_slo_s": "ttft_objective_s", "tbt_slo_s": "tbt_objective_s"}
-# Values of settings in logs that are older than the settings.
+# Values to assume for settings that logs of older versions lack.
 _OLD_VALUES: Final = {"attained_share": 0.0, "report_timeout_s": 0.0}
 _FIELD_NAMES: Final = {logged: name for name, logged in LOGGED_NAMES.items()}
 
 
 def to_json(value: Event | Decision) -> dict[str, Any]:
-    """A JSON object with the class's name under "type"; fields that have their default value are left out."""
+    """Return a JSON object with the class's name under "type"; fields with their default value are omitted."""
     return {"type": type(value).__name__, **_fields_to_json(value)}
 
 
 def event_from_json(row: Mapping[str, Any]) -> Event:
-    """The event that `to_json` wrote. Raises LogFormatError."""
+    """Return the event that `to_json` wrote. Raises LogFormatError if `row` is not one."""
     return _tagged(row, Event)  # type: ignore[no-any-return]
 
 
 def decision_from_json(row: Mapping[str, Any]) -> Decision:
-    """The decision that `to_json` wrote. Raises LogFormatError."""
+    """Return the decision that `to_json` wrote. Raises LogFormatError if `row` is not one."""
     return _tagged(row, Decision)  # type: ignore[no-any-return]
 
 
 def config_to_json(config: PolicyConfig) -> dict[str, Any]:
-    """Every field, so that a later version's defaults change nothing."""
+    """Return a JSON object with all fields, default values included, so that later defaults do not change a replay."""
     values = {each.name: _value_to_json(getattr(config, each.name)) for each in fields(config)}
     return {LOGGED_NAMES.get(name, name): value for name, value in values.items()}
 
 
 def config_from_json(row: Any) -> PolicyConfig:
-    """The configuration that `config_to_json` wrote. Raises LogFormatError."""
+    """Return the configuration that `config_to_json` wrote. Raises LogFormatError if `row` is not one."""
     if isinstance(row, Mapping):
         row = _OLD_VALUES | {_FIELD_NAMES.get(name, name): value for name, value in row.items()}
     return _object(PolicyConfig, row)  # type: ignore[no-any-return]
@@ -127,10 +127,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         (other,) = (one for one in get_args(hint) if one is not NoneType)
         return None if value is None else _value(other, value, where)
     else:
-        # JSON has one kind of number: whole seconds come back as int.
+        # JSON has one number type: whole seconds are read back as int.
         ok = type(value) is hint or (hint is float and type(value) is int)
     if not ok:
-        raise LogFormatError(f"{where}: {str(value)[:80]!r} is no {getattr(hint, '__name__', hint)}")
+        raise LogFormatError(f"{where}: expected {getattr(hint, '__name__', hint)}, got {str(value)[:80]!r}")
     try:
         return float(value) if hint is float else value
     except OverflowError as error:

@@ -1,4 +1,4 @@
-"""Configuration of the policy, as declared in `settings.conductor`, and the unit of its clock."""
+"""Settings of the policy, which `settings.conductor` declares, and the resolution of its clock."""
 
 from settings.conductor import Admission, AdmissionMode, Objectives, PolicyConfig, RoleSwitching, Undivided
 

@@ -1,4 +1,4 @@
-"""Everything the policy can decide, as plain data; `codec` gives each a JSON form. No behaviour lives here."""
+"""Decisions, the output of the policy, as plain data; `codec` converts them to JSON."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -31,18 +31,18 @@ Reason = Literal[
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Blocks [first_block, first_block + num_blocks) of the prompt can be read at this pool node."""
+    """Pool node from which blocks [first_block, first_block + num_blocks) of the prompt are to be read."""
 
     pool: str
     first_block: int
     num_blocks: int
-    ssd_blocks: int = 0  # of them, those that are on SSD only
+    ssd_blocks: int = 0  # of these, on SSD only
 
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PrefillScore:
-    """Algorithm 1's terms for one candidate; their sum is its predicted TTFT."""
+    """Terms of Algorithm 1 of the Mooncake paper for one candidate; the three times add up to its predicted TTFT."""
 
     node_id: str
     transfer_s: float
@@ -54,14 +54,14 @@ class PrefillScore:
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class DecodeScore:
-    """One candidate for the decode: predicted time between tokens with this request in its batch, and room before."""
+    """One candidate for the decode: predicted TBT with this request in its batch, and free KV tokens without it."""
 
     node_id: str
     tbt_s: float
     free_tokens: int
 
 
-# Why a prompt is not computed where it decodes; "": it is, or may be.
+# Reason why a prompt is not prefilled on its decode node; "" if it is, or may be.
 WhyNot = Literal["", "no_room", "not_sooner", "unknown_chunks", "slows_others"]
 
 
@@ -75,9 +75,9 @@ class ColocatedScore:
     queue_s: float
     prefill_s: float
     divided_s: float  # TTFT of the other plan
-    step_s: float = 0.0  # the longest step there meanwhile; 0: not asked, since it is no faster
-    bound_s: float = 0.0  # what that may take; 0: it disturbs nobody
-    is_better: bool = False  # faster, and harmless
+    step_s: float = 0.0  # longest decode step during the prefill; 0: not computed, since the plan is not faster
+    bound_s: float = 0.0  # limit of that step; 0: no other request decodes there
+    is_better: bool = False  # faster, and within the limit
     why_not: WhyNot = ""
 
 
@@ -87,10 +87,10 @@ class Considered:
     """Inputs of a decision: the best candidates, the predictions at the best of each, and the objectives."""
 
     prefill: tuple[PrefillScore, ...] = ()
-    num_prefill: int = 0  # candidates that there were
+    num_prefill: int = 0  # number of all candidates, listed or not
     decode: tuple[DecodeScore, ...] = ()
     num_decode: int = 0
-    ttft_s: float = 0.0  # predicted, with the wait for decode pages
+    ttft_s: float = 0.0  # predicted, including the wait for decode pages
     tbt_s: float = 0.0
     room_wait_s: float = 0.0  # until the decode node has the pages
     need_tokens: int = 0  # pages reserved there, in tokens
@@ -98,9 +98,7 @@ class Considered:
     tbt_objective_s: float = 0.0
     ttft_from: str = ""
     tbt_from: str = ""
-    undivided: ColocatedScore | None = (
-        None  # the plan without hand-over, where there may be one; `prefill` has none of it
-    )
+    undivided: ColocatedScore | None = None  # colocated prefill, where it is possible; not listed in `prefill`
 
 
 NOTHING_CONSIDERED = Considered()
@@ -109,10 +107,10 @@ NOTHING_CONSIDERED = Considered()
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Run the request here. `decode` "" means that the prefill node goes on to the end.
+    """Run the request on these nodes. If `decode` is "", the prefill node also decodes.
 
-    `holders` cover [0, reuse_blocks) without gap or overlap, in order. `asks_again`: the first token is to be withheld
-    until a DecodeAsked was answered.
+    `holders` cover blocks [0, reuse_blocks) in order, without gap or overlap. `asks_again`: the first token must be
+    withheld until a DecodeAsked has been answered.
     """
 
     request_id: str
@@ -125,19 +123,18 @@ class Place:
     predicted_tbt_s: float
     turn: QueueKey = NO_QUEUE_KEY
     considered: Considered = NOTHING_CONSIDERED
-    extrapolated: tuple[str, ...] = ()  # predicted beyond what was measured: "prefill", "decode", "load", ...
+    extrapolated: tuple[str, ...] = ()  # predictions beyond the measured range: "prefill", "decode", "load", ...
     asks_again: bool = False
-    reserve_tokens: int = 0  # pages to begin with on the decode node, in tokens; 0 = for the most that may be needed
+    reserve_tokens: int = 0  # pages to reserve first on the decode node, in tokens; 0: the most that may be needed
     helpers: tuple[str, ...] = ()  # prefill nodes that may compute some of its chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Do not serve the request now; `retry_after_s` is in whole seconds, 0 where trying again cannot help.
+    """Do not serve the request now. `retry_after_s` is in whole seconds; 0 if a retry cannot help.
 
-    `may_return`: nothing is missing but nodes that are silent, leave, or left just now: they or their successors are
-    likely to be there in a moment.
-    `after_prefill`: the prompt was computed in vain.
+    `may_return`: the only reason is that nodes are suspect, draining or just lost, so that they or their successors
+    are likely to be available shortly. `after_prefill`: the request was rejected when its prompt had been computed.
     """
 
     request_id: str
@@ -163,8 +160,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """The prefix that Copy `match_key` brought to pool node `pool` is used no more: drop it there if another has it,
-    but for its first `keep_blocks`, which were there before."""
+    """Drop the prefix that Copy `match_key` brought to pool node `pool`, if another pool node has it.
+
+    Its first `keep_blocks`, which were there before the copy, are kept.
+    """
 
     pool: str
     match_key: int
@@ -173,7 +172,7 @@ class Shrink:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseOrphan:
-    """Nobody holds or completes this request: its claims were dropped."""
+    """Forget a request that no worker holds and no frontend completed; its claims were dropped."""
 
     request_id: str
     attempt: int
@@ -181,9 +180,9 @@ class ReleaseOrphan:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRole:
-    """One more node should have `role`: this one, of the other role, has the least to finish.
+    """Change the role of node `node_id`, the one of the other role with the least work left, to `role`.
 
-    `is_advice`: it is only said. `reason` is for people.
+    `is_advice`: report the decision only, do not carry it out. `reason` is a message for operators.
     """
 
     node_id: str

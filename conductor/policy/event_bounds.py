@@ -1,7 +1,7 @@
-"""Bounds of reported numbers: an impossible value is replaced by the nearest possible one.
+"""Bounds of the numbers in events: a value out of bounds is replaced by the nearest one within.
 
-The policy may rely on the range of what it reads, except for measurements, which `learning` rejects and counts. The
-bounds keep every sum and product of the policy, in tokens, bytes and nanoseconds, far within 64 bits.
+The policy relies on these ranges, except for measurements, which `reports.learn` rejects and counts. The bounds keep
+every sum and product of the policy, in tokens, bytes and nanoseconds, far within 64 bits.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ D = TypeVar("D", RequestArrived, RequestCompleted, CopyFinished, Held, NodeView)
 
 
 def clamp_event(event: Event) -> Event:
-    """The event itself, as almost always, or what of it can be true."""
+    """Return the event itself if all its numbers are within bounds, otherwise a copy with bounded numbers."""
     match event:
         case RequestArrived():
             return _arrival(event)
@@ -61,7 +61,7 @@ def clamp_event(event: Event) -> Event:
 
 
 def to_ns(seconds: float) -> int:
-    """Predicted seconds as nanoseconds that can be added up for thousands of requests."""
+    """Convert predicted seconds to nanoseconds, bounded so that thousands of them can be added in 64 bits."""
     if -MOST_S < seconds < MOST_S:
         return round(seconds * 1e9)
     return round(max(-MOST_S, min(seconds, MOST_S)) * 1e9)
@@ -140,7 +140,7 @@ def _is_time(seconds: float) -> bool:
 
 
 def _within(value: D, counts: dict[str, int], times: tuple[str, ...]) -> D:
-    """With counts between 0 and their bounds, and times that are none at 0."""
+    """Bound counts to 0..bound and times to 0..MOST_S; NaN and negative times become 0."""
     changed: dict[str, Any] = {
         name: min(max(0, getattr(value, name)), most)
         for name, most in counts.items()

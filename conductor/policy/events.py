@@ -1,7 +1,7 @@
-"""Events of a cluster as plain data, without behaviour; `codec` gives each a JSON form.
+"""Events of a cluster, the input of the policy, as plain data; `codec` converts them to JSON.
 
-Blocks are counted, never named: the part of a prompt that pool nodes hold arrives as lengths, in arrays over a roster
-of pool nodes, of which one event may contain a thousand.
+Events contain numbers of blocks, not block keys: the part of a prompt that is in the pool is described by arrays of
+prefix lengths over a roster of pool nodes, which may have a thousand entries.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PoolMatch:
-    """Leading blocks of a prompt on one pool node: `blocks`, of which `ssd_blocks` are on SSD only."""
+    """Leading blocks of a prompt on one pool node: `blocks`, of which `ssd_blocks` are on SSD only.
+
+    `replica` is the `match_key` of the Copy that brought some of them there, or 0.
+    """
 
     pool: str
     blocks: int
@@ -54,10 +57,12 @@ class PoolMatch:
 
 
 class PoolMatches:
-    """Pool nodes `roster`, sorted, hold `blocks` (int64, one each; 0: nothing), of which `ssd_blocks` are on SSD only.
+    """Leading blocks of a prompt on many pool nodes, as arrays. Immutable.
 
-    Nothing of it may be changed. Equal are those that tell of the same matches. A roster that is the very same object
-    as before costs its readers nothing. `replicas`: per pool node, the match_key of the Copy that brought a part.
+    `roster` lists pool nodes in sorted order; `blocks` and `ssd_blocks` are int64 arrays with one entry per pool node
+    (0: it holds nothing). `replicas` maps pool nodes to the `match_key` of the Copy that brought some of the blocks.
+    Two instances are equal if they contain the same non-empty matches, whatever their rosters. Readers cache what they
+    compute from a roster by its identity, so pass the same tuple again where possible.
     """
 
     __slots__ = ("blocks", "replicas", "roster", "ssd_blocks")
@@ -72,7 +77,7 @@ class PoolMatches:
 
     @classmethod
     def of(cls, *matches: PoolMatch) -> "PoolMatches":
-        """The same from one object per pool node; the last word on a pool node counts."""
+        """Build from one object per pool node; of several for one pool node, the last one counts."""
         found = sorted({match.pool: match for match in matches}.values(), key=lambda match: match.pool)
         return cls(
             tuple(match.pool for match in found),
@@ -110,7 +115,7 @@ Phase = Literal["prefill_started", "prefill_ended", "decode_joined", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Properties of a node that placement uses; pool nodes have only the first four fields."""
+    """Properties of a node that placement uses. For pool nodes only the first four fields are set."""
 
     node_id: str
     role: Role
@@ -125,19 +130,19 @@ class NodeView:
     kv_bytes_per_token: int = 0
     model_fingerprint: str = ""
     hardware: str = ""
-    chunk_tokens: int = 0  # most prompt tokens of one step; 0: not known
+    chunk_tokens: int = 0  # most prompt tokens of one step; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node is there. A known node id with another incarnation replaces the old node; with the same, it goes on."""
+    """A node joined. If its id is known with another incarnation, it replaces that node; with the same, it rejoins."""
 
     node: NodeView
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """The node's stream ended: what it held is gone."""
+    """The node's stream ended; everything that it held is lost."""
 
     node_id: str
     incarnation: int
@@ -146,15 +151,15 @@ class NodeLost:
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class QueueKey:
-    """Scheduling order of a waiting request on its node, as of this moment (`worker.policy.scheduling_order`)."""
+    """Ordering key of a waiting request on its node; times are relative to now (`worker.policy.scheduling_order`)."""
 
-    level: int = 0  # of its class: lower goes first
-    account: str = ""  # token of the one who is charged
-    start_ns: int = 0  # virtual start time among the accounts
-    priority: int = 0  # among the account's own: lower goes first
-    waited_s: float = 0.0  # since it came to the front door
-    due_in_s: float = 0.0  # until its first token should be there
-    ages_in_s: float = 0.0  # from then on nothing newer goes before it
+    level: int = 0  # priority of its class; lower goes first
+    account: str = ""  # token of the account that is charged
+    start_ns: int = 0  # virtual start time, compared between accounts
+    priority: int = 0  # within the account; lower goes first
+    waited_s: float = 0.0  # since it arrived at the frontend
+    due_in_s: float = 0.0  # until its first token is due
+    ages_in_s: float = 0.0  # until it has aged: from then on no newer request precedes it
 
 
 NO_QUEUE_KEY = QueueKey()
@@ -163,7 +168,7 @@ NO_QUEUE_KEY = QueueKey()
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A request (attempt) that a worker holds right now."""
+    """A request attempt that a worker currently holds."""
 
     request_id: str
     attempt: int
@@ -171,14 +176,14 @@ class Held:
     remaining_prefill_tokens: int = 0
     prompt_tokens: int = 0
     max_new_tokens: int = 0
-    decode_node: str = ""  # told by prefill nodes: where the request decodes next
-    turn: QueueKey = NO_QUEUE_KEY  # while it waits for its first token
+    decode_node: str = ""  # reported by prefill nodes: where the request will decode
+    turn: QueueKey = NO_QUEUE_KEY  # set while it waits for its first token
 
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A request (attempt) reached a phase on the reporting node."""
+    """Phase that a request attempt reached on the reporting node."""
 
     request_id: str
     attempt: int
@@ -188,7 +193,7 @@ class Progress:
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
-    """One request's prefill, as computed."""
+    """Measured duration of one request's prefill."""
 
     new_tokens: int
     reused_tokens: int
@@ -198,7 +203,7 @@ class PrefillSample:
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """One decode step."""
+    """Measured duration of one decode step: its batch size and the tokens of context of all its sequences."""
 
     batch: int
     context_tokens: int
@@ -208,8 +213,11 @@ class DecodeSample:
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class TransferSample:
-    """One batch of bytes moved; path is "push", "group" (between members of a prefill group), "pull", "load" (from the
-    host's own pool), "fetch" (from another's), "store", "copy", "ssd_read" or "ssd_write"."""
+    """Measured duration of one batch of bytes.
+
+    `path` is "push", "group" (between members of a prefill group), "pull", "load" (from the pool node of the same
+    host), "fetch" (from another host's), "store", "copy", "ssd_read" or "ssd_write".
+    """
 
     nbytes: int
     seconds: float
@@ -219,7 +227,7 @@ class TransferSample:
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class NodeReported:
-    """A worker's report: all that it holds now, and what happened since its last report."""
+    """A node's report: all requests that it holds now, and progress and measurements since its last report."""
 
     node_id: str
     draining: bool = False
@@ -233,10 +241,11 @@ class NodeReported:
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A request, or a further attempt of one, wants a place.
+    """A request, or a further attempt of one, is to be placed.
 
-    `matches`: what pool nodes hold of it. `match_key`: short key of the longest match's last block and its KV
-    namespace, which names a hot prefix. `prompt_tokens` includes the `generated` ones.
+    `matches` describes the blocks of its prompt that are in the pool. `match_key` identifies the longest matching
+    prefix: a short hash of its last block's key and the KV namespace. `prompt_tokens` includes the `generated` tokens
+    of earlier attempts.
     """
 
     request_id: str
@@ -249,20 +258,20 @@ class RequestArrived:
     match_key: int = 0
     generated: int = 0
     excluded: tuple[str, ...] = ()
-    ttft_objective_s: float = 0.0  # 0 = the cluster's
+    ttft_objective_s: float = 0.0  # from the request's header; 0: none
     tbt_objective_s: float = 0.0
     tenant: str = ""
-    slo_class: str = ""  # "" = that of its tenant, or the default one
-    priority: int = 0  # among its tenant's requests of its class: lower goes first, as in vLLM
-    waited_s: float = 0.0  # since it came to the front door
-    endless: bool = False  # it goes on until its client leaves: constant load, which says nothing about lengths
-    prompt_key: int = 0  # of its last whole block: the same prompt, the same key; 0: it has none
+    slo_class: str = ""  # "": that of its tenant, or the default class
+    priority: int = 0  # within its tenant and class; lower goes first, as in vLLM
+    waited_s: float = 0.0  # since it arrived at the frontend
+    endless: bool = False  # generates until the client disconnects; not used to learn answer lengths
+    prompt_key: int = 0  # short key of its last full block, which identifies the prompt; 0: it has no full block
 
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class RequestCompleted:
-    """The frontend's last word on an attempt; measured times are 0 where there are none."""
+    """The frontend's final report on an attempt; times that were not measured are 0."""
 
     request_id: str
     attempt: int
@@ -270,13 +279,13 @@ class RequestCompleted:
     ttft_s: float = 0.0
     mean_tbt_s: float = 0.0
     generated: int = 0
-    cached_tokens: int = 0  # of the prompt, not computed
-    slow_tbt_s: float = 0.0  # mean of the longest tenth of its times between tokens; 0 = not measured
+    cached_tokens: int = 0  # prompt tokens whose KV was reused
+    slow_tbt_s: float = 0.0  # mean of the longest tenth of its times between tokens
 
 
 @dataclass(frozen=True, slots=True)
 class CopyFinished:
-    """A Copy decision was carried out, or could not be (`nbytes` 0)."""
+    """A Copy decision was carried out, or failed (`nbytes` 0)."""
 
     source: str
     target: str
@@ -287,7 +296,7 @@ class CopyFinished:
 
 @dataclass(frozen=True, slots=True)
 class ObjectivesChanged:
-    """Another version of the record of objectives is in force; `content` is what `record_form.record_text` gives."""
+    """A new version of the record of objectives is in force; `content` is its text as of `objectives.record_text`."""
 
     version: int
     content: str
@@ -295,7 +304,7 @@ class ObjectivesChanged:
 
 @dataclass(frozen=True, slots=True)
 class PathCosts:
-    """Cost of one batch of bytes on a path; `nbytes` is the most that was measured."""
+    """Measured cost of one batch of bytes on a path; `nbytes` is the largest batch measured."""
 
     path: str
     fixed_s: float
@@ -305,14 +314,15 @@ class PathCosts:
 
 @dataclass(frozen=True, slots=True)
 class CostsGiven:
-    """A measured profile of what a model's work costs, told before its nodes join.
+    """A measured cost profile of a model, provided before its nodes join.
 
-    Coefficients are those of `worker.policy.cost_formulas`, in its order; the other numbers are the most measured.
+    `prefill` and `decode` are the coefficients of `worker.policy.cost_formulas`, in its order. `new_tokens`,
+    `prompt_tokens`, `batch` and `context_tokens` are the largest values measured.
     """
 
     model: str
     name: str
-    model_fingerprint: str  # "" = of no weights in particular
+    model_fingerprint: str  # "": valid for any weights
     hardware: str
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
@@ -325,9 +335,9 @@ class CostsGiven:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAsked:
-    """The prefill has ended and the first token is withheld: may the request decode? A Reject says no, nothing yes.
+    """Request for permission to decode, sent when the prefill has ended and while the first token is withheld.
 
-    Asked where `Place.asks_again` says so, before the client has anything.
+    Sent if `Place.asks_again` is set. The policy answers with a Reject, or with no decision, which admits the request.
     """
 
     request_id: str
@@ -336,7 +346,7 @@ class DecodeAsked:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed: orphans and silent nodes are looked for."""
+    """Periodic event without data: triggers time-outs, the release of orphans, and role planning."""
 
 
 Event = (

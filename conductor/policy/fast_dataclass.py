@@ -1,7 +1,7 @@
-"""Frozen dataclasses that cost no more to make than others: a decision makes a dozen of them. Nothing else.
+"""Frozen dataclasses that are as cheap to create as mutable ones; a decision creates a dozen of them.
 
-The `__init__` of a frozen dataclass sets each field by `object.__setattr__`, which takes four times as long as an
-assignment. Here an instance is of a class with the same slots that is not frozen until its fields are set.
+The `__init__` of a frozen dataclass sets each field with `object.__setattr__`, which takes four times as long as an
+assignment. The generated `__init__` gives the instance a mutable class with the same slots while it sets the fields.
 """
 
 from dataclasses import MISSING, Field, fields
@@ -13,12 +13,15 @@ T = TypeVar("T")
 
 
 def fast_dataclass(cls: type[T]) -> type[T]:
-    """For a class made with `@dataclass(frozen=True, slots=True)`, without `__post_init__`, bases and factories."""
+    """Replace the `__init__` of a `@dataclass(frozen=True, slots=True)` by a faster one.
+
+    Raises TypeError if the class has a base class, `__post_init__`, default factories or fields with `init=False`.
+    """
     own: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in own]
     is_plain = cls.__bases__ == (object,) and not hasattr(cls, "__post_init__") and cls.__dict__["__slots__"]
     if not is_plain or any(field.default_factory is not MISSING or not field.init for field in own):
-        raise TypeError(f"{cls.__name__} is no plain frozen dataclass with slots")
+        raise TypeError(f"{cls.__name__} must be a plain frozen dataclass with slots")
     thawed = type(cls.__name__, (), {"__slots__": tuple(names)})
     space = {"_thawed": thawed, "_frozen": cls, "_set": object.__setattr__}
     space |= {f"_default_{field.name}": field.default for field in own if field.default is not MISSING}
