@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 
 from moonpool.config import ServeConfig, Setting, all_settings, composite_settings  # noqa: E402
-from moonpool.config.schema import file_schema, setting_schema  # noqa: E402
+from moonpool.config.schema import file_schema, former_names_schema, setting_schema  # noqa: E402
 from moonpool.config.serve import RuntimeSettings, SupervisorSettings  # noqa: E402
 from settings.keys import group_settings  # noqa: E402
 
@@ -59,7 +59,8 @@ def settable() -> dict[str, Setting]:
 def config_schema() -> dict[str, Any]:
     """JSON schema of `config`."""
     properties = {name: setting_schema(declared) for name, declared in sorted(settable().items())}
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    former = former_names_schema(settable(), setting_schema)
+    return {"type": "object", "additionalProperties": False, "properties": properties | former}
 
 
 def schema_text() -> str:

@@ -13,7 +13,7 @@ from typer.core import TyperArgument, TyperCommand, TyperOption
 from moonpool.config import Setting, all_settings, composite_settings, load
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
-from settings.keys import InvalidSetting
+from settings.keys import InvalidSetting, flag_of
 
 C = TypeVar("C")
 
@@ -56,6 +56,8 @@ def configured_command(
             "--config", metavar="FILE", help="YAML file of `key: value` lines", rich_help_panel="Configuration"
         ),
     ]
+    for declared in settings.values():
+        annotations |= {former: _former_option(declared, former) for former in declared.key.former_names}
     order = sorted(annotations, key=lambda key: key != argument)
     command.__annotations__ = annotations
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -109,18 +111,33 @@ class reported_errors:
 
 
 def _annotation(declared: Setting, argument: str | None) -> Any:
+    """The parameter of a setting: the command's argument or an option."""
     if declared.name == argument:
         return Annotated[
             str | None,
             typer.Argument(metavar=declared.name.upper(), help=_help(declared), show_default=False),
         ]
-    names = [declared.flag, *declared.key.aliases]
+    return _option(declared, declared.flag, *declared.key.aliases)
+
+
+def _former_option(declared: Setting, former: str) -> Any:
+    """The hidden option of an earlier name. It has a value of its own, so that a command given both is rejected."""
+    return _option(declared, flag_of(former), hidden=True)
+
+
+def _option(declared: Setting, flag: str, *aliases: str, hidden: bool = False) -> Any:
+    names = [flag, *aliases]
     kind: Any = list[str] if declared.kind is tuple else str
     metavar: str | None = "|".join(declared.choices) or _METAVARS.get(declared.kind)
     if declared.kind is bool:
-        kind, metavar, names[0] = bool, None, f"{declared.flag}/--no-{declared.flag[2:]}"
+        kind, metavar, names[0] = bool, None, f"{flag}/--no-{flag[2:]}"
     option = typer.Option(
-        *names, metavar=metavar, help=_help(declared), rich_help_panel=declared.panel, show_default=False
+        *names,
+        metavar=metavar,
+        help=_help(declared),
+        rich_help_panel=declared.panel,
+        show_default=False,
+        hidden=hidden,
     )
     return Annotated[kind | None, option]
 

@@ -11,6 +11,7 @@ from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
 __all__ = [
     "Admission",
     "AdmissionMode",
+    "ColocatedPrefill",
     "CostSettings",
     "DecisionLogSettings",
     "Objectives",
@@ -18,7 +19,6 @@ __all__ = [
     "RoleSwitching",
     "SharedStoreSettings",
     "SloSettings",
-    "Undivided",
 ]
 
 # Treatment of requests that are predicted to miss their objectives: serve them, serve and count them, reject them.
@@ -28,7 +28,7 @@ Admission = Literal["off", "shadow", "enforce"]
 # load expected when the prefill ends, for answers of one mean length or of learned lengths.
 AdmissionMode = Literal["none", "load", "early", "predicted-uniform", "predicted"]
 RoleSwitching = Literal["off", "advise", "act"]
-Undivided = Literal["off", "advise", "act"]
+ColocatedPrefill = Literal["off", "advise", "act"]
 _MAX_OVERRUN = 0.5
 
 
@@ -177,11 +177,12 @@ class PolicyConfig(SettingsGroup):
         RoleSwitching,
         Key("Switch nodes between prefill and decode as the load changes: off, advise only reports it, act"),
     ] = "off"
-    undivided: Annotated[
-        Undivided,
+    colocated_prefill: Annotated[
+        ColocatedPrefill,
         Key(
             "Prefill a request on its decode node if that is faster and breaks no objective for the time between "
-            "tokens: off, advise only counts and explains it, act"
+            "tokens: off, advise only counts and explains it, act",
+            former_names=("undivided",),
         ),
     ] = "off"
     role_hold_s: Annotated[
@@ -230,7 +231,7 @@ class PolicyConfig(SettingsGroup):
             ("admission", Admission),
             ("admission_mode", AdmissionMode),
             ("role_switching", RoleSwitching),
-            ("undivided", Undivided),
+            ("colocated_prefill", ColocatedPrefill),
         ):
             if getattr(self, name) not in get_args(kind):
                 modes = ", ".join(get_args(kind))

@@ -25,10 +25,12 @@ __all__ = [
     "check",
     "composite_groups",
     "composite_settings",
+    "flag_of",
     "flatten",
     "group_settings",
     "parse_size",
     "replaced",
+    "variable_of",
 ]
 
 C = TypeVar("C")
@@ -62,6 +64,7 @@ class Key:
     default_text: str | None = None  # shown by --help in place of the default, e.g. when it is decided at start
     aliases: tuple[str, ...] = ()  # further flags, e.g. "-v"
     flag: str = ""  # where it is not the key's name
+    former_names: tuple[str, ...] = ()  # earlier YAML keys; they, their variables and flags are still accepted
     panel: str = ""  # heading in --help, where it is not the group's
     item: type[Item] | None = None  # element type of a list that holds no plain texts; texts of it separate them by ";"
 
@@ -82,12 +85,12 @@ class Setting:
     @property
     def flag(self) -> str:
         """The command-line flag."""
-        return self.key.flag or "--" + self.name.replace("_", "-")
+        return self.key.flag or flag_of(self.name)
 
     @property
     def variable(self) -> str:
         """The environment variable."""
-        return "MOONPOOL_" + self.name.upper()
+        return variable_of(self.name)
 
     @property
     def default_text(self) -> str:
@@ -97,6 +100,16 @@ class Setting:
         if self.default in (None, "", ()):
             return "none"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default).replace("False", "false")
+
+
+def flag_of(key: str) -> str:
+    """The command-line flag of a YAML key."""
+    return "--" + key.replace("_", "-")
+
+
+def variable_of(key: str) -> str:
+    """The environment variable of a YAML key."""
+    return "MOONPOOL_" + key.upper()
 
 
 class SettingsGroup:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from conductor.errors import LogFormatError
 from conductor.policy.config import PolicyConfig
-from conductor.policy.decisions import Decision
+from conductor.policy.decisions import Considered, Decision
 from conductor.policy.events import Event, PoolMatch, PoolMatches
 
 __all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_from_json", "to_json"]
@@ -16,7 +16,13 @@ __all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_fr
 
 _PLAIN: Final = frozenset({str, int, float, bool, NoneType})  # types that JSON has as well
 # Fields of PolicyConfig whose name in logs differs.
-LOGGED_NAMES: Final = {"ttft_slo_s": "ttft_objective_s", "tbt_slo_s": "tbt_objective_s"}
+LOGGED_NAMES: Final = {
+    "ttft_slo_s": "ttft_objective_s",
+    "tbt_slo_s": "tbt_objective_s",
+    "colocated_prefill": "undivided",
+}
+# Fields of other classes whose name in logs differs.
+_LOGGED_NAMES_OF: Final[Mapping[type, Mapping[str, str]]] = {Considered: {"colocated": "undivided"}}
 # Values to assume for settings that logs of older versions lack.
 _OLD_VALUES: Final = {"attained_share": 0.0, "report_timeout_s": 0.0}
 _FIELD_NAMES: Final = {logged: name for name, logged in LOGGED_NAMES.items()}
@@ -53,10 +59,10 @@ def config_from_json(row: Any) -> PolicyConfig:
 def _fields_to_json(value: Any) -> dict[str, Any]:
     kind: type = type(value)
     found = {}
-    for name, default in _defaults(kind):
+    for name, logged, default in _defaults(kind):
         item = getattr(value, name)
         if item is not default and item != default:
-            found[name] = item if type(item) in _PLAIN else _value_to_json(item)
+            found[logged] = item if type(item) in _PLAIN else _value_to_json(item)
     return found
 
 
@@ -71,8 +77,10 @@ def _value_to_json(value: Any) -> Any:
 
 
 @cache
-def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    return tuple((field.name, field.default) for field in fields(kind))
+def _defaults(kind: type) -> tuple[tuple[str, str, Any], ...]:
+    """(Name, name in logs, default) of each field."""
+    logged = _LOGGED_NAMES_OF.get(kind, {})
+    return tuple((field.name, logged.get(field.name, field.name), field.default) for field in fields(kind))
 
 
 @cache
@@ -82,7 +90,14 @@ def _kinds(union: UnionType) -> dict[str, type]:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+    """Types of the fields by their names in logs."""
+    logged = _LOGGED_NAMES_OF.get(kind, {})
+    return {logged.get(name, name): hint for name, hint in get_type_hints(kind).items()}
+
+
+@cache
+def _fields_by_logged_name(kind: type) -> dict[str, str]:
+    return {logged: name for name, logged in _LOGGED_NAMES_OF.get(kind, {}).items()}
 
 
 def _tagged(row: Mapping[str, Any], union: UnionType) -> Any:
@@ -101,7 +116,9 @@ def _object(kind: Any, row: Any) -> Any:
     if unknown:
         raise LogFormatError(f"{kind.__name__}: unknown fields {', '.join(unknown)}")
     try:
-        return kind(**{name: _value(hints[name], value, f"{kind.__name__}.{name}") for name, value in row.items()})
+        values = {name: _value(hints[name], value, f"{kind.__name__}.{name}") for name, value in row.items()}
+        renamed = _fields_by_logged_name(kind)
+        return kind(**{renamed.get(name, name): value for name, value in values.items()})
     except (TypeError, ValueError) as error:
         raise error if isinstance(error, LogFormatError) else LogFormatError(f"{kind.__name__}: {error}") from error
 

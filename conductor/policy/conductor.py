@@ -196,7 +196,7 @@ class Conductor:
                 if name.startswith("extrapolated_"):
                     yield model, name.removeprefix("extrapolated_"), count
 
-    def undivided(self) -> Iterator[tuple[str, str, int]]:
+    def colocated_outcomes(self) -> Iterator[tuple[str, str, int]]:
         """Per model: what came of weighing whether to prefill where one decodes, and of how many placed requests."""
         for model, tally in sorted(self._state.tallies.items()):
             for outcome in COLOCATED_OUTCOMES:

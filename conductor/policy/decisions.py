@@ -98,7 +98,7 @@ class Considered:
     tbt_objective_s: float = 0.0
     ttft_from: str = ""
     tbt_from: str = ""
-    undivided: ColocatedScore | None = None  # colocated prefill, where it is possible; not listed in `prefill`
+    colocated: ColocatedScore | None = None  # colocated prefill, where it is possible; not listed in `prefill`
 
 
 NOTHING_CONSIDERED = Considered()

@@ -50,13 +50,15 @@ class ClusterStatus:
     models: dict[str, bool]
     cached_share: float | None
     nodes: tuple[NodeRow, ...]
-    undivided: dict[str, int] = field(default_factory=dict)  # requests by outcome of weighing colocated prefill
+    colocated_prefills: dict[str, int] = field(default_factory=dict)  # requests by outcome of weighing colocated prefill
     role_switches: dict[str, dict[str, int]] = field(default_factory=dict)  # by roles and outcome
     desired_nodes: dict[str, dict[str, int]] = field(default_factory=dict)  # by model and role
 
     def to_json(self) -> dict[str, Any]:
         """Return what `status --json` prints."""
-        return asdict(self)
+        values = asdict(self)
+        values["undivided"] = values.pop("colocated_prefills")  # the key that scripts read
+        return values
 
     def verdict(self) -> str:
         """Return one sentence: is it ready, how much does the cache save, which nodes need attention."""
@@ -65,9 +67,9 @@ class ClusterStatus:
         parts = ["ready" if self.ready else f"not ready: no node can serve a request{of_models}"]
         if self.cached_share is not None:
             parts.append(f"{self.cached_share:.0%} of prompt tokens from the cache")
-        if done := self.undivided.get("done"):
+        if done := self.colocated_prefills.get("done"):
             parts.append(f"{_requests(done)} prefilled where they decode")
-        if advised := self.undivided.get("advised"):
+        if advised := self.colocated_prefills.get("advised"):
             parts.append(f"{_requests(advised)} better prefilled where they decode")
         for roles, counts in self.role_switches.items():
             outcomes = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts.items())
@@ -106,7 +108,7 @@ def cluster_status(reply: conductor_pb2.ClusterReply, ready: ReadyFile | None) -
         models=models,
         cached_share=share,
         nodes=rows,
-        undivided=colocated_prefills(reply),
+        colocated_prefills=colocated_prefills(reply),
         role_switches=role_switches(reply),
         desired_nodes=desired_nodes(reply),
     )

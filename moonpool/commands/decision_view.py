@@ -101,7 +101,7 @@ def _attempt(record: Json, attempt: Json, following: Json | None) -> Iterator[Re
             yield Padding(_decode(considered), (1, 0, 0, 2))
         yield from (Padding(Text(text), (0, 0, 0, 2)) for text in _room(considered))
         if "undivided" in considered:
-            yield Padding(_undivided(considered["undivided"], decision), (1, 0, 0, 2))
+            yield Padding(_colocated(considered["undivided"], decision), (1, 0, 0, 2))
     if "outcome" in attempt:
         took = seconds((attempt["ended_ms"] - attempt["at_ms"]) / 1000)
         lost = ": its node was lost, and it was placed again" if attempt["outcome"] == "retry" else ""
@@ -176,7 +176,7 @@ def _prefill(considered: Json, decision: Json) -> Table:
     return table
 
 
-def _undivided(score: Json, decision: Json) -> Text:
+def _colocated(score: Json, decision: Json) -> Text:
     """Return the evaluation of colocated prefill, and whether it was chosen."""
     if score.get("why_not") == "no_room":
         return Text(f"Not prefilled on {score['node_id']} itself, where it would decode: it has no free pages yet.")

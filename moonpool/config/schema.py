@@ -1,5 +1,6 @@
 """JSON Schema of the configuration file, for editors, and of single settings, for the Helm chart."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,29 @@ def file_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Configuration of Moonpool",
-        **_mapping({name: _value_schema(declared) for name, declared in all_settings().items()}),
+        **_mapping(
+            {name: _value_schema(declared) for name, declared in all_settings().items()}
+            | former_names_schema(all_settings(), _value_schema)
+        ),
+        **_only_one_name(all_settings()),
     }
+
+
+def former_names_schema(
+    settings: Mapping[str, Setting], schema_of: Callable[[Setting], dict[str, Any]]
+) -> dict[str, Any]:
+    """Schemas of earlier names of settings, marked as deprecated."""
+    return {
+        former: schema_of(declared) | {"description": f"Earlier name of {name}", "deprecated": True}
+        for name, declared in settings.items()
+        for former in declared.key.former_names
+    }
+
+
+def _only_one_name(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Reject a file that gives a setting under two names."""
+    pairs = [[name, former] for name, declared in settings.items() for former in declared.key.former_names]
+    return {"allOf": [{"not": {"required": pair}} for pair in pairs]} if pairs else {}
 
 
 def _mapping(properties: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from moonpool.errors import ConfigError, UnknownKey
-from settings.keys import InvalidSetting, Setting, assemble, check, composite_settings
+from settings.keys import InvalidSetting, Setting, assemble, check, composite_settings, flag_of, variable_of
 
 PREFIX = "MOONPOOL_"
 CONFIG_VARIABLE = "MOONPOOL_CONFIG"
@@ -30,6 +30,7 @@ def load(
 
     `known` holds the settings of all roles: one file configures a whole cluster, so a role ignores the keys of others,
     but rejects a key that no role has. `flags` maps YAML keys to texts or values; None = not given.
+    Every source may use an earlier name of a setting, but not two names of one.
     Raises UnknownKey, or ConfigError that names the source of the wrong value.
     """
     if config_file is None and environ.get(CONFIG_VARIABLE):
@@ -37,11 +38,15 @@ def load(
     read = composite_settings(composite)
     file_values = _file_values(config_file, known)
     environment_values = _environment_values(environ, known, {CONFIG_VARIABLE, *reserved_variables})
-    given = {key: (value, read[key].flag) for key, value in flags.items() if value is not None}
+    given = {
+        key: (value, read[key].flag if key in read else flag_of(key))
+        for key, value in flags.items()
+        if value is not None
+    }
     try:
         values: dict[str, Any] = {}
         for source_values in (file_values, environment_values, given):
-            for key, (value, source) in source_values.items():
+            for key, (value, source) in _under_current_names(source_values, known).items():
                 if key in read:
                     values[read[key].field] = convert(read[key], value, source)
         return assemble(composite, **values)
@@ -149,7 +154,7 @@ def _file_values(path: Path | None, known: Mapping[str, Setting]) -> dict[str, t
     if not isinstance(document, dict):
         raise ConfigError(f"{path} must contain `key: value` lines, got {type(document).__name__}")
     for key in document:
-        if key not in known:
+        if key not in known and key not in _current_names(known):
             raise UnknownKey(_unknown(f"{path}: unknown key {key!r}", nearest(str(key).replace("-", "_"), known)))
     return {key: (value, f"{path}: {key}") for key, value in document.items()}
 
@@ -159,14 +164,37 @@ def _environment_values(
 ) -> dict[str, tuple[str, str]]:
     """Key -> (text, variable)."""
     variables = {declared.variable: key for key, declared in known.items()}
+    former_variables = {variable_of(former): former for former in _current_names(known)}
     values = {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX) or variable in reserved:
             continue
-        if variable not in variables:
+        key = variables.get(variable) or former_variables.get(variable)
+        if key is None:
             raise UnknownKey(_unknown(f"unknown environment variable {variable}", nearest(variable, variables)))
-        values[variables[variable]] = (text, variable)
+        values[key] = (text, variable)
     return values
+
+
+def _current_names(known: Mapping[str, Setting]) -> dict[str, str]:
+    """Earlier YAML key -> today's."""
+    return {former: key for key, declared in known.items() for former in declared.key.former_names}
+
+
+def _under_current_names(
+    values: Mapping[str, tuple[Any, str]], known: Mapping[str, Setting]
+) -> dict[str, tuple[Any, str]]:
+    """Return the values of one source with today's keys. Raises InvalidSetting if it gives a setting two names."""
+    current = _current_names(known)
+    found: dict[str, tuple[Any, str]] = {}
+    for key in sorted(values, key=current.__contains__):
+        name = current.get(key, key)
+        if name in found:
+            raise InvalidSetting(
+                f"{values[key][1]} and {found[name][1]} are two names of one setting: leave out {values[key][1]}"
+            )
+        found[name] = values[key]
+    return found
 
 
 def _unknown(problem: str, suggestion: str | None) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
+from conductor.policy.codec import config_to_json
 from conductor.policy.config import AdmissionMode
 from simulator.errors import BadSetting
 from simulator.serving.capacity import Capacity, find_capacity
@@ -57,7 +58,7 @@ class Overload:
     def to_json(self, *, series: bool = False) -> dict[str, Any]:
         """Return all results; load series of the first seed only, or of none."""
         found = asdict(self)
-        found["spec"] = {**found["spec"], "profile": self.spec.profile.name, "policy": asdict(self.spec.policy)}
+        found["spec"] = {**found["spec"], "profile": self.spec.profile.name, "policy": config_to_json(self.spec.policy)}
         for run in found["runs"]:
             if not series or run["seed"] != self.runs[0].seed:
                 del run["prefill_load"], run["decode_load"]

@@ -12,7 +12,7 @@ from conductor.decision_log import recorded_runs, replay
 from conductor.errors import LogFormatError
 from conductor.policy import Objectives, PolicyConfig
 from conductor.policy.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
-from conductor.policy.decisions import Copy, Place, Reject
+from conductor.policy.decisions import ColocatedScore, Considered, Copy, Place, Reject
 from conductor.policy.events import NodeJoined, ObjectivesChanged, RequestCompleted, Tick
 from settings.conductor import DecisionLogSettings
 from settings.keys import InvalidSetting, assemble, group_settings
@@ -196,6 +196,26 @@ def test_a_head_that_is_none_is_named(tmp_path, head, said):
 def test_a_configuration_is_told_whole_and_read_back():
     config = PolicyConfig(2.0, model_objectives={"m": Objectives(1.0, 0.5)}, admission="shadow", max_copies=0)
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+def test_renamed_fields_keep_their_names_in_logs():
+    config = config_to_json(PolicyConfig(ttft_slo_s=2.0, colocated_prefill="act"))
+    assert (config["ttft_objective_s"], config["undivided"]) == (2.0, "act")
+    assert not {"ttft_slo_s", "colocated_prefill"} & config.keys()
+    considered = Considered(colocated=ColocatedScore("decode-0", 0.0, 0.1, 0.2, 0.5, is_better=True))
+    decision = Place("r", 0, "decode-0", "", 0, (), 0.3, 0.1, considered=considered)
+    row = to_json(decision)
+    assert row["considered"] == {
+        "undivided": {
+            "node_id": "decode-0",
+            "transfer_s": 0.0,
+            "queue_s": 0.1,
+            "prefill_s": 0.2,
+            "divided_s": 0.5,
+            "is_better": True,
+        }
+    }
+    assert decision_from_json(json.loads(json.dumps(row))) == decision
 
 
 HUGE = 10**400

@@ -82,12 +82,12 @@ class Core(RuleBasedStateMachine):
         ttft_s=st.sampled_from([0.0, 0.05, 2.0, 50.0]),
         tbt_s=st.sampled_from([0.0, 0.02, 1.0]),
         overrun=st.sampled_from([0.0, 0.1]),
-        undivided=st.sampled_from(["off", "advise", "act", "act"]),
+        colocated=st.sampled_from(["off", "advise", "act", "act"]),
         report_timeout_s=st.sampled_from([0.0, 5.0]),
         explain=st.sampled_from([1, 3]),
         group=st.sampled_from([1, 2, 3]),
     )
-    def begin(self, admission, mode, ttft_s, tbt_s, overrun, undivided, report_timeout_s, explain, group):
+    def begin(self, admission, mode, ttft_s, tbt_s, overrun, colocated, report_timeout_s, explain, group):
         self.config = PolicyConfig(
             attained_share=0.0,
             ttft_slo_s=ttft_s,
@@ -95,7 +95,7 @@ class Core(RuleBasedStateMachine):
             admission=admission,
             admission_mode=mode,
             overrun_probability=overrun,
-            undivided=undivided,
+            colocated_prefill=colocated,
             report_timeout_s=report_timeout_s,
             orphan_timeout_s=20.0,
             explain=explain,
@@ -241,7 +241,7 @@ class Core(RuleBasedStateMachine):
         assert all(holder.pool in self.nodes for holder in place.holders)
         seen = place.considered
         if place.prefill.startswith("decode"):
-            self.check_undivided(place)
+            self.check_colocated(place)
         else:
             assert seen.prefill[0].node_id == place.prefill
         assert len(seen.prefill) <= self.config.explain
@@ -257,9 +257,9 @@ class Core(RuleBasedStateMachine):
                 if place.decode or not place.prefill.startswith("prefill"):
                     assert node["committed_tokens"] <= node["capacity_tokens"]
 
-    def check_undivided(self, place):
-        score = place.considered.undivided
-        assert self.config.undivided == "act"
+    def check_colocated(self, place):
+        score = place.considered.colocated
+        assert self.config.colocated_prefill == "act"
         assert (place.decode, score.node_id, score.is_better) == ("", place.prefill, True)
         assert place.predicted_ttft_s < score.divided_s
         assert score.step_s <= score.bound_s

@@ -44,6 +44,10 @@ ROOT = Path(__file__).parents[2]
         ({"redis": {"enabled": False}, "externalRedis": {"existingSecret": "s"}}, "but not externalRedis.url"),
         ({"tls": {"enabled": True}}, "tls.enabled needs certificates: name a Secret"),
         ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "issuerRef.name is empty"),
+        (
+            {"config": {"undivided": "act", "colocated_prefill": "act"}},
+            "config.undivided and config.colocated_prefill are two names of one setting",
+        ),
         ({"model": {"source": "pvc"}}, "model.source is pvc, but model.existingClaim is empty"),
         ({"model": {"source": "hostPath", "hostPath": "models"}}, "'/model/hostPath': 'models' does not match pattern"),
         ({"runAsUser": 0}, "'/runAsUser': minimum: got 0, want 1"),
@@ -200,6 +204,11 @@ def test_what_the_installation_guide_names_is_there(chart: Path) -> None:
     files |= {f"deploy/helm/moonpool/{path}" for path in re.findall(r"`(examples/[\w.-]+)`", text)}
     assert len(files) >= 4
     assert [path for path in files if not (ROOT / path.rstrip("/.")).exists()] == []
+
+
+def test_an_earlier_name_of_a_setting_is_passed_on(render: Any) -> None:
+    for name in ("undivided", "colocated_prefill"):
+        assert render({"config": {name: "act"}}).settings[name] == "act"
 
 
 def test_everything_that_the_schema_lets_through_a_role_takes(generator: ModuleType) -> None:

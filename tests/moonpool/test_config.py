@@ -237,6 +237,41 @@ def test_what_flatten_gives_loads_back_to_the_same(tmp_path: Path) -> None:
     assert loaded(config_file=path) == config
 
 
+@pytest.mark.parametrize("key", ["colocated_prefill", "undivided"])
+def test_a_setting_may_be_given_by_its_earlier_name(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"{key}: act\n")
+    expected = loaded(flags={"colocated_prefill": "act"})
+    assert expected.policy.colocated_prefill == "act"
+    assert loaded(flags={key: "act"}) == expected
+    assert loaded(environ={f"MOONPOOL_{key.upper()}": "act"}) == expected
+    assert loaded(config_file=path) == expected
+
+
+def test_an_earlier_name_keeps_the_order_of_the_sources(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("colocated_prefill: advise\n")
+    assert loaded(flags={"undivided": "act"}, config_file=path).policy.colocated_prefill == "act"
+    path.write_text("undivided: advise\n")
+    assert loaded(environ={"MOONPOOL_COLOCATED_PREFILL": "act"}, config_file=path).policy.colocated_prefill == "act"
+
+
+def test_one_source_may_not_give_a_setting_under_two_names(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("undivided: act\ncolocated_prefill: act\n")
+    with pytest.raises(ConfigError, match="yaml: undivided and .*yaml: colocated_prefill are two names of one setting"):
+        loaded(config_file=path)
+    with pytest.raises(ConfigError, match="MOONPOOL_UNDIVIDED and MOONPOOL_COLOCATED_PREFILL are two names"):
+        loaded(environ={"MOONPOOL_UNDIVIDED": "act", "MOONPOOL_COLOCATED_PREFILL": "off"})
+    with pytest.raises(ConfigError, match="--undivided and --colocated-prefill are two names.*: leave out --undivided"):
+        loaded(flags={"undivided": "act", "colocated_prefill": "off"})
+
+
+def test_an_error_names_the_earlier_name_that_was_given() -> None:
+    with pytest.raises(ConfigError, match="--undivided is 'maybe'"):
+        loaded(flags={"undivided": "maybe"})
+
+
 @given(st.sampled_from(sorted(composite_settings(ServeConfig))), st.text(max_size=20))
 def test_any_text_for_any_key_loads_or_is_a_configuration_error(key: str, text: str) -> None:
     with contextlib.suppress(ConfigError):

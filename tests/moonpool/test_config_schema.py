@@ -39,6 +39,14 @@ def test_examples_of_the_pages_are_accepted() -> None:
         VALIDATOR.validate(example)
 
 
+def test_an_earlier_name_is_accepted_and_deprecated() -> None:
+    VALIDATOR.validate({"undivided": "act"})
+    assert not VALIDATOR.is_valid({"undivided": "perhaps"})
+    assert not VALIDATOR.is_valid({"undivided": "act", "colocated_prefill": "act"})
+    properties = file_schema()["properties"]
+    assert [name for name, schema in properties.items() if schema.get("deprecated")] == ["undivided"]
+
+
 def test_all_defaults_are_accepted() -> None:
     VALIDATOR.validate({key: value for key, value in flatten(ServeConfig()).items() if value is not None})
 

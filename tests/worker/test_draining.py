@@ -58,7 +58,7 @@ async def test_a_prompt_that_comes_to_a_node_turned_decode_is_refused_for_anothe
         await late.ended.wait()
         assert [(f.code, f.retryable) for f in late.failures] == [("draining", True)]
         whole = pair.submit(prompt(40), "whole")
-        whole.placement.ClearField("decode")  # as `--undivided` places it
+        whole.placement.ClearField("decode")  # as `--colocated-prefill` places it
         answered = await pair.frontend.submit(whole)
         await answered.ended.wait()
     assert answered.token_ids == greedy(model, prompt(40), 12)

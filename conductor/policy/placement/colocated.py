@@ -53,7 +53,7 @@ def consider_colocated(
 ) -> tuple[Plan, Considered, ColocatedOutcome]:
     """The plan to follow, what both were judged by, and what came of it; "" where there is nothing to weigh."""
     considered = considered_in(state, plan, objectives)
-    if state.config.undivided == "off" or asks_again(state.config):
+    if state.config.colocated_prefill == "off" or asks_again(state.config):
         return plan, considered, ""
     decode = plan.decode
     if decode is None or plan.places.prefill.is_aggregated[plan.chosen]:
@@ -67,12 +67,12 @@ def consider_colocated(
     considered = _told(state, considered, score)
     if score.why_not:
         return plan, considered, score.why_not
-    if state.config.undivided == "advise":
+    if state.config.colocated_prefill == "advise":
         return plan, considered, "advised"
     tbt_s = here.choice.tbt_s
-    undivided = _alone(plan, score, here, prefixes, scores, need_tokens)
-    considered = replace(considered, ttft_s=undivided.ttft_s, tbt_s=tbt_s, room_wait_s=0.0, need_tokens=need_tokens)
-    return undivided, considered, "done"
+    colocated = _alone(plan, score, here, prefixes, scores, need_tokens)
+    considered = replace(considered, ttft_s=colocated.ttft_s, tbt_s=tbt_s, room_wait_s=0.0, need_tokens=need_tokens)
+    return colocated, considered, "done"
 
 
 def _alone(
@@ -100,7 +100,7 @@ def _alone(
 
 
 def _told(state: ClusterState, considered: Considered, score: ColocatedScore) -> Considered:
-    return replace(considered, undivided=score) if state.config.explain else considered
+    return replace(considered, colocated=score) if state.config.explain else considered
 
 
 def _best(

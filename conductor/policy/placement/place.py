@@ -47,7 +47,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     plan = make_plan(now_ns, state, request, places, model, former, costs)
     idle_s = _idle_s(request, plan, costs)
     objectives = _objectives(state, request, former, idle_s)
-    plan, considered, undivided = consider_colocated(now_ns, state, request, model, plan, objectives, costs)
+    plan, considered, colocated = consider_colocated(now_ns, state, request, model, plan, objectives, costs)
     beyond = extrapolated(
         plan.prefixes,
         plan.scores,
@@ -84,8 +84,8 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         return [replace(judgement.rejection, considered=considered, extrapolated=beyond)]
     if judgement.unwanted:
         state.count(request.model, f"unwanted_{judgement.unwanted}")
-    if undivided:
-        state.count(request.model, f"undivided_{undivided}")
+    if colocated:
+        state.count(request.model, f"undivided_{colocated}")
     placed = placed_by(state, request, plan, considered, beyond)
     reused_tokens = placed.reuse_blocks * model.block_tokens
     state.history.placed(request.request_id, request.attempt, placed.prefill, placed.decode, reused_tokens)

@@ -49,6 +49,15 @@ def test_every_earlier_flag_is_still_accepted(path: str, commands: dict[str, Any
     assert set(EARLIER[path].split()) <= flags
 
 
+def test_an_earlier_flag_is_hidden_and_not_accepted_with_the_new_one(commands: dict[str, Any]) -> None:
+    flags = {flag: option for option in commands["serve"].params for flag in option.opts}
+    assert flags["--undivided"].hidden
+    assert not flags["--colocated-prefill"].hidden
+    done = CliRunner().invoke(app, ["serve", "--undivided", "act", "--colocated-prefill", "act"])
+    assert done.exit_code != 0
+    assert "--undivided and --colocated-prefill are two names of one setting" in done.output
+
+
 def test_an_earlier_name_is_hidden_and_has_the_flags_of_the_grouped_command(commands: dict[str, Any]) -> None:
     top = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for earlier, grouped in GROUPED.items():

@@ -127,6 +127,9 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) -}}
 {{- fail "tls.certManager.issuerRef.name is empty: name the Issuer of the cluster's own CA" -}}
 {{- end -}}
+{{- if and (hasKey .Values.config "colocated_prefill") (hasKey .Values.config "undivided") -}}
+{{- fail "config.undivided and config.colocated_prefill are two names of one setting: leave out config.undivided" -}}
+{{- end -}}
 {{- $needed := dict "pvc" "existingClaim" "hostPath" "hostPath" "imageVolume" "reference" -}}
 {{- with get $needed .Values.model.source -}}
 {{- if not (get $.Values.model .) -}}

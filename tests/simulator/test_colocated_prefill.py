@@ -17,11 +17,11 @@ from worker.policy.cost_profile import MOONCAKE, load_profile
 SETTINGS = ServingSettings(prefill_nodes=1, decode_nodes=3, capacity_tokens=200_192, max_batch=16, max_new_tokens=2000)
 
 
-def run(undivided: str) -> SimulatedCluster:
+def run(mode: str) -> SimulatedCluster:
     workload = draw_workload(
         load_trace("conversation"), seed=5, rate_per_s=0.6, requests=120, longest_prompt=30_000, longest_answer=2000
     )
-    policy = PolicyConfig(attained_share=0.0, report_timeout_s=0.0, ttft_slo_s=30.0, tbt_slo_s=0.1, undivided=undivided)  # type: ignore[arg-type]
+    policy = PolicyConfig(attained_share=0.0, report_timeout_s=0.0, ttft_slo_s=30.0, tbt_slo_s=0.1, colocated_prefill=mode)  # type: ignore[arg-type]
     cluster = SimulatedCluster(replace(SETTINGS, chunk_tokens=2048), policy, load_profile(MOONCAKE), workload, seed=5)
     cluster.run()
     cluster.clock.run(lambda: cluster.conductor.validate()[1]["requests"] > 0)
@@ -45,11 +45,11 @@ def test_every_request_ends_and_nothing_is_held(clusters: dict[str, SimulatedClu
 
 
 def test_decode_nodes_compute_prompts_only_where_the_policy_may_say_so(clusters: dict[str, SimulatedCluster]) -> None:
-    undivided = {mode: [w for w in served(c).values() if not w.decode_node] for mode, c in clusters.items()}
-    assert undivided["off"] == []
-    assert len(undivided["act"]) > 5
-    assert all(work.prefill_node.startswith("decode-") for work in undivided["act"])
-    assert all(work.computed == work.job.prompt_tokens and work.first_token_ns for work in undivided["act"])
+    colocated = {mode: [w for w in served(c).values() if not w.decode_node] for mode, c in clusters.items()}
+    assert colocated["off"] == []
+    assert len(colocated["act"]) > 5
+    assert all(work.prefill_node.startswith("decode-") for work in colocated["act"])
+    assert all(work.computed == work.job.prompt_tokens and work.first_token_ns for work in colocated["act"])
 
 
 def test_it_shortens_the_time_to_the_first_token_and_makes_nobody_miss_the_other_objective(

@@ -34,7 +34,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(random_model: Path, start_cluster: Callable[..., Any], log: Path) -> Any:
     nodes = "--prefill-nodes", "1", "--decode-nodes", "1", "--block-tokens", "8"
     with start_cluster(
-        random_model, *nodes, "--undivided", "act", "--tbt-slo", "20", "--decision-log", str(log)
+        random_model, *nodes, "--colocated-prefill", "act", "--tbt-slo", "20", "--decision-log", str(log)
     ) as running:
         yield running
 

@@ -58,7 +58,7 @@ def main() -> None:
 
 def _both(spec: RunSpec, seed: int, rate: float) -> list[RunSpec]:
     drawn = replace(spec, seed=seed, rate_per_s=rate)
-    return [replace(drawn, policy=replace(spec.policy, undivided=mode)) for mode in ("off", "act")]
+    return [replace(drawn, policy=replace(spec.policy, colocated_prefill=mode)) for mode in ("off", "act")]
 
 
 def _summary(off: list[ServingRun], act: list[ServingRun]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ CHUNK = 512
 def small(cluster: Any, make: Any, **config: Any) -> Any:
     """One prefill node with a second of work before a newcomer, two decode nodes; a token of prompt takes 1 ms."""
     nodes = [make.node(f"decode-{i}", "decode", chunk_tokens=CHUNK) for i in (0, 1)]
-    config = {"undivided": "act", "explain": 4, **config}
+    config = {"colocated_prefill": "act", "explain": 4, **config}
     c = cluster(make.node("pool-0", "pool"), make.node("prefill-0", "prefill"), *nodes, **config)
     c.learn("prefill-0", per_token_s=1e-3)
     c.learn("decode-0", per_token_s=1e-3, step_s=0.01)
@@ -49,7 +49,7 @@ def test_a_request_is_prefilled_on_its_idle_decode_node_where_the_prefill_node_i
     busy(c, make)
     placed = ask(c, make)
     assert (placed.prefill, placed.decode) == ("decode-1", "")
-    score = placed.considered.undivided
+    score = placed.considered.colocated
     assert score is not None
     assert (score.is_better, score.node_id) == (True, "decode-1")
     assert placed.predicted_ttft_s == pytest.approx(0.1, rel=0.1)  # alone there: no step takes longer
@@ -75,8 +75,8 @@ def test_it_stands_in_the_ledger_of_the_decode_node_until_it_ends_there(cluster:
 def test_an_idle_prefill_node_keeps_its_work(cluster: Any, make: Any) -> None:
     placed = ask(small(cluster, make), make)
     assert (placed.prefill, placed.decode) == ("prefill-0", "decode-1")
-    assert placed.considered.undivided is not None
-    assert not placed.considered.undivided.is_better
+    assert placed.considered.colocated is not None
+    assert not placed.considered.colocated.is_better
 
 
 @pytest.mark.parametrize(("objective_s", "node_id"), [(0.05, "prefill-0"), (1.0, "decode-1")])
@@ -88,7 +88,7 @@ def test_nobody_is_made_to_miss_the_objective_for_its_time_between_tokens(
     busy(c, make)
     placed = ask(c, make)
     assert placed.prefill == node_id
-    score = placed.considered.undivided
+    score = placed.considered.colocated
     assert score is not None
     assert score.bound_s == pytest.approx(objective_s)
     assert score.step_s == pytest.approx(0.12, rel=0.1)  # its prompt's one chunk, and the step of two
@@ -106,15 +106,15 @@ def test_another_decode_node_does_it_where_the_least_loaded_one_may_not(cluster:
     placed = ask(c, make, excluded=())
     assert [score.node_id for score in placed.considered.decode] == ["decode-0", "decode-1"]
     assert (placed.prefill, placed.decode) == ("decode-1", "")
-    assert placed.considered.undivided is not None
-    assert placed.considered.undivided.node_id == "decode-1"
+    assert placed.considered.colocated is not None
+    assert placed.considered.colocated.node_id == "decode-1"
     assert placed.predicted_tbt_s == pytest.approx(placed.considered.decode[1].tbt_s)
 
 
 def test_of_decode_nodes_that_are_alike_the_one_whose_host_has_the_prefix_does_it(cluster: Any, make: Any) -> None:
     nodes = [make.node(f"decode-{i}", "decode", host=f"h{i}", chunk_tokens=CHUNK) for i in (0, 1)]
     pools = [make.node(f"pool-h{i}", "pool", host=f"h{i}") for i in (0, 1)]
-    c = cluster(*pools, make.node("prefill-0", "prefill"), *nodes, undivided="act", explain=4)
+    c = cluster(*pools, make.node("prefill-0", "prefill"), *nodes, colocated_prefill="act", explain=4)
     c.learn("prefill-0", per_token_s=1e-3)
     c.learn("decode-0", per_token_s=1e-3, step_s=0.01)
     c.send(make.request("first", prompt=4000, new=1))
@@ -128,7 +128,7 @@ def test_its_own_objective_counts_too_where_others_decode(cluster: Any, make: An
     busy(c, make)
     placed = ask(c, make, tbt_objective_s=0.05)
     assert placed.decode == "decode-1"
-    assert placed.considered.undivided.bound_s == pytest.approx(0.05)
+    assert placed.considered.colocated.bound_s == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(("prompt", "node_id"), [(20, "decode-1"), (300, "prefill-0")])
@@ -140,7 +140,7 @@ def test_without_objectives_a_step_takes_at_most_four_usual_ones(
     busy(c, make)
     placed = ask(c, make, prompt=prompt)
     assert placed.prefill == node_id
-    score = placed.considered.undivided
+    score = placed.considered.colocated
     assert score.is_better == (score.step_s <= score.bound_s) == (node_id == "decode-1")
 
 
@@ -150,13 +150,13 @@ def test_a_long_prompt_disturbs_by_no_more_than_a_chunk_at_a_time(cluster: Any, 
     busy(c, make, prompt=3000)
     placed = ask(c, make, prompt=1500)
     assert placed.prefill == "decode-1"
-    assert placed.considered.undivided.step_s == pytest.approx(0.512 + 0.02, rel=0.1)
+    assert placed.considered.colocated.step_s == pytest.approx(0.512 + 0.02, rel=0.1)
     assert placed.predicted_ttft_s == pytest.approx(1.5 + 3 * 0.02, rel=0.1)  # a step for each of three chunks
 
 
 def test_a_node_of_unknown_chunks_takes_one_prompt_at_a_time(cluster: Any, make: Any) -> None:
     nodes = make.node("pool-0", "pool"), make.node("prefill-0", "prefill"), make.node("decode-0", "decode")
-    c = cluster(*nodes, undivided="act", explain=4)
+    c = cluster(*nodes, colocated_prefill="act", explain=4)
     c.learn("prefill-0", per_token_s=1e-3)
     c.send(make.request("first", prompt=2000, new=1))
     (second,) = c.send(make.request("second", prompt=100, new=8))
@@ -182,13 +182,13 @@ def test_a_decode_node_that_is_no_place_gets_no_prefill(cluster: Any, make: Any,
 
 
 def test_advice_is_counted_and_told_and_changes_nothing(cluster: Any, make: Any) -> None:
-    told, plain = small(cluster, make, undivided="advise"), small(cluster, make, undivided="off")
+    told, plain = small(cluster, make, colocated_prefill="advise"), small(cluster, make, colocated_prefill="off")
     for c in (told, plain):
         busy(c, make)
     advised, usual = ask(told, make), ask(plain, make)
-    assert advised.considered.undivided is not None
-    assert advised.considered.undivided.is_better
-    assert usual.considered.undivided is None
+    assert advised.considered.colocated is not None
+    assert advised.considered.colocated.is_better
+    assert usual.considered.colocated is None
     assert (advised.prefill, advised.decode, advised.predicted_ttft_s) == (
         usual.prefill,
         usual.decode,
@@ -218,17 +218,17 @@ def test_what_comes_of_weighing_it_is_counted_per_model_of_the_requests_that_are
     ask(c, make, name="slow", prompt=600)
     c.send(make.request("big", prompt=4000, new=64, generated=1, excluded=("decode-0",)))
     full = ask(c, make, name="full", prompt=200, generated=1)
-    assert full.considered.undivided is not None
-    assert full.considered.undivided.why_not == "no_room"
+    assert full.considered.colocated is not None
+    assert full.considered.colocated.why_not == "no_room"
     (refused,) = c.send(make.request("late", prompt=16, new=8, ttft_objective_s=1e-9, excluded=("decode-0",)))
     assert isinstance(refused, Reject)
-    assert list(c.conductor.undivided()) == [
+    assert list(c.conductor.colocated_outcomes()) == [
         ("m", "done", 1),
         ("m", "no_room", 2),
         ("m", "not_sooner", 1),
         ("m", "slows_others", 2),
     ]
-    calm = small(cluster, make, undivided="advise")
+    calm = small(cluster, make, colocated_prefill="advise")
     busy(calm, make)
     ask(calm, make)
-    assert list(calm.conductor.undivided()) == [("m", "advised", 1), ("m", "not_sooner", 1)]
+    assert list(calm.conductor.colocated_outcomes()) == [("m", "advised", 1), ("m", "not_sooner", 1)]
