@@ -50,7 +50,9 @@ class ClusterStatus:
     models: dict[str, bool]
     cached_share: float | None
     nodes: tuple[NodeRow, ...]
-    colocated_prefills: dict[str, int] = field(default_factory=dict)  # requests by outcome of weighing colocated prefill
+    colocated_prefills: dict[str, int] = field(
+        default_factory=dict
+    )  # requests by outcome of weighing colocated prefill
     role_switches: dict[str, dict[str, int]] = field(default_factory=dict)  # by roles and outcome
     desired_nodes: dict[str, dict[str, int]] = field(default_factory=dict)  # by model and role
 

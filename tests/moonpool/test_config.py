@@ -259,11 +259,15 @@ def test_an_earlier_name_keeps_the_order_of_the_sources(tmp_path: Path) -> None:
 def test_one_source_may_not_give_a_setting_under_two_names(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("undivided: act\ncolocated_prefill: act\n")
-    with pytest.raises(ConfigError, match="yaml: undivided and .*yaml: colocated_prefill are two names of one setting"):
+    with pytest.raises(
+        ConfigError, match=r"yaml: undivided and .*yaml: colocated_prefill are two names of one setting"
+    ):
         loaded(config_file=path)
     with pytest.raises(ConfigError, match="MOONPOOL_UNDIVIDED and MOONPOOL_COLOCATED_PREFILL are two names"):
         loaded(environ={"MOONPOOL_UNDIVIDED": "act", "MOONPOOL_COLOCATED_PREFILL": "off"})
-    with pytest.raises(ConfigError, match="--undivided and --colocated-prefill are two names.*: leave out --undivided"):
+    with pytest.raises(
+        ConfigError, match=r"--undivided and --colocated-prefill are two names.*: leave out --undivided"
+    ):
         loaded(flags={"undivided": "act", "colocated_prefill": "off"})
 
 

@@ -21,7 +21,9 @@ def run(mode: str) -> SimulatedCluster:
     workload = draw_workload(
         load_trace("conversation"), seed=5, rate_per_s=0.6, requests=120, longest_prompt=30_000, longest_answer=2000
     )
-    policy = PolicyConfig(attained_share=0.0, report_timeout_s=0.0, ttft_slo_s=30.0, tbt_slo_s=0.1, colocated_prefill=mode)  # type: ignore[arg-type]
+    policy = PolicyConfig(
+        attained_share=0.0, report_timeout_s=0.0, ttft_slo_s=30.0, tbt_slo_s=0.1, colocated_prefill=mode
+    )  # type: ignore[arg-type]
     cluster = SimulatedCluster(replace(SETTINGS, chunk_tokens=2048), policy, load_profile(MOONCAKE), workload, seed=5)
     cluster.run()
     cluster.clock.run(lambda: cluster.conductor.validate()[1]["requests"] > 0)
