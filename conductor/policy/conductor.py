@@ -1,4 +1,4 @@
-"""The conductor as a state machine: `on_event(now_ns, event) -> decisions`. It dispatches and counts."""
+"""The policy's entry point: dispatches events to the modules that handle them, and counts decisions."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ from conductor.policy.events import (
     TransferSample,
 )
 from conductor.policy.fairness import Account
-from conductor.policy.feasibility import reach, unmeetable
+from conductor.policy.feasibility import longest_prompts, unmeetable
 from conductor.policy.history import ERROR_BOUNDS, Attainment, PredictionErrors, RequestHistory
 from conductor.policy.kernels import kernels, line_kernels, reach_kernels
 from conductor.policy.loads import NodeLoads
@@ -49,17 +49,23 @@ _EXTRAPOLATED: Final = {what: f"extrapolated_{what}" for what in ("prefill", "de
 
 
 class Conductor:
-    """The same events at the same times give the same decisions, in a live server as in a simulator."""
+    """Deterministic state machine of one conductor, used alike by the server, the simulator and replays of logs.
+
+    The same events at the same times give the same decisions.
+    """
 
     def __init__(self, config: PolicyConfig) -> None:
         self._state = ClusterState(config)
         self.loads = NodeLoads()
         self._now_ns = 0
-        kernels(), decode_kernels()  # compiled or loaded now: a first decision is as quick as the next
+        kernels(), decode_kernels()  # compile or load them now, so that the first decision is not delayed
         line_kernels(), row_kernels(), reach_kernels()
 
     def on_event(self, now_ns: int, event: Event) -> list[Decision]:
-        """Take in one event. `now_ns` has any origin; one before that of the last event counts as the same."""
+        """Apply one event and return the decisions that follow from it.
+
+        `now_ns` may have any origin; a time before that of the last event is replaced by the last event's.
+        """
         state = self._state
         now_ns = self._now_ns = max(now_ns, self._now_ns)
         event = clamp_event(event)
@@ -112,26 +118,26 @@ class Conductor:
         return decisions
 
     def ready_models(self) -> list[str]:
-        """Models of which a request can be placed."""
+        """Return the models for which a request can currently be placed."""
         return [model for model in self.models() if self._serves(model)]
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Joined nodes that had not reported for too long at the last event; they get no work until they do."""
+        """Joined nodes that had exceeded the report time-out at the last event; they get no work until they report."""
         return self._state.liveness.suspects
 
     @property
     def slo(self) -> ObjectiveBook:
-        """The record of objectives in force. Read it only."""
+        """Record of objectives in force; read-only."""
         return self._state.slo
 
     def unmeetable(self, record: SloRecord) -> list[str]:
-        """Objectives that no node could ever meet, for people."""
+        """Return one message per objective that no node could ever meet."""
         return unmeetable(record, self._state.nodes, self._state.costs)
 
-    def reach(self, record: SloRecord) -> list[str]:
-        """How long a prompt may be for an idle node to keep each objective, for people."""
-        return reach(record, self._state.nodes, self._state.costs)
+    def longest_prompts(self, record: SloRecord) -> list[str]:
+        """Return one message per TTFT objective with the longest prompt for which an idle node meets it."""
+        return longest_prompts(record, self._state.nodes, self._state.costs)
 
     @property
     def evaluation(self) -> AdmissionEvaluation:
@@ -139,18 +145,18 @@ class Conductor:
         return self._state.evaluation
 
     def rejections(self) -> Iterator[tuple[str, str, int, int]]:
-        """(model, reason, rejected for load, admitted but unwanted: shadow), of models that were served."""
+        """Yield (model, reason, number rejected, number that shadow admission would have rejected) of served models."""
         for model, tally in sorted(self._state.tallies.items()):
             for reason in ("ttft", "tbt", "decode_capacity", "queue"):
                 yield model, reason, tally.counts[f"rejected_{reason}"], tally.counts[f"unwanted_{reason}"]
 
     @property
     def history(self) -> RequestHistory:
-        """The last requests and what became of them. Read it only."""
+        """Latest requests and their outcomes; read-only."""
         return self._state.history
 
     def loads_of_nodes(self) -> Iterator[tuple[NodeView, float, int]]:
-        """Per worker: seconds until all prefills placed there have ended, and tokens of KV committed on it."""
+        """Yield (worker, predicted seconds until its prefill queue is empty, KV tokens committed on it)."""
         sums = self._state.tally(self._now_ns)
         for node in self._state.nodes:
             if node.role != "pool":
@@ -164,47 +170,47 @@ class Conductor:
 
     @property
     def attainment(self) -> Attainment:
-        """How often requests met their objectives. Read it only."""
+        """Counts of requests that met or missed their objectives; read-only."""
         return self._state.attainment
 
     @property
     def replication(self) -> Replication:
-        """The account of copied prefixes. Read it only."""
+        """Costs and savings of copied prefixes; read-only."""
         return self._state.replication
 
     @property
     def errors(self) -> PredictionErrors:
-        """How far predictions were off. Read it only."""
+        """Histograms of prediction errors; read-only."""
         return self._state.errors
 
     @property
     def refused_samples(self) -> Mapping[str, Mapping[str, int]]:
-        """By node, and by what was wrong: measurements that nothing was learned from."""
+        """Number of rejected measurements, by node id and reason."""
         return self._state.refused_samples
 
     def slowdowns(self) -> Iterator[tuple[NodeView, float, float]]:
-        """Per node that computes: how many times longer than a usual node of its model it takes, prefill and decode."""
+        """Yield (worker, its slowdown factor for prefill, its slowdown factor for decode); 1 is its model's norm."""
         for node in self._state.nodes:
             if node.role != "pool":
                 slot = self._state.nodes.slot(node.node_id)
                 yield node, self._state.slowdowns.of(PREFILL, slot), self._state.slowdowns.of(DECODE, slot)
 
     def extrapolations(self) -> Iterator[tuple[str, str, int]]:
-        """Per model: what was predicted beyond what was measured, and how often."""
+        """Yield (model, kind of prediction, number of predictions beyond the measured range)."""
         for model, tally in sorted(self._state.tallies.items()):
             for name, count in sorted(tally.counts.items()):
                 if name.startswith("extrapolated_"):
                     yield model, name.removeprefix("extrapolated_"), count
 
     def colocated_outcomes(self) -> Iterator[tuple[str, str, int]]:
-        """Per model: what came of weighing whether to prefill where one decodes, and of how many placed requests."""
+        """Yield (model, outcome of considering colocated prefill, number of placed requests)."""
         for model, tally in sorted(self._state.tallies.items()):
             for outcome in COLOCATED_OUTCOMES:
                 if count := tally.counts[f"undivided_{outcome}"]:
                     yield model, outcome, count
 
     def desired_nodes(self) -> Iterator[tuple[str, str, int]]:
-        """(model, role, nodes that its demand needs), of models that were served."""
+        """Yield (model, role, number of nodes that its demand needs) of served models."""
         for model, sizing in sorted(self._state.sizing.items()):
             for role, own in sorted(sizing.roles.items()):
                 if own.wanted is not None:
@@ -216,24 +222,24 @@ class Conductor:
         return warnings
 
     def tenants(self) -> Iterator[tuple[str, Account, int]]:
-        """(model, account, its live requests) of all accounts, the shared one among them."""
+        """Yield (model, account, number of its live requests), the shared account included."""
         yield from accounts(self._state)
 
     def models(self) -> list[str]:
-        """Models that some joined node serves."""
+        """Return the models that joined nodes serve, sorted."""
         return sorted({node.model for node in self._state.nodes if node.role != "pool"})
 
     def validate(self) -> tuple[list[str], dict[str, int]]:
-        """(problems, counts): claims that no node stands behind; at rest all counts are 0."""
+        """Check the request table; return (problems found, counts), where all counts are 0 without requests."""
         state, requests = self._state, self._state.requests
         slots = {state.nodes.slot(node.node_id) for node in state.nodes}
         problems = []
         for row, claim in enumerate(requests.claims):
             at = [int(requests.column(name)[row]) for name in ("prefill_node", "decode_node", "sender")]
             if at[0] == NONE and at[1] == NONE:
-                problems.append(f"request {claim.request_id} claims nothing and is still in the ledger")
+                problems.append(f"request {claim.request_id} claims nothing but is still in the request table")
             if any(slot != NONE and slot not in slots for slot in at):
-                problems.append(f"request {claim.request_id} claims something of a node that has left")
+                problems.append(f"request {claim.request_id} has a claim on a node that has left")
         counts = {
             "requests": len(requests),
             "committed_tokens": int(state.tally(0)[:, 1].sum()),
@@ -244,7 +250,7 @@ class Conductor:
         return problems, counts
 
     def snapshot(self, now_ns: int) -> dict[str, Any]:
-        """State for export, as JSON."""
+        """Return the state as a JSON object, for `Conductor.State`."""
         state = self._state
         sums = state.tally(now_ns)
         nodes = {}
@@ -300,8 +306,8 @@ class Conductor:
         given = self._state.given.get(node.model)
         if given is not None and (found := mismatches(given, node)):
             self._state.warnings.append(
-                f"node {node.node_id} is not what the cost profile {given.name!r} of model {node.model!r} was measured "
-                f"with: {'; '.join(found)}. Predictions begin with the profile and follow what the node reports"
+                f"node {node.node_id} does not match the cost profile {given.name!r} of model {node.model!r}: "
+                f"{'; '.join(found)}. Predictions start from the profile and adapt to what the node reports"
             )
 
     def _admission_snapshot(self, model: str) -> dict[str, Any]:
@@ -352,7 +358,10 @@ class Conductor:
         return [judgement.rejection]
 
     def _prefilled_case(self, now_ns: int, row: int) -> RejectedCase:
-        """For hindsight: a request whose prompt is computed and whose pages are there; only decode steps matter."""
+        """Return the case for the admission evaluation of a request that is rejected after its prefill.
+
+        Its prompt is computed and its pages are reserved, so only decode steps matter.
+        """
         requests, claim = self._state.requests, self._state.requests.claims[row]
         slot = int(requests.column("decode_node")[row])
         return RejectedCase(

@@ -1,6 +1,7 @@
-"""Which objectives no node could ever meet, and how far others reach, by what work costs in an idle cluster. Pure.
+"""Feasibility of objectives by the predicted costs of an idle cluster: which no node can meet, and the longest prompt
+for which one can.
 
-What was never measured, nor given as a profile, is not judged.
+Models without measured costs and without a cost profile are not examined.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,11 +10,11 @@ from conductor.policy.costs import DECODE, PREFILL, ModelCosts, prefill_s, tbt_s
 from conductor.policy.nodes import ModelNodes, NodeTable
 from conductor.policy.objectives import Objective, SloClass, SloRecord, TenantSlo, objective_text
 
-__all__ = ["reach", "unmeetable"]
+__all__ = ["longest_prompts", "unmeetable"]
 
 
 def unmeetable(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> list[str]:
-    """For people: a line for each objective in seconds below the least that any node of a served model takes."""
+    """Return one message per objective in seconds that is below the minimum of all nodes of a served model."""
     found = []
     for model, at in _served(nodes, costs):
         for place, kind, objective in _absolute(record, model):
@@ -26,18 +27,18 @@ def unmeetable(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCos
     return found
 
 
-def reach(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> list[str]:
-    """For people: a line for each TTFT in seconds, with the longest prompt of which an idle node keeps it."""
+def longest_prompts(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> list[str]:
+    """Return one message per TTFT objective in seconds, with the longest prompt for which an idle node meets it."""
     found = []
     for model, at in _served(nodes, costs):
-        quickness = _quickest(costs[model], PREFILL, at)
+        factor = _least_slowdown(costs[model], PREFILL, at)
         most = int(at.all_prefill.max_model_len.max(initial=0))
         for place, kind, objective in _absolute(record, model):
-            if kind == "ttft" and quickness:
-                longest = _longest_prompt(objective.seconds / quickness, costs[model], most)
+            if kind == "ttft" and factor:
+                longest = _longest_prompt(objective.seconds / factor, costs[model], most)
                 found.append(
-                    f"{place} is {objective_text(objective)}: an idle node of model {model!r} keeps it for up to "
-                    f"{longest} tokens of prompt of which none is reused, of at most {most}"
+                    f"{place} is {objective_text(objective)}: an idle node of model {model!r} meets it for up to "
+                    f"{longest} prompt tokens without reuse, of at most {most}"
                 )
     return found
 
@@ -50,7 +51,7 @@ def _served(nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> Iterator[tuple
 
 
 def _absolute(record: SloRecord, model: str) -> Iterator[tuple[str, str, Objective]]:
-    """(place, kind, objective) of all that may hold for a request of the model."""
+    """Yield (place in the record, kind, objective) of all objectives in seconds that may apply to the model."""
     others: dict[str, SloClass | TenantSlo] = {
         **{f"classes.{name}": one for name, one in sorted(record.classes.items())},
         **{f"tenants.{name}": one for name, one in sorted(record.tenants.items())},
@@ -64,14 +65,14 @@ def _absolute(record: SloRecord, model: str) -> Iterator[tuple[str, str, Objecti
 
 
 def _least(kind: str, costs: ModelCosts, at: ModelNodes) -> tuple[float, str]:
-    """(seconds, for what); 0 while nothing is known."""
+    """Return the minimum in seconds, and the work that it is for; 0 s while nothing was measured."""
     if kind == "ttft":
-        return prefill_s(*costs.prefill, 1, 0) * _quickest(costs, PREFILL, at), "even a prompt of one new token"
-    return tbt_s(*costs.decode, 1, 1, 1) * _quickest(costs, DECODE, at), "even a batch of one"
+        return prefill_s(*costs.prefill, 1, 0) * _least_slowdown(costs, PREFILL, at), "even a prompt of one new token"
+    return tbt_s(*costs.decode, 1, 1, 1) * _least_slowdown(costs, DECODE, at), "even a batch of one"
 
 
-def _quickest(costs: ModelCosts, kind: int, at: ModelNodes) -> float:
-    """The quickest node's factor on the model's cost; 0 while nothing is known of it."""
+def _least_slowdown(costs: ModelCosts, kind: int, at: ModelNodes) -> float:
+    """Return the smallest slowdown factor of the model's nodes; 0 while nothing was measured."""
     most, candidates = (costs.prefill_most, at.all_prefill) if kind == PREFILL else (costs.decode_most, at.all_decode)
     if not most[0]:
         return 0.0

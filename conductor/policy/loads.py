@@ -1,7 +1,8 @@
-"""How loaded a model's prefill and decode nodes are, and how much that swings. Pure; no decision goes by it.
+"""Load of each model's prefill and decode nodes and its fluctuation, for metrics; decisions do not use it.
 
-Load is Mooncake's: predicted latency over its objective (section 6.1), here of the pool, not of a request. Admission
-that goes by decode load as it is now makes both swing in anti-phase (section 6.2), which is what the swing shows.
+Load is defined as in the Mooncake paper (section 6.1): predicted latency over its objective, here of all nodes of a
+role instead of one request. Admission by the present decode load makes the two loads oscillate in anti-phase (section
+6.2), which shows in their deviation.
 """
 
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from conductor.policy.state import ClusterState
 
 __all__ = ["LoadSeries", "NodeLoads", "loads_of"]
 
-_SPAN_S: Final = 60.0  # over which swings are seen
-_UNLOADED_PROMPT: Final = 1024  # tokens of the prompt that relative objectives are taken for
+_SPAN_S: Final = 60.0  # time constant of mean and variance
+_UNLOADED_PROMPT: Final = 1024  # prompt tokens for which objectives relative to the unloaded value are evaluated
 
 
 @dataclass(slots=True)
 class LoadSeries:
-    """A series' mean and standard deviation over about a minute, the older values for less."""
+    """Exponentially weighted mean and standard deviation of a series, over about a minute."""
 
     mean: float = 0.0
     variance: float = 0.0
@@ -32,7 +33,7 @@ class LoadSeries:
     last: float = 0.0
 
     def add(self, now_ns: int, value: float) -> None:
-        """Take in a value; time that runs backwards counts as none."""
+        """Add a value; a `now_ns` before the last one counts as the same time."""
         passed_s = max(0, now_ns - self.at_ns) / NS
         part = 1.0 if self.at_ns < 0 else 1.0 - exp(-passed_s / _SPAN_S)
         off = value - self.mean
@@ -42,29 +43,29 @@ class LoadSeries:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation, in what the values are in."""
+        """Standard deviation, in the unit of the values."""
         return sqrt(self.variance)
 
 
 class NodeLoads:
-    """Per model with objectives: load of its prefill nodes and of its decode nodes, as of the last tick."""
+    """Load of the prefill and the decode nodes of each model with objectives, as of the last tick."""
 
     def __init__(self) -> None:
         self.prefill: dict[str, LoadSeries] = {}
         self.decode: dict[str, LoadSeries] = {}
 
     def pass_time(self, now_ns: int, state: ClusterState) -> None:
-        """Measure all models."""
+        """Measure the load of all models at `now_ns`."""
         for model in sorted(state.costs):
-            for swings, load in zip((self.prefill, self.decode), loads_of(now_ns, state, model), strict=True):
+            for series, load in zip((self.prefill, self.decode), loads_of(now_ns, state, model), strict=True):
                 if load is None:
-                    swings.pop(model, None)
+                    series.pop(model, None)
                 else:
-                    swings.setdefault(model, LoadSeries()).add(now_ns, load)
+                    series.setdefault(model, LoadSeries()).add(now_ns, load)
 
 
 def loads_of(now_ns: int, state: ClusterState, model: str) -> tuple[float | None, float | None]:
-    """(mean wait for a prefill turn over the TTFT objective, mean TBT now over the TBT objective); None: without."""
+    """Return (mean prefill queue time / TTFT objective, mean present TBT / TBT objective); None without objective."""
     nodes, costs = state.nodes.model(model), state.costs_of(model)
     if nodes is None:
         return None, None
@@ -80,7 +81,7 @@ def loads_of(now_ns: int, state: ClusterState, model: str) -> tuple[float | None
 
 
 def _mean_step_s(now_ns: int, state: ClusterState, nodes: ModelNodes, costs: ModelCosts) -> float | None:
-    """Return the mean step of the nodes that decode, in seconds; a node without work counts as 0."""
+    """Return the mean duration of a decode step over all decoding nodes, in seconds; an idle node counts as 0."""
     load = np.empty((state.nodes.num_slots, 3))
     requests, step_ns = state.requests, max(1, round(costs.typical_step_s * NS))
     decode_kernels().predict_load(

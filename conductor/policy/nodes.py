@@ -1,6 +1,6 @@
-"""The nodes of the cluster and, per model, its candidates as arrays. Which nodes there are; not what they are doing.
+"""The joined nodes, the candidates of each model as arrays, and the detection of nodes that stopped reporting.
 
-Who reports and who has fallen silent: a process that hangs keeps its streams open and says nothing on them.
+Liveness needs its own time-out because a process that hangs keeps its streams open.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ _MAX_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Nodes that can take one kind of work, sorted by node id: the first of equals has the smallest id.
+    """Nodes that can take one kind of work, as parallel arrays sorted by node id, so that ties go to the smallest id.
 
-    All arrays have one entry per node; `slots` index the per-node sums of RequestTable.
+    `slots` are indices into arrays of per-node values, such as the sums of `ClusterState.tally`.
     """
 
     ids: tuple[str, ...]
@@ -38,17 +38,17 @@ class Candidates:
     max_model_len: Ints
     max_batch: Ints
     is_aggregated: NDArray[np.bool_]
-    pool_slots: Ints  # of their pool nodes, -1 where there is none that answers
-    floor_capacity: int  # the least of capacity_tokens, and of max_model_len: what fits there fits everywhere
-    floor_len: int
+    pool_slots: Ints  # slots of their pool nodes; -1: none, or suspect
+    floor_capacity: int  # minimum of capacity_tokens: a request within it fits on every node
+    floor_len: int  # minimum of max_model_len
     has_aggregated: bool
-    kept: "dict[bytes, Candidates]"  # by what was asked of `where`
+    kept: "dict[bytes, Candidates]"  # cache of `where`, by the bytes of its mask
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def where(self, keep: NDArray[np.bool_]) -> "Candidates":
-        """The candidates for which `keep` holds, in the same order."""
+        """Return the candidates for which the boolean mask `keep` is true, in the same order."""
         if keep.all():
             return self
         name = keep.tobytes()
@@ -69,13 +69,13 @@ class Candidates:
         return self.kept[name]
 
     def only(self, index: int) -> "Candidates":
-        """The candidate at `index` alone."""
+        """Return the candidate at `index` alone."""
         keep = np.zeros(len(self), bool)
         keep[index] = True
         return self.where(keep)
 
     def without(self, excluded: tuple[str, ...]) -> "Candidates":
-        """All but the named nodes."""
+        """Return all candidates except the named nodes."""
         return self.where(np.array([node_id not in excluded for node_id in self.ids], bool)) if excluded else self
 
     @classmethod
@@ -90,7 +90,7 @@ class Candidates:
         is_aggregated: NDArray[np.bool_],
         pool_slots: Ints,
     ) -> "Candidates":
-        """With what follows from the columns."""
+        """Build from the columns, computing the derived fields."""
         return cls(
             ids,
             pools,
@@ -109,24 +109,24 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class ModelNodes:
-    """One model's nodes by what they can do; aggregated nodes, among the prefill ones, do both."""
+    """One model's nodes by role; aggregated nodes, which also decode, are among the prefill nodes."""
 
     model: str
     block_tokens: int
     block_nbytes: int
     prefill: Candidates  # prefill and aggregated nodes
     decode: Candidates
-    all_prefill: Candidates  # draining and suspect ones too: what the model's requests could have
+    all_prefill: Candidates  # including draining and suspect nodes
     all_decode: Candidates
 
     @property
     def all_slots(self) -> Ints:
-        """Slots of all these nodes."""
+        """Slots of all nodes of the model."""
         return np.concatenate([self.all_prefill.slots, self.all_decode.slots])
 
 
 class NodeTable:
-    """All joined nodes. Each has a slot, a small number that is given to another node only after it was lost."""
+    """All joined nodes. Each has a slot, a small number that is reused only after the node has left."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, NodeView] = {}
@@ -135,7 +135,7 @@ class NodeTable:
         self._suspect: frozenset[str] = frozenset()
         self._names: list[str | None] = []
         self._models: dict[str, ModelNodes] = {}
-        self._roster: tuple[str, ...] = ()  # the one that was asked for last
+        self._roster: tuple[str, ...] = ()  # last argument of `answering_slots`
         self._roster_slots: Ints | None = None
 
     def __contains__(self, node_id: object) -> bool:
@@ -150,7 +150,7 @@ class NodeTable:
         return len(self._names)
 
     def add(self, node: NodeView) -> None:
-        """Add a node, or renew its description under the same slot."""
+        """Add a node, or replace its description under the same slot."""
         if node.node_id not in self._slots:
             slot = self._names.index(None) if None in self._names else len(self._names)
             self._names[slot : slot + 1] = [node.node_id]
@@ -160,56 +160,56 @@ class NodeTable:
         self._changed()
 
     def remove(self, node_id: str) -> None:
-        """Forget a node; its slot may be given to another one, so nothing may refer to it any more."""
+        """Remove a node. Its slot may be reused, so nothing may refer to it afterwards."""
         del self._nodes[node_id]
         self._names[self._slots.pop(node_id)] = None
         self._draining.discard(node_id)
         self._changed()
 
     def set_draining(self, node_id: str, draining: bool) -> None:
-        """A draining node is no candidate."""
+        """Set whether the node is draining; a draining node is not a candidate."""
         if draining != (node_id in self._draining):
             (self._draining.add if draining else self._draining.discard)(node_id)
             self._changed()
 
     def is_draining(self, node_id: str) -> bool:
-        """Does the node finish its work and leave?"""
+        """Return True if the node is finishing its work before it leaves."""
         return node_id in self._draining
 
     def set_suspects(self, suspects: frozenset[str]) -> None:
-        """These nodes, and no others, are silent: they are no candidates."""
+        """Set the suspect nodes; they are not candidates."""
         if suspects != self._suspect:
             self._suspect = suspects
             self._changed()
 
     def is_suspect(self, node_id: str) -> bool:
-        """Has the node fallen silent?"""
+        """Return True if the node has stopped reporting."""
         return node_id in self._suspect
 
     def get(self, node_id: str) -> NodeView | None:
         return self._nodes.get(node_id)
 
     def slot(self, node_id: str) -> int:
-        """The node's slot; -1 for none and for unknown nodes."""
+        """Return the node's slot, or -1 for "" and unknown nodes."""
         return self._slots.get(node_id, -1)
 
     def answering_slot(self, node_id: str) -> int:
-        """The same; -1 for suspect nodes, too."""
+        """Return the node's slot, or -1 for "", unknown and suspect nodes."""
         return -1 if node_id in self._suspect else self._slots.get(node_id, -1)
 
     def answering_slots(self, roster: tuple[str, ...]) -> Ints:
-        """The same for each of a roster, remembered while roster and nodes stay what they are."""
+        """Return `answering_slot` of each node; cached while the same tuple is passed and no node changes."""
         if self._roster_slots is None or roster is not self._roster:
             self._roster = roster
             self._roster_slots = np.array([self.answering_slot(node_id) for node_id in roster], np.int64)
         return self._roster_slots
 
     def has_workers(self) -> bool:
-        """Is any node of any model here?"""
+        """Return True if any joined node serves a model."""
         return any(node.role != "pool" for node in self._nodes.values())
 
     def model(self, model: str) -> ModelNodes | None:
-        """The model's candidates; None when no node (draining ones count) serves it."""
+        """Return the model's candidates; None if no node, draining or suspect ones included, serves it."""
         if model not in self._models:
             nodes = [node for node in self if node.role != "pool" and node.model == model]
             if not nodes:
@@ -244,26 +244,29 @@ class NodeTable:
 
 
 def unobserved_ns(before_ns: int, now_ns: int, timeout_ns: int) -> int:
-    """How much of the time between two events nobody listened to nodes, for whom silence of `timeout_ns` matters.
+    """Return the part of the time between two events that must not count towards a time-out of `timeout_ns`.
 
-    Where two events lie further apart than half the timeout, it was the conductor that stood still, and its first
-    event after that finds the nodes' reports unread.
+    If two events are more than half the time-out apart, the conductor itself was stalled, and the reports that nodes
+    sent meanwhile have not been read yet.
     """
     passed_ns = now_ns - before_ns
     return passed_ns if 2 * passed_ns > timeout_ns else 0
 
 
 class Liveness:
-    """When each node was last heard of. A timeout of 0 suspects nobody. Silence counts only while somebody listened."""
+    """Detection of nodes that have not reported for longer than a time-out; 0 disables it.
+
+    Time in which the conductor itself was stalled does not count (`unobserved_ns`).
+    """
 
     def __init__(self, timeout_ns: int) -> None:
         self._timeout_ns = timeout_ns
-        self._heard_ns: dict[str, int] = {}  # the longest silent first; suspects are not in it
+        self._heard_ns: dict[str, int] = {}  # time of the last report, oldest first, without suspects
         self._now_ns: int | None = None
         self.suspects: frozenset[str] = frozenset()
 
     def pass_time(self, now_ns: int) -> frozenset[str]:
-        """It is `now_ns`: the nodes that are suspect from now on."""
+        """Advance to `now_ns`; return the nodes that have just become suspect."""
         if not self._timeout_ns:
             return frozenset()
         unheard_ns = 0 if self._now_ns is None else unobserved_ns(self._now_ns, now_ns, self._timeout_ns)
@@ -282,12 +285,12 @@ class Liveness:
         return frozenset(silent)
 
     def hear(self, node_id: str, now_ns: int) -> None:
-        """The node joined or reported: whatever was thought of it, it is alive."""
+        """Record that the node joined or reported; it is no longer suspect."""
         self.forget(node_id)
         self._heard_ns[node_id] = now_ns
 
     def forget(self, node_id: str) -> None:
-        """The node has left."""
+        """Remove a node that has left."""
         self._heard_ns.pop(node_id, None)
         if node_id in self.suspects:
             self.suspects -= {node_id}

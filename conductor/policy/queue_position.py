@@ -1,4 +1,4 @@
-"""A request's place among those that wait: its turn, the work that goes before it, what its tenant is charged."""
+"""Position of a request in the queue of its prefill node: its ordering key, the work ahead of it, and its charge."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ __all__ = [
     "accounts",
     "accrue_endless",
     "begun",
+    "join_queue",
+    "ordering_key",
     "reject_endless",
     "restore_queue_key",
-    "sit",
-    "standing",
 ]
 
 Floats = NDArray[np.float64]
@@ -36,40 +36,38 @@ Ints = NDArray[np.int64]
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Account and ordering key of a request. Times are ns of the policy's clock; `me` is an argument of the queue
-    kernels.
-    """
+    """Account and ordering key of a request. Times are ns of the policy's clock."""
 
     shares: Shares
     account: Account
     me: tuple[int, int, int, int, int, int, int]  # now, level, account, priority, due, arrived, ages
-    room: Ints  # [4, slots]
+    room: Ints  # [4, slots]: result of the queue kernels, by EARLIER, LATER, ...
     ticket_ns: int
-    queue_s: Floats  # per candidate: of the prefills that go before it
+    queue_s: Floats  # [candidates]: predicted duration of the prefills ahead of it
 
     @property
     def turn(self) -> QueueKey:
-        """As workers are told it."""
+        """Ordering key as sent to the worker."""
         now_ns, level, _, priority, due_ns, arrived_ns, ages_ns = self.me
         waited_s, due_in_s, ages_in_s = (now_ns - arrived_ns) / NS, (due_ns - now_ns) / NS, (ages_ns - now_ns) / NS
         return QueueKey(level, self.account.token, self.ticket_ns, priority, waited_s, due_in_s, ages_in_s)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """As a column of `RequestTable.turns`."""
+        """Ordering key as one value per column of `RequestTable.turns`."""
         _, level, account, priority, due_ns, arrived_ns, ages_ns = self.me
         return level, account, self.ticket_ns, priority, due_ns, arrived_ns, ages_ns
 
     def take(self, state: ClusterState, row: int, slot: int) -> None:
-        """The request was placed, and booked in `row`: it stands in the line of the node with this slot."""
-        # Only where the account has others there that do not all go before it does somebody use another ticket now.
-        # Of a node that was no candidate, nothing is known.
+        """Update the tickets of the account's requests in the queue that the request, booked in `row`, has joined."""
+        # Tickets change hands only if the account has other requests in this queue and not all of them precede it.
+        # A node that was not a candidate was not examined.
         room = self.room.item
         if room(LATER, slot) < 1 << 62 or room(EARLIER, slot) > self.ticket_ns or not room(IS_CANDIDATE, slot):
             line_kernels().share(state.requests.table, state.requests.turns, len(state.requests), row)
 
 
-def standing(
+def ordering_key(
     now_ns: int,
     state: ClusterState,
     request: RequestArrived,
@@ -99,26 +97,25 @@ def standing(
     return shares, account, shares.clock(wanted.priority), me
 
 
-def sit(
+def join_queue(
     state: ClusterState,
-    seat: QueuePosition,
+    position: QueuePosition,
     row: int,
     request: RequestArrived,
     placed: Place,
     model: ModelNodes,
     costs: ModelCosts,
 ) -> None:
-    """The request is placed, and booked in `row`: it stands in the line of its prefill node, and its tenant is
-    charged."""
+    """Add a placed request, booked in `row`, to the queue of its prefill node and charge its tenant."""
     booked, block_tokens = state.requests.table.item, model.block_tokens
-    seat.take(state, row, booked(PREFILL_NODE, row))
+    position.take(state, row, booked(PREFILL_NODE, row))
     node = state.nodes.get(placed.decode or placed.prefill)
     assert node is not None
     num_blocks = node.capacity_tokens // block_tokens if booked(DECODE_NODE, row) != NONE else 0
     prompt = request.prompt_tokens - request.generated
     charge = Charge(
-        seat.shares,
-        seat.account,
+        position.shares,
+        position.account,
         Prices(costs.prefill, costs.decode, costs.typical_step_s, max(1, node.max_batch), num_blocks),
         prompt,
         min(placed.reuse_blocks * block_tokens, prompt),
@@ -126,19 +123,19 @@ def sit(
         booked(COMMITTED, row) // block_tokens,
         request.endless,
     )
-    charge.open(seat.ticket_ns, request.max_new_tokens)
+    charge.open(position.ticket_ns, request.max_new_tokens)
     state.requests.claims[row].charge = charge
 
 
 def accrue_endless(now_ns: int, state: ClusterState) -> None:
-    """Charge what requests without an end have taken until now."""
+    """Charge endless requests for what they have used until now."""
     for claim in state.requests.claims:
         if claim.charge is not None and claim.charge.is_endless:
             claim.charge.accrue(now_ns)
 
 
 def begun(now_ns: int, state: ClusterState, row: int) -> None:
-    """The request's prefill has begun: virtual time goes by what is being served."""
+    """Record that the request's prefill has begun, which advances the virtual time of its class."""
     claim, (level, number, ticket_ns, *_) = state.requests.claims[row], state.requests.turns[:, row].tolist()
     if claim.charge is not None:
         claim.charge.begin(now_ns)
@@ -147,16 +144,16 @@ def begun(now_ns: int, state: ClusterState, row: int) -> None:
 
 
 def restore_queue_key(now_ns: int, state: ClusterState, row: int, turn: QueueKey) -> None:
-    """The turn of a request that another conductor placed, or this one before it was restarted, as a worker told it."""
+    """Restore the ordering key of a request that this conductor did not place from a worker's report."""
     account = state.shares_of(state.requests.claims[row].model).account_of(turn.account)
     arrived_ns, due_ns = now_ns - to_ns(turn.waited_s), now_ns + to_ns(turn.due_in_s)
     ages_ns = now_ns + to_ns(turn.ages_in_s)
-    told = turn.level, account.number, turn.start_ns, turn.priority, due_ns, arrived_ns, ages_ns
-    state.requests.turns[:, row] = told
+    key = turn.level, account.number, turn.start_ns, turn.priority, due_ns, arrived_ns, ages_ns
+    state.requests.turns[:, row] = key
 
 
 def accounts(state: ClusterState) -> Iterator[tuple[str, Account, int]]:
-    """(model, account, its live requests) of all accounts that were used."""
+    """Yield (model, account, number of its live requests); the shared account only if it was used."""
     charged = state.requests.turns[ACCOUNT, : len(state.requests)]
     for model, shares in sorted(state.shares.items()):
         for account in shares:
@@ -166,7 +163,10 @@ def accounts(state: ClusterState) -> Iterator[tuple[str, Account, int]]:
 
 
 def reject_endless(state: ClusterState, request: RequestArrived) -> Reject | None:
-    """A tenant has so many endless requests and no more. One that tokens came of is not turned away."""
+    """Reject an endless request if its tenant already runs `max_endless` of them; return None to admit it.
+
+    A request that has generated tokens is always admitted.
+    """
     if not request.endless or request.generated:
         return None
     most, account = state.config.max_endless, state.shares_of(request.model).account(request.tenant, state.is_charged)
@@ -174,5 +174,5 @@ def reject_endless(state: ClusterState, request: RequestArrived) -> Reject | Non
     running = sum(charge is not None and charge.is_endless and charge.account is account for charge in charges)
     if running < most:
         return None
-    message = f"{running} endless requests of this tenant are running; {most} may at a time, so end one first"
+    message = f"{running} endless requests of this tenant are running, of at most {most}; end one of them first"
     return Reject(request.request_id, request.attempt, "endless", message, 1.0)

@@ -1,6 +1,6 @@
-"""Learning from the measurements that nodes report, and the checks that reject some of them.
+"""Handling of nodes' reports, completions and node losses: progress of requests, measurements, and recovered claims.
 
-What workers' reports change: phases of their requests, cost samples, and claims that only they remember.
+Measurements are checked first; those that cannot be true are counted and not learned from.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ _PATHS = frozenset({"push", "pull", "load", "fetch", "store", "copy", "ssd_read"
 
 
 def learn(state: ClusterState, node: NodeView, event: NodeReported) -> NodeReported:
-    """Take in the measurements of a joined node's report; returns it with those alone that can be true."""
+    """Learn from the measurements of a joined node's report; return the report without the rejected ones."""
     transfers = tuple([s for s in event.transfers if not _refused(state, node, _wrong_transfer(s), s)])
     for transfer in transfers:
         state.transfers.add(transfer)
@@ -69,7 +69,7 @@ def learn(state: ClusterState, node: NodeView, event: NodeReported) -> NodeRepor
 
 
 def mismatches(given: CostsGiven, node: NodeView) -> list[str]:
-    """In words, how a node is not what the profile of its model was measured with."""
+    """Return messages for the differences between a node and the cost profile of its model; [] if it matches."""
     found = []
     if given.model_fingerprint and node.model_fingerprint and given.model_fingerprint != node.model_fingerprint:
         found.append(f"its weights are {node.model_fingerprint[:16]}, not {given.model_fingerprint[:16]}")
@@ -84,8 +84,8 @@ def _refused(state: ClusterState, node: NodeView, wrong: str, sample: object) ->
     counts = state.refused_samples.setdefault(node.node_id, Counter())
     if not counts:
         state.warnings.append(
-            f"node {node.node_id} reports measurements that cannot be true, first {sample}: they are refused and "
-            "counted as moonpool:cost_samples_refused_total, and its work is predicted from what else is known"
+            f"node {node.node_id} reports impossible measurements, first {sample}: they are rejected and counted in "
+            "moonpool:cost_samples_refused_total; predictions for the node use its other measurements"
         )
     counts[wrong] += 1
     return True
@@ -122,12 +122,12 @@ def _wrong_transfer(sample: TransferSample) -> str:
         return "no_work"
     if sample.nbytes > _MOST_BYTES:
         return "too_much_work"
-    # Nothing moved may well have taken no time: it is not learned from.
+    # An empty transfer may take no time; it is not learned from.
     return _wrong_seconds(sample.seconds) if sample.nbytes else ""
 
 
 def report(now_ns: int, state: ClusterState, event: NodeReported) -> None:
-    """Take in one report of a joined node."""
+    """Apply a report; one of a node that has not joined is ignored."""
     node = state.nodes.get(event.node_id)
     if node is None:
         return
@@ -148,7 +148,10 @@ def report(now_ns: int, state: ClusterState, event: NodeReported) -> None:
 
 
 def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
-    """The frontend is done with an attempt: its claims end, whatever workers still have to tidy."""
+    """Apply the frontend's completion of an attempt: end its claims and learn from its outcome.
+
+    Claims end at once, even if workers still have to release the request.
+    """
     row = state.requests.find(event.request_id, event.attempt)
     claim = state.retire(row, now_ns) if row is not None else None
     if claim is None:
@@ -179,7 +182,8 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
             cached=event.cached_tokens,
             generated=event.generated,
         )
-        # Clients that leave do so again. Of what failed, or was cut off at its limit, no more is known than it had.
+        # A cancelled answer counts as ended, since clients disconnect again. The length of one that failed or reached
+        # its limit is only known to be at least what was generated.
         ended = event.outcome == "cancelled" or (event.outcome == "finished" and event.generated < claim.max_tokens)
         state.lengths.learn(now_ns, claim.curve, event.generated, ended=ended)
     if event.outcome == "failed":
@@ -211,7 +215,7 @@ def _if_there(state: ClusterState, node_id: str) -> str:
 
 
 def lose_node(now_ns: int, state: ClusterState, node: NodeView) -> None:
-    """A node is gone with all that it held. What its requests claim elsewhere stays until that ends there."""
+    """Remove a lost node and all claims on it; its requests' claims on other nodes remain until those end."""
     if node.model:
         state.lost_ns[node.model] = now_ns
     slot = state.nodes.slot(node.node_id)
@@ -221,7 +225,7 @@ def lose_node(now_ns: int, state: ClusterState, node: NodeView) -> None:
             if values[row] == slot:
                 values[row] = NONE
         if not _has_claim(state, row):
-            # A worker that only lost its stream comes back and still holds it.
+            # A worker that lost only its stream rejoins and still holds the request.
             state.retire(row, now_ns, may_return=True)
     state.requests.drop_sender(slot)
     state.copies.drop_pool(node.node_id)
@@ -249,7 +253,7 @@ def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progre
             requests.column("prefill_ns")[row] = 0
             requests.column("sender")[row] = NONE
             if decodes_here:
-                # A node that does both may say so only with its last token: then the prediction is nearer the truth.
+                # An aggregated node may report this only with its last token; then the prediction is more accurate.
                 joined_ns = min(now_ns, int(requests.column("ready_ns")[row]))
                 requests.column("ready_ns")[row] = requests.column("joined_ns")[row] = joined_ns
             else:
@@ -296,20 +300,23 @@ def _note_held(now_ns: int, state: ClusterState, node: NodeView, held: Held) -> 
     decodes_here = bool(state.requests.column("decode_node")[row] == slot)
     claim.seen_decode |= decodes_here
     if decodes_here:
-        # Where less was reserved than the answer may take, the ledger follows what it does take.
+        # If less was reserved than the answer may need, follow what it actually uses.
         committed = state.requests.column("committed")
         committed[row] = max(committed[row], held.committed_tokens)
 
 
 def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: int | None) -> int | None:
-    """Rebuild (a part of) a claim that this conductor did not make: another one did, or it was restarted, or the
-    worker's stream broke."""
+    """Rebuild a claim, or a part of it, from a worker's report; return its row, None if the request is over.
+
+    This conductor lacks the claim if another conductor placed the request, if it was restarted, or if it dropped the
+    claim when the worker's stream broke.
+    """
     recent = state.recent.get(held.request_id)
     lost = recent.claim if recent is not None and recent.may_return and not recent.claim.is_completed else None
     if lost is not None and lost.attempt != held.attempt:
         lost = None
     if recent is not None and recent.claim.attempt >= held.attempt and lost is None:
-        return None  # over: the worker is tidying up
+        return None  # over: the worker is releasing it
     requests, slot = state.requests, state.nodes.slot(node.node_id)
     if row is not None and requests.claims[row].attempt < held.attempt:
         state.retire(row, now_ns)
@@ -329,7 +336,7 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
         state.counts["revived"] += 1
     elif requests.claims[row].attempt != held.attempt:
         return row
-    # A decode node, too, prefills what is not handed over to it.
+    # A decode node also prefills requests that are not handed over to it.
     prefills = node.role != "decode" or held.remaining_prefill_tokens > 0
     if prefills and requests.column("prefill_node")[row] == NONE:
         cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens)
@@ -341,7 +348,7 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
         requests.column("ready_ns")[row] = now_ns + to_ns(cost_s)
         next_slot = state.nodes.slot(held.decode_node)
         if next_slot != NONE and requests.column("decode_node")[row] == NONE:
-            # Its own report says more, and comes soon.
+            # A provisional value, until the decode node's own report.
             requests.column("decode_node")[row] = next_slot
             requests.column("committed")[row] = peak_tokens(held.prompt_tokens, held.max_new_tokens, node.block_tokens)
     if node.role != "prefill" and (requests.column("decode_node")[row] == NONE or not requests.claims[row].seen_decode):

@@ -1,7 +1,4 @@
-"""All that the policy knows, in one place. Data and look-ups; decisions are made elsewhere.
-
-The cluster as hindsight looks at it, for as long as one event is taken in. Look-ups only.
-"""
+"""The policy's state: nodes, requests, learned costs, statistics, and the look-ups that decisions are made from."""
 
 import itertools
 from collections import Counter
@@ -38,16 +35,16 @@ __all__ = [
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """A request that left the table: its last reports and its frontend's last word may still come."""
+    """A request that left the request table recently: late reports about it, or its completion, may still arrive."""
 
     claim: Claim
     at_ns: int
-    may_return: bool = False  # its node is gone, perhaps no more than the node's stream
+    may_return: bool = False  # its node was lost, possibly only the node's stream
 
 
 @dataclass
 class ModelTally:
-    """Outcomes of one model's requests, and prediction errors: mean of |predicted - measured| in seconds."""
+    """Counters of one model, its prediction errors (mean of |predicted - measured| in seconds) and its margins."""
 
     counts: Counter[str] = field(default_factory=Counter)
     ttft_error: MeanDuration = field(default_factory=MeanDuration)
@@ -57,7 +54,7 @@ class ModelTally:
 
 @dataclass
 class ClusterState:
-    """The cluster as the policy sees it."""
+    """State of the cluster as known to the policy."""
 
     config: PolicyConfig
     nodes: NodeTable = field(default_factory=NodeTable)
@@ -70,24 +67,24 @@ class ClusterState:
     given: dict[str, CostsGiven] = field(default_factory=dict)  # measured profiles, by model
     slowdowns: NodeSlowdowns = field(default_factory=NodeSlowdowns)
     errors: PredictionErrors = field(default_factory=PredictionErrors)
-    refused_samples: dict[str, Counter[str]] = field(default_factory=dict)  # by node, and by what was wrong
-    warnings: list[str] = field(default_factory=list)  # for people, until they are taken
+    refused_samples: dict[str, Counter[str]] = field(default_factory=dict)  # by node id and reason
+    warnings: list[str] = field(default_factory=list)  # messages for operators, until `Conductor.take_warnings`
     shares: dict[str, Shares] = field(default_factory=dict)  # by model
     switching: dict[str, Switching] = field(default_factory=dict)  # by model: whether nodes should change their role
     sizing: dict[str, ModelSizing] = field(default_factory=dict)  # by model: how many nodes its roles should have
     recent: dict[str, Recent] = field(default_factory=dict)  # oldest first
     counts: Counter[str] = field(default_factory=Counter)
-    tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served
+    tallies: dict[str, ModelTally] = field(default_factory=dict)  # by model, for models that a node has served
     started_ns: int | None = None
     history: RequestHistory = field(default_factory=RequestHistory)
-    lost_ns: dict[str, int] = field(default_factory=dict)  # by model: when it lost a worker last
+    lost_ns: dict[str, int] = field(default_factory=dict)  # by model: when it last lost a worker
     copies: CopiesInFlight = field(init=False)
     prefix_hits: HitCounts = field(init=False)
     replication: Replication = field(init=False)
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
     attainment: Attainment = field(init=False)
-    aging_ns: int = field(init=False)  # after which a request goes before everything newer
+    aging_ns: int = field(init=False)  # waiting time after which no newer request precedes a request
     _orphan_timeout_ns: int = field(init=False)
     _account_numbers: Iterator[int] = field(default_factory=itertools.count)
     _now_ns: int | None = None
@@ -105,7 +102,7 @@ class ClusterState:
         self.counts["suspected"] = 0
 
     def costs_of(self, model: str) -> ModelCosts:
-        """The model's costs, those of the prior while nothing was measured."""
+        """Return the model's costs; they start from its profile or from built-in guesses."""
         if model not in self.costs:
             self.costs[model] = ModelCosts(self.slowdowns)
             if model in self.given:
@@ -124,11 +121,14 @@ class ClusterState:
         return bool((self.requests.turns[ACCOUNT, : len(self.requests)] == account).any())
 
     def count(self, model: str, what: str, by: int = 1) -> None:
-        """Add to the cluster's counter and, for a model that has been served (names come from outside), to its own."""
+        """Add to the cluster's counter and to the model's.
+
+        Models that no node has served have no counters, since clients can name any number of models.
+        """
         self.count_all(model, ((what, by),))
 
     def count_all(self, model: str, counts: Sequence[tuple[str, int]]) -> None:
-        """Likewise to several counters."""
+        """Add to several counters, as `count` does."""
         everywhere = self.counts
         for what, by in counts:
             everywhere[what] += by
@@ -138,7 +138,7 @@ class ClusterState:
                 own[what] += by
 
     def tally_of(self, model: str) -> ModelTally:
-        """The model's own counts."""
+        """Return the model's counters and error statistics."""
         tally = self.tallies.get(model)
         if tally is None:
             tally = self.tallies[model] = ModelTally()
@@ -149,9 +149,9 @@ class ClusterState:
         return self.nodes.slot(pool) != NONE and not self.nodes.is_suspect(pool)
 
     def pass_time(self, now_ns: int) -> None:
-        """It is `now_ns`: nodes that have been silent for too long become suspect.
+        """Advance to `now_ns`: nodes that have exceeded the report time-out become suspect.
 
-        What nobody listened to makes no request an orphan either.
+        Time in which the conductor itself was stalled counts neither for nodes nor for orphaned requests.
         """
         before_ns, self._now_ns = self._now_ns if self._now_ns is not None else now_ns, now_ns
         if unheard_ns := unobserved_ns(before_ns, now_ns, self._orphan_timeout_ns):
@@ -162,12 +162,12 @@ class ClusterState:
             self.nodes.set_suspects(self.liveness.suspects)
 
     def hear(self, node_id: str, now_ns: int) -> None:
-        """A joined node gave a sign of life."""
+        """Record that a joined node is alive."""
         self.liveness.hear(node_id, now_ns)
         self.nodes.set_suspects(self.liveness.suspects)
 
     def forget_node(self, node_id: str) -> None:
-        """A node has left; nothing may refer to its slot any more."""
+        """Remove a node that has left. Nothing may refer to its slot afterwards."""
         self.slowdowns.forget(self.nodes.slot(node_id))
         self.refused_samples.pop(node_id, None)
         if (node := self.nodes.get(node_id)) is not None:
@@ -177,26 +177,26 @@ class ClusterState:
         self.nodes.set_suspects(self.liveness.suspects)
 
     def retire(self, row: int, now_ns: int, *, may_return: bool = False) -> Claim:
-        """Drop a request that is over, and remember it for a while."""
+        """Remove a request from the table and remember it as recent; returns its claim."""
         claim = self.requests.remove(row)
         self.recent.pop(claim.request_id, None)
         self.recent[claim.request_id] = Recent(claim, now_ns, may_return)
         return claim
 
     def forget_recent(self, now_ns: int) -> None:
-        """Drop what has been over for long enough."""
+        """Forget recent requests after `recent_s`."""
         before_ns = now_ns - round(self.config.recent_s * 1e9)
         while self.recent and next(iter(self.recent.values())).at_ns <= before_ns:
             del self.recent[next(iter(self.recent))]
 
     def tally(self, now_ns: int) -> NDArray[np.int64]:
-        """Per slot [slots, 3]: ns until all prefills placed there have ended, committed tokens, prefixes sent."""
+        """Return int64 [slots, 3]: ns until all prefills placed there have ended, committed tokens, prefixes sent."""
         sums, requests = np.empty((self.nodes.num_slots, 3), np.int64), self.requests
         kernels().tally(requests.table, len(requests.claims), now_ns, sums)
         return sums
 
     def copy_sends(self) -> NDArray[np.int64]:
-        """Per slot: copies that it is sending. Read it only."""
+        """Return int64 [slots]: number of copies that each pool node is sending. The caller must not modify it."""
         if not len(self.copies) and len(self._no_sends) == self.nodes.num_slots:
             return self._no_sends
         sends = np.zeros(self.nodes.num_slots, np.int64)
@@ -212,7 +212,7 @@ _NEVER = 1 << 62
 
 
 class StateView:
-    """`hindsight.ClusterView`, of a state that does not change meanwhile: each node is looked up once."""
+    """Implementation of `evaluation.ClusterView`; caches per node, so it is valid only while the state is unchanged."""
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state
@@ -220,7 +220,7 @@ class StateView:
         self._free: dict[str, int] = {}
 
     def prefills_before(self, node_id: str, at_ns: int) -> bool:
-        """Does a prefill that was placed there by then have yet to end?"""
+        """Return True if a prefill that was placed on the node by `at_ns` has not ended yet."""
         oldest_ns = self._oldest.get(node_id)
         if oldest_ns is None:
             requests, slot = self._state.requests, self._state.nodes.slot(node_id)
@@ -230,7 +230,7 @@ class StateView:
         return oldest_ns <= at_ns
 
     def free_tokens(self, node_id: str) -> int:
-        """Pages that nobody claims, in tokens; of no node, as many as one likes."""
+        """Return the tokens of unclaimed pages on the node; unlimited for an unknown node."""
         node = self._state.nodes.get(node_id)
         if node is None:
             return _NEVER
@@ -242,7 +242,7 @@ class StateView:
         return free
 
     def step_s(self, model: str, node_id: str, batch: float, context_tokens: float) -> float:
-        """Return the predicted seconds of a decode step there."""
+        """Return the predicted seconds of a decode step on the node."""
         node = self._state.nodes.get(node_id)
         max_batch = max(1, node.max_batch) if node is not None else 1
         slot = self._state.nodes.slot(node_id)

@@ -104,7 +104,7 @@ class SloCalls:
             version=_message(changed.version),
             differences=changed.differences,
             warnings=changed.warnings,
-            notes=self._policy.reach(changed.record),
+            notes=self._policy.longest_prompts(changed.record),
             preview=self._preview(changed.record) if change.is_trial else None,
         )
 

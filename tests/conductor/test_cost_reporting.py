@@ -87,7 +87,7 @@ def test_nodes_that_are_not_what_the_profile_was_measured_with_are_named(core, c
         join(core, hardware=PROFILE.hardware)
         assert not caplog.records
         core.handle(NodeJoined(view("other", "prefill", hardware="a toaster")))
-    assert "node other is not what the cost profile 'mooncake-70b-8xa800'" in caplog.text
+    assert "node other does not match the cost profile 'mooncake-70b-8xa800'" in caplog.text
     assert "it runs on 'a toaster'" in caplog.text
 
 

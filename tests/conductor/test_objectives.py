@@ -331,7 +331,7 @@ def test_what_no_node_can_meet_is_named_with_what_the_quickest_takes(cluster) ->
 def test_how_long_a_prompt_may_be_is_told_of_each_ttft(cluster) -> None:
     c = cluster()
     c.learn("prefill-0", per_token_s=1e-2)
-    (said,) = c.conductor.reach(parse_record({"classes": {"chat": {"ttft": "5s", "tbt": "1s"}}}))
+    (said,) = c.conductor.longest_prompts(parse_record({"classes": {"chat": {"ttft": "5s", "tbt": "1s"}}}))
     tokens = int(said.split("up to ")[1].split()[0])
     assert 450 <= tokens <= 550
     assert said.endswith("of at most 4096")
