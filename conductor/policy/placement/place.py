@@ -20,7 +20,7 @@ from conductor.policy.placement.colocated import consider_colocated
 from conductor.policy.placement.copying import copy_after
 from conductor.policy.placement.plan import Plan, extrapolated, make_plan, ttft_with_s
 from conductor.policy.placement.prefill import holders, replicas_used, without_replicas
-from conductor.policy.queue_position import reject_endless, sit
+from conductor.policy.queue_position import join_queue, reject_endless
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.role_plan import arrived, turned_away
 from conductor.policy.state import ClusterState
@@ -92,7 +92,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     nodes = plan.places.prefill
     copy = copy_after(now_ns, state, request, nodes, plan.prefixes, plan.scores, plan.chosen, model.block_nbytes)
     row = book(now_ns, state, request, plan, placed, objectives, judgement.unwanted)
-    sit(state, plan.seat, row, request, placed, model, costs)
+    join_queue(state, plan.seat, row, request, placed, model, costs)
     _credit_replica(now_ns, state, request, model, plan, costs)
     return [placed] if copy is None else [placed, copy]
 

@@ -19,7 +19,7 @@ from conductor.policy.events import PoolMatch, PoolMatches, RequestArrived
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.kernels import kernels, reach_kernels
 from conductor.policy.nodes import Candidates, ModelNodes
-from conductor.policy.queue_position import QueuePosition, standing
+from conductor.policy.queue_position import QueuePosition, ordering_key
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
@@ -261,7 +261,7 @@ def reach(
         sums = state.tally(now_ns)
         return find_prefixes(state, request, model, request.matches, nodes, sums).best * model.block_tokens
 
-    shares, account, clock, me = standing(now_ns, state, request, former, costs, reusable_tokens)
+    shares, account, clock, me = ordering_key(now_ns, state, request, former, costs, reusable_tokens)
     matches, requests, transfers, slots = request.matches, state.requests, state.transfers, nodes.slots
     count, num_slots = len(slots), state.nodes.num_slots
     sums, room = np.empty((num_slots, 3), np.int64), np.empty((4, num_slots), np.int64)
