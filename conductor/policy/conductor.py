@@ -30,7 +30,7 @@ from conductor.policy.events import (
 from conductor.policy.fairness import Account
 from conductor.policy.feasibility import longest_prompts, unmeetable
 from conductor.policy.history import ERROR_BOUNDS, Attainment, PredictionErrors, RequestHistory
-from conductor.policy.kernels import kernels, line_kernels, reach_kernels
+from conductor.policy.kernels import prefill_kernels
 from conductor.policy.loads import NodeLoads
 from conductor.policy.objectives import ObjectiveBook, SloRecord, objective_text, record_from_text
 from conductor.policy.placement.colocated import COLOCATED_OUTCOMES
@@ -39,7 +39,7 @@ from conductor.policy.placement.place import place
 from conductor.policy.queue_position import accounts, accrue_endless
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, mismatches, report
-from conductor.policy.requests import NONE, row_kernels
+from conductor.policy.requests import NONE
 from conductor.policy.role_plan import plan_roles, plan_sizes
 from conductor.policy.state import ClusterState, StateView
 
@@ -58,8 +58,7 @@ class Conductor:
         self._state = ClusterState(config)
         self.loads = NodeLoads()
         self._now_ns = 0
-        kernels(), decode_kernels()  # compile or load them now, so that the first decision is not delayed
-        line_kernels(), row_kernels(), reach_kernels()
+        prefill_kernels(), decode_kernels()  # compile or load them now, so that the first decision is not delayed
 
     def on_event(self, now_ns: int, event: Event) -> list[Decision]:
         """Apply one event and return the decisions that follow from it.
@@ -157,11 +156,11 @@ class Conductor:
 
     def loads_of_nodes(self) -> Iterator[tuple[NodeView, float, int]]:
         """Yield (worker, predicted seconds until its prefill queue is empty, KV tokens committed on it)."""
-        sums = self._state.tally(self._now_ns)
+        loads = self._state.tally(self._now_ns)
         for node in self._state.nodes:
             if node.role != "pool":
                 slot = self._state.nodes.slot(node.node_id)
-                yield node, float(sums[slot, 0]) / NS, int(sums[slot, 1])
+                yield node, float(loads["queued_ns"][slot]) / NS, int(loads["committed"][slot])
 
     @property
     def config(self) -> PolicyConfig:
@@ -242,7 +241,7 @@ class Conductor:
                 problems.append(f"request {claim.request_id} has a claim on a node that has left")
         counts = {
             "requests": len(requests),
-            "committed_tokens": int(state.tally(0)[:, 1].sum()),
+            "committed_tokens": int(state.tally(0)["committed"].sum()),
             "prefills": int(np.count_nonzero(requests.column("prefill_node") != NONE)),
             "sends": int(np.count_nonzero(requests.column("sender") != NONE)),
             "copies": len(state.copies),
@@ -252,15 +251,15 @@ class Conductor:
     def snapshot(self, now_ns: int) -> dict[str, Any]:
         """Return the state as a JSON object, for `Conductor.State`."""
         state = self._state
-        sums = state.tally(now_ns)
+        loads = state.tally(now_ns)
         nodes = {}
         for node in state.nodes:
             slot = state.nodes.slot(node.node_id)
             nodes[node.node_id] = {
                 "role": node.role,
                 "model": node.model,
-                "queue_s": float(sums[slot, 0]) / NS,
-                "committed_tokens": int(sums[slot, 1]),
+                "queue_s": float(loads["queued_ns"][slot]) / NS,
+                "committed_tokens": int(loads["committed"][slot]),
                 "capacity_tokens": node.capacity_tokens,
                 "suspect": state.nodes.is_suspect(node.node_id),
                 "slowdown": {"prefill": state.slowdowns.of(PREFILL, slot), "decode": state.slowdowns.of(DECODE, slot)},

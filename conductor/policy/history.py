@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 from conductor.policy.admission.rule import Forecast
 from conductor.policy.config import NS
 from conductor.policy.decisions import Reason
-from conductor.policy.events import RequestArrived, RequestCompleted
+from conductor.policy.events import RequestCompleted
 from conductor.policy.objectives import EffectiveObjectives
 
 __all__ = [
@@ -239,45 +239,14 @@ class RequestHistory:
         """The last ones to come, newest first."""
         return list(islice(reversed(self._requests.values()), count))
 
-    def judged(
-        self,
-        now_ns: int,
-        request: RequestArrived,
-        forecast: Forecast,
-        *,
-        predicted_tbt_s: float,
-        objectives: EffectiveObjectives,
-        idle_s: tuple[float, float],
-        shared_blocks: int,
-        rejection: Reason | Literal[""],
-        unwanted: Reason | Literal[""],
-    ) -> None:
-        """A first attempt was planned, and admitted or not. `idle_s`: TTFT and TBT predicted for an idle cluster;
-        `shared_blocks`: of the prefix that `match_key` names."""
+    def judged(self, request: JudgedRequest, *, shared_blocks: int) -> None:
+        """A first attempt was planned, and admitted or not; `shared_blocks`: of the prefix that `match_key` names."""
         self._forget(self._requests.pop(request.request_id, None))
-        key = request.match_key
-        if key:
+        if key := request.match_key:
             self._uses[key] += 1
             self._prefixes[key] = shared_blocks
-        self._requests[request.request_id] = JudgedRequest(
-            request.request_id,
-            now_ns,
-            request.model,
-            request.tenant,
-            request.slo_class[:_MAX_NAME],
-            request.ttft_objective_s,
-            request.tbt_objective_s,
-            request.prompt_tokens,
-            objectives,
-            forecast,
-            predicted_tbt_s,
-            *idle_s,
-            rejection=rejection,
-            unwanted=unwanted,
-            outcome="rejected" if rejection else "open",
-            ended_ns=now_ns if rejection else 0,
-            match_key=key,
-        )
+        request.slo_class = request.slo_class[:_MAX_NAME]
+        self._requests[request.request_id] = request
         if len(self._requests) > MAX_REMEMBERED:
             self._forget(self._requests.pop(next(iter(self._requests))))
             self.num_forgotten += 1

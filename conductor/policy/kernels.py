@@ -1,18 +1,12 @@
-"""The compiled loops of placement: over live requests, over what pool nodes hold, over candidates. They only compute.
+"""Compiled loops of prefill placement (Mooncake's Algorithm 1): over live requests, pool nodes' matches and candidates.
 
 Formulas are those of `cost_formulas`, in the same order of operations, so that a prediction is the same number wherever
-it is made. Nothing here checks its arguments.
-
-The compiled loops over those that wait for a prefill: which ticket a newcomer uses, and the work that goes before it
-at each node. The order is that of `worker.policy.scheduling_order`. They only compute, and check no arguments.
-
-The compiled first half of a plan, in one go: what is placed, what pool nodes hold, who goes first, Algorithm 1.
-
-Its parts stand in `kernels` and `line_kernels`; together they save what three more calls would take. Only computes.
+it is made. The order of the queue is that of `worker.policy.scheduling_order`. No loop checks its arguments; all but
+`reassign_tickets` write only into the arrays named as their results.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -20,40 +14,106 @@ from numba import types
 
 from conductor.policy.costs import PREFILL
 from conductor.policy.fairness import advanced_ns
-from conductor.policy.requests import (
-    ACCOUNT,
-    AGES,
-    ARRIVED,
-    COMMITTED,
-    DECODE_NODE,
-    DUE,
-    LEVEL,
-    NONE,
-    PREFILL_NODE,
-    PREFILL_NS,
-    PRIORITY,
-    SENDER,
-    STARTED,
-    TICKET,
-)
+from conductor.policy.requests import NONE, REQUEST
 from jit.compiling import compiled_with_gil
 from worker.policy import cost_formulas
 
 __all__ = [
-    "EARLIER",
-    "IS_CANDIDATE",
-    "LATER",
-    "Kernels",
-    "LineKernels",
-    "ReachKernels",
-    "kernels",
-    "line_kernels",
-    "line_up",
+    "ARRIVAL",
+    "LATEST_NS",
+    "MATCH",
+    "NODE_LOAD",
+    "PREFILL_CANDIDATE",
+    "PREFILL_COSTS",
+    "PrefillKernels",
+    "prefill_kernels",
     "prefixes",
-    "reach_kernels",
+    "queue_position",
+    "score_arrival",
     "score_prefill",
-    "tally_row",
+    "tally",
 ]
+
+NODE_LOAD: Final = np.dtype(
+    [
+        # Written by `tally`:
+        ("queued_ns", np.int64),  # predicted until all prefills placed there have ended
+        ("committed", np.int64),  # tokens of pages claimed
+        ("num_sends", np.int64),  # prefixes that it sends to placed requests
+        # Given:
+        ("copy_sends", np.int64),  # copies of prefixes that it sends
+        # Written by `queue_position`, for one request:
+        ("is_candidate", np.int64),
+        ("earlier_ns", np.int64),  # of its account's requests that precede it there, the largest ticket
+        ("later_ns", np.int64),  # of those that follow it, the smallest
+        ("work_ns", np.int64),  # of the prefills that precede it
+        # Written by the decode kernels:
+        ("sequences", np.float64),  # in the decode batch
+        ("context", np.float64),  # tokens that they attend to
+        ("expected", np.float64),  # of `committed`, the expected value
+    ]
+)
+"""The load of one node; an array of these is indexed by the node's slot."""
+
+ARRIVAL: Final = np.dtype(
+    [
+        ("now_ns", np.int64),
+        ("level", np.int64),
+        ("account", np.int64),
+        ("priority", np.int64),
+        ("due_ns", np.int64),
+        ("arrived_ns", np.int64),
+        ("ages_ns", np.int64),
+        ("clock_ns", np.int64),  # of its class's `VirtualClock`, as is the next one
+        ("started_ns", np.int64),
+        ("finish_ns", np.int64),  # of its account
+        ("prompt_tokens", np.int64),
+        ("most_blocks", np.int64),  # that it may reuse
+        ("block_tokens", np.int64),
+        ("block_nbytes", np.int64),
+        ("balancing_threshold", np.float64),
+    ]
+)
+"""The request to place; fields up to `ages_ns` as in REQUEST."""
+
+MATCH: Final = np.dtype([("blocks", np.int64), ("ssd_blocks", np.int64), ("slot", np.int64)])
+"""Leading blocks of the prompt on a pool node, and those of them on SSD only. `slot` NONE: it must not be used."""
+
+PREFILL_CANDIDATE: Final = np.dtype(
+    [
+        ("slot", np.int64),
+        ("pool_slot", np.int64),  # of its own pool node, NONE without one
+        # Written by `prefixes`:
+        ("own_blocks", np.int64),  # of the prompt, on its own pool node
+        ("own_ssd_blocks", np.int64),  # of those, on SSD only
+        # Written by `queue_position`, the seconds of prefills that precede the request, or given:
+        ("queue_s", np.float64),
+        # Written by `score_prefill`:
+        ("transfer_s", np.float64),
+        ("prefill_s", np.float64),
+        ("reuse_blocks", np.int64),
+        ("fetches", np.bool_),  # a part of them from the best pool node
+    ],
+    align=True,
+)
+"""A prefill candidate and its predictions for one request."""
+
+PREFILL_COSTS: Final = np.dtype(
+    [
+        ("fixed_s", np.float64),
+        ("per_token_s", np.float64),
+        ("per_pair_s", np.float64),
+        ("most_new", np.float64),  # tokens measured, see `ModelCosts.prefill_most`
+        ("most_prompt", np.float64),
+        ("load_fixed_s", np.float64),
+        ("load_per_byte_s", np.float64),
+        ("fetch_fixed_s", np.float64),
+        ("fetch_per_byte_s", np.float64),
+        ("ssd_fixed_s", np.float64),
+        ("ssd_per_byte_s", np.float64),
+    ]
+)
+"""Coefficients of `cost_formulas.prefill_s` and `read_s`."""
 
 _read_s: Any = numba.njit(cost_formulas.read_s)
 _fetch_s: Any = numba.njit(cost_formulas.fetch_s)
@@ -61,286 +121,240 @@ _margin: Any = numba.njit(cost_formulas.margin)
 _prefill_s: Any = numba.njit(cost_formulas.prefill_s)
 
 
-def tally_row(table: Any, row: Any, now_ns: Any, sums: Any) -> Any:
-    """`tally`'s part in one row; returns the ns that its prefill still takes, 0 where it has ended."""
+def _tally_row(requests: Any, row: Any, now_ns: Any, loads: Any) -> Any:
+    """Add one row to the loads; return the ns that its prefill still takes, 0 if it has ended."""
+    request = requests[row]
     left = 0
-    slot = table[PREFILL_NODE, row]
+    slot = request.prefill_node
     if slot != NONE:
-        started = table[STARTED, row]
-        left = table[PREFILL_NS, row]
-        if started != NONE:
-            left -= now_ns - started
+        left = request.prefill_ns
+        if request.started_ns != NONE:
+            left -= now_ns - request.started_ns
         left = max(left, 0)
-        sums[slot, 0] += left
-    slot = table[DECODE_NODE, row]
+        loads[slot].queued_ns += left
+    slot = request.decode_node
     if slot != NONE:
-        sums[slot, 1] += table[COMMITTED, row]
-    slot = table[SENDER, row]
+        loads[slot].committed += request.committed
+    slot = request.sender
     if slot != NONE:
-        sums[slot, 2] += 1
+        loads[slot].num_sends += 1
     return left
 
 
-_tally_row: Any = numba.njit(tally_row)
+_tally_row_of: Any = numba.njit(_tally_row)
 
 
-def tally(table: Any, rows: Any, now_ns: Any, sums: Any) -> None:
-    """Per slot into `sums` [slots, 3]: predicted ns until its prefills have ended, committed tokens, prefixes sent."""
-    sums[:] = 0
-    for row in range(rows):
-        _tally_row(table, row, now_ns, sums)
+def _reset(loads: Any) -> None:
+    for slot in range(len(loads)):
+        loads[slot].queued_ns = 0
+        loads[slot].committed = 0
+        loads[slot].num_sends = 0
 
 
-def prefixes(
-    blocks: Any, ssd_blocks: Any, slots: Any, limit: Any, sends: Any, sums: Any, pool_slots: Any, own: Any
-) -> Any:
-    """Write into `own` [2, candidates] the blocks on each candidate's own pool node, and those of them on SSD only."""
-    held = np.zeros((2, len(sums)), np.int64)
+_reset_of: Any = numba.njit(_reset)
+
+
+def tally(requests: Any, now_ns: Any, loads: Any) -> None:
+    """Sum what live requests claim on each node into the first three fields of `loads` [slots]."""
+    _reset_of(loads)
+    for row in range(len(requests)):
+        _tally_row_of(requests, row, now_ns, loads)
+
+
+def prefixes(most_blocks: Any, matches: Any, loads: Any, candidates: Any) -> Any:
+    """Write the blocks on each candidate's own pool node; return the best pool node.
+
+    It is returned as (index of its match or -1, blocks, those of them on SSD only, prefixes and copies that it sends).
+
+    The best holds the most blocks, of equals the least on SSD, then the one that sends least; at most `most_blocks`.
+    """
+    held = np.zeros((2, len(loads)), np.int64)
     best, best_blocks, best_ssd, best_sends = -1, 0, 0, 0
-    for i in range(len(slots)):
-        slot = slots[i]
-        if slot < 0 or blocks[i] == 0:
+    for i in range(len(matches)):
+        slot, blocks = matches[i].slot, matches[i].blocks
+        if slot < 0 or blocks == 0:
             continue
-        have, on_ssd = min(blocks[i], limit), ssd_blocks[i]
-        if blocks[i] > limit:
-            on_ssd = min(on_ssd, limit)
+        have, on_ssd = min(blocks, most_blocks), matches[i].ssd_blocks
+        if blocks > most_blocks:
+            on_ssd = min(on_ssd, most_blocks)
         held[0, slot], held[1, slot] = have, on_ssd
-        sending = sums[slot, 2] + sends[slot]
+        sending = loads[slot].num_sends + loads[slot].copy_sends
         if have and (
             have > best_blocks
             or (have == best_blocks and (on_ssd < best_ssd or (on_ssd == best_ssd and sending < best_sends)))
         ):
             best, best_blocks, best_ssd, best_sends = i, have, on_ssd, sending
-    for c in range(len(pool_slots)):
-        slot = pool_slots[c]
-        own[0, c] = held[0, slot] if slot >= 0 else 0
-        own[1, c] = held[1, slot] if slot >= 0 else 0
+    for c in range(len(candidates)):
+        slot = candidates[c].pool_slot
+        candidates[c].own_blocks = held[0, slot] if slot >= 0 else 0
+        candidates[c].own_ssd_blocks = held[1, slot] if slot >= 0 else 0
     return best, best_blocks, best_ssd, best_sends
 
 
 def score_prefill(
-    own: Any,
-    queue_s: Any,
-    best: Any,
-    best_ssd: Any,
-    num_sends: Any,
-    prompt_tokens: Any,
-    block_tokens: Any,
-    block_nbytes: Any,
-    threshold: Any,
-    slots: Any,
-    slowdown: Any,
-    prefill: Any,
-    prefill_most: Any,
-    load: Any,
-    fetch: Any,
-    ssd_read: Any,
-    seconds: Any,
-    reuse: Any,
-    fetches: Any,
+    arrival: Any, best: Any, best_ssd: Any, num_sends: Any, slowdowns: Any, costs: Any, candidates: Any
 ) -> Any:
-    """Algorithm 1's loop: `seconds` [2, candidates] of transfer and prefill, `reuse`, `fetches`.
+    """Run Algorithm 1's loop: write each candidate's transfer and prefill times and reuse; return (index, TTFT) of the
+    candidate with the least.
 
-    `slowdown` [2, slots], `prefill_most`: see `slowdowns` and `ModelCosts`.
-    Returns who is soonest, and how soon.
+    `arrival` ARRIVAL [1], `costs` PREFILL_COSTS [1], `slowdowns` [2, slots] (`NodeSlowdowns`), `candidates`
+    PREFILL_CANDIDATE [n] with `queue_s`. `best`, `best_ssd`, `num_sends`: see `prefixes`.
     """
+    request, cost = arrival[0], costs[0]
     chosen, least_s = 0, np.inf
     have, have_ssd, uses, fetched = -1, -1, -1, False
     transfer_s, usual_s, margin = 0.0, 0.0, 1.0
-    for c in range(len(queue_s)):
-        if own[0, c] != have or own[1, c] != have_ssd:  # most hold as much as the one before: nothing
-            have, have_ssd = own[0, c], own[1, c]
-            fetched = best > threshold * have
+    for c in range(len(candidates)):
+        node = candidates[c]
+        if node.own_blocks != have or node.own_ssd_blocks != have_ssd:  # most hold as much as the one before: nothing
+            have, have_ssd = node.own_blocks, node.own_ssd_blocks
+            fetched = best > request.balancing_threshold * have
             missing = best - have if fetched else 0
             uses = best if fetched else have
             on_ssd = have_ssd + min(missing, best_ssd)
-            missing_nbytes = float(missing) * block_nbytes
+            missing_nbytes = float(missing) * request.block_nbytes
             transfer_s = (
-                _read_s(load[0], load[1], float(have) * block_nbytes, 0)
-                + _read_s(ssd_read[0], ssd_read[1], float(on_ssd) * block_nbytes, 0)
+                _read_s(cost.load_fixed_s, cost.load_per_byte_s, float(have) * request.block_nbytes, 0)
+                + _read_s(cost.ssd_fixed_s, cost.ssd_per_byte_s, float(on_ssd) * request.block_nbytes, 0)
                 + _fetch_s(
-                    _read_s(fetch[0], fetch[1], missing_nbytes, num_sends),
-                    _read_s(load[0], load[1], missing_nbytes, 0),
+                    _read_s(cost.fetch_fixed_s, cost.fetch_per_byte_s, missing_nbytes, num_sends),
+                    _read_s(cost.load_fixed_s, cost.load_per_byte_s, missing_nbytes, 0),
                 )
             )
-            reused = float(uses * block_tokens)
-            usual_s = _prefill_s(prefill[0], prefill[1], prefill[2], prompt_tokens, reused)
-            margin = _margin(prompt_tokens - reused, prefill_most[0], float(prompt_tokens), prefill_most[1])
-        reuse[c] = uses
-        fetches[c] = fetched
-        prefill_s = usual_s * slowdown[PREFILL, slots[c]] * margin
-        seconds[0, c], seconds[1, c] = transfer_s, prefill_s
-        ttft_s = transfer_s + queue_s[c] + prefill_s
+            reused, prompt = float(uses * request.block_tokens), request.prompt_tokens
+            usual_s = _prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, reused)
+            margin = _margin(prompt - reused, cost.most_new, float(prompt), cost.most_prompt)
+        prefill_s = usual_s * slowdowns[PREFILL, node.slot] * margin
+        node.reuse_blocks = uses
+        node.fetches = fetched
+        node.transfer_s = transfer_s
+        node.prefill_s = prefill_s
+        ttft_s = transfer_s + node.queue_s + prefill_s
         if ttft_s < least_s:
             chosen, least_s = c, ttft_s
     return chosen, least_s
 
 
-def best(seconds: Any, queue_s: Any, found: Any) -> None:
-    """Into `found` the numbers of the candidates that reach the first token soonest, soonest first, of equals the
-    first: as many as it has room for."""
+def rank_prefill(candidates: Any, found: Any) -> None:
+    """Write into `found` the indices of the candidates with the least TTFT, in that order, of equals the first."""
     count = 0
-    for c in range(len(queue_s)):
-        ttft_s = seconds[0, c] + queue_s[c] + seconds[1, c]
+    for c in range(len(candidates)):
+        ttft_s = candidates[c].transfer_s + candidates[c].queue_s + candidates[c].prefill_s
         at = count
         while at > 0:
-            other = found[at - 1]
-            if seconds[0, other] + queue_s[other] + seconds[1, other] <= ttft_s:
+            other = candidates[found[at - 1]]
+            if other.transfer_s + other.queue_s + other.prefill_s <= ttft_s:
                 break
             if at < len(found):
-                found[at] = other
+                found[at] = found[at - 1]
             at -= 1
         if at < len(found):
             found[at] = c
             count = min(count + 1, len(found))
 
 
-class Kernels(NamedTuple):
-    """See the functions of the same names."""
-
-    tally: Any
-    prefixes: Any
-    score_prefill: Any
-    best: Any
+LATEST_NS: Final = 1 << 62  # a ticket later than any; its negative is earlier than any
 
 
-@functools.cache
-def kernels() -> Kernels:
-    """All of them, compiled or loaded at the first call."""
-    signatures: Any = types
-    n, f, flags = types.int64, types.float64, types.Array(types.bool_, 1, "C")
-    ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
-    floats, seconds = types.Array(f, 1, "C"), types.Array(f, 2, "C")
-    two, three = signatures.UniTuple(f, 2), signatures.UniTuple(f, 3)
-    scored = signatures.Tuple((n, f))
-    return Kernels(
-        compiled_with_gil(tally, types.void(wide, n, n, wide)),
-        compiled_with_gil(prefixes, signatures.UniTuple(n, 4)(ints, ints, ints, n, ints, wide, ints, wide)),
-        compiled_with_gil(
-            score_prefill,
-            scored(wide, floats, n, n, n, n, n, n, f, ints, seconds, three, two, two, two, two, seconds, ints, flags),
-        ),
-        compiled_with_gil(best, types.void(seconds, floats, ints)),
-    )
+def _precedes(queued: Any, request: Any) -> Any:
+    """Return True if a queued request precedes a newcomer with the same ticket."""
+    if queued.priority != request.priority:
+        return queued.priority < request.priority
+    if queued.due_ns != request.due_ns:
+        return queued.due_ns < request.due_ns
+    return queued.arrived_ns <= request.arrived_ns
 
 
-WORK, EARLIER, LATER, IS_CANDIDATE = range(4)  # rows of `room`
-_LEAST, _MOST = -(1 << 62), 1 << 62
-
-
-def _before(turns: Any, row: Any, priority: Any, due: Any, arrived: Any) -> Any:
-    """Return True if the row precedes a newcomer with the same ticket."""
-    if turns[PRIORITY, row] != priority:
-        return turns[PRIORITY, row] < priority
-    if turns[DUE, row] != due:
-        return turns[DUE, row] < due
-    return turns[ARRIVED, row] <= arrived
-
-
-_goes_before: Any = numba.njit(_before)
+_precedes_of: Any = numba.njit(_precedes)
 _advanced_ns: Any = numba.njit(advanced_ns)
 
 
-def line_up(
-    table: Any,
-    turns: Any,
-    rows: Any,
-    slots: Any,
-    me: Any,
-    clock_ns: Any,
-    started_ns: Any,
-    finish_ns: Any,
-    sums: Any,
-    room: Any,
-    queue_s: Any,
-) -> Any:
-    """(virtual time, the newcomer's ticket), and into `queue_s` seconds of prefills that go before it, per candidate.
+def queue_position(requests: Any, arrival: Any, loads: Any, candidates: Any) -> Any:
+    """Write `queue_s` of each candidate and tally the loads; return (virtual time, ticket of the newcomer).
 
-    `me`: now, level, account, priority, due, arrived, ages. `clock_ns`, `started_ns`: its class's `VirtualClock`.
-    `finish_ns`: of its account. Into `sums` [slots, 3] what `tally` finds, since this looks at every row, too. Into
-    `room` [4, slots]: of the account's own that go before it, the largest ticket, and of those that go after it, the
-    smallest.
+    `arrival` ARRIVAL [1], `loads` NODE_LOAD [slots], `candidates` PREFILL_CANDIDATE [n].
     """
-    now, level, account, priority, due, arrived, ages = me
-    room[EARLIER, :] = _LEAST
-    room[LATER, :] = _MOST
-    room[IS_CANDIDATE, :] = 0
-    for c in range(len(slots)):
-        room[IS_CANDIDATE, slots[c]] = 1
-    has_aged = now >= ages
+    me = arrival[0]
+    now, rows = me.now_ns, len(requests)
+    _reset_of(loads)
+    for slot in range(len(loads)):
+        loads[slot].earlier_ns = -LATEST_NS
+        loads[slot].later_ns = LATEST_NS
+        loads[slot].is_candidate = 0
+        loads[slot].work_ns = 0
+    for c in range(len(candidates)):
+        loads[candidates[c].slot].is_candidate = 1
+    has_aged = now >= me.ages_ns
     least, waiting, in_order = -1, 0, not has_aged
-    line, left_ns = np.empty(rows, np.int64), np.empty(rows, np.int64)
-    sums[:] = 0
+    queue, left_ns = np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
-        left, slot = _tally_row(table, row, now, sums), table[PREFILL_NODE, row]
-        if slot == NONE or not room[IS_CANDIDATE, slot]:
+        queued = requests[row]
+        left, slot = _tally_row_of(requests, row, now, loads), queued.prefill_node
+        if slot == NONE or not loads[slot].is_candidate:
             continue
-        same_level, is_own, goes_before = turns[LEVEL, row] == level, turns[ACCOUNT, row] == account, False
+        same_level, is_own, goes_before = queued.level == me.level, queued.account == me.account, False
         if same_level and is_own:
-            goes_before = _goes_before(turns, row, priority, due, arrived)
+            goes_before = _precedes_of(queued, me)
         if left > 0:
-            line[waiting], left_ns[waiting] = row, left
+            queue[waiting], left_ns[waiting] = row, left
             waiting += 1
-            in_order &= goes_before and now < turns[AGES, row]
-        if table[PREFILL_NS, row] <= 0 or not same_level:
+            in_order &= goes_before and now < queued.ages_ns
+        if queued.prefill_ns <= 0 or not same_level:
             continue
-        ticket = turns[TICKET, row]
-        if table[STARTED, row] == NONE and ticket >= 0 and (least < 0 or ticket < least):
+        ticket = queued.ticket_ns
+        if queued.started_ns == NONE and ticket >= 0 and (least < 0 or ticket < least):
             least = ticket
         if not is_own:
             continue
         if goes_before:
-            room[EARLIER, slot] = max(room[EARLIER, slot], ticket)
+            loads[slot].earlier_ns = max(loads[slot].earlier_ns, ticket)
         else:
-            room[LATER, slot] = min(room[LATER, slot], ticket)
-    clock_ns = _advanced_ns(clock_ns, started_ns, least)
-    brought = max(clock_ns, finish_ns)
-    if in_order:  # as nearly always: all that is in line is the account's own, and goes first
-        for c in range(len(slots)):
-            queue_s[c] = sums[slots[c], 0] / 1e9
+            loads[slot].later_ns = min(loads[slot].later_ns, ticket)
+    clock_ns = _advanced_ns(me.clock_ns, me.started_ns, least)
+    brought = max(clock_ns, me.finish_ns)
+    if in_order:  # nearly always: all that is queued is the account's own, and precedes it
+        for c in range(len(candidates)):
+            candidates[c].queue_s = loads[candidates[c].slot].queued_ns / 1e9
         return clock_ns, brought
-    room[WORK, :] = 0
     for i in range(waiting):
-        row = line[i]
-        slot = table[PREFILL_NODE, row]
-        row_has_aged = now >= turns[AGES, row]
+        queued = requests[queue[i]]
+        slot = queued.prefill_node
+        row_has_aged = now >= queued.ages_ns
         if row_has_aged or has_aged:
-            goes_before = row_has_aged and (not has_aged or turns[ARRIVED, row] <= arrived)
-        elif turns[LEVEL, row] != level:
-            goes_before = turns[LEVEL, row] < level
+            goes_before = row_has_aged and (not has_aged or queued.arrived_ns <= me.arrived_ns)
+        elif queued.level != me.level:
+            goes_before = queued.level < me.level
         else:
-            ticket = turns[TICKET, row]
-            mine = min(max(brought, room[EARLIER, slot]), room[LATER, slot])
-            if turns[ACCOUNT, row] != account and ticket != mine:
-                goes_before = ticket < mine
-            else:
-                goes_before = _goes_before(turns, row, priority, due, arrived)
+            mine = min(max(brought, loads[slot].earlier_ns), loads[slot].later_ns)
+            by_ticket = queued.account != me.account and queued.ticket_ns != mine
+            goes_before = queued.ticket_ns < mine if by_ticket else _precedes_of(queued, me)
         if goes_before:
-            room[WORK, slot] += left_ns[i]
-    for c in range(len(slots)):
-        queue_s[c] = room[WORK, slots[c]] / 1e9
+            loads[slot].work_ns += left_ns[i]
+    for c in range(len(candidates)):
+        candidates[c].queue_s = loads[candidates[c].slot].work_ns / 1e9
     return clock_ns, brought
 
 
-def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
+def reassign_tickets(requests: Any, row: Any) -> None:
     """Reassign tickets among the account's queued requests of this class at the row's prefill node.
 
     The first uses the smallest ticket, the next one the next, as on the node
     (`worker.policy.scheduling_order.WaitQueue`).
     """
-    slot, account, level = table[PREFILL_NODE, row], turns[ACCOUNT, row], turns[LEVEL, row]
+    slot, account, level = requests[row].prefill_node, requests[row].account, requests[row].level
+    rows = len(requests)
     group = np.empty(rows, np.int64)
     count = 0
     for other in range(rows):
         if (
-            table[PREFILL_NODE, other] == slot
-            and turns[ACCOUNT, other] == account
-            and turns[LEVEL, other] == level
-            and table[PREFILL_NS, other] > 0
+            requests[other].prefill_node == slot
+            and requests[other].account == account
+            and requests[other].level == level
+            and requests[other].prefill_ns > 0
         ):
             group[count] = other
             count += 1
-    # Shell's sort: as quick as any for a few, and not quadratic for the thousands of a crowd.
+    # Shell's sort: as fast as any for a few requests, and not quadratic for thousands.
     gap = 1
     while gap < count // 3:
         gap = 3 * gap + 1
@@ -349,12 +363,12 @@ def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
             mine, at = group[i], i
             while at >= gap:
                 before = group[at - gap]
-                if turns[PRIORITY, before] != turns[PRIORITY, mine]:
-                    is_later = turns[PRIORITY, before] > turns[PRIORITY, mine]
-                elif turns[DUE, before] != turns[DUE, mine]:
-                    is_later = turns[DUE, before] > turns[DUE, mine]
-                elif turns[ARRIVED, before] != turns[ARRIVED, mine]:
-                    is_later = turns[ARRIVED, before] > turns[ARRIVED, mine]
+                if requests[before].priority != requests[mine].priority:
+                    is_later = requests[before].priority > requests[mine].priority
+                elif requests[before].due_ns != requests[mine].due_ns:
+                    is_later = requests[before].due_ns > requests[mine].due_ns
+                elif requests[before].arrived_ns != requests[mine].arrived_ns:
+                    is_later = requests[before].arrived_ns > requests[mine].arrived_ns
                 else:
                     is_later = before > mine
                 if not is_later:
@@ -365,108 +379,59 @@ def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
         gap //= 3
     tickets = np.empty(count, np.int64)
     for i in range(count):
-        tickets[i] = turns[TICKET, group[i]]
+        tickets[i] = requests[group[i]].ticket_ns
     tickets.sort()
     for i in range(count):
-        turns[TICKET, group[i]] = tickets[i]
+        requests[group[i]].ticket_ns = tickets[i]
 
 
-class LineKernels(NamedTuple):
-    """See the function of the same name. `line_up` is compiled with what goes before and after it (`reach_kernels`)."""
-
-    share: Any
-
-
-@functools.cache
-def line_kernels() -> LineKernels:
-    """Compiled or loaded at the first call."""
-    n = types.int64
-    wide = types.Array(n, 2, "C")
-    return LineKernels(compiled_with_gil(share, types.void(wide, wide, n, n)))
-
-
+_queue_position: Any = numba.njit(queue_position)
 _prefixes: Any = numba.njit(prefixes)
-_line_up: Any = numba.njit(line_up)
 _score_prefill: Any = numba.njit(score_prefill)
 
 
-def reach(
-    table: Any,
-    turns: Any,
-    rows: Any,
-    me: Any,
-    clock_ns: Any,
-    started_ns: Any,
-    finish_ns: Any,
-    blocks: Any,
-    ssd_blocks: Any,
-    match_slots: Any,
-    limit: Any,
-    sends: Any,
-    slots: Any,
-    pool_slots: Any,
-    prompt_tokens: Any,
-    block_tokens: Any,
-    block_nbytes: Any,
-    threshold: Any,
-    slowdown: Any,
-    prefill: Any,
-    prefill_most: Any,
-    load: Any,
-    fetch: Any,
-    ssd_read: Any,
-    sums: Any,
-    room: Any,
-    own: Any,
-    queue_s: Any,
-    seconds: Any,
-    reuse: Any,
-    fetches: Any,
+def score_arrival(
+    requests: Any, arrival: Any, matches: Any, loads: Any, slowdowns: Any, costs: Any, candidates: Any
 ) -> Any:
-    """`line_up`, `prefixes` and `score_prefill`, one after the other, with their arguments and results."""
-    clock_ns, ticket_ns = _line_up(table, turns, rows, slots, me, clock_ns, started_ns, finish_ns, sums, room, queue_s)
-    best, have, on_ssd, num_sends = _prefixes(blocks, ssd_blocks, match_slots, limit, sends, sums, pool_slots, own)
-    chosen, ttft_s = _score_prefill(
-        own,
-        queue_s,
-        have,
-        on_ssd,
-        num_sends,
-        prompt_tokens,
-        block_tokens,
-        block_nbytes,
-        threshold,
-        slots,
-        slowdown,
-        prefill,
-        prefill_most,
-        load,
-        fetch,
-        ssd_read,
-        seconds,
-        reuse,
-        fetches,
-    )
-    return clock_ns, ticket_ns, best, have, on_ssd, num_sends, chosen, ttft_s
+    """Run `queue_position`, `prefixes` and `score_prefill`, and return their results one after the other.
+
+    One call saves what three would take for their arguments.
+    """
+    clock_ns, ticket_ns = _queue_position(requests, arrival, loads, candidates)
+    best, blocks, on_ssd, num_sends = _prefixes(arrival[0].most_blocks, matches, loads, candidates)
+    chosen, ttft_s = _score_prefill(arrival, blocks, on_ssd, num_sends, slowdowns, costs, candidates)
+    return clock_ns, ticket_ns, best, blocks, on_ssd, num_sends, chosen, ttft_s
 
 
-class ReachKernels(NamedTuple):
-    """See the function of the same name."""
+class PrefillKernels(NamedTuple):
+    """See the functions of the same names."""
 
-    reach: Any
+    tally: Any
+    prefixes: Any
+    score_prefill: Any
+    rank_prefill: Any
+    reassign_tickets: Any
+    score_arrival: Any
 
 
 @functools.cache
-def reach_kernels() -> ReachKernels:
-    """Compiled or loaded at the first call."""
+def prefill_kernels() -> PrefillKernels:
+    """All of them, compiled or loaded at the first call."""
     signatures: Any = types
-    n, f, flags = types.int64, types.float64, types.Array(types.bool_, 1, "C")
-    ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
-    floats, reals = types.Array(f, 1, "C"), types.Array(f, 2, "C")
-    two, three, seven = signatures.UniTuple(f, 2), signatures.UniTuple(f, 3), signatures.UniTuple(n, 7)
-    lines = wide, wide, n, seven, n, n, n
-    matches = ints, ints, ints, n, ints, ints, ints
-    costs = n, n, n, f, reals, three, two, two, two, two
-    room = wide, wide, wide, floats, reals, ints, flags
-    found = signatures.Tuple((n, n, n, n, n, n, n, f))
-    return ReachKernels(compiled_with_gil(reach, found(*lines, *matches, *costs, *room)))
+    n, f = types.int64, types.float64
+    requests, arrival, matches, loads, costs, candidates = (
+        types.Array(numba.from_dtype(dtype), 1, "C")
+        for dtype in (REQUEST, ARRIVAL, MATCH, NODE_LOAD, PREFILL_COSTS, PREFILL_CANDIDATE)
+    )
+    ints, slowdowns = types.Array(n, 1, "C"), types.Array(f, 2, "C")
+    return PrefillKernels(
+        compiled_with_gil(tally, types.void(requests, n, loads)),
+        compiled_with_gil(prefixes, signatures.UniTuple(n, 4)(n, matches, loads, candidates)),
+        compiled_with_gil(score_prefill, signatures.Tuple((n, f))(arrival, n, n, n, slowdowns, costs, candidates)),
+        compiled_with_gil(rank_prefill, types.void(candidates, ints)),
+        compiled_with_gil(reassign_tickets, types.void(requests, n)),
+        compiled_with_gil(
+            score_arrival,
+            signatures.Tuple((n, n, n, n, n, n, n, f))(requests, arrival, matches, loads, slowdowns, costs, candidates),
+        ),
+    )

@@ -66,12 +66,14 @@ def survival(curves: Any, curve: Any, tokens: Any) -> Any:
 _cell_of: Any = numba.njit(cell_of)
 
 
-def learn(
-    counts: Any, weights: Any, at_ns: Any, groups: Any, now_ns: Any, half_ns: Any, kept: Any, tokens: Any, kind: Any
-) -> None:
+_HALF_NS: Final = 900 * NS  # in which what was learned loses half of its weight
+_KEPT: Final = 16.0  # answers that it is worth after any pause
+
+
+def learn(counts: Any, weights: Any, at_ns: Any, groups: Any, now_ns: Any, tokens: Any, kind: Any) -> None:
     """Count an answer of `tokens` in `counts` [groups, 2, CELLS] of all of its `groups` (-1: none).
 
-    What was counted before loses half of its weight in `half_ns`, down to `kept` answers, and no more.
+    What was counted before loses half of its weight in `_HALF_NS`, down to `_KEPT` answers, and no more.
     """
     cell = _cell_of(tokens)
     for level in range(len(groups)):
@@ -79,9 +81,9 @@ def learn(
         if group < 0:
             continue
         passed = now_ns - at_ns[group]
-        if passed > half_ns // 64:
+        if passed > _HALF_NS // 64:
             weight = weights[group]
-            factor = max(2.0 ** -(passed / half_ns), min(1.0, kept / max(weight, 1e-300)))
+            factor = max(2.0 ** -(passed / _HALF_NS), min(1.0, _KEPT / max(weight, 1e-300)))
             weights[group] = weight * factor
             for i in range(CELLS):
                 counts[group, 0, i] *= factor
@@ -129,7 +131,7 @@ def length_kernels() -> LengthKernels:
     n, f = types.int64, types.float64
     counts, floats, ints = types.Array(f, 3, "C"), types.Array(f, 1, "C"), types.Array(n, 1, "C")
     return LengthKernels(
-        compiled_with_gil(learn, types.void(counts, floats, ints, ints, n, n, f, n, n)),
+        compiled_with_gil(learn, types.void(counts, floats, ints, ints, n, n, n)),
         compiled_with_gil(draw, types.void(counts, ints, floats, floats)),
     )
 
@@ -138,8 +140,6 @@ Floats = NDArray[np.float64]
 ENDLESS: Final = 0  # the curve of what never ends
 MAX_TENANTS: Final = 64  # of a model; the answers of others are counted with their model's
 _SIZES: Final = 6  # kinds of prompts: below 256 tokens, 1k, 4k, 16k, 64k, longer
-_HALF_NS: Final = 900 * NS  # in which what was learned loses half of its weight
-_KEPT: Final = 16.0  # answers that it is worth after any pause
 _IDLE_NS: Final = 1800 * NS  # a tenant whose answers taught nothing for so long gives its place to another
 
 
@@ -217,8 +217,6 @@ class Lengths:
             self._at_ns,
             self._groups[curve],
             now_ns,
-            _HALF_NS,
-            _KEPT,
             tokens,
             ENDED if ended else GOES_ON,
         )

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from math import exp, sqrt
 from typing import Final
 
-import numpy as np
-
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
 from conductor.policy.nodes import ModelNodes
-from conductor.policy.placement.decode import NOW, decode_kernels
+from conductor.policy.placement.decode import mean_load
 from conductor.policy.state import ClusterState
 
 __all__ = ["LoadSeries", "NodeLoads", "loads_of"]
@@ -74,7 +72,7 @@ def loads_of(now_ns: int, state: ClusterState, model: str) -> tuple[float | None
     tbt_s = wanted.tbt.bound_s(costs.step_cost_s(1, _UNLOADED_PROMPT, 1))
     prefill = decode = None
     if ttft_s and len(nodes.prefill):
-        prefill = float(state.tally(now_ns)[nodes.prefill.slots, 0].mean()) / NS / ttft_s
+        prefill = float(state.tally(now_ns)["queued_ns"][nodes.prefill.slots].mean()) / NS / ttft_s
     if tbt_s and (step_s := _mean_step_s(now_ns, state, nodes, costs)) is not None:
         decode = step_s / tbt_s
     return prefill, decode
@@ -82,15 +80,11 @@ def loads_of(now_ns: int, state: ClusterState, model: str) -> tuple[float | None
 
 def _mean_step_s(now_ns: int, state: ClusterState, nodes: ModelNodes, costs: ModelCosts) -> float | None:
     """Return the mean duration of a decode step over all decoding nodes, in seconds; an idle node counts as 0."""
-    load = np.empty((state.nodes.num_slots, 3))
-    requests, step_ns = state.requests, max(1, round(costs.typical_step_s * NS))
-    decode_kernels().predict_load(
-        requests.table, len(requests), now_ns, now_ns, NOW, -1, step_ns, state.lengths.curves, False, load
-    )
+    loads = mean_load(now_ns, state, costs)
     steps = []
     for candidates, takes in ((nodes.decode, True), (nodes.prefill, False)):
         for i, slot in enumerate(candidates.slots.tolist()):
             if takes or candidates.is_aggregated[i]:
-                batch, context, _ = load[slot].tolist()
+                batch, context = loads["sequences"].item(slot), loads["context"].item(slot)
                 steps.append(costs.step_cost_s(batch, context, int(candidates.max_batch[i]), slot) if batch else 0.0)
     return sum(steps) / len(steps) if steps else None

@@ -7,15 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.config import NS
-from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import QueueKey, RequestArrived
 from conductor.policy.fairness import OTHERS, Account, Charge, Prices, Shares, Usage, VirtualClock
 from conductor.policy.fast_dataclass import fast_dataclass
-from conductor.policy.kernels import EARLIER, IS_CANDIDATE, LATER, line_kernels
-from conductor.policy.nodes import ModelNodes
-from conductor.policy.requests import ACCOUNT, COMMITTED, DECODE_NODE, NONE, PREFILL_NODE, Claim
+from conductor.policy.kernels import LATEST_NS, prefill_kernels
+from conductor.policy.placement.context import PlacementContext
+from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState
 
 __all__ = [
@@ -29,56 +28,52 @@ __all__ = [
     "restore_queue_key",
 ]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+OrderingKey = tuple[int, int, int, int, int, int, int]
+"""(now, level, account, priority, due, arrived, ages), times in ns of the policy's clock: as in ARRIVAL."""
 
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Account and ordering key of a request. Times are ns of the policy's clock."""
+    """Account, ordering key and ticket of a request."""
 
     shares: Shares
     account: Account
-    me: tuple[int, int, int, int, int, int, int]  # now, level, account, priority, due, arrived, ages
-    room: Ints  # [4, slots]: result of the queue kernels, by EARLIER, LATER, ...
+    key: OrderingKey
+    loads: NDArray[np.void]  # NODE_LOAD [slots], as `kernels.queue_position` leaves it
     ticket_ns: int
-    queue_s: Floats  # [candidates]: predicted duration of the prefills ahead of it
 
     @property
     def turn(self) -> QueueKey:
         """Ordering key as sent to the worker."""
-        now_ns, level, _, priority, due_ns, arrived_ns, ages_ns = self.me
+        now_ns, level, _, priority, due_ns, arrived_ns, ages_ns = self.key
         waited_s, due_in_s, ages_in_s = (now_ns - arrived_ns) / NS, (due_ns - now_ns) / NS, (ages_ns - now_ns) / NS
         return QueueKey(level, self.account.token, self.ticket_ns, priority, waited_s, due_in_s, ages_in_s)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Ordering key as one value per column of `RequestTable.turns`."""
-        _, level, account, priority, due_ns, arrived_ns, ages_ns = self.me
+        """Ordering key as the last fields of REQUEST, from `level` on."""
+        _, level, account, priority, due_ns, arrived_ns, ages_ns = self.key
         return level, account, self.ticket_ns, priority, due_ns, arrived_ns, ages_ns
 
     def take(self, state: ClusterState, row: int, slot: int) -> None:
         """Update the tickets of the account's requests in the queue that the request, booked in `row`, has joined."""
         # Tickets change hands only if the account has other requests in this queue and not all of them precede it.
         # A node that was not a candidate was not examined.
-        room = self.room.item
-        if room(LATER, slot) < 1 << 62 or room(EARLIER, slot) > self.ticket_ns or not room(IS_CANDIDATE, slot):
-            line_kernels().share(state.requests.table, state.requests.turns, len(state.requests), row)
+        load = self.loads[slot]
+        is_last = load["later_ns"] == LATEST_NS and load["earlier_ns"] <= self.ticket_ns
+        if not is_last or not load["is_candidate"]:
+            prefill_kernels().reassign_tickets(state.requests.records, row)
 
 
 def ordering_key(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
-    former: Claim | None,
-    costs: ModelCosts,
-    reusable_tokens: Callable[[], int],
-) -> tuple[Shares, Account, VirtualClock, tuple[int, int, int, int, int, int, int]]:
-    """Return the tenant's shares and account, the clock of the class, and the ordering key (`QueuePosition.me`).
+    context: PlacementContext, reusable_tokens: Callable[[], int]
+) -> tuple[Shares, Account, VirtualClock, OrderingKey]:
+    """Return the tenant's shares and account, the clock of the class, and the request's ordering key.
 
     `reusable_tokens` is called only where the objective depends on the reusable tokens of the prompt.
     """
+    now_ns, state, request, former = context.now_ns, context.state, context.request, context.former
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
     if former is not None and not former.is_revived:
         objective_s = former.objectives.ttft_s
@@ -86,32 +81,25 @@ def ordering_key(
         objective_s = wanted.ttft.seconds
     else:
         reused = min(reusable_tokens(), request.prompt_tokens - 1) if wanted.ttft.times else 0
-        unloaded_s = costs.prefill_cost_s(request.prompt_tokens - reused, reused) if wanted.ttft.times else 0.0
+        unloaded_s = context.costs.prefill_cost_s(request.prompt_tokens - reused, reused) if wanted.ttft.times else 0.0
         objective_s = wanted.effective(request.ttft_objective_s, 0.0, unloaded_s, 0.0).ttft_s
     shares = state.shares_of(request.model)
     account = shares.account(request.tenant, state.is_charged)
     arrived_ns = now_ns - to_ns(request.waited_s) if request.waited_s else now_ns
     ages_ns = arrived_ns + state.aging_ns
     due_ns = min(ages_ns, arrived_ns + to_ns(objective_s)) if objective_s else ages_ns
-    me = now_ns, wanted.priority, account.number, request.priority, due_ns, arrived_ns, ages_ns
-    return shares, account, shares.clock(wanted.priority), me
+    key = now_ns, wanted.priority, account.number, request.priority, due_ns, arrived_ns, ages_ns
+    return shares, account, shares.clock(wanted.priority), key
 
 
-def join_queue(
-    state: ClusterState,
-    position: QueuePosition,
-    row: int,
-    request: RequestArrived,
-    placed: Place,
-    model: ModelNodes,
-    costs: ModelCosts,
-) -> None:
+def join_queue(context: PlacementContext, position: QueuePosition, row: int, placed: Place) -> None:
     """Add a placed request, booked in `row`, to the queue of its prefill node and charge its tenant."""
-    booked, block_tokens = state.requests.table.item, model.block_tokens
-    position.take(state, row, booked(PREFILL_NODE, row))
+    state, request, costs, block_tokens = context.state, context.request, context.costs, context.model.block_tokens
+    booked = state.requests.records[row]
+    position.take(state, row, booked["prefill_node"].item())
     node = state.nodes.get(placed.decode or placed.prefill)
     assert node is not None
-    num_blocks = node.capacity_tokens // block_tokens if booked(DECODE_NODE, row) != NONE else 0
+    num_blocks = node.capacity_tokens // block_tokens if booked["decode_node"] != NONE else 0
     prompt = request.prompt_tokens - request.generated
     charge = Charge(
         position.shares,
@@ -120,7 +108,7 @@ def join_queue(
         prompt,
         min(placed.reuse_blocks * block_tokens, prompt),
         request.generated,
-        booked(COMMITTED, row) // block_tokens,
+        booked["committed"].item() // block_tokens,
         request.endless,
     )
     charge.open(position.ticket_ns, request.max_new_tokens)
@@ -136,11 +124,11 @@ def accrue_endless(now_ns: int, state: ClusterState) -> None:
 
 def begun(now_ns: int, state: ClusterState, row: int) -> None:
     """Record that the request's prefill has begun, which advances the virtual time of its class."""
-    claim, (level, number, ticket_ns, *_) = state.requests.claims[row], state.requests.turns[:, row].tolist()
+    claim, queued = state.requests.claims[row], state.requests.records[row]
     if claim.charge is not None:
         claim.charge.begin(now_ns)
-    if number >= 0:
-        state.shares_of(claim.model).clock(level).begin(ticket_ns)
+    if queued["account"] >= 0:
+        state.shares_of(claim.model).clock(queued["level"].item()).begin(queued["ticket_ns"].item())
 
 
 def restore_queue_key(now_ns: int, state: ClusterState, row: int, turn: QueueKey) -> None:
@@ -148,13 +136,15 @@ def restore_queue_key(now_ns: int, state: ClusterState, row: int, turn: QueueKey
     account = state.shares_of(state.requests.claims[row].model).account_of(turn.account)
     arrived_ns, due_ns = now_ns - to_ns(turn.waited_s), now_ns + to_ns(turn.due_in_s)
     ages_ns = now_ns + to_ns(turn.ages_in_s)
-    key = turn.level, account.number, turn.start_ns, turn.priority, due_ns, arrived_ns, ages_ns
-    state.requests.turns[:, row] = key
+    record = state.requests.records[row]
+    record["level"], record["account"], record["ticket_ns"] = turn.level, account.number, turn.start_ns
+    record["priority"], record["due_ns"], record["arrived_ns"] = turn.priority, due_ns, arrived_ns
+    record["ages_ns"] = ages_ns
 
 
 def accounts(state: ClusterState) -> Iterator[tuple[str, Account, int]]:
     """Yield (model, account, number of its live requests); the shared account only if it was used."""
-    charged = state.requests.turns[ACCOUNT, : len(state.requests)]
+    charged = state.requests.column("account")
     for model, shares in sorted(state.shares.items()):
         for account in shares:
             live = int(np.count_nonzero(charged == account.number))

@@ -1,125 +1,61 @@
-"""The request table: what placed requests claim on nodes, their ordering keys, and the work of prefill groups' helpers.
+"""The table of live requests: what each claims (prefill queue, decode memory, senders) and its position in the queue.
 
-The table is a struct of int64 arrays, which compiled loops read (`kernels`). Sums per node are computed from its rows
-when they are needed; no running totals are kept, so none can drift.
+Every sum per node is computed from the rows when it is needed (`kernels`). No total is kept beside them, so none can
+drift. Likewise the work that members of prefill groups have still to compute is kept per request and ends with it.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from conductor.policy.decisions import Reason
 from conductor.policy.fairness import Charge
 from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
-from jit.compiling import compiled_with_gil
 
 __all__ = [
-    "ACCOUNT",
-    "AGES",
-    "ARRIVED",
-    "COMMITTED",
-    "CURVE",
-    "DECODE_NODE",
-    "DUE",
-    "GENERATED",
-    "JOINED",
-    "LEVEL",
-    "MAX_NEW",
     "NONE",
-    "NUM_COLUMNS",
-    "PREFILL_NODE",
-    "PREFILL_NS",
-    "PRIORITY",
-    "PROMPT",
-    "READY",
-    "SENDER",
-    "STARTED",
-    "TABLE_COLUMNS",
-    "TICKET",
+    "REQUEST",
     "Claim",
     "GroupMemberWork",
     "RequestTable",
-    "RowKernels",
-    "row_kernels",
 ]
 
-# Columns of `RequestTable.turns`: the ordering key of a request in the queue of its prefill node (`events.QueueKey`).
-LEVEL = 0  # priority of its class; lower goes first
-ACCOUNT = 1  # number of the account that is charged
-TICKET = 2  # virtual start time that it uses in this queue, ns
-PRIORITY = 3  # within the account; lower goes first
-DUE = 4  # when its first token is due, ns of the policy's clock, as are the next two
-ARRIVED = 5
-AGES = 6  # from then on no newer request precedes it
-NUM_COLUMNS = 7
-
-TABLE_COLUMNS = 14  # of `RequestTable.table`
-
-
-def write(table: Any, turns: Any, row: Any, values: Any, turn: Any) -> None:
-    """Write a row of both tables, one value per column. Arguments are not checked."""
-    for column, value in enumerate(values):
-        table[column, row] = value
-    for column, value in enumerate(turn):
-        turns[column, row] = value
-
-
-def move(table: Any, turns: Any, source: Any, target: Any) -> None:
-    """Copy row `source` of both tables to row `target`."""
-    for column in range(table.shape[0]):
-        table[column, target] = table[column, source]
-    for column in range(turns.shape[0]):
-        turns[column, target] = turns[column, source]
-
-
-class RowKernels(NamedTuple):
-    """Compiled versions of the functions of the same names."""
-
-    write: Any
-    move: Any
-
-
-@functools.cache
-def row_kernels() -> RowKernels:
-    """Return the compiled functions; the first call compiles them or loads them from the cache."""
-    signatures: Any = types
-    n = types.int64
-    wide, row = types.Array(n, 2, "C"), signatures.UniTuple(n, TABLE_COLUMNS)
-    return RowKernels(
-        compiled_with_gil(write, types.void(wide, wide, n, row, signatures.UniTuple(n, NUM_COLUMNS))),
-        compiled_with_gil(move, types.void(wide, wide, n, n)),
-    )
-
-
 NONE = -1  # no node, no time yet
-PREFILL_NODE, DECODE_NODE, SENDER, PREFILL_NS, STARTED, READY, JOINED, COMMITTED, PROMPT, MAX_NEW = range(10)
-CURVE, GENERATED = range(10, 12)
-_COLUMNS = (
-    "prefill_node",  # slot of the node that prefills; NONE once that node has released it
-    "decode_node",  # slot of the node whose pages are committed; NONE once they are free
-    "sender",  # slot of the pool node that sends it a prefix; NONE once the prefix has arrived
-    "prefill_ns",  # predicted compute time; 0 once the prefill has ended
-    "started_ns",  # when the prefill started, or NONE
-    "ready_ns",  # when the prefill ends: predicted, then actual
-    "joined_ns",  # when it joined the decode batch, or NONE
-    "committed",  # tokens of pages claimed on the decode node
-    "prompt",
-    "max_new",  # tokens that it may add; 0: unknown
-    "curve",  # row of its answer length distribution in `Lengths.curves`
-    "generated",  # tokens of its prompt that earlier attempts generated
-    "seen_ns",  # when it was last placed, or reported as held by a worker
-    "placed_ns",
+
+REQUEST: Final = np.dtype(
+    [
+        ("prefill_node", np.int64),  # slot of the node that prefills; NONE once that node has released it
+        ("decode_node", np.int64),  # slot of the node whose pages are committed; NONE once they are free
+        ("sender", np.int64),  # slot of the pool node that sends it a prefix; NONE once the prefix has arrived
+        ("prefill_ns", np.int64),  # predicted compute time; 0 once the prefill has ended
+        ("started_ns", np.int64),  # when the prefill started, or NONE
+        ("ready_ns", np.int64),  # when the prefill ends: predicted, then measured
+        ("joined_ns", np.int64),  # when it joined the decode batch, or NONE
+        ("committed", np.int64),  # tokens of pages claimed on the decode node
+        ("prompt", np.int64),  # tokens
+        ("max_new", np.int64),  # tokens that it may add; 0: unknown
+        ("curve", np.int64),  # row of its answer length distribution in `Lengths.curves`
+        ("generated", np.int64),  # tokens of its prompt that earlier attempts generated
+        ("seen_ns", np.int64),  # when it was last placed, or reported as held by a worker
+        ("placed_ns", np.int64),
+        # Its position in the queue of the prefill node; all NONE, which precedes all others, if unknown.
+        ("level", np.int64),  # of its class: the lowest is served first
+        ("account", np.int64),  # number of the account that is charged
+        ("ticket_ns", np.int64),  # virtual start time that it uses there now
+        ("priority", np.int64),  # among the account's own: the lowest is served first
+        ("due_ns", np.int64),  # when its first token is due, by the policy's clock, as are the next two
+        ("arrived_ns", np.int64),
+        ("ages_ns", np.int64),  # from then on nothing newer precedes it
+    ]
 )
-_SKEW = 8  # columns of 2**n numbers would map to the same sets of the CPU cache
-_NUMBERS = {name: number for number, name in enumerate(_COLUMNS)}
-_NONES = (NONE,) * TABLE_COLUMNS
-_NO_TURN = (NONE,) * NUM_COLUMNS
+"""A row of the table of requests. Times without another unit are ns of the policy's clock."""
+
+_NAMES: Final = REQUEST.names or ()
+_NONES: Final = (NONE,) * len(_NAMES)
 
 
 @dataclass(slots=True)
@@ -150,30 +86,33 @@ class RequestTable:
     """Live requests, one per row; rows [0, len) of every column are in use."""
 
     def __init__(self) -> None:
-        room = 64 + _SKEW
-        self.table = np.full((TABLE_COLUMNS, room), NONE, np.int64)  # [column, row]
-        self.turns = np.full((NUM_COLUMNS, room), NONE, np.int64)  # likewise; NONE, in revived requests, goes first
+        self._table: NDArray[np.void] = np.full(64, NONE, REQUEST)  # the first len(self) rows are in use
         self._rows: dict[str, int] = {}
         self.claims: list[Claim] = []
 
     def __len__(self) -> int:
         return len(self.claims)
 
+    @property
+    def records(self) -> NDArray[np.void]:
+        """Return a writable view, REQUEST [len], of the rows in use."""
+        return self._table[: len(self.claims)]
+
     def column(self, name: str) -> NDArray[np.int64]:
-        """Return a writable view, int64 [len], of a column of `table`."""
-        return self.table[_NUMBERS[name], : len(self.claims)]
+        """Return a writable view, int64 [len], of a field."""
+        return self._table[name][: len(self.claims)]
 
     def add(self, claim: Claim, **values: int) -> int:
-        """Add a row, with NONE in columns that are not given; returns its number, valid until the next `remove`."""
-        return self.append(claim, tuple(map(values.get, _COLUMNS, _NONES)), _NO_TURN)
+        """Add a row, with NONE in fields that are not given; returns its number, valid until the next `remove`."""
+        return self.append(claim, tuple(map(values.get, _NAMES, _NONES)))
 
-    def append(self, claim: Claim, values: tuple[int, ...], turn: tuple[int, ...]) -> int:
-        """Add a row as `add` does, from one value per column of `table` and of `turns`, in order."""
+    def append(self, claim: Claim, values: tuple[int, ...]) -> int:
+        """Add a row as `add` does, from one value per field of REQUEST, in order."""
         assert claim.request_id not in self._rows
         row = len(self.claims)
-        if row == self.table.shape[1]:
-            self.table, self.turns = _widened(self.table), _widened(self.turns)
-        row_kernels().write(self.table, self.turns, row, values, turn)
+        if row == len(self._table):
+            self._table = np.concatenate([self._table, np.full_like(self._table, NONE)])
+        self._table[row] = values
         self.claims.append(claim)
         self._rows[claim.request_id] = row
         return row
@@ -187,7 +126,7 @@ class RequestTable:
         """Remove a row and return its claim; the last row takes its number."""
         claim, last = self.claims[row], len(self.claims) - 1
         if row != last:
-            row_kernels().move(self.table, self.turns, last, row)
+            self._table[row] = self._table[last]
             self.claims[row] = self.claims[last]
             self._rows[self.claims[row].request_id] = row
         del self._rows[claim.request_id]
@@ -203,14 +142,6 @@ class RequestTable:
         """Clear the pool node from the `sender` column of all rows."""
         sender = self.column("sender")
         sender[sender == slot] = NONE
-
-
-def _widened(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a copy with about twice as many rows."""
-    columns, rows = table.shape
-    wide = np.full((columns, 2 * rows - _SKEW), NONE, np.int64)
-    wide[:, :rows] = table
-    return wide
 
 
 NS = 1_000_000_000

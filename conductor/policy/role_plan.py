@@ -98,7 +98,7 @@ def _role_loads(now_ns: int, state: ClusterState, name: str, model: ModelNodes) 
 
 def _backlog(now_ns: int, state: ClusterState, model: ModelNodes) -> float:
     """Nodes that would compute within a minute what already waits for prefill."""
-    waiting_s = float(state.tally(now_ns)[model.prefill.slots, 0].sum()) / NS
+    waiting_s = float(state.tally(now_ns)["queued_ns"][model.prefill.slots].sum()) / NS
     return waiting_s / _BACKLOG_S
 
 
@@ -142,5 +142,5 @@ def _room(costs: ModelCosts, context: float, tbt_s: float, max_batch: int, capac
 
 def _idlest(now_ns: int, state: ClusterState, nodes: Candidates, among: NDArray[np.int64], to: str) -> str:
     """Return the node with the least work to finish; ties go to the id that comes first."""
-    work = state.tally(now_ns)[nodes.slots[among], 0 if to == "decode" else 1]
+    work = state.tally(now_ns)["queued_ns" if to == "decode" else "committed"][nodes.slots[among]]
     return nodes.ids[int(among[int(np.argmin(work))])]

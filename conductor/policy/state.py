@@ -16,12 +16,12 @@ from conductor.policy.events import CostsGiven
 from conductor.policy.fairness import Shares
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.history import Attainment, PredictionErrors, RequestHistory
-from conductor.policy.kernels import kernels
+from conductor.policy.kernels import NODE_LOAD, prefill_kernels
 from conductor.policy.lengths import Lengths
 from conductor.policy.nodes import Liveness, NodeTable, unobserved_ns
 from conductor.policy.objectives import ObjectiveBook, configured_record
 from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
-from conductor.policy.requests import ACCOUNT, NONE, Claim, GroupMemberWork, RequestTable
+from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
 from conductor.policy.roles import ModelSizing, Switching
 
 __all__ = [
@@ -88,7 +88,6 @@ class ClusterState:
     _orphan_timeout_ns: int = field(init=False)
     _account_numbers: Iterator[int] = field(default_factory=itertools.count)
     _now_ns: int | None = None
-    _no_sends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
         self.slo = ObjectiveBook(configured_record(self.config))
@@ -118,7 +117,7 @@ class ClusterState:
 
     def is_charged(self, account: int) -> bool:
         """Return True if the account of this number has a request."""
-        return bool((self.requests.turns[ACCOUNT, : len(self.requests)] == account).any())
+        return bool((self.requests.column("account") == account).any())
 
     def count(self, model: str, what: str, by: int = 1) -> None:
         """Add to the cluster's counter and to the model's.
@@ -189,23 +188,21 @@ class ClusterState:
         while self.recent and next(iter(self.recent.values())).at_ns <= before_ns:
             del self.recent[next(iter(self.recent))]
 
-    def tally(self, now_ns: int) -> NDArray[np.int64]:
-        """Return int64 [slots, 3]: ns until all prefills placed there have ended, committed tokens, prefixes sent."""
-        sums, requests = np.empty((self.nodes.num_slots, 3), np.int64), self.requests
-        kernels().tally(requests.table, len(requests.claims), now_ns, sums)
-        return sums
+    def node_loads(self) -> NDArray[np.void]:
+        """Return NODE_LOAD [slots] of which only the copies that each node sends are known."""
+        loads = np.empty(self.nodes.num_slots, NODE_LOAD)
+        loads["copy_sends"] = 0
+        if len(self.copies):
+            for pool, count in self.copies.num_sends().items():
+                if (slot := self.nodes.slot(pool)) != NONE:
+                    loads["copy_sends"][slot] = count
+        return loads
 
-    def copy_sends(self) -> NDArray[np.int64]:
-        """Return int64 [slots]: number of copies that each pool node is sending. The caller must not modify it."""
-        if not len(self.copies) and len(self._no_sends) == self.nodes.num_slots:
-            return self._no_sends
-        sends = np.zeros(self.nodes.num_slots, np.int64)
-        if not len(self.copies):
-            self._no_sends = sends
-        for pool, count in self.copies.num_sends().items():
-            if (slot := self.nodes.slot(pool)) != NONE:
-                sends[slot] = count
-        return sends
+    def tally(self, now_ns: int) -> NDArray[np.void]:
+        """Return NODE_LOAD [slots] with what the live requests claim on each node."""
+        loads = self.node_loads()
+        prefill_kernels().tally(self.requests.records, now_ns, loads)
+        return loads
 
 
 _NEVER = 1 << 62

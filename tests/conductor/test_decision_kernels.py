@@ -3,13 +3,12 @@
 import pytest
 
 from conductor.directory.kernels import directory_kernels
-from conductor.policy.kernels import kernels, line_kernels, reach_kernels
+from conductor.policy.kernels import prefill_kernels
 from conductor.policy.lengths import length_kernels
 from conductor.policy.placement.decode import decode_kernels
-from conductor.policy.requests import row_kernels
 
 
-@pytest.mark.parametrize("family", [kernels, decode_kernels, length_kernels, line_kernels, reach_kernels, row_kernels])
+@pytest.mark.parametrize("family", [prefill_kernels, decode_kernels, length_kernels])
 def test_kernels_keep_the_interpreter_and_are_compiled_for_one_signature(family):
     for kernel in family():
         assert not kernel.targetoptions["nogil"]

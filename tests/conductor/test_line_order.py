@@ -26,18 +26,8 @@ from conductor.policy.events import (
     RequestCompleted,
     Tick,
 )
-from conductor.policy.kernels import line_kernels
-from conductor.policy.requests import (
-    ACCOUNT,
-    ARRIVED,
-    DUE,
-    LEVEL,
-    NUM_COLUMNS,
-    PREFILL_NODE,
-    PREFILL_NS,
-    PRIORITY,
-    TICKET,
-)
+from conductor.policy.kernels import prefill_kernels
+from conductor.policy.requests import REQUEST
 from worker.policy import scheduling_order
 from worker.policy.scheduling_order import WaitQueue
 
@@ -182,18 +172,22 @@ def test_an_urgent_class_waits_for_nobody_else_and_others_wait_for_it(cluster: S
 @pytest.mark.parametrize("rows", [2, 5, 400])
 def test_however_many_wait_the_first_of_an_account_has_its_smallest_ticket(rows: int) -> None:
     rng = np.random.default_rng(rows)
-    table, turns_of = np.full((14, rows), -1, np.int64), np.full((NUM_COLUMNS, rows), -1, np.int64)
-    table[PREFILL_NODE], table[PREFILL_NS] = rng.integers(2, size=rows), 1
-    turns_of[[LEVEL, ACCOUNT, PRIORITY]] = rng.integers(2, size=(3, rows))
-    turns_of[[DUE, ARRIVED]] = rng.integers(rows, size=(2, rows))
-    turns_of[TICKET] = rng.permutation(rows)
-    table[PREFILL_NODE, 0] = turns_of[LEVEL, 0] = turns_of[ACCOUNT, 0] = 0
-    before = turns_of[TICKET].copy()
-    line_kernels().share(table, turns_of, rows, 0)
-    waits = (table[PREFILL_NODE] == 0) & (turns_of[LEVEL] == 0) & (turns_of[ACCOUNT] == 0)
-    order = sorted(np.flatnonzero(waits), key=lambda row: (*turns_of[[PRIORITY, DUE, ARRIVED], row].tolist(), row))
-    assert turns_of[TICKET, order].tolist() == sorted(before[waits].tolist())
-    assert (turns_of[TICKET, ~waits] == before[~waits]).all()
+    requests = np.full(rows, -1, REQUEST)
+    requests["prefill_node"], requests["prefill_ns"] = rng.integers(2, size=rows), 1
+    for name, values in zip(("level", "account", "priority"), rng.integers(2, size=(3, rows)), strict=True):
+        requests[name] = values
+    for name, values in zip(("due_ns", "arrived_ns"), rng.integers(rows, size=(2, rows)), strict=True):
+        requests[name] = values
+    requests["ticket_ns"] = rng.permutation(rows)
+    requests["prefill_node"][0] = requests["level"][0] = requests["account"][0] = 0
+    before = requests["ticket_ns"].copy()
+    prefill_kernels().reassign_tickets(requests, 0)
+    waits = (requests["prefill_node"] == 0) & (requests["level"] == 0) & (requests["account"] == 0)
+    order = sorted(
+        np.flatnonzero(waits), key=lambda row: (*requests[["priority", "due_ns", "arrived_ns"]][row].tolist(), row)
+    )
+    assert requests["ticket_ns"][order].tolist() == sorted(before[waits].tolist())
+    assert (requests["ticket_ns"][~waits] == before[~waits]).all()
 
 
 def test_deadlines_order_a_tenants_requests(cluster: SimpleNamespace) -> None:

@@ -11,7 +11,7 @@ from conductor.policy.admission.rule import Forecast
 from conductor.policy.config import NS
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import DecodeAsked, NodeJoined, ObjectivesChanged, RequestCompleted
-from conductor.policy.history import RequestHistory
+from conductor.policy.history import JudgedRequest, RequestHistory
 from conductor.policy.objectives import parse_record, record_text
 
 
@@ -138,7 +138,6 @@ def test_decode_load_that_is_judged_after_the_prefill_is_judged_again_there(pair
 def test_the_same_record_changes_nothing_and_every_request_is_counted_once(requests, objective_s):
     """Whatever was predicted, judged by the rule itself and remembered with its answer."""
     from conductor.policy.admission.rule import unmet
-    from conductor.policy.events import RequestArrived
     from conductor.policy.objectives import ObjectiveBook
 
     record = parse_record({"cluster": {"ttft": f"{objective_s:.6f}s"}})
@@ -147,15 +146,23 @@ def test_the_same_record_changes_nothing_and_every_request_is_counted_once(reque
     for number, (ttft_s, margin) in enumerate(requests):
         forecast = Forecast(ttft_s, 0.0, 0.0, False, margin, 0.0)
         past.judged(
-            number,
-            RequestArrived(f"r{number}", 0, "f", "m", 64, 8),
-            forecast,
-            predicted_tbt_s=0.0,
-            objectives=objectives,
-            idle_s=(ttft_s, 0.0),
+            JudgedRequest(
+                f"r{number}",
+                number,
+                "m",
+                "",
+                "",
+                0.0,
+                0.0,
+                64,
+                objectives,
+                forecast,
+                predicted_tbt_s=0.0,
+                idle_ttft_s=ttft_s,
+                idle_tbt_s=0.0,
+                rejection=unmet(forecast, objectives.ttft_s, 0.0),
+            ),
             shared_blocks=0,
-            rejection=unmet(forecast, objectives.ttft_s, 0.0),
-            unwanted="",
         )
     found = preview(NS, past, record, PolicyConfig(attained_share=0.0, report_timeout_s=0.0))
     assert not sum(each.now_rejected + each.now_admitted for each in found.rows)

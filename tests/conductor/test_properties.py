@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.codec import decision_from_json, event_from_json, to_json
-from conductor.policy.costs import ModelCosts, TransferCosts
+from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import Copy, Place, Reject
 from conductor.policy.events import (
     CopyFinished,
@@ -29,7 +30,10 @@ from conductor.policy.events import (
     Tick,
     TransferSample,
 )
-from conductor.policy.placement.prefill import Prefixes, score_prefill
+from conductor.policy.kernels import PREFILL_CANDIDATE
+from conductor.policy.placement.context import PlacementContext
+from conductor.policy.placement.prefill import Prefixes, score_candidates
+from conductor.policy.state import ClusterState
 
 BLOCK = 16
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "both-0")
@@ -232,20 +236,18 @@ def test_when_all_is_completed_and_all_let_go_nothing_is_left(history):
 def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, threshold, sends, slowdowns, most):
     best = max([best, *own])
     prompt = 101 * BLOCK
-    costs, transfers = ModelCosts(), TransferCosts()
+    state = ClusterState(PolicyConfig(balancing_threshold=threshold))
+    costs, transfers = ModelCosts(), state.transfers
     costs.slowdowns.make_room(6)
     costs.slowdowns.factors[0] = slowdowns
     costs.prefill_most = float(most), 2.0 * most
-    found = score_prefill(
-        Prefixes(np.array([own, np.minimum(own, on_ssd // 2)]), best, min(best, on_ssd), "pool", sends),
-        np.array(queues[: len(own)]),
-        prompt_tokens=prompt,
-        model=SimpleNamespace(block_tokens=BLOCK, block_nbytes=1000),
-        balancing_threshold=threshold,
-        slots=np.arange(len(own))[::-1].copy(),
-        costs=costs,
-        transfers=transfers,
-    )
+    model: Any = SimpleNamespace(block_tokens=BLOCK, block_nbytes=1000)
+    context = PlacementContext(0, state, RequestArrived("r", 0, "f", "m", prompt, 8), model, costs, None)
+    candidates = np.zeros(len(own), PREFILL_CANDIDATE)
+    candidates["slot"], candidates["own_blocks"] = np.arange(len(own))[::-1], own
+    candidates["own_ssd_blocks"] = np.minimum(own, on_ssd // 2)
+    prefixes = Prefixes(candidates, best, min(best, on_ssd), "pool", sends)
+    found = score_candidates(context, prefixes, np.array(queues[: len(own)]))
     for i, prefix in enumerate(own):
         ratio = best / prefix if prefix else (float("inf") if best else 0.0)
         reuse, transfer_s, ssd = prefix, transfers.load_s(prefix * 1000.0), min(prefix, on_ssd // 2)
@@ -255,7 +257,7 @@ def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, 
             transfer_s += transfers.fetch_s(missing * 1000.0, sends)
         transfer_s += transfers.ssd_read_s(ssd * 1000.0)
         prefill_s = costs.prefill_cost_s(prompt - reuse * BLOCK, reuse * BLOCK, len(own) - 1 - i)
-        assert (found.reuse_blocks[i], found.fetches[i]) == (reuse, ratio > threshold)
+        assert found.candidates[["reuse_blocks", "fetches"]][i].tolist() == (reuse, ratio > threshold)
         assert found.prefill_s[i] == prefill_s
         total_s = found.transfer_s[i] + found.queue_s[i] + found.prefill_s[i]
         assert total_s == pytest.approx(transfer_s + queues[i] + prefill_s, rel=1e-12)

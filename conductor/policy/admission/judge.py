@@ -10,10 +10,10 @@ from zlib import crc32
 
 from conductor.policy.admission.rule import Forecast, unmet, usable_s
 from conductor.policy.config import PolicyConfig
-from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import Reason, Reject
 from conductor.policy.events import DecodeAsked, RequestArrived
 from conductor.policy.objectives import EffectiveObjectives
+from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.decode import tbt_now_s, wait_for_tbt_s
 from conductor.policy.placement.plan import Plan
 from conductor.policy.requests import NONE
@@ -59,25 +59,17 @@ def forecast_of(state: ClusterState, request: RequestArrived, plan: Plan) -> For
     )
 
 
-def judge(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
-    plan: Plan,
-    forecast: Forecast,
-    objectives: EffectiveObjectives,
-    costs: ModelCosts,
-) -> Judgement:
+def judge(context: PlacementContext, plan: Plan, forecast: Forecast, objectives: EffectiveObjectives) -> Judgement:
     """Judge an arriving request by the predictions for its best place and by its objectives.
 
     A request whose client already has tokens is never rejected for load. `rule` defines the comparison.
     """
+    request, config = context.request, context.state.config
     if request.generated > 0:
         return _ADMITTED
-    config = state.config
     refused = None
     if config.admission != "off" and config.admission_mode != "none":
-        refused = _refused(now_ns, state, request, plan, forecast, objectives, costs)
+        refused = _refused(context, plan, forecast, objectives)
     if refused is not None and config.admission == "enforce":
         return Judgement(refused)
     if (waited_s := forecast.waited_s) > config.max_queue_s:
@@ -121,14 +113,9 @@ def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) ->
 
 
 def _refused(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
-    plan: Plan,
-    forecast: Forecast,
-    objectives: EffectiveObjectives,
-    costs: ModelCosts,
+    context: PlacementContext, plan: Plan, forecast: Forecast, objectives: EffectiveObjectives
 ) -> Reject | None:
+    request = context.request
     ttft_objective_s, tbt_objective_s = usable_s(objectives.ttft_s), usable_s(objectives.tbt_s)
     reason, decode = unmet(forecast, ttft_objective_s, tbt_objective_s), plan.decode
     if reason == "":
@@ -145,9 +132,9 @@ def _refused(
     wait_s = wait_for_tbt_s(
         decode.nodes,
         decode.choice.index,
-        state,
-        costs,
-        now_ns=now_ns,
+        context.state,
+        context.costs,
+        now_ns=context.now_ns,
         prompt_tokens=request.prompt_tokens,
         objective_s=tbt_objective_s,
     )

@@ -12,7 +12,7 @@ prompt is computed. Taken for the first of them where
 Costs a few array operations where it is on, none where it is off.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Final, Literal, get_args
 
@@ -20,13 +20,12 @@ import numpy as np
 
 from conductor.policy.admission.judge import asks_again
 from conductor.policy.config import NS
-from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import ColocatedScore, Considered, WhyNot
 from conductor.policy.event_bounds import to_ns
-from conductor.policy.events import RequestArrived
-from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import FittingNodes
+from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.decode import DecodeChoice, peak_tokens, tbt_each_s
 from conductor.policy.placement.plan import DecodePlan, Plan, considered_in
 from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, score_candidates
@@ -43,56 +42,56 @@ _MOST_STEPS: Final = 4.0  # that a step beside a chunk may take, in usual steps
 
 
 def consider_colocated(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
-    model: ModelNodes,
-    plan: Plan,
-    objectives: EffectiveObjectives,
-    costs: ModelCosts,
+    context: PlacementContext, plan: Plan, objectives: EffectiveObjectives
 ) -> tuple[Plan, Considered, ColocatedOutcome]:
-    """The plan to follow, what both were judged by, and what came of it; "" where there is nothing to weigh."""
-    considered = considered_in(state, plan, objectives)
+    """Return the plan to follow, what both were judged by, and the outcome; "" if there is nothing to weigh."""
+    state, request = context.state, context.request
+    considered = considered_in(context, plan, objectives)
     if state.config.colocated_prefill == "off" or asks_again(state.config):
         return plan, considered, ""
     decode = plan.decode
     if decode is None or plan.places.prefill.is_aggregated[plan.chosen]:
         return plan, considered, ""
-    need_tokens = peak_tokens(request.prompt_tokens, request.max_new_tokens, model.block_tokens)
-    found = _best(now_ns, state, request, model, plan, decode, need_tokens, objectives, costs)
+    need_tokens = peak_tokens(request.prompt_tokens, request.max_new_tokens, context.model.block_tokens)
+    found = _best(context, plan, decode, need_tokens, objectives)
     if found is None:
         score = ColocatedScore(decode.node_id, 0.0, 0.0, 0.0, plan.ttft_s, why_not="no_room")
         return plan, _told(state, considered, score), "no_room"
-    score, here, prefixes, scores = found
+    score, here, scored = found
     considered = _told(state, considered, score)
     if score.why_not:
         return plan, considered, score.why_not
     if state.config.colocated_prefill == "advise":
         return plan, considered, "advised"
     tbt_s = here.choice.tbt_s
-    colocated = _alone(plan, score, here, prefixes, scores, need_tokens)
+    colocated = _alone(plan, score, here, scored, need_tokens)
     considered = replace(considered, ttft_s=colocated.ttft_s, tbt_s=tbt_s, room_wait_s=0.0, need_tokens=need_tokens)
     return colocated, considered, "done"
 
 
-def _alone(
-    plan: Plan, score: ColocatedScore, here: DecodePlan, prefixes: Prefixes, scores: PrefillScores, need_tokens: int
-) -> Plan:
-    """The one node as the only candidate, which does both."""
+@fast_dataclass
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Predictions for the decode nodes as prefill candidates."""
+
+    prefixes: Prefixes
+    scores: PrefillScores
+
+
+def _alone(plan: Plan, score: ColocatedScore, here: DecodePlan, scored: _Scored, need_tokens: int) -> Plan:
+    """The plan whose only candidate is the one node, which does both."""
     index = here.choice.index
-    one = slice(index, index + 1)
     node = replace(here.nodes.only(index), is_aggregated=np.ones(1, bool), has_aggregated=True, kept={})
     ttft_s = score.transfer_s + score.queue_s + score.prefill_s
-    seconds = scores.seconds[:, one].copy()
-    seconds[1, 0] = score.prefill_s  # with the steps beside it: for so long the node is taken
-    columns = scores.queue_s[one], scores.reuse_blocks[one], scores.fetches[one]
+    candidate = scored.scores.candidates[index : index + 1].copy()
+    candidate["prefill_s"] = score.prefill_s  # with the steps beside it, during which the node is busy
     return Plan(
         FittingNodes(node, node, need_tokens),
         plan.curve,
-        plan.sums,
-        plan.seat,
-        replace(prefixes, held=prefixes.held[:, one]),
-        PrefillScores(seconds, *columns, chosen=0, ttft_s=ttft_s),
+        plan.loads,
+        plan.position,
+        replace(scored.prefixes, candidates=candidate),
+        PrefillScores(candidate, chosen=0, ttft_s=ttft_s),
         DecodePlan(node, replace(here.choice, index=0), 0.0),
         None,
         ttft_s,
@@ -104,43 +103,27 @@ def _told(state: ClusterState, considered: Considered, score: ColocatedScore) ->
 
 
 def _best(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
-    model: ModelNodes,
-    plan: Plan,
-    decode: DecodePlan,
-    need_tokens: int,
-    objectives: EffectiveObjectives,
-    costs: ModelCosts,
-) -> tuple[ColocatedScore, DecodePlan, Prefixes, PrefillScores] | None:
+    context: PlacementContext, plan: Plan, decode: DecodePlan, need_tokens: int, objectives: EffectiveObjectives
+) -> tuple[ColocatedScore, DecodePlan, _Scored] | None:
     """Choose among the few decode nodes with room whose first token would come soonest.
 
     The first whose requests are not delayed too much is chosen, else the soonest; ties go to the lower time between
     tokens. Returns None if none has room.
     """
-    nodes = decode.nodes
-    free = nodes.capacity_tokens - plan.sums[nodes.slots, 1]
-    prefixes = find_prefixes(state, request, model, request.matches, nodes, plan.sums)
-    scores = score_candidates(state, request, model, nodes, prefixes, plan.sums[nodes.slots, 0] / NS, costs)
+    nodes, loads, now_ns = decode.nodes, plan.loads, context.now_ns
+    free = nodes.capacity_tokens - loads["committed"][nodes.slots]
+    prefixes = find_prefixes(context, context.request.matches, nodes, loads)
+    scores = score_candidates(context, prefixes, loads["queued_ns"][nodes.slots] / NS)
     ttft_s = np.where(free >= need_tokens, scores.transfer_s + scores.queue_s + scores.prefill_s, inf)
     if not ttft_s.min() < inf:
         return None
-    beside_s = tbt_each_s(
-        nodes,
-        state,
-        costs,
-        plan.sums,
-        now_ns=now_ns,
-        at_ns=now_ns + to_ns(plan.ready_s),
-        prompt_tokens=request.prompt_tokens,
-    )
+    beside_s = tbt_each_s(context, nodes, loads, at_ns=now_ns + to_ns(plan.ready_s))
     best: tuple[ColocatedScore, int] | None = None
     for index in np.argsort(ttft_s + beside_s[0], kind="stable")[:_FEW].tolist():
         if not ttft_s[index] < inf:
             break
         decode_s = float(beside_s[:, index].max())
-        score = _judged(state, request, model, plan, nodes, index, scores, decode_s, objectives, costs)
+        score = _judged(context, plan, nodes.ids[index], scores.candidates[index], decode_s, objectives)
         if best is None or score.is_better:
             best = score, index
         if score.is_better or score.why_not == "not_sooner":
@@ -150,41 +133,37 @@ def _best(
     choice = DecodeChoice(
         index, float(beside_s[0, index]), int(free[index]), decode.choice.is_covered, decode.choice.scores
     )
-    return score, DecodePlan(nodes, choice, 0.0), prefixes, scores
+    return score, DecodePlan(nodes, choice, 0.0), _Scored(prefixes, scores)
 
 
 def _judged(
-    state: ClusterState,
-    request: RequestArrived,
-    model: ModelNodes,
+    context: PlacementContext,
     plan: Plan,
-    nodes: Candidates,
-    index: int,
-    scores: PrefillScores,
+    node_id: str,
+    candidate: np.void,
     decode_s: float,
     objectives: EffectiveObjectives,
-    costs: ModelCosts,
 ) -> ColocatedScore:
-    """Score the candidate, on which a step with the request in its batch takes `decode_s`."""
-    transfer_s, prefill_s = scores.seconds[:, index].tolist()
-    queue_s, node_id = float(scores.queue_s[index]), nodes.ids[index]
+    """Score the PREFILL_CANDIDATE, on which a step with the request in its batch takes `decode_s`."""
+    state, request = context.state, context.request
+    transfer_s, queue_s, prefill_s = (candidate[name].item() for name in ("transfer_s", "queue_s", "prefill_s"))
     most_s = (1 - _GAIN) * plan.ttft_s
     if transfer_s + queue_s + prefill_s > most_s:
         return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="not_sooner")
-    node, slot = state.nodes.get(node_id), int(nodes.slots[index])
+    node, slot = state.nodes.get(node_id), candidate["slot"].item()
     assert node is not None
-    new_tokens = request.prompt_tokens - int(scores.reuse_blocks[index]) * model.block_tokens
+    new_tokens = request.prompt_tokens - candidate["reuse_blocks"].item() * context.model.block_tokens
     chunk_tokens = node.chunk_tokens or new_tokens
     if queue_s and not node.chunk_tokens:  # how much of those goes into one step nobody knows
         return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="unknown_chunks")
-    if not plan.sums[slot, 1]:  # nobody has pages there
+    if not plan.loads["committed"][slot]:  # nobody has pages there
         return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, is_better=True)
     prefill_s += ceil(new_tokens / chunk_tokens) * decode_s
     if transfer_s + queue_s + prefill_s > most_s:
         return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="not_sooner")
     # The last chunk attends to the most. Prompts that wait there share the chunks with this one.
     chunk = min(chunk_tokens, request.prompt_tokens) if queue_s else min(chunk_tokens, new_tokens)
-    step_s = decode_s + costs.prefill_cost_s(chunk, request.prompt_tokens - chunk, slot)
+    step_s = decode_s + context.costs.prefill_cost_s(chunk, request.prompt_tokens - chunk, slot)
     here = np.flatnonzero(state.requests.column("decode_node") == slot).tolist()
     wanted = [state.requests.claims[row].objectives.tbt_s for row in here]
     tightest_s = min((bound for bound in (*wanted, objectives.tbt_s) if 0 < bound < inf), default=0.0)

@@ -1,11 +1,10 @@
-"""The compiled loops over what decodes: how many sequences and tokens a node will have, and when it has room.
+"""Choice of the decode node: the least predicted TBT at the moment the prefill ends, among those that have room.
 
-Three views of the future, `sees`: NOW is what decodes at this moment. UNIFORM (Mooncake, section 6.3) adds those whose
-prefill will have ended, and takes away those that will have decoded for longer than `decode_ns`. LEARNED takes each for
-as likely to be there as its length curve says, given how far it has come: sums are expected values; and those whose
-prefill ends later, in full: they are admitted, and decode beside whoever was there first. They only compute.
-
-Which decode node: the least predicted time between tokens at the moment the prefill ends, where there is room.
+The compiled loops predict how many sequences and tokens a node will have, and when it has room, by one of three views
+of the future. NOW is what decodes at this moment. UNIFORM (Mooncake, section 6.3) adds requests whose prefill will have
+ended, and removes those that will have decoded for longer than `decode_ns`. LEARNED weights each request with the
+probability that it is still there, by its length curve and its progress: sums are expected values. Requests whose
+prefill ends later count in full, since they are admitted and decode beside the earlier ones.
 """
 
 import functools
@@ -23,20 +22,11 @@ from conductor.policy.costs import DECODE, ModelCosts
 from conductor.policy.decisions import DecodeScore
 from conductor.policy.event_bounds import to_ns
 from conductor.policy.fast_dataclass import fast_dataclass
+from conductor.policy.kernels import NODE_LOAD
 from conductor.policy.lengths import survival
 from conductor.policy.nodes import Candidates
-from conductor.policy.requests import (
-    COMMITTED,
-    CURVE,
-    DECODE_NODE,
-    GENERATED,
-    JOINED,
-    MAX_NEW,
-    NONE,
-    PREFILL_NS,
-    PROMPT,
-    READY,
-)
+from conductor.policy.placement.context import PlacementContext
+from conductor.policy.requests import NONE, REQUEST
 from conductor.policy.state import ClusterState
 from jit.compiling import compiled_with_gil
 from worker.policy import cost_formulas
@@ -49,6 +39,7 @@ __all__ = [
     "DecodeKernels",
     "choose_decode",
     "decode_kernels",
+    "mean_load",
     "peak_tokens",
     "tbt_each_s",
     "tbt_now_s",
@@ -56,6 +47,7 @@ __all__ = [
     "wait_for_tbt_s",
 ]
 
+Records = NDArray[np.void]
 NOW, UNIFORM, LEARNED = range(3)
 _LONGEST_NS: Final = 86_400_000_000_000  # a wait that nobody sits out
 _NEAR_NS: Final = 1_000_000  # waits are found this exactly
@@ -64,33 +56,68 @@ _margin: Any = numba.njit(cost_formulas.margin)
 _survival: Any = numba.njit(survival)
 
 
-def predict_load(
-    table: Any,
-    rows: Any,
-    now_ns: Any,
-    at_ns: Any,
-    sees: Any,
-    decode_ns: Any,
-    step_ns: Any,
-    curves: Any,
-    holding: Any,
-    load: Any,
-) -> Any:
-    """Write the decode load at `at_ns` into `load` [slots, 3]: sequences, tokens of context, committed tokens."""
+DECODE_QUERY: Final = np.dtype(
+    [
+        ("now_ns", np.int64),
+        ("at_ns", np.int64),  # the instant whose load is predicted
+        ("future", np.int64),  # NOW, UNIFORM or LEARNED
+        ("decode_ns", np.int64),  # t_d, how long a request decodes; -1 while unknown
+        ("step_ns", np.int64),  # of a usual step
+        ("prompt_tokens", np.int64),  # of the request to place
+        ("need_tokens", np.int64),  # pages that it needs
+    ]
+)
+"""What to predict: at which instant, by which view of the future, for which request."""
+
+DECODE_COSTS: Final = np.dtype(
+    [
+        ("fixed_s", np.float64),
+        ("per_sequence_s", np.float64),
+        ("per_token_s", np.float64),
+        ("most_batch", np.float64),  # measured, see `ModelCosts.decode_most`
+        ("most_context", np.float64),
+    ]
+)
+"""Coefficients of `cost_formulas.tbt_s`."""
+
+DECODE_CANDIDATE: Final = np.dtype(
+    [
+        ("slot", np.int64),
+        ("capacity_tokens", np.int64),
+        ("max_batch", np.int64),
+        # Written by `pick_decode` and `rank_decode`:
+        ("tbt_s", np.float64),  # with the request in its batch
+        ("free_tokens", np.int64),
+    ]
+)
+"""A decode candidate and its predictions for one request."""
+
+
+def predict_load(requests: Any, query: Any, curves: Any, counts_committed: Any, loads: Any) -> None:
+    """Write the decode load at `at_ns` into `loads` [slots]: sequences, context and, if asked for, expected committed
+    tokens.
+
+    `requests` REQUEST [n], `query` DECODE_QUERY [1], `curves` of `Lengths`.
+    """
     # One loop without calls that return several values: they would take three times as long.
-    load[:] = 0.0
-    per_ns = 1.0 / step_ns
-    for row in range(rows):
-        slot = table[DECODE_NODE, row]
+    for slot in range(len(loads)):
+        loads[slot].sequences = 0.0
+        loads[slot].context = 0.0
+        loads[slot].expected = 0.0
+    now_ns, at_ns, sees, decode_ns = query[0].now_ns, query[0].at_ns, query[0].future, query[0].decode_ns
+    per_ns = 1.0 / query[0].step_ns
+    for row in range(len(requests)):
+        request = requests[row]
+        slot = request.decode_node
         if slot == NONE:
             continue
-        joined = table[JOINED, row]
+        joined = request.joined_ns
         # What has not joined yet does so now at the earliest.
-        since = joined if joined != NONE else max(table[READY, row], now_ns)
-        limit = float(table[MAX_NEW, row])  # 0: not known
+        since = joined if joined != NONE else max(request.ready_ns, now_ns)
+        limit = float(request.max_new)  # 0: not known
         share, grown = 1.0, 0.0
         if since > at_ns:
-            if not holding and sees != LEARNED:
+            if not counts_committed and sees != LEARNED:
                 continue
         elif sees == LEARNED:
             begin = max(since, now_ns)
@@ -101,7 +128,7 @@ def predict_load(
             grown = before + (at_ns - begin) * per_ns
             if limit > 0.0 and grown >= limit:
                 continue
-            base, curve = float(table[GENERATED, row]), table[CURVE, row]
+            base, curve = float(request.generated), request.curve
             share = _survival(curves, curve, base + grown)
             if base + before > 0.0:
                 alive = _survival(curves, curve, base + before)
@@ -109,128 +136,95 @@ def predict_load(
         else:
             grown = (at_ns - since) * per_ns
             if sees == NOW:
-                if joined == NONE and table[PREFILL_NS, row] != 0:
+                if joined == NONE and request.prefill_ns != 0:
                     continue
             elif decode_ns >= 0:
                 if at_ns - since > decode_ns:
                     continue
             elif 0.0 < limit <= grown:
                 continue
-        load[slot, 0] += share
-        load[slot, 1] += share * (table[PROMPT, row] + min(grown, limit))
-        if holding:
-            load[slot, 2] += share * table[COMMITTED, row]
+        loads[slot].sequences += share
+        loads[slot].context += share * (request.prompt + min(grown, limit))
+        if counts_committed:
+            loads[slot].expected += share * request.committed
 
 
 _predict_load: Any = numba.njit(predict_load)
 
 
-def _step(decode: Any, slowdown: Any, batch: Any, context: Any, max_batch: Any) -> Any:
+def _step(cost: Any, slowdown: Any, batch: Any, context: Any, max_batch: Any) -> Any:
     """Seconds between tokens, as `ModelCosts.step_cost_s` has it."""
-    seconds = _tbt_s(decode[0], decode[1], decode[2], batch, context, max_batch) * slowdown
+    seconds = _tbt_s(cost.fixed_s, cost.per_sequence_s, cost.per_token_s, batch, context, max_batch) * slowdown
     if batch <= max_batch:
-        return seconds * _margin(batch, decode[3], context, decode[4])
+        return seconds * _margin(batch, cost.most_batch, context, cost.most_context)
     turns = batch / max_batch
-    return seconds * _margin(batch / turns, decode[3], context / turns, decode[4])
+    return seconds * _margin(batch / turns, cost.most_batch, context / turns, cost.most_context)
 
 
 _step_of: Any = numba.njit(_step)
 
 
-def pick_decode(
-    table: Any,
-    rows: Any,
-    now_ns: Any,
-    at_ns: Any,
-    sees: Any,
-    decode_ns: Any,
-    step_ns: Any,
-    curves: Any,
-    sums: Any,
-    load: Any,
-    slots: Any,
-    capacity_tokens: Any,
-    max_batch: Any,
-    slowdown: Any,
-    prompt_tokens: Any,
-    need_tokens: Any,
-    decode: Any,
-) -> Any:
-    """(index, predicted TBT, free tokens, sequences in one step, tokens of context) of the candidate with the least TBT
-    that has room for `need_tokens`; the last two are with this request.
+def pick_decode(requests: Any, query: Any, curves: Any, loads: Any, slowdowns: Any, costs: Any, candidates: Any) -> Any:
+    """Choose the candidate with the least TBT that has room for `need_tokens`; predict all candidates.
 
-    Where none has room: of the one with most free. First of equals. `load` [slots, 3]: as `predict_load` leaves it.
-    `slowdown` [2, slots]: see `slowdowns`. `sums` [slots, 3] is what `tally` found, committed tokens at 1.
+    Return (index, sequences in one step, tokens of context), the last two with this request. If none has room, choose
+    the one with the most free tokens; of equals the first. `loads` NODE_LOAD [slots] as `tally` leaves it, `slowdowns`
+    [2, slots] (`NodeSlowdowns`), `costs` DECODE_COSTS [1], `candidates` DECODE_CANDIDATE [n].
     """
-    _predict_load(table, rows, now_ns, at_ns, sees, decode_ns, step_ns, curves, False, load)
+    _predict_load(requests, query, curves, False, loads)
+    prompt_tokens, need_tokens = query[0].prompt_tokens, query[0].need_tokens
     chosen, has_room, tbt_s, free = -1, False, 0.0, np.int64(0)
-    for c in range(len(slots)):
-        slot = slots[c]
-        here_free = capacity_tokens[c] - sums[slot, 1]
+    for c in range(len(candidates)):
+        node = candidates[c]
+        load = loads[node.slot]
+        here_free = node.capacity_tokens - load.committed
+        batch, context = load.sequences + 1.0, load.context + prompt_tokens
+        here_s = _step_of(costs[0], slowdowns[DECODE, node.slot], batch, context, node.max_batch)
+        node.tbt_s, node.free_tokens = here_s, here_free
         here_room = here_free >= need_tokens
         if has_room and not here_room:
             continue
-        batch, context = load[slot, 0] + 1.0, load[slot, 1] + prompt_tokens
-        here_s = _step_of(decode, slowdown[DECODE, slot], batch, context, max_batch[c])
         if chosen < 0 or here_room != has_room or (here_s < tbt_s if here_room else here_free > free):
             chosen, has_room, tbt_s, free = c, here_room, here_s, here_free
-    batch, context = load[slots[chosen], 0] + 1.0, load[slots[chosen], 1] + prompt_tokens
-    return chosen, tbt_s, free, min(batch, float(max_batch[chosen])), context
+    load = loads[candidates[chosen].slot]
+    return chosen, min(load.sequences + 1.0, float(candidates[chosen].max_batch)), load.context + prompt_tokens
 
 
-def rank_decode(
-    sums: Any,
-    load: Any,
-    slots: Any,
-    capacity_tokens: Any,
-    max_batch: Any,
-    slowdown: Any,
-    prompt_tokens: Any,
-    need_tokens: Any,
-    decode: Any,
-    seconds: Any,
-    free: Any,
-    found: Any,
-) -> None:
-    """After `pick_decode`: each candidate's predicted TBT and free tokens, and into `found` the numbers of the best
-    ones in the order in which that would choose them, as many as it has room for."""
+def rank_decode(candidates: Any, need_tokens: Any, found: Any) -> None:
+    """After `pick_decode`: write into `found` the indices of the best candidates, in the order of its choice."""
     count = 0
-    for c in range(len(slots)):
-        slot = slots[c]
-        free[c] = capacity_tokens[c] - sums[slot, 1]
-        batch, context = load[slot, 0] + 1.0, load[slot, 1] + prompt_tokens
-        seconds[c] = _step_of(decode, slowdown[DECODE, slot], batch, context, max_batch[c])
-        at, has_room = count, free[c] >= need_tokens
+    for c in range(len(candidates)):
+        here = candidates[c]
+        at, has_room = count, here.free_tokens >= need_tokens
         while at > 0:
-            other = found[at - 1]
-            other_room = free[other] >= need_tokens
-            if has_room != other_room:
+            other = candidates[found[at - 1]]
+            if has_room != (other.free_tokens >= need_tokens):
                 is_better = has_room
             elif has_room:
-                is_better = seconds[c] < seconds[other]
+                is_better = here.tbt_s < other.tbt_s
             else:
-                is_better = free[c] > free[other]
+                is_better = here.free_tokens > other.free_tokens
             if not is_better:
                 break
             if at < len(found):
-                found[at] = other
+                found[at] = found[at - 1]
             at -= 1
         if at < len(found):
             found[at] = c
             count = min(count + 1, len(found))
 
 
-def _at_node(table: Any, rows: Any, slot: Any, but: Any) -> Any:
-    """The node's rows alone, as a table of their own in which the node has slot 0; without row `but`."""
+def _at_node(requests: Any, slot: Any, but: Any) -> Any:
+    """Return a copy of the node's requests, but for row `but`, in which the node has slot 0."""
     count = 0
-    for row in range(rows):
-        count += table[DECODE_NODE, row] == slot and row != but
-    here = np.empty((table.shape[0], count), np.int64)
+    for row in range(len(requests)):
+        count += requests[row].decode_node == slot and row != but
+    here = np.empty(count, REQUEST)
     at = 0
-    for row in range(rows):
-        if table[DECODE_NODE, row] == slot and row != but:
-            here[:, at] = table[:, row]
-            here[DECODE_NODE, at] = 0
+    for row in range(len(requests)):
+        if requests[row].decode_node == slot and row != but:
+            here[at] = requests[row]
+            here[at].decode_node = 0
             at += 1
     return here
 
@@ -238,54 +232,50 @@ def _at_node(table: Any, rows: Any, slot: Any, but: Any) -> Any:
 _at_node_of: Any = numba.njit(_at_node)
 
 
-def load_now(table: Any, rows: Any, slot: Any, but: Any, now_ns: Any, step_ns: Any, curves: Any) -> Any:
-    """(sequences, tokens of context) that decode on the node now, but for row `but`."""
-    here, load = _at_node_of(table, rows, slot, but), np.empty((1, 3))
-    _predict_load(here, here.shape[1], now_ns, now_ns, NOW, -1, step_ns, curves, False, load)
-    return load[0, 0], load[0, 1]
+def load_now(requests: Any, query: Any, curves: Any, slot: Any, but: Any) -> Any:
+    """(sequences, tokens of context) that decode on the node now, but for row `but`; `query` NOW at `now_ns`."""
+    here, loads = _at_node_of(requests, slot, but), np.empty(1, NODE_LOAD)
+    _predict_load(here, query, curves, False, loads)
+    return loads[0].sequences, loads[0].context
 
 
 def wait_ns(
-    table: Any,
-    rows: Any,
-    slot: Any,
-    now_ns: Any,
-    sees: Any,
-    decode_ns: Any,
-    curves: Any,
-    decode: Any,
-    slowdown: Any,
-    max_batch: Any,
-    missing_tokens: Any,
-    prompt_tokens: Any,
-    objective_s: Any,
+    requests: Any, query: Any, curves: Any, slowdowns: Any, costs: Any, candidate: Any, objective_s: Any
 ) -> Any:
-    """Return the expected wait until requests on the node have given back `missing_tokens`.
+    """Return the expected wait until requests on the node have given back `need_tokens`.
 
     With `objective_s` > 0 it is the wait until so many have left that one more decodes within that TBT. No arrivals are
-    assumed. If neither is ever reached, it is the wait until all have left.
+    assumed. If neither is ever reached, it is the wait until all have left. `candidate` DECODE_CANDIDATE [1]. Changes
+    `query.at_ns`.
     """
-    here, load = _at_node_of(table, rows, slot, -1), np.empty((1, 3))
-    count = here.shape[1]
-    step_s = _step_of(decode, slowdown, float(count), float(here[PROMPT].sum()), max_batch)
+    node, asked = candidate[0], query[0]
+    here, loads = _at_node_of(requests, node.slot, -1), np.empty(1, NODE_LOAD)
+    now_ns, slowdown, count = asked.now_ns, slowdowns[DECODE, node.slot], len(here)
+    prompts = committed = 0
+    for row in range(count):
+        prompts += here[row].prompt
+        committed += here[row].committed
+    step_s = _step_of(costs[0], slowdown, float(count), float(prompts), node.max_batch)
     step_ns = np.int64(max(1.0, min(1e9 * step_s, float(_LONGEST_NS))))
+    asked.step_ns = step_ns
     low = high = now_ns
     for row in range(count):
-        joined, limit = here[JOINED, row], here[MAX_NEW, row]
+        joined, limit = here[row].joined_ns, here[row].max_new
         lasts_ns = _LONGEST_NS
-        if sees == UNIFORM and decode_ns >= 0:
-            lasts_ns = min(_LONGEST_NS, decode_ns + 1)
+        if asked.future == UNIFORM and asked.decode_ns >= 0:
+            lasts_ns = min(_LONGEST_NS, asked.decode_ns + 1)
         elif 0 < limit <= _LONGEST_NS // step_ns:
             lasts_ns = limit * step_ns
-        high = max(high, max(now_ns, joined if joined != NONE else here[READY, row]) + lasts_ns)
-    committed, at_ns = here[COMMITTED].sum(), now_ns
+        high = max(high, max(now_ns, joined if joined != NONE else here[row].ready_ns) + lasts_ns)
+    at_ns = now_ns
     while True:
-        _predict_load(here, count, now_ns, at_ns, sees, decode_ns, step_ns, curves, True, load)
+        asked.at_ns = at_ns
+        _predict_load(here, query, curves, True, loads)
         if objective_s > 0.0:
-            batch, context = load[0, 0] + 1.0, load[0, 1] + prompt_tokens
-            is_over = _step_of(decode, slowdown, batch, context, max_batch) <= objective_s
+            batch, context = loads[0].sequences + 1.0, loads[0].context + asked.prompt_tokens
+            is_over = _step_of(costs[0], slowdown, batch, context, node.max_batch) <= objective_s
         else:
-            is_over = committed - load[0, 2] >= missing_tokens
+            is_over = committed - loads[0].expected >= asked.need_tokens
         if is_over:
             high = at_ns
         else:
@@ -310,19 +300,19 @@ def decode_kernels() -> DecodeKernels:
     """All of them, compiled or loaded at the first call."""
     signatures: Any = types
     n, f = types.int64, types.float64
-    ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
-    floats, reals, five = types.Array(f, 1, "C"), types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
-    chosen, pair = signatures.Tuple((n, f, n, f, f)), signatures.UniTuple(f, 2)
+    requests, query, loads, costs, candidates = (
+        types.Array(numba.from_dtype(dtype), 1, "C")
+        for dtype in (REQUEST, DECODE_QUERY, NODE_LOAD, DECODE_COSTS, DECODE_CANDIDATE)
+    )
+    ints, reals = types.Array(n, 1, "C"), types.Array(f, 2, "C")
     return DecodeKernels(
-        compiled_with_gil(predict_load, types.void(wide, n, n, n, n, n, n, reals, types.boolean, reals)),
+        compiled_with_gil(predict_load, types.void(requests, query, reals, types.boolean, loads)),
         compiled_with_gil(
-            pick_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, reals, n, n, five)
+            pick_decode, signatures.Tuple((n, f, f))(requests, query, reals, loads, reals, costs, candidates)
         ),
-        compiled_with_gil(
-            rank_decode, types.void(wide, reals, ints, ints, ints, reals, n, n, five, floats, ints, ints)
-        ),
-        compiled_with_gil(load_now, pair(wide, n, n, n, n, n, reals)),
-        compiled_with_gil(wait_ns, n(wide, n, n, n, n, n, reals, five, f, n, n, n, f)),
+        compiled_with_gil(rank_decode, types.void(candidates, n, ints)),
+        compiled_with_gil(load_now, signatures.UniTuple(f, 2)(requests, query, reals, n, n)),
+        compiled_with_gil(wait_ns, n(requests, query, reals, reals, costs, candidates, f)),
     )
 
 
@@ -353,123 +343,77 @@ def peak_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int) -> i
 
 
 def choose_decode(
-    nodes: Candidates,
-    state: ClusterState,
-    costs: ModelCosts,
-    sums: NDArray[np.int64],
-    *,
-    now_ns: int,
-    at_ns: int,
-    prompt_tokens: int,
-    need_tokens: int,
+    context: PlacementContext, nodes: Candidates, loads: Records, *, at_ns: int, need_tokens: int
 ) -> DecodeChoice:
-    """For a request whose prefill ends at `at_ns`: least TBT with room; where none has room, the one with most free.
+    """Choose for a prefill that ends at `at_ns`: least TBT with room; if none has room, the most free tokens.
 
-    `sums` [slots, 3]: what `state.tally` found. Load is what the mode of admission goes by (`decode_kernels`).
+    `loads` [slots]: as `state.tally` leaves it. The admission mode decides how load is predicted (`decode_kernels`).
     """
+    state, costs = context.state, context.costs
     sees = _SEES[state.config.admission_mode]
-    load = np.empty((len(sums), 3))
-    index, tbt_s, free_tokens, batch, context = decode_kernels().pick_decode(
-        state.requests.table,
-        len(state.requests),
-        now_ns,
-        now_ns if sees == NOW else at_ns,
-        sees,
-        _decode_ns(costs),
-        _step_ns(costs),
+    query = _query(costs, context.now_ns, context.now_ns if sees == NOW else at_ns, sees)
+    query["prompt_tokens"], query["need_tokens"] = context.request.prompt_tokens, need_tokens
+    candidates = _candidates(nodes)
+    index, batch, tokens = decode_kernels().pick_decode(
+        state.requests.records,
+        query,
         state.lengths.curves,
-        sums,
-        load,
-        nodes.slots,
-        nodes.capacity_tokens,
-        nodes.max_batch,
+        loads,
         costs.slowdowns.factors,
-        prompt_tokens,
-        need_tokens,
-        costs.terms.decode_terms,
+        _costs(costs),
+        candidates,
     )
-    scores = _scores(nodes, state, costs, sums, load, prompt_tokens, need_tokens) if state.config.explain else ()
-    return DecodeChoice(index, tbt_s, free_tokens, costs.covers_decode(batch, context), scores)
+    chosen = candidates[index]
+    scores = _scores(nodes, candidates, state.config.explain, need_tokens) if state.config.explain else ()
+    return DecodeChoice(
+        index, chosen["tbt_s"].item(), chosen["free_tokens"].item(), costs.covers_decode(batch, tokens), scores
+    )
 
 
-def _scores(
-    nodes: Candidates,
-    state: ClusterState,
-    costs: ModelCosts,
-    sums: NDArray[np.int64],
-    load: NDArray[np.float64],
-    prompt_tokens: int,
-    need_tokens: int,
-) -> tuple[DecodeScore, ...]:
-    """The best candidates, best first."""
-    best = np.empty(min(state.config.explain, len(nodes)), np.int64)
-    seconds, free = np.empty(len(nodes)), np.empty(len(nodes), np.int64)
-    decode_kernels().rank_decode(
-        sums,
-        load,
-        nodes.slots,
-        nodes.capacity_tokens,
-        nodes.max_batch,
-        costs.slowdowns.factors,
-        prompt_tokens,
-        need_tokens,
-        costs.terms.decode_terms,
-        seconds,
-        free,
-        best,
-    )
-    rows = zip(best.tolist(), seconds[best].tolist(), free[best].tolist(), strict=True)
+def _scores(nodes: Candidates, candidates: Records, count: int, need_tokens: int) -> tuple[DecodeScore, ...]:
+    """The `count` best candidates, best first."""
+    best = np.empty(min(count, len(nodes)), np.int64)
+    decode_kernels().rank_decode(candidates, need_tokens, best)
+    ranked = candidates[best]
+    rows = zip(best.tolist(), ranked["tbt_s"].tolist(), ranked["free_tokens"].tolist(), strict=True)
     return tuple(DecodeScore(nodes.ids[index], *terms) for index, *terms in rows)
 
 
-def tbt_each_s(
-    nodes: Candidates,
-    state: ClusterState,
-    costs: ModelCosts,
-    sums: NDArray[np.int64],
-    *,
-    now_ns: int,
-    at_ns: int,
-    prompt_tokens: int,
-) -> NDArray[np.float64]:
-    """[2, candidates]: what `choose_decode` predicts of each, and the same as of now; `sums` as there."""
-    sees, kernels = _SEES[state.config.admission_mode], decode_kernels()
-    load, seconds, free = np.empty((len(sums), 3)), np.empty((2, len(nodes))), np.empty(len(nodes), np.int64)
-    columns, none = (
-        (nodes.slots, nodes.capacity_tokens, nodes.max_batch, costs.slowdowns.factors),
-        np.empty(0, np.int64),
-    )
-    for row, (when_ns, how) in enumerate(((at_ns, sees), (now_ns, NOW))):
-        kernels.pick_decode(
-            state.requests.table,
-            len(state.requests),
-            now_ns,
-            now_ns if how == NOW else when_ns,
-            how,
-            _decode_ns(costs),
-            _step_ns(costs),
+def tbt_each_s(context: PlacementContext, nodes: Candidates, loads: Records, *, at_ns: int) -> NDArray[np.float64]:
+    """Return [2, candidates]: the TBT that `choose_decode` predicts of each, and the same as of now."""
+    state, costs, now_ns = context.state, context.costs, context.now_ns
+    sees, candidates, seconds = _SEES[state.config.admission_mode], _candidates(nodes), np.empty((2, len(nodes)))
+    for row, (when_ns, how) in enumerate(((now_ns if sees == NOW else at_ns, sees), (now_ns, NOW))):
+        query = _query(costs, now_ns, when_ns, how)
+        query["prompt_tokens"], query["need_tokens"] = context.request.prompt_tokens, 0
+        decode_kernels().pick_decode(
+            state.requests.records,
+            query,
             state.lengths.curves,
-            sums,
-            load,
-            *columns,
-            prompt_tokens,
-            0,
-            costs.terms.decode_terms,
+            loads,
+            costs.slowdowns.factors,
+            _costs(costs),
+            candidates,
         )
-        terms = costs.terms.decode_terms
-        kernels.rank_decode(sums, load, *columns, prompt_tokens, 0, terms, seconds[row], free, none)
+        seconds[row] = candidates["tbt_s"]
     return seconds
+
+
+def mean_load(now_ns: int, state: ClusterState, costs: ModelCosts) -> Records:
+    """Return NODE_LOAD [slots] with the decode load of now: `sequences` and `context`."""
+    loads = np.empty(state.nodes.num_slots, NODE_LOAD)
+    query = _query(costs, now_ns, now_ns, NOW)
+    decode_kernels().predict_load(state.requests.records, query, state.lengths.curves, False, loads)
+    return loads
 
 
 def tbt_now_s(nodes: Candidates, index: int, state: ClusterState, costs: ModelCosts, now_ns: int, row: int) -> float:
     """Predicted TBT of request `row` among those that decode on the candidate now."""
-    requests = state.requests
-    batch, context = decode_kernels().load_now(
-        requests.table, len(requests), int(nodes.slots[index]), row, now_ns, _step_ns(costs), state.lengths.curves
-    )
+    requests, slot = state.requests, int(nodes.slots[index])
+    query = _query(costs, now_ns, now_ns, NOW)
+    batch, context = decode_kernels().load_now(requests.records, query, state.lengths.curves, slot, row)
     prompt_tokens = 0 if row == NONE else int(requests.column("prompt")[row])
-    max_batch, slot = int(nodes.max_batch[index]), int(nodes.slots[index])
-    return costs.step_cost_s(batch + 1, context + prompt_tokens, max_batch, slot)
+    return costs.step_cost_s(batch + 1, context + prompt_tokens, int(nodes.max_batch[index]), slot)
 
 
 def wait_for_room_s(
@@ -478,7 +422,9 @@ def wait_for_room_s(
     """Predicted seconds until `missing_tokens` more are free on the candidate; 0 when none is missing."""
     if missing_tokens <= 0:
         return 0.0
-    return _wait_s(nodes, index, state, costs, now_ns, missing_tokens, 0, 0.0)
+    query = _query(costs, now_ns, now_ns, _waits_by(state))
+    query["prompt_tokens"], query["need_tokens"] = 0, missing_tokens
+    return _wait_s(nodes, index, state, costs, query, 0.0)
 
 
 def wait_for_tbt_s(
@@ -495,45 +441,46 @@ def wait_for_tbt_s(
 
     When not even an empty node meets it: until the node is empty.
     """
-    return _wait_s(nodes, index, state, costs, now_ns, 0, prompt_tokens, objective_s)
+    query = _query(costs, now_ns, now_ns, _waits_by(state))
+    query["prompt_tokens"], query["need_tokens"] = prompt_tokens, 0
+    return _wait_s(nodes, index, state, costs, query, objective_s)
+
+
+def _waits_by(state: ClusterState) -> int:
+    """The view of waits: NOW knows of no end of any request."""
+    return UNIFORM if _SEES[state.config.admission_mode] == UNIFORM else LEARNED
 
 
 def _wait_s(
-    nodes: Candidates,
-    index: int,
-    state: ClusterState,
-    costs: ModelCosts,
-    now_ns: int,
-    missing_tokens: int,
-    prompt_tokens: int,
-    objective_s: float,
+    nodes: Candidates, index: int, state: ClusterState, costs: ModelCosts, query: Records, objective_s: float
 ) -> float:
-    # What is going to end is not to be seen by looking at what is there.
-    sees = UNIFORM if _SEES[state.config.admission_mode] == UNIFORM else LEARNED
     wait_ns: int = decode_kernels().wait_ns(
-        state.requests.table,
-        len(state.requests),
-        int(nodes.slots[index]),
-        now_ns,
-        sees,
-        _decode_ns(costs),
+        state.requests.records,
+        query,
         state.lengths.curves,
-        costs.terms.decode_terms,
-        costs.slowdowns.of(DECODE, int(nodes.slots[index])),
-        int(nodes.max_batch[index]),
-        missing_tokens,
-        prompt_tokens,
+        costs.slowdowns.factors,
+        _costs(costs),
+        _candidates(nodes)[index : index + 1],
         objective_s,
     )
     return wait_ns / NS
 
 
-def _decode_ns(costs: ModelCosts) -> int:
-    """t_d, how long a request decodes (Mooncake, section 6.3); -1 while unknown."""
-    mean_s = costs.decode_time.mean_s
-    return -1 if mean_s is None else to_ns(mean_s)
+def _query(costs: ModelCosts, now_ns: int, at_ns: int, sees: int) -> Records:
+    """Return DECODE_QUERY [1] for no request; in a usual step each request gets a token."""
+    mean_s = costs.decode_time.mean_s  # t_d, how long a request decodes (Mooncake, section 6.3)
+    decode_ns = -1 if mean_s is None else to_ns(mean_s)
+    return np.array([(now_ns, at_ns, sees, decode_ns, max(1, to_ns(costs.typical_step_s)), 0, 0)], DECODE_QUERY)
 
 
-def _step_ns(costs: ModelCosts) -> int:
-    """A token per step."""
-    return max(1, to_ns(costs.typical_step_s))
+def _costs(costs: ModelCosts) -> Records:
+    """Return DECODE_COSTS [1]."""
+    return np.array([costs.terms.decode_terms], DECODE_COSTS)
+
+
+def _candidates(nodes: Candidates) -> Records:
+    """Return DECODE_CANDIDATE [candidates], without predictions."""
+    candidates = np.empty(len(nodes), DECODE_CANDIDATE)
+    candidates["slot"], candidates["capacity_tokens"] = nodes.slots, nodes.capacity_tokens
+    candidates["max_batch"] = nodes.max_batch
+    return candidates

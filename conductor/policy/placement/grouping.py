@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.config import NS
-from conductor.policy.costs import PREFILL, ModelCosts
-from conductor.policy.events import RequestArrived
-from conductor.policy.nodes import ModelNodes
+from conductor.policy.costs import PREFILL
 from conductor.policy.placement.candidates import FittingNodes
+from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.prefill import PrefillScores
-from conductor.policy.state import ClusterState
 
 __all__ = ["PrefillGroup", "form_group"]
 
@@ -39,13 +37,7 @@ class PrefillGroup:
 
 
 def form_group(
-    state: ClusterState,
-    request: RequestArrived,
-    places: FittingNodes,
-    model: ModelNodes,
-    scores: PrefillScores,
-    work_s: Floats,
-    costs: ModelCosts,
+    context: PlacementContext, places: FittingNodes, scores: PrefillScores, work_s: Floats
 ) -> PrefillGroup | None:
     """The group that reaches the first token soonest, if sooner than the chosen node alone; of equals the smallest.
 
@@ -53,11 +45,12 @@ def form_group(
     would come after this request, and is free before the chosen node would have computed all by itself: so that nobody
     who waits now is made to wait longer.
     """
-    nodes, chosen, config = places.prefill, scores.chosen, state.config
-    new_tokens = request.prompt_tokens - int(scores.reuse_blocks[chosen]) * model.block_tokens
+    state, request, nodes, chosen = context.state, context.request, places.prefill, scores.chosen
+    config, slowdowns = state.config, context.costs.slowdowns
+    new_tokens = request.prompt_tokens - scores.best["reuse_blocks"].item() * context.model.block_tokens
     if new_tokens < config.prefill_group_min_tokens or nodes.is_aggregated[chosen] or request.max_new_tokens <= 1:
         return None
-    queue_s, alone_s = scores.queue_s, float(scores.prefill_s[chosen])
+    queue_s, alone_s = scores.queue_s, scores.chosen_prefill_s
     is_free = ~nodes.is_aggregated & (queue_s < alone_s) & (work_s - queue_s < _SAME_S)
     is_free[chosen] = False
     free = np.flatnonzero(is_free)
@@ -66,14 +59,14 @@ def form_group(
     best: PrefillGroup | None = None
     best_s = alone_s
     helpers: list[str] = []
-    slowest = pace = costs.slowdowns.of(PREFILL, int(nodes.slots[chosen]))
+    slowest = own_slowdown = slowdowns.of(PREFILL, int(nodes.slots[chosen]))
     for i in free[np.argsort(queue_s[free], kind="stable")].tolist():
         node = state.nodes.get(nodes.ids[i])
         if node is None or node.model_fingerprint != head.model_fingerprint:
             continue
         helpers.append(node.node_id)
-        slowest = max(slowest, costs.slowdowns.of(PREFILL, int(nodes.slots[i])))
-        share_s = alone_s * slowest / pace / (1 + len(helpers))
+        slowest = max(slowest, slowdowns.of(PREFILL, int(nodes.slots[i])))
+        share_s = alone_s * slowest / own_slowdown / (1 + len(helpers))
         lag_s = max(0.0, float(queue_s[i] - queue_s[chosen]))
         group_s = lag_s + share_s * (1 + _OVERHEAD_SHARE) + _OVERHEAD_S
         if group_s < best_s:
@@ -84,8 +77,8 @@ def form_group(
     return best
 
 
-def work_at_hand_s(places: FittingNodes, sums: NDArray[np.int64], help_s: Floats | None) -> Floats:
-    """Per candidate: all prefill work placed there, with what it computes for others (`help_s`, per slot)."""
+def work_at_hand_s(places: FittingNodes, loads: NDArray[np.void], group_s: Floats | None) -> Floats:
+    """Per candidate: all prefill work placed there, with what it computes for others (`group_s`, per slot)."""
     slots = places.prefill.slots
-    work_s: Floats = sums[slots, 0] / NS
-    return work_s if help_s is None else work_s + help_s[slots]
+    work_s: Floats = loads["queued_ns"][slots] / NS
+    return work_s if group_s is None else work_s + group_s[slots]

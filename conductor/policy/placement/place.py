@@ -1,22 +1,24 @@
-"""Places a request or rejects it: finds nodes, plans, judges the plan, books it, begins a hot-spot copy. The steps of
-a placement in their order; how each is done stands elsewhere.
+"""The steps of a placement in their order: find nodes, plan, judge the plan, book it, begin a copy of a hot prefix.
 
-What becomes of a plan: a Place and its row in the ledger, or a case for hindsight. Plain data is made here.
+A planned request ends as a Place with a row in the table of requests, or as a Reject and a case for the admission
+evaluation.
 """
 
 from dataclasses import replace
 from typing import Literal
 
 from conductor.policy.admission.evaluation import RejectedCase
-from conductor.policy.admission.judge import asks_again, forecast_of, judge
+from conductor.policy.admission.judge import Judgement, asks_again, forecast_of, judge
+from conductor.policy.admission.rule import Forecast
 from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.decisions import Considered, Decision, Place, Reason, Reject
 from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import RequestArrived
-from conductor.policy.nodes import ModelNodes
+from conductor.policy.history import JudgedRequest
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import find_candidates
 from conductor.policy.placement.colocated import consider_colocated
+from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.copying import copy_after
 from conductor.policy.placement.plan import Plan, extrapolated, make_plan, ttft_with_s
 from conductor.policy.placement.prefill import holders, replicas_used, without_replicas
@@ -44,39 +46,22 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     model = state.nodes.model(request.model)
     assert model is not None
     costs = state.costs_of(request.model)
-    plan = make_plan(now_ns, state, request, places, model, former, costs)
+    context = PlacementContext(now_ns, state, request, model, costs, former)
+    plan = make_plan(context, places)
     idle_s = _idle_s(request, plan, costs)
     objectives = _objectives(state, request, former, idle_s)
-    plan, considered, colocated = consider_colocated(now_ns, state, request, model, plan, objectives, costs)
-    beyond = extrapolated(
-        plan.prefixes,
-        plan.scores,
-        plan.decode.choice if plan.decode is not None else None,
-        request.prompt_tokens,
-        model,
-        costs,
-        state.transfers,
-    )
+    plan, considered, colocated = consider_colocated(context, plan, objectives)
+    beyond = extrapolated(context, plan)
     forecast = forecast_of(state, request, plan)
-    judgement = judge(now_ns, state, request, plan, forecast, objectives, costs)
+    judgement = judge(context, plan, forecast, objectives)
     rejection = judgement.rejection.reason if judgement.rejection is not None else ""
     if request.attempt == 0 and not request.generated:
-        state.history.judged(
-            now_ns,
-            request,
-            forecast,
-            predicted_tbt_s=plan.tbt_s,
-            objectives=objectives,
-            idle_s=idle_s,
-            shared_blocks=plan.prefixes.best,
-            rejection=rejection,
-            unwanted=judgement.unwanted,
-        )
+        judged = _judged_request(context, plan, forecast, judgement, objectives, idle_s)
+        state.history.judged(judged, shared_blocks=plan.prefixes.best)
     elif rejection:
         state.history.lost(now_ns, request.request_id, rejection)
     if request.attempt == 0 and not request.endless:
-        prefill_s = plan.scores.seconds.item(1, plan.scores.chosen)
-        arrived(now_ns, state, request, prefill_s)
+        arrived(now_ns, state, request, plan.scores.chosen_prefill_s)
     if judgement.rejection is not None:
         turned_away(now_ns, state, request)
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
@@ -89,12 +74,42 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     placed = placed_by(state, request, plan, considered, beyond)
     reused_tokens = placed.reuse_blocks * model.block_tokens
     state.history.placed(request.request_id, request.attempt, placed.prefill, placed.decode, reused_tokens)
-    nodes = plan.places.prefill
-    copy = copy_after(now_ns, state, request, nodes, plan.prefixes, plan.scores, plan.chosen, model.block_nbytes)
-    row = book(now_ns, state, request, plan, placed, objectives, judgement.unwanted)
-    join_queue(state, plan.seat, row, request, placed, model, costs)
-    _credit_replica(now_ns, state, request, model, plan, costs)
+    copy = copy_after(context, plan.places.prefill, plan.prefixes, plan.scores)
+    row = book(context, plan, placed, objectives, judgement.unwanted)
+    join_queue(context, plan.position, row, placed)
+    _credit_replica(context, plan)
     return [placed] if copy is None else [placed, copy]
+
+
+def _judged_request(
+    context: PlacementContext,
+    plan: Plan,
+    forecast: Forecast,
+    judgement: Judgement,
+    objectives: EffectiveObjectives,
+    idle_s: tuple[float, float],
+) -> JudgedRequest:
+    """Return the record of a first attempt, for the history of requests."""
+    request, now_ns, is_rejected = context.request, context.now_ns, judgement.rejection is not None
+    return JudgedRequest(
+        request.request_id,
+        now_ns,
+        request.model,
+        request.tenant,
+        request.slo_class,
+        request.ttft_objective_s,
+        request.tbt_objective_s,
+        request.prompt_tokens,
+        objectives,
+        forecast,
+        plan.tbt_s,
+        *idle_s,
+        rejection=judgement.rejection.reason if judgement.rejection is not None else "",
+        unwanted=judgement.unwanted,
+        outcome="rejected" if is_rejected else "open",
+        ended_ns=now_ns if is_rejected else 0,
+        match_key=request.match_key,
+    )
 
 
 def _withdraw_former(state: ClusterState, request: RequestArrived) -> Claim | None:
@@ -125,18 +140,15 @@ def _objectives(
     return wanted.effective(request.ttft_objective_s, request.tbt_objective_s, *idle_s)
 
 
-def _credit_replica(
-    now_ns: int, state: ClusterState, request: RequestArrived, model: ModelNodes, plan: Plan, costs: ModelCosts
-) -> None:
-    """A copied prefix that the request runs on saved what it would have taken longer without any copy."""
-    if not request.matches.replicas:
+def _credit_replica(context: PlacementContext, plan: Plan) -> None:
+    """Credit a copied prefix that the request reuses with the time that it would have taken longer without any copy."""
+    if not context.request.matches.replicas:
         return
-    replicas = replicas_used(state, request, model)
+    replicas = replicas_used(context)
     used = replicas.get(plan.places.prefill.pools[plan.chosen])
     if used is not None:
-        without = without_replicas(state, request, model, replicas)
-        alone_s = ttft_with_s(state, request, model, without, plan, costs)
-        state.replication.use(now_ns, used, max(0.0, alone_s - plan.scores.ttft_s))
+        alone_s = ttft_with_s(context, without_replicas(context, replicas), plan)
+        context.state.replication.use(context.now_ns, used, max(0.0, alone_s - plan.scores.ttft_s))
 
 
 def placed_by(
@@ -152,11 +164,11 @@ def placed_by(
         request.attempt,
         nodes.ids[chosen],
         decodes_at,
-        scores.reuse_blocks.item(chosen),
-        holders(nodes.pools[chosen], chosen, plan.prefixes, scores.fetches.item(chosen)),
+        scores.best["reuse_blocks"].item(),
+        holders(nodes.pools[chosen], chosen, plan.prefixes, scores.best["fetches"].item()),
         plan.ttft_s,
         plan.tbt_s,
-        plan.seat.turn,
+        plan.position.turn,
         considered,
         extrapolated,
         asks_again=decode is not None and not request.generated and asks_again(state.config),
@@ -166,17 +178,16 @@ def placed_by(
 
 
 def book(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
+    context: PlacementContext,
     plan: Plan,
     placed: Place,
     objectives: EffectiveObjectives,
     unwanted: Reason | Literal[""],
 ) -> int:
-    """Enter the placed request's claims into the ledger; return its row."""
-    nodes, scores, need_tokens = plan.places.prefill, plan.scores, plan.places.need_tokens
-    chosen, slot_of, is_endless = scores.chosen, state.nodes.slot, request.endless
+    """Enter the placed request's claims into the table of requests; return its row."""
+    now_ns, state, request = context.now_ns, context.state, context.request
+    nodes, best, need_tokens = plan.places.prefill, plan.scores.best, plan.places.need_tokens
+    chosen, slot_of, is_endless = plan.chosen, state.nodes.slot, request.endless
     decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated.item(chosen) else "")
     if plan.group is not None:
         state.group_work.add(request.request_id, request.attempt, plan.group.helpers, to_ns(plan.group.share_s))
@@ -198,7 +209,7 @@ def book(
     values = (
         nodes.slots.item(chosen),  # prefill_node
         slot_of(decodes_at) if decodes_at else NONE,  # decode_node
-        slot_of(plan.prefixes.best_pool) if scores.fetches.item(chosen) else NONE,  # sender
+        slot_of(plan.prefixes.best_pool) if best["fetches"] else NONE,  # sender
         to_ns(plan.prefill_s),  # prefill_ns
         NONE,  # started_ns
         now_ns + to_ns(placed.predicted_ttft_s),  # ready_ns
@@ -211,7 +222,7 @@ def book(
         now_ns,  # seen_ns
         now_ns,  # placed_ns
     )
-    return state.requests.append(claim, values, plan.seat.numbers)
+    return state.requests.append(claim, (*values, *plan.position.numbers))
 
 
 def case_of(

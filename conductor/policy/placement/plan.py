@@ -1,7 +1,7 @@
-"""Where a request would run, and what is predicted of it there: Algorithm 1 for the prefill, predicted TBT for the
-decode. Nothing is judged or booked here, but that the request takes its ticket.
+"""The plan of a placement: where a request would run, and what is predicted of it there.
 
-Which of a decision's predictions lie beyond what was measured. They are lengthened where they are made.
+Algorithm 1 chooses the prefill node, the predicted TBT the decode node. Nothing is judged or booked here, except that
+the request takes its ticket.
 """
 
 from dataclasses import dataclass, replace
@@ -9,21 +9,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import NOTHING_CONSIDERED, Considered
 from conductor.policy.event_bounds import to_ns
-from conductor.policy.events import PoolMatches, RequestArrived
+from conductor.policy.events import PoolMatches
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.lengths import ENDLESS
-from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.nodes import Candidates
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import FittingNodes
+from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.decode import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.placement.grouping import PrefillGroup, form_group, work_at_hand_s
-from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, reach, score_candidates
+from conductor.policy.placement.prefill import (
+    PrefillScores,
+    Prefixes,
+    choose_prefill,
+    find_prefixes,
+    score_candidates,
+)
 from conductor.policy.queue_position import QueuePosition
-from conductor.policy.requests import Claim
-from conductor.policy.state import ClusterState
 
 __all__ = [
     "DecodePlan",
@@ -35,7 +39,6 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @fast_dataclass
@@ -59,8 +62,8 @@ class Plan:
 
     places: FittingNodes
     curve: int  # of its answer's length
-    sums: Ints  # [slots, 3]: what `state.tally` found before it
-    seat: QueuePosition
+    loads: NDArray[np.void]  # NODE_LOAD [slots], without this request
+    position: QueuePosition
     prefixes: Prefixes
     scores: PrefillScores
     decode: DecodePlan | None
@@ -75,12 +78,12 @@ class Plan:
     @property
     def queue_s(self) -> float:
         """Part of the TTFT spent in the queue, in seconds."""
-        return self.scores.queue_s.item(self.scores.chosen)
+        return float(self.scores.best["queue_s"])
 
     @property
     def prefill_s(self) -> float:
         """For which the chosen node is busy with it."""
-        return self.scores.seconds.item(1, self.scores.chosen) if self.group is None else self.group.prefill_s
+        return self.scores.chosen_prefill_s if self.group is None else self.group.prefill_s
 
     @property
     def ready_s(self) -> float:
@@ -98,46 +101,39 @@ class Plan:
         return self.decode.wait_s if self.decode is not None else 0.0
 
 
-def make_plan(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
-    places: FittingNodes,
-    model: ModelNodes,
-    former: Claim | None,
-    costs: ModelCosts,
-) -> Plan:
-    """`former`: what an earlier attempt claimed."""
-    curve, places = _expect(now_ns, state, request, places, model.block_tokens)
-    found = reach(now_ns, state, request, places.prefill, model, former, costs)
-    sums, seat, prefixes, scores = found.sums, found.seat, found.prefixes, found.scores
-    help_s: Floats | None = None
+def make_plan(context: PlacementContext, places: FittingNodes) -> Plan:
+    """Plan the request, which takes its ticket (`choose_prefill`)."""
+    state, config = context.state, context.state.config
+    curve, places = _expect(context, places)
+    found = choose_prefill(context, places.prefill)
+    loads, prefixes, scores = found.loads, found.prefixes, found.scores
+    group_s: Floats | None = None
     if places.prefill.has_aggregated or state.group_work:
-        queue_s = _queue_s(now_ns, state, places, costs, sums, seat)
-        # Whoever helps does so before it takes up anything new.
-        help_s = state.group_work.load_s(now_ns, state.nodes, state.requests) if state.group_work else None
-        if help_s is not None:
-            queue_s += help_s[places.prefill.slots]
-        scores = score_candidates(state, request, model, places.prefill, prefixes, queue_s, costs)
+        queue_s = _queue_s(context, places, loads, scores.queue_s)
+        # Members of a prefill group compute their part before they take up anything new.
+        group_s = state.group_work.load_s(context.now_ns, state.nodes, state.requests) if state.group_work else None
+        if group_s is not None:
+            queue_s += group_s[places.prefill.slots]
+        scores = score_candidates(context, prefixes, queue_s)
     group: PrefillGroup | None = None
-    if state.config.prefill_group_size > 1:
-        work_s = work_at_hand_s(places, sums, help_s)
-        group = form_group(state, request, places, model, scores, work_s, costs)
+    if config.prefill_group_size > 1:
+        group = form_group(context, places, scores, work_at_hand_s(places, loads, group_s))
     ttft_s = scores.ttft_s if group is None else group.ttft_s
-    decode = _plan_decode(now_ns, state, request, places, costs, sums, scores, ttft_s)
+    decode = _plan_decode(context, places, loads, scores, ttft_s)
     if decode is not None:
         # Prefill begins only once the decode node has the pages.
-        ttft_s += max(0.0, decode.wait_s - scores.queue_s.item(scores.chosen))
-    return Plan(places, curve, sums, seat, prefixes, scores, decode, group, ttft_s)
+        ttft_s += max(0.0, decode.wait_s - float(scores.best["queue_s"]))
+    return Plan(places, curve, loads, found.position, prefixes, scores, decode, group, ttft_s)
 
 
-def considered_in(state: ClusterState, plan: Plan, objectives: EffectiveObjectives) -> Considered:
+def considered_in(context: PlacementContext, plan: Plan, objectives: EffectiveObjectives) -> Considered:
     """The best candidates and what was predicted, where the policy explains."""
-    if not state.config.explain:
+    count = context.state.config.explain
+    if not count:
         return NOTHING_CONSIDERED
     places, decode = plan.places, plan.decode
     return Considered(
-        prefill=plan.scores.explain(places.prefill.ids, state.config.explain),
+        prefill=plan.scores.explain(places.prefill.ids, count),
         num_prefill=len(places.prefill),
         decode=() if decode is None else decode.choice.scores,
         num_decode=0 if decode is None else len(decode.nodes),
@@ -152,101 +148,74 @@ def considered_in(state: ClusterState, plan: Plan, objectives: EffectiveObjectiv
     )
 
 
-def ttft_with_s(
-    state: ClusterState,
-    request: RequestArrived,
-    model: ModelNodes,
-    matches: PoolMatches,
-    plan: Plan,
-    costs: ModelCosts,
-) -> float:
+def ttft_with_s(context: PlacementContext, matches: PoolMatches, plan: Plan) -> float:
     """TTFT at the best place, but for waiting for decode pages, had the pool nodes held `matches` instead."""
-    nodes = plan.places.prefill
-    prefixes = find_prefixes(state, request, model, matches, nodes, plan.sums)
-    return score_candidates(state, request, model, nodes, prefixes, plan.scores.queue_s, costs).ttft_s
+    prefixes = find_prefixes(context, matches, plan.places.prefill, plan.loads)
+    return score_candidates(context, prefixes, plan.scores.queue_s).ttft_s
 
 
-def _expect(
-    now_ns: int, state: ClusterState, request: RequestArrived, places: FittingNodes, block_tokens: int
-) -> tuple[int, FittingNodes]:
-    """The curve of the answer's length, and the places with the pages to reserve: the most that it may take, or what
-    answers like it exceed with the configured probability."""
+def _expect(context: PlacementContext, places: FittingNodes) -> tuple[int, FittingNodes]:
+    """Return the curve of the answer's length, and the places with the pages to reserve.
+
+    Those are the most that the answer may take, or what answers like it exceed with the configured probability.
+    """
+    state, request = context.state, context.request
     if request.endless:
         return ENDLESS, places
-    curve = state.lengths.curve_of(now_ns, request.model, request.tenant, request.prompt_tokens - request.generated)
+    curve = state.lengths.curve_of(
+        context.now_ns, request.model, request.tenant, request.prompt_tokens - request.generated
+    )
     overrun = state.config.overrun_probability
     if overrun:
         usual = state.lengths.quantile(curve, overrun, request.generated, request.max_new_tokens)
-        places = replace(places, need_tokens=peak_tokens(request.prompt_tokens, usual, block_tokens))
+        places = replace(places, need_tokens=peak_tokens(request.prompt_tokens, usual, context.model.block_tokens))
     return curve, places
 
 
-def _queue_s(
-    now_ns: int, state: ClusterState, places: FittingNodes, costs: ModelCosts, sums: Ints, seat: QueuePosition
-) -> Floats:
-    """Per candidate: seconds until its turn."""
-    nodes, queue_s = places.prefill, seat.queue_s
+def _queue_s(context: PlacementContext, places: FittingNodes, loads: NDArray[np.void], before_s: Floats) -> Floats:
+    """Return seconds until the request's turn per candidate; `before_s`: those of the prefills that precede it."""
+    nodes, queue_s = places.prefill, before_s.copy()
     if nodes.has_aggregated:
         # There the prefill itself waits for the pages that the whole request needs.
-        committed = sums[nodes.slots, 1]
+        committed = loads["committed"][nodes.slots]
         missing = np.where(nodes.is_aggregated, committed + places.need_tokens - nodes.capacity_tokens, 0)
-        for i in np.flatnonzero(missing > 0):
-            wait_s = wait_for_room_s(nodes, int(i), state, costs, now_ns=now_ns, missing_tokens=int(missing[i]))
-            queue_s[i] = max(queue_s[i], wait_s)
+        for i in np.flatnonzero(missing > 0).tolist():
+            queue_s[i] = max(queue_s[i], _room_wait_s(context, nodes, i, int(missing[i])))
     return queue_s
 
 
+def _room_wait_s(context: PlacementContext, nodes: Candidates, index: int, missing_tokens: int) -> float:
+    return wait_for_room_s(
+        nodes, index, context.state, context.costs, now_ns=context.now_ns, missing_tokens=missing_tokens
+    )
+
+
 def _plan_decode(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
-    places: FittingNodes,
-    costs: ModelCosts,
-    sums: Ints,
-    scores: PrefillScores,
-    ttft_s: float,
+    context: PlacementContext, places: FittingNodes, loads: NDArray[np.void], scores: PrefillScores, ttft_s: float
 ) -> DecodePlan | None:
     nodes = places.decode
     if places.prefill.is_aggregated.item(scores.chosen):
         nodes = places.prefill.only(scores.chosen)
-    elif request.max_new_tokens <= 1:
+    elif context.request.max_new_tokens <= 1:
         return None
-    choice = choose_decode(
-        nodes,
-        state,
-        costs,
-        sums,
-        now_ns=now_ns,
-        at_ns=now_ns + to_ns(ttft_s),
-        prompt_tokens=request.prompt_tokens,
-        need_tokens=places.need_tokens,
-    )
-    missing, wait_s = places.need_tokens - choice.free_tokens, 0.0
-    if missing > 0:
-        wait_s = wait_for_room_s(nodes, choice.index, state, costs, now_ns=now_ns, missing_tokens=missing)
-    return DecodePlan(nodes, choice, wait_s)
+    choice = choose_decode(context, nodes, loads, at_ns=context.now_ns + to_ns(ttft_s), need_tokens=places.need_tokens)
+    missing = places.need_tokens - choice.free_tokens
+    return DecodePlan(nodes, choice, _room_wait_s(context, nodes, choice.index, missing) if missing > 0 else 0.0)
 
 
-def extrapolated(
-    prefixes: Prefixes,
-    scores: PrefillScores,
-    choice: DecodeChoice | None,
-    prompt_tokens: int,
-    model: ModelNodes,
-    costs: ModelCosts,
-    transfers: TransferCosts,
-) -> tuple[str, ...]:
-    """Return which of "prefill", "decode", "load", "fetch" and "ssd_read" are extrapolated for the candidates."""
-    chosen, block_nbytes, found = scores.chosen, model.block_nbytes, []
-    reuse = scores.reuse_blocks.item(chosen)
-    if not costs.covers_prefill(prompt_tokens - reuse * model.block_tokens, prompt_tokens):
+def extrapolated(context: PlacementContext, plan: Plan) -> tuple[str, ...]:
+    """Return which of "prefill", "decode", "load", "fetch" and "ssd_read" are predicted beyond what was measured."""
+    request, model, transfers, found = context.request, context.model, context.state.transfers, []
+    best, block_nbytes = plan.scores.best, model.block_nbytes
+    reuse = best["reuse_blocks"].item()
+    if not context.costs.covers_prefill(request.prompt_tokens - reuse * model.block_tokens, request.prompt_tokens):
         found.append("prefill")
-    if choice is not None and not choice.is_covered:
+    if plan.decode is not None and not plan.decode.choice.is_covered:
         found.append("decode")
     if reuse:
-        own = prefixes.held.item(0, chosen)
+        own = best["own_blocks"].item()
         missing = reuse - own
-        on_ssd = prefixes.held.item(1, chosen) + min(missing, prefixes.best_ssd)
+        on_ssd = best["own_ssd_blocks"].item() + min(missing, plan.prefixes.best_ssd)
         if own and not transfers.covers("load", own * block_nbytes):
             found.append("load")
         if missing and not transfers.covers("fetch", missing * block_nbytes):

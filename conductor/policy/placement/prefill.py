@@ -1,10 +1,8 @@
-"""Mooncake's Algorithm 1 (FAST'25, §5.1): who reaches the first token soonest, fetching a prefix or not.
+"""Choice of the prefill node: Mooncake's Algorithm 1 (FAST'25, §5.1), with or without fetching a prefix.
 
-What of a request's prompt pool nodes hold that it may use, and what is owed to copies of prefixes among it.
-
-Who reaches the first token how soon: a request's seat in line, the prefixes it may use, Algorithm 1 over both.
-
-It gathers what one compiled loop (`reach_kernels`) needs, and gives names to what that found.
+A request's position in the queue, the prefixes it may use and the score of each candidate come from one compiled loop
+(`kernels.score_arrival`); this module gathers its inputs and names its results. It also determines what a request owes
+to copies of prefixes.
 """
 
 from collections.abc import Mapping
@@ -13,32 +11,30 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import Holder, PrefillScore
-from conductor.policy.events import PoolMatch, PoolMatches, RequestArrived
+from conductor.policy.events import PoolMatch, PoolMatches
 from conductor.policy.fast_dataclass import fast_dataclass
-from conductor.policy.kernels import kernels, reach_kernels
-from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.kernels import ARRIVAL, MATCH, PREFILL_CANDIDATE, PREFILL_COSTS, prefill_kernels
+from conductor.policy.nodes import Candidates
+from conductor.policy.placement.context import PlacementContext
 from conductor.policy.queue_position import QueuePosition, ordering_key
 from conductor.policy.replication import Replica
-from conductor.policy.requests import NONE, Claim
-from conductor.policy.state import ClusterState
+from conductor.policy.requests import NONE
 
 __all__ = [
+    "PrefillChoice",
     "PrefillScores",
     "Prefixes",
-    "Reach",
+    "choose_prefill",
     "find_prefixes",
     "holders",
     "most_reused",
-    "reach",
     "replicas_used",
     "score_candidates",
-    "score_prefill",
-    "usable_slots",
     "without_replicas",
 ]
 
+Records = NDArray[np.void]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -48,157 +44,141 @@ Ints = NDArray[np.int64]
 class Prefixes:
     """Blocks of the prompt in the pool; never the whole prompt, so at least one token is computed."""
 
-    held: Ints  # [2, candidates]: what each one's own host's pool node holds; of that, what is on SSD only
-    best: int  # what `best_pool` holds, the most of all
-    best_ssd: int  # of that, what is on SSD only
-    best_pool: str  # "" when nobody holds anything
+    candidates: Records  # PREFILL_CANDIDATE [candidates] with the blocks on their own pool nodes
+    best: int  # blocks on `best_pool`, the most of all
+    best_ssd: int  # of those, on SSD only
+    best_pool: str  # "" if no pool node holds any
     num_sends: int  # prefixes and copies that `best_pool` sends already
 
     @property
     def own(self) -> Ints:
-        """Blocks in the candidates' own pool nodes."""
-        row: Ints = self.held[0]
-        return row
+        """Blocks on the candidates' own pool nodes."""
+        return self.candidates["own_blocks"]
 
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PrefillScores:
-    """Predicted seconds per candidate, and how many blocks each would reuse; `fetches`: from the best pool node."""
+    """Predictions for each candidate, and the choice."""
 
-    seconds: Floats  # [2, candidates]: transfer and prefill
-    queue_s: Floats
-    reuse_blocks: Ints
-    fetches: NDArray[np.bool_]
+    candidates: Records  # PREFILL_CANDIDATE [candidates]
     chosen: int  # the candidate with the least TTFT, the first of equals
     ttft_s: float  # its t_transfer + t_queue + t_prefill
 
     @property
+    def queue_s(self) -> Floats:
+        return self.candidates["queue_s"]
+
+    @property
     def transfer_s(self) -> Floats:
-        row: Floats = self.seconds[0]
-        return row
+        return self.candidates["transfer_s"]
 
     @property
     def prefill_s(self) -> Floats:
-        row: Floats = self.seconds[1]
-        return row
+        return self.candidates["prefill_s"]
+
+    @property
+    def best(self) -> np.void:
+        """The chosen candidate."""
+        candidate: np.void = self.candidates[self.chosen]
+        return candidate
+
+    @property
+    def chosen_prefill_s(self) -> float:
+        """Predicted seconds of the prefill on the chosen candidate."""
+        return float(self.best["prefill_s"])
 
     def explain(self, ids: tuple[str, ...], count: int) -> tuple[PrefillScore, ...]:
         """The terms of the `count` best candidates, best first; of equals the first."""
         best = np.empty(min(count, len(ids)), np.int64)
-        kernels().best(self.seconds, self.queue_s, best)
-        columns = (self.transfer_s[best], self.queue_s[best], self.prefill_s[best], self.reuse_blocks[best])
-        rows = zip(best.tolist(), *(column.tolist() for column in columns), strict=True)
-        return tuple(PrefillScore(ids[index], *terms) for index, *terms in rows)
+        prefill_kernels().rank_prefill(self.candidates, best)
+        ranked = self.candidates[best]
+        columns = (ranked[name].tolist() for name in ("transfer_s", "queue_s", "prefill_s", "reuse_blocks"))
+        return tuple(PrefillScore(ids[index], *terms) for index, *terms in zip(best.tolist(), *columns, strict=True))
 
 
-def score_prefill(
-    prefixes: Prefixes,
-    queue_s: Floats,
-    *,
-    prompt_tokens: int,
-    model: ModelNodes,
-    balancing_threshold: float,
-    slots: Ints,
-    costs: ModelCosts,
-    transfers: TransferCosts,
-) -> PrefillScores:
-    """Run Algorithm 1's loop over the prefill instances (Mooncake, §6.1) at `slots`; `queue_s`: [instances].
+def score_candidates(context: PlacementContext, prefixes: Prefixes, queue_s: Floats) -> PrefillScores:
+    """Run Algorithm 1's loop over the candidates of `prefixes` (Mooncake, FAST'25, §6.1).
 
-    A prefix of 0 makes the ratio infinite, if any instance has one. Of `model` only the sizes of a block are used.
+    `queue_s` [candidates]: seconds until the request's turn there. A prefix of 0 makes the ratio of prefixes infinite,
+    if any pool node has one.
     """
-    count = len(queue_s)
-    seconds, reuse, fetches = np.empty((2, count)), np.empty(count, np.int64), np.empty(count, np.bool_)
-    chosen, ttft_s = kernels().score_prefill(
-        prefixes.held,
-        queue_s,
+    candidates = prefixes.candidates.copy()
+    candidates["queue_s"] = queue_s
+    chosen, ttft_s = prefill_kernels().score_prefill(
+        _arrival(context, (0,) * 7, (0,) * 3),
         prefixes.best,
         prefixes.best_ssd,
         prefixes.num_sends,
-        prompt_tokens,
-        model.block_tokens,
-        model.block_nbytes,
-        balancing_threshold,
-        slots,
-        costs.slowdowns.factors,
-        costs.prefill,
-        costs.prefill_most,
-        transfers.of("load"),
-        transfers.of("fetch"),
-        transfers.of("ssd_read"),
-        seconds,
-        reuse,
-        fetches,
+        context.costs.slowdowns.factors,
+        _costs(context),
+        candidates,
     )
-    return PrefillScores(seconds, queue_s, reuse, fetches, chosen, ttft_s)
+    return PrefillScores(candidates, chosen, ttft_s)
 
 
-def score_candidates(
-    state: ClusterState,
-    request: RequestArrived,
-    model: ModelNodes,
-    nodes: Candidates,
-    prefixes: Prefixes,
-    queue_s: Floats,
-    costs: ModelCosts,
-) -> PrefillScores:
-    """Score `nodes` for the request; `queue_s`: [candidates], the seconds until its turn there."""
-    return score_prefill(
-        prefixes,
-        queue_s,
-        prompt_tokens=request.prompt_tokens,
-        model=model,
-        balancing_threshold=state.config.balancing_threshold,
-        slots=nodes.slots,
-        costs=costs,
-        transfers=state.transfers,
-    )
+def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, int, int]) -> Records:
+    """Return ARRIVAL [1]; `key`: see `OrderingKey`, `clock`: (clock_ns, started_ns, finish_ns)."""
+    request, model = context.request, context.model
+    threshold = context.state.config.balancing_threshold
+    sizes = request.prompt_tokens, most_reused(context), model.block_tokens, model.block_nbytes
+    return np.array([(*key, *clock, *sizes, threshold)], ARRIVAL)
+
+
+def _costs(context: PlacementContext) -> Records:
+    """Return PREFILL_COSTS [1]."""
+    costs, transfers = context.costs, context.state.transfers
+    paths = *transfers.of("load"), *transfers.of("fetch"), *transfers.of("ssd_read")
+    return np.array([(*costs.terms.prefill, *costs.prefill_most, *paths)], PREFILL_COSTS)
+
+
+def _candidates(nodes: Candidates) -> Records:
+    """Return PREFILL_CANDIDATE [candidates], without predictions."""
+    candidates = np.empty(len(nodes), PREFILL_CANDIDATE)
+    candidates["slot"], candidates["pool_slot"] = nodes.slots, nodes.pool_slots
+    return candidates
 
 
 def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
     """Return the holders of [0, reuse) for the candidate at `index`: first its own pool, then the best one."""
-    own = prefixes.held.item(0, index)
-    here = (Holder(own_pool, 0, own, prefixes.held.item(1, index)),) if own else ()
+    candidate = prefixes.candidates[index]
+    own = candidate["own_blocks"].item()
+    here = (Holder(own_pool, 0, own, candidate["own_ssd_blocks"].item()),) if own else ()
     if not fetches:
         return here
     missing = prefixes.best - own
     return (*here, Holder(prefixes.best_pool, own, missing, min(missing, prefixes.best_ssd)))
 
 
-def find_prefixes(
-    state: ClusterState,
-    request: RequestArrived,
-    model: ModelNodes,
-    matches: PoolMatches,
-    prefill: Candidates,
-    sums: Ints,
-) -> Prefixes:
-    """Return the blocks on answering pool nodes that are not excluded. `sums` [slots, 3]: those of `state.tally`."""
-    slots, pool_slots = usable_slots(state, request, matches), prefill.pool_slots
-    own, limit = np.empty((2, len(pool_slots)), np.int64), most_reused(request, model)
-    best, have, on_ssd, num_sends = kernels().prefixes(
-        matches.blocks, matches.ssd_blocks, slots, limit, state.copy_sends(), sums, pool_slots, own
+def find_prefixes(context: PlacementContext, matches: PoolMatches, nodes: Candidates, loads: Records) -> Prefixes:
+    """Return the blocks on answering pool nodes that are not excluded. `loads` [slots]: those of `state.tally`."""
+    candidates = _candidates(nodes)
+    best, have, on_ssd, num_sends = prefill_kernels().prefixes(
+        most_reused(context), _usable_matches(context, matches), loads, candidates
     )
-    return Prefixes(own, have, on_ssd, matches.roster[best] if best >= 0 else "", num_sends)
+    return Prefixes(candidates, have, on_ssd, matches.roster[best] if best >= 0 else "", num_sends)
 
 
-def usable_slots(state: ClusterState, request: RequestArrived, matches: PoolMatches) -> Ints:
-    """Return the slot of each pool node of the roster; NONE for those that do not answer or are excluded."""
-    slots = state.nodes.answering_slots(matches.roster)
-    for node_id in request.excluded:
-        if (slot := state.nodes.slot(node_id)) != NONE:
-            slots = np.where(slots == slot, NONE, slots)
-    return slots
+def _usable_matches(context: PlacementContext, matches: PoolMatches) -> Records:
+    """Return MATCH [pool nodes]; the slot is NONE for those that do not answer or are excluded."""
+    nodes, usable = context.state.nodes, np.empty(len(matches.roster), MATCH)
+    slots = nodes.answering_slots(matches.roster)
+    usable["blocks"], usable["ssd_blocks"], usable["slot"] = matches.blocks, matches.ssd_blocks, slots
+    for node_id in context.request.excluded:
+        if (slot := nodes.slot(node_id)) != NONE:
+            usable["slot"][slots == slot] = NONE
+    return usable
 
 
-def most_reused(request: RequestArrived, model: ModelNodes) -> int:
+def most_reused(context: PlacementContext) -> int:
     """Blocks; never the whole prompt, so that at least one token is computed."""
-    return (request.prompt_tokens - 1) // model.block_tokens
+    return (context.request.prompt_tokens - 1) // context.model.block_tokens
 
 
-def replicas_used(state: ClusterState, request: RequestArrived, model: ModelNodes) -> dict[str, Replica]:
+def replicas_used(context: PlacementContext) -> dict[str, Replica]:
     """Per pool node: the replica whose blocks the request finds there, beside those that were there before."""
-    found = ((match, state.replication.of(match.pool, match.replica)) for match in _usable(state, request, model))
+    replication = context.state.replication
+    found = ((match, replication.of(match.pool, match.replica)) for match in _usable(context))
     return {
         match.pool: replica
         for match, replica in found
@@ -206,13 +186,11 @@ def replicas_used(state: ClusterState, request: RequestArrived, model: ModelNode
     }
 
 
-def without_replicas(
-    state: ClusterState, request: RequestArrived, model: ModelNodes, replicas: Mapping[str, Replica]
-) -> PoolMatches:
+def without_replicas(context: PlacementContext, replicas: Mapping[str, Replica]) -> PoolMatches:
     """Return the blocks on pool nodes as if no Copy had been made: the blocks after a copied prefix count at its
     source.
     """
-    found = {match.pool: match for match in _usable(state, request, model)}
+    found = {match.pool: match for match in _usable(context)}
     without = dict(found)
     for pool, replica in replicas.items():
         had_blocks = replica.extent.had_blocks
@@ -220,86 +198,53 @@ def without_replicas(
     for pool, replica in replicas.items():
         blocks = found[pool].blocks
         source = without.get(replica.source, PoolMatch(replica.source, 0))
-        if replica.extent.num_blocks < blocks and source.blocks < blocks and state.answers(source.pool):
+        if replica.extent.num_blocks < blocks and source.blocks < blocks and context.state.answers(source.pool):
             without[source.pool] = replace(source, blocks=blocks)
     return PoolMatches.of(*without.values())
 
 
-def _usable(state: ClusterState, request: RequestArrived, model: ModelNodes) -> list[PoolMatch]:
+def _usable(context: PlacementContext) -> list[PoolMatch]:
     """Return the matches that `find_prefixes` uses, one by one."""
-    limit = most_reused(request, model)
+    request, limit = context.request, most_reused(context)
     return [
         match if match.blocks <= limit else replace(match, blocks=limit, ssd_blocks=min(match.ssd_blocks, limit))
         for match in request.matches
-        if match.pool not in request.excluded and state.answers(match.pool)
+        if match.pool not in request.excluded and context.state.answers(match.pool)
     ]
 
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """Findings about the prefill candidates; each wait of the request there is for a queued prefill."""
+class PrefillChoice:
+    """Findings about the prefill candidates of a request."""
 
-    sums: NDArray[np.int64]  # [slots, 3]: what `state.tally` finds
-    seat: QueuePosition
+    loads: Records  # NODE_LOAD [slots]
+    position: QueuePosition
     prefixes: Prefixes
-    scores: PrefillScores
+    scores: PrefillScores  # `queue_s`: only prefills that precede the request
 
 
-def reach(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
-    nodes: Candidates,
-    model: ModelNodes,
-    former: Claim | None,
-    costs: ModelCosts,
-) -> Reach:
-    """The request's ticket is taken. `former`: what an earlier attempt claimed."""
+def choose_prefill(context: PlacementContext, nodes: Candidates) -> PrefillChoice:
+    """Find the request's queue position and prefixes, and score the candidates, in one compiled loop.
+
+    The request takes its ticket: the virtual clock of its class advances.
+    """
+    state, matches = context.state, context.request.matches
 
     def reusable_tokens() -> int:
-        sums = state.tally(now_ns)
-        return find_prefixes(state, request, model, request.matches, nodes, sums).best * model.block_tokens
+        return find_prefixes(context, matches, nodes, state.tally(context.now_ns)).best * context.model.block_tokens
 
-    shares, account, clock, me = ordering_key(now_ns, state, request, former, costs, reusable_tokens)
-    matches, requests, transfers, slots = request.matches, state.requests, state.transfers, nodes.slots
-    count, num_slots = len(slots), state.nodes.num_slots
-    sums, room = np.empty((num_slots, 3), np.int64), np.empty((4, num_slots), np.int64)
-    own, queue_s, seconds = np.empty((2, count), np.int64), np.empty(count), np.empty((2, count))
-    reuse, fetches = np.empty(count, np.int64), np.empty(count, np.bool_)
-    clock.now_ns, ticket_ns, best, blocks, ssd_blocks, num_sends, chosen, ttft_s = reach_kernels().reach(
-        requests.table,
-        requests.turns,
-        len(requests.claims),
-        me,
-        clock.now_ns,
-        clock.started_ns,
-        account.finish_ns,
-        matches.blocks,
-        matches.ssd_blocks,
-        usable_slots(state, request, matches),
-        most_reused(request, model),
-        state.copy_sends(),
-        slots,
-        nodes.pool_slots,
-        request.prompt_tokens,
-        model.block_tokens,
-        model.block_nbytes,
-        state.config.balancing_threshold,
-        costs.slowdowns.factors,
-        costs.terms.prefill,
-        costs.prefill_most,
-        transfers.of("load"),
-        transfers.of("fetch"),
-        transfers.of("ssd_read"),
-        sums,
-        room,
-        own,
-        queue_s,
-        seconds,
-        reuse,
-        fetches,
+    shares, account, clock, key = ordering_key(context, reusable_tokens)
+    loads, candidates = state.node_loads(), _candidates(nodes)
+    clock.now_ns, ticket_ns, best, blocks, ssd_blocks, num_sends, chosen, ttft_s = prefill_kernels().score_arrival(
+        state.requests.records,
+        _arrival(context, key, (clock.now_ns, clock.started_ns, account.finish_ns)),
+        _usable_matches(context, matches),
+        loads,
+        context.costs.slowdowns.factors,
+        _costs(context),
+        candidates,
     )
-    seat = QueuePosition(shares, account, me, room, ticket_ns, queue_s)
-    prefixes = Prefixes(own, blocks, ssd_blocks, matches.roster[best] if best >= 0 else "", num_sends)
-    return Reach(sums, seat, prefixes, PrefillScores(seconds, queue_s, reuse, fetches, chosen, ttft_s))
+    position = QueuePosition(shares, account, key, loads, ticket_ns)
+    prefixes = Prefixes(candidates, blocks, ssd_blocks, matches.roster[best] if best >= 0 else "", num_sends)
+    return PrefillChoice(loads, position, prefixes, PrefillScores(candidates, chosen, ttft_s))
