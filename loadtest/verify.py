@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -136,8 +137,12 @@ def choose_sample(records: Sequence[RequestRecord], size: int, *, seed: int) -> 
 def load_reference(server: ServerInfo, model_path: Path, *, device: str, threads: int | None) -> Reference:
     """Load the reference for the served model in this process; blocks while it loads.
 
-    Raises VerificationError, also when the server is known to have other weights.
+    Raises VerificationError, also when the server is known to have other weights or the engine is not installed.
     """
+    if find_spec("engine") is None:
+        raise VerificationError(
+            "cannot verify: the engine is not installed; install moonpool in place of moonpool-client, or omit --verify"
+        )
     if any(each.startswith(PACED) for each in server.stand_ins):
         return PacedReference(model_path)
     from engine import EngineError, load_model
