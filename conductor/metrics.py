@@ -71,8 +71,8 @@ def admission_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
         yield sample("admission_hindsight_total", count, model_name=model, reason=why, verdict=verdict)
     for (model, outcome), count in sorted(evaluation.admissions.items()):
         yield sample("admission_admitted_total", count, model_name=model, outcome=outcome)
-    for model, outcome, count in policy.colocated_outcomes():
-        yield sample("undivided_total", count, model_name=model, outcome=outcome)
+    for model, decision, count in policy.colocated_outcomes():
+        yield sample("undivided_total", count, model_name=model, outcome=decision)
     for model, role, count in policy.desired_nodes():
         yield sample("desired_nodes", count, model_name=model, role=role)
     for phase, swings in (("prefill", policy.loads.prefill), ("decode", policy.loads.decode)):
