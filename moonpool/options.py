@@ -1,4 +1,4 @@
-"""Typer commands made from configuration composites: one flag per key, so that a key is declared once."""
+"""Typer commands generated from configuration composites, with one flag for each setting."""
 
 import inspect
 import os
@@ -30,9 +30,9 @@ def configured_command(
     argument: str | None = None,
     hidden: bool = False,
 ) -> None:
-    """Add the command `name` to `app`: it loads `composite` from file, environment and flags, and calls `run`.
+    """Add the command `name` to `app`, which loads `composite` from file, environment and flags, and calls `run`.
 
-    `argument` names the one key that is given without a flag. The exit status is `run`'s, or the error's own.
+    `argument` is the key of the positional argument. The exit status is `run`'s result or the error's `exit_code`.
     """
     settings = composite_settings(composite)
 
@@ -70,16 +70,17 @@ def configured_command(
 
 
 class _ListsTakeSeveral(TyperCommand):
-    """`serve MODEL --served-model-name a b` means what `--served-model-name a --served-model-name b` does.
+    """Command whose list flags accept several words: `--served-model-name a b` is `--served-model-name a
+    --served-model-name b`.
 
-    Only after the command's argument, or where it has none: before it, the second word is the argument.
+    This applies after the positional argument; before it, the second word is taken as that argument.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {flag: param for param in self.params if isinstance(param, TyperOption) for flag in param.opts}
         wants_argument = any(isinstance(param, TyperArgument) for param in self.params)
         spread: list[str] = []
-        several = ""  # the list flag that further words belong to
+        several = ""  # list flag to which the next words belong
         words = iter(args)
         for word in words:
             if word == "--":
@@ -99,7 +100,7 @@ class _ListsTakeSeveral(TyperCommand):
 
 
 class reported_errors:
-    """Shows a MoonpoolError in one piece on stderr and ends the command with its exit code."""
+    """Context that prints a MoonpoolError to stderr and ends the command with its exit code."""
 
     def __enter__(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""From `serve`'s configuration to the processes of the cluster: who runs, with which settings, called where. Pure."""
+"""Plan of a cluster's processes from the configuration of `serve`: roles, settings, addresses, start order. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,33 +17,33 @@ _STOP_MARGIN_S = 2.0
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One process: `settings` are the keys of its role, complete."""
+    """Plan of one process; `settings` has a value for every key of its role."""
 
     node_id: str
-    role: str  # moonpool's sub-command
+    role: str  # name of its command
     settings: dict[str, Any]
     env: dict[str, str]
     tier: int
     target: str
     stop_grace_s: float
-    model: str = ""  # that a worker serves
+    model: str = ""  # model that a worker serves
 
 
 @dataclass(frozen=True)
 class Group:
-    """Workers of one role and one model: what is scaled. Their node ids are `name` and a number."""
+    """Workers of one role and one model, the unit of scaling; their node ids are `name` and a number."""
 
-    name: str  # the role; with the model's prefix where it is not the first model
+    name: str  # the role, with a prefix for all models but the first
     role: str  # prefill, decode, aggregated
     model: ModelEntry
 
 
 class Planner:
-    """Plans one cluster's processes; asked again when the cluster grows. `port` is the HTTP port, already chosen.
+    """Plans the processes of one cluster, at its start and when it grows. `port` is the HTTP port, already chosen.
 
-    Without a `conductor` address all lies on this machine and talks over unix sockets in the run directory. With one,
-    somebody else decides where pool nodes and workers lie, completes their settings, and asks for pool nodes. Where
-    another cluster is joined, its conductors take the place of our own, and its front doors that of ours.
+    Without a `conductor` address, all processes run on this machine and use unix sockets in the run directory. With
+    one, the runtime places pool nodes and workers, completes their settings, and requests pool nodes by `pool`. If the
+    configuration joins another cluster, no conductor or frontend is planned: the other cluster's are used.
     """
 
     def __init__(self, config: ServeConfig, *, run_dir: Path, port: int, cores: int, conductor: str = "") -> None:
@@ -59,7 +59,7 @@ class Planner:
         self._base = flatten(config)
         self._num_workers = 0
         self._next_index: dict[str, int] = {}
-        # Who knows all models is told of each, the first one too, by its entry.
+        # Conductors and frontends receive all models as entries, the first one included.
         entries = [entry.plain() for entry in config.served]
         self._models: dict[str, Any] = {"models": entries, "model": None, "served_model_name": []}
         self.groups = {
@@ -69,8 +69,8 @@ class Planner:
         }
 
     def cluster(self, running: Sequence[str] = ()) -> list[RolePlan]:
-        """The processes to begin with, in order of start; the workers of `running`, by node id, are among them, even
-        where they are more than asked for.
+        """Return the initial processes in order of start. They include all workers of `running`, node ids of an earlier
+        `serve`, even if these exceed the configured number.
         """
         conductors = [self._one_conductor(name) for name in self._conductors]
         pools = [] if self._spread else [self.pool(index) for index in range(self._config.topology.pool_nodes)]
@@ -84,28 +84,28 @@ class Planner:
 
     def _one_conductor(self, name: str) -> RolePlan:
         own = {"listen": self._conductors[name], "slo_dir": self._slo_dir(), **self._models}
-        if name != "conductor":  # each keeps files of its own
+        if name != "conductor":  # conductors do not share files
             folder, log = self._base["state_dir"], self._base["decision_log"]
             own["state_dir"] = str(Path(folder) / name) if folder else None
             own["decision_log"] = str(_beside(log, name)) if log else None
         return self._plan(name, "conductor", ConductorRole, CONDUCTOR_TIER, own)
 
     def _slo_dir(self) -> str:
-        """One for all conductors; without a state folder, of this run of the cluster."""
+        """Return the folder for objectives, which all conductors share."""
         given, state_dir = self._base["slo_dir"], self._base["state_dir"]
         return str(given or Path(state_dir or self._run_dir) / OBJECTIVES)
 
     def pool(self, index: int) -> RolePlan:
-        """The pool node of the `index`-th host."""
+        """Return the plan of the pool node of host number `index`."""
         own = {"host_id": self._host_id(index)}
         return self._plan(f"pool-{index}", "pool-node", PoolNodeRole, POOL_TIER, own)
 
     def initial_counts(self) -> dict[str, int]:
-        """Workers asked for, by group."""
+        """Return the configured number of workers by group."""
         return dict(self._initial_counts())
 
     def _workers(self, group: str, count: int, running: Sequence[str]) -> list[RolePlan]:
-        """Those that run, then new ones up to the count, under ids beyond theirs."""
+        """Return plans of the group's running workers, then of new ones up to `count`, with higher numbers."""
         indices = sorted(int(index) for name, _, index in (each.rpartition("-") for each in running) if name == group)
         plans = []
         for index in indices:
@@ -114,18 +114,18 @@ class Planner:
         return [*plans, *(self.next_worker(group) for _ in range(count - len(indices)))]
 
     def next_worker(self, group: str) -> RolePlan:
-        """A further worker, under an id that none had before."""
+        """Return the plan of another worker, with a node id that was never used before."""
         index = self._next_index[group] = self._next_index.get(group, -1) + 1
         worker_index, self._num_workers = self._num_workers, self._num_workers + 1
         entry = self.groups[group].model
-        turn, engine = worker_index % self._config.topology.pool_nodes, entry.engine(self._config.engine)
+        host, engine = worker_index % self._config.topology.pool_nodes, entry.engine(self._config.engine)
         threads = engine_threads(engine.threads, sum(count for _, count in self._initial_counts()), self._cores)
         own = {
             **entry.settings,
             "model": str(entry.path),
             "served_model_name": list(entry.names),
-            "host_id": self._host_id(turn),
-            "pool": self._target(f"pool-{turn}"),
+            "host_id": self._host_id(host),
+            "pool": self._target(f"pool-{host}"),
             "worker_index": worker_index,
             "threads": threads,
         }
@@ -141,7 +141,7 @@ class Planner:
         )
 
     def _initial_counts(self) -> list[tuple[str, int]]:
-        """Workers to begin with by group, model by model."""
+        """Return (group, number of workers), ordered by model."""
         return [
             (f"{prefix}{role}", count)
             for entry, prefix in node_prefixes(self._config.served)
@@ -170,7 +170,7 @@ class Planner:
         return RolePlan(node_id, command, settings, thread_environment(threads), tier, target, stop_grace_s, model)
 
     def _host_id(self, pool_index: int) -> str:
-        """Alone, the pool node is of this host. Several stand for hosts of their own: names no other cluster shares."""
+        """Return "", this host's id, for a single pool node; several stand for hosts, with cluster-unique ids."""
         return "" if self._config.topology.pool_nodes == 1 else f"{self._run_dir}#pool-{pool_index}"
 
     def _target(self, node_id: str) -> str:
@@ -178,13 +178,16 @@ class Planner:
 
 
 def _beside(folder: str, name: str) -> Path:
-    """A further conductor's folder, next to the first one's."""
+    """Return the folder of another conductor, beside the first one's."""
     whole = Path(folder).absolute()
     return whole.parent / f"{name}-{whole.name}"
 
 
 def describe(config: ServeConfig) -> str:
-    """ "1 prefill, 1 decode, 1 pool node"; of several models "a: 1 prefill, 1 decode; b: 1 aggregated; 1 pool node"."""
+    """Return the cluster's size, such as "1 prefill, 1 decode, 1 pool node".
+
+    With several models it is "a: 1 prefill, 1 decode; b: 1 aggregated; 1 pool node".
+    """
     served, pools = config.served, config.topology.pool_nodes
     is_paced = any(entry.engine(config.engine).engine == "paced" for entry in served)
     workers = [_describe_workers(entry.topology(config.topology)) for entry in served]

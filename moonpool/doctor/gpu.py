@@ -1,6 +1,6 @@
-"""NVIDIA GPUs: the driver by its own library, torch's view of it, and who reaches whose memory.
+"""Checks of NVIDIA GPUs: the driver, peer access between GPUs, and torch's CUDA support.
 
-Libraries are loaded in processes of their own, for a driver in trouble can hang or kill who asks it.
+The driver's library and torch are loaded in child processes, since a faulty driver can hang or kill its caller.
 """
 
 import importlib.metadata
@@ -47,8 +47,6 @@ _TORCH_SCRIPT: Final = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU."""
-
     name: str
     nbytes: int
 
@@ -70,8 +68,8 @@ def observe_driver() -> Driver:
     has_device = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/proc/driver/nvidia/version").is_file()
     if not has_device:
         return Driver(False)
-    told = re.search(r"Module(?: for \w+)?\s+([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
-    return ask_driver(told.group(1) if told else "")
+    match = re.search(r"Module(?: for \w+)?\s+([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
+    return ask_driver(match.group(1) if match else "")
 
 
 def ask_driver(version: str) -> Driver:
@@ -85,12 +83,12 @@ def ask_driver(version: str) -> Driver:
 
 def judge_driver(seen: Driver, needs: Needs) -> Verdict:
     if not seen.has_device:
-        advice = "Serving on the CPU needs none; for a container with GPUs give docker run --gpus all."
-        return optional(needs, Purpose.GPU), "no NVIDIA GPU is to be seen", advice
+        advice = "Serving on the CPU needs none. To give a container GPUs, start it with docker run --gpus all."
+        return optional(needs, Purpose.GPU), "no NVIDIA GPU found", advice
     if seen.problem or not seen.gpus:
-        advice = "Install the driver's user-space part in the same version, or serve with --device cpu."
+        advice = "Install the driver's user-space libraries in the same version, or serve with --device cpu."
         level = Level.FAIL if Purpose.GPU in needs else Level.WARN
-        return level, f"driver {seen.version}: {seen.problem or 'it shows no GPU'}", advice
+        return level, f"driver {seen.version}: {seen.problem or 'it reports no GPU'}", advice
     names = ", ".join(f"{gpu.name} ({size_text(gpu.nbytes)})" for gpu in seen.gpus)
     supports = f"{seen.cuda // 1000}.{seen.cuda % 1000 // 10}"
     return Level.OK, f"{names}; driver {seen.version}, CUDA up to {supports}", ""
@@ -99,16 +97,16 @@ def judge_driver(seen: Driver, needs: Needs) -> Verdict:
 def judge_p2p(seen: Driver, needs: Needs) -> Verdict:
     if len(seen.gpus) < 2:
         return Level.OK, "needs two GPUs", ""
-    found = f"{seen.num_p2p_pairs} of {seen.num_pairs} pairs reach each other's memory"
+    found = f"{seen.num_p2p_pairs} of {seen.num_pairs} GPU pairs have peer access"
     if seen.num_p2p_pairs < seen.num_pairs:
-        advice = "KV moves through host memory, which works everywhere; for direct access check NVLink, ACS and IOMMU."
+        advice = "KV moves through host memory, which always works. For direct access check NVLink, ACS and IOMMU."
         return Level.NOTE, found, advice
     return Level.OK, found, ""
 
 
 @dataclass(frozen=True)
 class Torch:
-    """torch's view of the GPUs; `cuda` "" for a build without it. `num_gpus` None: not asked or no answer in time."""
+    """torch and its GPUs. `cuda` is "" for a build without CUDA; `num_gpus` is None if unknown."""
 
     version: str
     cuda: str
@@ -118,12 +116,12 @@ class Torch:
 
 
 def observe_torch() -> Torch:
-    """Loads torch only where there is a GPU to ask it for: that takes seconds."""
+    """Read torch's version, and count its GPUs if the machine has any: importing torch takes seconds."""
     version = importlib.metadata.version("torch")
     spec = importlib.util.find_spec("torch")
     text = _read(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else ""
-    told = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
-    cuda = told.group(1) if told else ""
+    match = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    cuda = match.group(1) if match else ""
     has_device = any(Path("/dev").glob("nvidia[0-9]*"))
     if not has_device or not cuda:
         return Torch(version, cuda, has_device, None)
@@ -136,23 +134,23 @@ def judge_torch(seen: Torch, needs: Needs) -> Verdict:
     found = f"torch {seen.version}, {built}"
     needed = Purpose.GPU in needs
     if not seen.cuda:
-        advice = "For GPUs install torch's CUDA build: pip install torch from PyPI's own index."
+        advice = "To use GPUs, install a CUDA build of torch: pip install torch from PyPI's own index."
         if not (needed or seen.has_device):
             return Level.OK, found, ""
         return (Level.FAIL if needed else Level.WARN), found, advice
     if not seen.has_device:
         return Level.OK, found, ""
     if seen.num_gpus is None:
-        advice = "Ask again on a quiet machine, or by hand: python -c 'import torch; torch.cuda.init()'."
+        advice = "Try again on an idle machine, or run: python -c 'import torch; torch.cuda.init()'."
         return Level.WARN, f"{found}; {seen.problem}", advice
     if seen.num_gpus == 0:
         level = Level.FAIL if needed else Level.WARN
-        return level, f"{found}; it finds no GPU", "Take a torch built for a CUDA version that the driver supports."
-    return Level.OK, f"{found}; it finds {seen.num_gpus}", ""
+        return level, f"{found}; it finds no GPU", "Install a torch built for a CUDA version that the driver supports."
+    return Level.OK, f"{found}; it finds {seen.num_gpus} GPUs", ""
 
 
 def _ask(script: str) -> tuple[Any, str]:
-    """(the JSON that a Python script printed, "") or (None, what went wrong)."""
+    """Run a Python script in a child process; return (its JSON output, "") or (None, the error)."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=_ASK_S, check=False
@@ -162,12 +160,12 @@ def _ask(script: str) -> tuple[Any, str]:
     except OSError as error:
         return None, str(error)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return None, last
     try:
         return json.loads(done.stdout), ""
     except ValueError:
-        return None, f"an answer that makes no sense: {done.stdout[:80]!r}"
+        return None, f"unexpected output: {done.stdout[:80]!r}"
 
 
 def _read(path: Path) -> str:

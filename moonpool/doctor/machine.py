@@ -1,7 +1,4 @@
-"""The machine and what its operator lets this process have: cores, memory, limits, kernel settings, clock.
-
-How much memory this process may lock: RDMA pins all that it registers, and cannot register more.
-"""
+"""Checks of the machine: cores, memory, resource limits, huge pages, kernel settings, clock, locked memory."""
 
 import ctypes
 import os
@@ -26,12 +23,12 @@ GOOD_FILES: Final = 4096
 _STA_UNSYNC: Final = 0x40
 _TIMEX_NBYTES: Final = 512  # more than struct timex has on any platform
 _TIMEX_MAXERROR, _TIMEX_STATUS = 24, 40  # offsets on 64-bit Linux
-_UNLIMITED: Final = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
+_UNLIMITED: Final = 1 << 60  # cgroup v1 reports "no limit" as a number near 2**63
 
 
 @dataclass(frozen=True)
 class Cores:
-    """CPU cores; `usable` after affinity and the container's quota."""
+    """CPU cores; `usable` excludes those that the affinity or the container's quota denies."""
 
     total: int
     usable: int
@@ -45,15 +42,15 @@ def observe_cores() -> Cores:
 def judge_cores(seen: Cores, needs: Needs) -> Verdict:
     found = f"{seen.usable} usable of {seen.total}, load {seen.load:.1f}"
     if seen.usable < 2:
-        return Level.WARN, found, "Give it 2 cores or more: on one, prefill and decode take turns."
+        return Level.WARN, found, "Use 2 cores or more: on a single core, prefill and decode run alternately."
     if seen.load > seen.usable:
-        return Level.WARN, found, "Other programs keep the cores busy: latencies will be theirs as much as the model's."
+        return Level.WARN, found, "Other programs use the cores: stop them, or expect higher latencies."
     return Level.OK, found, ""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes; `limit` is the container's (0: none), `used` what counts towards it."""
+    """Memory in bytes; `limit` is the container's (0: none), and `used` counts towards it."""
 
     total: int
     available: int
@@ -76,19 +73,23 @@ def observe_memory() -> Memory:
 def judge_memory(seen: Memory, needs: Needs) -> Verdict:
     limit = f"; this container's limit is {size_text(seen.limit)}" if seen.limit else ""
     found = f"{size_text(max(0, seen.usable))} free of {size_text(seen.total)}{limit}"
-    advice = "Free some, raise the container's limit, or serve with a smaller --pool-bytes and --capacity-tokens."
+    advice = "Free memory, raise the container's limit, or reduce --pool-bytes and --capacity-tokens."
     if seen.usable < LEAST_MEMORY_NBYTES:
         return Level.FAIL, found, advice
     if seen.usable < GOOD_MEMORY_NBYTES:
         return Level.WARN, found, advice
     if seen.swap_used > seen.total // 20:
         swapped = f"{found}; {size_text(seen.swap_used)} swapped out"
-        return Level.WARN, swapped, "Turn swap off: a node whose memory is swapped out answers late and is given up."
+        return (
+            Level.WARN,
+            swapped,
+            "Turn swap off: a node whose memory is swapped out responds late and is considered lost.",
+        )
     return Level.OK, found, ""
 
 
 def meminfo(text: str) -> dict[str, int]:
-    """/proc/meminfo in bytes (counts stay counts)."""
+    """Parse /proc/meminfo: sizes in bytes, counts unchanged."""
     found = {}
     for line in text.splitlines():
         name, _, rest = line.partition(":")
@@ -99,14 +100,14 @@ def meminfo(text: str) -> dict[str, int]:
 
 
 def _cgroup_memory(root: Path) -> tuple[int, int]:
-    """(limit, used) bytes of this container, cgroup v2 or v1; limit 0 for none."""
+    """Return the container's memory limit (0: none) and usage in bytes, from cgroup v2 or v1."""
     for limit_name, used_name in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
             limit, used = int((root / limit_name).read_text()), int((root / used_name).read_text())
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # no such file, or "max"
             continue
         return (limit, used) if limit < _UNLIMITED else (0, 0)
     return 0, 0
@@ -114,7 +115,7 @@ def _cgroup_memory(root: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FileLimits:
-    """This process's resource limits; -1 is unlimited."""
+    """Limits on this process's open files; -1 is unlimited."""
 
     files: int
     files_hard: int
@@ -130,7 +131,7 @@ def observe_limits() -> FileLimits:
 
 def judge_files(seen: FileLimits, needs: Needs) -> Verdict:
     found = "unlimited" if seen.files == -1 else f"{seen.files} (hard limit {_count_text(seen.files_hard)})"
-    advice = f"Raise it (ulimit -n {GOOD_FILES}): every client's connection is an open file."
+    advice = f"Raise the limit (ulimit -n {GOOD_FILES}): each client connection is an open file."
     if 0 <= seen.files < LEAST_FILES:
         return Level.FAIL, found, advice
     return (Level.NOTE, found, advice) if 0 <= seen.files < GOOD_FILES else (Level.OK, found, "")
@@ -142,8 +143,9 @@ def _count_text(count: int) -> str:
 
 @dataclass(frozen=True)
 class HugePages:
-    """Reserved huge pages; whether the kernel makes them of private memory ("always", "madvise", "never"), and of
-    shared memory when it is asked to.
+    """Huge pages: reserved, and transparent for private memory ("always", "madvise" or "never").
+
+    `joins`: the kernel can collapse shared memory into huge pages on request.
     """
 
     reserved: int
@@ -163,19 +165,21 @@ def observe_huge_pages() -> HugePages:
 
 def judge_huge_pages(seen: HugePages, needs: Needs) -> Verdict:
     found = f"{seen.reserved} reserved, {seen.free} free; transparent: {seen.transparent}, "
-    found += "shared memory on demand" if seen.joins else "not of shared memory"
+    found += "shared memory on request" if seen.joins else "not for shared memory"
     if seen.reserved and seen.free == seen.reserved:
-        advice = "None is used: a pool takes them if all its memory fits; else they are lost (vm.nr_hugepages=0)."
+        advice = (
+            "None is in use: a pool uses them only if all its memory fits. Release unused ones (vm.nr_hugepages=0)."
+        )
         return Level.NOTE, found, advice
     if not seen.joins and not seen.reserved:
-        advice = "Copies of KV take longer in small pages: Linux 6.1 joins them, or reserve some (vm.nr_hugepages)."
+        advice = "Small pages slow down copies of KV: use Linux 6.1 or newer, or reserve huge pages (vm.nr_hugepages)."
         return Level.NOTE, found, advice
     return Level.OK, found, ""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Settings that decide whether large memory can be had and kept; -1 where one cannot be read."""
+    """Kernel settings for memory and connections; -1 for one that cannot be read."""
 
     release: str
     overcommit: int
@@ -200,15 +204,15 @@ def observe_kernel() -> Kernel:
 
 def judge_kernel(seen: Kernel, needs: Needs) -> Verdict:
     if seen.overcommit == 2:
-        found = f"Linux {seen.release}; memory is not overcommitted (vm.overcommit_memory=2)"
+        found = f"Linux {seen.release}; memory overcommit is off (vm.overcommit_memory=2)"
         return (
             Level.WARN,
             found,
-            "Set vm.overcommit_memory=0: a pool reserves its whole arena and takes it as it fills.",
+            "Set vm.overcommit_memory=0: a pool reserves its whole arena and commits memory as it fills.",
         )
     if 0 <= seen.somaxconn < 1024:
         found = f"Linux {seen.release}; net.core.somaxconn is {seen.somaxconn}"
-        return Level.NOTE, found, "Set net.core.somaxconn=4096: a burst of new connections waits in that queue."
+        return Level.NOTE, found, "Set net.core.somaxconn=4096, to queue bursts of new connections."
     return Level.OK, f"Linux {seen.release}", ""
 
 
@@ -221,7 +225,7 @@ class KernelClock:
 
 
 def observe_clock() -> KernelClock:
-    buffer = ctypes.create_string_buffer(_TIMEX_NBYTES)  # modes 0: read only
+    buffer = ctypes.create_string_buffer(_TIMEX_NBYTES)  # modes is 0: read only
     if ctypes.CDLL(None).adjtimex(buffer) < 0:
         return KernelClock(None, 0.0)
     (status,) = struct.unpack_from("<i", buffer, _TIMEX_STATUS)
@@ -231,9 +235,9 @@ def observe_clock() -> KernelClock:
 
 def judge_clock(seen: KernelClock, needs: Needs) -> Verdict:
     if seen.is_synchronised is None:
-        return Level.NOTE, "the kernel does not say", ""
+        return Level.NOTE, "unknown", ""
     if not seen.is_synchronised:
-        advice = "Run chrony or systemd-timesyncd on every host: logs of several are compared by their time."
+        advice = "Run chrony or systemd-timesyncd on every host, so that timestamps in their logs are comparable."
         return Level.NOTE, "not synchronised", advice
     return Level.OK, f"synchronised, within {seen.max_error_s:.3g} s", ""
 
@@ -256,7 +260,7 @@ CHECKS: Final = (
 
 
 DEFAULT_REGISTERED_NBYTES: Final = 2 << 30
-"""A pool node's memory by default, and as much again for a worker's cache."""
+"""The default memory of a pool node, plus the same amount for a worker's cache."""
 _CAP_IPC_LOCK: Final = 14
 _WHOLE_ID_RANGE: Final = ["0", "0", "4294967295"]
 
@@ -272,8 +276,10 @@ class HostEnvironment(StrEnum):
 
 @dataclass(frozen=True)
 class Locking:
-    """`soft` and `hard` limits in bytes, -1 unlimited. `may_exceed`: with CAP_IPC_LOCK of the host the kernel counts
-    nothing. `registered`: bytes that are to be registered."""
+    """Limits on locked memory in bytes, -1 unlimited, and the bytes that RDMA is to register.
+
+    `may_exceed`: the process has the host's CAP_IPC_LOCK, which lifts the limit.
+    """
 
     soft: int
     hard: int
@@ -284,14 +290,14 @@ class Locking:
 
 _CURES: Final = {
     HostEnvironment.KUBERNETES: (
-        "give the pod securityContext.capabilities.add: [IPC_LOCK], or the nodes' container runtime "
-        "LimitMEMLOCK=infinity (containerd.service)"
+        "give the pod securityContext.capabilities.add: [IPC_LOCK], or set LimitMEMLOCK=infinity for the container "
+        "runtime of the Kubernetes nodes (containerd.service)"
     ),
     HostEnvironment.CONTAINER: "start the container with --ulimit memlock=-1 (or --cap-add IPC_LOCK)",
     HostEnvironment.SYSTEMD: "set LimitMEMLOCK=infinity in the unit (systemctl edit), then restart it",
     HostEnvironment.SHELL: (
-        "ulimit -l unlimited where the hard limit allows it, else 'memlock unlimited' in /etc/security/limits.conf and "
-        "a new login"
+        "run ulimit -l unlimited if the hard limit allows it, otherwise set 'memlock unlimited' in "
+        "/etc/security/limits.conf and log in again"
     ),
 }
 
@@ -312,12 +318,12 @@ def judge_locking(seen: Locking, needs: Needs) -> Verdict:
     wanted = size_text(seen.registered)
     if seen.soft >= seen.registered:
         return Level.OK, f"{limit}, enough to register {wanted}", ""
-    advice = f"RDMA locks what it registers, here {wanted}: {_CURES[seen.surroundings]}."
+    advice = f"RDMA locks the memory that it registers, here {wanted}: {_CURES[seen.surroundings]}."
     return optional(needs, Purpose.RDMA), f"{limit}, in {seen.surroundings} without IPC_LOCK", advice
 
 
 def surroundings(root: Path, environ: Mapping[str, str]) -> HostEnvironment:
-    """By the marks that container runtimes and systemd leave."""
+    """Detect the environment by the traces of container runtimes and systemd."""
     if "KUBERNETES_SERVICE_HOST" in environ or (root / "var/run/secrets/kubernetes.io").is_dir():
         return HostEnvironment.KUBERNETES
     if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists() or "container" in environ:
@@ -326,7 +332,7 @@ def surroundings(root: Path, environ: Mapping[str, str]) -> HostEnvironment:
 
 
 def _may_exceed(root: Path) -> bool:
-    """The kernel asks for the capability in the host's user namespace: in one of a container it counts for nothing."""
+    """Return True if the process has CAP_IPC_LOCK in the host's user namespace, the only one that the kernel checks."""
     for line in _read(root / "proc/self/status").splitlines():
         name, _, value = line.partition(":")
         if name == "CapEff":
@@ -336,5 +342,5 @@ def _may_exceed(root: Path) -> bool:
 
 
 def checks(registered: int) -> tuple[Check, ...]:
-    """With the bytes that are to be registered."""
+    """Return the check of locked memory for `registered` bytes of RDMA memory."""
     return (Check("locked memory", lambda: observe_locking(registered), judge_locking),)

@@ -1,7 +1,4 @@
-"""Loopback, the port of the API, and the interfaces that other hosts could reach this one by.
-
-The key material of traffic between hosts, where the environment names any: can it be used, and for how long.
-"""
+"""Checks of the network: the API's port, loopback, interfaces, and the TLS files that the environment names."""
 
 import errno
 import os
@@ -25,7 +22,7 @@ _JUMBO_MTU: Final = 9000
 
 @dataclass(frozen=True)
 class Port:
-    """A TCP port of 127.0.0.1; `problem` "" when it can be listened at."""
+    """A TCP port of 127.0.0.1; `problem` is "" if a server can listen on it."""
 
     number: int
     problem: str
@@ -44,7 +41,7 @@ def observe_port(number: int) -> Port:
 
 def judge_port(seen: Port, needs: Needs) -> Verdict:
     if seen.problem:
-        advice = "If it is not a Moonpool that you started, stop that program or serve at another --port."
+        advice = "If the program is not your own Moonpool cluster, stop it, or choose another --port."
         return Level.WARN, f"{seen.number}: {seen.problem}", advice
     return Level.OK, f"{seen.number} is free", ""
 
@@ -65,7 +62,9 @@ def judge_loopback(seen: Loopback, needs: Needs) -> Verdict:
     if seen.tcp_problem:
         return Level.FAIL, f"127.0.0.1: {seen.tcp_problem}", "Bring the loopback interface up: ip link set lo up."
     if seen.unix_problem:
-        advice = "Allow unix sockets in the container's security profile: the processes of a host talk over them."
+        advice = (
+            "Allow unix sockets in the container's security profile: the processes of a host communicate over them."
+        )
         return Level.FAIL, f"unix sockets: {seen.unix_problem}", advice
     return Level.OK, "TCP and unix sockets work", ""
 
@@ -77,11 +76,11 @@ class Interface:
     name: str
     is_up: bool
     mtu: int
-    speed_mbit: int  # -1: not told, as by virtual ones
+    speed_mbit: int  # -1: unknown, as for virtual interfaces
 
 
 def observe_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
-    """Only those with hardware or a peer behind them: what the kernel makes of itself carries nothing to others."""
+    """Return the interfaces other than loopback."""
     found = []
     for folder in sorted(root.glob("*")) if root.is_dir() else []:
         if folder.name == "lo" or not (folder / "mtu").is_file():
@@ -103,15 +102,19 @@ def judge_interfaces(seen: tuple[Interface, ...], needs: Needs) -> Verdict:
     up = [interface for interface in seen if interface.is_up]
     if not up:
         level = optional(needs, Purpose.PREFILL, Purpose.DECODE, Purpose.POOL, Purpose.RDMA)
-        return level, "none is up but loopback", "Bring one up to serve on several hosts; one host needs none."
+        return (
+            level,
+            "only loopback is up",
+            "Bring up another interface to serve on several hosts; a single host needs none.",
+        )
     found = ", ".join(
         f"{each.name} MTU {each.mtu}{f', {each.speed_mbit / 1000:g} Gbit/s' if each.speed_mbit > 0 else ''}"
         for each in up
     )
     if any(each.mtu < _ETHERNET_MTU for each in up):
-        return Level.NOTE, found, f"An MTU below {_ETHERNET_MTU}, as of a tunnel, costs throughput between hosts."
+        return Level.NOTE, found, f"An MTU below {_ETHERNET_MTU}, as in tunnels, reduces throughput between hosts."
     if any(each.speed_mbit >= 10_000 and each.mtu < _JUMBO_MTU for each in up):
-        advice = f"Between hosts raise the MTU to {_JUMBO_MTU} on every hop: KV moves in large pieces."
+        advice = f"Raise the MTU to {_JUMBO_MTU} on every hop between hosts: KV is sent in large transfers."
         return Level.NOTE, found, advice
     return Level.OK, found, ""
 
@@ -154,7 +157,7 @@ def _read(path: Path) -> str:
 
 
 def checks(port: int) -> tuple[Check, ...]:
-    """With the port that is to be served at."""
+    """Return the checks of the network; `port` is the one to serve on."""
     return (
         Check("port", lambda: observe_port(port), judge_port),
         Check("loopback", observe_loopback, judge_loopback),
@@ -167,7 +170,7 @@ _SOON_S: Final = 14 * 86400.0
 
 @dataclass(frozen=True)
 class KeyMaterial:
-    """`cert` "" where none is named; `problem` "" when it can be used, which then is so for `left_s`."""
+    """TLS files named by the environment; `cert` is "" if none is. `problem` is "" if they are usable, for `left_s`."""
 
     cert: str = ""
     problem: str = ""
@@ -202,16 +205,16 @@ def judge_key_material(seen: KeyMaterial, needs: Needs) -> Verdict:
         return (
             Level.FAIL,
             seen.problem,
-            "Until then no node starts with it: see Encrypting traffic in docs/operations.md.",
+            "No node starts with these files: see Encrypting traffic in docs/operations.md.",
         )
     if not seen.cert:
-        advice = "Between hosts set tls_cert, tls_key and tls_ca, unless the network is closed to others."
+        advice = "Set tls_cert, tls_key and tls_ca for traffic between hosts, unless the network is private."
         return Level.NOTE, "MOONPOOL_TLS_CERT and MOONPOOL_CONFIG name no certificate", advice
-    found = f"{seen.cert} can be used for {seen.left_s / 86400:.0f} days"
+    found = f"{seen.cert} is valid for {seen.left_s / 86400:.0f} more days"
     if seen.open_key:
-        return Level.WARN, f"{found}; other users may read {seen.open_key}", f"chmod 600 {seen.open_key}"
+        return Level.WARN, f"{found}; other users can read {seen.open_key}", f"Run chmod 600 {seen.open_key}."
     if seen.left_s < _SOON_S:
-        return Level.WARN, found, "Have a new one made and put it in the same files: nodes take it without a restart."
+        return Level.WARN, found, "Replace the certificate in the same files: nodes reload it without a restart."
     return Level.OK, found, ""
 
 

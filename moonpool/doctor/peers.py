@@ -1,4 +1,4 @@
-"""Identification of the server at another host's port: greets it like a messenger and reads the reply."""
+"""Checks of other hosts: connecting to a port, the protocol spoken there, and the connection tracking table."""
 
 import contextlib
 import errno
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 _ANSWER_S: Final = 0.8
-_LARGE: Final = 16 << 10  # more than a packet of any size; the answer repeats it, so it tells of both ways
+_LARGE: Final = 16 << 10  # larger than any packet; the reply repeats the name, so both directions are tested
 _IP_MTU: Final = 14  # ip(7)
 _HTTP2_SETTINGS: Final = 4
-_NOBODY: Final = "?"
+_NOBODY: Final = "?"  # id of no node: every messenger rejects it, and names itself
 _MOST_SHOWN: Final = 300
 
 
@@ -39,7 +39,7 @@ class PeerProtocol(StrEnum):
 
 @dataclass(frozen=True)
 class Greeting:
-    """`detail`: who it says it is, or what is wrong in its or our words; `seconds` until it answered."""
+    """Result of a greeting. `detail` is the peer's own description, or an error; `seconds` is its response time."""
 
     spoken: PeerProtocol
     detail: str = ""
@@ -50,47 +50,47 @@ class Greeting:
 
 
 def greet(host: str, port: int, environ: Mapping[str, str] = os.environ, within_s: float = _ANSWER_S) -> Greeting:
-    """Says hello in a small packet, and again in large ones where that was answered."""
-    with ONE_AT_A_TIME:  # all that is imported below, too
+    """Send a small greeting as a messenger does, and, if a messenger answers, a large one of several packets."""
+    with ONE_AT_A_TIME:  # includes the imports of the functions called below
         import messenger.sockets
         import messenger.tcp.tls_link  # noqa: F401
 
     material = _material(environ)
-    small = _said((host, port), _NOBODY, material, within_s)
+    small = _greeted((host, port), _NOBODY, material, within_s)
     if small.spoken is not PeerProtocol.MESSENGER:
         return small
-    large = _said((host, port), _NOBODY * _LARGE, material, within_s)
+    large = _greeted((host, port), _NOBODY * _LARGE, material, within_s)
     return replace(small, loses_large=large.spoken is PeerProtocol.NOTHING)
 
 
 def judge_greeting(address: str, seen: Greeting) -> Verdict:
     detail = _shown(seen.detail)
     if seen.spoken is PeerProtocol.MESSENGER and seen.loses_large:
-        found = f"{address} answers a small greeting ({detail}), and not one of {_LARGE >> 10} KiB"
+        found = f"{address} answers a small greeting ({detail}), but not one of {_LARGE >> 10} KiB"
         return Level.FAIL, found, _LARGE_ADVICE
     if seen.spoken is PeerProtocol.MESSENGER:
-        how = "encrypted" if seen.encrypted else "in the clear"
+        how = "encrypted" if seen.encrypted else "unencrypted"
         mtu = f", path MTU {seen.path_mtu}" if seen.path_mtu else ""
         return Level.OK, f"{address}: {detail}, {how}, answers after {1000 * seen.seconds:.3g} ms{mtu}", ""
     if seen.spoken is PeerProtocol.GRPC:
-        return Level.OK, f"{address}: gRPC, as at a role's --listen; the port of its KV is another", ""
+        return Level.OK, f"{address}: gRPC, as at a role's --listen; KV uses another port", ""
     return _LEVELS[seen.spoken], f"{address}: {detail}", _ADVICE[seen.spoken]
 
 
 _LEVELS: Final = {PeerProtocol.CIPHER: Level.FAIL, PeerProtocol.OTHER: Level.WARN, PeerProtocol.NOTHING: Level.WARN}
 _LARGE_ADVICE: Final = (
-    "Full packets vanish on the way: its MTU is below this interface's, and the ICMP messages that would tell are "
-    "filtered. Lower the interface's MTU, let ICMP pass, or set net.ipv4.tcp_mtu_probing=1."
+    "Full-sized packets are lost: the path's MTU is below this interface's, and the ICMP messages that would report it "
+    "are filtered. Lower the interface's MTU, allow ICMP, or set net.ipv4.tcp_mtu_probing=1."
 )
 _ADVICE: Final = {
-    PeerProtocol.CIPHER: "Set tls_cert, tls_key and tls_ca, of one CA, on both sides, or on none.",
-    PeerProtocol.OTHER: "Check that this is the port of a node of the same Moonpool.",
-    PeerProtocol.NOTHING: "The port is open and nothing answers: is its process stopped, or is it another program's?",
+    PeerProtocol.CIPHER: "Set tls_cert, tls_key and tls_ca, with the same CA, on both sides or on neither.",
+    PeerProtocol.OTHER: "Check that this is the port of a node with the same version of Moonpool.",
+    PeerProtocol.NOTHING: "The port is open, but nothing answers: check the process that listens there.",
 }
 
 
 def _material(environ: Mapping[str, str]) -> "Material | None":
-    """None, too, for what cannot be used, which another check tells."""
+    """Return the environment's TLS files; None if there are none or they are unusable, which another check reports."""
     from rpc.errors import InvalidArgument
     from rpc.tls import TlsFiles, load
 
@@ -100,40 +100,40 @@ def _material(environ: Mapping[str, str]) -> "Material | None":
     return None
 
 
-def _said(address: tuple[str, int], whom: str, material: "Material | None", within_s: float) -> Greeting:
+def _greeted(address: tuple[str, int], name: str, material: "Material | None", within_s: float) -> Greeting:
     from messenger.errors import EncryptionRefused, ProtocolError
     from messenger.frames import Hello
     from messenger.sockets import SocketLink
     from messenger.tcp.tls_link import TlsLink
 
     with socket.create_connection(address, within_s) as sock:
-        name = f"{address[0]}:{address[1]}"
-        link = SocketLink(sock, name) if material is None else TlsLink(sock, name, material, caller=True)
+        peer = f"{address[0]}:{address[1]}"
+        link = SocketLink(sock, peer) if material is None else TlsLink(sock, peer, material, caller=True)
         link.set_timeout(within_s)
         try:
             link.open()
             began_s = time.monotonic()
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                link.send(Hello("doctor", 1, whom, 0, bytes(16), "tcp"))
+                link.send(Hello("doctor", 1, name, 0, bytes(16), "tcp"))
             if material is None and _is_http2(sock.recv(9, socket.MSG_PEEK)):
                 return Greeting(PeerProtocol.GRPC)
-            heard = _understood(link.receive())
+            greeting = _interpreted(link.receive())
             seconds = time.monotonic() - began_s
-            return replace(heard, seconds=seconds, encrypted=material is not None, path_mtu=_path_mtu(sock))
+            return replace(greeting, seconds=seconds, encrypted=material is not None, path_mtu=_path_mtu(sock))
         except EncryptionRefused as error:
             return Greeting(PeerProtocol.CIPHER, str(error))
         except ProtocolError as error:
-            return Greeting(PeerProtocol.OTHER, f"no messenger of this version: {error}")
+            return Greeting(PeerProtocol.OTHER, f"not a messenger of this version: {error}")
         except TimeoutError:
-            return Greeting(PeerProtocol.NOTHING, f"takes the connection, and says nothing within {within_s:g} s")
+            return Greeting(PeerProtocol.NOTHING, f"accepts the connection, but sends no reply within {within_s:g} s")
         except OSError as error:
-            return Greeting(PeerProtocol.OTHER, f"hangs up when it is greeted: {error}")
+            return Greeting(PeerProtocol.OTHER, f"closes the connection after a greeting: {error}")
         finally:
             link.close()
 
 
-def _understood(answer: object) -> Greeting:
-    """Nobody's node is asked for, so that each messenger turns the greeting down, and says who it is."""
+def _interpreted(answer: object) -> Greeting:
+    """Interpret the reply to a greeting of `_NOBODY`, which a messenger rejects with its own name as the reason."""
     from messenger.frames import VERSION, Reject
 
     if not isinstance(answer, Reject):
@@ -151,12 +151,12 @@ def _shown(words: str) -> str:
 
 
 def _is_http2(beginning: bytes) -> bool:
-    """A server's connection preface is a SETTINGS frame (RFC 9113, 3.4)."""
+    """Return True for the header of a SETTINGS frame, with which an HTTP/2 server begins (RFC 9113, section 3.4)."""
     return len(beginning) == 9 and beginning[3] == _HTTP2_SETTINGS and beginning[:2] == b"\0\0"
 
 
 def _path_mtu(sock: socket.socket) -> int:
-    """Return the kernel's value; 0 if it reports none."""
+    """Return the path MTU in bytes as the kernel knows it; 0 if unknown."""
     try:
         return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU) if sock.family == socket.AF_INET else 0
     except OSError:
@@ -182,7 +182,7 @@ class ConnectResult(StrEnum):
 
 @dataclass(frozen=True)
 class PeerProbe:
-    """`address` as it was given; `detail` is the system's own word; `greeting`: what came of one, where it is open."""
+    """Result of probing a peer. `detail` is the operating system's error; `greeting` is set if the port is open."""
 
     address: str
     answer: ConnectResult
@@ -191,24 +191,24 @@ class PeerProbe:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[v6]:port". Raises ValueError."""
+    """Split "host:port" or "[v6]:port" into host and port. Raises ValueError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host.strip("[]") or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise ValueError(f"{text!r} is not HOST:PORT")
+        raise ValueError(f"a peer must be HOST:PORT, got {text!r}")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError(f"{text!r}: write an IPv6 address in brackets, [{host}]:{port}")
+        raise ValueError(f"an IPv6 address must be in brackets, such as [{host}]:{port}, got {text!r}")
     return host.strip("[]"), int(port)
 
 
 def observe_peer(address: str, within_s: float = _CONNECT_S) -> PeerProbe:
-    """Connects, hangs up, and connects again to greet whoever is there."""
+    """Connect to the address; if that succeeds, connect again and send a greeting."""
     host, port = split_address(address)
     try:
         with socket.create_connection((host, port), timeout=within_s):
             pass
         return PeerProbe(address, ConnectResult.OPEN, greeting=greet(host, port))
     except TimeoutError:
-        answer, detail = ConnectResult.SILENT, f"nothing within {within_s:g} s"
+        answer, detail = ConnectResult.SILENT, f"no answer within {within_s:g} s"
     except ConnectionRefusedError as error:
         answer, detail = ConnectResult.REFUSED, str(error.strerror)
     except socket.gaierror as error:
@@ -224,8 +224,8 @@ def judge_peer(seen: PeerProbe, needs: Needs) -> Verdict:
         level, found, advice = judge_greeting(seen.address, seen.greeting)
         if level is Level.OK and Purpose.RDMA in needs:
             advice = (
-                f"For RoCE v2 the firewalls between must also let UDP port {_ROCE_PORT} pass both ways, which shows "
-                "only when a connection is made."
+                f"RoCE v2 also needs UDP port {_ROCE_PORT} open in both directions in all firewalls; this check cannot "
+                "test it."
             )
             return Level.NOTE, found, advice
         return level, found, advice
@@ -234,22 +234,22 @@ def judge_peer(seen: PeerProbe, needs: Needs) -> Verdict:
 
 _PEER_ADVICE: Final = {
     ConnectResult.REFUSED: (
-        "The host is there and nothing listens at the port: start the node, check its port and that it listens at an "
-        "address others reach (--host, --data-host); a firewall that rejects looks the same."
+        "The host is up, but nothing listens on the port, or a firewall rejects the connection: start the node, and "
+        "check that it listens on an address that other hosts can reach (--host, --data-host)."
     ),
     ConnectResult.SILENT: (
-        "Packets vanish: a firewall drops them (the host's, the cloud's security group, a network policy), or the host "
-        "is down; try from the host itself to tell which."
+        "Packets are lost: a firewall drops them (the host's, the cloud's security group, a network policy), or the "
+        "host is down. Try to connect from the host itself to find out which."
     ),
-    ConnectResult.UNREACHABLE: "No route to the host, or a firewall blocks it: see `ip route get` and its rules.",
-    ConnectResult.UNKNOWN: "Check the name, or give the address.",
-    ConnectResult.OTHER: "Look at the address and the interfaces' state by hand.",
+    ConnectResult.UNREACHABLE: "No route to the host, or a firewall blocks it: check `ip route get` and the firewall.",
+    ConnectResult.UNKNOWN: "Check the name, or use an IP address.",
+    ConnectResult.OTHER: "Check the address, and the state of the interfaces.",
 }
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """The kernel's table of connections; `most` 0 where nothing is tracked."""
+    """The kernel's connection tracking table; `most` is 0 if it tracks none."""
 
     count: int
     most: int
@@ -282,5 +282,5 @@ def _peer_check(address: str) -> Check:
 
 
 def checks(addresses: Sequence[str]) -> tuple[Check, ...]:
-    """With the peers to be tried."""
+    """Return the check of the tracking table, and one for each peer HOST:PORT."""
     return (Check("connection tracking", observe_tracking, judge_tracking), *map(_peer_check, addresses))

@@ -1,6 +1,6 @@
-"""RDMA ports and which of them Moonpool would use, their packets' size, and whether user space can reach them.
+"""Checks of RDMA: ports and which of them a node would use, packet sizes, access from user space, access to GPU memory.
 
-Opens no device. What a port must be to be used is decided by `messenger.rdma.policy.rail_choice`, as in a running node.
+Opens no device. `messenger.rdma.policy.rail_choice` selects the ports, as in a running node.
 """
 
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from messenger.rdma.policy.rail_choice import RailChoice
 
 _IMPORT_S: Final = 3.0
-_LEAST_MTU: Final = 4200  # of an interface, for packets of 4096 bytes
+_LEAST_MTU: Final = 4200  # of an interface, for 4096-byte packets
 _FULL_PATH_MTU: Final = 4096
 _ROOT: Final = Path("/")
 _MODULES: Final = ("ib_uverbs", "rdma_ucm")
@@ -26,14 +26,14 @@ _MODULES: Final = ("ib_uverbs", "rdma_ucm")
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports as the kernel shows them, and what a node would choose of them."""
+    """The kernel's RDMA ports, and those that a node would use."""
 
     found: "tuple[DeviceFacts, ...]"
     choice: "RailChoice"
 
 
 def observe_ports(devices: Sequence[str] = (), root: Path = _ROOT) -> Ports:
-    """`devices`: those asked for by name, as in rdma_devices; none to have them chosen."""
+    """List the RDMA ports; `devices` are the values of rdma_devices, empty to choose them by topology."""
     with ONE_AT_A_TIME:
         from messenger.rdma.policy.rail_choice import RailRequest, choose
         from messenger.rdma.topology import rdma_ports
@@ -45,19 +45,19 @@ def observe_ports(devices: Sequence[str] = (), root: Path = _ROOT) -> Ports:
 def judge_ports(seen: Ports, needs: Needs) -> Verdict:
     verdicts = seen.choice.verdicts
     if not verdicts:
-        advice = "KV goes over TCP without; for RDMA load the adapter's driver and give the container /dev/infiniband."
+        advice = "KV goes over TCP. For RDMA load the adapter's driver, and give a container access to /dev/infiniband."
         return optional(needs, Purpose.RDMA), "no device", advice
     found = "\n".join(verdict.text for verdict in verdicts)
     if not seen.choice.rails:
         level = Level.FAIL if Purpose.RDMA in needs else Level.WARN
-        return level, found, "Mend one of them as said, or name another with rdma_devices; until then KV goes over TCP."
-    asked_in_vain = [verdict for verdict in verdicts if not verdict.is_taken and verdict.port == 0]
-    if asked_in_vain:
+        return level, found, "Fix one of them, or select another with rdma_devices. KV goes over TCP until then."
+    unknown = [verdict for verdict in verdicts if not verdict.is_taken and verdict.port == 0]
+    if unknown:
         level = Level.FAIL if Purpose.RDMA in needs else Level.WARN
-        return level, found, "Correct the names in rdma_devices: `rdma link` or `ibv_devices` lists what is there."
+        return level, found, "Correct the names in rdma_devices: `rdma link` or `ibv_devices` lists the devices."
     broken = [facts.key for facts in seen.found if facts.state != "ACTIVE"]
     if broken:
-        return Level.NOTE, found, f"Check {', '.join(broken)} if it should be in use."
+        return Level.NOTE, found, f"Check {', '.join(broken)} if it is supposed to be in use."
     return Level.OK, found, ""
 
 
@@ -67,13 +67,13 @@ def judge_mtu(seen: Ports, needs: Needs) -> Verdict:
     if not ethernet:
         return Level.OK, "no RoCE port is used", ""
     found = ", ".join(
-        f"{facts.key}: packets of {facts.active_mtu} ({facts.netdev} MTU {facts.netdev_mtu})" for facts in ethernet
+        f"{facts.key}: {facts.active_mtu}-byte packets ({facts.netdev} MTU {facts.netdev_mtu})" for facts in ethernet
     )
     small = [facts.netdev for facts in ethernet if facts.active_mtu < _FULL_PATH_MTU]
     if small:
         advice = (
-            f"Set an MTU of {_LEAST_MTU} or more (ip link set {small[0]} mtu 9000) on both hosts and the switches "
-            f"between: packets of {_FULL_PATH_MTU} bytes cost fewer headers and interrupts."
+            f"Set an MTU of {_LEAST_MTU} or more (ip link set {small[0]} mtu 9000) on both hosts and all switches "
+            f"between them: {_FULL_PATH_MTU}-byte packets need fewer headers and interrupts."
         )
         return Level.NOTE, found, advice
     return Level.OK, found, ""
@@ -81,9 +81,9 @@ def judge_mtu(seen: Ports, needs: Needs) -> Verdict:
 
 @dataclass(frozen=True)
 class UserSpace:
-    """How far this process gets: modules of the kernel that are missing, device files that it may not open, pyverbs.
+    """Prerequisites of RDMA in user space: kernel modules, device files, pyverbs.
 
-    `denied` are the files that exist and may not be opened; `pyverbs_problem` is "" if it imports.
+    `denied` names the device files that this process may not open; `pyverbs_problem` is "" if pyverbs imports.
     """
 
     num_devices: int
@@ -108,26 +108,30 @@ def judge_user_space(seen: UserSpace, needs: Needs) -> Verdict:
     level = optional(needs, Purpose.RDMA)
     if seen.pyverbs_problem:
         advice = (
-            "For RDMA install pyverbs for the Python that runs Moonpool: apt install python3-pyverbs (dnf: "
-            "python3-pyverbs), or pip install pyverbs with rdma-core's headers."
+            "For RDMA install pyverbs in the Python environment of Moonpool: apt install python3-pyverbs (dnf: "
+            "python3-pyverbs), or pip install pyverbs, which needs rdma-core's headers."
         )
         return level, f"pyverbs does not import: {seen.pyverbs_problem}", advice
     if not seen.num_devices:
-        return Level.OK, "pyverbs imports; no device to open", ""
+        return Level.OK, "pyverbs imports; there is no device", ""
     if "ib_uverbs" in seen.missing_modules:
-        return level, "the module ib_uverbs is not loaded", "modprobe ib_uverbs (on the host, for a container)."
+        return (
+            level,
+            "the kernel module ib_uverbs is not loaded",
+            "Run modprobe ib_uverbs, for a container on its host.",
+        )
     if not seen.num_files:
         advice = "Give the container the device files: docker run --device /dev/infiniband, or an RDMA device plugin."
-        return level, "the kernel shows devices, but /dev/infiniband has no uverbs file", advice
+        return level, "the kernel has RDMA devices, but /dev/infiniband has no uverbs file", advice
     if seen.denied:
-        advice = "Give this user read and write access to them (a udev rule, or membership of their group)."
-        return level, f"{', '.join(seen.denied)} in /dev/infiniband may not be opened", advice
+        advice = "Give this user read and write access to the files, by a udev rule or membership in their group."
+        return level, f"{', '.join(seen.denied)} in /dev/infiniband: permission denied", advice
     if "rdma_ucm" in seen.missing_modules:
         found = f"pyverbs imports; {seen.num_files} devices can be opened; rdma_ucm is not loaded"
         return (
             Level.NOTE,
             found,
-            "Moonpool needs it not; tools such as rping and ib_write_bw -R do (modprobe rdma_ucm).",
+            "Moonpool does not need it; tools such as rping and ib_write_bw -R do (modprobe rdma_ucm).",
         )
     return Level.OK, f"pyverbs imports; {seen.num_files} devices can be opened", ""
 
@@ -136,8 +140,8 @@ def judge_user_space(seen: UserSpace, needs: Needs) -> Verdict:
 class GpuPath:
     """Path by which an adapter reaches GPU memory.
 
-    `exports_dmabuf`: the driver exports it, as the open kernel modules do. Otherwise a module must make GPU memory
-    known to the adapters' drivers.
+    `exports_dmabuf`: the driver exports GPU memory as dmabuf, as the open kernel modules do. `has_peer_memory`: the
+    alternative, the module nvidia-peermem, is loaded.
     """
 
     num_gpus: int
@@ -163,27 +167,31 @@ def judge_gpu_path(seen: GpuPath, needs: Needs) -> Verdict:
         return Level.OK, "needs a GPU and an RDMA device", ""
     ways = [*(["dmabuf"] if seen.exports_dmabuf else []), *(["peer memory"] if seen.has_peer_memory else [])]
     if ways:
-        return Level.OK, f"can be registered by {' or '.join(ways)}", ""
+        return Level.OK, f"GPU memory can be registered by {' or '.join(ways)}", ""
     level = Level.FAIL if {Purpose.RDMA, Purpose.GPU} <= needs else Level.NOTE
-    advice = "Install the driver's open kernel modules, or modprobe nvidia-peermem; until then KV goes by host memory."
-    return level, "adapters cannot reach it: no open kernel modules, no nvidia-peermem", advice
+    advice = "Install the driver's open kernel modules, or run modprobe nvidia-peermem. Until then KV uses host memory."
+    return (
+        level,
+        "adapters cannot access it: no open kernel modules, no nvidia-peermem",
+        advice,
+    )
 
 
 def _has_module(root: Path, name: str) -> bool:
-    """Loaded, or built in: then its class or its files are there all the same."""
+    """Return True if a kernel module is loaded or built in; a built-in one shows only its device class or file."""
     marks = {"ib_uverbs": "sys/class/infiniband_verbs", "rdma_ucm": "dev/infiniband/rdma_cm"}
     return (root / "sys/module" / name).is_dir() or (root / marks[name]).exists()
 
 
 def _import_problem(module: str) -> str:
-    """Why a module does not import, "" if it does; in a process of its own, for it loads a driver's library."""
+    """Return the error of importing a module in a child process, since it loads a driver's library; "" on success."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=_IMPORT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return (done.stderr.strip().splitlines() or ["it ends the interpreter"])[-1] if done.returncode else ""
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1] if done.returncode else ""
 
 
 def _read(path: Path) -> str:
@@ -194,7 +202,7 @@ def _read(path: Path) -> str:
 
 
 def checks(devices: Sequence[str] = ()) -> tuple[Check, ...]:
-    """With the devices that are to be used; none to have them chosen."""
+    """Return the checks of RDMA; `devices` are the values of rdma_devices, empty to choose them by topology."""
     return (
         Check("RDMA ports", lambda: observe_ports(devices), judge_ports),
         Check("RDMA packets", lambda: observe_ports(devices), judge_mtu),

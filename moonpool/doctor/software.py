@@ -1,4 +1,4 @@
-"""Python, the packages that serving needs and those it can use, compiled kernels, and the bundled model."""
+"""Checks of the installation: Python, required and optional packages, compiled kernels, the bundled model."""
 
 import hashlib
 import importlib.metadata
@@ -18,7 +18,7 @@ LEAST_PYTHON: Final = (3, 11)
 SUMS_NAME: Final = "SHA256SUMS"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?\s*(?:;\s*(.*))?$")
-KERNELS: Final = (  # the modules whose functions numba compiles and keeps
+KERNELS: Final = (  # modules whose functions numba compiles and caches
     "conductor/directory/kernels.py",
     "conductor/policy/kernels.py",
     "conductor/policy/lengths.py",
@@ -40,8 +40,6 @@ KERNELS: Final = (  # the modules whose functions numba compiles and keeps
 
 @dataclass(frozen=True)
 class Python:
-    """The interpreter."""
-
     version: tuple[int, ...]
     platform: str  # sys.platform
     is_virtual: bool
@@ -56,7 +54,7 @@ def judge_python(seen: Python, needs: Needs) -> Verdict:
     found = f"{version} on {seen.platform}{', in a virtual environment' if seen.is_virtual else ''}"
     if seen.version < LEAST_PYTHON:
         least = ".".join(map(str, LEAST_PYTHON))
-        return Level.FAIL, found, f"Install Python {least} or newer and make the environment anew with it."
+        return Level.FAIL, found, f"Install Python {least} or newer, and recreate the environment with it."
     if not seen.platform.startswith("linux"):
         return Level.FAIL, found, "Serve on Linux: shared memory and the supervision of processes need it."
     return Level.OK, found, ""
@@ -64,7 +62,7 @@ def judge_python(seen: Python, needs: Needs) -> Verdict:
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution; `version` "" when it is not installed."""
+    """A distribution; `version` is "" if it is not installed."""
 
     name: str
     version: str
@@ -91,12 +89,12 @@ def judge_packages(seen: tuple[Package, ...], needs: Needs) -> Verdict:
     ]
     main = ", ".join(f"{package.name} {package.version}" for package in seen if package.name in ("torch", "numba"))
     if missing or old:
-        return Level.FAIL, f"missing or too old: {', '.join([*missing, *old])}", "Install again: pip install moonpool."
-    return Level.OK, f"all {len(seen)} are there: {main}", ""
+        return Level.FAIL, f"missing or too old: {', '.join([*missing, *old])}", "Reinstall: pip install moonpool."
+    return Level.OK, f"all {len(seen)} are installed: {main}", ""
 
 
 def is_older(version: str, least: str) -> bool:
-    """Compares the leading numbers of two versions: "2.13.0+cpu" is not older than "2.6"."""
+    """Compare the leading numbers of two versions: "2.13.0+cpu" is not older than "2.6"."""
     numbers = [[int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3]] for text in (version, least)]
     length = max(map(len, numbers))
     mine, wanted = ([*each, *[0] * (length - len(each))] for each in numbers)
@@ -105,7 +103,7 @@ def is_older(version: str, least: str) -> bool:
 
 @dataclass(frozen=True)
 class Extra:
-    """A package that is used where it is there."""
+    """An optional package."""
 
     name: str
     module: str
@@ -124,13 +122,13 @@ def observe_extra(extra: Extra) -> Package:
 def judge_extra(seen: Package, needs: Needs, extra: Extra) -> Verdict:
     if seen.version:
         return Level.OK, seen.version, ""
-    advice = f"Only to {extra.what_for}: pip install {extra.name}."
+    advice = f"Needed only to {extra.what_for}: pip install {extra.name}."
     return optional(needs, *extra.purposes), "not installed", advice
 
 
 @dataclass(frozen=True)
 class CompiledKernels:
-    """Compiled CPU kernels on the disk: how many modules the cache has, and whether it can be written."""
+    """Numba's cache of compiled CPU kernels: `num_compiled` of `num_modules` modules are up to date."""
 
     num_modules: int
     num_compiled: int
@@ -138,7 +136,7 @@ class CompiledKernels:
 
 
 def observe_kernels() -> CompiledKernels:
-    """Looks for numba's index files where numba keeps them; loads no kernel."""
+    """Look for numba's index files in its cache folders; loads no kernel."""
     sources = [_ROOT / name for name in KERNELS]
     is_writable = all(_can_write(cache_folder(source, os.environ)) for source in sources)
     return CompiledKernels(len(sources), sum(_is_compiled(source) for source in sources), is_writable)
@@ -149,9 +147,9 @@ def judge_kernels(seen: CompiledKernels, needs: Needs) -> Verdict:
     if seen.num_compiled == seen.num_modules:
         return Level.OK, found, ""
     if not seen.is_writable:
-        advice = "Set NUMBA_CACHE_DIR to a folder that can be written: otherwise each process compiles for itself."
-        return Level.WARN, f"{found}; the cache cannot be written", advice
-    return Level.NOTE, found, "The first start compiles the others, which takes about a minute, and keeps them."
+        advice = "Set NUMBA_CACHE_DIR to a writable folder: otherwise each process compiles the kernels again."
+        return Level.WARN, f"{found}; the cache is not writable", advice
+    return Level.NOTE, found, "The first start compiles and caches the others, which takes about a minute."
 
 
 def _is_compiled(source: Path) -> bool:
@@ -160,7 +158,7 @@ def _is_compiled(source: Path) -> bool:
 
 
 def cache_folder(source: Path, environ: Mapping[str, str]) -> Path:
-    """Where numba keeps what it compiled of `source`: where it is told to, beside it, or with the user's caches."""
+    """Return numba's cache folder for `source`: NUMBA_CACHE_DIR, __pycache__ beside it, or the user's cache folder."""
     if chosen := environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen)
     beside = source.parent / "__pycache__"
@@ -170,18 +168,18 @@ def cache_folder(source: Path, environ: Mapping[str, str]) -> Path:
 
 
 def _can_write(folder: Path) -> bool:
-    """Return True if files can be created there, or the folder itself."""
+    """Return True if files can be created in the folder, or the folder itself can."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return existing.is_dir() and os.access(existing, os.W_OK)
 
 
 @dataclass(frozen=True)
 class BundledModel:
-    """The bundled model's files against their recorded hashes."""
+    """Comparison of the bundled model's files with their recorded hashes."""
 
     is_there: bool
     num_recorded: int
-    damaged: tuple[str, ...]  # missing, or another content
+    damaged: tuple[str, ...]  # missing or different
 
 
 def observe_model(folder: Path = BUNDLED_MODEL) -> BundledModel:
@@ -194,10 +192,10 @@ def observe_model(folder: Path = BUNDLED_MODEL) -> BundledModel:
 def judge_model(seen: BundledModel, needs: Needs) -> Verdict:
     if not seen.is_there or seen.damaged:
         found = f"damaged: {', '.join(seen.damaged)}" if seen.is_there else "not installed"
-        advice = "Install again (pip install --force-reinstall moonpool), or serve a model folder of your own."
+        advice = "Reinstall (pip install --force-reinstall moonpool), or serve another model folder."
         return Level.FAIL, found, advice
     if not seen.num_recorded:
-        return Level.WARN, f"there, but without {SUMS_NAME}: cannot be told from a damaged one", "Install again."
+        return Level.WARN, f"installed without {SUMS_NAME}, so its integrity is unknown", "Reinstall moonpool."
     return Level.OK, f"intact ({seen.num_recorded} files)", ""
 
 

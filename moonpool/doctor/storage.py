@@ -1,7 +1,4 @@
-"""Where processes keep files and shared memory: the run directory, the disk, /dev/shm, anonymous shared memory.
-
-The folder that a pool node is to keep its SSD tier in: whether it can, and how soon a write is durable.
-"""
+"""Checks of storage: the run directory, the disk, /dev/shm, anonymous shared memory, and the folder of the SSD tier."""
 
 import mmap
 import os
@@ -26,12 +23,12 @@ _PORT_DIGITS: Final = 5
 # Two files of 32 MiB for each of a small cluster's nodes.
 LEAST_RUN_DIR_NBYTES: Final = 512 * MIB
 LEAST_DISK_NBYTES: Final = 5 * GIB
-SMALL_SHM_NBYTES: Final = GIB  # Docker gives 64 MiB
+SMALL_SHM_NBYTES: Final = GIB  # Docker's default is 64 MiB
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder and its file system: bytes; `problem` is why no file can be written there, "" if one can."""
+    """A folder and its file system, sizes in bytes; `problem` is "" if files can be written."""
 
     path: str
     total: int
@@ -48,14 +45,18 @@ def observe_run_dir() -> Folder:
 def judge_run_dir(seen: Folder, needs: Needs) -> Verdict:
     length = len(os.fsencode(seen.path)) + len(f"/moonpool-{os.getuid()}/") + _PORT_DIGITS + 1 + LONGEST_SOCKET_NAME
     if seen.problem:
-        advice = "Set TMPDIR or XDG_RUNTIME_DIR to a folder of your own, or give serve a --run-dir."
+        advice = "Set TMPDIR or XDG_RUNTIME_DIR to a folder of this user, or choose another --run-dir for serve."
         return Level.FAIL, f"{seen.path}: {seen.problem}", advice
     if length > _MAX_SOCKET_PATH:
-        advice = "Give serve a shorter --run-dir, such as /tmp/moonpool."
+        advice = "Choose a shorter --run-dir for serve, such as /tmp/moonpool."
         return Level.FAIL, f"{seen.path} is too long a path for unix sockets", advice
     found = f"{seen.path}, {size_text(seen.free)} free"
     if seen.free < LEAST_RUN_DIR_NBYTES:
-        return Level.WARN, found, "Free some, or give serve a --run-dir elsewhere: each node's log takes up to 64 MiB."
+        return (
+            Level.WARN,
+            found,
+            "Free space, or choose another --run-dir for serve: the log of each node takes up to 64 MiB.",
+        )
     return Level.OK, found, ""
 
 
@@ -67,10 +68,10 @@ def observe_disk() -> Folder:
 def judge_disk(seen: Folder, needs: Needs) -> Verdict:
     if seen.problem:
         found = f"{seen.path} ({seen.kind}): {seen.problem}"
-        return Level.NOTE, found, "Start where reports may be written, or give them a folder with --out."
+        return Level.NOTE, found, "Start commands in a writable folder, or choose one for their reports with --out."
     found = f"{size_text(seen.free)} free of {size_text(seen.total)} at {seen.path} ({seen.kind})"
     if seen.free < LEAST_DISK_NBYTES:
-        return Level.NOTE, found, "Free some before keeping models, reports or KV on this disk."
+        return Level.NOTE, found, "Free space before storing models, reports or KV on this disk."
     return Level.OK, found, ""
 
 
@@ -81,10 +82,10 @@ def observe_shm() -> Folder:
 
 def judge_shm(seen: Folder, needs: Needs) -> Verdict:
     if seen.problem:
-        return Level.NOTE, seen.problem, "Moonpool does not use it; Ray does: mount it (docker run --shm-size 8g)."
+        return Level.NOTE, seen.problem, "Only Ray needs it: mount it (docker run --shm-size 8g)."
     found = f"{size_text(seen.free)} free of {size_text(seen.total)}"
     if seen.total < SMALL_SHM_NBYTES:
-        return Level.NOTE, found, "Moonpool does not use it; for Ray make it larger (docker run --shm-size 8g)."
+        return Level.NOTE, found, "Only Ray needs it: for Ray make it larger (docker run --shm-size 8g)."
     return Level.OK, found, ""
 
 
@@ -96,7 +97,7 @@ class SharedMemoryProbe:
 
 
 def observe_shared_memory() -> SharedMemoryProbe:
-    """Makes some, as pools and workers do for KV."""
+    """Create and map anonymous shared memory, as pool nodes and workers do for KV."""
     try:
         descriptor = os.memfd_create("moonpool-doctor")
         try:
@@ -112,9 +113,11 @@ def observe_shared_memory() -> SharedMemoryProbe:
 
 def judge_shared_memory(seen: SharedMemoryProbe, needs: Needs) -> Verdict:
     if seen.problem:
-        advice = "Allow memfd_create and mmap in the container's security profile: KV lives in anonymous shared memory."
+        advice = (
+            "Allow memfd_create and mmap in the container's security profile: KV is stored in anonymous shared memory."
+        )
         return Level.FAIL, seen.problem, advice
-    return Level.OK, "can be made and mapped", ""
+    return Level.OK, "can be created and mapped", ""
 
 
 def _folder(path: Path) -> Folder:
@@ -127,12 +130,12 @@ def _folder(path: Path) -> Folder:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        return Folder(str(path), usage.total, usage.free, kind, f"no file can be written there ({error.strerror})")
+        return Folder(str(path), usage.total, usage.free, kind, f"cannot write files ({error.strerror})")
     return Folder(str(path), usage.total, usage.free, kind)
 
 
 def file_system(path: str, mounts: str) -> str:
-    """The kind of the file system that `path` lies in, by the text of /proc/self/mounts; "unknown" without one."""
+    """Return the type of the file system of `path` from the text of /proc/self/mounts, or "unknown"."""
     best, kind = "", "unknown"
     for line in mounts.splitlines():
         words = line.split()
@@ -145,7 +148,7 @@ def file_system(path: str, mounts: str) -> str:
 
 
 def read_mounts() -> str:
-    """The text of /proc/self/mounts, "" where there is none."""
+    """Return the text of /proc/self/mounts; "" if it cannot be read."""
     try:
         return Path("/proc/self/mounts").read_text()
     except OSError:
@@ -169,7 +172,7 @@ _NUM_WRITES: Final = 8
 
 @dataclass(frozen=True)
 class SsdFolder:
-    """`problem`: why nothing can be kept there, "" if it can. `sync_s`: median of durable writes of one page."""
+    """Folder for an SSD tier. `problem` is "" if it is usable; `sync_s` is the median time of a durable 4 KiB write."""
 
     path: str
     kind: str = ""
@@ -180,17 +183,17 @@ class SsdFolder:
 
 
 def checks(folder: Path | None) -> tuple[Check, ...]:
-    """Examine the named folder, if any."""
+    """Return the check of the folder for a pool node's SSD tier; None if none was given."""
     return (Check("pool SSD", partial(observe_ssd, folder), judge_ssd),)
 
 
 def observe_ssd(folder: Path | None) -> SsdFolder | None:
-    """Writes a few pages to a file of its own there, and removes it."""
+    """Write a few pages to a temporary file in the folder, and measure how long each takes to become durable."""
     if folder is None:
         return None
     path = folder.absolute()
     if not path.is_dir():
-        return SsdFolder(str(path), problem="is no folder" if path.exists() else "does not exist")
+        return SsdFolder(str(path), problem="is not a folder" if path.exists() else "does not exist")
     kind = file_system(str(path.resolve()), read_mounts())
     try:
         free = shutil.disk_usage(path).free
@@ -203,26 +206,26 @@ def observe_ssd(folder: Path | None) -> SsdFolder | None:
 
 def judge_ssd(seen: SsdFolder | None, needs: Needs) -> Verdict:
     if seen is None:
-        return Level.NOTE, "no folder was named", "To look at one, name it: --pool-ssd-dir /mnt/nvme/moonpool."
+        return Level.NOTE, "no folder given", "To check a folder, give it: --pool-ssd-dir /mnt/nvme/moonpool."
     where = f"{seen.path} ({seen.kind})" if seen.kind else seen.path
     if seen.problem:
-        advice = "Make it, on the disk that is to hold the tier, with rights for this user."
+        advice = "Create the folder on the SSD, and give this user write access."
         return Level.FAIL, f"{where} {seen.problem}", advice
     if seen.kind in _IN_MEMORY:
-        advice = "Name a folder on a disk, or give the memory to the pool itself with --pool-bytes."
-        return Level.FAIL, f"{where} is memory", advice
+        advice = "Choose a folder on a disk, or give the memory to the pool itself with --pool-bytes."
+        return Level.FAIL, f"{where} is in memory", advice
     io = "direct I/O" if seen.is_direct else "no direct I/O"
-    found = f"{where}, {size_text(seen.free)} free, {io}, a page is durable after {seen.sync_s * 1e3:.3g} ms"
+    found = f"{where}, {size_text(seen.free)} free, {io}, durable 4 KiB writes take {seen.sync_s * 1e3:.3g} ms"
     if seen.free < _DEFAULT_NBYTES:
-        return Level.WARN, found, "Make room, or give --pool-ssd-bytes a value below what is free."
+        return Level.WARN, found, "Free space, or set --pool-ssd-bytes to less than the free space."
     if not seen.is_direct:
         return (
             Level.WARN,
             found,
-            "Use ext4 or xfs on a local disk: the page cache would be in between, and take memory.",
+            "Use ext4 or xfs on a local disk: without direct I/O, the page cache takes additional memory.",
         )
     if seen.sync_s > _SLOW_SYNC_S:
-        return Level.WARN, found, "Use a local SSD: from a disk so slow much is not loaded in time."
+        return Level.WARN, found, "Use a local SSD: from a disk this slow, many blocks will not be loaded in time."
     return Level.OK, found, ""
 
 

@@ -37,7 +37,7 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (software.judge_python, software.Python((3, 12, 1), "linux", True), (), OK, "3.12.1"),
         (software.judge_python, software.Python((3, 10, 9), "linux", True), (), FAIL, "Python 3.11 or newer"),
         (software.judge_python, software.Python((3, 12, 1), "darwin", True), (), FAIL, "on Linux"),
-        (software.judge_packages, (software.Package("numba", "0.61.2", "0.61"),), (), OK, "all 1 are there"),
+        (software.judge_packages, (software.Package("numba", "0.61.2", "0.61"),), (), OK, "all 1 are installed"),
         (software.judge_packages, (software.Package("numba", "", "0.61"),), (), FAIL, "too old: numba"),
         (software.judge_packages, (software.Package("numba", "0.60", "0.61"),), (), FAIL, "numba 0.60 (needs 0.61)"),
         (software.judge_kernels, software.CompiledKernels(5, 5, False), (), OK, "5 of 5"),
@@ -55,7 +55,7 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (software.judge_model, software.BundledModel(True, 0, ()), (), WARN, "SHA256SUMS"),
         (machine.judge_cores, machine.Cores(8, 4, 0.5), (), OK, "4 usable of 8"),
         (machine.judge_cores, machine.Cores(8, 1, 0.5), (), WARN, "2 cores or more"),
-        (machine.judge_cores, machine.Cores(8, 4, 9.0), (), WARN, "busy"),
+        (machine.judge_cores, machine.Cores(8, 4, 9.0), (), WARN, "stop them"),
         (machine.judge_memory, GOOD_MEMORY, (), OK, "32 GiB free of 64 GiB"),
         (machine.judge_memory, replace(GOOD_MEMORY, available=GIB), (), FAIL, "--pool-bytes"),
         (machine.judge_memory, replace(GOOD_MEMORY, limit=4 * GIB, used=GIB), (), WARN, "limit is 4 GiB"),
@@ -70,10 +70,10 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
             machine.HugePages(0, 0, "madvise", True),
             (),
             OK,
-            "transparent: madvise, shared memory on demand",
+            "transparent: madvise, shared memory on request",
         ),
-        (machine.judge_huge_pages, machine.HugePages(0, 0, "madvise", False), (), NOTE, "Linux 6.1 joins them"),
-        (machine.judge_huge_pages, machine.HugePages(9, 0, "madvise", False), (), OK, "not of shared memory"),
+        (machine.judge_huge_pages, machine.HugePages(0, 0, "madvise", False), (), NOTE, "use Linux 6.1 or newer"),
+        (machine.judge_huge_pages, machine.HugePages(9, 0, "madvise", False), (), OK, "not for shared memory"),
         (machine.judge_huge_pages, machine.HugePages(512, 512, "never", True), (), NOTE, "vm.nr_hugepages=0"),
         (machine.judge_huge_pages, machine.HugePages(512, 12, "never", True), (), OK, "12 free"),
         (machine.judge_kernel, machine.Kernel("6.1", 0, 60, 65530, 4096), (), OK, "Linux 6.1"),
@@ -81,18 +81,18 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (machine.judge_kernel, machine.Kernel("6.1", 0, 60, 65530, 128), (), NOTE, "somaxconn=4096"),
         (machine.judge_clock, machine.KernelClock(True, 0.002), (), OK, "within 0.002 s"),
         (machine.judge_clock, machine.KernelClock(False, 16.0), (), NOTE, "chrony"),
-        (machine.judge_clock, machine.KernelClock(None, 0.0), (), NOTE, "does not say"),
+        (machine.judge_clock, machine.KernelClock(None, 0.0), (), NOTE, "unknown"),
         (storage.judge_run_dir, FOLDER, (), OK, "50 GiB free"),
         (storage.judge_run_dir, replace(FOLDER, problem="read-only"), (), FAIL, "--run-dir"),
         (storage.judge_run_dir, replace(FOLDER, path="/tmp/" + "x" * 60), (), FAIL, "too long a path"),
-        (storage.judge_run_dir, replace(FOLDER, free=1 << 20), (), WARN, "--run-dir elsewhere"),
+        (storage.judge_run_dir, replace(FOLDER, free=1 << 20), (), WARN, "another --run-dir"),
         (storage.judge_disk, FOLDER, (), OK, "at /tmp (ext4)"),
-        (storage.judge_disk, replace(FOLDER, free=GIB), (), NOTE, "Free some"),
-        (storage.judge_disk, replace(FOLDER, problem="no file can be written there"), (), NOTE, "--out"),
+        (storage.judge_disk, replace(FOLDER, free=GIB), (), NOTE, "Free space"),
+        (storage.judge_disk, replace(FOLDER, problem="cannot write files"), (), NOTE, "--out"),
         (storage.judge_shm, FOLDER, (), OK, "free of 100 GiB"),
         (storage.judge_shm, replace(FOLDER, total=64 << 20), (), NOTE, "--shm-size"),
         (storage.judge_shm, replace(FOLDER, problem="No such file or directory"), (), NOTE, "--shm-size"),
-        (storage.judge_shared_memory, storage.SharedMemoryProbe(""), (), OK, "can be made"),
+        (storage.judge_shared_memory, storage.SharedMemoryProbe(""), (), OK, "can be created"),
         (storage.judge_shared_memory, storage.SharedMemoryProbe("Operation not permitted"), (), FAIL, "memfd_create"),
         (storage.judge_ssd, None, (Purpose.POOL,), NOTE, "--pool-ssd-dir"),
         (
@@ -100,31 +100,37 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
             SSD,
             (Purpose.POOL,),
             OK,
-            "/ssd (xfs), 800 GiB free, direct I/O, a page is durable after 0.4",
+            "/ssd (xfs), 800 GiB free, direct I/O, durable 4 KiB writes take 0.4",
         ),
         (storage.judge_ssd, replace(SSD, problem="does not exist"), (), FAIL, "/ssd (xfs) does not exist"),
-        (storage.judge_ssd, replace(SSD, kind="tmpfs"), (), FAIL, "is memory"),
+        (storage.judge_ssd, replace(SSD, kind="tmpfs"), (), FAIL, "is in memory"),
         (storage.judge_ssd, replace(SSD, free=GIB), (), WARN, "--pool-ssd-bytes"),
         (storage.judge_ssd, replace(SSD, is_direct=False), (), WARN, "no direct I/O"),
-        (storage.judge_ssd, replace(SSD, sync_s=0.2), (), WARN, "durable after 200 ms"),
+        (storage.judge_ssd, replace(SSD, sync_s=0.2), (), WARN, "writes take 200 ms"),
         (network.judge_port, network.Port(8000, ""), (), OK, "8000 is free"),
         (network.judge_port, network.Port(8000, "in use"), (), WARN, "another --port"),
         (network.judge_loopback, network.Loopback("", ""), (), OK, "work"),
         (network.judge_loopback, network.Loopback("timed out", ""), (), FAIL, "ip link set lo up"),
         (network.judge_loopback, network.Loopback("", "not permitted"), (), FAIL, "unix sockets: not permitted"),
-        (network.judge_interfaces, (), (), NOTE, "none is up"),
-        (network.judge_interfaces, (), (Purpose.DECODE,), FAIL, "none is up"),
-        (network.judge_interfaces, (network.Interface("e", False, 1500, -1),), (Purpose.POOL,), FAIL, "none is up"),
+        (network.judge_interfaces, (), (), NOTE, "only loopback is up"),
+        (network.judge_interfaces, (), (Purpose.DECODE,), FAIL, "only loopback is up"),
+        (
+            network.judge_interfaces,
+            (network.Interface("e", False, 1500, -1),),
+            (Purpose.POOL,),
+            FAIL,
+            "only loopback is up",
+        ),
         (network.judge_interfaces, (network.Interface("e", True, 1500, 1000),), (), OK, "e MTU 1500, 1 Gbit/s"),
         (network.judge_interfaces, (network.Interface("e", True, 1400, -1),), (), NOTE, "tunnel"),
-        (network.judge_interfaces, (network.Interface("e", True, 1500, 100_000),), (), NOTE, "raise the MTU to 9000"),
+        (network.judge_interfaces, (network.Interface("e", True, 1500, 100_000),), (), NOTE, "Raise the MTU to 9000"),
         (gpu.judge_driver, gpu.Driver(False), (), NOTE, "no NVIDIA GPU"),
         (gpu.judge_driver, gpu.Driver(False), (Purpose.GPU,), FAIL, "--gpus all"),
         (gpu.judge_driver, DRIVER, (Purpose.GPU,), OK, "NVIDIA H100 (80 GiB)"),
         (gpu.judge_driver, gpu.Driver(True, "570.86", problem="no libcuda.so.1"), (), WARN, "no libcuda.so.1"),
-        (gpu.judge_driver, gpu.Driver(True, "570.86"), (Purpose.GPU,), FAIL, "it shows no GPU"),
+        (gpu.judge_driver, gpu.Driver(True, "570.86"), (Purpose.GPU,), FAIL, "it reports no GPU"),
         (gpu.judge_p2p, gpu.Driver(False), (Purpose.GPU,), OK, "two GPUs"),
-        (gpu.judge_p2p, DRIVER, (), OK, "1 of 1 pairs"),
+        (gpu.judge_p2p, DRIVER, (), OK, "1 of 1 GPU pairs"),
         (gpu.judge_p2p, replace(DRIVER, num_p2p_pairs=0), (), NOTE, "through host memory"),
         (gpu.judge_torch, TORCH, (Purpose.GPU,), OK, "it finds 2"),
         (gpu.judge_torch, gpu.Torch("2.13.0+cpu", "", False, None), (), OK, "built without CUDA"),
@@ -141,14 +147,14 @@ def test_a_verdict_follows_from_what_was_observed(
     verdict = judge(seen, frozenset(needs))
     assert verdict[0] is level
     assert said in " ".join(verdict[1:])
-    assert (verdict[2] != "") == (level is not OK) or (level, verdict[1]) == (NOTE, "the kernel does not say")
+    assert (verdict[2] != "") == (level is not OK) or (level, verdict[1]) == (NOTE, "unknown")
 
 
 def test_an_extra_is_named_with_what_it_is_for() -> None:
     extra = software.Extra("ray", "ray", "run a cluster on Ray")
     assert software.judge_extra(software.Package("ray", "2.60.0"), NOTHING, extra) == (OK, "2.60.0", "")
     level, _, advice = software.judge_extra(software.Package("ray", ""), NOTHING, extra)
-    assert (level, advice) == (NOTE, "Only to run a cluster on Ray: pip install ray.")
+    assert (level, advice) == (NOTE, "Needed only to run a cluster on Ray: pip install ray.")
 
 
 @given(st.integers(0, 1 << 50), st.integers(0, 1 << 50), st.integers(0, 1 << 50), st.integers(0, 1 << 50))
@@ -242,7 +248,7 @@ def test_a_pools_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     unusable = storage.observe_ssd(tmp_path / "file")
     assert unusable is not None
-    assert unusable.problem == "is no folder"
+    assert unusable.problem == "is not a folder"
 
 
 def test_a_pools_folder_is_looked_at_where_one_is_meant(tmp_path: Path) -> None:

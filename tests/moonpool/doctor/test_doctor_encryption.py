@@ -26,7 +26,7 @@ def test_usable_key_material_is_found_by_variables_and_by_the_file(tls_settings:
     for environ in (environment(settings), {"MOONPOOL_CONFIG": str(file)}):
         level, found, advice = judge_key_material(observe_key_material(environ), frozenset())
         assert (level, advice) == (Level.OK, "")
-        assert found.startswith(f"{settings['tls_cert']} can be used for ")
+        assert found.startswith(f"{settings['tls_cert']} is valid for ")
 
 
 def test_that_nothing_is_encrypted_is_said() -> None:
@@ -61,7 +61,7 @@ def test_a_key_that_others_can_read_is_warned_of(tls_settings: TlsSettings) -> N
     settings = tls_settings()
     settings["tls_key"].chmod(0o640)
     level, _, advice = judge_key_material(observe_key_material(environment(settings)), frozenset())
-    assert (level, advice) == (Level.WARN, f"chmod 600 {settings['tls_key']}")
+    assert (level, advice) == (Level.WARN, f"Run chmod 600 {settings['tls_key']}.")
 
 
 def test_a_certificate_that_ends_soon_is_warned_of() -> None:
@@ -89,4 +89,4 @@ print(json.dumps([[finding.check, finding.found] for finding in findings]))
     )
     checks = json.loads(ended.stdout)
     assert [found for _, found in checks if "the check failed" in found] == []
-    assert any("can be used for" in found for check, found in checks if check == "encryption")
+    assert any("is valid for" in found for check, found in checks if check == "encryption")

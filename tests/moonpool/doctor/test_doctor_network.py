@@ -73,7 +73,7 @@ def test_a_device_that_is_asked_for_and_not_there_is_named(eight_by_eight: Any) 
     assert "rdma_devices" in advice
 
 
-@pytest.mark.parametrize(("mtu", "level", "said"), [(9000, OK, "packets of 4096"), (1500, NOTE, "packets of 1024")])
+@pytest.mark.parametrize(("mtu", "level", "said"), [(9000, OK, "4096-byte packets"), (1500, NOTE, "1024-byte packets")])
 def test_small_packets_are_noted_with_the_interfaces_mtu(rdma_machine: Any, mtu: int, level: Level, said: str) -> None:
     rdma_machine.interface("eth0", mtu=mtu)
     rdma_machine.nic("rxe0", netdev="eth0", addresses=("10.0.2.15/24",))
@@ -94,12 +94,12 @@ def test_infiniband_has_no_interface_whose_mtu_could_be_wrong(rdma_machine: Any)
     ("seen", "needs", "level", "said"),
     [
         (UserSpace(1, (), 1, (), ""), FOR_RDMA, OK, "1 devices can be opened"),
-        (UserSpace(0, ("ib_uverbs", "rdma_ucm"), 0, (), ""), FOR_RDMA, OK, "no device to open"),
+        (UserSpace(0, ("ib_uverbs", "rdma_ucm"), 0, (), ""), FOR_RDMA, OK, "there is no device"),
         (UserSpace(1, (), 1, (), "No module named 'pyverbs'"), NOTHING, NOTE, "python3-pyverbs"),
         (UserSpace(1, (), 1, (), "No module named 'pyverbs'"), FOR_RDMA, FAIL, "python3-pyverbs"),
         (UserSpace(1, ("ib_uverbs",), 0, (), ""), FOR_RDMA, FAIL, "modprobe ib_uverbs"),
         (UserSpace(1, (), 0, (), ""), FOR_RDMA, FAIL, "--device /dev/infiniband"),
-        (UserSpace(2, (), 2, ("uverbs1",), ""), FOR_RDMA, FAIL, "uverbs1 in /dev/infiniband may not be opened"),
+        (UserSpace(2, (), 2, ("uverbs1",), ""), FOR_RDMA, FAIL, "uverbs1 in /dev/infiniband: permission denied"),
         (UserSpace(1, ("rdma_ucm",), 1, (), ""), FOR_RDMA, NOTE, "modprobe rdma_ucm"),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_port_where_nobody_greets_back_is_told_apart_from_one_that_is_closed()
         seen = peers.observe_peer(f"127.0.0.1:{listener.getsockname()[1]}")
     assert seen.answer is ConnectResult.OPEN
     level, found, _ = peers.judge_peer(seen, NOTHING)
-    assert (level, "takes the connection, and says nothing" in found) == (WARN, True)
+    assert (level, "accepts the connection, but sends no reply" in found) == (WARN, True)
 
 
 def test_the_other_way_of_rdma_is_told_where_a_messenger_answers() -> None:
@@ -354,7 +354,7 @@ def test_peers_are_tried_and_one_that_refuses_makes_the_command_fail() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [(("--peer", "nowhere"), "'nowhere' is not HOST:PORT"), (("--registered", "much"), "'much' is not a size")],
+    [(("--peer", "nowhere"), "must be HOST:PORT, got 'nowhere'"), (("--registered", "much"), "'much' is not a size")],
 )
 def test_flags_that_make_no_sense_are_refused_with_what_was_expected(flags: tuple[str, str], said: str) -> None:
     ended = doctor(*flags)
