@@ -1,4 +1,4 @@
-"""The command `replay`: flags in, table out."""
+"""Command `replay`: flags to configuration, report to the terminal."""
 
 from __future__ import annotations
 
@@ -33,44 +33,46 @@ def replay(
         str,
         typer.Argument(
             metavar="TRACE",
-            help=f"A Mooncake trace: JSONL, plain or .xz .zst .gz; '{CONVERSATION}' is the bundled one (12,031 "
+            help=f"A Mooncake trace: JSONL, plain or .xz .zst .gz; '{CONVERSATION}' is the bundled trace (12,031 "
             "requests in an hour).",
         ),
     ],
-    url: Annotated[
-        str, typer.Option(help="Address of the server.", rich_help_panel=_SENDING)
-    ] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the server.", rich_help_panel=_SENDING)] = "http://127.0.0.1:8000",
     out: Annotated[
         Path, typer.Option(help="Folder for report.json, report.html and requests.jsonl.", rich_help_panel=_REPORT)
     ] = Path("out/replay"),
     speed: Annotated[
-        float, typer.Option(help="Arrivals this many times closer together.", rich_help_panel=_SENDING)
+        float, typer.Option(help="Factor by which arrivals are accelerated.", rich_help_panel=_SENDING)
     ] = 1.0,
     sample_families: Annotated[
         float,
         typer.Option(
-            help="Keep this fraction of the prefix families: conversations that share their beginning stay together.",
+            help="Fraction of the prefix families to replay; requests that share a prefix stay together.",
             rich_help_panel=_SELECTING,
         ),
     ] = 1.0,
     sample_seed: Annotated[
-        int, typer.Option(help="Which families are kept.", rich_help_panel=_SELECTING)
+        int, typer.Option(help="Random seed of the choice of families.", rich_help_panel=_SELECTING)
     ] = SAMPLING_SEED,
-    limit: Annotated[int, typer.Option(help="At most so many requests; 0: all.", rich_help_panel=_SELECTING)] = 0,
+    limit: Annotated[int, typer.Option(help="Maximum number of requests; 0: all.", rich_help_panel=_SELECTING)] = 0,
     duration: Annotated[
         float,
         typer.Option(
-            help="Only the trace's first so many seconds, of its own time; 0: all.", rich_help_panel=_SELECTING
+            help="Replay only the first seconds of the trace, in trace time; 0: all.", rich_help_panel=_SELECTING
         ),
     ] = 0.0,
     tokens_per_block: Annotated[
         int,
-        typer.Option(help="Tokens per 512-token block: scales prompts and outputs.", rich_help_panel=_SELECTING),
+        typer.Option(
+            help="Tokens to send per 512-token block of the trace; scales prompts and outputs.",
+            rich_help_panel=_SELECTING,
+        ),
     ] = 8,
     max_model_len: Annotated[
         int,
         typer.Option(
-            help="Longest prompt + output; longer prompts keep their head. 0: ask.", rich_help_panel=_SELECTING
+            help="Maximum prompt + output tokens; longer prompts are truncated at the end. 0: the server's.",
+            rich_help_panel=_SELECTING,
         ),
     ] = 0,
     verify: Annotated[bool, options.verify(_REPORT)] = False,
@@ -80,50 +82,59 @@ def replay(
     model_path: Annotated[Path | None, options.model_path(_SENDING)] = None,
     model: Annotated[str, options.model(_SENDING)] = "",
     api_key: Annotated[str, options.api_key(_SENDING)] = "",
-    seed: Annotated[int, typer.Option(help="Of texts and of sampling.", rich_help_panel=_SENDING)] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of texts and sampling.", rich_help_panel=_SENDING)] = 0,
     sampled_fraction: Annotated[
         float,
-        typer.Option(help="Fraction of requests drawn at --temperature; the rest is greedy.", rich_help_panel=_SENDING),
+        typer.Option(
+            help="Fraction of requests sampled at --temperature; the others are greedy.", rich_help_panel=_SENDING
+        ),
     ] = 0.5,
-    temperature: Annotated[float, typer.Option(help="Of the drawn requests.", rich_help_panel=_SENDING)] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the sampled requests.", rich_help_panel=_SENDING)
+    ] = 0.8,
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a request has failed.", rich_help_panel=_SENDING)
+        float, typer.Option(help="Timeout of a request in seconds.", rich_help_panel=_SENDING)
     ] = 300.0,
     on_429: Annotated[
         str,
         typer.Option(
             "--on-429",
-            help="What to do about a rejection: count it, or retry after what Retry-After says.",
+            help="Rejections (HTTP 429): count them, or retry after the time in Retry-After.",
             rich_help_panel=_SENDING,
         ),
     ] = "count",
     senders: Annotated[
-        int, typer.Option(help="Processes that send; 0: by the load and the cores.", rich_help_panel=_SENDING)
+        int,
+        typer.Option(help="Sender processes; 0: chosen from the load and the CPU cores.", rich_help_panel=_SENDING),
     ] = 0,
     max_send_lag: Annotated[
         float,
         typer.Option(
-            help="The run is INVALID if over 1 % of the requests left so many seconds late.", rich_help_panel=_REPORT
+            help="The run is INVALID if over 1 % of the requests are sent later than this many seconds.",
+            rich_help_panel=_REPORT,
         ),
     ] = MAX_SEND_LAG_S,
     reuse_earlier: Annotated[
         bool,
-        typer.Option("--reuse-earlier", help="Let KV left by earlier replays be reused.", rich_help_panel=_SENDING),
+        typer.Option("--reuse-earlier", help="Allow reuse of KV left by earlier replays.", rich_help_panel=_SENDING),
     ] = False,
     slo_ttft: Annotated[
-        float, typer.Option(help="TTFT objective in seconds; 0: 10x unloaded.", rich_help_panel=_REPORT)
+        float, typer.Option(help="TTFT objective in seconds; 0: 10 times the unloaded TTFT.", rich_help_panel=_REPORT)
     ] = 0.0,
     slo_tbt: Annotated[
-        float, typer.Option(help="TBT objective in seconds; 0: 5x unloaded.", rich_help_panel=_REPORT)
+        float, typer.Option(help="TBT objective in seconds; 0: 5 times the unloaded TBT.", rich_help_panel=_REPORT)
     ] = 0.0,
     unloaded: Annotated[
-        bool, typer.Option("--unloaded/--no-unloaded", help="Measure lone requests first.", rich_help_panel=_REPORT)
+        bool,
+        typer.Option(
+            "--unloaded/--no-unloaded", help="Measure single requests without load first.", rich_help_panel=_REPORT
+        ),
     ] = True,
 ) -> None:
-    """Replay a real trace against a running server, and report what it saw.
+    """Replay a request trace against a running server and report latency, reuse and errors.
 
-    Requests leave at the trace's own times (an open loop), with English text made so that prompts share beginnings
-    exactly where the trace's did. Ctrl-C gives the report so far.
+    Requests are sent at the trace's times (open loop), with generated English text whose prompts share prefixes exactly
+    where the trace's do. Ctrl-C writes the report so far.
 
     Example: moonpool replay conversation --sample-families 0.1 --speed 15 --verify --out out/replay
     """
@@ -172,7 +183,7 @@ def replay(
 
 
 def bundled_model() -> Path:
-    """Folder of the model that comes with the application."""
+    """Return the folder of the model that ships with Moonpool. Raises ReplayError if there is none."""
     spec = find_spec("moonpool")
     if spec is None or not spec.submodule_search_locations:
         raise ReplayError("there is no bundled model; give the folder of the served model with --model-path")

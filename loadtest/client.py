@@ -1,6 +1,6 @@
 """Client of one completion request: request bodies, parsing of stream events, and sending over HTTP.
 
-A dialect defines the body and the parsing. It is a small picklable value, because it is passed to sender processes.
+A dialect defines the body and the parsing. It is picklable because it is passed to sender processes.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ _SHOWN = 200
 
 
 class Dialect(Protocol):
-    """One route: its body, its choices, and what a whole answer has to be."""
+    """Protocol of one endpoint: request body, parsing of choices, and validation of the complete answer."""
 
     @property
     def path(self) -> str:
-        """The route, such as /v1/completions."""
+        """Endpoint path, such as /v1/completions."""
 
     def body(self, request: PlannedRequest, *, model: str, cache_salt: str) -> dict[str, Any]:
         """Return the request body."""
 
     def take_choice(self, choice: dict[str, Any], now: float, record: RequestRecord, request: PlannedRequest) -> None:
-        """Put one choice of an event that came at `now` into `record`. Raises StreamFailed."""
+        """Add one choice of an event received at `now` to `record`. Raises StreamFailed."""
 
     def check(self, record: RequestRecord, usage: dict[str, Any] | None, request: PlannedRequest) -> None:
-        """Hold the whole answer against what was asked and what the server says of it. Raises StreamFailed."""
+        """Check the complete answer against the request and the reported usage. Raises StreamFailed."""
 
 
 @dataclass(frozen=True)
 class TokenIdCompletions:
-    """Completions of token ids, so that no second tokenisation moves a block's border, of exactly the length asked
-    for."""
+    """/v1/completions with token ids as prompt, for answers of exactly `max_tokens` tokens.
+
+    Token ids keep block boundaries exact, which another tokenisation on the server might move.
+    """
 
     path: str = "/v1/completions"
 
     def body(self, request: PlannedRequest, *, model: str, cache_salt: str) -> dict[str, Any]:
-        """A greedy or seeded request that tells the ids it produced."""
+        """Return the body of a greedy or seeded request whose answer includes its token ids."""
         body: dict[str, Any] = {
             "model": model,
             "prompt": request.prompt.tolist(),
@@ -65,31 +67,31 @@ class TokenIdCompletions:
         return body
 
     def take_choice(self, choice: dict[str, Any], now: float, record: RequestRecord, request: PlannedRequest) -> None:
-        """Tokens by their ids where the server gives them, else an event with text counts as one token."""
+        """Add the choice's tokens; without token ids, an event with text counts as one token."""
         echoed = choice.get("prompt_token_ids")
         if echoed is not None and echoed != request.prompt.tolist():
             raise StreamFailed("the server's prompt_token_ids are not the prompt that was sent")
         take_tokens(record, choice.get("token_ids"), now, has_text=bool(choice.get("text")))
 
     def check(self, record: RequestRecord, usage: dict[str, Any] | None, request: PlannedRequest) -> None:
-        """Every count must be what was asked for."""
+        """Check that every token count matches the request. Raises StreamFailed."""
         if usage is None:
-            raise StreamFailed("the answer came without usage")
+            raise StreamFailed("the answer has no usage")
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if prompt != len(request.prompt):
-            raise StreamFailed(f"usage says {prompt} prompt tokens; {len(request.prompt)} were sent")
+            raise StreamFailed(f"usage reports {prompt} prompt tokens; {len(request.prompt)} were sent")
         if completion != request.max_tokens:
-            raise StreamFailed(f"usage says {completion} completion tokens; {request.max_tokens} were asked for")
+            raise StreamFailed(f"usage reports {completion} completion tokens; {request.max_tokens} were requested")
         if record.token_ids and len(record.token_ids) != request.max_tokens:
-            raise StreamFailed(f"{len(record.token_ids)} token ids came; {request.max_tokens} were asked for")
+            raise StreamFailed(f"received {len(record.token_ids)} token ids; {request.max_tokens} were requested")
         record.output_tokens = request.max_tokens
         record.cached_tokens = cached_tokens_of(usage, len(request.prompt))
 
 
 def take_tokens(record: RequestRecord, ids: Any, now: float, *, has_text: bool) -> None:
-    """Put the tokens of one choice into `record`; where the server gives no ids, an event with text is one token.
+    """Add the tokens of one choice to `record`; if `ids` is None, an event with text counts as one token.
 
-    Raises StreamFailed for ids that are no list of integers.
+    Raises StreamFailed if `ids` is not a list of integers.
     """
     if ids is None:
         record.token_times.extend([now] if has_text else [])
@@ -101,7 +103,7 @@ def take_tokens(record: RequestRecord, ids: Any, now: float, *, has_text: bool) 
 
 
 def delta_text(choice: dict[str, Any]) -> str:
-    """The text that a chat's event adds. Raises StreamFailed."""
+    """Return the text of a chat event's delta. Raises StreamFailed."""
     delta = choice.get("delta") or {}
     text = (delta.get("content") or "") if isinstance(delta, dict) else delta
     if not isinstance(delta, dict) or not isinstance(text, str):
@@ -110,11 +112,11 @@ def delta_text(choice: dict[str, Any]) -> str:
 
 
 def cached_tokens_of(usage: dict[str, Any], prompt_tokens: int) -> int:
-    """The reused prompt tokens that usage tells, 0 where it tells none. Raises StreamFailed for an impossible count."""
+    """Return the reused prompt tokens in `usage`, 0 if not reported. Raises StreamFailed for an impossible count."""
     details = usage.get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens") or 0 if isinstance(details, dict) else details
     if not isinstance(cached, int) or not 0 <= cached < max(prompt_tokens, 1):
-        raise StreamFailed(f"usage says {cached} cached tokens of a prompt of {prompt_tokens}")
+        raise StreamFailed(f"usage reports {cached} cached tokens for a prompt of {prompt_tokens}")
     return cached
 
 
@@ -123,9 +125,10 @@ _SHOWN_CHARS = 200
 
 
 class CompletionClient:
-    """Sends planned requests to one server. `clock`: seconds, monotonic; all times in records are of it.
+    """Sender of planned requests to one server.
 
-    `retry`: what is done about a rejection (429); None: it is the request's outcome.
+    `clock`: monotonic seconds, the time base of all records. `retry`: policy for rejections (HTTP 429); None: a
+    rejection is the request's outcome.
     """
 
     def __init__(
@@ -146,22 +149,22 @@ class CompletionClient:
         self._retry = retry
 
     async def send(self, request: PlannedRequest, record: RequestRecord, *, cache_salt: str) -> None:
-        """Send now, and again after rejections if the policy says so, and fill `record` in.
+        """Send the request, retry it according to the policy, and fill in `record`.
 
-        A failure of the request is an outcome, never an exception; cancellation leaves the record unfinished. The
-        time-out holds for all sendings together.
+        A failed request is an outcome, not an exception; cancellation leaves the record unfinished. The timeout covers
+        all attempts together.
         """
         body = self.body(request, cache_salt=cache_salt)
         record.sent_s = self._clock()
         deadline_s = record.sent_s + self._timeout_s
         try:
             while True:
-                # aiohttp takes a time-out of 0 for none at all.
+                # aiohttp interprets a timeout of 0 as no timeout.
                 await self._send_once(request, record, body, max(deadline_s - self._clock(), 1e-3))
                 wait_s = self._wait_s(record)
                 if wait_s is None or self._clock() + wait_s >= deadline_s:
                     return
-                # The wait is part of a request that may yet be answered.
+                # If cancelled during the wait, the request counts as unfinished, not rejected.
                 record.outcome = SendOutcome.UNFINISHED
                 await asyncio.sleep(wait_s)
                 record.reason = ""
@@ -170,7 +173,7 @@ class CompletionClient:
             record.text, record.reason = without_surrogates(record.text), without_surrogates(record.reason)
 
     def body(self, request: PlannedRequest, *, cache_salt: str) -> bytes:
-        """The request's JSON."""
+        """Return the request body as JSON."""
         body = self._dialect.body(request, model=self._server.model, cache_salt=cache_salt)
         return json.dumps(body, separators=(",", ":")).encode()
 
@@ -187,7 +190,7 @@ class CompletionClient:
         except StreamFailed as error:
             record.outcome, record.reason = SendOutcome.FAILED, str(error)
         except TimeoutError:
-            record.outcome, record.reason = SendOutcome.FAILED, f"no end of the answer within {self._timeout_s:g} s"
+            record.outcome, record.reason = SendOutcome.FAILED, f"timed out after {self._timeout_s:g} s"
         except aiohttp.ClientConnectorError as error:
             record.outcome, record.reason = SendOutcome.FAILED, f"no connection ({error.strerror})"
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -221,7 +224,7 @@ class CompletionClient:
 def take_event(
     data: str, now: float, record: RequestRecord, request: PlannedRequest, dialect: Dialect
 ) -> dict[str, Any] | None:
-    """Put one event of the stream into `record`; returns the event's usage, if it has one. Raises StreamFailed."""
+    """Add one event of the stream to `record` and return its usage, if any. Raises StreamFailed."""
     try:
         event = json.loads(data)
     except (ValueError, RecursionError) as error:

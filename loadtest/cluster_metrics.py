@@ -1,4 +1,4 @@
-"""Metrics of the cluster during a replay: polling of /metrics and the history kept of it."""
+"""Metrics of the cluster during a replay: polling of /metrics and their history."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _BYTES_OF_PATH: Final = re.compile(r"moonpool:kv_([a-z]+)_bytes")
 _BYTES: Final = "moonpool:kv_bytes_moved"
 
 CounterKey = tuple[str, str]
-"""(counter, node): a counter is a KV path or an integrity event; the node is all its other labels."""
+"""(counter, node): the counter is a KV path or an integrity event; the node consists of all other labels."""
 
 
 @dataclass(frozen=True)
 class ClusterSample:
-    """One look at /metrics, at a second of the replay. `load`: workers' requests by (role, "running" | "waiting")."""
+    """One sample of /metrics, at a time of the replay. `load`: workers' requests by (role, "running" | "waiting")."""
 
     at_s: float
     load: Mapping[tuple[str, str], float]
@@ -33,10 +33,10 @@ class ClusterSample:
 
 
 def parse_metrics(text: str, at_s: float) -> ClusterSample:
-    """A sample from Prometheus' text format. Raises ValueError.
+    """Parse a sample from Prometheus' text format. Raises ValueError.
 
-    KV bytes are read from `moonpool:kv_bytes_moved{path=}` or from `moonpool:kv_PATH_bytes`; counters may or may not
-    carry the suffix `_total`. Damage found by workers and by pool nodes is one event.
+    KV bytes are read from `moonpool:kv_bytes_moved{path=}` or from `moonpool:kv_PATH_bytes`; the suffix `_total` is
+    optional. Digest mismatches found by workers and by pool nodes are counted together.
     """
     load: dict[tuple[str, str], float] = {}
     counters: dict[CounterKey, float] = {}
@@ -68,7 +68,7 @@ def _counter_of(name: str, labels: Mapping[str, str]) -> str:
 class ClusterHistory:
     """History of the polled metrics; counters are summed over nodes as increases since the first sample.
 
-    A counter that fell belongs to a node that was restarted and counts from 0 again.
+    A counter that decreased belongs to a node that restarted and counts from 0 again.
     """
 
     samples: list[ClusterSample] = field(default_factory=list)
@@ -92,22 +92,21 @@ class ClusterHistory:
 
     @property
     def kv_bytes_by_path(self) -> dict[str, int]:
-        """KV bytes moved since the first sample: pushed to decode nodes, pulled by them, loaded from and stored to
-        pools, and whatever further path the cluster reports."""
+        """KV bytes moved since the first sample, by path: KV_PATHS and every other path that the cluster reports."""
         reported = self.increases[-1] if self.increases else {}
         paths = dict.fromkeys((*KV_PATHS, *sorted(set(reported) - set(INTEGRITY_EVENTS))))
         return {path: self.increase(path) for path in paths}
 
     def increases_of(self, counter: str) -> tuple[list[float], list[float]]:
-        """(times, increases since the first sample) of one counter."""
+        """Return (times, increases since the first sample) of one counter."""
         return [s.at_s for s in self.samples], [totals.get(counter, 0.0) for totals in self.increases]
 
     def load_of(self, role: str, what: str) -> tuple[list[float], list[float]]:
-        """(times, requests running or waiting) of one role."""
+        """Return (times, requests running or waiting) of one role."""
         return [s.at_s for s in self.samples], [s.load.get((role, what), 0.0) for s in self.samples]
 
     def roles(self) -> list[str]:
-        """Roles that ever reported load, sorted."""
+        """Return the roles that reported load at any time, sorted."""
         return sorted({role for sample in self.samples for role, _ in sample.load})
 
 
@@ -116,7 +115,7 @@ _STILL_POLLS = 2
 
 
 class MetricsPoller:
-    """Polls one server. A poll that fails is counted and does not end the replay."""
+    """Poller of one server's /metrics. A failed poll is counted and does not end the replay."""
 
     def __init__(
         self, session: aiohttp.ClientSession, base_url: str, *, clock: Callable[[], float], every_s: float
@@ -128,7 +127,7 @@ class MetricsPoller:
         self.history = ClusterHistory()
 
     async def poll(self) -> bool:
-        """Take one sample; False when the server gave none."""
+        """Take one sample; return False if the poll failed."""
         try:
             async with self._session.get(self._url, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as response:
                 response.raise_for_status()
@@ -140,15 +139,15 @@ class MetricsPoller:
         return True
 
     async def run(self) -> None:
-        """Poll for ever, until cancelled."""
+        """Poll until cancelled."""
         while True:
             await self.poll()
             await asyncio.sleep(self._every_s)
 
     async def settle(self, *, at_most_s: float) -> None:
-        """After the last answer: poll until the counters stand still, at most that long.
+        """Poll until the counters stop increasing, at most for `at_most_s` seconds.
 
-        Nodes report once a second, and background stores end a little after the answers.
+        Called after the last answer: nodes report once a second, and background stores end after the answers.
         """
         deadline = self._clock() + at_most_s
         still = 0

@@ -1,4 +1,4 @@
-"""The configuration of a replay: frozen, one line of help per field."""
+"""Configuration of a replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from traces import SAMPLING_SEED
 
 MAX_SEND_LAG_S: Final = 0.25
 
-Bound = tuple[str, Callable[[Any], bool], str]  # flag, what must hold, what that is in words
+Bound = tuple[str, Callable[[Any], bool], str]  # flag, predicate, description of the expected value
 
 
 def _above_zero(value: float) -> bool:
@@ -26,7 +26,7 @@ def _not_negative(value: float) -> bool:
 
 
 def is_http(url: str) -> bool:
-    """Return True if this is the address of an HTTP server."""
+    """Return True if `url` is a valid http or https URL."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -35,12 +35,12 @@ def is_http(url: str) -> bool:
 
 
 def server_root(url: str) -> str:
-    """`url` without a trailing slash, and without the /v1 that OpenAI's clients are given."""
+    """Return `url` without a trailing slash and without the /v1 of OpenAI base URLs."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def check_bounds(config: object, bounds: Mapping[str, Bound]) -> None:
-    """Raises SettingInvalid naming the flag of the first field whose value is out of its bounds."""
+    """Raise SettingInvalid for the first field whose value is out of bounds, naming its flag."""
     for name, (flag, holds, expected) in bounds.items():
         value = getattr(config, name)
         if not holds(value):
@@ -76,74 +76,74 @@ _BOUNDS: Final[dict[str, Bound]] = {
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """Everything `loadtest.runner.run` needs to know."""
+    """Configuration of one replay."""
 
     trace: str
     """The word `conversation` for the bundled trace, or the path of a Mooncake JSONL file (plain, .xz, .zst, .gz)."""
     url: str
-    """Address of the server, such as http://127.0.0.1:8000."""
+    """URL of the server, such as http://127.0.0.1:8000."""
     out: Path
     """Folder for report.json, report.html and requests.jsonl."""
     model_path: Path
-    """Folder of the served model: its tokenizer makes the prompts, its weights verify the answers."""
+    """Folder of the served model: its tokenizer is used for the prompts, its weights for verification."""
     model: str = ""
-    """Name of the model in requests; empty: the first that the server lists."""
+    """Model name in requests; empty: the first model that the server lists."""
     api_key: str = ""
-    """Bearer key for the server."""
+    """API key, sent as bearer token."""
     speed: float = 1.0
-    """Factor by which arrivals are closer together than in the trace."""
+    """Factor by which arrivals are accelerated."""
     sample_families: float = 1.0
     """Fraction of the trace's prefix families to replay."""
     sample_seed: int = SAMPLING_SEED
-    """Which families are sampled."""
+    """Random seed of the choice of families."""
     limit: int = 0
-    """At most so many requests, 0 = all."""
+    """Maximum number of requests; 0: all."""
     duration_s: float = 0.0
-    """Only requests of the trace's first so many seconds (of its own time), 0 = all."""
+    """Replay only the first seconds of the trace, in trace time; 0: all."""
     tokens_per_block: int = 8
-    """Tokens per block of the trace (512 there); prompts and outputs are scaled together."""
+    """Tokens to send per block of the trace (512 tokens there); scales prompts and outputs."""
     max_model_len: int = 0
-    """Longest prompt + output, 0 = what the server says, else what the model's configuration says."""
+    """Maximum prompt + output tokens; 0: the server's, else that of the model's configuration."""
     seed: int = 0
-    """Of texts, of the requests' sampling seeds, and of the choice of what is verified."""
+    """Random seed of texts, of the requests' sampling seeds, and of the verified sample."""
     sampled_fraction: float = 0.5
-    """Fraction of requests drawn at `temperature`; the others are greedy."""
+    """Fraction of requests sampled at `temperature`; the others are greedy."""
     temperature: float = 0.8
-    """Temperature of the drawn requests."""
+    """Temperature of the sampled requests."""
     request_timeout_s: float = 300.0
-    """A request that takes longer has failed."""
+    """Timeout of a request in seconds."""
     on_429: str = "count"
-    """What is done about a rejection: `count` it as the request's outcome, or `retry` after what Retry-After says."""
+    """Handling of rejections: `count` them as the request's outcome, or `retry` after the time in Retry-After."""
     senders: int = 0
-    """Processes that send, 0 = chosen by the load and this machine's cores."""
+    """Number of sender processes; 0: chosen from the load and the CPU cores."""
     max_send_lag_s: float = MAX_SEND_LAG_S
-    """The run is INVALID if more than 1 % of the requests left later than this."""
+    """The run is INVALID if over 1 % of the requests are sent later than this."""
     slo_ttft_s: float = 0.0
-    """TTFT objective in seconds, 0 = 10 x that of a lone request of the same length."""
+    """TTFT objective in seconds; 0: 10 times that of a single unloaded request of the same length."""
     slo_tbt_s: float = 0.0
-    """TBT objective in seconds, 0 = 5 x that of lone requests."""
+    """TBT objective in seconds; 0: 5 times that of single unloaded requests."""
     measure_unloaded: bool = True
-    """Measure lone requests first."""
+    """Measure single requests without load first."""
     reuse_earlier: bool = False
-    """Let blocks that earlier runs left in the cluster be reused; otherwise each run has a cache salt of its own."""
+    """Allow reuse of blocks left by earlier runs; otherwise each run has its own cache salt."""
     verify: bool = False
     """Re-score a sample of the answers in this process."""
     verify_sample: int = 100
-    """How many answers to re-score."""
+    """Number of answers to re-score."""
     verify_tolerance: float = 1e-3
-    """How far below the largest score a token may lie without being wrong."""
+    """Largest difference below the maximum score at which a token counts as correct."""
     verify_device: str = "cpu"
-    """Where the reference runs."""
+    """Device of the reference model."""
     verify_threads: int = 0
-    """Threads of the reference, 0 = torch's own choice."""
+    """Threads of the reference model; 0: torch's default."""
     poll_every_s: float = 1.0
-    """Seconds between looks at /metrics."""
+    """Interval of polling /metrics in seconds."""
 
     @property
     def base_url(self) -> str:
-        """`url` without a trailing slash, and without the /v1 that OpenAI's clients are given."""
+        """`url` without a trailing slash and without the /v1 of OpenAI base URLs."""
         return server_root(self.url)
 
     def __post_init__(self) -> None:
-        """Raises SettingInvalid naming the flag."""
+        """Validate the fields. Raises SettingInvalid naming the flag."""
         check_bounds(self, _BOUNDS)

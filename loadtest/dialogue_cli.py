@@ -1,4 +1,4 @@
-"""The command `dialogues`: flags in, table and one line of JSON out."""
+"""Command `dialogues`: flags to configuration, report as a table and a line of JSON."""
 
 from __future__ import annotations
 
@@ -25,35 +25,38 @@ _TALK, _SERVER, _REPORT = "Dialogues", "Server", "Report and verification"
 
 @app.command("dialogues")
 def dialogues(
-    url: Annotated[str, typer.Option(help="Address of the server.", rich_help_panel=_SERVER)] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the server.", rich_help_panel=_SERVER)] = "http://127.0.0.1:8000",
     out: Annotated[
         Path, typer.Option(help="Folder for dialogues.json, dialogues.html and turns.jsonl.", rich_help_panel=_REPORT)
     ] = Path("out/dialogues"),
-    dialogues: Annotated[int, typer.Option(help="Dialogues that go on at a time.", rich_help_panel=_TALK)] = 4,
+    dialogues: Annotated[int, typer.Option(help="Number of concurrent dialogues.", rich_help_panel=_TALK)] = 4,
     total: Annotated[
-        int, typer.Option(help="Dialogues in all; 0: as many as go on at a time.", rich_help_panel=_TALK)
+        int, typer.Option(help="Total number of dialogues; 0: the value of --dialogues.", rich_help_panel=_TALK)
     ] = 0,
-    turns: Annotated[int, typer.Option(help="Turns of each.", rich_help_panel=_TALK)] = 20,
+    turns: Annotated[int, typer.Option(help="Turns per dialogue.", rich_help_panel=_TALK)] = 20,
     think_time: Annotated[
-        float, typer.Option(help="Mean seconds between an answer and the next question.", rich_help_panel=_TALK)
+        float,
+        typer.Option(help="Mean time between an answer and the next question, in seconds.", rich_help_panel=_TALK),
     ] = 1.0,
     system_tokens: Annotated[
-        int, typer.Option(help="Tokens of the system message that all share; 0: none.", rich_help_panel=_TALK)
+        int,
+        typer.Option(
+            help="Tokens of the system message shared by all dialogues; 0: no system message.", rich_help_panel=_TALK
+        ),
     ] = 32,
-    turn_tokens: Annotated[int, typer.Option(help="Mean tokens of a question.", rich_help_panel=_TALK)] = 24,
-    answer_tokens: Annotated[
-        int, typer.Option(help="Mean of the most tokens of an answer.", rich_help_panel=_TALK)
-    ] = 32,
-    temperature: Annotated[float, typer.Option(help="Of all answers.", rich_help_panel=_TALK)] = 1.0,
+    turn_tokens: Annotated[int, typer.Option(help="Mean length of a question in tokens.", rich_help_panel=_TALK)] = 24,
+    answer_tokens: Annotated[int, typer.Option(help="Mean of the requests' max_tokens.", rich_help_panel=_TALK)] = 32,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.", rich_help_panel=_TALK)] = 1.0,
     truncation: Annotated[
         str,
         typer.Option(
-            help="auto: ask the server to drop the oldest turns of a dialogue that outgrows the context; disabled: "
-            "end it there.",
+            help="Dialogues that exceed the context: auto lets the server drop the oldest turns, disabled ends them.",
             rich_help_panel=_TALK,
         ),
     ] = "disabled",
-    seed: Annotated[int, typer.Option(help="Of texts, lengths, think times and sampling.", rich_help_panel=_TALK)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of texts, lengths, think times and sampling.", rich_help_panel=_TALK)
+    ] = 0,
     verify: Annotated[bool, options.verify(_REPORT)] = False,
     verify_sample: Annotated[int, options.verify_sample(_REPORT)] = 100,
     verify_tolerance: Annotated[float, options.verify_tolerance(_REPORT)] = 1e-3,
@@ -62,13 +65,13 @@ def dialogues(
     model: Annotated[str, options.model(_SERVER)] = "",
     api_key: Annotated[str, options.api_key(_SERVER)] = "",
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a turn has failed.", rich_help_panel=_SERVER)
+        float, typer.Option(help="Timeout of a turn in seconds.", rich_help_panel=_SERVER)
     ] = 300.0,
 ) -> None:
-    """Lead many-turn chats with a running server, whose real answers come back as history, and report what was reused.
+    """Run multi-turn chats against a server and report how much of the history was reused.
 
-    A closed loop: every question waits for the answer before it and a think time. The last line of output is JSON.
-    Ctrl-C gives the report so far.
+    The load is a closed loop: each question is sent a think time after the previous answer, with the server's actual
+    answers as history. The last line of output is JSON. Ctrl-C writes the report so far.
 
     Example: moonpool dialogues --dialogues 8 --turns 50 --think-time 0.5 --verify --out out/dialogues
     """

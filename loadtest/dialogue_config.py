@@ -1,4 +1,4 @@
-"""The configuration of a run of dialogues: frozen, one line of help per field."""
+"""Configuration of a run of dialogues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BOUNDS: Final[dict[str, Bound]] = {
     "url": ("--url", is_http, "http://HOST:PORT"),
     "dialogues": ("--dialogues", lambda value: value >= 1, "at least 1"),
     "turns": ("--turns", lambda value: value >= 1, "at least 1"),
-    "total": ("--total", lambda value: value >= 0, "a number of dialogues, 0 for as many as go on at a time"),
+    "total": ("--total", lambda value: value >= 0, "a number of dialogues, 0 for the value of --dialogues"),
     "think_time_s": ("--think-time", lambda value: 0 <= value < math.inf, "seconds, 0 for none"),
     "system_tokens": ("--system-tokens", lambda value: value >= 0, "tokens, 0 for no system message"),
     "turn_tokens": ("--turn-tokens", lambda value: value >= 1, "at least 1 token"),
@@ -28,59 +28,60 @@ _BOUNDS: Final[dict[str, Bound]] = {
 
 @dataclass(frozen=True)
 class DialogueConfig:
-    """Everything `loadtest.dialogue_runner.run` needs to know."""
+    """Configuration of one run of dialogues."""
 
     url: str
-    """Address of the server, such as http://127.0.0.1:8000."""
+    """URL of the server, such as http://127.0.0.1:8000."""
     out: Path
     """Folder for dialogues.json, dialogues.html and turns.jsonl."""
     model_path: Path
     """Folder of the served model: its tokenizer measures the questions, its weights verify the answers."""
     model: str = ""
-    """Name of the model in requests; empty: the first that the server lists."""
+    """Model name in requests; empty: the first model that the server lists."""
     api_key: str = ""
-    """Bearer key for the server."""
+    """API key, sent as bearer token."""
     dialogues: int = 4
-    """Dialogues that go on at a time."""
+    """Number of concurrent dialogues."""
     turns: int = 20
-    """Turns of each."""
+    """Turns per dialogue."""
     total: int = 0
-    """Dialogues in all, 0 = as many as go on at a time; when one has ended the next begins."""
+    """Total number of dialogues; 0: `dialogues`. A new one starts when one has ended."""
     think_time_s: float = 1.0
-    """Mean of the time between an answer and the next question."""
+    """Mean time between an answer and the next question, in seconds."""
     system_tokens: int = 32
-    """Tokens of the system message, the same in all dialogues; 0 = none."""
+    """Tokens of the system message shared by all dialogues; 0: no system message."""
     turn_tokens: int = 24
-    """Mean of the tokens of a question."""
+    """Mean length of a question in tokens."""
     answer_tokens: int = 32
-    """Mean of the most tokens of an answer; it may end by itself before."""
+    """Mean of the requests' max_tokens; answers may be shorter."""
     temperature: float = 1.0
-    """Of all answers."""
+    """Sampling temperature."""
     truncation: str = "disabled"
-    """What the server is asked to do with a dialogue that outgrows the context; disabled: it ends there."""
+    """Handling of dialogues that exceed the context: `auto` lets the server drop the oldest turns, `disabled` ends
+    them."""
     seed: int = 0
-    """Of texts, lengths, think times and sampling."""
+    """Random seed of texts, lengths, think times and sampling."""
     request_timeout_s: float = 300.0
-    """A turn that takes longer has failed."""
+    """Timeout of a turn in seconds."""
     verify: bool = False
     """Re-score a sample of the answers in this process."""
     verify_sample: int = 100
-    """How many answers to re-score."""
+    """Number of answers to re-score."""
     verify_tolerance: float = 1e-3
-    """How far below the largest score a token may lie without being wrong."""
+    """Largest difference below the maximum score at which a token counts as correct."""
     verify_device: str = "cpu"
-    """Where the reference runs."""
+    """Device of the reference model."""
 
     @property
     def base_url(self) -> str:
-        """`url` without a trailing slash, and without the /v1 that OpenAI's clients are given."""
+        """`url` without a trailing slash and without the /v1 of OpenAI base URLs."""
         return server_root(self.url)
 
     @property
     def num_dialogues(self) -> int:
-        """Dialogues in all."""
+        """Total number of dialogues."""
         return max(self.total, self.dialogues)
 
     def __post_init__(self) -> None:
-        """Raises SettingInvalid naming the flag."""
+        """Validate the fields. Raises SettingInvalid naming the flag."""
         check_bounds(self, _BOUNDS)

@@ -16,10 +16,10 @@ from loadtest.panels import Panel
 
 _HEADINGS = ("turn", "prompt tokens", "cached", "of prompt", "of history", "answer tokens", "TTFT p50", "TTFT p90")
 _DEFINITIONS = (
-    "Every question waits for the answer before it; the answer that came is sent back as history, as text.",
-    "Cached tokens are as the server reports them. History is prompt and answer of the turn before, without the "
-    "answer's last token: all that a turn could find. Servers reuse whole blocks, so 100 % is out of reach.",
-    "First turns have no history and are left out of both shares.",
+    "Each question is sent after the previous answer, which becomes part of the history as text.",
+    "Cached tokens are as reported by the server. History is the prompt and answer of the previous turn without the "
+    "answer's last token, which is all that a turn can reuse. Servers reuse whole blocks, so 100 % is not reachable.",
+    "First turns have no history and are excluded from both shares.",
 )
 
 
@@ -46,7 +46,7 @@ def dialogue_page(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> str:
 
 
 def panels(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> list[Panel]:
-    """Every picture."""
+    """Return all pictures of the page."""
     rows = f["by_turn"]
     return [_tokens(rows), _shares(rows), _ttft(rows, turns)]
 
@@ -60,21 +60,23 @@ def _tokens(rows: Sequence[Mapping[str, Any]]) -> Panel:
         pic.axes.plot(at, prompt, color=p.INK, linewidth=1.2, label="prompt")
         pic.axes.set_ylim(bottom=0)
         _by_turn(pic)
-    return Panel("The prompt of each turn", "The history grows; what of it is reused need not be computed.", pic.svg)
+    return Panel(
+        "The prompt of each turn", "The history grows with each turn; the reused part need not be computed.", pic.svg
+    )
 
 
 def _shares(rows: Sequence[Mapping[str, Any]]) -> Panel:
     with p.picture("shares-by-turn", x="turn", y="share cached") as pic:
         for name, label, color in (
             ("share_cached", "of the prompt", p.BLUE),
-            ("share_of_history", "of what the turn before left", p.GREEN),
+            ("share_of_history", "of the previous turn's history", p.GREEN),
         ):
             shown = [(row["turn"], row[name]) for row in rows if row[name] is not None]
             pic.axes.plot([x for x, _ in shown], [y for _, y in shown], ".-", color=color, label=label)
         pic.axes.set_ylim(0, 1.03)
         p.share_axis(pic.axes)
         _by_turn(pic)
-    return Panel("What is found again", "From the second turn on; only whole blocks are reused.", pic.svg)
+    return Panel("Share of tokens reused", "From the second turn on; only whole blocks are reused.", pic.svg)
 
 
 def _ttft(rows: Sequence[Mapping[str, Any]], turns: Sequence[TurnRecord]) -> Panel:
@@ -90,7 +92,7 @@ def _ttft(rows: Sequence[Mapping[str, Any]], turns: Sequence[TurnRecord]) -> Pan
             pic.axes.set_yscale("log")
             p.seconds_axis(pic.axes)
         _by_turn(pic)
-    return Panel("Time to first token", "With reuse it hardly grows with the history.", pic.svg)
+    return Panel("Time to first token", "With reuse, it depends little on the length of the history.", pic.svg)
 
 
 def _by_turn(pic: p.Picture) -> None:

@@ -1,4 +1,4 @@
-"""Report of a run of dialogues: figures from turns, files, and the table on the terminal."""
+"""Report of a run of dialogues: figures, files, and the terminal table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LAST_LINE = (
 def summarise_dialogues(
     config: DialogueConfig, turns: Sequence[TurnRecord], *, verification: Verification | None
 ) -> dict[str, Any]:
-    """The figures. The first turns are left out of the shares: they have no history."""
+    """Return the figures of dialogues.json. First turns are excluded from the shares because they have no history."""
     completed = [t for t in turns if t.completed]
     ended = Counter(t.request.outcome for t in turns)
     return {
@@ -68,7 +68,7 @@ def summarise_dialogues(
 
 
 def by_turn(turns: Sequence[TurnRecord]) -> list[dict[str, Any]]:
-    """A row per turn over all dialogues that got there: means of tokens, shares, and TTFT's percentiles."""
+    """Return a row per turn number over all completed turns: mean tokens, shares, and TTFT percentiles."""
     rows = []
     ordered = sorted((t for t in turns if t.completed), key=lambda t: t.turn)
     for turn, group in groupby(ordered, key=lambda t: t.turn):
@@ -132,7 +132,7 @@ class DialogueReport:
 
 
 def print_dialogues(report: DialogueReport, console: Console) -> None:
-    """Print the totals, a row for some of the turns, and where the files are."""
+    """Print the totals, a row for some of the turns, and the paths of the files."""
     f = report.figures
     title = "Dialogues (interrupted)" if f["interrupted"] else "Dialogues"
     console.print(Text(title, style="bold"))
@@ -152,7 +152,7 @@ def print_dialogues(report: DialogueReport, console: Console) -> None:
 
 
 def totals(f: Mapping[str, Any]) -> list[say.Row]:
-    """The run as a whole, in words."""
+    """Return the totals of the run as (name, value) rows."""
     checked = "none (--verify)" if f["wrong_tokens"] is None else say.count(f["verified_turns"])
     return [
         (
@@ -161,7 +161,7 @@ def totals(f: Mapping[str, Any]) -> list[say.Row]:
         ),
         ("completed, rejected, failed", ", ".join(say.count(f[name]) for name in ("completed", "rejected", "failed"))),
         ("cached, of prompts from turn 2 on", say.share(f["share_cached"])),
-        ("cached, of what the turn before left", say.share(f["share_of_history"])),
+        ("cached, of the previous turn's history", say.share(f["share_of_history"])),
         ("TTFT of first turns (p50 / p90 / p99)", say.spread(f["first_ttft_s"])),
         ("TTFT of later turns", say.spread(f["later_ttft_s"])),
         ("time between tokens", say.spread(f["tbt_s"])),
@@ -172,7 +172,7 @@ def totals(f: Mapping[str, Any]) -> list[say.Row]:
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """One turn's row."""
+    """Return the cells of one turn's row."""
     return [
         str(row["turn"]),
         f"{row['prompt_tokens']:,.0f}",
@@ -186,7 +186,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _some(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most so many rows, evenly spread, the first and the last among them."""
+    """Return at most `_ROWS` rows, evenly spaced, including the first and the last."""
     if len(rows) <= _ROWS:
         return list(rows)
     return [rows[round(at * (len(rows) - 1) / (_ROWS - 1))] for at in range(_ROWS)]

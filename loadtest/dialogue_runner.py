@@ -29,9 +29,9 @@ _REFRESH_S = 0.25
 
 
 def run(config: DialogueConfig, console: Console | None = None) -> DialogueReport:
-    """Lead the dialogues, verify if asked to, write the report's files and return it.
+    """Run the dialogues, verify the answers if configured, write the report's files and return the report.
 
-    Ctrl-C ends the dialogues and gives the report so far. Raises ReplayError. `console` None: shows nothing.
+    Ctrl-C ends the dialogues and gives the report so far. Raises ReplayError. `console` None disables output.
     """
     tokens = load_model_tokens(config.model_path)
     with ProgressDisplay(console) as display:
@@ -69,7 +69,7 @@ async def _live(config: DialogueConfig, tokens: ModelTokens, display: ProgressDi
         async with open_session(api_key=config.api_key) as session:
             server = await discover(session, config.base_url, model=config.model, deadline_s=_ASK_DEADLINE_S)
             notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
-            # Before the dialogues: a reference that does not load should not be found out after an hour.
+            # Loaded before the dialogues, so that a reference that cannot be loaded is detected early.
             reference = _reference(config, server) if config.verify else None
             check_writable(config.out)
             common = Talk(
@@ -90,7 +90,7 @@ async def _live(config: DialogueConfig, tokens: ModelTokens, display: ProgressDi
 
 
 async def _all(config: DialogueConfig, common: Talk, tokens: ModelTokens, stop: asyncio.Event) -> None:
-    """All dialogues, so many at a time; cut short by `stop`."""
+    """Run all dialogues, `config.dialogues` at a time, until they end or `stop` is set."""
     system = system_text(config, tokens)
     waiting = iter(range(config.num_dialogues))
 
@@ -132,12 +132,12 @@ def _reference(config: DialogueConfig, server: ServerInfo) -> Reference:
 
 
 def _verify(config: DialogueConfig, reference: Reference, live: _Live, display: ProgressDisplay) -> Verification:
-    """Re-score a sample of the answers, each given the prompt that the server says it had."""
+    """Re-score a sample of the answers, each after the prompt ids that the server reported."""
     records = [turn.request for turn in live.turns if turn.completed]
     checkable = [record for record in records if record.prompt_ids and record.token_ids]
     if len(checkable) < len(records):
         missing = len(records) - len(checkable)
-        live.notices.append(f"{missing} answers came without prompt_token_ids and token_ids and cannot be re-scored")
+        live.notices.append(f"{missing} answers lack prompt_token_ids or token_ids and cannot be re-scored")
     sample = choose_sample(checkable, config.verify_sample, seed=config.seed)
     prompts = {record.index: np.array(record.prompt_ids, np.int32) for record in sample}
     result = Verification(tolerance=config.verify_tolerance)
@@ -151,6 +151,6 @@ def _verify(config: DialogueConfig, reference: Reference, live: _Live, display: 
 
 
 def _settings(config: DialogueConfig, server: ServerInfo) -> dict[str, Any]:
-    """The configuration as the report keeps it: without the key."""
+    """Return the configuration for the report, without the API key."""
     kept = {name: value for name, value in vars(config).items() if name not in ("api_key", "out")}
     return {**kept, "model": server.model, "model_path": str(config.model_path), "stand_ins": server.stand_ins}

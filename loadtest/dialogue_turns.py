@@ -1,7 +1,7 @@
 """Turns of dialogues: their plan, their records, and the run of one dialogue.
 
-The plan (texts, lengths, times) is determined by the seed and the dialogue's number. Every question waits for the
-answer before it, and every answer becomes history.
+The plan (texts, lengths, times) is determined by the seed and the dialogue's number. Each question is sent after the
+previous answer, which becomes part of the history.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _SYSTEM = -1
 
 
 class Cutter(Protocol):
-    """Interface of the tokenizer that the plan uses."""
+    """Interface of the tokenizer used by the plan."""
 
     def cut(self, text: str, num_tokens: int) -> str:
-        """The beginning of a text that has `num_tokens` tokens."""
+        """Return the first `num_tokens` tokens of a text, as text."""
 
 
 @dataclass(frozen=True)
 class PlannedTurn:
-    """One question. `think_s`: how long after the answer before it."""
+    """One question. `num_tokens`: approximate length of the question; `think_s`: delay after the previous answer."""
 
     turn: int
     question: str
-    num_tokens: int  # of the question by itself, about
+    num_tokens: int
     max_tokens: int
     think_s: float
     seed: int
 
 
 def system_text(config: DialogueConfig, cutter: Cutter) -> str:
-    """The system message of all dialogues; empty for none."""
+    """Return the system message of all dialogues, or "" for none."""
     return _text(config.seed, _SYSTEM, config.system_tokens, cutter) if config.system_tokens else ""
 
 
 def planned_turns(config: DialogueConfig, dialogue: int, cutter: Cutter) -> Iterator[PlannedTurn]:
-    """The turns of one dialogue."""
+    """Yield the turns of one dialogue."""
     rng = Random(_number(config.seed, dialogue, "lengths"))
     for turn in range(config.turns):
         num_tokens = _length(rng, config.turn_tokens)
@@ -86,8 +86,11 @@ def _number(seed: int, dialogue: int, what: str) -> int:
 
 @dataclass
 class TurnRecord:
-    """One turn. `history_tokens`: of prompt and answer of the turn before, whose KV there could be; the answer's last
-    token is never computed. 0 in the first turn."""
+    """Record of one turn.
+
+    `history_tokens`: tokens of the previous turn's prompt and answer whose KV may exist, 0 in the first turn. The
+    answer's last token is excluded, because its KV is never computed.
+    """
 
     dialogue: int
     turn: int
@@ -102,12 +105,12 @@ class TurnRecord:
 
     @property
     def dropped_messages(self) -> int:
-        """Messages that the server left out, as far as it tells."""
+        """Number of messages that the server dropped, 0 if not reported."""
         dropped = self.request.extension.get("dropped_messages", 0)
         return dropped if isinstance(dropped, int) else 0
 
     def as_json(self) -> dict[str, Any]:
-        """The record as one line of turns.jsonl."""
+        """Return the record as one line of turns.jsonl."""
         return {
             "dialogue": self.dialogue,
             "turn": self.turn,
@@ -120,14 +123,14 @@ class TurnRecord:
 
 
 def share_cached(turns: Sequence[TurnRecord]) -> float | None:
-    """Cached tokens over prompt tokens of completed turns after the first; None of none."""
+    """Return cached tokens over prompt tokens of completed turns after the first; None if there are none."""
     later = [t.request for t in turns if t.completed and t.turn]
     prompt = sum(r.prompt_tokens for r in later)
     return sum(r.cached_tokens for r in later) / prompt if prompt else None
 
 
 def share_of_history(turns: Sequence[TurnRecord]) -> float | None:
-    """Cached tokens over those that a turn could have found, over completed turns after the first; None of none."""
+    """Return cached tokens over reusable tokens of completed turns after the first; None if there are none."""
     later = [t for t in turns if t.completed and t.history_tokens]
     history = sum(min(t.history_tokens, t.request.prompt_tokens) for t in later)
     return sum(t.request.cached_tokens for t in later) / history if history else None
@@ -153,14 +156,14 @@ class Talk:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """/v1/chat/completions, for one turn: a dialect of the client's."""
+    """Dialect of /v1/chat/completions for one turn."""
 
     messages: tuple[dict[str, str], ...]
     truncation: str
     path: str = "/v1/chat/completions"
 
     def body(self, request: PlannedRequest, *, model: str, cache_salt: str) -> dict[str, Any]:
-        """A seeded chat that tells the ids of its prompt and of its answer."""
+        """Return the body of a seeded chat request whose answer includes the prompt's and the answer's token ids."""
         body: dict[str, Any] = {
             "model": model,
             "messages": list(self.messages),
@@ -178,28 +181,32 @@ class ChatTurn:
         return body
 
     def take_choice(self, choice: dict[str, Any], now: float, record: RequestRecord, request: PlannedRequest) -> None:
-        """Text, and tokens by their ids; where the server gives none, an event with text counts as one token."""
+        """Add the choice's text and tokens; without token ids, an event with text counts as one token."""
         text = delta_text(choice)
         record.text += text
         take_tokens(record, choice.get("token_ids"), now, has_text=bool(text))
 
     def check(self, record: RequestRecord, usage: dict[str, Any] | None, request: PlannedRequest) -> None:
-        """Usage must be there, and agree with what came."""
+        """Check that usage is present and consistent with the answer. Raises StreamFailed."""
         if usage is None:
-            raise StreamFailed("the answer came without usage")
+            raise StreamFailed("the answer has no usage")
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not isinstance(prompt, int) or not isinstance(completion, int):
-            raise StreamFailed(f"usage says {prompt!r} prompt and {completion!r} completion tokens")
+            raise StreamFailed(
+                f"usage reports {prompt!r} prompt and {completion!r} completion tokens; expected integers"
+            )
         if record.prompt_ids and len(record.prompt_ids) != prompt:
-            raise StreamFailed(f"usage says {prompt} prompt tokens; prompt_token_ids has {len(record.prompt_ids)}")
+            raise StreamFailed(f"usage reports {prompt} prompt tokens; prompt_token_ids has {len(record.prompt_ids)}")
         if record.token_ids and len(record.token_ids) != completion:
-            raise StreamFailed(f"usage says {completion} completion tokens; {len(record.token_ids)} token ids came")
+            raise StreamFailed(
+                f"usage reports {completion} completion tokens; {len(record.token_ids)} token ids were received"
+            )
         record.prompt_tokens, record.output_tokens = prompt, completion
         record.cached_tokens = cached_tokens_of(usage, prompt)
 
 
 async def talk(common: Talk, dialogue: int, system: str, turns: Iterable[PlannedTurn]) -> None:
-    """Lead one dialogue to its end, or to its first turn that fails; each turn's record is added as it begins."""
+    """Run one dialogue to its end or its first failed turn; each turn's record is added when the turn starts."""
     messages = [{"role": "system", "content": system}] if system else []
     history = 0
     for planned in turns:
@@ -225,7 +232,7 @@ async def talk(common: Talk, dialogue: int, system: str, turns: Iterable[Planned
 
 
 def _needed(history: int, planned: PlannedTurn) -> int:
-    """Tokens of the turn's prompt and answer at most, but for templates that put more around a message."""
+    """Return an upper bound of the turn's prompt and answer tokens; assumes a chat template overhead of 32 tokens."""
     return history + planned.num_tokens + _AROUND_A_TURN + planned.max_tokens if history else 0
 
 
@@ -241,7 +248,7 @@ def _record(common: Talk, planned: PlannedTurn) -> RequestRecord:
 
 
 def _request(record: RequestRecord) -> PlannedRequest:
-    """The client's view of a turn: its prompt is the dialect's to write."""
+    """Return the turn as a planned request, with an empty prompt: ChatTurn provides the messages."""
     return PlannedRequest(
         index=record.index,
         arrival_s=record.due_s,

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 
 class ReplayError(Exception):
-    """Any reason for which a replay cannot start or go on."""
+    """Base class: a load test cannot start or continue."""
 
 
 class SettingInvalid(ReplayError):
-    """A setting is out of its range: names the flag, the value and what was expected."""
+    """A setting is out of range; the message names the flag, the value and the expected values."""
 
 
 class TokenizerUnusable(ReplayError):
-    """The model folder has no tokenizer, or one that makes no tokens."""
+    """The model folder has no tokenizer, or an unusable one."""
 
 
 class PromptPlanError(ReplayError):
@@ -35,27 +35,27 @@ class PromptPlanError(ReplayError):
 
 
 class DatasetUnusable(ReplayError):
-    """A file of prompts cannot be read or is not what it was called: names the place and what was expected."""
+    """A dataset file cannot be read or has the wrong format; the message names the place and the expected format."""
 
 
 class ServerUnusable(ReplayError):
-    """The server does not answer or is not what the replay needs: names the URL and what came back."""
+    """The server does not answer or is unsuitable; the message names the URL and the response."""
 
 
 class ServerUnreachable(ServerUnusable):
-    """Nothing answers at the server's address."""
+    """No server answers at the URL."""
 
 
 class TokenizerMismatch(ServerUnusable):
-    """The server's tokens are not those of the tokenizer at hand: names both and the flag."""
+    """The server's tokenizer differs from the local one; the message names both and the flag."""
 
 
 class OutputUnwritable(ReplayError):
-    """The report's folder cannot be made or written: names it."""
+    """The report's folder cannot be created or written; the message names it."""
 
 
 class SenderUnusable(ReplayError):
-    """A sending process did not come up: names it and how it ended."""
+    """A sender process did not start; the message names it and how it ended."""
 
 
 class VerificationError(ReplayError):
@@ -63,8 +63,8 @@ class VerificationError(ReplayError):
 
 
 class StreamFailed(ReplayError):
-    """One answer ended in an error or not as it should; the text is the reason."""
+    """An answer ended in an error or is malformed; the message is the reason."""
 
 
 class MalformedStream(StreamFailed):
-    """The bytes are not an event stream as OpenAI-compatible servers send it."""
+    """The bytes are not a server-sent event stream of an OpenAI-compatible server."""

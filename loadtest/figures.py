@@ -1,4 +1,4 @@
-"""Formatting of figures: units, rounding, and the rows of the table. Shared by terminal and page. Pure."""
+"""Formatting of figures: units, rounding, and the rows of the report's table. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 Row = tuple[str, str]
 
 PLACE_NAMES = {
-    "pages": "the worker's own pages",
+    "pages": "the worker's KV cache",
     "dram": "the pool's memory",
     "ssd": "the pool's SSD",
     "remote": "another host's pool",
@@ -16,7 +16,7 @@ PLACE_NAMES = {
 
 
 def seconds(value: float | None) -> str:
-    """A duration with a fitting unit."""
+    """Format a duration with a suitable unit."""
     if value is None:
         return "–"
     if abs(value) < 1e-3:
@@ -27,7 +27,7 @@ def seconds(value: float | None) -> str:
 
 
 def round_seconds(value: float) -> str:
-    """A round duration, as on an axis."""
+    """Format a round duration, as for an axis tick."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if abs(value) >= 0.9999 * unit:
             return f"{value / unit:g} {name}"
@@ -35,7 +35,7 @@ def round_seconds(value: float) -> str:
 
 
 def size(value: float | None) -> str:
-    """A number of bytes with a fitting unit."""
+    """Format a number of bytes with a suitable unit."""
     if value is None:
         return "–"
     for unit in ("B", "kB", "MB", "GB"):
@@ -46,28 +46,28 @@ def size(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A fraction as a percentage."""
+    """Format a fraction as a percentage."""
     return "–" if value is None else f"{value:.1%}"
 
 
 def count(value: int | None) -> str:
-    """A whole number."""
+    """Format an integer with thousands separators."""
     return "–" if value is None else f"{value:,}"
 
 
 def spread(values: Mapping[str, float | None]) -> str:
-    """p50 / p90 / p99 of durations."""
+    """Format the p50 / p90 / p99 of a duration."""
     return " / ".join(seconds(values[key]) for key in ("p50", "p90", "p99"))
 
 
 def rows(figures: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
-    """The table: sections of (name, value)."""
+    """Return the table's sections, each with its (name, value) rows."""
     f = figures
     return [
         ("Requests", _requests(f)),
         ("Prefix reuse", _reuse(f)),
         ("Latency (p50 / p90 / p99)", _latency(f)),
-        ("ReplayObjectives", _objectives(f)),
+        ("Objectives", _objectives(f)),
         ("Cluster", _cluster(f)),
         ("Verification", _verification(f)),
     ]
@@ -84,7 +84,7 @@ def _requests(f: Mapping[str, Any]) -> list[Row]:
         *unfinished,
         *(retried if f["retries"] else []),
         ("prompt / output tokens", f"{count(f['prompt_tokens'])} / {count(f['output_tokens'])}"),
-        ("prompts cut to the context", count(f["overlong_prompts"])),
+        ("prompts truncated to the context", count(f["overlong_prompts"])),
         ("lateness of sending (p50 / p90 / p99)", spread(f["send_lateness_s"])),
     ]
 
@@ -94,7 +94,7 @@ def _reuse(f: Mapping[str, Any]) -> list[Row]:
     of_ideal = f" ({hit / ideal:.1%} of the ideal)" if hit is not None and ideal else ""
     return [
         ("prefix hit rate, tokens", share(hit) + of_ideal),
-        ("ideal: an infinite cache", share(ideal)),
+        ("ideal (infinite cache)", share(ideal)),
         *(_place(name, f["reuse_by_tier"][place]) for place, name in PLACE_NAMES.items() if f["reuse_by_tier"]),
     ]
 
@@ -119,7 +119,7 @@ def _latency(f: Mapping[str, Any]) -> list[Row]:
         ("time between tokens", spread(f["tbt_s"])),
         ("· longest tenth of a request's", spread(f["tbt_worst10_s"])),
         ("whole request", spread(f["e2e_s"])),
-        ("unloaded: first token, between tokens", f"{seconds(f['unloaded_ttft_s'])}, {seconds(f['unloaded_tbt_s'])}"),
+        ("unloaded TTFT, TBT", f"{seconds(f['unloaded_ttft_s'])}, {seconds(f['unloaded_tbt_s'])}"),
     ]
 
 

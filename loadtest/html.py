@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def render(template: str, **values: object) -> str:
-    """Return the template rendered with `values`. Only `panel.svg` and the style sheet are inserted unescaped."""
+    """Render the template with `values`. Only `panel.svg` and the style sheet are inserted unescaped."""
     return _environment().get_template(template).render(values)
 
 

@@ -1,7 +1,7 @@
-"""HTTP pieces: client session, retry policy for HTTP 429, server-sent events parser, lone surrogates in JSON.
+"""HTTP client session, retry policy for HTTP 429, server-sent events parser, and repair of lone surrogates.
 
-JSON escapes are UTF-16, and servers that count in it may cut an emoji between two events; the halves are lone
-surrogates, which can be neither written nor printed.
+JSON escapes are UTF-16. A server that splits text between UTF-16 code units may cut an emoji between two events; the
+halves are lone surrogates, which cannot be encoded as UTF-8.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import aiohttp
 from loadtest.errors import MalformedStream
 
 _KEPT_S = 2.0
-"""Servers close an idle connection after 5 s or more; a request must not meet that moment."""
+"""Servers close idle connections after 5 s or more; closing them earlier avoids sending into a closing connection."""
 
 
 @asynccontextmanager
 async def open_session(
     *, api_key: str, headers: Mapping[str, str] | None = None, keep_connections: bool = False
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session without a limit of connections, which would close an open loop.
+    """Open a session without a connection limit, which would delay an open loop's requests.
 
-    `keep_connections` False: a connection per request, as from as many users.
+    `keep_connections` False: use a new connection per request, like independent users.
     """
     sent = {"Content-Type": "application/json"}
     if api_key:
@@ -41,7 +41,7 @@ async def open_session(
 
 
 def allow_many_connections() -> None:
-    """An overloaded server leaves many requests in flight, each with a connection: take all the files we may have."""
+    """Raise the limit of open files to its maximum: an overloaded server leaves many connections open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -52,16 +52,16 @@ _FIRST_WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """`max_attempts`: sendings in all. `max_wait_s`: bound of one wait, whatever Retry-After says."""
+    """Retry policy for rejections. `max_attempts`: total attempts. `max_wait_s`: limit of one wait before jitter."""
 
     max_attempts: int = 8
     max_wait_s: float = 30.0
 
     def wait_s(self, *, attempts: int, retry_after_s: float | None, seed: int) -> float | None:
-        """Seconds until the next sending after `attempts` of them; None: give it up.
+        """Return the seconds to wait after `attempts` attempts, or None to give up.
 
-        What Retry-After asks for, else 0.5 s doubled with each attempt, at most the bound; and up to a quarter more, by
-        the request's seed, so that those rejected together do not come back together.
+        The wait is Retry-After, else 0.5 s doubled with each attempt, limited to `max_wait_s`. Up to 25 % jitter,
+        determined by the request's seed, is added to spread the retries of requests rejected at the same time.
         """
         if attempts >= self.max_attempts:
             return None
@@ -71,14 +71,14 @@ class RetryPolicy:
 
 
 def without_surrogates(text: str) -> str:
-    """The text with halves of characters put together; one without its other half becomes U+FFFD."""
+    """Return the text with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class SseParser:
-    """Feed bytes, get the data of each event that is complete. Comments and other fields than `data` are skipped."""
+    """Incremental parser of server-sent events. Comments and fields other than `data` are skipped."""
 
     MAX_EVENT_BYTES = 8 << 20
 
@@ -87,7 +87,7 @@ class SseParser:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[str]:
-        """The data of the events that `chunk` completes. Raises MalformedStream."""
+        """Return the data of the events completed by `chunk`. Raises MalformedStream."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > self.MAX_EVENT_BYTES:
             raise MalformedStream(f"an event of more than {self.MAX_EVENT_BYTES} bytes")

@@ -1,20 +1,20 @@
 """Service level objectives, measured against the unloaded cluster.
 
-Before the replay, single requests are measured without load. Lengths are quantiles of the replay's own prompts; the
-texts are the replay's own too, but each under a cache salt of its own: nothing is reused and nothing is left warm. TTFT
-over prompt length n is fitted as a + b·n + c·n² (fixed cost, linear layers, attention) with no coefficient below 0, on
+Before the replay, single requests are measured without load, at quantiles of the replay's prompt lengths. They use the
+replay's prompts, each with a unique cache salt, so that they neither reuse KV nor leave any for the replay. TTFT over
+prompt length n is fitted as a + b·n + c·n² (fixed cost, linear layers, attention) with non-negative coefficients, by
 relative errors.
 
-The default rule follows Mooncake: TTFT at most 10 times, TBT at most 5 times that of the unloaded request, for 90 % of
-the requests. What is compared, exactly:
+The default rule follows the Mooncake paper: TTFT at most 10 times and TBT at most 5 times that of an unloaded request,
+for 90 % of the requests. Precisely:
 
-- TTFT of a request (from sending to its first token) with 10 x the TTFT that a lone request of the same prompt length
-  without any reuse takes (loadtest/objectives.py: the fit over lengths);
-- TBT of a request, that is the mean of its longest tenth of intervals between tokens, with 5 x the median of the same
-  figure over the lone requests. A request of one token has no interval and meets it.
+- The TTFT of a request (from sending to its first token) is compared with 10 times the fitted TTFT of an unloaded
+  request of the same prompt length without reuse.
+- The TBT of a request (the mean of the longest tenth of its intervals between tokens) is compared with 5 times the
+  median of the same figure over the unloaded requests. A request of one token has no interval and meets the objective.
 
-The rule holds when at least 90 % of the requests that were sent and ended (rejected and failed ones count as misses)
-meet each. `slo_attainment` is the share that meets both, `goodput_rps` their number per second.
+The rule holds if at least 90 % of the requests that ended meet each objective; rejected and failed requests count as
+misses. `slo_attainment` is the fraction that meets both, `goodput_rps` their number per second.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = ["fit_durations"]
 
 
 def fit_durations(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The coefficients x ≥ 0 [k] that make `terms` [n, k] · x come closest to `seconds` [n], n ≥ 1, all above 0.
+    """Return the coefficients x ≥ 0 [k] that minimise the relative error of `terms` [n, k] · x against `seconds` [n].
 
-    Exact for a few terms: the best of the least-squares solutions over each subset of terms that has no negative
-    coefficient; of subsets no larger than the number of different rows. The first term is taken as constant, and its
-    coefficient is the median where nothing fits.
+    `seconds` must be positive and n at least 1. The method is exact and suits few terms: it solves least squares for
+    every subset of terms (no larger than the number of distinct rows) and keeps the best solution without a negative
+    coefficient. If there is none, the first term, assumed constant, gets the median as coefficient.
     """
     num_terms = terms.shape[1]
     weighted = terms / seconds[:, None]
@@ -68,11 +68,11 @@ _LEAST_OUTPUT = 8
 
 @dataclass(frozen=True)
 class Unloaded:
-    """Figures of lone requests. `ttft_coefficients`: a, b, c of TTFT(n) = a + b·n + c·n², seconds and tokens.
+    """Latencies of unloaded requests. `ttft_coefficients`: a, b, c of TTFT(n) = a + b·n + c·n², seconds and tokens.
 
-    `ttft_s`, `tbt_s`, `tbt_worst10_s`: medians over the requests of TTFT, of the mean interval (single ones are 0 where
-    a busy client reads several tokens at once), and of the mean of the longest tenth of intervals. `samples`: (prompt
-    tokens, TTFT in seconds) of each request.
+    `ttft_s`, `tbt_s`, `tbt_worst10_s`: medians over the requests of TTFT, of the mean interval between tokens, and of
+    the mean of the longest tenth of intervals. (Single intervals are 0 when the client reads several tokens at once.)
+    `samples`: (prompt tokens, TTFT in seconds) of each request.
     """
 
     ttft_s: float
@@ -82,7 +82,7 @@ class Unloaded:
     samples: tuple[tuple[int, float], ...]
 
     def ttft_of(self, prompt_tokens: int) -> float:
-        """Seconds to the first token of a lone request of that length, by the fit."""
+        """Return the fitted TTFT in seconds of an unloaded request of that length."""
         a, b, c = self.ttft_coefficients
         return a + b * prompt_tokens + c * prompt_tokens * prompt_tokens
 
@@ -109,10 +109,10 @@ async def measure_unloaded(
     stop: asyncio.Event,
     on_done: Callable[[int, int], None],
 ) -> Unloaded | None:
-    """One request at a time; None when `stop` is set meanwhile. `on_done(done, of)` after each.
+    """Measure requests one at a time; return None if `stop` is set meanwhile. Calls `on_done(done, of)` after each.
 
-    The first request is thrown away: it pays for connections and for code that is compiled at its first use. Raises
-    ServerUnusable when a lone request is not answered: then there is nothing to replay against.
+    The first request is discarded because it includes connecting and just-in-time compilation. Raises ServerUnusable
+    if a request is not completed.
     """
     plan = [chosen for _ in range(REPEATS) for chosen in typical_requests(requests, max_model_len)]
     records: list[RequestRecord] = []
@@ -128,7 +128,8 @@ async def measure_unloaded(
             return None
         if record.outcome is not SendOutcome.COMPLETED:
             raise ServerUnusable(
-                f"a lone request of {record.prompt_tokens} prompt tokens was {record.outcome.value}: {record.reason}"
+                f"an unloaded request of {record.prompt_tokens} prompt tokens was {record.outcome.value}: "
+                f"{record.reason}"
             )
         if number:
             records.append(record)
@@ -137,8 +138,10 @@ async def measure_unloaded(
 
 
 def typical_requests(requests: Sequence[PlannedRequest], max_model_len: int) -> list[PlannedRequest]:
-    """One request per length quantile, with at least a few output tokens so that there are intervals to measure; a
-    prompt that leaves no room for them is cut."""
+    """Return one request per length quantile, with at least a few output tokens so that intervals can be measured.
+
+    A prompt that leaves no room for them is truncated.
+    """
     by_length = sorted(requests, key=lambda r: (len(r.prompt), r.index))
     chosen = [by_length[min(int(q * len(by_length)), len(by_length) - 1)] for q in LENGTH_QUANTILES]
     outputs = [max(r.max_tokens, min(_LEAST_OUTPUT, max_model_len // 2)) for r in chosen]
@@ -149,7 +152,7 @@ def typical_requests(requests: Sequence[PlannedRequest], max_model_len: int) -> 
 
 
 def unloaded_of(records: Sequence[RequestRecord]) -> Unloaded:
-    """The figures of completed lone requests."""
+    """Return the latencies of completed unloaded requests."""
     samples = tuple((r.prompt_tokens, r.ttft_s) for r in records if math.isfinite(r.ttft_s))
     means = [fmean(r.intervals_s) for r in records if r.intervals_s]
     worst = [r.tbt_worst10_s for r in records if r.intervals_s]
@@ -163,7 +166,7 @@ def unloaded_of(records: Sequence[RequestRecord]) -> Unloaded:
 
 
 def fit_ttft(samples: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Non-negative least squares of t = a + b·n + c·n², on relative errors of the median t of each n."""
+    """Fit t = a + b·n + c·n² to the median t of each n, by non-negative least squares on relative errors."""
     lengths = sorted({n for n, _ in samples})
     if not lengths:
         return math.nan, math.nan, math.nan
@@ -180,14 +183,14 @@ RULE_SHARE = 0.9
 
 @dataclass(frozen=True)
 class ReplayObjectives:
-    """`ttft_s`, `tbt_s`: fixed objectives in seconds, 0 = the rule relative to `unloaded`."""
+    """Objectives of a replay. `ttft_s`, `tbt_s`: fixed objectives in seconds; 0: relative to `unloaded`."""
 
     ttft_s: float
     tbt_s: float
     unloaded: Unloaded | None
 
     def ttft_of(self, prompt_tokens: int) -> float:
-        """The TTFT objective for that prompt length; infinite where there is nothing to compare with."""
+        """Return the TTFT objective in seconds for that prompt length; infinite if unknown."""
         if self.ttft_s > 0:
             return self.ttft_s
         relative = TTFT_FACTOR * self.unloaded.ttft_of(prompt_tokens) if self.unloaded else math.nan
@@ -195,7 +198,7 @@ class ReplayObjectives:
 
     @property
     def tbt_objective_s(self) -> float:
-        """The TBT objective; infinite where there is nothing to compare with."""
+        """TBT objective in seconds; infinite if unknown."""
         if self.tbt_s > 0:
             return self.tbt_s
         relative = TBT_FACTOR * self.unloaded.tbt_worst10_s if self.unloaded else math.nan
@@ -216,17 +219,17 @@ class ReplayObjectives:
         return record.outcome is SendOutcome.COMPLETED and (math.isnan(worst) or worst <= self.tbt_objective_s)
 
     def describe(self) -> str:
-        """One sentence for the report."""
+        """Return the objectives as one sentence for the report."""
         if not self.known:
-            return "not judged: no lone requests were measured, and --slo-ttft and --slo-tbt are not both given"
-        ttft = f"{self.ttft_s:g} s" if self.ttft_s > 0 else f"{TTFT_FACTOR:g}× a lone request of its length"
-        tbt = f"{self.tbt_s:g} s" if self.tbt_s > 0 else f"{TBT_FACTOR:g}× a lone request's"
+            return "not evaluated: no unloaded requests were measured, and --slo-ttft and --slo-tbt are not both given"
+        ttft = f"{self.ttft_s:g} s" if self.ttft_s > 0 else f"{TTFT_FACTOR:g}× an unloaded request of the same length"
+        tbt = f"{self.tbt_s:g} s" if self.tbt_s > 0 else f"{TBT_FACTOR:g}× an unloaded request's"
         bound = f" ({self.tbt_objective_s * 1000:.1f} ms)" if math.isfinite(self.tbt_objective_s) else ""
         return f"TTFT ≤ {ttft}; mean of the longest tenth of intervals between tokens ≤ {tbt}{bound}"
 
 
 def attainment(objectives: ReplayObjectives, records: Sequence[RequestRecord], seconds: float) -> dict[str, Any]:
-    """The objective keys of the report, over requests that ended; null where the objectives are unknown."""
+    """Return the report's objective keys over the requests that ended; None if the objectives are unknown."""
     ended = [r for r in records if r.outcome is not SendOutcome.UNFINISHED]
     if not objectives.known or not ended:
         keys = ("slo_attainment", "slo_ttft_attainment", "slo_tbt_attainment", "slo_rule_met", "goodput_rps")

@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and the API key that clients send."""
+"""Command-line options shared by several commands. The docstring of each function names the option's type."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import typer
 
 
 def one_key(context: typer.Context, parameter: typer.CallbackParam, given: str) -> str:
-    """Callback of a client's `--api-key`.
+    """Return the API key to send: Typer callback of a client's `--api-key`.
 
-    The variable is `serve`'s too, which accepts every key of it, separated by commas; a client needs one of them.
+    The environment variable may hold several keys separated by commas, because `serve` accepts every one of them; a
+    client sends the first.
     """
     source = context.get_parameter_source(parameter.name or "")
     if source is None or source.name != "ENVIRONMENT":
@@ -25,30 +26,30 @@ def verify(panel: str) -> Any:
 
 def verify_sample(panel: str) -> Any:
     """int"""
-    return typer.Option(help="How many answers to re-score.", rich_help_panel=panel)
+    return typer.Option(help="Number of answers to re-score.", rich_help_panel=panel)
 
 
 def verify_tolerance(panel: str) -> Any:
     """float"""
-    return typer.Option(help="A token is wrong if its score lies further below the largest.", rich_help_panel=panel)
+    return typer.Option(help="A token is wrong if its score is further below the maximum.", rich_help_panel=panel)
 
 
 def verify_device(panel: str) -> Any:
     """str"""
-    return typer.Option(help="Where to re-score: cpu, cuda.", rich_help_panel=panel)
+    return typer.Option(help="Device for re-scoring: cpu or cuda.", rich_help_panel=panel)
 
 
 def model_path(panel: str) -> Any:
     """Path | None"""
     return typer.Option(
-        help="Folder of the served model, for its tokenizer and for --verify. Default: the bundled model.",
+        help="Folder of the served model, for its tokenizer and for --verify; default: the bundled model.",
         rich_help_panel=panel,
     )
 
 
 def model(panel: str) -> Any:
     """str"""
-    return typer.Option(help="Name of the model in requests. Default: the first served.", rich_help_panel=panel)
+    return typer.Option(help="Model name in requests; default: the first model served.", rich_help_panel=panel)
 
 
 def api_key(panel: str) -> Any:
@@ -56,6 +57,6 @@ def api_key(panel: str) -> Any:
     return typer.Option(
         envvar="MOONPOOL_API_KEY",
         callback=one_key,
-        help="Bearer key; of several in the variable, the first is sent.",
+        help="API key, sent as bearer token; of several in the environment variable, the first is sent.",
         rich_help_panel=panel,
     )

@@ -16,14 +16,14 @@ from loadtest.plan import PlannedRequest
 from loadtest.record import RequestRecord
 
 _DEFINITIONS = (
-    "TTFT runs from sending a request to its first token. Time between tokens is taken at the client, per token, the "
-    "hand-off from prefill to decode included.",
-    "The hit rate is in prompt tokens, as the server reports them (cached_tokens), over completed requests. The ideal "
-    "is an infinite cache's on the same requests in order of arrival: full blocks only, inserted at arrival, the last "
-    "prompt token always computed. Requests that overlap in time cannot reuse each other's prefix, so a live cluster "
-    "stays below.",
-    "What reuse saved is an estimate: prefill seconds, fitted over computed tokens, tell what computing the "
-    "reused ones would have taken; the time that loading took is taken off. Sums over requests that ran side by side.",
+    "TTFT is the time from sending a request to its first token. Time between tokens is measured at the client, per "
+    "token, and includes the hand-off from prefill to decode.",
+    "The hit rate is the fraction of prompt tokens that the server reports as cached_tokens, over completed requests. "
+    "The ideal is the hit rate of an infinite cache on the same requests in order of arrival: full blocks only, "
+    "inserted at arrival, the last prompt token always computed. Requests that overlap in time cannot reuse each "
+    "other's prefix, so a live cluster stays below it.",
+    "The time saved by reuse is an estimate: the prefill time that the reused tokens would have taken, from a fit over "
+    "computed tokens, minus the loading time. It is a sum over requests, which ran concurrently.",
     "Rejected and failed requests count as missing their objectives.",
 )
 
@@ -69,8 +69,8 @@ def _lead(report: Mapping[str, Any]) -> str:
     s = report["settings"]
     return (
         f"{report['requests']:,} requests at {s['speed']:g}× the trace's speed against {s['model']} at {s['url']}; "
-        f"{s['tokens_per_block']} tokens per block, {s['sampled_fraction']:.0%} drawn at temperature "
-        f"{s['temperature']:g}, the rest greedy; seed {s['seed']}."
+        f"{s['tokens_per_block']} tokens per block, {s['sampled_fraction']:.0%} sampled at temperature "
+        f"{s['temperature']:g}, the others greedy; seed {s['seed']}."
     )
 
 

@@ -24,7 +24,7 @@ __all__ = ["Panel", "ReportData"]
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture with its heading and a sentence on what it shows."""
+    """Picture with its heading and caption."""
 
     title: str
     caption: str
@@ -33,7 +33,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Data that the pictures are drawn from."""
+    """Input of the pictures."""
 
     records: Sequence[RequestRecord]
     requests: Mapping[int, PlannedRequest]
@@ -53,7 +53,7 @@ _BINS = 48
 
 
 def all_panels(evidence: ReportData) -> list[Panel]:
-    """Every picture of the report."""
+    """Return all pictures of the report."""
     return [
         ttft_distribution(evidence),
         tbt_distribution(evidence),
@@ -70,7 +70,7 @@ def all_panels(evidence: ReportData) -> list[Panel]:
 
 
 def ttft_distribution(e: ReportData) -> Panel:
-    """CDF of TTFT, beside that of lone requests."""
+    """Draw the CDF of TTFT, and that of unloaded requests."""
     with p.picture("ttft-distribution", x="time to first token", y="share of requests") as pic:
         if e.objectives.unloaded:
             p.distribution(pic.axes, [t for _, t in e.objectives.unloaded.samples], color=p.MUTED, label="unloaded")
@@ -80,7 +80,7 @@ def ttft_distribution(e: ReportData) -> Panel:
 
 
 def tbt_distribution(e: ReportData) -> Panel:
-    """CDFs of all intervals and of each request's worst tenth."""
+    """Draw the CDFs of all intervals and of each request's longest tenth."""
     with p.picture("tbt-distribution", x="time between tokens", y="share") as pic:
         intervals = [i for r in e.completed for i in r.intervals_s]
         p.distribution(pic.axes, intervals, color=p.BLUE, label="all intervals")
@@ -89,11 +89,11 @@ def tbt_distribution(e: ReportData) -> Panel:
         if math.isfinite(e.objectives.tbt_objective_s):
             pic.axes.axvline(e.objectives.tbt_objective_s, color=p.RED, linestyle="--", label="objective")
         _log_seconds_x(pic, drawn=bool(intervals))
-    return Panel("Time between tokens", "The objective holds for the mean of a request's longest tenth.", pic.svg)
+    return Panel("Time between tokens", "The objective applies to the mean of a request's longest tenth.", pic.svg)
 
 
 def ttft_over_time(e: ReportData) -> Panel:
-    """TTFT of each request by arrival, apart by whether it met its objective."""
+    """Draw the TTFT of each request by arrival, coloured by whether it met its objective."""
     with p.picture("ttft-over-time", x="arrival, seconds of replay", y="time to first token") as pic:
         if e.objectives.known:
             met = [r for r in e.completed if e.objectives.meets_ttft(r)]
@@ -109,7 +109,7 @@ def ttft_over_time(e: ReportData) -> Panel:
 
 
 def tbt_over_time(e: ReportData) -> Panel:
-    """Worst tenth of intervals of each request by arrival."""
+    """Draw each request's mean of its longest tenth of intervals, by arrival."""
     with p.picture("tbt-over-time", x="arrival, seconds of replay", y="time between tokens") as pic:
         some = [r for r in e.completed if r.intervals_s]
         x, y = [r.due_s for r in some], [r.tbt_worst10_s for r in some]
@@ -121,7 +121,7 @@ def tbt_over_time(e: ReportData) -> Panel:
 
 
 def ttft_by_length(e: ReportData) -> Panel:
-    """TTFT against prompt length, with the unloaded fit and the objective."""
+    """Draw TTFT against prompt length, with the unloaded fit and the objective."""
     with p.picture("ttft-by-length", x="prompt tokens", y="time to first token") as pic:
         reused = [r for r in e.completed if 2 * r.cached_tokens > r.prompt_tokens]
         fresh = [r for r in e.completed if 2 * r.cached_tokens <= r.prompt_tokens]
@@ -137,12 +137,12 @@ def ttft_by_length(e: ReportData) -> Panel:
             bound = [e.objectives.ttft_of(int(n)) for n in lengths]
             pic.axes.plot(lengths, bound, color=p.RED, linestyle="--", label="objective")
         _log_seconds_y(pic, drawn=bool(e.completed))
-    caption = "The objective of each request follows the lone request of its length."
+    caption = "The default objective is relative to an unloaded request of the same length."
     return Panel("Time to first token by prompt length", caption, pic.svg)
 
 
 def hit_rate(e: ReportData) -> Panel:
-    """Cumulative token hit rate against the infinite cache's."""
+    """Draw the cumulative token hit rate against that of an infinite cache."""
     cache, hit, ideal, total = InfiniteCache(), 0, 0, 0
     x, actual, best = [], [], []
     for record in e.completed:
@@ -161,11 +161,11 @@ def hit_rate(e: ReportData) -> Panel:
         pic.axes.set_ylim(0, None)
         p.share_axis(pic.axes)
         p.legend(pic.axes)
-    return Panel("Prefix hit rate", "Cumulative, in tokens, against a cache that forgets nothing.", pic.svg)
+    return Panel("Prefix hit rate", "Cumulative, in tokens, compared with an infinite cache.", pic.svg)
 
 
 def load(e: ReportData) -> Panel:
-    """Requests running and waiting per role, and in flight at the client."""
+    """Draw the requests running and waiting per role, and those in flight at the client."""
     with p.picture("load", x="seconds of replay", y="requests") as pic:
         for color, role in zip(p.SERIES, e.history.roles(), strict=False):
             name = role or "server"
@@ -179,11 +179,11 @@ def load(e: ReportData) -> Panel:
             pic.axes.plot(times, values, color=p.MUTED, linewidth=0.9, label="in flight", zorder=1)
         pic.axes.set_ylim(0, None)
         p.legend(pic.axes)
-    return Panel("LoadPlan", "Running and waiting as the nodes report them; in flight as the client sees it.", pic.svg)
+    return Panel("Load", "Running and waiting as reported by the nodes; in flight as counted by the client.", pic.svg)
 
 
 def kv_bytes(e: ReportData) -> Panel:
-    """Cumulative KV bytes by path."""
+    """Draw the cumulative KV bytes by path."""
     with p.picture("kv-bytes", x="seconds of replay", y="KV bytes moved") as pic:
         moved = {path: total for path, total in e.history.kv_bytes_by_path.items() if total}
         if moved:
@@ -199,7 +199,7 @@ def kv_bytes(e: ReportData) -> Panel:
 
 
 def outcomes(e: ReportData) -> Panel:
-    """Arrivals per bin of time, by how they ended."""
+    """Draw the arrivals per time bin, by outcome."""
     with p.picture("outcomes", x="arrival, seconds of replay", y="requests per second") as pic:
         last = max((r.due_s for r in e.records), default=0.0)
         edges = np.linspace(0, max(last, 1e-3), _BINS + 1)
@@ -219,21 +219,23 @@ def outcomes(e: ReportData) -> Panel:
                 pic.axes.bar(edges[:-1], rate, width * 0.86, below, align="edge", color=color, label=label)
                 below = below + rate
         p.legend(pic.axes)
-    return Panel("Arrivals and how they ended", "By time of arrival; rejections are HTTP 429.", pic.svg)
+    return Panel("Arrivals by outcome", "By time of arrival; rejections are HTTP 429.", pic.svg)
 
 
 def lateness(e: ReportData) -> Panel:
-    """CDF of how late requests were sent."""
+    """Draw the CDF of the lateness of sending."""
     with p.picture("lateness", x="lateness of sending", y="share of requests") as pic:
         p.distribution(pic.axes, [r.lateness_s for r in e.records], color=p.PURPLE, label="requests")
         _log_seconds_x(pic, drawn=bool(e.records))
     return Panel(
-        "Lateness of sending", "An open loop must not wait for the server: how far it kept its times.", pic.svg
+        "Lateness of sending",
+        "Delay of sending after the due time; an open loop does not wait for the server.",
+        pic.svg,
     )
 
 
 def in_flight(records: Sequence[RequestRecord], *, steps: int = 400) -> tuple[list[float], list[float]]:
-    """(times, requests sent and not ended) at evenly spaced times."""
+    """Return (times, requests in flight) at evenly spaced times."""
     sent = np.sort([r.sent_s for r in records if math.isfinite(r.sent_s)])
     ended = np.sort([r.end_s for r in records if math.isfinite(r.end_s)])
     if not len(sent):
@@ -251,7 +253,7 @@ def _running_p90(pic: p.Picture, x: Sequence[float], y: Sequence[float]) -> None
 
 
 def _log_seconds_x(pic: p.Picture, *, drawn: bool) -> None:
-    """A logarithmic axis of durations; of an axis without values matplotlib makes no logarithm."""
+    """Set up a logarithmic x axis of durations; linear if nothing is drawn, since matplotlib cannot scale it."""
     if drawn:
         pic.axes.set_xscale("log")
     p.seconds_axis(pic.axes, "x")
@@ -273,12 +275,12 @@ _COLORS = dict(zip(PLACES, (p.BLUE, p.GREEN, p.ORANGE, p.PURPLE), strict=True))
 
 
 def reuse_panels(e: ReportData) -> list[Panel]:
-    """Both, or none where the server does not tell."""
+    """Return the pictures of reuse by tier; empty if the server does not report it."""
     return [] if e.reuse_by_tier is None else [reused_over_time(e), saved_by_tier(e)]
 
 
 def reused_over_time(e: ReportData) -> Panel:
-    """Share of prompt tokens that were reused, by place, over bins of arrival."""
+    """Draw the share of reused prompt tokens by place, over bins of arrival time."""
     found = [(r, places) for r in e.completed if (places := tokens_by_place(r)) is not None]
     edges = np.linspace(0, max((r.due_s for r, _ in found), default=0.0) + 1e-3, _REUSE_BINS + 1)
     at = [r.due_s for r, _ in found]
@@ -301,7 +303,7 @@ def reused_over_time(e: ReportData) -> Panel:
 
 
 def saved_by_tier(e: ReportData) -> Panel:
-    """Estimated seconds of computing per place, beside those of loading."""
+    """Draw the estimated seconds of computation saved per place, beside the seconds of loading."""
     assert e.reuse_by_tier is not None
     shown = [place for place in PLACES if e.reuse_by_tier[place]["tokens"]]
     with p.picture("saved-by-tier", x="", y="seconds, all requests") as pic:
@@ -318,5 +320,5 @@ def saved_by_tier(e: ReportData) -> Panel:
         pic.axes.grid(visible=False, axis="x")
         pic.axes.margins(y=0.15)
         pic.axes.set_ylim(0, None)
-    caption = "Coloured: what computing the reused tokens would have taken, by a fit; grey: what loading them took."
-    return Panel("What reuse saved", caption, pic.svg)
+    caption = "Coloured: estimated time to compute the reused tokens; grey: time to load them."
+    return Panel("Time saved by reuse", caption, pic.svg)

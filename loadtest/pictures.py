@@ -1,6 +1,6 @@
-"""The report's pictures as inline SVG, coloured by the page's CSS variables so that they follow light and dark.
+"""Pictures of a report as inline SVG, coloured by the page's CSS variables to support light and dark mode.
 
-matplotlib draws with placeholder colours; each is then replaced by `var(--…)`.
+matplotlib draws with placeholder colours, which are then replaced by `var(--…)`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VARIABLES: Final = {
 SERIES: Final = (BLUE, ORANGE, GREEN, PURPLE, RED)
 MAX_POINTS: Final = 3000
 LEAST_S: Final = 1e-6
-"""Durations are drawn on logarithmic axes from here on; tokens that came in one event have intervals of 0."""
+"""Smallest duration drawn on logarithmic axes; intervals between tokens of the same event are 0."""
 _STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "font.size": 10.0,
@@ -64,7 +64,7 @@ _STYLE: Final[dict[Any, Any]] = {
 
 
 class Picture:
-    """One set of axes; `svg` once drawn."""
+    """One set of axes; `svg` is set by `finish`."""
 
     def __init__(self, name: str, figure: Figure, axes: Axes) -> None:
         self.axes = axes
@@ -73,7 +73,7 @@ class Picture:
         self._figure = figure
 
     def finish(self) -> None:
-        """Turn the figure into inline SVG."""
+        """Render the figure as inline SVG."""
         raw = io.StringIO()
         self._figure.savefig(raw, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         self.svg = inline_svg(raw.getvalue(), self._name)
@@ -81,7 +81,7 @@ class Picture:
 
 @contextmanager
 def picture(name: str, *, x: str, y: str) -> Iterator[Picture]:
-    """Axes to draw on, finished at the end of the block. `name`: letters, unique on the page."""
+    """Open a picture to draw on; it is rendered at the end of the block. `name`: id prefix, unique on the page."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(6.4, 2.9), layout="constrained")
         drawn = Picture(name, figure, figure.add_subplot())
@@ -92,7 +92,7 @@ def picture(name: str, *, x: str, y: str) -> Iterator[Picture]:
 
 
 def inline_svg(svg: str, name: str) -> str:
-    """An SVG document as an element of an HTML page: no prologue, ids of its own, colours by variable."""
+    """Convert an SVG document to an element of an HTML page: no prologue, prefixed ids, colours by CSS variable."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
@@ -108,7 +108,7 @@ def inline_svg(svg: str, name: str) -> str:
 
 
 def seconds_axis(axes: Axes, which: str = "y") -> None:
-    """Ticks as durations; on a short logarithmic axis 1, 2 and 5 of each decade. Call it once all is drawn."""
+    """Label ticks as durations; a short logarithmic axis gets 1, 2 and 5 of each decade. Call after drawing."""
     axis = axes.yaxis if which == "y" else axes.xaxis
     if axis.get_scale() == "log":
         low, high = axes.get_ylim() if which == "y" else axes.get_xlim()
@@ -118,17 +118,17 @@ def seconds_axis(axes: Axes, which: str = "y") -> None:
 
 
 def share_axis(axes: Axes) -> None:
-    """The y axis as percentages."""
+    """Label the y axis as percentages."""
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
 
 
 def size_axis(axes: Axes) -> None:
-    """The y axis as bytes."""
+    """Label the y axis as bytes."""
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figures.size(value).replace(".0 ", " ")))
 
 
 def distribution(axes: Axes, values: Sequence[float], *, color: str, label: str) -> None:
-    """The share of values at or below x, with marks at p50, p90 and p99. Nothing for no values."""
+    """Draw the CDF of the finite values, with marks at p50, p90 and p99; nothing if there are none."""
     ordered = np.sort(np.maximum([v for v in values if np.isfinite(v)], LEAST_S))
     if not len(ordered):
         return
@@ -140,14 +140,14 @@ def distribution(axes: Axes, values: Sequence[float], *, color: str, label: str)
 
 
 def points(axes: Axes, x: Sequence[float], y: Sequence[float], *, color: str, label: str) -> None:
-    """A scatter of durations; of very many points every k-th."""
+    """Draw a scatter plot of durations; of more than MAX_POINTS points, only every k-th."""
     step = -(-len(x) // MAX_POINTS) or 1
     shown = np.maximum(y[::step], LEAST_S)
     axes.plot(x[::step], shown, "o", color=color, label=label, markersize=3, alpha=0.55, markeredgewidth=0)
 
 
 def running(x: Sequence[float], y: Sequence[float], *, share: float, bins: int = 40) -> tuple[list[float], list[float]]:
-    """A quantile of y over equal bins of x: (bin centres, values), bins without values left out."""
+    """Return a quantile of y over equal bins of x as (bin centres, values); empty bins are left out."""
     if not len(x):
         return [], []
     edges = np.linspace(min(x), max(x) + 1e-9, bins + 1)
@@ -159,7 +159,7 @@ def running(x: Sequence[float], y: Sequence[float], *, share: float, bins: int =
 
 
 def averaged(x: Sequence[float], y: Sequence[float], *, bins: int = 240) -> tuple[list[float], list[float]]:
-    """Means over equal bins of x where there are more samples than bins, else the samples themselves."""
+    """Return means of y over equal bins of x as (bin centres, means), or the samples if there are at most `bins`."""
     if len(x) <= bins:
         return list(x), list(y)
     edges = np.linspace(min(x), max(x), bins + 1)
@@ -170,7 +170,7 @@ def averaged(x: Sequence[float], y: Sequence[float], *, bins: int = 240) -> tupl
 
 
 def legend(axes: Axes, **where: object) -> None:
-    """A legend above the axes, in one line, if anything is labelled."""
+    """Add a one-line legend above the axes if anything is labelled."""
     handles, _ = axes.get_legend_handles_labels()
     if handles:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.1, handlelength=1.4, **where)

@@ -14,7 +14,7 @@ from traces import Trace, TraceRow
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Settings of the plan. A `sampled_fraction` of the requests is sampled at `temperature`, the rest is greedy."""
+    """Settings of the plan. A `sampled_fraction` of the requests is sampled at `temperature`; the others are greedy."""
 
     tokens_per_block: int
     max_model_len: int
@@ -26,11 +26,10 @@ class PlanSettings:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRequest:
-    """A request ready to be sent.
+    """Request ready to be sent.
 
-    `arrival_s`: seconds of trace time after the first request. `prompt`: int32 token ids, BOS included. `block_ids`:
-    the trace's ids of the prompt's full blocks, each `tokens_per_block` tokens. `overlong`: the prompt was cut to its
-    head.
+    `arrival_s`: seconds of trace time after the first request. `prompt`: int32 token ids, including BOS. `block_ids`:
+    the trace's ids of the prompt's full blocks, each `tokens_per_block` tokens. `overlong`: the prompt was truncated.
     """
 
     index: int
@@ -44,7 +43,7 @@ class PlannedRequest:
 
 
 def plan_requests(trace: Trace, book: TextBook, settings: PlanSettings) -> list[PlannedRequest]:
-    """One request per row, in order of arrival. Raises PromptPlanError where the settings leave no room."""
+    """Return one request per row, in order of arrival. Raises PromptPlanError if the settings leave no room."""
     tokens_per_block = settings.tokens_per_block
     least = 2 + len(settings.bos)
     if tokens_per_block < least:
@@ -59,21 +58,26 @@ def plan_requests(trace: Trace, book: TextBook, settings: PlanSettings) -> list[
 
 
 def scaled_prompt_tokens(input_length: int, trace_block: int, tokens_per_block: int) -> int:
-    """Prompt length after scaling. Full blocks stay full and a partial block stays partial (1 … tokens_per_block - 1
-    tokens), so that a prompt has as many full blocks as its row."""
+    """Return the scaled prompt length.
+
+    Full blocks stay full and a partial block stays partial (1 to tokens_per_block - 1 tokens), so that the prompt has
+    as many full blocks as its row.
+    """
     full, tail = divmod(input_length, trace_block)
     scaled_tail = round(tail * tokens_per_block / trace_block)
     return full * tokens_per_block + (min(max(scaled_tail, 1), tokens_per_block - 1) if tail else 0)
 
 
 def scaled_output_tokens(output_length: int, trace_block: int, tokens_per_block: int) -> int:
-    """Output length scaled as the prompt is, at least 1 token."""
+    """Return the output length, scaled like the prompt, at least 1 token."""
     return max(1, round(output_length * tokens_per_block / trace_block))
 
 
 def prompt_tokens(row: TraceRow, num_tokens: int, book: TextBook, settings: PlanSettings) -> TokenIds:
-    """The first `num_tokens` tokens of the row's text, int32. BOS displaces the end of the first block, so that every
-    later block keeps its alignment."""
+    """Return the first `num_tokens` tokens of the row's text, int32.
+
+    BOS replaces the end of the first block, so that later blocks keep their alignment.
+    """
     num_blocks = -(-num_tokens // settings.tokens_per_block)
     text = [book.block(block_id) for block_id in row.hash_ids[:num_blocks]]
     if settings.bos:
@@ -99,7 +103,7 @@ def _plan(row: TraceRow, trace_block: int, first_ms: int, book: TextBook, settin
         block_ids=row.hash_ids[: num_tokens // tokens_per_block],
         max_tokens=max_tokens,
         temperature=settings.temperature if sampled else 0.0,
-        # 31 bits: every OpenAI-compatible server takes such a seed.
+        # 31 bits, which every OpenAI-compatible server accepts.
         seed=int.from_bytes(draw[:8], "little") >> 33,
         overlong=wanted_prompt + wanted_output > settings.max_model_len,
     )

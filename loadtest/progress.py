@@ -20,7 +20,7 @@ from loadtest.sender import SendTally
 
 @asynccontextmanager
 async def background(*coroutines: Any) -> AsyncIterator[None]:
-    """Run these beside the block and cancel them at its end."""
+    """Run coroutines as tasks during the block and cancel them at its end; the first exception is raised."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         yield
@@ -35,7 +35,7 @@ async def background(*coroutines: Any) -> AsyncIterator[None]:
 
 @contextmanager
 def interrupts(stop: asyncio.Event) -> Iterator[None]:
-    """The first Ctrl-C sets `stop`, a second one ends the program as usual. Only in the main thread."""
+    """Make the first Ctrl-C set `stop`; a second one ends the program. Has an effect only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,7 +57,7 @@ _REFRESH_S = 0.25
 
 
 class ProgressDisplay:
-    """Shows one stage after another. `console` None: shows nothing."""
+    """Progress display of consecutive stages. `console` None disables output."""
 
     def __init__(self, console: Console | None) -> None:
         self._console = console
@@ -85,7 +85,7 @@ class ProgressDisplay:
             self._bar.stop()
 
     def show(self, stage: str, done: int, of: int, detail: str = "") -> None:
-        """The stage's progress; a new stage name begins a new bar."""
+        """Show the progress of a stage; a new stage name starts a new bar."""
         if self._bar is not None:
             if stage != self._stage:
                 self._bar.add_task(stage, total=of, detail=detail)
@@ -105,7 +105,7 @@ class ProgressDisplay:
 
 
 def detail_of(tally: SendTally) -> str:
-    """The running totals in one line."""
+    """Return the running totals as one line."""
     hit = f", hit rate {tally.cached_tokens / tally.prompt_tokens:.1%}" if tally.prompt_tokens else ""
     return (
         f"{tally.ended[SendOutcome.COMPLETED]} completed, {tally.ended[SendOutcome.REJECTED]} rejected, "
@@ -114,7 +114,7 @@ def detail_of(tally: SendTally) -> str:
 
 
 async def show_tally(stage: str, tally: SendTally, display: ProgressDisplay) -> None:
-    """Show the totals several times a second, until cancelled."""
+    """Update the display several times a second until cancelled."""
     while True:
         display.show(stage, sum(tally.ended.values()), tally.total, detail_of(tally))
         await asyncio.sleep(_REFRESH_S)

@@ -1,4 +1,4 @@
-"""Record of one request, and the figures computed from it alone."""
+"""Record of one request and the figures derived from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class SendOutcome(StrEnum):
-    """Outcome of a request. `UNFINISHED`: the replay was interrupted first."""
+    """Outcome of a request. `UNFINISHED`: the run was interrupted before the request ended."""
 
     COMPLETED = "completed"
     REJECTED = "rejected"
@@ -20,14 +20,14 @@ class SendOutcome(StrEnum):
 
 @dataclass
 class RequestRecord:
-    """One request's life as the client saw it. Times are seconds on the replay's clock (0 = the first arrival due).
+    """Record of one request, measured at the client. Times are seconds on the run's clock (0: the first due time).
 
-    `token_times`: the arrival of each output token; tokens that came in one event share a time. `event_times`: the
-    arrival of each event that has a choice. `token_ids`, `text`: the output, as far as the server gives ids and the
-    dialect keeps the text. `prompt_ids`: the prompt's, where the server tells those of a chat. `cached_tokens`,
-    `output_tokens`: as the server reports them. `extension`: the server's `moonpool` object. `reason`: why it failed or
-    was rejected. `sent_s`: the first sending, `attempts`: how often it was sent. `held_s`: how long a limit of
-    concurrent requests kept it back when it was due.
+    `due_s`: planned send time. `sent_s`: first attempt; `attempts`: number of attempts. `held_s`: delay by the
+    concurrency limit. `token_times`: arrival of each output token; tokens of the same event share a time.
+    `event_times`: arrival of each event with a choice. `token_ids`, `text`: the output, if the server returns ids and
+    the dialect keeps the text. `prompt_ids`: the prompt's ids, if the server returns them. `cached_tokens`,
+    `output_tokens`: as reported by the server. `extension`: the server's `moonpool` object. `reason`: why the request
+    failed or was rejected.
     """
 
     index: int
@@ -55,7 +55,7 @@ class RequestRecord:
 
     @property
     def lateness_s(self) -> float:
-        """Delay of the sender: from the due time to sending, without waiting for a concurrency limit."""
+        """Delay of the sender in seconds: from the due time to sending, excluding the concurrency limit."""
         return self.sent_s - self.due_s - self.held_s
 
     @property
@@ -74,7 +74,7 @@ class RequestRecord:
         return worst_tenth_mean(self.intervals_s)
 
     def as_json(self) -> dict[str, Any]:
-        """The record as one line of requests.jsonl: times rounded to the microsecond, NaN as null."""
+        """Return the record as one line of requests.jsonl, with times rounded to microseconds and NaN as None."""
 
         def seconds(value: float) -> float | None:
             return round(value, 6) if math.isfinite(value) else None
@@ -102,7 +102,7 @@ class RequestRecord:
 
 
 def worst_tenth_mean(values: Sequence[float]) -> float:
-    """Mean of the longest tenth of the values, at least one of them; NaN of none. (Mooncake's TBT of a request.)"""
+    """Return the mean of the longest tenth (rounded up) of the values; NaN if empty. Mooncake's TBT of a request."""
     if not values:
         return math.nan
     worst = sorted(values)[-math.ceil(len(values) / 10) :]

@@ -1,4 +1,4 @@
-"""Report of a replay: its figures, its records, its files, and the table on the terminal."""
+"""Report of a replay: figures, records, files, and the terminal table."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Report:
 
     @property
     def json_path(self) -> Path:
-        """The figures as JSON."""
+        """Path of report.json."""
         return self.out / JSON_FILE
 
     @property
     def html_path(self) -> Path:
-        """The page with the pictures."""
+        """Path of report.html."""
         return self.out / HTML_FILE
 
     @property
@@ -62,7 +62,7 @@ class Report:
             raise OutputUnwritable(f"cannot write the report to {self.out}: {error}") from error
 
     def _write(self) -> None:
-        # Only now: matplotlib takes a second, which the replay's first request need not wait for.
+        # Imported late: matplotlib takes a second to import.
         from loadtest.page import write_page
 
         self.out.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Report:
 
 
 def check_writable(out: Path) -> None:
-    """Make the report's folder and a file in it, before the load rather than after. Raises OutputUnwritable."""
+    """Check that the report's folder can be created and written, before the load. Raises OutputUnwritable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -95,7 +95,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """The value with every number that JSON cannot hold (NaN, infinities) as None."""
+    """Return the value with NaN and infinities, which JSON cannot represent, replaced by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -104,7 +104,7 @@ def finite(value: Any) -> Any:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the table, the most frequent reasons of failures, notices, and where the files are."""
+    """Print the table, the most frequent reasons of failures, notices, and the paths of the files."""
     title = "Replay (interrupted)" if report.interrupted else "Replay"
     if report.figures["invalid_reasons"]:
         title += ": INVALID, do not use these figures"

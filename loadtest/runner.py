@@ -38,9 +38,9 @@ _SETTLE_S = 6.0
 
 
 def run(config: ReplayConfig, console: Console | None = None) -> Report:
-    """Replay the trace, verify if asked to, write the report's files and return it.
+    """Replay the trace, verify the answers if configured, write the report's files and return the report.
 
-    Ctrl-C ends sending and gives the report so far. Raises TraceError, ReplayError. `console` None: shows nothing.
+    Ctrl-C ends sending and gives the report so far. Raises TraceError, ReplayError. `console` None disables output.
     """
     allow_many_connections()
     trace = select_rows(config)
@@ -74,7 +74,7 @@ def run(config: ReplayConfig, console: Console | None = None) -> Report:
 
 
 def select_rows(config: ReplayConfig) -> Trace:
-    """The trace's rows that the configuration asks for. Raises TraceError."""
+    """Load the trace and select the configured rows. Raises TraceError."""
     trace = load_trace(config.trace)
     if config.sample_families < 1:
         trace = sample_families(trace, config.sample_families, seed=config.sample_seed)
@@ -108,14 +108,14 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
             url = config.base_url
             server = await discover(session, url, model=config.model, deadline_s=_ASK_DEADLINE_S)
             notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
-            # Before the load: a reference that does not load should not be found out after an hour.
+            # Loaded before the replay, so that a reference that cannot be loaded is detected early.
             reference = _reference(config, server) if config.verify else None
             check_writable(config.out)
             settings = _plan_settings(config, server, tokens)
             requests = plan_requests(trace, _book(config, tokens), settings)
             run_salt = "" if config.reuse_earlier else f"replay-{secrets.token_hex(8)}"
             unloaded = await _unloaded(config, settings, session, server, requests, stop, display)
-            # What the lone requests moved must not count as the replay's.
+            # Bytes moved by the unloaded requests must not count as the replay's.
             before = MetricsPoller(session, url, clock=time.monotonic, every_s=config.poll_every_s)
             await before.settle(at_most_s=_SETTLE_S if unloaded else 0.0)
             load = _load(config, server, requests, run_salt)
@@ -130,7 +130,7 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
             await poller.settle(at_most_s=0.0 if stop.is_set() else _SETTLE_S)
     notices = [*paced_notice(server.stand_ins), *([notice] if notice else [])]
     if poller.history.failed_polls:
-        notices.append(f"{poller.history.failed_polls} looks at /metrics failed")
+        notices.append(f"{poller.history.failed_polls} polls of /metrics failed")
     return _Live(
         server=server,
         reference=reference,
@@ -192,11 +192,13 @@ def _book(config: ReplayConfig, tokens: ModelTokens) -> TextBook:
 def _plan_settings(config: ReplayConfig, server: ServerInfo, tokens: ModelTokens) -> PlanSettings:
     if server.max_model_len and config.max_model_len > server.max_model_len:
         raise SettingInvalid(
-            f"--max-model-len is {config.max_model_len}; the server takes {server.max_model_len} tokens at most"
+            f"--max-model-len is {config.max_model_len}; the server accepts at most {server.max_model_len} tokens"
         )
     max_model_len = config.max_model_len or server.max_model_len or tokens.max_model_len
     if not max_model_len:
-        raise PromptPlanError("neither the server nor the model's config.json tells the context; give --max-model-len")
+        raise PromptPlanError(
+            "the context length is given neither by the server nor by the model's config.json; give --max-model-len"
+        )
     return PlanSettings(
         tokens_per_block=config.tokens_per_block,
         max_model_len=max_model_len,
@@ -208,7 +210,7 @@ def _plan_settings(config: ReplayConfig, server: ServerInfo, tokens: ModelTokens
 
 
 def _settings(config: ReplayConfig, trace: Trace, server: ServerInfo) -> dict[str, Any]:
-    """The configuration as the report keeps it: without the key."""
+    """Return the configuration for the report, without the API key."""
     left_out = {"api_key", "out"}
     kept = {name: value for name, value in vars(config).items() if name not in left_out}
     return {

@@ -1,4 +1,4 @@
-"""Open-loop sender: every request is sent at its own time, independently of earlier ones; and one process's share."""
+"""Open-loop sender of one process: each request is sent at its due time, independently of earlier ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SendTally:
 
     @property
     def in_flight(self) -> int:
-        """Sent and not ended."""
+        """Number of requests in flight."""
         return self.sent - sum(self.ended.values())
 
     def add(self, record: RequestRecord) -> None:
@@ -39,7 +39,7 @@ class SendTally:
 
 
 def new_record(request: PlannedRequest, due_s: float) -> RequestRecord:
-    """An empty record of a request that is due at `due_s` on the replay's clock."""
+    """Return an empty record of a request that is due at `due_s` on the run's clock."""
     return RequestRecord(
         index=request.index,
         due_s=due_s,
@@ -62,11 +62,11 @@ async def send_open_loop(
     tally: SendTally,
     limit: int | None = None,
 ) -> list[RequestRecord]:
-    """Send every request at arrival_s / speed on `clock` (its 0 is the first request's due time) and wait for the ends.
+    """Send each request at arrival_s / speed on `clock` (0: the first due time) and wait until all have ended.
 
-    `limit`: so many may be in flight; further ones are held until one of these has ended, in order. When `stop` is set
-    nothing more is sent and what is in flight is given up, with outcome UNFINISHED. Returns the records of the requests
-    that were sent, in order of sending.
+    `limit`: maximum number in flight; further requests wait in order. When `stop` is set, no more requests are sent and
+    those in flight are cancelled, with outcome UNFINISHED. Returns the records of the requests sent, in order of
+    sending.
     """
     records: list[RequestRecord] = []
     tasks: set[asyncio.Task[None]] = set()
@@ -105,9 +105,9 @@ async def send_open_loop(
 
 async def _reached(due_s: float, clock: Callable[[], float], stopped: asyncio.Task[Literal[True]]) -> bool:
     """Wait until the clock shows `due_s`; return False if stopped first."""
-    # Behind time, too, the loop gets a turn, so that answers are read between two sends.
+    # Yield to the event loop even when late, so that answers are read between two sends.
     await asyncio.sleep(0)
-    # Timers of whole milliseconds may fire early.
+    # uvloop's timers have millisecond resolution and may fire early.
     while (delay := due_s - clock()) > 0 and not stopped.done():
         await asyncio.wait([stopped], timeout=delay)
     return not stopped.done()
@@ -121,8 +121,11 @@ async def _all_ended(tasks: set[asyncio.Task[None]], stopped: asyncio.Task[Liter
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """`requests` in order of arrival; each leaves at arrival_s / speed. `limit`: at most so many in flight. `retry`:
-    what is done about rejections. It can be pickled."""
+    """Picklable description of a load.
+
+    `requests`: in order of arrival; each is sent at arrival_s / speed. `limit`: maximum number in flight. `retry`:
+    policy for rejections; None: they are final.
+    """
 
     server: ServerInfo
     requests: Sequence[PlannedRequest] = field(repr=False)
@@ -140,7 +143,7 @@ class LoadPlan:
 async def send_share(
     load: LoadPlan, *, clock: Callable[[], float], stop: asyncio.Event, tally: SendTally
 ) -> list[RequestRecord]:
-    """Send the load from this process; returns the records of what was sent."""
+    """Send the load from this process and return the records of the requests sent."""
     async with open_session(
         api_key=load.api_key, headers=dict(load.headers), keep_connections=load.keep_connections
     ) as session:

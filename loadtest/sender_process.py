@@ -1,7 +1,7 @@
 """Sender process: `python -m loadtest.sender_process` reads a job from standard input and writes records to standard
 output.
 
-It ends with its parent: the end of its input means stop.
+The end of its input means stop, so it ends with its parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REPORT_EVERY_S = 0.25
 
 @dataclass
 class _Outbox(SendTally):
-    """A tally that keeps the records of ended requests until they are reported."""
+    """Tally that keeps the records of ended requests until they are reported."""
 
     waiting: list[RequestRecord] = field(default_factory=list)
     reported: int = 0
@@ -46,9 +46,9 @@ class _Outbox(SendTally):
 
 def main() -> None:
     """Run the job to its end."""
-    # Ctrl-C is the parent's, which tells us to stop and waits for our records.
+    # The parent handles Ctrl-C: it sends Stop and waits for the records.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Nothing that is printed may get between the messages.
+    # Redirect prints to standard error, so that they cannot corrupt the messages.
     output = os.dup(1)
     os.dup2(2, 1)
     allow_many_connections()
@@ -61,12 +61,12 @@ async def _serve(output: int) -> None:
     job = await read_frame(reader)
     if not isinstance(job, SenderJob):
         return
-    # What is here now stays to the end: the collector need not look at it in the middle of the load.
+    # The load lives until the end: exclude it from garbage collection during the run.
     gc.freeze()
     writer.write(frame(SenderReady()))
     start = await read_frame(reader)
     if isinstance(start, Start):
-        # A closed pipe means that the parent is gone.
+        # A closed pipe means that the parent has exited.
         with suppress(ConnectionError):
             await _send(job.load, start.at, reader, writer)
 
@@ -89,7 +89,7 @@ async def _send(load: LoadPlan, start: float, reader: StreamReader, writer: Stre
 
 
 async def _stop_on_any(reader: StreamReader, stop: asyncio.Event) -> None:
-    """The only message after the start is Stop, and the end of the input means the same."""
+    """Set `stop` at the next message, which can only be Stop, or at the end of the input."""
     await read_frame(reader)
     stop.set()
 

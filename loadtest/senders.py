@@ -1,9 +1,9 @@
 """Sender processes: their number, their shares, the messages to and from them, and the collection of their records.
 
-One event loop sends requests and reads events at a rate that one core's Python limits. Beyond that rate, requests leave
-late and tokens are seen late, which would be attributed to the server. Messages are pickles with a length prefix,
-through pipes that only these processes hold. If a sender dies or stops responding, it is named, its missing records are
-counted, and the other senders' records are kept.
+The rate at which one event loop can send requests and read events is limited by one core. Beyond that rate, requests
+are sent late and tokens are read late, which would be attributed to the server. Messages are length-prefixed pickles
+over pipes that only these processes hold. If a sender dies or stops responding, the report names it and counts its
+missing records; the other senders' records are kept.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class SenderJob:
 
 @dataclass(frozen=True)
 class SenderReady:
-    """Message from a sender: it has its share and waits for the start."""
+    """Message from a sender: it has received its share and waits for the start."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Message to a sender: `at`, on time.monotonic(), is the clock's 0."""
+    """Message to a sender: `at` is the run's time 0 on time.monotonic()."""
 
     at: float
 
@@ -59,9 +59,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class SenderProgress:
-    """Message from a sender, several times a second: requests sent so far and records of those ended since the last
-    one.
-    """
+    """Periodic message from a sender: number of requests sent so far, and records of those ended since the last one."""
 
     sent: int
     ended: tuple[RequestRecord, ...]
@@ -75,13 +73,13 @@ class Done:
 
 
 def frame(message: object) -> bytes:
-    """A message's bytes."""
+    """Encode a message."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(data)) + data
 
 
 async def read_frame(reader: StreamReader) -> Any | None:
-    """The next message; None at the end of the stream, in the middle of a message too."""
+    """Read the next message; None at the end of the stream, even within a message."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return pickle.loads(await reader.readexactly(length))
@@ -90,17 +88,20 @@ async def read_frame(reader: StreamReader) -> Any | None:
 
 
 REQUEST_COST_S = 0.8e-3
-"""Processor time that one request takes of a sender: body, connection, headers (benchmarks/load_senders.py)."""
+"""CPU time of a sender per request: body, connection, headers (measured by benchmarks/load_senders.py)."""
 EVENT_COST_S = 3e-5
-"""Processor time that one event of an answer takes."""
+"""CPU time of a sender per event of an answer."""
 BUSY_SHARE = 0.5
-"""A sender is planned to be busy so much of the time: its own queueing would be measured as the server's."""
+"""Planned utilisation of a sender; at higher utilisation its own queueing would be measured as the server's."""
 _PEAK_WINDOW_S = 5.0
 
 
 def choose_senders(requests: Sequence[PlannedRequest], *, speed: float, cores: int) -> int:
-    """Processes for this load: as many as keep each at most half busy in the busiest five seconds, at most one for
-    every two cores, since a server on the same machine has to live too."""
+    """Return the number of sender processes for this load.
+
+    Each is at most half busy in the busiest five seconds. At most one process per two cores is used, to leave CPU time
+    for a server on the same machine.
+    """
     if not requests:
         return 1
     due = np.array([r.arrival_s for r in requests]) / speed
@@ -112,13 +113,13 @@ def choose_senders(requests: Sequence[PlannedRequest], *, speed: float, cores: i
 
 
 def split(requests: Sequence[PlannedRequest], senders: int) -> list[list[PlannedRequest]]:
-    """The requests in turns, so that each sender has a like share of every moment. Never an empty share."""
+    """Split the requests round-robin, so that the senders' loads are equal at any time. Empty shares are dropped."""
     shares = [list(requests[number::senders]) for number in range(senders)]
     return [share for share in shares if share] or [[]]
 
 
 def split_limit(limit: int | None, senders: int) -> list[int | None]:
-    """A limit of concurrent requests, divided: the parts add up to it. `senders` must not exceed it."""
+    """Split a concurrency limit into parts that add up to it. `senders` must not exceed `limit`."""
     if limit is None:
         return [None] * senders
     return [limit // senders + (number < limit % senders) for number in range(senders)]
@@ -132,15 +133,15 @@ HEAD_START_S = 0.2
 
 
 class Senders(Protocol):
-    """Processes that have their share of a load and wait for the start."""
+    """Sender processes that have their share of a load and wait for the start."""
 
     async def send(self, start: float, stop: asyncio.Event, tally: SendTally) -> tuple[list[RequestRecord], list[str]]:
-        """Send, with `start` of time.monotonic() as the clock's 0; (records, what became of each lost sender)."""
+        """Send the load, with `start` on time.monotonic() as time 0; return (records, how each lost sender ended)."""
 
 
 @asynccontextmanager
 async def open_senders(load: LoadPlan, senders: int) -> AsyncIterator[Senders]:
-    """`senders` 1: this process. Raises SenderUnusable when a process does not come up."""
+    """Start the sender processes; one sender runs in this process. Raises SenderUnusable if one does not start."""
     if senders == 1:
         yield _Here(load)
         return
@@ -162,7 +163,7 @@ async def open_senders(load: LoadPlan, senders: int) -> AsyncIterator[Senders]:
 async def send_watched(
     senders: Senders, load: LoadPlan, *, start: float, stop: asyncio.Event, tally: SendTally
 ) -> ValidityEvidence:
-    """Send the load and keep an eye on this machine's clocks meanwhile; records in order of sending."""
+    """Send the load while watching this machine's clocks; the returned records are in order of sending."""
     watch = ClockWatch()
     watching = asyncio.create_task(watch.run())
     try:
@@ -185,7 +186,7 @@ class _Here:
 
 @dataclass
 class _Child:
-    """A sending process. `planned`: requests of its share; `sent`, `records`: what it has told so far."""
+    """Sender process. `planned`: requests of its share; `sent`, `records`: as reported so far."""
 
     name: str
     process: Process
@@ -201,25 +202,25 @@ class _Child:
             stdin=PIPE,
             stdout=PIPE,
             stderr=errors,
-            start_new_session=True,  # the terminal's Ctrl-C is for the parent alone
+            start_new_session=True,  # so that Ctrl-C in the terminal reaches only the parent
         )
         child = cls(name, process, len(load.requests), errors)
         child.tell(SenderJob(load))
         return child
 
     def tell(self, message: object) -> None:
-        """Write a message; a dead sender is detected by its silence."""
+        """Send a message; errors are ignored, because a dead sender is detected when reading."""
         assert self.process.stdin is not None
         with suppress(ConnectionError, RuntimeError):
             self.process.stdin.write(frame(message))
 
     async def hear(self, within_s: float) -> object | None:
-        """Its next message; None when it has ended. Raises TimeoutError."""
+        """Return the sender's next message; None if it has ended. Raises TimeoutError."""
         assert self.process.stdout is not None
         return await asyncio.wait_for(read_frame(self.process.stdout), within_s)
 
     async def ready(self) -> None:
-        """Wait until it has its share. Raises SenderUnusable."""
+        """Wait until the sender has received its share. Raises SenderUnusable."""
         try:
             message = await self.hear(_READY_S)
         except TimeoutError:
@@ -228,13 +229,13 @@ class _Child:
             raise SenderUnusable(f"{self.name} did not start: {await self.fate()}; try --senders 1")
 
     async def collect(self, tally: SendTally) -> str:
-        """Take its records until it is done; what became of it, "" when all is well."""
+        """Receive records until the sender is done; return "" on success, else how it ended."""
         while True:
             try:
                 message = await self.hear(_SILENT_S)
             except TimeoutError:
                 self.process.kill()
-                fate = f"said nothing for {_SILENT_S:g} s and was killed"
+                fate = f"sent no message for {_SILENT_S:g} s and was killed"
                 break
             if isinstance(message, SenderProgress):
                 self._take(message, tally)
@@ -257,14 +258,14 @@ class _Child:
         try:
             code = await asyncio.wait_for(self.process.wait(), _END_S)
         except TimeoutError:
-            return f"(process {self.process.pid}) closed its output without an end"
+            return f"(process {self.process.pid}) closed its output before the end"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self.errors.seek(0)
         said = " ".join(self.errors.read().decode("utf-8", "replace").split())[-_SHOWN:]
         return f"(process {self.process.pid}) {how}{f' ({said})' if said else ''}"
 
     async def close(self) -> None:
-        """End it, if it has not ended."""
+        """Stop the process if it has not ended."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -295,5 +296,5 @@ class _There:
 
 
 def start_soon() -> float:
-    """An instant of time.monotonic() that every sender, once ready, hears of before it comes."""
+    """Return a start time on time.monotonic(), far enough ahead to reach every sender before it passes."""
     return time.monotonic() + HEAD_START_S

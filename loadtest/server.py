@@ -1,4 +1,4 @@
-"""The server before the first request: what it serves, and whether its tokens are ours."""
+"""Discovery of the server: its models, and a comparison of its tokenizer with the local one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SAMPLE_TEXT = "Patient millers carry copper lanterns beyond the northern gate; 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """The server as the replay addresses it. `base_url` without a trailing slash; `model`: the name in requests.
+    """Server under test. `base_url`: without a trailing slash; `model`: the name in requests.
 
-    `fingerprint`: of the served model's weights, "" where the server does not tell. `stand_ins`: what it says that it
-    has in place of engines that compute.
+    `fingerprint`: of the served model's weights, "" if not reported. `stand_ins`: names of the engines that simulate
+    computation instead of running a model, as reported by the server.
     """
 
     base_url: str
@@ -32,7 +32,7 @@ class ServerInfo:
 
 
 def error_message(text: str) -> str:
-    """The message of an error in OpenAI's shape, else the text itself, cut short."""
+    """Return the message of an error in OpenAI's format, else the text itself, truncated."""
     try:
         error = json.loads(text)["error"]
         message = error["message"] if isinstance(error, dict) else error
@@ -44,9 +44,9 @@ def error_message(text: str) -> str:
 async def discover(
     session: aiohttp.ClientSession, base_url: str, *, model: str, deadline_s: float, needs_list: bool = True
 ) -> ServerInfo:
-    """Ask /v1/models what is served there; `model` picks one by name, "" the first.
+    """Query /v1/models and select `model` by name, or the first model if it is "".
 
-    `needs_list` False: a server without that route is taken at the caller's word for `model`. Raises ServerUnusable.
+    `needs_list` False: if the server lacks that endpoint, `model` is used unchecked. Raises ServerUnusable.
     """
     url = f"{base_url}/v1/models"
     status, text = await _ask(session.get(url, timeout=aiohttp.ClientTimeout(total=deadline_s)), url)
@@ -54,11 +54,13 @@ async def discover(
         return ServerInfo(base_url, model)
     if status != 200:
         hint = "; give the key with --api-key" if status in (401, 403) else ""
-        raise ServerUnusable(f"{url} answers HTTP {status}: {error_message(text)}{hint}")
+        raise ServerUnusable(f"{url} returned HTTP {status}: {error_message(text)}{hint}")
     try:
         models: dict[str, dict[str, Any]] = {card["id"]: card for card in json.loads(text)["data"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise ServerUnusable(f"{url} does not answer as an OpenAI-compatible server: {text[:_SHOWN]!r}") from error
+        raise ServerUnusable(
+            f"{url} did not return the model list of an OpenAI-compatible server: {text[:_SHOWN]!r}"
+        ) from error
     if not models or (model and model not in models):
         raise ServerUnusable(f"{url} serves {', '.join(map(repr, models)) or 'no model'}, not {model or 'any model'!r}")
     name = model or next(iter(models))
@@ -85,22 +87,21 @@ async def check_tokenizer(
 ) -> str:
     """Compare the server's /tokenize with the local tokenizer on a sample text.
 
-    Returns a notice where the server has no such route, else "". Raises TokenizerMismatch, naming `flag`, where the two
-    differ: then the prompts would be no text to the served model, and a verification against the local one would be
-    void.
+    Returns a notice if the server lacks that endpoint, else "". Raises TokenizerMismatch, naming `flag`, if the two
+    differ: the prompts would be meaningless to the served model, and verification would be invalid.
     """
     url = f"{server.base_url}/tokenize"
     body = {"model": server.model, "prompt": _SAMPLE_TEXT, "add_special_tokens": False}
     status, text = await _ask(session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=deadline_s)), url)
     if status != 200:
-        return f"the server's tokenizer was not compared ({url} answers HTTP {status})"
+        return f"the server's tokenizer was not compared ({url} returned HTTP {status})"
     try:
         theirs = json.loads(text)["tokens"]
     except (ValueError, KeyError, TypeError):
-        return f"the server's tokenizer was not compared ({url} answers {text[:_SHOWN]!r})"
+        return f"the server's tokenizer was not compared ({url} returned {text[:_SHOWN]!r})"
     if theirs != tokens.encode_all([_SAMPLE_TEXT])[0]:
         raise TokenizerMismatch(
-            f"{server.base_url} tokenises otherwise than {tokens.path}; give the folder of the served model "
+            f"{server.base_url} uses a different tokenizer than {tokens.path}; give the folder of the served model "
             f"({server.model}) with {flag}"
         )
     return ""
@@ -112,11 +113,13 @@ async def _ask(request: Any, url: str) -> tuple[int, str]:
             return response.status, await response.text()
     except aiohttp.ClientConnectorCertificateError as error:
         raise ServerUnreachable(
-            f"the certificate at {url} is not trusted ({error.certificate_error}); name the CA that signed it in "
-            "SSL_CERT_FILE, and in the URL a name that it carries"
+            f"the certificate of {url} is not trusted ({error.certificate_error}); set SSL_CERT_FILE to the CA that "
+            "signed it, and use a host name listed in the certificate"
         ) from error
     except aiohttp.ClientConnectorSSLError as error:
-        raise ServerUnreachable(f"no TLS at {url} ({error.strerror}); is it http://?") from error
+        raise ServerUnreachable(
+            f"the TLS handshake with {url} failed ({error.strerror}); if the server does not use TLS, use http://"
+        ) from error
     except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
         raise ServerUnreachable(
             f"no usable server at {url} ({type(error).__name__}: {error}); start one with `moonpool serve`"

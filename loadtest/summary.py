@@ -1,9 +1,9 @@
-"""Figures of report.json from records, and the estimate of what reuse saved. Pure.
+"""Figures of report.json from records, and the estimate of the time saved by reuse. Pure.
 
 The saving is estimated from the replay itself: prefill seconds are fitted as a + b·(n - p) + c·(n² - p²) over prompts
 of n tokens of which p were reused (fixed cost, linear layers, attention; least squares on relative errors). Computing a
-request's reused prefix would have taken b·p + c·p² more, which is distributed by tokens; the loading time is subtracted
-from the pool's parts. Waiting for an SSD counts as queueing.
+request's reused prefix would have taken b·p + c·p² more. That time is distributed over the places by tokens, and the
+loading time is subtracted from the pool's parts. Waiting for an SSD counts as queueing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from traces import token_hit_rate
 __all__ = ["PLACES", "PrefillFit", "fit_prefill", "reuse_by_tier", "tokens_by_place"]
 
 PLACES: Final = ("pages", "dram", "ssd", "remote")
-"""The prefill worker's own pages; its pool node's memory; that one's SSD; another pool node."""
+"""Places of reused KV: the prefill worker's KV cache, its pool node's memory, that node's SSD, another pool node."""
 _LEAST_REQUESTS: Final = 10
 
 
 @dataclass(frozen=True)
 class PrefillFit:
-    """Seconds of prefill by tokens, from so many requests."""
+    """Coefficients of prefill seconds by tokens. `requests`: number of fitted requests."""
 
     constant: float
     per_token: float
@@ -40,12 +40,12 @@ class PrefillFit:
     requests: int
 
     def of_prefix(self, tokens: int) -> float:
-        """Return the seconds that computing a prefix of so many tokens adds to a prefill."""
+        """Return the seconds that computing a prefix of `tokens` tokens adds to a prefill."""
         return self.per_token * tokens + self.per_token_squared * tokens * tokens
 
 
 def tokens_by_place(record: RequestRecord) -> dict[str, int] | None:
-    """The request's reused tokens by where they were; None where the server does not tell."""
+    """Return the request's reused tokens by place; None if the server does not report it."""
     reported = [record.extension.get(f"cached_{place}_tokens") for place in PLACES[1:]]
     counts = [count for count in reported if isinstance(count, int)]
     if len(counts) < len(reported):
@@ -54,7 +54,7 @@ def tokens_by_place(record: RequestRecord) -> dict[str, int] | None:
 
 
 def fit_prefill(records: Sequence[RequestRecord]) -> PrefillFit | None:
-    """Over completed requests; None for a server that does not tell prefill times, or for too few requests."""
+    """Fit prefill seconds over completed requests; None if the server does not report them or with too few requests."""
     samples = [
         (float(record.prompt_tokens), float(record.cached_tokens), seconds)
         for record in records
@@ -68,9 +68,9 @@ def fit_prefill(records: Sequence[RequestRecord]) -> PrefillFit | None:
 
 
 def reuse_by_tier(records: Sequence[RequestRecord], fit: PrefillFit | None) -> dict[str, dict[str, Any]] | None:
-    """Per place: tokens, requests with any, seconds of computing spared, of loading, and the difference.
+    """Return per place: tokens, requests with any, seconds of computation avoided, of loading, and the difference.
 
-    None where the server does not tell where reused tokens were; seconds of computing are None without a fit.
+    None if the server does not report the places of reused tokens; without a fit, computation seconds are None.
     """
     found = [(record, places) for record in records if (places := tokens_by_place(record)) is not None]
     if not found:
@@ -110,7 +110,7 @@ _PARTS = ("queue_s", "load_s", "prefill_s")
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float | None]:
-    """{p50, p90, p99} of the finite values, null of none."""
+    """Return {p50, p90, p99} of the finite values; None values if there are none."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return dict.fromkeys((f"p{p}" for p in PERCENTILES), None)
@@ -126,7 +126,7 @@ def summarise(
     history: ClusterHistory,
     verification: Verification | None,
 ) -> dict[str, Any]:
-    """The figures of report.json. `requests`: all that were planned, by index; `records`: those that were sent."""
+    """Return the figures of report.json. `requests`: planned requests by index; `records`: requests that were sent."""
     completed = [r for r in records if r.outcome is SendOutcome.COMPLETED]
     ended = Counter(r.outcome for r in records)
     prompt_tokens = sum(r.prompt_tokens for r in completed)
@@ -176,7 +176,7 @@ def summarise(
 
 
 def replay_seconds(records: Sequence[RequestRecord]) -> float:
-    """Return the seconds from the first request sent to the last end."""
+    """Return the seconds from the first request's sending to the last request's end."""
     ends = [r.end_s for r in records if math.isfinite(r.end_s)]
     return max(ends) - min(r.sent_s for r in records) if ends else 0.0
 
@@ -184,8 +184,11 @@ def replay_seconds(records: Sequence[RequestRecord]) -> float:
 def ideal_hit_rate(
     records: Sequence[RequestRecord], requests: Mapping[int, PlannedRequest], tokens_per_block: int
 ) -> float:
-    """Share of these requests' prompt tokens that an infinite cache would have had, in order of arrival: full blocks of
-    the trace as they were sent, each request's inserted at its arrival, the last prompt token always computed."""
+    """Return the token hit rate of an infinite cache on these requests, in order of arrival.
+
+    Only full blocks are cached, each request's blocks are inserted at its arrival, and the last prompt token is always
+    computed.
+    """
     prompts = [requests[r.index] for r in sorted(records, key=lambda r: (r.due_s, r.index))]
     return token_hit_rate(((p.block_ids, len(p.prompt)) for p in prompts), tokens_per_block)
 

@@ -27,8 +27,7 @@ from loadtest.errors import PromptPlanError, TokenizerUnusable
 
 @dataclass(frozen=True)
 class ModelTokens:
-    """A tokenizer with what is needed beside it. `bos`: the ids before a prompt's text, empty or one.
-    `max_model_len`: of config.json, None where it does not say."""
+    """Tokenizer of a model folder. `bos`: ids prepended to a prompt. `max_model_len`: from config.json, if present."""
 
     path: Path
     tokenizer: Any
@@ -36,11 +35,11 @@ class ModelTokens:
     max_model_len: int | None
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens."""
+        """Return the token ids of each text, without special tokens."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def cut(self, text: str, num_tokens: int) -> str:
-        """The beginning of a text that has `num_tokens` tokens, or the whole of one that has fewer."""
+        """Return the first `num_tokens` tokens of the text, as text; a shorter text is returned unchanged."""
         offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
         return text if len(offsets) <= num_tokens else text[: offsets[num_tokens - 1][1]]
 
@@ -66,7 +65,7 @@ def load_model_tokens(model_path: Path, *, flag: str = "--model-path") -> ModelT
 
 
 def _bos(tokenizer: Any, settings: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that the tokenizer puts before a text, by its own post-processor or by `add_bos_token`."""
+    """Return the ids that the tokenizer prepends to a text, by its post-processor or by `add_bos_token`."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     marked = tokenizer.encode("a", add_special_tokens=True).ids
     if plain and plain[0] in marked and marked.index(plain[0]) > 0:
@@ -101,21 +100,21 @@ _BATCH = 1024
 
 
 class Encoder(Protocol):
-    """Interface of the tokenizer that the text uses."""
+    """Interface of the tokenizer used by TextBook."""
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens."""
+        """Return the token ids of each text, without special tokens."""
 
 
 @cache
 def _vocabulary() -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """Sentence patterns and the word lists that fill their slots (data/words.toml)."""
+    """Return the sentence patterns and the word lists of their slots (data/words.toml)."""
     data = tomllib.loads(resources.files("loadtest").joinpath("data", "words.toml").read_text())
     return tuple(data["patterns"]), {name: tuple(words.split()) for name, words in data["words"].items()}
 
 
 def sentence(rng: Random) -> str:
-    """One English sentence."""
+    """Return a random English sentence."""
     patterns, words = _vocabulary()
 
     def fill(slot: re.Match[str]) -> str:
@@ -127,8 +126,10 @@ def sentence(rng: Random) -> str:
 
 
 def block_text(seed: int, block_id: int, num_words: int) -> str:
-    """At least `num_words` words of sentences, with a space before the first: determined by (seed, block_id), and the
-    text for fewer words is a prefix of that for more."""
+    """Return sentences of at least `num_words` words in total, with a leading space.
+
+    The text is determined by (seed, block_id); a text of fewer words is a prefix of one of more.
+    """
     digest = hashlib.blake2b(f"{seed}:{block_id}".encode(), digest_size=16).digest()
     rng = Random(int.from_bytes(digest, "little"))
     sentences: list[str] = []
@@ -140,7 +141,7 @@ def block_text(seed: int, block_id: int, num_words: int) -> str:
 
 
 class TextBook:
-    """Token ids per block id, each exactly `tokens_per_block` long; made once per id and kept."""
+    """Cache of the token ids of each block id, exactly `tokens_per_block` per block."""
 
     def __init__(self, encoder: Encoder, *, tokens_per_block: int, seed: int) -> None:
         self._encoder = encoder
@@ -149,19 +150,19 @@ class TextBook:
         self._blocks: dict[int, TokenIds] = {}
 
     def prepare(self, block_ids: Iterable[int]) -> None:
-        """Make the blocks of all these ids, in batches."""
+        """Create the blocks of these ids in batches."""
         missing = [i for i in dict.fromkeys(block_ids) if i not in self._blocks]
         for start in range(0, len(missing), _BATCH):
             self._make(missing[start : start + _BATCH])
 
     def block(self, block_id: int) -> TokenIds:
-        """int32 [tokens_per_block], not to be written to."""
+        """Return the token ids of a block, int32 [tokens_per_block], read-only."""
         if block_id not in self._blocks:
             self._make([block_id])
         return self._blocks[block_id]
 
     def _make(self, block_ids: list[int]) -> None:
-        # A word is at least one token with any usual tokenizer, so the first round nearly always suffices.
+        # With usual tokenizers a word is at least one token, so the first round nearly always suffices.
         num_words = self._tokens_per_block
         while block_ids:
             texts = [block_text(self._seed, i, num_words) for i in block_ids]
@@ -177,5 +178,5 @@ class TextBook:
             num_words *= 2
             if num_words > 64 * self._tokens_per_block + 64:
                 raise PromptPlanError(
-                    f"the tokenizer makes fewer than {self._tokens_per_block} tokens of {num_words // 2} words"
+                    f"the tokenizer produces fewer than {self._tokens_per_block} tokens from {num_words // 2} words"
                 )

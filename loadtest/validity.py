@@ -1,7 +1,7 @@
-"""Validity of a run: whether its figures describe the server or the sender's own delays. Pure but for reading clocks.
+"""Validity of a run: whether its figures measure the server rather than the sender's own delays.
 
-A run is INVALID if requests left later than they were due, records are missing, or the machine's clock jumped. How
-requests ended does not affect validity. time.monotonic is one clock for all processes of a host.
+A run is INVALID if requests were sent late, records are missing, or the machine's clock jumped. The outcomes of
+requests do not affect validity. time.monotonic is the same clock in all processes of a host.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from loadtest.record import RequestRecord
 
 LATE_SHARE = 0.01
 CLOCK_JUMP_S = 0.5
-"""Between two looks a second apart, NTP's slewing moves a clock by less than a millisecond."""
+"""Smallest clock difference between two readings that counts as a jump. Readings are a second apart; in that time, NTP
+slews a clock by less than a millisecond."""
 
 
 @dataclass(frozen=True)
 class ClockReading:
-    """The clocks of the sending machine at one moment, in seconds: `monotonic_s` is the one that times are taken by;
-    `wall_s` is set by people and NTP; `boot_s` also runs while the machine sleeps."""
+    """Clocks of the sending machine at one time, in seconds.
+
+    `monotonic_s`: the clock of all records. `wall_s`: may be set by users and NTP. `boot_s`: includes suspended time.
+    """
 
     monotonic_s: float
     wall_s: float
@@ -33,8 +36,11 @@ class ClockReading:
 
 @dataclass(frozen=True)
 class ValidityEvidence:
-    """Evidence for judging a run. `planned`: number of planned requests; `lost`: how each lost sender ended;
-    `interrupted`: by the user, so that missing records are expected."""
+    """Input of the validity check.
+
+    `planned`: number of planned requests; `lost`: how each lost sender ended; `interrupted`: the user ended the run, so
+    missing records are expected.
+    """
 
     planned: int
     records: Sequence[RequestRecord]
@@ -44,9 +50,9 @@ class ValidityEvidence:
 
 
 def invalid_reasons(evidence: ValidityEvidence, *, max_send_lag_s: float) -> list[str]:
-    """Return the reasons why the run is INVALID; empty for a valid one.
+    """Return the reasons why the run is INVALID; empty for a valid run.
 
-    Infinite `max_send_lag_s`: no send times to meet.
+    An infinite `max_send_lag_s` disables the check of send times.
     """
     return [
         *evidence.lost,
@@ -57,13 +63,13 @@ def invalid_reasons(evidence: ValidityEvidence, *, max_send_lag_s: float) -> lis
 
 
 def clock_jumps(readings: Iterable[ClockReading]) -> list[str]:
-    """Each jump of the wall clock against the monotonic one, and each sleep of the machine, in words."""
+    """Describe each jump of the wall clock against the monotonic one, and each suspension of the machine."""
     found = []
     for before, after in pairwise(readings):
         asleep_s = (after.boot_s - before.boot_s) - (after.monotonic_s - before.monotonic_s)
         jump_s = (after.wall_s - before.wall_s) - (after.boot_s - before.boot_s)
         if asleep_s > CLOCK_JUMP_S:
-            found.append(f"the sending machine slept for {asleep_s:.1f} s")
+            found.append(f"the sending machine was suspended for {asleep_s:.1f} s")
         if abs(jump_s) > CLOCK_JUMP_S:
             found.append(f"the sending machine's clock jumped by {jump_s:+.1f} s")
     return found
@@ -82,8 +88,8 @@ def _lagging(records: Sequence[RequestRecord], max_send_lag_s: float) -> list[st
     if not late or late <= LATE_SHARE * len(lags):
         return []
     return [
-        f"the sender lagged: {late / len(lags):.1%} of the requests left more than {max_send_lag_s:g} s late "
-        f"(p99 {np.percentile(lags, 99):.3g} s); at most {LATE_SHARE:.0%} may (--max-send-lag, --senders)"
+        f"the sender lagged: {late / len(lags):.1%} of the requests were sent more than {max_send_lag_s:g} s late "
+        f"(p99 {np.percentile(lags, 99):.3g} s); at most {LATE_SHARE:.0%} is allowed (--max-send-lag, --senders)"
     ]
 
 
@@ -92,12 +98,12 @@ _LOOKS = 3
 
 
 def clock_from(start: float) -> Callable[[], float]:
-    """A clock that is 0 when time.monotonic() is `start`."""
+    """Return a clock that reads 0 when time.monotonic() is `start`."""
     return lambda: time.monotonic() - start
 
 
 def read_clocks() -> ClockReading:
-    """All clocks now: of a few looks the quickest, since being preempted between two clocks looks like a jump."""
+    """Read all clocks. Of a few attempts the fastest is returned, since preemption between reads looks like a jump."""
     boot = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     looks = []
     for _ in range(_LOOKS):
@@ -108,7 +114,7 @@ def read_clocks() -> ClockReading:
 
 @dataclass
 class ClockWatch:
-    """Readings taken while a run lasts."""
+    """Periodic clock readings during a run."""
 
     readings: list[ClockReading] = field(default_factory=list)
 

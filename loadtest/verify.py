@@ -1,9 +1,10 @@
 """Verification of answers: re-scoring by teacher forcing, or exact comparison for paced engines.
 
-For every output position, the reference model's logits (dense, no cache) after the prompt and the answer so far get the
-sampler's noise for the request's seed. The sampler takes the largest. A token is *wrong* if its noisy score is below
-the largest by more than the tolerance, and a *near-tie* if it is below by less. The tolerance is needed because
-floating point results differ across batch shapes. The tokens of a paced engine are known exactly and need no model.
+For every output position, the sampler's noise for the request's seed is added to the reference model's logits (dense,
+no cache) after the prompt and the answer so far. The sampler chooses the token with the largest noisy score. A token is
+*wrong* if its noisy score is below the largest by more than the tolerance, and a *near-tie* if it is below by less. The
+tolerance is needed because floating-point results differ between batch shapes. The tokens of a paced engine are known
+exactly and need no model.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ PACED = "paced:"
 
 
 class PacedReference:
-    """Says what a paced engine answers. Imports the engine's part that is pure, never torch."""
+    """Reference for paced engines. Does not import torch."""
 
     def __init__(self, model_path: Path) -> None:
-        """Raises VerificationError."""
+        """Read the model's configuration. Raises VerificationError."""
         from engine import EngineError
         from engine.config import read_config
         from worker.paced.tokens import PacedTokens
@@ -47,9 +48,9 @@ class PacedReference:
         self._tokens = PacedTokens.of(model_path, config, 0)
 
     def judged(self, prompt: TokenIds, record: RequestRecord) -> list[tuple[int, float]]:
-        """Per token of the answer (the one that is right, how wrong it is: 0 or infinitely).
+        """Return (expected token, margin) per token of the answer; the margin is 0 or infinite.
 
-        Where an answer that may end by itself does so is not judged: that is the server's setting.
+        An end-of-sequence token at the end counts as correct, because its position is a setting of the server.
         """
         from worker.paced.tokens import Draw
 
@@ -61,25 +62,28 @@ class PacedReference:
 
 
 def paced_notice(stand_ins: tuple[str, ...]) -> list[str]:
-    """Return the report's notice for a server that computes nothing."""
+    """Return the report's notices for a server with paced engines."""
     if not stand_ins:
         return []
     named = ", ".join(stand_ins)
-    return [f"the server's engine is a stand-in ({named}): nothing was computed, its steps' times are a profile's"]
+    return [f"the server's engine is a stand-in ({named}): it computes nothing, and its step times come from a profile"]
 
 
-# The engine is imported where it is used: torch takes seconds, which a replay without verification need not wait for.
+# The engine is imported in functions, because importing torch takes seconds and is needed only for verification.
 TOLERANCE = 1e-3
 _SHOWN_WRONG = 20
 
 
 class Scorer(Protocol):
-    """The reference: `engine.Model` is one. `fingerprint`: hex, over the weights and how they are computed with."""
+    """Interface of the reference model (`engine.Model`).
+
+    `fingerprint`: hex, of the weights and the kind of computation.
+    """
 
     fingerprint: str
 
     def score(self, token_ids: TokenIds) -> NDArray[np.float32]:
-        """Logits float32 [n, vocab] of every position."""
+        """Return the logits of every position, float32 [n, vocab]."""
 
 
 Reference: TypeAlias = Scorer | PacedReference
@@ -87,7 +91,7 @@ Reference: TypeAlias = Scorer | PacedReference
 
 @dataclass(frozen=True)
 class WrongToken:
-    """A token that the reference would not have produced. `margin`: how far its score lies below the largest."""
+    """Token that the reference would not have produced. `margin`: difference of its score to the largest."""
 
     request: int
     position: int
@@ -111,15 +115,15 @@ class Verification:
     wrong: list[WrongToken] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the results for report.json. The first wrong tokens are listed, all are counted."""
+        """Return the results for report.json. All wrong tokens are counted, the first 20 are listed."""
         return asdict(self)
 
 
 def choose_sample(records: Sequence[RequestRecord], size: int, *, seed: int) -> list[RequestRecord]:
-    """At most `size` completed requests, in order of index, chosen by a hash of (seed, index).
+    """Return at most `size` completed requests in order of index, chosen by a hash of (seed, index).
 
-    Taken in turns from greedy and sampled requests with no, little and much reuse, so that each kind is looked at as
-    long as there are any of it: a rare kind is not left to chance.
+    The sample is stratified: requests are taken round-robin from greedy and sampled requests with no, little and much
+    reuse, so that rare kinds are represented.
     """
     strata: dict[tuple[int, bool], list[RequestRecord]] = {}
     for record in sorted(records, key=lambda r: _rank(seed, r.index)):
@@ -135,9 +139,10 @@ def choose_sample(records: Sequence[RequestRecord], size: int, *, seed: int) -> 
 
 
 def load_reference(server: ServerInfo, model_path: Path, *, device: str, threads: int | None) -> Reference:
-    """Load the reference for the served model in this process; blocks while it loads.
+    """Load the reference for the served model in this process; blocks while loading.
 
-    Raises VerificationError, also when the server is known to have other weights or the engine is not installed.
+    Raises VerificationError if the engine is not installed, the reference cannot be loaded, or the server is known to
+    have different weights.
     """
     if find_spec("engine") is None:
         raise VerificationError(
@@ -150,11 +155,11 @@ def load_reference(server: ServerInfo, model_path: Path, *, device: str, threads
     try:
         reference = load_model(model_path, device=device, threads=threads)
     except EngineError as error:
-        raise VerificationError(f"cannot verify: the model at {model_path} does not load: {error}") from error
+        raise VerificationError(f"cannot verify: the model at {model_path} cannot be loaded: {error}") from error
     if server.fingerprint and server.fingerprint != reference.fingerprint:
         raise VerificationError(
-            f"cannot verify: the server's {server.model!r} has fingerprint {server.fingerprint}, the model in "
-            f"{model_path} has {reference.fingerprint}: other weights; give the served model's folder with --model-path"
+            f"cannot verify: the server's {server.model!r} has fingerprint {server.fingerprint}, but the model in "
+            f"{model_path} has {reference.fingerprint}; give the served model's folder with --model-path"
         )
     return reference
 
@@ -166,14 +171,14 @@ def verify_records(
     result: Verification,
     on_done: Callable[[int], None] = lambda done: None,
 ) -> Verification:
-    """Re-score these answers into `result`, which stays right if this is interrupted; `prompts` by request index.
+    """Re-score the answers and add them to `result`, which stays consistent if interrupted.
 
-    Raises VerificationError for an answer without token ids.
+    `prompts`: token ids by request index. Raises VerificationError for an answer without token ids.
     """
     for record in records:
         if not record.token_ids:
             raise VerificationError(
-                "cannot verify: the server's answers have no token_ids (it must know `return_token_ids`)"
+                "cannot verify: the answers have no token_ids; the server must support `return_token_ids`"
             )
         _verify_one(reference, record, prompts[record.index], result)
         on_done(result.verified_requests)
@@ -188,7 +193,7 @@ def _verify_one(reference: Reference, record: RequestRecord, prompt: TokenIds, r
     for position, (token, (expected, margin)) in enumerate(zip(record.token_ids, judged, strict=True)):
         result.verified_tokens += 1
         result.largest_margin = max(result.largest_margin, margin)
-        if not margin <= result.tolerance:  # a NaN margin is no agreement
+        if not margin <= result.tolerance:  # so that a NaN margin counts as wrong
             result.wrong_tokens += 1
             if len(result.wrong) < _SHOWN_WRONG:
                 result.wrong.append(WrongToken(record.index, position, token, expected, margin))
@@ -201,22 +206,22 @@ def _verify_one(reference: Reference, record: RequestRecord, prompt: TokenIds, r
 
 def _judged(reference: Scorer, prompt: TokenIds, record: RequestRecord) -> list[tuple[int, float]]:
     answer = np.array(record.token_ids, np.int32)
-    # The last token is scored, not fed.
+    # The last token is scored, but is not part of the input.
     logits = reference.score(np.concatenate([prompt, answer[:-1]]))[len(prompt) - 1 :]
     if len(logits) != len(answer):
-        raise VerificationError(f"the reference gave {len(logits)} rows of scores for {len(answer)} tokens")
+        raise VerificationError(f"the reference returned {len(logits)} rows of scores for {len(answer)} tokens")
     return [judge(logits[i], token, sampling_row(record, i)) for i, token in enumerate(record.token_ids)]
 
 
 def sampling_row(record: RequestRecord, position: int) -> SamplingRow:
-    """Return the input of the cluster's sampler at that output position."""
+    """Return the sampler's input at that output position."""
     from engine import SamplingRow
 
     return SamplingRow(temperature=record.temperature, top_p=1.0, top_k=0, seed=record.seed, choice=0, index=position)
 
 
 def judge(logits: NDArray[np.float32], token: int, row: SamplingRow) -> tuple[int, float]:
-    """(the token with the largest noise-added score, how far `token`'s lies below it; infinite when out of range)."""
+    """Return (token with the largest noisy score, margin of `token` below it); infinite if `token` is out of range."""
     from engine import noisy_scores
 
     scores = np.asarray(noisy_scores(logits, row))
@@ -227,7 +232,7 @@ def judge(logits: NDArray[np.float32], token: int, row: SamplingRow) -> tuple[in
 
 
 def _reuse_class(record: RequestRecord) -> int:
-    """0: nothing reused, 1: at most half of the prompt, 2: more."""
+    """Return 0 without reuse, 1 if at most half of the prompt was reused, else 2."""
     return (record.cached_tokens > 0) + (2 * record.cached_tokens > record.prompt_tokens)
 
 

@@ -1,5 +1,7 @@
-"""`bench serve`: synthetic or given prompts at a rate against any OpenAI-compatible server, with the flags, the
-definitions and the result keys that users know from vLLM's command of that name."""
+"""`bench serve`: load generator for OpenAI-compatible servers, with synthetic prompts or a dataset, at a given rate.
+
+Flags, metric definitions and result keys match those of vLLM's `bench serve`.
+"""
 
 from loadtest.bench.config import BenchConfig
 from loadtest.bench.runner import BenchResult, run_bench

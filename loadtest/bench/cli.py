@@ -27,7 +27,7 @@ LIST_FLAGS = ("--goodput", "--header", "--metadata")
 
 
 def normalised(arguments: Sequence[str]) -> list[str]:
-    """`--goodput a b` as `--goodput a --goodput b`, `--num_prompts` as `--num-prompts`; all else as it is."""
+    """Rewrite `--goodput a b` as `--goodput a --goodput b` and `--num_prompts` as `--num-prompts`."""
     found: list[str] = []
     current = ""
     for argument in arguments:
@@ -44,7 +44,7 @@ def normalised(arguments: Sequence[str]) -> list[str]:
 
 
 class VllmFlags(TyperCommand):
-    """A command that takes its flags as vLLM's does."""
+    """Click command that accepts vLLM's flag syntax."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments with click after `normalised`."""
@@ -52,7 +52,7 @@ class VllmFlags(TyperCommand):
 
 
 def bounds_of(pairs: Sequence[str]) -> dict[str, float]:
-    """KEY:MILLISECONDS pairs. Raises SettingInvalid."""
+    """Parse KEY:MILLISECONDS pairs. Raises SettingInvalid."""
     found: dict[str, float] = {}
     for pair in pairs:
         key, _, value = pair.partition(":")
@@ -64,7 +64,7 @@ def bounds_of(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def header_of(pair: str) -> tuple[str, str]:
-    """KEY=VALUE. Raises SettingInvalid."""
+    """Parse KEY=VALUE. Raises SettingInvalid."""
     key, equals, value = pair.partition("=")
     if not equals or not key.strip():
         raise SettingInvalid(f"--header is {pair!r}; expected KEY=VALUE")
@@ -72,7 +72,7 @@ def header_of(pair: str) -> tuple[str, str]:
 
 
 def json_object(text: str, flag: str) -> dict[str, Any]:
-    """A JSON object, {} of nothing. Raises SettingInvalid."""
+    """Parse a JSON object; return {} for an empty text. Raises SettingInvalid."""
     if not text:
         return {}
     try:
@@ -85,14 +85,16 @@ def json_object(text: str, flag: str) -> dict[str, Any]:
 
 
 def numbers(text: str, flag: str) -> tuple[float, ...]:
-    """Comma-separated numbers. Raises SettingInvalid."""
+    """Parse comma-separated numbers. Raises SettingInvalid."""
     try:
         return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise SettingInvalid(f"{flag} is {text!r}; expected numbers separated by commas") from None
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Load tests: of a server, of the way between hosts.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Load tests of a server or of the network between hosts."
+)
 
 _SERVER, _PROMPTS, _TRAFFIC, _SAMPLING, _REPORT, _CAPACITY = (
     *("Server", "Prompts", "Traffic", "Sampling", "Report"),
@@ -103,7 +105,7 @@ _OWN_CAPACITY = Path("out/capacity")
 
 @app.callback()
 def bench() -> None:
-    """A group, so that the command keeps its name."""
+    """Keep `serve` a subcommand: Typer merges an app's only command into the app unless it has a callback."""
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -113,51 +115,71 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
 @app.command("serve", cls=VllmFlags)
 def serve(
     backend: Annotated[str, _option(_SERVER, f"One of {', '.join(ENDPOINTS)}.")] = "openai",
-    base_url: Annotated[str, _option(_SERVER, "Address of the server; default: from --host and --port.")] = "",
-    host: Annotated[str, _option(_SERVER, "Host of the server.")] = "127.0.0.1",
+    base_url: Annotated[str, _option(_SERVER, "URL of the server; default: http://HOST:PORT.")] = "",
+    host: Annotated[str, _option(_SERVER, "Host name or address of the server.")] = "127.0.0.1",
     port: Annotated[int, _option(_SERVER, "Port of the server.")] = 8000,
-    endpoint: Annotated[str, _option(_SERVER, "Route; default: the backend's.")] = "",
-    model: Annotated[str, _option(_SERVER, "Model in requests; default: the first served.")] = "",
-    served_model_name: Annotated[str, _option(_SERVER, "Name in requests, if --model is another.")] = "",
+    endpoint: Annotated[str, _option(_SERVER, "Endpoint path; default: the backend's.")] = "",
+    model: Annotated[str, _option(_SERVER, "Model name in requests; default: the first model served.")] = "",
+    served_model_name: Annotated[str, _option(_SERVER, "Model name in requests if it differs from --model.")] = "",
     tokenizer: Annotated[
         Path | None, _option(_SERVER, "Folder of the served model's tokenizer; default: the bundled model's.")
     ] = None,
     api_key: Annotated[
-        str, _option(_SERVER, "Bearer key.", envvar=["OPENAI_API_KEY", "MOONPOOL_API_KEY"], callback=one_key)
+        str,
+        _option(
+            _SERVER, "API key, sent as bearer token.", envvar=["OPENAI_API_KEY", "MOONPOOL_API_KEY"], callback=one_key
+        ),
     ] = "",
-    header: Annotated[list[str] | None, _option(_SERVER, "Headers of each request.", metavar="KEY=VALUE ...")] = None,
-    ready_check_timeout_sec: Annotated[float, _option(_SERVER, "Wait so long for the server to answer.")] = 0.0,
-    request_timeout: Annotated[float, _option(_SERVER, "Seconds after which a request has failed.")] = 6 * 3600.0,
-    dataset_name: Annotated[str, _option(_PROMPTS, "random, sharegpt, custom or prefix_repetition.")] = "random",
-    dataset_path: Annotated[Path | None, _option(_PROMPTS, "File of sharegpt (JSON) or custom (JSONL).")] = None,
-    num_prompts: Annotated[int, _option(_PROMPTS, "Requests.")] = 1000,
-    seed: Annotated[int, _option(_PROMPTS, "Of prompts, lengths and arrivals.")] = 0,
-    input_len: Annotated[int | None, _option(_PROMPTS, "The same as --random-input-len.")] = None,
-    output_len: Annotated[int | None, _option(_PROMPTS, "Output length of whatever dataset.")] = None,
-    random_input_len: Annotated[int, _option(_PROMPTS, "Tokens of a random prompt.")] = 1024,
-    random_output_len: Annotated[int, _option(_PROMPTS, "Tokens of its answer.")] = 128,
-    random_range_ratio: Annotated[float, _option(_PROMPTS, "Lengths vary by this share, either way.")] = 0.0,
-    random_prefix_len: Annotated[int, _option(_PROMPTS, "Tokens all random prompts begin with.")] = 0,
-    prefix_repetition_prefix_len: Annotated[int, _option(_PROMPTS, "Tokens of a prefix.")] = 256,
-    prefix_repetition_suffix_len: Annotated[int, _option(_PROMPTS, "Tokens after it.")] = 256,
-    prefix_repetition_num_prefixes: Annotated[int, _option(_PROMPTS, "Different prefixes.")] = 10,
-    prefix_repetition_output_len: Annotated[int, _option(_PROMPTS, "Tokens of the answer.")] = 128,
-    sharegpt_output_len: Annotated[
-        int | None, _option(_PROMPTS, "Tokens of the answer; default: the recorded one's.")
+    header: Annotated[
+        list[str] | None, _option(_SERVER, "Extra headers of every request.", metavar="KEY=VALUE ...")
     ] = None,
-    custom_output_len: Annotated[int, _option(_PROMPTS, "Tokens of the answer; -1: output_tokens of a line.")] = 256,
-    disable_shuffle: Annotated[bool, _option(_PROMPTS, "Keep a file's order.", "--disable-shuffle")] = False,
-    no_oversample: Annotated[bool, _option(_PROMPTS, "Do not repeat a file's prompts.", "--no-oversample")] = False,
-    request_rate: Annotated[float, _option(_TRAFFIC, "Requests per second; inf: all at once.")] = math.inf,
-    burstiness: Annotated[float, _option(_TRAFFIC, "1: Poisson; less: bursts; more: evenly.")] = 1.0,
-    max_concurrency: Annotated[int | None, _option(_TRAFFIC, "At most so many in flight.")] = None,
-    num_warmups: Annotated[int, _option(_TRAFFIC, "Requests before, not counted.")] = 0,
-    on_429: Annotated[str, _option(_TRAFFIC, "A rejection: count it, or retry.", "--on-429")] = "count",
-    senders: Annotated[int, _option(_TRAFFIC, "Processes that send; 0: by the load and the cores.")] = 0,
+    ready_check_timeout_sec: Annotated[float, _option(_SERVER, "Seconds to wait for the server to be ready.")] = 0.0,
+    request_timeout: Annotated[float, _option(_SERVER, "Timeout of a request in seconds.")] = 6 * 3600.0,
+    dataset_name: Annotated[str, _option(_PROMPTS, "random, sharegpt, custom or prefix_repetition.")] = "random",
+    dataset_path: Annotated[Path | None, _option(_PROMPTS, "Dataset file: sharegpt (JSON) or custom (JSONL).")] = None,
+    num_prompts: Annotated[int, _option(_PROMPTS, "Number of requests.")] = 1000,
+    seed: Annotated[int, _option(_PROMPTS, "Random seed of prompts, lengths and arrivals.")] = 0,
+    input_len: Annotated[int | None, _option(_PROMPTS, "Alias of --random-input-len.")] = None,
+    output_len: Annotated[int | None, _option(_PROMPTS, "Output tokens per request, for any dataset.")] = None,
+    random_input_len: Annotated[int, _option(_PROMPTS, "Prompt tokens per random request.")] = 1024,
+    random_output_len: Annotated[int, _option(_PROMPTS, "Output tokens per random request.")] = 128,
+    random_range_ratio: Annotated[
+        float, _option(_PROMPTS, "Lengths vary by up to this fraction in either direction.")
+    ] = 0.0,
+    random_prefix_len: Annotated[int, _option(_PROMPTS, "Tokens of the prefix shared by all random prompts.")] = 0,
+    prefix_repetition_prefix_len: Annotated[int, _option(_PROMPTS, "Tokens of each prefix.")] = 256,
+    prefix_repetition_suffix_len: Annotated[int, _option(_PROMPTS, "Tokens after the prefix.")] = 256,
+    prefix_repetition_num_prefixes: Annotated[int, _option(_PROMPTS, "Number of distinct prefixes.")] = 10,
+    prefix_repetition_output_len: Annotated[int, _option(_PROMPTS, "Output tokens per request.")] = 128,
+    sharegpt_output_len: Annotated[
+        int | None, _option(_PROMPTS, "Output tokens per request; default: the length of the recorded answer.")
+    ] = None,
+    custom_output_len: Annotated[
+        int, _option(_PROMPTS, "Output tokens per request; -1: each line's output_tokens.")
+    ] = 256,
+    disable_shuffle: Annotated[
+        bool, _option(_PROMPTS, "Keep the order of the dataset file.", "--disable-shuffle")
+    ] = False,
+    no_oversample: Annotated[
+        bool, _option(_PROMPTS, "Do not repeat the dataset's prompts.", "--no-oversample")
+    ] = False,
+    request_rate: Annotated[float, _option(_TRAFFIC, "Requests per second; inf sends all at once.")] = math.inf,
+    burstiness: Annotated[
+        float, _option(_TRAFFIC, "Arrival process: 1 is Poisson, below 1 burstier, above 1 more even.")
+    ] = 1.0,
+    max_concurrency: Annotated[int | None, _option(_TRAFFIC, "Maximum number of requests in flight.")] = None,
+    num_warmups: Annotated[int, _option(_TRAFFIC, "Warm-up requests, excluded from the results.")] = 0,
+    on_429: Annotated[
+        str, _option(_TRAFFIC, "Rejections (HTTP 429): count them as failed, or retry.", "--on-429")
+    ] = "count",
+    senders: Annotated[int, _option(_TRAFFIC, "Sender processes; 0: chosen from the load and the CPU cores.")] = 0,
     max_send_lag: Annotated[
-        float, _option(_TRAFFIC, "INVALID if over 1 % of the requests left so many seconds late.")
+        float,
+        _option(_TRAFFIC, "The run is INVALID if over 1 % of the requests are sent later than this many seconds."),
     ] = MAX_SEND_LAG_S,
-    ignore_eos: Annotated[bool, _option(_SAMPLING, "Answers go on to their length.", "--ignore-eos")] = False,
+    ignore_eos: Annotated[
+        bool, _option(_SAMPLING, "Ignore end-of-sequence tokens: generate the full output length.", "--ignore-eos")
+    ] = False,
     temperature: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
     top_p: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
     top_k: Annotated[int | None, _option(_SAMPLING, "Default: the server's.")] = None,
@@ -165,34 +187,46 @@ def serve(
     frequency_penalty: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
     presence_penalty: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
     repetition_penalty: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
-    extra_body: Annotated[str, _option(_SAMPLING, "JSON object of further fields of the body.")] = "",
-    percentile_metrics: Annotated[str, _option(_REPORT, "Some of ttft,tpot,itl,e2el.")] = "ttft,tpot,itl",
-    metric_percentiles: Annotated[str, _option(_REPORT, "Such as 50,90,99.")] = "99",
+    extra_body: Annotated[str, _option(_SAMPLING, "JSON object merged into every request body.")] = "",
+    percentile_metrics: Annotated[
+        str, _option(_REPORT, "Latency metrics to report: any of ttft,tpot,itl,e2el.")
+    ] = "ttft,tpot,itl",
+    metric_percentiles: Annotated[str, _option(_REPORT, "Percentiles to report, such as 50,90,99.")] = "99",
     goodput: Annotated[
-        list[str] | None, _option(_REPORT, "Objectives of ttft, tpot, e2el in ms.", metavar="KEY:MS ...")
+        list[str] | None, _option(_REPORT, "Objectives for ttft, tpot, e2el in milliseconds.", metavar="KEY:MS ...")
     ] = None,
-    save_result: Annotated[bool, _option(_REPORT, "Write the result as JSON.", "--save-result")] = False,
-    append_result: Annotated[bool, _option(_REPORT, "Add the result to the file.", "--append-result")] = False,
-    save_detailed: Annotated[bool, _option(_REPORT, "With every request.", "--save-detailed")] = False,
-    result_dir: Annotated[Path | None, _option(_REPORT, "Folder of the result.")] = None,
-    result_filename: Annotated[str, _option(_REPORT, "Its name.")] = "",
-    label: Annotated[str, _option(_REPORT, "First part of its name; default: the backend.")] = "",
-    metadata: Annotated[list[str] | None, _option(_REPORT, "Keys of the result.", metavar="KEY=VALUE ...")] = None,
-    disable_tqdm: Annotated[bool, _option(_REPORT, "Show no progress.", "--disable-tqdm")] = False,
-    find_capacity: Annotated[
-        bool, _option(_CAPACITY, "Search the largest rate that meets --goodput.", "--find-capacity")
+    save_result: Annotated[bool, _option(_REPORT, "Write the result to a JSON file.", "--save-result")] = False,
+    append_result: Annotated[bool, _option(_REPORT, "Append the result to the file.", "--append-result")] = False,
+    save_detailed: Annotated[
+        bool, _option(_REPORT, "Include the data of every request in the result.", "--save-detailed")
     ] = False,
-    capacity_start: Annotated[float, _option(_CAPACITY, "First rate.")] = 1.0,
-    capacity_resolution: Annotated[float, _option(_CAPACITY, "Share by which the answer may be too low.")] = 0.1,
-    capacity_percentile: Annotated[float, _option(_CAPACITY, "Percentile that must keep each bound.")] = 90.0,
-    capacity_max_lost: Annotated[float, _option(_CAPACITY, "Share that may be rejected or fail.")] = 0.01,
-    capacity_step: Annotated[float, _option(_CAPACITY, "Seconds a step sends, 50 requests at least.")] = 30.0,
-    capacity_min_rate: Annotated[float, _option(_CAPACITY, "No lower rate is tried; 0: a hundredth of the first.")] = 0,
-    capacity_max_rate: Annotated[float, _option(_CAPACITY, "No higher rate is tried.")] = 10_000.0,
+    result_dir: Annotated[Path | None, _option(_REPORT, "Folder for the result file.")] = None,
+    result_filename: Annotated[str, _option(_REPORT, "Name of the result file.")] = "",
+    label: Annotated[str, _option(_REPORT, "Prefix of the generated file name; default: the backend.")] = "",
+    metadata: Annotated[
+        list[str] | None, _option(_REPORT, "Additional keys of the result.", metavar="KEY=VALUE ...")
+    ] = None,
+    disable_tqdm: Annotated[bool, _option(_REPORT, "Do not show progress.", "--disable-tqdm")] = False,
+    find_capacity: Annotated[
+        bool, _option(_CAPACITY, "Search for the largest rate that meets --goodput.", "--find-capacity")
+    ] = False,
+    capacity_start: Annotated[float, _option(_CAPACITY, "First rate to try, in requests per second.")] = 1.0,
+    capacity_resolution: Annotated[float, _option(_CAPACITY, "Relative precision of the result.")] = 0.1,
+    capacity_percentile: Annotated[float, _option(_CAPACITY, "Percentile at which each objective must hold.")] = 90.0,
+    capacity_max_lost: Annotated[
+        float, _option(_CAPACITY, "Fraction of requests that may be rejected or fail.")
+    ] = 0.01,
+    capacity_step: Annotated[
+        float, _option(_CAPACITY, "Duration of a step in seconds; at least 50 requests are sent.")
+    ] = 30.0,
+    capacity_min_rate: Annotated[
+        float, _option(_CAPACITY, "Lowest rate to try; 0: a hundredth of --capacity-start.")
+    ] = 0,
+    capacity_max_rate: Annotated[float, _option(_CAPACITY, "Highest rate to try.")] = 10_000.0,
 ) -> None:
     """Send prompts to an OpenAI-compatible server and report latency and throughput.
 
-    Flags, definitions and result keys are those of vLLM's command of this name.
+    Flags, metric definitions and result keys match those of vLLM's `bench serve`.
 
     Example: moonpool bench serve --num-prompts 100 --random-input-len 256 --random-output-len 32 --request-rate 4
 
@@ -222,7 +256,7 @@ def serve(
 
 
 def config_of(given: dict[str, Any]) -> BenchConfig:
-    """The flags' values as a configuration. Raises SettingInvalid."""
+    """Return the configuration for these flag values. Raises SettingInvalid."""
     taken = {name: given[name] for name in BenchConfig.__dataclass_fields__ if name in given}
     sampling = (
         *("temperature", "top_p", "top_k", "min_p"),
@@ -276,23 +310,24 @@ def _measure(config: BenchConfig, saving: Saving, console: Console | None) -> in
 
 
 def _check_alone(config: BenchConfig, given: dict[str, Any]) -> None:
-    """Raises SettingInvalid for flags of a single load, which a search would have to ignore."""
+    """Raise SettingInvalid for flags that apply only to a single run and have no effect on a search."""
     saving = [
         f"--{name.replace('_', '-')}" for name in ("save_result", "append_result", "save_detailed") if given[name]
     ]
     if saving:
         raise SettingInvalid(
-            f"{saving[0]} does not go with --find-capacity, which always writes capacity.json and capacity.html; "
-            "expected --result-dir alone"
+            f"{saving[0]} cannot be combined with --find-capacity, which always writes capacity.json and "
+            "capacity.html; choose their folder with --result-dir"
         )
     if math.isfinite(config.request_rate):
         raise SettingInvalid(
-            f"--request-rate is {config.request_rate:g}; --find-capacity searches the rate, from --capacity-start on"
+            f"--request-rate is {config.request_rate:g}, but --find-capacity varies the rate, starting at "
+            "--capacity-start; omit --request-rate"
         )
 
 
 def _search(config: BenchConfig, given: dict[str, Any], folder: Path, console: Console | None) -> int:
-    # Only now: the pictures take matplotlib, which takes a second.
+    # Imported late: matplotlib takes a second to import.
     from loadtest.capacity import CapacityObjective, CapacitySearch
     from loadtest.capacity.page import capacity_page, headline, step_line
     from loadtest.capacity.runner import find_capacity

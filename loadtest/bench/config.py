@@ -1,4 +1,4 @@
-"""The configuration of `bench serve`: frozen, one line of help per field; names and defaults as in vLLM."""
+"""Configuration of `bench serve`; names and defaults match vLLM's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     "vllm": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
 }
-"""Backends and the endpoint of each; `vllm` is another name of `openai`."""
+"""Endpoint path of each backend; `vllm` is an alias of `openai`."""
 DATASETS: Final = ("random", "sharegpt", "custom", "prefix_repetition")
 FILE_DATASETS: Final = ("sharegpt", "custom")
 METRICS: Final = ("ttft", "tpot", "itl", "e2el")
@@ -83,101 +83,101 @@ _BOUNDS: Final[dict[str, Bound]] = {
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Everything `run_bench` needs to know."""
+    """Configuration of one `bench serve` run."""
 
     base_url: str = "http://127.0.0.1:8000"
-    """Address of the server."""
+    """URL of the server."""
     backend: str = "openai"
-    """Which protocol is spoken."""
+    """Protocol: a key of ENDPOINTS."""
     endpoint: str = ""
-    """The route; empty: the backend's."""
+    """Endpoint path; empty: the backend's."""
     model: str = ""
-    """Name of the model in requests; empty: the first that the server lists."""
+    """Model name in requests; empty: the first model that the server lists."""
     served_model_name: str = ""
-    """Name in requests where `model` is a folder or another name of it."""
+    """Model name in requests if it differs from `model`, for example because `model` is a folder."""
     tokenizer: Path | None = None
-    """Folder of the tokenizer that makes and counts prompts; None: the bundled model's."""
+    """Folder of the tokenizer that generates and counts prompts; None: the bundled model's."""
     api_key: str = field(default="", repr=False)
-    """Bearer key."""
+    """API key, sent as bearer token."""
     headers: tuple[tuple[str, str], ...] = ()
-    """Further headers of each request."""
+    """Extra headers of every request."""
     dataset_name: str = "random"
-    """Where the prompts come from."""
+    """Source of the prompts: one of DATASETS."""
     dataset_path: Path | None = None
-    """The file of a `sharegpt` or `custom` dataset."""
+    """File of a `sharegpt` or `custom` dataset."""
     disable_shuffle: bool = False
-    """Take a file's prompts in its order."""
+    """Keep the order of the dataset file."""
     no_oversample: bool = False
-    """Do not repeat prompts of a file that has fewer than asked for."""
+    """Do not repeat prompts of a file that has fewer than `num_prompts`."""
     num_prompts: int = 1000
-    """Requests."""
+    """Number of requests."""
     seed: int = 0
-    """Of prompts, lengths, arrivals, and the jitter of retries."""
+    """Random seed of prompts, lengths, arrivals, and the jitter of retries."""
     random_input_len: int = 1024
-    """Tokens of a random prompt, besides the prefix."""
+    """Tokens of a random prompt, excluding the shared prefix."""
     random_output_len: int = 128
-    """Tokens of its answer."""
+    """Output tokens of a random request."""
     random_range_ratio: float = 0.0
-    """Lengths are drawn from length x (1 - ratio) to length x (1 + ratio)."""
+    """Lengths are drawn between length x (1 - ratio) and length x (1 + ratio)."""
     random_prefix_len: int = 0
-    """Tokens that all random prompts begin with."""
+    """Tokens of the prefix shared by all random prompts."""
     prefix_repetition_prefix_len: int = 256
     """Tokens of each prefix."""
     prefix_repetition_suffix_len: int = 256
     """Tokens after the prefix."""
     prefix_repetition_num_prefixes: int = 10
-    """Different prefixes."""
+    """Number of distinct prefixes."""
     prefix_repetition_output_len: int = 128
-    """Tokens of the answer."""
+    """Output tokens of a prefix_repetition request."""
     sharegpt_output_len: int | None = None
-    """Tokens of the answer; None: as many as the recorded one has."""
+    """Output tokens of a sharegpt request; None: the length of the recorded answer."""
     custom_output_len: int = 256
-    """Tokens of the answer; -1: each line's output_tokens."""
+    """Output tokens of a custom request; -1: each line's output_tokens."""
     request_rate: float = math.inf
     """Requests per second; infinite: all at once."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of intervals: 1 is a Poisson process, more is more even."""
+    """Shape of the gamma distribution of intervals: 1 is a Poisson process; larger values are more even."""
     max_concurrency: int | None = None
-    """At most so many requests in flight."""
+    """Maximum number of requests in flight."""
     ignore_eos: bool = False
-    """Answers go on to their length."""
+    """Ignore end-of-sequence tokens, so that answers have their full length."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Sampling fields of the body: temperature, top_p and so on."""
+    """Sampling fields of the request body: temperature, top_p and so on."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the body."""
+    """Additional fields of the request body."""
     num_warmups: int = 0
-    """Requests before the measured ones, which are not counted."""
+    """Warm-up requests, excluded from the results."""
     ready_check_timeout_s: float = 0.0
-    """Wait so long for a server that does not answer yet."""
+    """Seconds to wait for the server to be ready."""
     request_timeout_s: float = 6 * 3600.0
-    """A request that takes longer has failed."""
+    """Timeout of a request in seconds."""
     on_429: str = "count"
-    """What is done about a rejection: `count` it as a failure, or `retry`."""
+    """Handling of rejections: `count` them as failures, or `retry`."""
     senders: int = 0
-    """Processes that send, 0 = chosen by the load and the cores."""
+    """Number of sender processes; 0: chosen from the load and the CPU cores."""
     max_send_lag_s: float = MAX_SEND_LAG_S
-    """The run is INVALID if more than 1 % of the requests left later than this; not judged at an infinite rate."""
+    """The run is INVALID if over 1 % of the requests are sent later than this; not checked at an infinite rate."""
     keep_text: bool = False
     """Keep the answers' texts."""
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
-    """Which latencies are reported."""
+    """Latency metrics to report."""
     metric_percentiles: tuple[float, ...] = (99.0,)
-    """Which percentiles of them."""
+    """Percentiles to report."""
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Objectives in milliseconds, by metric."""
 
     @property
     def path(self) -> str:
-        """The route."""
+        """Endpoint path."""
         return self.endpoint or ENDPOINTS[self.backend]
 
     @property
     def chat(self) -> bool:
-        """True if messages are sent instead of a prompt."""
+        """True if requests contain chat messages instead of a prompt."""
         return self.backend == "openai-chat"
 
     def __post_init__(self) -> None:
-        """Raises SettingInvalid naming the flag."""
+        """Validate the fields. Raises SettingInvalid naming the flag."""
         check_bounds(self, _BOUNDS)
         if not self.path.endswith(ENDPOINTS[self.backend].removeprefix("/v1")):
             raise SettingInvalid(

@@ -1,6 +1,7 @@
 """Request bodies and response parsing of `bench serve`. Pure.
 
-Servers need only support OpenAI's protocol: an answer may be shorter than requested, and the counts are its usage.
+Servers need only support OpenAI's protocol: an answer may be shorter than requested, and token counts come from its
+`usage`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from loadtest.record import RequestRecord
 
 @dataclass(frozen=True, eq=False)
 class BenchRequest(PlannedRequest):
-    """`text`: sent in place of the token ids where it is not empty."""
+    """Planned request whose prompt may be sent as text. A non-empty `text` is sent instead of the token ids."""
 
     text: str = ""
 
 
 @dataclass(frozen=True)
 class BenchDialect:
-    """Completions or chat. `extra`: fields that go into every body as they are. `keep_text`: records keep answers."""
+    """Completions or chat dialect.
+
+    `extra`: fields added unchanged to every body. `keep_text`: records keep the answers' texts.
+    """
 
     path: str
     chat: bool
@@ -33,7 +37,7 @@ class BenchDialect:
     keep_text: bool = False
 
     def body(self, request: PlannedRequest, *, model: str, cache_salt: str) -> dict[str, Any]:
-        """A streamed request with usage at its end."""
+        """Return the body of a streaming request that reports usage at its end."""
         text = request.text if isinstance(request, BenchRequest) else ""
         body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
@@ -49,16 +53,19 @@ class BenchDialect:
         return {**body, **self.extra}
 
     def take_choice(self, choice: dict[str, Any], now: float, record: RequestRecord, request: PlannedRequest) -> None:
-        """Only the text: whoever reads the events counts them."""
-        said = delta_text(choice) if self.chat else choice.get("text") or ""
-        if not isinstance(said, str):
-            raise StreamFailed(f"malformed event: found the text {str(said)[:200]!r}, expected a string")
-        record.text += said
+        """Append the choice's text to the record; events are counted by the caller."""
+        text = delta_text(choice) if self.chat else choice.get("text") or ""
+        if not isinstance(text, str):
+            raise StreamFailed(f"malformed event: found the text {str(text)[:200]!r}, expected a string")
+        record.text += text
 
     def check(self, record: RequestRecord, usage: dict[str, Any] | None, request: PlannedRequest) -> None:
-        """An answer needs an event. Where usage does not tell the tokens, the text is kept to be counted."""
+        """Take the token counts from `usage`; raises StreamFailed for an answer without events.
+
+        If usage reports no output tokens, the text is kept so that the caller can count them.
+        """
         if not record.event_times:
-            raise StreamFailed("the answer came without a token")
+            raise StreamFailed("the answer contains no tokens")
         counts = usage or {}
         record.output_tokens = _count(counts.get("completion_tokens"))
         record.prompt_tokens = _count(counts.get("prompt_tokens")) or record.prompt_tokens

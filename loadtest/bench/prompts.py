@@ -1,6 +1,4 @@
-"""Prompts of a benchmark (random, shared prefixes, ShareGPT or JSONL files) and arrival times as in vLLM's
-benchmark.
-"""
+"""Prompts (random, shared prefixes, ShareGPT or JSONL files) and arrival times, generated as in vLLM's benchmark."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from loadtest.tokens import ModelTokens, TokenIds
 
 
 def arrival_times(count: int, *, rate: float, burstiness: float, rng: Generator) -> NDArray[np.float64]:
-    """Seconds after the start, float64 [count], not falling.
+    """Return arrival times in seconds after the start, float64 [count], non-decreasing.
 
-    An infinite rate: all at once. Otherwise intervals of a gamma distribution of that shape (1: a Poisson process;
-    infinite: all alike), stretched so that the last request is due at count / rate, whatever was drawn.
+    At an infinite rate all are 0. Otherwise intervals follow a gamma distribution with shape `burstiness` (1: a Poisson
+    process; infinite: constant intervals), scaled so that the last request is due at exactly count / rate.
     """
     if math.isinf(rate):
         return np.zeros(count)
@@ -39,7 +37,7 @@ _FIT_ROUNDS = 8
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """`ids`: int32, of the local tokenizer; `text`: what they stand for, "" where it was not asked for."""
+    """Prompt of a benchmark. `ids`: int32, by the local tokenizer; `text`: their text, or "" if not requested."""
 
     ids: TokenIds
     text: str
@@ -47,7 +45,7 @@ class Prompt:
 
 
 def random_prompts(config: BenchConfig, tokens: ModelTokens, rng: Generator, *, as_text: bool) -> Iterator[Prompt]:
-    """Prompts of a common random prefix and random tokens, lengths uniform within the ratio."""
+    """Yield prompts of a shared random prefix and random tokens, with lengths uniform within the range ratio."""
     vocabulary = ordinary_ids(tokens)
     low, high = 1 - config.random_range_ratio, 1 + config.random_range_ratio
     prefix = rng.choice(vocabulary, config.random_prefix_len)
@@ -59,7 +57,7 @@ def random_prompts(config: BenchConfig, tokens: ModelTokens, rng: Generator, *, 
 
 
 def repeated_prefixes(config: BenchConfig, tokens: ModelTokens, rng: Generator, *, as_text: bool) -> Iterator[Prompt]:
-    """Prompts that share their beginnings, each with as many of the others as any, in random order."""
+    """Yield prompts that share prefixes, in random order; prefixes are used equally often (differing by at most 1)."""
     vocabulary = ordinary_ids(tokens)
     prefixes = [
         rng.choice(vocabulary, config.prefix_repetition_prefix_len)
@@ -72,7 +70,7 @@ def repeated_prefixes(config: BenchConfig, tokens: ModelTokens, rng: Generator, 
 
 
 def ordinary_ids(tokens: ModelTokens) -> TokenIds:
-    """All ids of the vocabulary but the special ones, which mean something to a server."""
+    """Return all token ids except special ones, which servers interpret."""
     special = {i for i, added in tokens.tokenizer.get_added_tokens_decoder().items() if added.special}
     return np.array([i for i in range(tokens.tokenizer.get_vocab_size()) if i not in special], np.int32)
 
@@ -91,10 +89,10 @@ def _prompt(
 
 
 def fitted_text(ids: TokenIds, tokens: ModelTokens, vocabulary: TokenIds, rng: Generator) -> tuple[TokenIds, str]:
-    """A text of these tokens that has as many tokens again when it is read, and those tokens.
+    """Return a text that tokenizes to `len(ids)` tokens, and those tokens.
 
-    Tokens put together at random read otherwise than they were written; what is too much is cut, what is missing is
-    drawn, a few times. A tokenizer that comes to no rest leaves a length that differs a little.
+    Random tokens decoded to text usually tokenize differently. The sequence is therefore cut or extended by random
+    tokens and decoded again, up to 8 times. If that does not converge, the length differs slightly.
     """
     wanted, text = len(ids), ""
     for _ in range(_FIT_ROUNDS):
@@ -108,14 +106,14 @@ def fitted_text(ids: TokenIds, tokens: ModelTokens, vocabulary: TokenIds, rng: G
     return read, text
 
 
-# Bounds that vLLM holds for ShareGPT, so that figures compare.
+# vLLM's length limits for ShareGPT, so that results are comparable.
 _LEAST_TOKENS = 4
 _MOST_PROMPT_TOKENS = 1024
 _MOST_TOKENS = 2048
 
 
 def sharegpt_prompts(config: BenchConfig, tokens: ModelTokens, rng: Generator) -> list[Prompt]:
-    """First question and answer of each conversation, those of unusual length left out. Raises DatasetUnusable."""
+    """Return the first question and answer of each conversation within vLLM's length limits. Raises DatasetUnusable."""
     path = _path(config)
     pairs = list(_conversations(path))
     if not config.disable_shuffle:
@@ -133,7 +131,10 @@ def sharegpt_prompts(config: BenchConfig, tokens: ModelTokens, rng: Generator) -
 
 
 def custom_prompts(config: BenchConfig, tokens: ModelTokens, rng: Generator) -> list[Prompt]:
-    """One prompt a line: {"prompt": text} and, for --custom-output-len -1, output_tokens. Raises DatasetUnusable."""
+    """Return one prompt per line: {"prompt": text} and, for --custom-output-len -1, output_tokens.
+
+    Raises DatasetUnusable.
+    """
     path = _path(config)
     rows = list(_custom_rows(path, needs_length=config.custom_output_len == -1))
     if not config.disable_shuffle:
@@ -157,7 +158,7 @@ def _as_many_as_asked(found: list[Prompt], config: BenchConfig, path: Path, rng:
 
 
 def _path(config: BenchConfig) -> Path:
-    assert config.dataset_path is not None  # BenchConfig holds that
+    assert config.dataset_path is not None  # checked by BenchConfig
     return config.dataset_path
 
 
@@ -174,7 +175,7 @@ def _conversations(path: Path) -> Iterator[tuple[str, str]]:
     except ValueError as error:
         raise DatasetUnusable(f"{path} is not JSON ({error}); expected a ShareGPT file") from error
     if not isinstance(rows, list):
-        raise DatasetUnusable(f"{path} is no list; expected a ShareGPT file")
+        raise DatasetUnusable(f"{path} is not a JSON list; expected a ShareGPT file")
     for number, row in enumerate(rows):
         turns = row.get("conversations", row.get("conversation")) if isinstance(row, dict) else None
         if not isinstance(turns, list):
@@ -198,7 +199,7 @@ def _custom_rows(path: Path, *, needs_length: bool) -> Iterator[tuple[str, int]]
         length = row.get("output_tokens")
         if needs_length and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
             raise DatasetUnusable(
-                f"{path}, line {number}: output_tokens is {length!r}; expected a number from 1 on, for "
-                "--custom-output-len -1"
+                f"{path}, line {number}: output_tokens is {length!r}; --custom-output-len -1 requires an integer, at "
+                "least 1"
             )
         yield text, length if isinstance(length, int) else 0

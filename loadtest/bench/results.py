@@ -1,12 +1,9 @@
-"""The figures of a benchmark under vLLM's names and by vLLM's definitions. Pure.
+"""Results of a benchmark by vLLM's definitions: metrics, the JSON file with vLLM's keys, and the terminal table.
 
 TTFT: from sending to the first event with a choice. ITL: between successive such events. E2EL: from sending to the
-last of them. TPOT: of an answer of n > 1 tokens, (E2EL - TTFT) / (n - 1). All over completed requests, in ms; standard
-deviations are of the whole population. Tokens are the server's own count.
-
-The result of a benchmark as JSON, with vLLM's keys, and the file it is saved to.
-
-The results on the terminal, under the labels that users (and their scripts) know from vLLM's command.
+last of them. TPOT: (E2EL - TTFT) / (n - 1) for an answer of n > 1 tokens. All are computed over completed requests, in
+milliseconds; standard deviations are population standard deviations. Token counts are the server's. The table has the
+labels of vLLM's command, which scripts may parse.
 """
 
 from __future__ import annotations
@@ -39,12 +36,12 @@ class Latencies:
     itl_s: tuple[float, ...]
 
     def of(self, metric: str) -> float:
-        """Return the metric of vLLM's name, in seconds. Raises KeyError."""
+        """Return the metric with that vLLM name, in seconds. Raises KeyError."""
         return {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.e2el_s}[metric]
 
 
 def latencies_of(record: RequestRecord) -> Latencies:
-    """`record`: of a completed request. An answer of one token has a TPOT of 0, which meets every objective."""
+    """Return the latencies of a completed request. The TPOT of a one-token answer is 0, which meets every objective."""
     first, last = record.event_times[0], record.event_times[-1]
     tpot = (last - first) / (record.output_tokens - 1) if record.output_tokens > 1 else 0.0
     gaps = tuple(b - a for a, b in pairwise(record.event_times))
@@ -66,8 +63,10 @@ def bench_figures(
     percentiles: Sequence[float],
     goodput_ms: Mapping[str, float],
 ) -> dict[str, Any]:
-    """vLLM's result keys. Latencies of nothing are null. `failed`, as there, counts all that were not completed; how
-    many of them were rejected (429) is `rejected`."""
+    """Return the result under vLLM's keys; latencies are None if no request was completed.
+
+    As in vLLM, `failed` counts all requests that were not completed; `rejected` counts those with HTTP 429 among them.
+    """
     completed = [r for r in records if r.outcome is SendOutcome.COMPLETED]
     seconds = duration_s(records)
     prompt_tokens, output_tokens = sum(r.prompt_tokens for r in completed), sum(r.output_tokens for r in completed)
@@ -97,7 +96,7 @@ def bench_figures(
 
 
 def detailed(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
-    """vLLM's keys of single requests, in order of sending; an unanswered one has zeros and its error."""
+    """Return vLLM's per-request lists, in order of sending; an unanswered request has zeros and its error."""
     found = [latencies_of(r) if r.outcome is SendOutcome.COMPLETED else None for r in records]
     return {
         "input_lens": [r.prompt_tokens for r in records],
@@ -113,12 +112,12 @@ def detailed(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def duration_s(records: Sequence[RequestRecord]) -> float:
-    """Return the seconds from the start of the clock, which includes the first request's wait, to the last end."""
+    """Return the seconds from the clock's start, before the first request's arrival, to the end of the last request."""
     return max((r.end_s for r in records if math.isfinite(r.end_s)), default=0.0)
 
 
 def busiest_second(completed: Sequence[RequestRecord]) -> float:
-    """Events in the busiest of the seconds since the first sending."""
+    """Return the largest number of events in one second, in whole seconds since the first request was sent."""
     if not completed:
         return 0.0
     first = min(r.sent_s for r in completed)
@@ -126,14 +125,14 @@ def busiest_second(completed: Sequence[RequestRecord]) -> float:
 
 
 def most_at_once(completed: Sequence[RequestRecord]) -> int:
-    """The most requests between their sending and their last event at any time."""
+    """Return the maximum number of concurrent requests; a request lasts from its sending to its last event."""
     steps = [(r.sent_s, 1) for r in completed] + [(r.event_times[-1], -1) for r in completed]
-    # At the same time an end comes before a beginning.
+    # Sorted tuples put an end before a start at the same time.
     return max(np.cumsum([step for _, step in sorted(steps)]).tolist(), default=0)
 
 
 def percentile_name(percentile: float) -> str:
-    """p99, p99.9."""
+    """Return a name such as p99 or p99.9."""
     return f"p{percentile:g}"
 
 
@@ -152,7 +151,7 @@ def _per(count: int, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Saving:
-    """Destination of the results. `filename` empty: generated from the run's settings, as in vLLM."""
+    """Destination of the results. An empty `filename` is generated from the run's settings, as in vLLM."""
 
     save: bool = False
     append: bool = False
@@ -163,14 +162,14 @@ class Saving:
     metadata: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises SettingInvalid."""
+        """Validate the metadata. Raises SettingInvalid."""
         for pair in self.metadata:
             if "=" not in pair:
                 raise SettingInvalid(f"--metadata is {pair!r}; expected KEY=VALUE")
 
 
 def result_of(result: BenchResult, config: BenchConfig, saving: Saving, now: datetime) -> dict[str, Any]:
-    """All keys of the result; those of single requests only if asked for."""
+    """Return all keys of the result, including the per-request lists if `saving.detailed` is set."""
     tokenizer = config.tokenizer
     figures = bench_figures(
         result.records,
@@ -200,7 +199,7 @@ def result_of(result: BenchResult, config: BenchConfig, saving: Saving, now: dat
 
 
 def save(figures: Mapping[str, Any], config: BenchConfig, saving: Saving) -> Path | None:
-    """Write the result if it is to be kept; its path. Raises OutputUnwritable."""
+    """Write the result if requested and return its path, else None. Raises OutputUnwritable."""
     if not saving.save and not saving.append:
         return None
     path = saving.folder / (saving.filename or default_name(figures, config, saving))
@@ -215,7 +214,7 @@ def save(figures: Mapping[str, Any], config: BenchConfig, saving: Saving) -> Pat
 
 
 def default_name(figures: Mapping[str, Any], config: BenchConfig, saving: Saving) -> str:
-    """vLLM's: label-RATEqps[-concurrencyN]-model-date.json; INVALID in front where it is."""
+    """Return vLLM's file name, label-RATEqps[-concurrencyN]-model-date.json; an invalid run's starts with INVALID."""
     invalid = "" if figures["valid"] else "INVALID-"
     limit = f"-concurrency{config.max_concurrency}" if config.max_concurrency is not None else ""
     model = str(figures["model_id"]).rsplit("/", 1)[-1]
@@ -244,7 +243,7 @@ _COUNTS = (
 
 
 def table(result: Mapping[str, Any], config: BenchConfig) -> str:
-    """The whole table; the word INVALID in its headline where the run is."""
+    """Return the result table; the title of an invalid run starts with INVALID."""
     title = "Serving Benchmark Result" if result["valid"] else "INVALID Serving Benchmark Result"
     lines = [f" {title} ".center(_WIDTH, "=")]
     lines += [_row("Successful requests:", result["completed"]), _row("Failed requests:", result["failed"])]

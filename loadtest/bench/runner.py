@@ -1,4 +1,4 @@
-"""Run of a benchmark, from prompts to results; warm-up requests are not counted."""
+"""Run of a benchmark, from prompts to results; warm-up requests are excluded."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _AGAIN_S = 0.5
 
 
 async def warm_up(load: LoadPlan, *, count: int, ready_s: float, stop: asyncio.Event) -> None:
-    """Send the load's first request for `ready_s` seconds until it is answered, and then `count` times.
+    """Repeat the load's first request until it is answered, at most for `ready_s` seconds, then send it `count` times.
 
-    `ready_s` 0: the server is taken to be ready. Returns early when `stop` is set. Raises ServerUnusable when it is not
-    answered in time, or a later one is not.
+    `ready_s` 0 skips the readiness check. Returns early when `stop` is set. Raises ServerUnusable if no request is
+    answered in time or a warm-up request fails.
     """
     deadline = time.monotonic() + ready_s
     while ready_s > 0 and not stop.is_set():
@@ -65,7 +65,7 @@ async def _send(load: LoadPlan, count: int, stop: asyncio.Event) -> list[Request
 
 
 def _problem(records: Sequence[RequestRecord]) -> str:
-    """Describe how the first unanswered request ended; a cancelled one is not the server's fault."""
+    """Describe how the first failed request ended; "" if none failed. Requests cancelled by the user do not count."""
     ended = (r for r in records if r.outcome not in (SendOutcome.COMPLETED, SendOutcome.UNFINISHED))
     return next((f"was {record.outcome.value}: {record.reason}" for record in ended), "")
 
@@ -76,7 +76,7 @@ _READY_POLL_S = 0.5
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Results of one load. `records` in order of sending; `invalid_reasons` is empty for a valid run."""
+    """Result of one load. `records` are in order of sending; `invalid_reasons` is empty for a valid run."""
 
     model: str
     records: Sequence[RequestRecord] = field(repr=False)
@@ -88,8 +88,11 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Target:
-    """A server that was asked what it is. `as_text`: prompts are sent as text, since it is not known to have the
-    tokenizer at hand, or speaks in messages."""
+    """Server under test, as discovered.
+
+    `as_text`: prompts are sent as text, because the endpoint takes chat messages or the server is not known to use the
+    local tokenizer.
+    """
 
     server: ServerInfo
     tokens: ModelTokens
@@ -98,9 +101,9 @@ class Target:
 
 
 def run_bench(config: BenchConfig, bundled: Path, console: Console | None = None) -> BenchResult:
-    """Send the load and return its records. Ctrl-C gives those so far. Raises ReplayError.
+    """Send the load and return its records; after Ctrl-C, those so far. Raises ReplayError.
 
-    `bundled`: folder of the tokenizer where the configuration names none. `console` None: shows nothing.
+    `bundled`: tokenizer folder to use if the configuration names none. `console` None disables output.
     """
     allow_many_connections()
     tokens = load_model_tokens(config.tokenizer or bundled, flag="--tokenizer")
@@ -118,7 +121,7 @@ async def _run(config: BenchConfig, tokens: ModelTokens, display: ProgressDispla
 
 
 async def find_target(config: BenchConfig, tokens: ModelTokens) -> Target:
-    """Ask the server for its models and its tokens. Raises ServerUnusable."""
+    """Query the server's models and compare its tokenizer with the local one. Raises ServerUnusable."""
     async with open_session(api_key=config.api_key, headers=dict(config.headers)) as session:
         server = await _ready_server(config, session)
         notice = ""
@@ -127,8 +130,11 @@ async def find_target(config: BenchConfig, tokens: ModelTokens) -> Target:
         except TokenizerMismatch:
             if config.tokenizer is not None:
                 raise
-            notice = "the server has another tokenizer than the bundled model, by which prompts are made (--tokenizer)"
-    # Ids of a tokenizer that is not the server's would be another text to it, or none.
+            notice = (
+                "prompts are made with the bundled model's tokenizer, which differs from the server's; give the "
+                "server's with --tokenizer"
+            )
+    # A server with a different tokenizer would read the ids as different text, or reject them.
     return Target(
         server,
         tokens,
@@ -150,7 +156,7 @@ async def _ready_server(config: BenchConfig, session: aiohttp.ClientSession) -> 
 
 
 def plan(config: BenchConfig, target: Target) -> list[BenchRequest]:
-    """The requests, in order of arrival: determined by the configuration alone. Raises DatasetUnusable."""
+    """Return the requests in order of arrival, determined by the configuration alone. Raises DatasetUnusable."""
     rng = np.random.default_rng(config.seed)
     prompts = _prompts(config, target, rng)
     due = arrival_times(len(prompts), rate=config.request_rate, burstiness=config.burstiness, rng=rng)
@@ -180,7 +186,7 @@ def _prompts(config: BenchConfig, target: Target, rng: np.random.Generator) -> l
 
 
 async def prepare(config: BenchConfig, target: Target, requests: Sequence[BenchRequest], stop: asyncio.Event) -> None:
-    """Wait for the server if asked to, and warm it up. Raises ServerUnusable."""
+    """Wait for the server to be ready if configured, and send the warm-up requests. Raises ServerUnusable."""
     load = _load(config, target, requests[:1])
     await warm_up(load, count=config.num_warmups, ready_s=config.ready_check_timeout_s, stop=stop)
 
@@ -193,7 +199,7 @@ async def measure(
     display: ProgressDisplay,
     stage: str,
 ) -> BenchResult:
-    """Send the requests and wait until the last has ended."""
+    """Send the requests, wait for all of them to end and return the result."""
     load = _load(config, target, requests)
     senders = config.senders or choose_senders(requests, speed=1.0, cores=os.cpu_count() or 1)
     senders = min(senders, len(requests), config.max_concurrency or senders)
@@ -203,7 +209,7 @@ async def measure(
     for record in evidence.records:
         if record.outcome is SendOutcome.COMPLETED and not record.output_tokens:
             record.output_tokens = len(target.tokens.encode_all([record.text])[0])
-    # All at once is no time to be kept.
+    # At an infinite rate there are no send times to keep.
     lag_bound = config.max_send_lag_s if math.isfinite(config.request_rate) else math.inf
     return BenchResult(
         model=target.server.model,
@@ -216,7 +222,7 @@ async def measure(
 
 
 def _load(config: BenchConfig, target: Target, requests: Sequence[BenchRequest]) -> LoadPlan:
-    # As in vLLM: lengths that were made up are kept.
+    # As in vLLM, random prompts always generate their full output length.
     to_the_end = config.ignore_eos or config.dataset_name == "random"
     extra = {**config.sampling, **config.extra_body}
     return LoadPlan(

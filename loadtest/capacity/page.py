@@ -15,19 +15,19 @@ _LABELS = {StepVerdict.PASS: "met", StepVerdict.FAIL: "missed", StepVerdict.INVA
 
 
 def headline(result: CapacityResult) -> str:
-    """The answer in a line; never without the word INVALID where it is none."""
+    """Return the result in one line; an invalid result starts with INVALID."""
     rate, finding = result.finding.rate, result.finding
     if result.interrupted:
-        said = f"interrupted; so far {rate:.3g} requests/s" if rate else "interrupted before any rate had met"
+        text = f"interrupted; so far {rate:.3g} requests/s" if rate else "interrupted before any rate had met"
     elif rate is None:
-        said = "none: the lowest rate missed the objectives" if finding.bounded else "none: no rate could be sent"
+        text = "none: the lowest rate missed the objectives" if finding.bounded else "none: no rate could be sent"
     else:
-        said = f"{rate:.3g} requests/s" if finding.bounded else f"at least {rate:.3g} requests/s"
-    return f"{'INVALID ' if result.invalid_reasons else ''}Capacity: {said}"
+        text = f"{rate:.3g} requests/s" if finding.bounded else f"at least {rate:.3g} requests/s"
+    return f"{'INVALID ' if result.invalid_reasons else ''}Capacity: {text}"
 
 
 def step_line(number: int, step: CapacityStep) -> str:
-    """One step for the terminal."""
+    """Return one step as a line for the terminal."""
     latencies = ", ".join(f"{m.upper()} {'–' if v is None else f'{v:.0f} ms'}" for m, v in step.latency_ms.items())
     why = f" ({'; '.join(step.reasons)})" if step.reasons else ""
     return (
@@ -59,7 +59,7 @@ def _attainment(result: CapacityResult) -> Panel:
         p.share_axis(pic.axes)
         p.legend(pic.axes)
     return Panel(
-        "Attainment and goodput by rate", "Share of judged requests within every bound, one dot a step.", pic.svg
+        "Attainment and goodput by rate", "Share of evaluated requests within every bound; one dot per step.", pic.svg
     )
 
 
@@ -85,7 +85,7 @@ def _latencies(result: CapacityResult) -> list[Panel]:
                 pic.axes.set_yscale("log")
             p.seconds_axis(pic.axes)
             p.legend(pic.axes)
-        cards.append(Panel(f"{metric.upper()} by rate", "At the objective's percentile, one dot a step.", pic.svg))
+        cards.append(Panel(f"{metric.upper()} by rate", "At the objective's percentile; one dot per step.", pic.svg))
     return cards
 
 
@@ -102,7 +102,7 @@ def _steps(pic: p.Picture, result: CapacityResult, values: Sequence[tuple[Capaci
 
 
 def _means(values: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Rates in order, with the mean over the steps at each."""
+    """Return the rates in ascending order and the mean value over the steps at each."""
     by_rate: dict[float, list[float]] = {}
     for rate, value in sorted(values):
         by_rate.setdefault(rate, []).append(value)

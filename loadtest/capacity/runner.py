@@ -21,7 +21,7 @@ from loadtest.tokens import ModelTokens, load_model_tokens
 
 @dataclass(frozen=True)
 class CapacityResult:
-    """The answer and how it was come by, step by step."""
+    """Result of a capacity search, with all steps."""
 
     model: str
     finding: CapacityFinding
@@ -34,11 +34,11 @@ class CapacityResult:
     def invalid_reasons(self) -> list[str]:
         """Reasons why the result is invalid; empty for a valid one."""
         if self.finding.sender_limited:
-            return ["the sender was the bound, not the server: the rates above could not be sent (--senders)"]
+            return ["the sender was the bottleneck, not the server: higher rates could not be sent (--senders)"]
         return []
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for the file and the last line."""
+        """Return the result for capacity.json and the last line of output."""
         return {
             "valid": not self.invalid_reasons,
             "invalid_reasons": self.invalid_reasons,
@@ -63,9 +63,10 @@ def find_capacity(
     on_step: Callable[[int, CapacityStep], None],
     console: Console | None = None,
 ) -> CapacityResult:
-    """Run the search to its end; Ctrl-C gives the steps so far. `on_step(number, step)` after each. Raises ReplayError.
+    """Run the search and return its result; after Ctrl-C, with the steps so far. Raises ReplayError.
 
-    Requests of one step have prompts that no other step's have, where they are made up.
+    `on_step(number, step)` is called after each step. Generated prompts differ between steps, so that no step reuses
+    KV of another.
     """
     allow_many_connections()
     tokens = load_model_tokens(config.tokenizer or bundled, flag="--tokenizer")

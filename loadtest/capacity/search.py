@@ -1,9 +1,9 @@
 """Search for the capacity of a server: the next rate to try, the objectives at a rate, and the verdict on a step. Pure.
 
-The search doubles the rate, then bisects, then tries the border again. Rates are points of a geometric grid, start · (1
-+ resolution)^k, so that neighbours differ by the resolution. Measured verdicts are noisy near the border, so a rate is
-judged by the majority of at most three trials, and the answer is a rate that passed twice beside a neighbour that
-failed twice; one lucky or unlucky step changes nothing.
+The search doubles the rate, then bisects, then repeats the rates at the border. Rates are points of a geometric grid,
+start · (1 + resolution)^k, so that neighbours differ by the resolution. Verdicts are noisy near the border, so a rate
+is decided by the majority of at most three trials. The result is a rate that passed twice whose upper neighbour failed
+twice; a single outlier does not change it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from loadtest.errors import SettingInvalid
 from loadtest.record import RequestRecord, SendOutcome
 
 VOTES = 2
-"""Equal verdicts that settle a rate at the border; with two kinds of them, three trials always do."""
+"""Equal verdicts that decide a rate at the border. With two possible verdicts, three trials always suffice."""
 
 
 class StepVerdict(StrEnum):
-    """Verdict on one step. `INVALID`: the sender could not keep up, so nothing is known about the server."""
+    """Verdict on one step. `INVALID`: the sender could not keep up, so the step does not measure the server."""
 
     PASS = "pass"
     FAIL = "fail"
@@ -34,10 +34,10 @@ class StepVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class CapacityFinding:
-    """The answer. `rate`: the largest that meets the objectives, None when even the lowest does not.
+    """Result of the search. `rate`: the largest that meets the objectives, None if even the lowest does not.
 
-    `bounded`: a neighbour was seen to fail; otherwise `rate` is what could be tried, and the capacity is that or more.
-    `sender_limited`: the sender, not the server, was the bound.
+    `bounded`: the next higher rate failed; otherwise `rate` is a lower bound of the capacity. `sender_limited`: the
+    sender, not the server, was the bottleneck.
     """
 
     rate: float | None
@@ -53,7 +53,7 @@ class _Votes:
 
     @property
     def blocked(self) -> bool:
-        """The sender failed to keep up at this rate as often as it takes to believe it."""
+        """True if the sender failed to keep up at this rate in VOTES trials."""
         return self.invalid >= VOTES
 
     @property
@@ -75,10 +75,12 @@ class _Votes:
 
 @dataclass
 class CapacitySearch:
-    """`start`: the first rate, `resolution`: the answer's, as a share of it; `least`, `most`: no rate beyond these.
+    """State of the search.
 
-    Call `next_rate`, run a step at it, `record` its verdict, until it is None; then `finding` is the answer. Every call
-    sequence ends: there are finitely many rates on the grid and at most three valid trials of each.
+    `start`: the first rate; `resolution`: relative precision of the result; `least`, `most`: range of rates to try.
+
+    Call `next_rate`, run a step at that rate and `record` its verdict, until `next_rate` returns None; then `finding`
+    is the result. The search terminates: the grid has finitely many rates and each has at most three valid trials.
     """
 
     start: float
@@ -88,21 +90,21 @@ class CapacitySearch:
     _votes: dict[int, _Votes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for numbers that leave nothing to search."""
+        """Validate the fields. Raises ValueError if the range of rates is empty."""
         if not (0 < self.least <= self.start <= self.most < math.inf and 0 < self.resolution <= 1):
             raise ValueError(f"cannot search from {self.start} within {self.least}..{self.most} by {self.resolution}")
 
     def rate_of(self, point: int) -> float:
-        """The rate of a grid point; 0 is the start."""
+        """Return the rate of a grid point; point 0 is the start."""
         return self.start * (1 + self.resolution) ** point
 
     def next_rate(self) -> float | None:
-        """The rate to try next; None when the answer is settled."""
+        """Return the rate to try next, or None when the search is complete."""
         point = self._next_point()
         return None if point is None else self.rate_of(point)
 
     def record(self, verdict: StepVerdict) -> None:
-        """The verdict on a step at `next_rate`. Raises ValueError when nothing was to be tried."""
+        """Record the verdict on a step at `next_rate`. Raises ValueError if the search is complete."""
         point = self._next_point()
         if point is None:
             raise ValueError("the search is over")
@@ -116,7 +118,7 @@ class CapacitySearch:
 
     @property
     def finding(self) -> CapacityFinding:
-        """The answer so far; final once `next_rate` is None."""
+        """The result so far; final once `next_rate` returns None."""
         low, high = self._border()
         blocked = high is not None and self._votes[high].blocked
         return CapacityFinding(
@@ -126,15 +128,17 @@ class CapacitySearch:
         )
 
     def validate(self) -> None:
-        """Raises AssertionError if a rate has more trials than can be needed, or the border has none."""
+        """Raise AssertionError if a rate has too many trials or the border is inconsistent."""
         for votes in self._votes.values():
             assert max(votes.passes, votes.fails, votes.invalid) <= VOTES, votes
         low, high = self._border()
         assert low is None or high is None or low < high, (low, high)
 
     def _border(self) -> tuple[int | None, int | None]:
-        """(highest point below the first failing one that passed, the first failing one). A point at which the sender
-        failed bounds the search as if the server had."""
+        """Return (highest passed point below the first failed one, first failed point).
+
+        A point at which the sender failed bounds the search as if the server had failed.
+        """
         high = min((p for p, v in self._votes.items() if v.failed), default=None)
         low = max((p for p, v in self._votes.items() if v.passed and (high is None or p < high)), default=None)
         return low, high
@@ -154,35 +158,38 @@ class CapacitySearch:
         return (low + high) // 2 if high - low > 1 else self._unsettled(low, high)
 
     def _tied_between(self, low: int | None, high: int | None) -> int | None:
-        """A rate on which the votes are divided and which may move the border."""
+        """Return a point with tied votes whose decision may move the border."""
         above = -math.inf if low is None else low
         below = math.inf if high is None else high
         return min((p for p, v in self._votes.items() if v.tied and above < p < below), default=None)
 
     def _unsettled(self, *points: int) -> int | None:
-        """The first of these points that has not been judged alike twice."""
+        """Return the first of these points that does not have VOTES equal verdicts."""
         return next((p for p in points if not self._votes[p].settled), None)
 
     def _doubling(self) -> int:
         return max(round(math.log(2) / math.log1p(self.resolution)), 1)
 
     def _limits(self) -> tuple[int, int]:
-        """The lowest and the highest point."""
+        """Return the lowest and the highest grid point."""
         step = math.log1p(self.resolution)
         bottom = math.ceil(math.log(self.least / self.start) / step - 1e-9)
         return bottom, math.floor(math.log(self.most / self.start) / step + 1e-9)
 
 
 WARM_SHARE = 0.2
-"""The first part of a step meets an empty server and is not judged."""
+"""Fraction of a step's requests, in order of arrival, that are not evaluated because they reach an idle server."""
 LEAST_REQUESTS = 50
 
 
 @dataclass(frozen=True)
 class CapacityObjective:
-    """`bounds_ms`: of ttft, tpot, e2el, each to be kept at `percentile` of the completed requests; at most
-    `max_lost_share` of the requests may be rejected or fail. `step_s`: a step sends for so long, and never fewer than
-    50 requests."""
+    """Objectives of a capacity search.
+
+    `bounds_ms`: upper bounds of ttft, tpot and e2el, each to hold at `percentile` of the completed requests; at most
+    the fraction `max_lost_share` of the requests may be rejected or fail. `step_s`: duration of a step in seconds; a
+    step sends at least 50 requests.
+    """
 
     bounds_ms: Mapping[str, float]
     percentile: float = 90.0
@@ -190,7 +197,7 @@ class CapacityObjective:
     step_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Raises SettingInvalid naming the flag."""
+        """Validate the fields. Raises SettingInvalid naming the flag."""
         if not self.bounds_ms:
             raise SettingInvalid("--find-capacity needs objectives; give --goodput ttft:MS tpot:MS")
         if not 0 < self.percentile <= 100:
@@ -201,23 +208,27 @@ class CapacityObjective:
             raise SettingInvalid(f"--capacity-step is {self.step_s:g}; expected seconds, above 0")
 
     def requests_at(self, rate: float) -> int:
-        """Return the number of requests that a step at that rate sends."""
+        """Return the number of requests of a step at that rate."""
         return max(math.ceil(rate * self.step_s), LEAST_REQUESTS)
 
     def describe(self) -> str:
-        """One sentence for people."""
+        """Return the objectives as one sentence."""
         bounds = ", ".join(f"{name.upper()} ≤ {bound:g} ms" for name, bound in self.bounds_ms.items())
         return (
             f"{bounds} at p{self.percentile:g} of completed requests; at most {self.max_lost_share:.1%} rejected or "
-            f"failed; {self.step_s:g} s a step, at least {LEAST_REQUESTS} requests, of which the first "
-            f"{WARM_SHARE:.0%} are not judged"
+            f"failed; {self.step_s:g} s per step, at least {LEAST_REQUESTS} requests, of which the first "
+            f"{WARM_SHARE:.0%} are not evaluated"
         )
 
 
 @dataclass(frozen=True)
 class CapacityStep:
-    """One trial of a rate. `latency_ms`: each metric at the objective's percentile, null of nothing; `attainment`:
-    share of the judged requests that met every bound; `reasons`: why it did not pass."""
+    """One trial of a rate.
+
+    `judged`: number of evaluated requests. `latency_ms`: each metric at the objective's percentile, None if no request
+    was completed. `attainment`: fraction of the evaluated requests that met every bound. `reasons`: why the step did
+    not pass.
+    """
 
     rate: float
     verdict: StepVerdict
@@ -229,18 +240,18 @@ class CapacityStep:
 
     @property
     def goodput_rps(self) -> float:
-        """Requests per second of this rate that met every bound."""
+        """Requests per second that met every bound."""
         return self.rate * self.attainment
 
     def as_json(self) -> dict[str, Any]:
-        """Return the step for the result."""
+        """Return the step as an entry of capacity.json."""
         return {**vars(self), "verdict": self.verdict.value, "goodput_rps": self.goodput_rps}
 
 
 def judge_step(
     rate: float, records: Sequence[RequestRecord], objective: CapacityObjective, invalid_reasons: Sequence[str]
 ) -> CapacityStep:
-    """Judge what one step left. `records`: of all its requests, sent or not lost."""
+    """Return the verdict on one step from the records of its requests and the reasons why the run is invalid."""
     judged = sorted(records, key=lambda r: r.due_s)[int(WARM_SHARE * len(records)) :]
     completed = [r for r in judged if r.outcome is SendOutcome.COMPLETED]
     lost_share = 1 - len(completed) / len(judged) if judged else 1.0

@@ -272,7 +272,10 @@ def test_custom_lines_and_sharegpt_conversations_are_sent(serve, bench, tmp_path
         (("--header", "x"), "--header is 'x'; expected KEY=VALUE"),
         (("--base-url", "here"), "--base-url is here"),
         (("--find-capacity",), "give --goodput"),
-        (("--find-capacity", "--goodput", "ttft:9", "--save-result"), "--save-result does not go with --find-capacity"),
+        (
+            ("--find-capacity", "--goodput", "ttft:9", "--save-result"),
+            "--save-result cannot be combined with --find-capacity",
+        ),
     ],
 )
 def test_what_is_wrong_ends_with_two_and_is_named(serve, bench, arguments: tuple[Any, ...], said: str) -> None:

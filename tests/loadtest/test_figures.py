@@ -83,7 +83,7 @@ def test_without_objectives_attainment_is_null() -> None:
     found = attainment(ReplayObjectives(0.0, 0.0, None), [record_of()], 1.0)
     assert found["slo_attainment"] is None
     assert found["goodput_rps"] is None
-    assert "not judged" in found["slo_rule"]
+    assert "not evaluated" in found["slo_rule"]
     assert "--slo-ttft" in found["slo_rule"]
 
 

@@ -211,7 +211,9 @@ def test_a_lone_request_that_fails_ends_the_replay_before_it_begins(serve, repla
         return web.json_response({"error": {"message": "no decode node"}}, status=503)
 
     server = serve(behave=behave)
-    with pytest.raises(ServerUnusable, match=r"lone request of .* prompt tokens was failed: HTTP 503: no decode node"):
+    with pytest.raises(
+        ServerUnusable, match=r"unloaded request of .* prompt tokens was failed: HTTP 503: no decode node"
+    ):
         replay(server.url)
     assert len(server.bodies) == 1
 
@@ -223,7 +225,7 @@ def test_a_server_with_another_tokenizer_is_refused(serve, replay, tokens) -> No
 
     server = serve()
     server.tokens = Shifted()
-    with pytest.raises(ServerUnusable, match="tokenises otherwise"):
+    with pytest.raises(ServerUnusable, match="uses a different tokenizer"):
         replay(server.url)
 
 
@@ -263,7 +265,7 @@ def test_the_url_may_be_the_one_that_openais_clients_are_given(serve, replay) ->
 
 
 def test_a_longer_context_than_the_servers_is_refused(serve, replay) -> None:
-    with pytest.raises(SettingInvalid, match=r"--max-model-len is 4096; the server takes 2048"):
+    with pytest.raises(SettingInvalid, match=r"--max-model-len is 4096; the server accepts at most 2048"):
         replay(serve().url, max_model_len=4096)
 
 

@@ -137,8 +137,8 @@ DONE = b"data: [DONE]\n\n"
     ("chunks", "reason"),
     [
         ((TOKEN, TOKEN), "the stream ended without [DONE]"),
-        ((TOKEN * 3, DONE), "the answer came without usage"),
-        ((TOKEN * 2, USAGE, DONE), "2 token ids came; 3 were asked for"),
+        ((TOKEN * 3, DONE), "the answer has no usage"),
+        ((TOKEN * 2, USAGE, DONE), "received 2 token ids; 3 were requested"),
         ((b"data: {broken\n\n",), "malformed event: '{broken' is not JSON"),
         ((b"data: [1]\n\n",), "malformed event: found '[1]'"),
         ((b"data: " + b"[" * 100_000 + b"\n\n",), "malformed event: '[[["),
@@ -148,11 +148,11 @@ DONE = b"data: [DONE]\n\n"
         ((b'data: {"choices": [{"token_ids": ["a"]}]}\n\n',), "expected a list of integers"),
         ((b'data: {"choices": [7]}\n\n',), "found a choice '7'"),
         ((b'data: {"choices": [{"prompt_token_ids": [1, 2]}]}\n\n',), "are not the prompt that was sent"),
-        ((TOKEN * 3, USAGE.replace(b"20", b"21"), DONE), "usage says 21 prompt tokens; 20 were sent"),
-        ((TOKEN * 3, USAGE.replace(b"3", b"4"), DONE), "usage says 4 completion tokens; 3 were asked for"),
+        ((TOKEN * 3, USAGE.replace(b"20", b"21"), DONE), "usage reports 21 prompt tokens; 20 were sent"),
+        ((TOKEN * 3, USAGE.replace(b"3", b"4"), DONE), "usage reports 4 completion tokens; 3 were requested"),
         (
             (TOKEN * 3, USAGE.replace(b"20,", b'20, "prompt_tokens_details": {"cached_tokens": 20},'), DONE),
-            "usage says 20 cached tokens of a prompt of 20",
+            "usage reports 20 cached tokens for a prompt of 20",
         ),
     ],
 )
@@ -208,7 +208,7 @@ async def test_a_server_that_goes_silent_is_a_failure_after_the_timeout(serve, s
         await asyncio.wait_for(released.wait(), 3)
 
     record = only((await send(serve(behave=behave), [make_request(0)], timeout_s=0.2))[0])
-    assert (record.outcome, record.reason) == (SendOutcome.FAILED, "no end of the answer within 0.2 s")
+    assert (record.outcome, record.reason) == (SendOutcome.FAILED, "timed out after 0.2 s")
     assert record.end_s - record.sent_s == pytest.approx(0.2, abs=0.15)
 
 

@@ -102,7 +102,7 @@ async def test_a_sender_that_falls_silent_is_killed_and_named(
     evidence, _ = await send(server, [make_request(i, arrival_s=0.05 * i) for i in range(8)], senders=2)
     assert [r.outcome for r in evidence.records if r.index % 2 == 0] == [SendOutcome.COMPLETED] * 4
     (fate,) = evidence.lost
-    assert fate.startswith("sender 2 of 2 said nothing for 5 s and was killed, with ")
+    assert fate.startswith("sender 2 of 2 sent no message for 5 s and was killed, with ")
 
 
 async def test_a_sender_that_does_not_come_up_is_named(

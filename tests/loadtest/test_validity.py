@@ -34,7 +34,7 @@ def test_a_run_on_time_is_valid_whatever_the_server_answered() -> None:
 def test_one_in_a_hundred_may_leave_late_and_no_more() -> None:
     assert reasons([0.0] * 198 + [0.3] * 2) == []
     (reason,) = reasons([0.0] * 197 + [0.3] * 3)
-    assert "the sender lagged: 1.5% of the requests left more than 0.25 s late" in reason
+    assert "the sender lagged: 1.5% of the requests were sent more than 0.25 s late" in reason
     assert "--max-send-lag" in reason
 
 
@@ -65,7 +65,7 @@ def test_clocks_that_run_alike_have_not_jumped(steps: list[float]) -> None:
         (1.0, 1.0, []),
         (-59.0, 1.0, ["the sending machine's clock jumped by -60.0 s"]),
         (3.0, 1.0, ["the sending machine's clock jumped by +2.0 s"]),
-        (31.0, 31.0, ["the sending machine slept for 30.0 s"]),
+        (31.0, 31.0, ["the sending machine was suspended for 30.0 s"]),
     ],
 )
 def test_jumps_and_sleep_are_told(wall: float, boot: float, said: list[str]) -> None:

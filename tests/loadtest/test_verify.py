@@ -110,7 +110,7 @@ def test_answers_without_token_ids_cannot_be_verified(model: Model, record: Requ
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(VerificationError, match="does not load"):
+    with pytest.raises(VerificationError, match="cannot be loaded"):
         load_reference(ServerInfo("http://h", "m"), tmp_path / "nowhere", device="cpu", threads=None)
 
 
