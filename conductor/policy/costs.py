@@ -1,13 +1,11 @@
-"""How much slower each node is than its model's costs say: one factor per node for prefill, one for decode.
+"""Predicted costs of prefills, decode steps and transfers, learned online, and a slowdown factor for each node.
 
-A factor is relative to the model's other nodes: what all of them do is the model's cost (`recentre`). So a node that
-slows down gets a factor, and the costs that all share are not spoiled by it.
+The formulas are those of `worker.policy.cost_formulas`. Compute costs are learned per model. They start from built-in
+guesses, whose scale the first sample sets, or from a measured profile (`events.CostsGiven`). A prediction beyond the
+range that was measured is lengthened by `cost_formulas.margin`.
 
-What work costs: prefill(new, reused), decode step(batch, context), transfer(bytes). Per model, learned as it runs.
-
-The built-in guesses describe a small model on a CPU or a large one on a GPU about equally badly; one sample sets their
-scale. A measured profile (`events.CostsGiven`) takes their place. How far beyond what was measured a prediction lies is
-known, and lengthens it (`cost_formulas.margin`).
+A node's slowdown factors, one for prefill and one for decode, are relative to the model's other nodes: the common part
+is moved into the model's costs (`recentre`). So one slow node gets a factor and does not distort the shared costs.
 """
 
 from collections.abc import Sequence
@@ -36,28 +34,28 @@ __all__ = [
     "tbt_s",
 ]
 
-PREFILL: Final = 0  # rows of `factors`
+PREFILL: Final = 0  # rows of `NodeSlowdowns.factors`
 DECODE: Final = 1
 
-_STREAKS: Final = (10, 20)  # measurements that make a change: decode steps come by the dozen per second
-_DRIFT: Final = 0.05  # of a usual error, by which a factor follows it
-_DEAD: Final = log(1.1)  # nodes within 10 % of each other count as equal: noise must not choose between them
-_MOST: Final = log(16.0)  # nobody is believed to be further off, so that a liar draws or drives away no more than that
+_STREAKS: Final = (10, 20)  # agreeing outliers that count as a change; decode steps are measured far more often
+_DRIFT: Final = 0.05  # share of an error within the noise by which a factor follows it
+_DEAD: Final = log(1.1)  # factors within 10 % count as 1, so that noise does not choose between equal nodes
+_MOST: Final = log(16.0)  # largest factor, which limits how far wrong reports can attract or repel requests
 _LEAST_SHIFT: Final = 0.02
-_ENOUGH: Final = 8  # measurements before a node says something about the others
+_ENOUGH: Final = 8  # measurements before a node takes part in `recentre`
 
 
 class NodeSlowdowns:
-    """By slot of the node. The factors are one array that compiled loops read."""
+    """Slowdown factors of all nodes, indexed by slot."""
 
     def __init__(self) -> None:
-        self.factors: NDArray[np.float64] = np.ones((2, 0))  # times the model's cost, by PREFILL and DECODE
-        self._levels: NDArray[np.float64] = np.zeros((2, 0))  # their logarithms, as they are learned
+        self.factors: NDArray[np.float64] = np.ones((2, 0))  # [PREFILL or DECODE, slot]; read by compiled loops
+        self._levels: NDArray[np.float64] = np.zeros((2, 0))  # their logarithms, before the dead band is applied
         self._nums: NDArray[np.int64] = np.zeros((2, 0), np.int64)
         self._watches: dict[tuple[int, int], OutlierFilter] = {}
 
     def make_room(self, num_slots: int) -> None:
-        """For nodes with slots below `num_slots`; new ones are as quick as the others."""
+        """Extend the arrays to `num_slots` slots; new nodes start with a factor of 1."""
         missing = num_slots - self._nums.shape[1]
         if missing > 0:
             self.factors = np.concatenate([self.factors, np.ones((2, missing))], axis=1)
@@ -65,21 +63,21 @@ class NodeSlowdowns:
             self._nums = np.concatenate([self._nums, np.zeros((2, missing), np.int64)], axis=1)
 
     def forget(self, slot: int) -> None:
-        """The node has left; its slot may be given to another one."""
+        """Reset the slot of a node that has left."""
         if 0 <= slot < self._nums.shape[1]:
             self.factors[:, slot], self._levels[:, slot], self._nums[:, slot] = 1.0, 0.0, 0
             for kind in (PREFILL, DECODE):
                 self._watches.pop((kind, slot), None)
 
     def of(self, kind: int, slot: int) -> float:
-        """The node's factor; 1 without a node."""
+        """Return the node's factor; 1 if `slot` is NONE."""
         return float(self.factors[kind, slot]) if slot != NONE else 1.0
 
     def note(self, kind: int, slot: int, log_error: float) -> tuple[float | None, bool]:
-        """The node's work took exp(`log_error`) times what its model's costs say.
+        """Learn from work that took exp(`log_error`) times what the model's costs predict.
 
-        Returns the same with the node's own part taken out and outliers clipped, which the costs may learn from (None:
-        they may not), and whether it was one.
+        Returns the error without the node's own slowdown and with outliers clipped, from which the model's costs may
+        learn (None if they may not), and True if the measurement was an outlier.
         """
         watch = self._watches.get((kind, slot))
         if watch is None:
@@ -93,8 +91,11 @@ class NodeSlowdowns:
         return usual if is_believed else None, watch.num_outliers > before
 
     def recentre(self, kind: int, slots: NDArray[np.int64]) -> float:
-        """Make the quicker half's slowest of a model's nodes the measure; returns the logarithm of what the model's
-        cost is to be multiplied by. Of two nodes that differ the quicker one is the measure, and a lone one is it."""
+        """Make the (lower) median node of a model the one with factor 1.
+
+        Returns the logarithm of the factor by which the model's cost must be multiplied in exchange. Of two nodes the
+        faster one is the median.
+        """
         known = slots[self._nums[kind, slots] >= _ENOUGH]
         if not len(known):
             return 0.0
@@ -113,29 +114,30 @@ class NodeSlowdowns:
         self.factors[kind, slot] = 1.0 if abs(level) < _DEAD else exp(level)
 
 
+# Built-in guesses in seconds: a compromise between a small model on a CPU and a large one on a GPU.
 _PREFILL_GUESS = (5e-3, 2e-4, 1e-8)  # per request, per new token, per (new token, token attended to)
 _DECODE_GUESS = (5e-3, 5e-4, 1e-7)  # per step, per sequence, per token of context
 _TRANSFER_GUESS = (5e-4, 1e-9)  # per batch, per byte
 _LOAD_GUESS = (1e-4, 2e-10)  # likewise, within a host
 _SSD_GUESS = (1e-3, 2e-9)
-_FETCHES = ("fetch", "pull", "copy")  # the paths that read from a pool node, most of them over the network
+_FETCHES = ("fetch", "pull", "copy")  # paths that read from a pool node, most of them over the network
 _MEMORY = 0.95
-_LEAST_SHARE = 0.001  # of the largest work of a profile, that a coefficient which was found to be 0 stands for
-_LEAST_S, _MOST_S = 1e-9, LONGEST_S / 2  # that a profile can speak of
+_LEAST_SHARE = 0.001  # a coefficient of 0 in a profile becomes this share of the cost of its largest work
+_LEAST_S, _MOST_S = 1e-9, LONGEST_S / 2  # bounds of the durations that a profile implies
 _STREAK = 10
+# Bounds of the ranges of a profile: beyond any real request, and still within what the fit can represent.
 _MOST_TOKENS, _MOST_BATCH, _MOST_CONTEXT, _MOST_NBYTES = 2.0**21, 2.0**13, 2.0**27, 2.0**42
-"""Work that somebody may ask for. A profile's range may go beyond that: no fit holds what is meant by it."""
 
 
 class MeanDuration:
-    """A running mean; None before the first value."""
+    """Running mean of durations that forgets old values; None before the first one."""
 
     def __init__(self) -> None:
         self.num_samples = 0
         self.mean_s: float | None = None
 
     def add(self, seconds: float) -> None:
-        """Learn from one measurement that can be true."""
+        """Add a duration; negative and absurdly long ones are ignored."""
         if not 0 <= seconds < LONGEST_S:
             return
         self.num_samples += 1
@@ -145,29 +147,29 @@ class MeanDuration:
 
 @dataclass(frozen=True, slots=True)
 class CostTerms:
-    """A model's costs as numbers: the coefficients of `prefill_s` and `tbt_s`, and seconds of a usual step."""
+    """Current costs of a model as numbers: the coefficients of `prefill_s` and `tbt_s`, and seconds of a usual step."""
 
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
-    decode_terms: tuple[float, ...]  # with `ModelCosts.decode_most`, for compiled loops
+    decode_terms: tuple[float, ...]  # `decode` followed by `ModelCosts.decode_most`, for compiled loops
     step_s: float
 
 
 class ModelCosts:
-    """One model's compute costs, those of a usual node of it; `slowdowns` says how far each one is from that."""
+    """Compute costs of one model on a typical node; `slowdowns` contains each node's deviation from them."""
 
     def __init__(self, slowdowns: NodeSlowdowns | None = None) -> None:
         self.slowdowns = slowdowns if slowdowns is not None else NodeSlowdowns()
-        self.given = ""  # name of the profile that was given
-        self.decode_time = MeanDuration()  # t_d: how long a request decodes
+        self.given = ""  # name of the profile, if there is one
+        self.decode_time = MeanDuration()  # time for which a request decodes
         self._fits = (_Fit(_PREFILL_GUESS, 10), _Fit(_DECODE_GUESS, 20))
         self._step = MeanDuration()
-        self._terms: CostTerms | None = None  # as asked for since they changed last
-        self.prefill_most = (0.0, 0.0)  # most new tokens, and most tokens of a prompt, that were measured
-        self.decode_most = (0.0, 0.0)  # largest batch, and most context in a step
+        self._terms: CostTerms | None = None  # cache; None after a change
+        self.prefill_most = (0.0, 0.0)  # largest numbers of new tokens and of prompt tokens measured
+        self.decode_most = (0.0, 0.0)  # largest batch and largest context of a step measured
 
     def give(self, given: CostsGiven) -> None:
-        """Begin anew with a measured profile."""
+        """Discard what was learned and start from a measured profile."""
         self.given = given.name
         self._terms = None
         self.prefill_most = given.new_tokens, given.prompt_tokens
@@ -182,7 +184,7 @@ class ModelCosts:
         )
 
     def add_prefill(self, sample: PrefillSample, slot: int = NONE) -> None:
-        """Learn from a prefill of a node, or of nobody in particular."""
+        """Learn from a measured prefill of the node `slot`, or of an unknown node."""
         new, prompt = sample.new_tokens, sample.new_tokens + sample.reused_tokens
         features = _prefill_features(new, sample.reused_tokens)
         self._terms = None
@@ -190,7 +192,7 @@ class ModelCosts:
             self.prefill_most = max(self.prefill_most[0], new), max(self.prefill_most[1], prompt)
 
     def add_decode(self, sample: DecodeSample, slot: int = NONE) -> None:
-        """Likewise from a decode step."""
+        """Learn from a measured decode step of the node `slot`, or of an unknown node."""
         if sample.batch <= 0:
             return
         self._terms = None
@@ -208,7 +210,7 @@ class ModelCosts:
 
     @property
     def terms(self) -> "CostTerms":
-        """Terms of the current predictions."""
+        """Current costs as numbers."""
         if self._terms is None:
             prefill, decode = self._fits[PREFILL].fit, self._fits[DECODE].fit
             step_s = self._step.mean_s if self._step.mean_s is not None else decode.predict((1.0, 1.0, 0.0))
@@ -228,32 +230,35 @@ class ModelCosts:
         return self.terms.decode
 
     def prefill_cost_s(self, new_tokens: int, reused_tokens: int = 0, slot: int = NONE) -> float:
-        """Seconds that a prefill takes on a node, or on a usual one."""
+        """Return the predicted seconds of a prefill on the node `slot`, or on a typical one."""
         prompt = new_tokens + reused_tokens
         seconds = prefill_s(*self.prefill, prompt, reused_tokens) * self.slowdowns.of(PREFILL, slot)
         return seconds * margin(new_tokens, self.prefill_most[0], prompt, self.prefill_most[1])
 
     def step_cost_s(self, batch: float, context: float, max_batch: int, slot: int = NONE) -> float:
-        """Seconds between tokens there."""
+        """Return the predicted seconds between tokens on the node `slot`, or on a typical one.
+
+        A batch larger than `max_batch` takes its steps in turns.
+        """
         turns = max(1.0, batch / max_batch)
         seconds = tbt_s(*self.decode, batch, context, max_batch) * self.slowdowns.of(DECODE, slot)
         return seconds * margin(batch / turns, self.decode_most[0], context / turns, self.decode_most[1])
 
     def covers_prefill(self, new_tokens: float, prompt_tokens: float) -> bool:
-        """Was as much measured?"""
+        """Return True if a prediction for such a prefill is within the measured range."""
         return new_tokens <= self.prefill_most[0] and prompt_tokens <= self.prefill_most[1]
 
     def covers_decode(self, batch: float, context: float) -> bool:
-        """Likewise."""
+        """Return True if a prediction for such a decode step is within the measured range."""
         return batch <= self.decode_most[0] and context <= self.decode_most[1]
 
     @property
     def typical_step_s(self) -> float:
-        """Seconds between a request's tokens as lately seen."""
+        """Running mean of the seconds of a decode step."""
         return self.terms.step_s
 
     def summary(self) -> dict[str, Any]:
-        """For export."""
+        """Return the costs as a JSON object."""
         return {
             "profile": self.given,
             "prefill": {**self._fits[PREFILL].summary(), "most": list(self.prefill_most)},
@@ -262,7 +267,7 @@ class ModelCosts:
         }
 
     def _learn(self, kind: int, features: Sequence[float], seconds: float, slot: int) -> float | None:
-        """The seconds that were learned: those measured, but for outliers. None: nothing was."""
+        """Learn from a measurement; return the seconds learned, with outliers clipped, or None if nothing was."""
         mine = self._fits[kind]
         if not mine.fit.can_learn(features, seconds):
             return None
@@ -280,7 +285,7 @@ class ModelCosts:
 
 
 class TransferCosts:
-    """Cost of moving KV bytes, per path. Nothing costs nothing: 0 seconds for 0 bytes."""
+    """Predicted duration of moving KV bytes, by path; 0 bytes take 0 seconds."""
 
     def __init__(self) -> None:
         guesses = {"fetch": _TRANSFER_GUESS, "load": _LOAD_GUESS, "ssd_read": _SSD_GUESS}
@@ -288,13 +293,14 @@ class TransferCosts:
         self._most: dict[str, float] = {}
 
     def give(self, paths: tuple[PathCosts, ...]) -> None:
-        """Begin anew on these paths, with what was measured."""
+        """Discard what was learned about these paths and start from their measured costs."""
         for given in paths:
             corners = [(1.0, 1.0), (1.0, min(given.nbytes, _MOST_NBYTES))]
             self._fits[given.path] = _Fit.around((given.fixed_s, given.per_byte_s), corners, _STREAK)
             self._most[given.path] = given.nbytes
 
     def add(self, sample: TransferSample) -> None:
+        """Learn from a measured transfer."""
         path = "fetch" if sample.path in _FETCHES else sample.path
         mine = self._fits.setdefault(path, _Fit(_TRANSFER_GUESS, _STREAK))
         features = (1.0, sample.nbytes)
@@ -307,28 +313,28 @@ class TransferCosts:
         return self._fits[path].fit.coefficients  # type: ignore[return-value]  # one per feature
 
     def covers(self, path: str, nbytes: float) -> bool:
-        """Was as much measured in one batch?"""
+        """Return True if a prediction for `nbytes` is within the measured range of the path."""
         return nbytes <= self._most.get(path, 0.0)
 
     def fetch_s(self, nbytes: float, num_concurrent: int) -> float:
-        """Seconds to read `nbytes` from another host's pool node that sends to `num_concurrent` others."""
+        """Return the seconds to read `nbytes` from another host's pool node with `num_concurrent` other reads."""
         return fetch_s(read_s(*self.of("fetch"), nbytes, num_concurrent), self.load_s(nbytes))
 
     def load_s(self, nbytes: float) -> float:
-        """Seconds to read `nbytes` from the memory of the host's own pool node."""
+        """Return the seconds to read `nbytes` from the memory of the pool node on the same host."""
         return read_s(*self.of("load"), nbytes, 0)
 
     def ssd_read_s(self, nbytes: float) -> float:
-        """Seconds for a pool node to bring `nbytes` from SSD to memory."""
+        """Return the seconds that a pool node takes to read `nbytes` from SSD into memory."""
         return read_s(*self.of("ssd_read"), nbytes, 0)
 
     def summary(self) -> dict[str, Any]:
-        """For export."""
+        """Return the costs of all paths as a JSON object."""
         return {path: fit.summary() for path, fit in sorted(self._fits.items())}
 
 
 class _Fit:
-    """A fit that clips outliers and follows changes by itself, unless somebody else tells it what to learn."""
+    """A cost fit with its own outlier filter and counters."""
 
     def __init__(self, prior: Sequence[float], streak: int) -> None:
         self.fit = CostFit(prior)
@@ -338,7 +344,7 @@ class _Fit:
 
     @classmethod
     def around(cls, coefficients: Sequence[float], corners: Sequence[Sequence[float]], streak: int) -> "_Fit":
-        """As if `coefficients` had been measured at each of the corners, often enough to judge what comes next."""
+        """Return a calibrated fit, as if `coefficients` had been measured at each of the corners."""
         largest = max(sum(c * x for c, x in zip(coefficients, corner, strict=True)) for corner in corners)
         tops = [max(column) for column in zip(*corners, strict=True)]
         floors = [max(_LEAST_SHARE * largest, 1e-12) / top if top > 0 else 1.0 for top in tops]
@@ -351,7 +357,7 @@ class _Fit:
         return made
 
     def learn(self, features: Sequence[float], seconds: float) -> float | None:
-        """From a measurement that the fit can learn from; returns what was learned, if anything."""
+        """Learn from a measurement for which `can_learn` is true; return the seconds learned, None if nothing was."""
         predicted_s = self.fit.predict(features)
         self.fit.note_error(predicted_s, seconds)
         if self.fit.is_calibrated:
@@ -367,7 +373,7 @@ class _Fit:
         return seconds
 
     def summary(self) -> dict[str, Any]:
-        """For export."""
+        """Return the coefficients and counters as a JSON object."""
         return {
             "coefficients": list(self.fit.coefficients),
             "samples": self.fit.num_samples - self._given,
@@ -377,5 +383,5 @@ class _Fit:
 
 
 def _prefill_features(new_tokens: float, reused_tokens: float) -> tuple[float, float, float]:
-    # Each new token attends to all reused ones and to half of the new ones.
+    # Each new token attends to all reused ones and, on average, to half of the new ones.
     return 1.0, float(new_tokens), new_tokens * (reused_tokens + new_tokens / 2)

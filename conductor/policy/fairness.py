@@ -1,22 +1,19 @@
-"""Fair sharing of a model's cluster among tenants: start-time fair queueing (Goyal et al., SIGCOMM 1996). Pure.
+"""Fair sharing of a model's nodes among tenants: start-time fair queueing (Goyal et al., SIGCOMM 1996).
 
-Work is counted in one unit, nanoseconds of a worker's time (`charges` says how each thing is priced). A request of a
-tenant gets a ticket, its virtual start time: the later of the present virtual time and of where the tenant's earlier
-work ends, divided by its weight. Whoever has used less than others has the smaller tickets; nobody who used the idle
-cluster alone is held to it later, and nobody saves up by using nothing.
+A request gets a ticket, its virtual start time: the maximum of the current virtual time and the virtual time at which
+the tenant's earlier work ends, where work is divided by the tenant's weight. A tenant that has used less than others
+has smaller tickets. Use of an otherwise idle cluster is not held against a tenant later, and idling earns no credit.
+The number of accounts is bounded: tenants beyond the bound share the account `OTHERS`.
 
-Accounts are bounded: tenants beyond the bound share the account `OTHERS`.
+A request is charged by prediction when it is placed, and corrected when it has ended. Charges are in seconds of a
+worker's time:
 
-What a request is charged: predicted when it is placed, put right when it has ended. Pure.
-
-The unit is a second of a worker's time:
-
-- an uncached prompt token: its share of the prefill, as the cost model has it;
-- a generated token: its share of a step of the fullest batch that the decode node runs, so that the price does not
-  depend on who else happens to be there;
+- an uncached prompt token: its share of the prefill, by the cost model;
+- a generated token: its share of a step of the largest batch that the decode node runs, so that the price does not
+  depend on the other requests there;
 - a block of KV held for a second: its share of the decode node's memory.
 
-What a lost worker had computed is charged to nobody.
+Work that is lost with a worker is not charged.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,8 +36,8 @@ __all__ = [
 
 OTHERS = "other"
 _MEMORY = 0.9
-_LOOKED_AT = 4  # accounts, for one that can go: this is done while a request waits for its place
-CREDIT_NS = 10_000_000_000  # who was idle, or could not be served, catches up on so much and no more
+_LOOKED_AT = 4  # accounts examined for one that can be removed; few, since placement waits for it
+CREDIT_NS = 10_000_000_000  # most virtual time that an account which was idle or not served can catch up on
 
 
 @dataclass(slots=True)
@@ -49,10 +46,10 @@ class Usage:
 
     uncached_tokens: int = 0  # prompt tokens that had to be computed
     generated_tokens: int = 0
-    kv_block_s: float = 0.0  # blocks of KV, times the seconds for which they were held where the request decoded
+    kv_block_s: float = 0.0  # blocks of KV times the seconds for which they were held on the decode node
 
     def add(self, other: "Usage") -> None:
-        """Count another usage, too."""
+        """Add another usage to this one."""
         self.uncached_tokens += other.uncached_tokens
         self.generated_tokens += other.generated_tokens
         self.kv_block_s += other.kv_block_s
@@ -60,20 +57,20 @@ class Usage:
 
 @dataclass(slots=True)
 class Account:
-    """One tenant, or `OTHERS`."""
+    """Account of one tenant, or of all tenants that share `OTHERS`."""
 
     name: str
-    number: int  # of no other account of any model
-    finish_ns: int = 0  # virtual: where its work so far ends
+    number: int  # unique among all models
+    finish_ns: int = 0  # virtual time at which its work so far ends
     used: Usage = field(default_factory=Usage)
-    usual_tokens: float | None = None  # of its answers lately; None before the first
-    token: str = field(init=False)  # names it to workers and in logs, which are to know no tenants
+    usual_tokens: float | None = None  # running mean of its answers' lengths; None before the first
+    token: str = field(init=False)  # identifies it in messages to workers and in logs, which must not name tenants
 
     def __post_init__(self) -> None:
         self.token = blake2b(self.name.encode(), digest_size=8).hexdigest() if self.name else ""
 
     def learn(self, tokens: int) -> None:
-        """An answer was so long."""
+        """Learn from the length of an answer."""
         if self.usual_tokens is None:
             self.usual_tokens = float(tokens)
         else:
@@ -82,38 +79,44 @@ class Account:
 
 @dataclass(slots=True)
 class VirtualClock:
-    """Virtual time of one class, in ns; never goes back."""
+    """Virtual time of one class, in ns; it never decreases."""
 
     now_ns: int = 0
-    started_ns: int = 0  # the largest ticket with which a request began
+    started_ns: int = 0  # largest ticket of a request that has begun
 
     def begin(self, ticket_ns: int) -> None:
-        """A request with this ticket is being computed now."""
+        """Record that a request with this ticket has begun."""
         self.started_ns = max(self.started_ns, ticket_ns)
 
 
 def advanced_ns(now_ns: int, started_ns: int, waiting_ns: int) -> int:
-    """A clock's new `now_ns`: as late as the smallest ticket that still waits (-1: nobody waits), or, if less, as the
-    largest that began; and at most `CREDIT_NS` behind that one. Compiled where lines are looked through."""
+    """Return a clock's new `now_ns`: the smallest waiting ticket, but not more than the largest one that has begun.
+
+    `waiting_ns` is -1 if no request waits. The result is at most `CREDIT_NS` behind `started_ns`. Also compiled into
+    the queue kernels.
+    """
     reached_ns = started_ns if waiting_ns < 0 else min(waiting_ns, started_ns)
     return max(now_ns, reached_ns, started_ns - CREDIT_NS)
 
 
 class Shares:
-    """The accounts of one model."""
+    """Accounts and virtual clocks of one model."""
 
     def __init__(self, numbers: Iterator[int], max_accounts: int, weight_of: Callable[[str], float | None]) -> None:
-        """`numbers` gives each account its own. `weight_of(tenant)`: None where nothing is said, which weighs 1;
-        those of whom something is said always have accounts of their own, beside `max_accounts` others."""
+        """Create the shared account.
+
+        `numbers` yields the account numbers. `weight_of(tenant)` returns None for tenants that the record does not
+        name; these have a weight of 1 and at most `max_accounts` accounts. Tenants that it names always have accounts.
+        """
         self._numbers = numbers
         self._max_accounts = max_accounts
         self._weight_of = weight_of
-        self._accounts: dict[str, Account] = {}  # least recently asked for first
+        self._accounts: dict[str, Account] = {}  # least recently used first
         self._clocks: dict[int, VirtualClock] = {}
         self._others = self._new(OTHERS)
 
     def __iter__(self) -> Iterator[Account]:
-        """All accounts, the shared one last."""
+        """Iterate over all accounts, the shared one last."""
         return iter([*(self._accounts[name] for name in sorted(self._accounts)), self._others])
 
     def clock(self, level: int) -> VirtualClock:
@@ -123,8 +126,10 @@ class Shares:
         return self._clocks[level]
 
     def account(self, tenant: str, is_live: Callable[[int], bool]) -> Account:
-        """The tenant's own, or the shared one where there are too many. `is_live(number)`: some request is that
-        account's."""
+        """Return the tenant's account, or the shared one if there are too many.
+
+        `is_live(number)` returns True if a live request is charged to that account.
+        """
         account = self._accounts.pop(tenant, None)
         if account is None:
             is_named = self._weight_of(tenant) is not None
@@ -135,17 +140,19 @@ class Shares:
         return account
 
     def account_of(self, token: str) -> Account:
-        """The one that goes by this token; the shared one where it is not known here."""
+        """Return the account with this token; the shared one if it is unknown."""
         return next((account for account in self._accounts.values() if account.token == token), self._others)
 
     def weight(self, account: Account) -> float:
-        """A share of 2 is twice one of 1."""
+        """Return the account's weight: one with 2 gets twice the share of one with 1."""
         weight = self._weight_of(account.name)
         return 1.0 if weight is None else weight
 
     def charge(self, account: Account, ticket_ns: int, cost_ns: int) -> float:
-        """A request with this ticket is placed; it is expected to cost so much. Returns the weight that it is charged
-        by, which is its own to the end: a record that changes meanwhile must not give back less than was taken."""
+        """Charge a placed request with this ticket its expected cost; return the weight that was applied.
+
+        Corrections of the charge must use the same weight, even if the record of objectives changes meanwhile.
+        """
         weight = self.weight(account)
         account.finish_ns = ticket_ns + round(cost_ns / weight)
         return weight
@@ -158,13 +165,14 @@ class Shares:
         return Account(name, next(self._numbers))
 
     def _has_room(self, is_live: Callable[[int], bool]) -> bool:
-        """Room for one more: of those asked for longest ago one that has no request makes it."""
+        """Return True if there is room for another account; one without live requests is removed if necessary."""
         unnamed = [account for name, account in self._accounts.items() if self._weight_of(name) is None]
         if len(unnamed) < self._max_accounts:
             return True
         for account in unnamed[:_LOOKED_AT]:
             if not is_live(account.number):
-                # So that sums over tenants never fall; requests whose last word is still to come count there, too.
+                # Its usage moves to the shared account, so that sums over tenants never decrease. Requests of the
+                # account that have yet to complete add to that, too.
                 self._others.used.add(account.used)
                 account.used = self._others.used
                 del self._accounts[account.name]
@@ -178,20 +186,20 @@ _UNKNOWN = -1
 
 @dataclass(slots=True)
 class Prices:
-    """Prices of one model on one pair of nodes. With `num_blocks` 0 the request decodes nowhere."""
+    """Prices of one model on one pair of nodes."""
 
-    prefill: tuple[float, float, float]  # coefficients, as are the next
-    decode: tuple[float, float, float]
-    step_s: float  # of the batch that there usually is
+    prefill: tuple[float, float, float]  # coefficients of `cost_formulas.prefill_s`
+    decode: tuple[float, float, float]  # coefficients of `cost_formulas.tbt_s`
+    step_s: float  # typical duration of a decode step
     max_batch: int
-    num_blocks: int  # of KV on the decode node
+    num_blocks: int  # blocks of KV on the decode node; 0: the request does not decode
 
     def prefill_s(self, prompt_tokens: int, reused_tokens: int) -> float:
-        """Return the charge of a prompt, a part of which was already computed."""
+        """Return the charge of a prompt of which `reused_tokens` were not computed."""
         return prefill_s(*self.prefill, prompt_tokens, min(reused_tokens, prompt_tokens))
 
     def decode_s(self, generated_tokens: float, context_tokens: float, kv_block_s: float) -> float:
-        """Return the charge of tokens generated after this context, and of the blocks held meanwhile."""
+        """Return the charge of tokens generated at this mean context length, and of the blocks held meanwhile."""
         if not self.num_blocks:
             return 0.0
         batch = self.max_batch
@@ -201,7 +209,7 @@ class Prices:
 
 @dataclass(slots=True)
 class Charge:
-    """One attempt's. `prompt_tokens` are those of the client; the attempt's prompt has `generated` more."""
+    """Charge of one attempt. `prompt_tokens` excludes the `generated` tokens of earlier attempts."""
 
     shares: Shares
     account: Account
@@ -209,15 +217,15 @@ class Charge:
     prompt_tokens: int
     reused_tokens: int
     generated: int
-    num_blocks: int  # committed where it decodes
+    num_blocks: int  # committed on the decode node
     is_endless: bool
     charged_ns: int = 0
-    weight: float = 1.0  # by which it was charged
-    held_since_ns: int = _UNKNOWN  # when the decode node's blocks were taken
+    weight: float = 1.0  # weight applied to the charge
+    held_since_ns: int = _UNKNOWN  # when the decode node reserved the blocks
     is_over: bool = False
 
     def open(self, ticket_ns: int, max_new_tokens: int) -> None:
-        """Charge what is expected: the answer is about as long as the tenant's usually are."""
+        """Charge the expected cost, assuming an answer of the tenant's usual length."""
         usual = self.account.usual_tokens
         tokens = 0.0 if self.is_endless else max_new_tokens if usual is None else min(usual, max_new_tokens)
         held_s = self.num_blocks * tokens * self.prices.step_s
@@ -225,7 +233,7 @@ class Charge:
         self.weight = self.shares.charge(self.account, ticket_ns, self.charged_ns)
 
     def begin(self, now_ns: int) -> None:
-        """Its prefill begins: the decode node has taken the blocks."""
+        """Record that the prefill begins; the decode node has reserved the blocks by then."""
         if self.held_since_ns == _UNKNOWN:
             self.held_since_ns = now_ns
 
@@ -235,8 +243,11 @@ class Charge:
         self._put_right(self._cost_ns(self.reused_tokens, held_s / self.prices.step_s, self.num_blocks * held_s))
 
     def close(self, now_ns: int, *, generated: int, cached_tokens: int | None, is_lost: bool) -> None:
-        """It is over: `generated` tokens over all attempts, `cached_tokens` of the prompt not computed (None: as was
-        predicted). `is_lost`: the attempt was, with what it had computed. Does nothing the second time."""
+        """Replace the predicted charge by that of the actual usage; does nothing if the charge is closed already.
+
+        `generated` counts the tokens of all attempts, `cached_tokens` the prompt tokens that were not computed (None:
+        as predicted). `is_lost`: the attempt failed and its work was lost.
+        """
         if self.is_over:
             return
         self.is_over = True
@@ -253,7 +264,7 @@ class Charge:
             self.account.learn(generated)
 
     def cancel(self) -> None:
-        """It was placed in vain, and took nothing."""
+        """Take the charge back: the request was placed but used nothing."""
         if not self.is_over:
             self.is_over = True
             self._put_right(0)

@@ -1,6 +1,5 @@
-"""Tells noise, outliers and lasting changes apart in a series of errors of predictions. Deterministic; no clock.
-
-Online least squares for costs: non-negative coefficients, forgetting. `watch` tells it which news are outliers.
+"""Online least squares with forgetting and non-negative coefficients, and a filter that separates noise, outliers and
+lasting changes in a series of prediction errors.
 """
 
 from collections.abc import Sequence
@@ -14,36 +13,36 @@ __all__ = [
 ]
 
 _FIRST_SPREAD = 0.15
-_SPREADS = (0.01, 0.5)  # the least and the most that is taken for noise
-_SPREAD_STEP = 0.1  # e-folds by which the spread moves per error: its size does not matter, so outliers cannot drag it
+_SPREADS = (0.01, 0.5)  # bounds of the spread
+_SPREAD_STEP = 0.1  # e-folds by which the spread moves per error, however large, so that outliers do not drag it
 _LEAST_BAND = 0.2
-_ISOLATED = 2  # outliers that agree with no more than one other one
+_ISOLATED = 2  # so few agreeing outliers are clipped; more may be the beginning of a change
 _BAND = 4.0  # spreads
 
 
 class OutlierFilter:
-    """Over logarithms of measured / predicted.
+    """Filter of prediction errors, given as logarithms of measured / predicted.
 
-    An error beyond the band (0.2 and four median errors) is an outlier: it counts as much as the band's edge. Outliers
-    that agree with each other, `streak` of them nearly in a row, are no outliers but a change; a shorter burst, or one
-    that says something else each time, never is. While it may be the beginning of a change, nothing is learned from it.
+    An error beyond the band (0.2 plus four median errors) is an outlier and is clipped to the band's edge. `streak`
+    outliers that agree with each other, nearly in a row, are a lasting change; a shorter burst, or outliers that
+    disagree, are not. While a burst may be the beginning of a change, nothing is learned from it.
     """
 
     def __init__(self, streak: int) -> None:
         self._streak = streak
         self._spread = _FIRST_SPREAD  # running median of |error|
         self._agreeing = 0
-        self._level = 0.0  # mean of those that agree
+        self._level = 0.0  # mean of the agreeing outliers
         self.num = 0
         self.num_outliers = 0
 
     @property
     def band(self) -> float:
-        """Errors of up to so much are noise."""
+        """Largest error that counts as noise."""
         return _LEAST_BAND + _BAND * self._spread
 
     def note(self, error: float) -> tuple[float | None, float]:
-        """(the error to learn from, if any; the change to believe in from now on: 0 for none)."""
+        """Add an error; return (the error to learn from or None, the lasting change that was detected or 0)."""
         band = self.band
         self.num += 1
         if abs(error) <= band:
@@ -69,23 +68,23 @@ class OutlierFilter:
         self._spread = min(max(self._spread * exp(step), _SPREADS[0]), _SPREADS[1])
 
 
-LONGEST_S = 1e4  # nothing that is measured here takes hours: whoever says so, or says that it took no number, is wrong
+LONGEST_S = 1e4  # longer durations cannot be true and are rejected
 
 _FORGETTING = 0.995  # weight of the past per sample: about 200 samples are remembered
-_PRIOR_WEIGHT = 0.05  # samples that the prior's shape is worth, per coefficient
+_PRIOR_WEIGHT = 0.05  # weight of the prior's shape per coefficient, in samples
 _ERROR_MEMORY = 0.95
-_FROM = 24  # samples that are fitted together: until then nobody can say which of them are outliers
+_FROM = 24  # first samples, fitted together, since outliers cannot be recognised among fewer
 _ROUNDS = 4
 _FLOOR_S = 1e-9
 
 
 class CostFit:
-    """Fits `seconds = sum_j coefficient_j * feature_j`, minimising *relative* squared error.
+    """Fit of `seconds = sum_j coefficient_j * feature_j` that minimises the *relative* squared error.
 
-    Recursive least squares in its normal-equation form: with forgetting it cannot wind up, and the non-negative
-    solution is exact for the few features that costs have. The prior is a shape: before the first sample it is the
-    prediction itself, later its scale follows the samples and its proportions fill in what they do not tell. The first
-    samples are kept and fitted together, over and over, outliers clipped (Huber): a few that are wrong set no scale.
+    Recursive least squares in normal-equation form: with forgetting it cannot wind up, and the non-negative solution
+    is exact for the few features that costs have. The prior is the prediction before the first sample; later its
+    scale follows the samples, and its proportions determine what the samples leave open. The first samples are kept
+    and fitted together iteratively with outliers clipped (Huber), so that a few wrong ones do not set the scale.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -103,7 +102,7 @@ class CostFit:
 
     @property
     def is_calibrated(self) -> bool:
-        """Does it know enough to call a measurement an outlier?"""
+        """True if there were enough samples to recognise outliers."""
         return self.num_samples >= _FROM
 
     @property
@@ -114,15 +113,15 @@ class CostFit:
         return self._coefficients
 
     def predict(self, features: Sequence[float]) -> float:
-        """Seconds, above 0 for non-negative features, so that errors can be relative to them."""
+        """Return the predicted seconds, always above 0 so that errors can be relative to them."""
         return max(_FLOOR_S, float(sum(map(mul, self.coefficients, features))))
 
     def can_learn(self, features: Sequence[float], seconds: float) -> bool:
-        """Is this a credible duration of some work?"""
+        """Return True if this is a plausible duration of a non-empty piece of work."""
         return 0 < seconds < LONGEST_S and sum(features) < float("inf") and min(features) >= 0 and max(features) > 0
 
     def add(self, features: Sequence[float], seconds: float) -> None:
-        """Learn from one measurement; one that `can_learn` does not hold for is ignored."""
+        """Learn from one measurement; it is ignored if `can_learn` is false for it."""
         if not self.can_learn(features, seconds):
             return
         seconds = max(seconds, _FLOOR_S)
@@ -138,13 +137,13 @@ class CostFit:
         self._coefficients = None
 
     def note_error(self, predicted_s: float, seconds: float) -> None:
-        """How far off a prediction was that was made before its measurement was learned from."""
+        """Update the mean relative error with a prediction made before its measurement was learned from."""
         memory = min(_ERROR_MEMORY, 1 - 1 / max(1, self.num_samples))
         error = min(abs(predicted_s - seconds) / max(seconds, _FLOOR_S), 10.0)
         self.relative_error += (1 - memory) * (error - self.relative_error)
 
     def rescale(self, log_factor: float) -> None:
-        """All work takes exp(`log_factor`) times what it took: as if all of the past had been measured so."""
+        """Multiply all durations learned so far by exp(`log_factor`)."""
         factor = exp(log_factor)
         self._log_scale += log_factor
         self._first = [(features, seconds * factor) for features, seconds in self._first]
@@ -153,7 +152,8 @@ class CostFit:
         self._coefficients = None
 
     def _take(self, features: Sequence[float], seconds: float, predicted: float) -> None:
-        # Errors are relative to what is usual for such work: relative to the measured time, short ones would rule.
+        # Errors are relative to the geometric mean of measured and predicted time: relative to the measured time
+        # alone, short measurements would dominate.
         usual = sqrt(seconds * max(predicted, _FLOOR_S))
         self._weight = _FORGETTING * self._weight + 1
         self._log_scale += (log(seconds / self._shape(features)) - self._log_scale) / self._weight
@@ -163,7 +163,7 @@ class CostFit:
             self._gram[i] = [_FORGETTING * old + row * other for old, other in zip(self._gram[i], rows, strict=True)]
 
     def _fit_first(self) -> tuple[float, ...]:
-        """The coefficients that fit the first samples; none is thrown away, but outliers pull no more than others."""
+        """Return the coefficients fitted to the first samples, with outliers clipped."""
         logs = sorted(log(seconds / self._shape(features)) for features, seconds in self._first)
         scale = exp((logs[(len(logs) - 1) // 2] + logs[len(logs) // 2]) / 2)
         found = tuple(scale * p for p in self._prior)
@@ -183,7 +183,7 @@ class CostFit:
         return sum(p * x for p, x in zip(self._prior, features, strict=True))
 
     def _solve(self) -> tuple[float, ...]:
-        """Non-negative solution in units of scale * prior; one that would be negative is 0."""
+        """Return the non-negative solution; coefficients that would be negative are fixed at 0, one by one."""
         scale = exp(self._log_scale)
         free = list(range(len(self._prior)))
         while True:
@@ -198,7 +198,7 @@ class CostFit:
 
 
 def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination; the matrix is positive definite (a Gram matrix plus the prior), so no pivoting."""
+    """Solve by Gaussian elimination; no pivoting, since the matrix (Gram matrix plus prior) is positive definite."""
     size = len(right)
     for i in range(size):
         for j in range(i + 1, size):

@@ -1,13 +1,12 @@
-"""Compiled loops of the length model: counting ends, curves from counts, and looking a curve up. They only compute.
+"""Distribution of answer lengths, learned online per model, tenant and prompt length, with its compiled loops.
 
-A curve tells what share of answers go on after so many tokens. It is kept at points, four to an octave, and is straight
-between them: exact up to 8 tokens, a few per cent off beyond. Cell `i` is what lies from point `i` to the next.
+A distribution is a survival curve: the share of answers that have at least so many tokens. Curves are stored at
+points, four per octave, and interpolated linearly: exact up to 8 tokens, a few per cent off beyond. Cell `i` is the
+interval from point `i` to the next one.
 
-How long answers are, learned online: how likely one that has so many tokens is to go on. No clock, no I/O.
-
-An answer belongs to groups within each other: its model's, those of them with prompts about as long, its tenant's, its
-tenant's with prompts about as long. A group that has seen little says what the wider one says. Kaplan and Meier's
-estimator: an answer that was cut off at its limit tells that it was longer, and no more.
+An answer belongs to nested groups: its model, its model and prompt length, its tenant, its tenant and prompt length. A
+group with few answers follows the wider one. Curves are Kaplan-Meier estimates, in which an answer that was cut off at
+its limit counts as censored: it is only known to be longer.
 """
 
 import functools
@@ -37,24 +36,24 @@ __all__ = [
     "survival",
 ]
 
-CELLS: Final = 80  # of a curve: answers of 2**20 tokens and more are not told apart
-LEVELS: Final = 4  # groups that an answer belongs to, each within the one before
-ENDED, GOES_ON = 0, 1  # counted apart: answers that ended, and those of which no more was seen
+CELLS: Final = 80  # per curve; answers of 2**20 tokens and more are not distinguished
+LEVELS: Final = 4  # nested groups that an answer belongs to
+ENDED, GOES_ON = 0, 1  # counted separately: answers that ended, and censored ones
 _SHIFT: Final = 50  # bits of a float64 below the two that tell the quarter of an octave
 _BIAS: Final = 1023 << 2
 _FRACTION: Final = (1 << _SHIFT) - 1
 _TO_UNIT: Final = 2.0**-_SHIFT
-_SOME: Final = 8.0  # answers that what is known of the wider group counts for
-_AT_FIRST: Final = 2.0  # the same at the widest, where nothing is known: nothing ends before its limit
+_SOME: Final = 8.0  # weight of the wider group's curve, in answers
+_AT_FIRST: Final = 2.0  # weight of the widest group's prior, in which no answer ends before its limit
 
 
 def cell_of(tokens: Any) -> Any:
-    """The cell that an answer of `tokens` >= 1 ends in."""
+    """Return the cell in which an answer of `tokens` >= 1 ends."""
     return min(CELLS - 1, (np.float64(tokens).view(np.int64) >> _SHIFT) - _BIAS)
 
 
 def survival(curves: Any, curve: Any, tokens: Any) -> Any:
-    """The share of answers that have more than `tokens`."""
+    """Return the share of answers that have more than `tokens`, by row `curve` of `curves`."""
     bits = np.float64(tokens + 1.0).view(np.int64)
     cell = (bits >> _SHIFT) - _BIAS
     if cell >= CELLS:
@@ -66,14 +65,14 @@ def survival(curves: Any, curve: Any, tokens: Any) -> Any:
 _cell_of: Any = numba.njit(cell_of)
 
 
-_HALF_NS: Final = 900 * NS  # in which what was learned loses half of its weight
-_KEPT: Final = 16.0  # answers that it is worth after any pause
+_HALF_NS: Final = 900 * NS  # half-life of counts
+_KEPT: Final = 16.0  # weight, in answers, below which counts do not decay
 
 
 def learn(counts: Any, weights: Any, at_ns: Any, groups: Any, now_ns: Any, tokens: Any, kind: Any) -> None:
     """Count an answer of `tokens` in `counts` [groups, 2, CELLS] of all of its `groups` (-1: none).
 
-    What was counted before loses half of its weight in `_HALF_NS`, down to `_KEPT` answers, and no more.
+    Earlier counts lose half of their weight every `_HALF_NS`, but not below `_KEPT` answers.
     """
     cell = _cell_of(tokens)
     for level in range(len(groups)):
@@ -94,10 +93,10 @@ def learn(counts: Any, weights: Any, at_ns: Any, groups: Any, now_ns: Any, token
 
 
 def draw(counts: Any, groups: Any, hazards: Any, curve: Any) -> None:
-    """Into `curve` [CELLS + 1]: what the counts of `groups`, the widest first, say together. `hazards` is room.
+    """Write to `curve` [CELLS + 1] the survival curve of the innermost of `groups`, which lists the widest first.
 
-    Of the answers that reached a cell, the share that ended there (Kaplan and Meier), with the wider group's share as
-    if it had been seen in so many answers.
+    A cell's hazard is the share of the answers that reached it and ended there (Kaplan-Meier), with the wider group's
+    hazard as a prior. `hazards` [CELLS] is scratch space.
     """
     hazards[:] = 0.0
     for level in range(len(groups)):
@@ -119,7 +118,7 @@ def draw(counts: Any, groups: Any, hazards: Any, curve: Any) -> None:
 
 
 class LengthKernels(NamedTuple):
-    """See the functions of the same names."""
+    """Compiled versions of the functions of the same names."""
 
     learn: Any
     draw: Any
@@ -127,7 +126,7 @@ class LengthKernels(NamedTuple):
 
 @functools.cache
 def length_kernels() -> LengthKernels:
-    """Both, compiled or loaded at the first call."""
+    """Return the compiled functions; the first call compiles them or loads them from the cache."""
     n, f = types.int64, types.float64
     counts, floats, ints = types.Array(f, 3, "C"), types.Array(f, 1, "C"), types.Array(n, 1, "C")
     return LengthKernels(
@@ -137,21 +136,23 @@ def length_kernels() -> LengthKernels:
 
 
 Floats = NDArray[np.float64]
-ENDLESS: Final = 0  # the curve of what never ends
-MAX_TENANTS: Final = 64  # of a model; the answers of others are counted with their model's
-_SIZES: Final = 6  # kinds of prompts: below 256 tokens, 1k, 4k, 16k, 64k, longer
-_IDLE_NS: Final = 1800 * NS  # a tenant whose answers taught nothing for so long gives its place to another
+ENDLESS: Final = 0  # curve of endless requests
+MAX_TENANTS: Final = 64  # per model with curves of their own; the answers of others are counted with the model's
+_SIZES: Final = 6  # classes of prompt length: below 256 tokens, 1k, 4k, 16k, 64k, longer
+_IDLE_NS: Final = 1800 * NS  # a tenant without answers for so long may be replaced by another
 
 
 def grid() -> Floats:
-    """The points of a curve: entry i is the share of answers of at least so many tokens."""
+    """Return the points of a curve, float64 [CELLS + 1]: entry i of a curve is the share of answers of at least so many
+    tokens.
+    """
     octave, quarter = np.divmod(np.arange(CELLS + 1), 4)
     return np.asarray(2.0**octave * (1 + quarter / 4))
 
 
 @dataclass
 class _Family:
-    """The groups of a model, or of one of its tenants: all, and by the length of the prompt; 0 = none yet."""
+    """Groups of a model, or of one of its tenants: that of all its answers, and one per prompt length; 0: none yet."""
 
     everything: int = 0
     sizes: list[int] = field(default_factory=lambda: [0] * _SIZES)
@@ -165,26 +166,29 @@ class _Model:
 
 
 class Lengths:
-    """Curves and what they are drawn from. A curve's number stays; what it says is as of when it was asked for last."""
+    """Survival curves of all groups and the counts that they are computed from.
+
+    The number of a group's curve never changes; its row is up to date as of the last `curve_of` that returned it.
+    """
 
     def __init__(self) -> None:
         self.curves = np.ones((1, CELLS + 1))
         self._counts = np.zeros((1, 2, CELLS))
         self._weights = np.zeros(1)
         self._at_ns = np.zeros(1, np.int64)
-        self._groups = np.full((1, LEVELS), -1, np.int64)  # of the answers that a curve is for, the widest first
+        self._groups = np.full((1, LEVELS), -1, np.int64)  # nested groups of each curve, the widest first
         self._used = 1
         self._models: dict[str, _Model] = {}
         self._hazards = np.empty(CELLS)
-        self._drawn: set[int] = set()  # curves that say what the counts do
+        self._drawn: set[int] = set()  # curves that are up to date
         length_kernels()
 
     def __len__(self) -> int:
-        """Groups that there are."""
+        """Return the number of groups."""
         return self._used - 1
 
     def curve_of(self, now_ns: int, model: str, tenant: str, prompt_tokens: int) -> int:
-        """The curve for a request, drawn anew: row of `curves` [n, CELLS + 1]."""
+        """Return the row of `curves` [n, CELLS + 1] for a request, after bringing that row up to date."""
         size = min(_SIZES - 1, max(0, (prompt_tokens.bit_length() - 7) // 2))
         known = self._models.get(model)
         if known is None:
@@ -207,7 +211,7 @@ class Lengths:
         return curve
 
     def learn(self, now_ns: int, curve: int, tokens: int, *, ended: bool) -> None:
-        """An answer for which `curve` was drawn had `tokens`; `ended` False: of those on nothing is known."""
+        """Count an answer of `tokens` in the groups of `curve`; `ended` False: it is only known not to be shorter."""
         if curve == ENDLESS or tokens < 1:
             return
         self._drawn.clear()
@@ -222,29 +226,32 @@ class Lengths:
         )
 
     def survival(self, curve: int, tokens: int) -> float:
-        """The share of answers that have more than `tokens`, as drawn last."""
+        """Return the share of answers that have more than `tokens`."""
         return float(survival(self.curves, curve, tokens))
 
     def quantile(self, curve: int, exceeded: float, generated: int, limit: int) -> int:
-        """How many more tokens an answer that has `generated` takes but for a share `exceeded`; at most `limit`."""
+        """Return the number of further tokens that an answer with `generated` exceeds with probability `exceeded`.
+
+        The result is at most `limit`.
+        """
         row = self.curves[curve]
         wanted = exceeded * self.survival(curve, generated)
         points = np.flatnonzero(row <= wanted)
         if exceeded <= 0 or not len(points):
             return limit
-        # At least so many tokens with at most that share: one token less is exceeded by no more of them.
+        # The share with at least this many tokens is small enough; so is the share that exceeds one token less.
         most = int(np.ceil(grid()[points[0]])) - 1
         return min(limit, max(1, most - generated))
 
     def weight(self, curve: int) -> float:
-        """Answers that the narrowest group of the curve has seen, the older ones for less."""
+        """Return the number of answers in the innermost group of the curve, older ones with less weight."""
         return float(self._weights[curve])
 
     def _family(self, now_ns: int, model: _Model, tenant: str) -> _Family | None:
         family = model.tenants.get(tenant)
         if family is None:
             if len(model.tenants) >= MAX_TENANTS:
-                # Requests of the one that leaves may still teach; what they say of the other is soon forgotten.
+                # Running requests of the replaced tenant still count in its groups; that decays soon.
                 idle = min(model.tenants, key=lambda name: (self._taught_ns(model.tenants[name]), name))
                 if now_ns - self._taught_ns(model.tenants[idle]) < _IDLE_NS:
                     return None

@@ -1,12 +1,9 @@
-"""The record of objectives as plain data, and which of them a request has. How a record is written: `record_form`.
+"""Service level objectives: the record of a cluster's objectives, its textual form, and the objectives of a request.
 
-An objective is a bound on a request's TTFT (time to first token) or TBT (time between tokens): seconds, or a multiple
-of what the request would take in an idle cluster ("P90 at most k x unloaded", the rule of the Mooncake paper).
-
-The record of objectives as people and files write it, as plain mappings and texts, and back; what it may say.
-
-An objective is "2s", "300ms", "5x" (times the unloaded value) or "off", and a percentile may follow: "5x p95". What is
-told is read back equal. Raises ObjectivesError, which names the place and says what was expected.
+An objective bounds a request's TTFT (time to first token) or TBT (time between tokens), either in seconds or as a
+multiple of the value in an idle cluster ("P90 at most k x unloaded", the rule of the Mooncake paper). It is written as
+"2s", "300ms", "5x" (times the unloaded value) or "off", optionally with a percentile: "5x p95". Converting a record to
+text and back is exact.
 """
 
 import hashlib
@@ -41,17 +38,17 @@ __all__ = [
     "record_to_plain",
 ]
 
-HeaderRule = Literal["any", "tighten", "ignore"]  # what a request's own header may do to its bound
+HeaderRule = Literal["any", "tighten", "ignore"]  # how a request's header may change its bound
 Source = Literal["header", "tenant", "class", "model", "cluster", "none"]
 DEFAULT_PERCENTILE = 90.0
-_MAX_RESOLVED = 4096  # tenants and classes are named by clients
+_MAX_RESOLVED = 4096  # cache entries; bounded, since clients can name any number of tenants and classes
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """At most `seconds`, or `times` the unloaded value; one of them is 0, and both are where it is off.
+    """Bound of at most `seconds`, or of `times` the unloaded value. One of them is 0; if both are, it is off.
 
-    `percentile`: of the requests that it holds for, so many in a hundred are to meet it.
+    `percentile` is the percentage of requests that should meet it.
     """
 
     seconds: float = 0.0
@@ -64,7 +61,7 @@ class Objective:
         return not (self.seconds or self.times)
 
     def bound_s(self, unloaded_s: float) -> float:
-        """The bound in seconds; 0 = none."""
+        """Return the bound in seconds; 0 if the objective is off."""
         return self.times * unloaded_s if self.times else self.seconds
 
 
@@ -73,7 +70,7 @@ NO_OBJECTIVE = Objective()
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The objectives of a model, or of the cluster; None: nothing is said here, and the next scope decides."""
+    """Objectives of a model, or of the cluster; None: not specified here, so the next scope applies."""
 
     ttft: Objective | None = None
     tbt: Objective | None = None
@@ -81,7 +78,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """A class of requests. Those of the lowest `priority` go first, whatever their own priorities are."""
+    """Class of requests. Classes with a lower `priority` go first, regardless of their requests' own priorities."""
 
     ttft: Objective | None = None
     tbt: Objective | None = None
@@ -90,7 +87,7 @@ class SloClass:
 
 @dataclass(frozen=True, slots=True)
 class TenantSlo:
-    """Settings of one tenant. `slo_class` applies to requests that name none; `headers` None: the record's rule."""
+    """Settings of one tenant. `slo_class` applies to requests without a class; `headers` None: the record's rule."""
 
     ttft: Objective | None = None
     tbt: Objective | None = None
@@ -107,12 +104,12 @@ class SloRecord:
     models: Mapping[str, Scope] = field(default_factory=dict)
     classes: Mapping[str, SloClass] = field(default_factory=dict)
     tenants: Mapping[str, TenantSlo] = field(default_factory=dict)
-    default_class: str = ""  # of requests that name none and whose tenant has none
+    default_class: str = ""  # class of requests without one whose tenant has none either
     headers: HeaderRule = "any"
 
 
 def configured_record(config: PolicyConfig) -> SloRecord:
-    """The record of the configured objectives: in force until an ObjectivesChanged event."""
+    """Return the record of the configured objectives, which is in force until an ObjectivesChanged event."""
     models = {
         model: Scope(_configured(own.ttft_s), _configured(own.tbt_s))
         for model, own in config.model_objectives.items()
@@ -122,13 +119,13 @@ def configured_record(config: PolicyConfig) -> SloRecord:
 
 
 def _configured(bound_s: float | None) -> Objective | None:
-    """0 is an objective that is off; None is no objective, so that the next scope decides."""
+    """Return the objective of a setting: 0 turns it off; None leaves it to the next scope."""
     return None if bound_s is None else Objective(bound_s)
 
 
 @dataclass(frozen=True, slots=True)
 class EffectiveObjectives:
-    """A request's bounds in seconds, 0 = none, and which part of the record (or the header) each comes from."""
+    """Bounds of one request in seconds (0: none), and the part of the record, or the header, that each comes from."""
 
     ttft_s: float
     tbt_s: float
@@ -144,16 +141,16 @@ NOTHING_TO_MEET = EffectiveObjectives(0.0, 0.0, "none", "none")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedObjectives:
-    """Objectives of a model, tenant and class, before the request's own headers."""
+    """Objectives of a model, tenant and class, before the request's own headers are applied."""
 
     ttft: Objective
     tbt: Objective
     ttft_from: Source
     tbt_from: Source
-    slo_class: str  # "" = of no class
-    priority: int  # its class's
+    slo_class: str  # "": none
+    priority: int  # of the class
     headers: HeaderRule
-    _usual: EffectiveObjectives | None = field(init=False)  # without headers, if no unloaded value plays a part
+    _usual: EffectiveObjectives | None = field(init=False)  # result without headers, unless it needs unloaded values
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_usual", None)
@@ -163,7 +160,7 @@ class ResolvedObjectives:
     def effective(
         self, header_ttft_s: float, header_tbt_s: float, unloaded_ttft_s: float, unloaded_tbt_s: float
     ) -> EffectiveObjectives:
-        """With the request's headers (0 = none) and its predicted values in an idle cluster, all in seconds."""
+        """Apply the request's headers (0: none) and its predicted values in an idle cluster, all in seconds."""
         if self._usual is not None and not header_ttft_s and not header_tbt_s:
             return self._usual
         ttft_s, ttft_from = self._with_header(header_ttft_s, self.ttft.bound_s(unloaded_ttft_s), self.ttft_from)
@@ -180,7 +177,7 @@ class ResolvedObjectives:
 
 
 class ObjectiveBook:
-    """The record in force, and what it comes to for each model, tenant and class that was asked about."""
+    """The record in force, with a cache of its resolution by model, tenant and class."""
 
     def __init__(self, record: SloRecord, version: int = 0) -> None:
         self.record = record
@@ -192,12 +189,15 @@ class ObjectiveBook:
         return not slo_class or slo_class in self.record.classes
 
     def weight_of(self, tenant: str) -> float | None:
-        """The tenant's weight; None where the record does not name it."""
+        """Return the tenant's weight; None if the record does not name the tenant."""
         own = self.record.tenants.get(tenant)
         return None if own is None else own.weight
 
     def resolve(self, model: str, tenant: str, slo_class: str) -> ResolvedObjectives:
-        """Tenant before class before model before cluster. A class that is gone counts as none being named."""
+        """Return the objectives that apply: the tenant's before the class's, the model's and the cluster's.
+
+        A class that the record does not contain counts as none.
+        """
         key = model, tenant, slo_class
         found = self._resolved.get(key)
         if found is None:
@@ -223,8 +223,8 @@ def _resolve(record: SloRecord, model: str, tenant: str, slo_class: str) -> Reso
     return ResolvedObjectives(ttft, tbt, ttft_from, tbt_from, name, of_class.priority, own.headers or record.headers)
 
 
-def _first(said: Iterable[tuple[Source, Objective | None]]) -> tuple[Objective, Source]:
-    for source, objective in said:
+def _first(specified: Iterable[tuple[Source, Objective | None]]) -> tuple[Objective, Source]:
+    for source, objective in specified:
         if objective is not None:
             return objective, source
     return NO_OBJECTIVE, "none"
@@ -247,7 +247,10 @@ _RULES = get_args(HeaderRule)
 
 
 def parse_record(value: Any) -> SloRecord:
-    """The record that a mapping, such as a YAML file holds, describes; nothing at all is an empty record."""
+    """Return the record that a mapping, such as the content of a YAML file, describes; None is an empty record.
+
+    Raises ObjectivesError, which names the place in the record and the expected value.
+    """
     said = _mapping({} if value is None else value, "the record", ("cluster", "models", "classes", "tenants"), _REST)
     record = SloRecord(
         cluster=_scope(said.get("cluster"), "cluster"),
@@ -262,53 +265,53 @@ def parse_record(value: Any) -> SloRecord:
     for where, name in wanted.items():
         if name and name not in record.classes:
             known = ", ".join(sorted(record.classes)) or "none"
-            raise ObjectivesError(f"{where} is {name!r}, which is no class of the record; its classes are: {known}")
+            raise ObjectivesError(f"{where} is {name!r}, which is not a class of the record; its classes are: {known}")
     return record
 
 
 def record_to_plain(record: SloRecord) -> dict[str, Any]:
-    """As plain YAML or JSON; `parse_record` gives an equal record."""
-    told: dict[str, Any] = {}
-    if cluster := _told_scope(record.cluster):
-        told["cluster"] = cluster
+    """Return the record as a plain mapping for YAML or JSON, which `parse_record` converts back."""
+    plain: dict[str, Any] = {}
+    if cluster := _scope_to_plain(record.cluster):
+        plain["cluster"] = cluster
     if record.models:
-        told["models"] = {name: _told_scope(scope) for name, scope in sorted(record.models.items())}
+        plain["models"] = {name: _scope_to_plain(scope) for name, scope in sorted(record.models.items())}
     if record.classes:
-        told["classes"] = {
-            name: _told_scope(one) | ({"priority": one.priority} if one.priority else {})
+        plain["classes"] = {
+            name: _scope_to_plain(one) | ({"priority": one.priority} if one.priority else {})
             for name, one in sorted(record.classes.items())
         }
     if record.tenants:
-        told["tenants"] = {
-            name: _told_scope(one)
+        plain["tenants"] = {
+            name: _scope_to_plain(one)
             | ({"class": one.slo_class} if one.slo_class else {})
             | ({"headers": one.headers} if one.headers else {})
             | ({"weight": one.weight} if one.weight != 1 else {})
             for name, one in sorted(record.tenants.items())
         }
     if record.default_class:
-        told["default_class"] = record.default_class
+        plain["default_class"] = record.default_class
     if record.headers != "any":
-        told["headers"] = record.headers
-    return told
+        plain["headers"] = record.headers
+    return plain
 
 
 def record_text(record: SloRecord) -> str:
-    """The one JSON text of a record: equal records have equal texts."""
+    """Return the canonical JSON text of a record: equal records have equal texts."""
     return json.dumps(record_to_plain(record), sort_keys=True, separators=(",", ":"))
 
 
 def record_from_text(text: str) -> SloRecord:
-    """Parse the text of `record_text`, or any JSON that `parse_record` accepts."""
+    """Parse the text of `record_text`, or any JSON that `parse_record` accepts. Raises ObjectivesError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ObjectivesError(f"the record is no JSON: {error}") from error
+        raise ObjectivesError(f"the record is not valid JSON: {error}") from error
     return parse_record(value)
 
 
 def digest(text: str) -> str:
-    """16 hex digits that name a record's text."""
+    """Return 16 hex digits that identify a record's text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -376,7 +379,7 @@ def _objectives(said: Mapping[str, Any], where: str) -> dict[str, Objective | No
 def _objective(value: Any, kind: str, where: str) -> Objective | None:
     if value is None:
         return None
-    if value is False:  # what YAML makes of off
+    if value is False:  # YAML reads `off` as false
         return Objective()
     text = _number_text(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
     if not isinstance(text, str):
@@ -405,7 +408,7 @@ def _objective(value: Any, kind: str, where: str) -> Objective | None:
 
 
 def _number_text(value: float) -> str:
-    """A bare number means seconds, as on the command line."""
+    """Return the text of a bare number, which means seconds, as on the command line."""
     return f"{value:.9f}" if 0 <= value < _LARGEST_NUMBER else str(value)
 
 
@@ -419,7 +422,7 @@ def _no_objective(value: Any, where: str) -> ObjectivesError:
 def _percentile(text: str | None, where: str) -> float:
     value = DEFAULT_PERCENTILE if text is None else float(text)
     if not 1 <= value < 100:
-        raise ObjectivesError(f"{where} speaks of p{text}: expected p1 to p99.99")
+        raise ObjectivesError(f"{where} has the percentile p{text}: expected p1 to p99.99")
     return value
 
 
@@ -432,8 +435,8 @@ def _rule(value: Any, where: str) -> HeaderRule:
 def _weight(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST_WEIGHT <= value <= _LARGEST_WEIGHT:
         raise ObjectivesError(
-            f"{where} is {_shown(value)}: expected a share from {_LEAST_WEIGHT:g} to {_LARGEST_WEIGHT:g}, beside 1 of "
-            "tenants of whom nothing is said"
+            f"{where} is {_shown(value)}: expected a number from {_LEAST_WEIGHT:g} to {_LARGEST_WEIGHT:g}; tenants "
+            "without a weight have 1"
         )
     return float(value)
 
@@ -451,13 +454,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _told_scope(scope: Scope | SloClass | TenantSlo) -> dict[str, Any]:
-    said = {"ttft": scope.ttft, "tbt": scope.tbt}
-    return {kind: objective_text(objective) for kind, objective in said.items() if objective is not None}
+def _scope_to_plain(scope: Scope | SloClass | TenantSlo) -> dict[str, Any]:
+    objectives = {"ttft": scope.ttft, "tbt": scope.tbt}
+    return {kind: objective_text(objective) for kind, objective in objectives.items() if objective is not None}
 
 
 def objective_text(objective: Objective) -> str:
-    """As `parse_record` takes it: "2s", "5x p95", "off"."""
+    """Return an objective as `parse_record` reads it: "2s", "5x p95", "off"."""
     if objective.is_off:
         text = "off"
     elif objective.times:

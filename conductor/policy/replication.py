@@ -1,8 +1,6 @@
-"""Hot-spot copies under way: bounded, never the same one twice. Who is worth copying is Algorithm 1's word.
+"""Bookkeeping of copies of hot prefixes: copies in flight, hit counts, and the costs and savings of replicas.
 
-How often prefixes are used: counts that fade, of a bounded number of prefixes.
-
-Copies of hot prefixes as an investment: what they cost, what they saved, which have gone cold. No placement here.
+`placement.copying` decides which prefixes are copied.
 """
 
 from collections import Counter, OrderedDict
@@ -26,22 +24,22 @@ class PrefixExtent:
     """A copied prefix in blocks."""
 
     num_blocks: int
-    had_blocks: int  # of these, what the target had before
+    had_blocks: int  # of these, blocks that the target had before
 
 
 class CopiesInFlight:
-    """In-flight copies, known by (target pool, key of the prefix's last block)."""
+    """Copies in flight, identified by target pool node and key of the prefix's last block; their number is bounded."""
 
     def __init__(self, max_copies: int, max_per_pool: int) -> None:
         self._max_copies = max_copies
         self._max_per_pool = max_per_pool
-        self._under_way: dict[tuple[str, int], tuple[str, PrefixExtent]] = {}  # with the source
+        self._under_way: dict[tuple[str, int], tuple[str, PrefixExtent]] = {}  # by (target, match_key), with the source
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def try_begin(self, source: str, target: str, match_key: int, extent: PrefixExtent) -> bool:
-        """Note a copy as begun; False when it runs already or would be one too many."""
+        """Record a copy as begun; return False if it is in flight already or would exceed a limit."""
         into_target = sum(pool == target for pool, _ in self._under_way)
         if (
             source == target
@@ -54,17 +52,17 @@ class CopiesInFlight:
         return True
 
     def end(self, target: str, match_key: int) -> PrefixExtent | None:
-        """Note its end. None when it is not known (any more)."""
+        """Record the end of a copy and return its extent; None if it is not in flight."""
         _, extent = self._under_way.pop((target, match_key), ("", None))
         return extent
 
     def drop_pool(self, pool: str) -> None:
-        """A pool node is lost, and with it the copies from and to it."""
+        """Remove the copies from and to a lost pool node."""
         kept = {key: value for key, value in self._under_way.items() if pool not in (value[0], key[0])}
         self._under_way = kept
 
     def num_sends(self) -> Counter[str]:
-        """Copies that each pool node sends."""
+        """Return the number of copies that each pool node is sending."""
         return Counter(source for source, _ in self._under_way.values())
 
 
@@ -72,14 +70,14 @@ _MAX_PREFIXES = 16384
 
 
 class HitCounts:
-    """Uses per prefix within about `horizon_s`: each counts 1 when it happens and fades by e every horizon."""
+    """Exponentially decaying hit counts of a bounded number of prefixes, with time constant `horizon_s`."""
 
     def __init__(self, horizon_s: float) -> None:
         self._horizon_ns = horizon_s * NS
         self._counts: OrderedDict[int, tuple[float, int]] = OrderedDict()  # (count, when), least recently used first
 
     def use(self, now_ns: int, key: int) -> float:
-        """Count one use; returns the uses within the horizon, this one included."""
+        """Count one use; return the decayed count, this use included."""
         count = self.of(now_ns, key) + 1.0
         self._counts[key] = count, now_ns
         self._counts.move_to_end(key)
@@ -88,35 +86,35 @@ class HitCounts:
         return count
 
     def of(self, now_ns: int, key: int) -> float:
-        """Uses within the horizon, as of now."""
+        """Return the decayed count as of `now_ns`."""
         count, at_ns = self._counts.get(key, (0.0, now_ns))
         return count * exp((at_ns - now_ns) / self._horizon_ns)
 
 
 _MEMORY = 0.95
-_AT_FIRST = 0.5  # how likely a copied prefix is taken to be used again, before anything was seen
-_AT_LEAST = 0.02  # never 0: then no copy would ever be made that could show the contrary
+_AT_FIRST = 0.5  # assumed probability that a replica is used, before any was observed
+_AT_LEAST = 0.02  # lower bound of the estimate; at 0 no copy would be made that could raise it again
 
 
 @dataclass(slots=True)
 class Replica:
-    """A prefix that a Copy brought to a pool node."""
+    """Prefix that a Copy brought to a pool node."""
 
     source: str
     target: str
     match_key: int
     extent: PrefixExtent
-    used_ns: int  # last, or when it came
+    used_ns: int  # time of its last use, or of the copy
     num_uses: int = 0
 
 
 class Replication:
-    """Every replica that is still counted as one, and the account of all."""
+    """Current replicas, and the costs and savings of all replicas so far."""
 
     def __init__(self, idle_s: float) -> None:
-        self.saved_s = 0.0  # predicted TTFT without replicas less predicted TTFT with them, over all placed requests
+        self.saved_s = 0.0  # predicted TTFT without replicas minus predicted TTFT with them, over all placed requests
         self.spent_s = 0.0  # measured seconds of copying
-        self.used_again = _AT_FIRST  # share of replicas that were used at all, as lately seen
+        self.used_again = _AT_FIRST  # running share of replicas that were used at all
         self._idle_ns = round(idle_s * NS)
         self._replicas: dict[tuple[str, int], Replica] = {}  # by (target, match_key)
 
@@ -124,34 +122,34 @@ class Replication:
         return len(self._replicas)
 
     def of(self, pool: str, match_key: int) -> Replica | None:
-        """The replica at `pool`, if it is one."""
+        """Return the replica at `pool`, or None."""
         return self._replicas.get((pool, match_key))
 
     def made(self, now_ns: int, event: CopyFinished, extent: PrefixExtent) -> None:
-        """A copy is done and has brought something."""
+        """Record a finished copy as a replica."""
         self.spent_s += event.seconds
         replica = Replica(event.source, event.target, event.match_key, extent, now_ns)
         self._replicas.setdefault((event.target, event.match_key), replica)
 
     def failed(self, event: CopyFinished) -> None:
-        """A copy brought nothing, and took its time."""
+        """Record the cost of a copy that failed."""
         self.spent_s += event.seconds
 
     def use(self, now_ns: int, replica: Replica, saved_s: float) -> None:
-        """A request was placed where the replica is, and is predicted to be so much sooner for it."""
+        """Record that a placed request uses the replica, which reduces its predicted TTFT by `saved_s`."""
         replica.used_ns = now_ns
         replica.num_uses += 1
         self.saved_s += saved_s
 
     def take_cold(self, now_ns: int) -> list[Replica]:
-        """Those that have not been used for long are no replicas any more; the oldest first."""
+        """Remove and return the replicas that were not used for `idle_s`, in the order of their creation."""
         cold = [replica for replica in self._replicas.values() if replica.used_ns + self._idle_ns <= now_ns]
         for replica in cold:
             self._end(replica)
         return cold
 
     def drop_pool(self, pool: str) -> None:
-        """A pool node is lost, and with it the replicas there. What came from it is no second copy any more."""
+        """Remove the replicas on a lost pool node, and those copied from it, which are no longer second copies."""
         for replica in [r for r in self._replicas.values() if pool in (r.source, r.target)]:
             self._end(replica)
 

@@ -1,6 +1,4 @@
-"""Which node should change its role, and how many each role should have, by what the cluster knows: demand, nodes,
-costs, objectives. Rules: `roles`, `sizing`.
-"""
+"""Role switching and pool sizing applied to the cluster's state; the rules are in `roles`."""
 
 from typing import Final
 
@@ -22,30 +20,32 @@ _BACKLOG_S: Final = 60.0
 
 
 def arrived(now_ns: int, state: ClusterState, request: RequestArrived, prefill_s: float) -> None:
-    """A request came for the first time; `prefill_s`: what its prefill takes where it would go. One that was rejected
-    lately is no further demand when it comes back."""
+    """Count a first attempt as demand, unless it is the retry of a request that was rejected recently.
+
+    `prefill_s` is the predicted duration of its prefill on the node that it would go to.
+    """
     demand = _switching(state, request.model).demand
     if not demand.comes_back(now_ns, request.prompt_key):
         demand.arrived(now_ns, prefill_s, request.prompt_tokens)
 
 
 def turned_away(now_ns: int, state: ClusterState, request: RequestArrived) -> None:
-    """That request was rejected."""
+    """Record that the request was rejected."""
     _switching(state, request.model).demand.turned_away(now_ns, request.prompt_key)
 
 
 def arrived_elsewhere(now_ns: int, state: ClusterState, model: str, prefill_s: float, prompt_tokens: int) -> None:
-    """A worker has a prompt to compute that another conductor placed."""
+    """Count the demand of a request that another conductor placed and a worker reports."""
     _switching(state, model).demand.arrived(now_ns, prefill_s, prompt_tokens)
 
 
 def answered(now_ns: int, state: ClusterState, model: str, tokens: int) -> None:
-    """A request ended after so many tokens."""
+    """Count the answer of a request that has ended."""
     _switching(state, model).demand.answered(now_ns, tokens)
 
 
 def plan_roles(now_ns: int, state: ClusterState) -> list[SwitchRole]:
-    """The changes that are due now, at most one of each model."""
+    """Return the role switches that are due now, at most one per model."""
     due: list[SwitchRole] = []
     if state.config.role_switching == "off":
         return due
@@ -55,7 +55,7 @@ def plan_roles(now_ns: int, state: ClusterState) -> list[SwitchRole]:
             continue
         prefill = np.flatnonzero(~model.prefill.is_aggregated)
         if not len(prefill) or not len(model.decode) or not switching.demand.answers:
-            continue  # how much the decode nodes have to do is not known before an answer has ended
+            continue  # the demand for decode is unknown until an answer has ended
         switch = switching.look(now_ns, _split(now_ns, state, name, model, switching.demand, len(prefill)))
         if switch is not None:
             nodes = model.prefill if switch.to == "decode" else model.decode
@@ -66,11 +66,11 @@ def plan_roles(now_ns: int, state: ClusterState) -> list[SwitchRole]:
 
 
 def plan_sizes(now_ns: int, state: ClusterState) -> None:
-    """Bring `state.sizing` up to date: of each model, how many nodes every role should have."""
+    """Update `state.sizing`: the number of nodes that each role of each model should have."""
     config = state.config
     for name in sorted(state.costs):
         model = state.nodes.model(name)
-        if model is None:  # nobody serves it now: what was wanted still is
+        if model is None:  # no node serves it now: keep the last result
             continue
         sizing = state.sizing.get(name)
         if sizing is None:
@@ -80,7 +80,7 @@ def plan_sizes(now_ns: int, state: ClusterState) -> None:
 
 
 def _role_loads(now_ns: int, state: ClusterState, name: str, model: ModelNodes) -> dict[str, RoleLoad]:
-    """By role. Where some nodes do both and others one phase, the former help out and are not counted."""
+    """Return the load of each role. Aggregated nodes are counted only if there are no prefill and no decode nodes."""
     switching = state.switching.get(name)
     demand = switching.demand if switching is not None and switching.demand.answers else None
     both = int(np.count_nonzero(model.prefill.is_aggregated))
@@ -97,7 +97,7 @@ def _role_loads(now_ns: int, state: ClusterState, name: str, model: ModelNodes) 
 
 
 def _backlog(now_ns: int, state: ClusterState, model: ModelNodes) -> float:
-    """Nodes that would compute within a minute what already waits for prefill."""
+    """Return the number of nodes that would work off the prefill queue within a minute."""
     waiting_s = float(state.tally(now_ns)["queued_ns"][model.prefill.slots].sum()) / NS
     return waiting_s / _BACKLOG_S
 
@@ -117,7 +117,10 @@ def _split(now_ns: int, state: ClusterState, name: str, model: ModelNodes, deman
 
 
 def _decode_load(now_ns: int, state: ClusterState, name: str, nodes: Candidates, demand: Demand) -> float:
-    """How many of those nodes, each as the least of them, the demand for decode keeps busy within the objective."""
+    """Return the number of `nodes` that the demand for decode keeps busy within the TBT objective.
+
+    Each is assumed to have the smallest batch limit and capacity among them.
+    """
     costs, context = state.costs_of(name), max(1.0, demand.mean_context)
     wanted = state.slo.resolve(name, "", "").tbt
     tbt_s = wanted.bound_s(costs.step_cost_s(1, context, 1))
@@ -126,7 +129,7 @@ def _decode_load(now_ns: int, state: ClusterState, name: str, nodes: Candidates,
 
 
 def _room(costs: ModelCosts, context: float, tbt_s: float, max_batch: int, capacity_tokens: int) -> int:
-    """Requests that a decode node holds at once: by its batch, its pages, and the objective (0 = none)."""
+    """Return the number of concurrent requests of a decode node, by its batch limit, pages and objective (0: none)."""
     most = max(1, min(max_batch, int(capacity_tokens / context), _MOST_ROOM))
     if not tbt_s:
         return most

@@ -1,10 +1,10 @@
-"""Role switching and pool sizing: each role's demand against its nodes, with hysteresis. Pure.
+"""Rules of role switching and pool sizing: they compare each role's demand with its nodes, with hysteresis.
 
-Demand is the arriving work, the rejected work included, in node-seconds per second. The split matters: of 16 nodes that
-could serve 99 % of Mooncake's requests with 8 for prefill, 5 for prefill served 78 % (FAST'25).
+Demand is the arriving work, including rejected requests, in node-seconds per second. The split between prefill and
+decode nodes matters: of 16 nodes, 8 for prefill could serve 99 % of Mooncake's requests, but 5 only 78 % (FAST'25).
 
 The number of nodes that a model's demand needs is a hint for autoscalers. It rises soon after nodes are needed and
-falls only long after they were last useful: a missing node costs requests, a surplus one only its time.
+falls only long after they were last used, since a missing node costs requests and a surplus one only its time.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ __all__ = [
     "node_counts",
 ]
 
-_MEMORY_S: Final = 60.0  # over which demand is measured, about
+_MEMORY_S: Final = 60.0  # time constant of the measurement of demand
 _MOST_AWAY: Final = 10_000
-_PRESSURE: Final = 0.7  # a share of its time below which no role needs help
-_GAIN: Final = 0.85  # a change must bring the busier role to this share of what it was
+_PRESSURE: Final = 0.7  # utilisation below which no role needs another node
+_GAIN: Final = 0.85  # a change must reduce the utilisation of the busier role to this share of what it was
 
 
 @dataclass(slots=True)
@@ -39,21 +39,21 @@ class Demand:
     prefill_s: float = 0.0  # predicted seconds of prefill
     requests: float = 0.0
     prompt_tokens: float = 0.0
-    answers: float = 0.0  # requests that told how long their answer was
+    answers: float = 0.0  # requests that have ended, so that the length of their answer is known
     answer_tokens: float = 0.0
     at_ns: int = 0
     began_ns: int | None = None
-    _away: dict[int, int] = field(default_factory=dict)  # prompts that were rejected, and when; oldest first
+    _away: dict[int, int] = field(default_factory=dict)  # prompt keys of rejected requests, and when; oldest first
 
     def arrived(self, now_ns: int, prefill_s: float, prompt_tokens: int) -> None:
-        """A request wants a place, whatever becomes of it."""
+        """Count an arriving request, whether it is admitted or not."""
         self._fade(now_ns)
         self.prefill_s += prefill_s
         self.requests += 1
         self.prompt_tokens += prompt_tokens
 
     def turned_away(self, now_ns: int, prompt_key: int) -> None:
-        """A request that has arrived is rejected; its client may come back with it."""
+        """Remember a rejected request, so that its retry is not counted as further demand."""
         if prompt_key:
             self._away.pop(prompt_key, None)
             self._away[prompt_key] = now_ns
@@ -66,25 +66,25 @@ class Demand:
         return at_ns is not None and now_ns - at_ns < _MEMORY_S * NS
 
     def answered(self, now_ns: int, tokens: int) -> None:
-        """A request ended after so many tokens."""
+        """Count the answer of a request that has ended."""
         self._fade(now_ns)
         self.answers += 1
         self.answer_tokens += tokens
 
     def prefill_load(self, now_ns: int) -> float:
-        """Nodes that prefill keeps busy."""
+        """Return the number of nodes that the prefills keep busy."""
         self._fade(now_ns)
         return self.prefill_s / self._span_s(now_ns)
 
     def decode_load(self, now_ns: int, step_s: float, room: float) -> float:
-        """Nodes that decode keeps busy, each with `room` requests at once and `step_s` between their tokens."""
+        """Return the number of nodes that decoding keeps busy, if each runs `room` requests with steps of `step_s`."""
         self._fade(now_ns)
         tokens = self.answer_tokens / self.answers if self.answers else 0.0
         return self.requests / self._span_s(now_ns) * tokens * step_s / max(room, 1.0)
 
     @property
     def mean_context(self) -> float:
-        """Tokens of KV that a request has halfway through its answer."""
+        """Mean number of KV tokens of a request halfway through its answer."""
         answer = self.answer_tokens / self.answers if self.answers else 0.0
         return self.prompt_tokens / self.requests + answer / 2 if self.requests else 0.0
 
@@ -107,7 +107,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Nodes of a model by role, and how many of each its demand would keep busy."""
+    """Number of nodes of a model by role, and number of nodes that its demand would keep busy."""
 
     prefill_nodes: int
     decode_nodes: int
@@ -116,11 +116,11 @@ class Split:
 
     @property
     def busiest(self) -> float:
-        """Share of its time that the busier role has work; above 1 it cannot keep up, and requests miss objectives."""
+        """Utilisation of the busier role; above 1 it cannot keep up, and requests miss their objectives."""
         return max(self.prefill_load / self.prefill_nodes, self.decode_load / self.decode_nodes)
 
     def moved(self, to: str) -> "Split | None":
-        """One node changes to role `to`; None where the other role would have none left."""
+        """Return the split after one node has changed to role `to`; None if the other role would have no node left."""
         change = 1 if to == "prefill" else -1
         prefill_nodes, decode_nodes = self.prefill_nodes + change, self.decode_nodes - change
         if min(prefill_nodes, decode_nodes) < 1:
@@ -129,7 +129,7 @@ class Split:
 
 
 def better_split(now: Split) -> Literal["prefill", "decode"] | None:
-    """The role that one more node should have; None while the split is good, or cannot be bettered much."""
+    """Return the role that should have one more node; None if the split is good or a change would gain too little."""
     if now.busiest < _PRESSURE:
         return None
     to: Literal["prefill", "decode"] = (
@@ -141,7 +141,7 @@ def better_split(now: Split) -> Literal["prefill", "decode"] | None:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A requested change: one more node of role `to` for the model."""
+    """Change that is due: one more node of role `to` for the model."""
 
     to: Literal["prefill", "decode"]
     reason: str
@@ -149,7 +149,7 @@ class Switch:
 
 @dataclass
 class Switching:
-    """One model's wish over time: it must last, and rests after it was granted."""
+    """Hysteresis of one model's role switches: a change must be due for `hold_ns`, and `rest_ns` after the last one."""
 
     hold_ns: int
     rest_ns: int
@@ -159,7 +159,7 @@ class Switching:
     _resting_until_ns: int | None = None
 
     def look(self, now_ns: int, split: Split) -> Switch | None:
-        """Once in a while: a change that has been better all the time for `hold_ns`, `rest_ns` after the last one."""
+        """Return the change that is due now, if any; call this regularly."""
         to = better_split(split)
         if to != self._wanted:
             self._wanted, self._since_ns = to, now_ns
@@ -171,22 +171,22 @@ class Switching:
         self._wanted = None
         moved = split.moved(to)
         assert moved is not None  # better_split has seen it
-        return Switch(to, f"{_told(split)}; with one more for {to}: {_told(moved)}")
+        return Switch(to, f"{_split_text(split)}; with one more for {to}: {_split_text(moved)}")
 
 
-def _told(split: Split) -> str:
+def _split_text(split: Split) -> str:
     prefill, decode = split.prefill_load / split.prefill_nodes, split.decode_load / split.decode_nodes
     return f"{split.prefill_nodes} prefill nodes {prefill:.0%} busy, {split.decode_nodes} decode nodes {decode:.0%}"
 
 
-_GROW_AT: Final = 0.7  # share of its time that a node may have work before another is wanted beside it
-_SHRINK_TO: Final = 0.55  # those that stay, when one goes, have work for no more of theirs
-_MOST: Final = 4096  # nodes: no prediction is worth more
+_GROW_AT: Final = 0.7  # utilisation above which another node is needed
+_SHRINK_TO: Final = 0.55  # highest utilisation of the remaining nodes after one is removed
+_MOST: Final = 4096  # nodes
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """Nodes of a role that are there, and how many of them its demand keeps busy; None: that is not known yet."""
+    """Number of nodes of a role, and number of nodes that its demand keeps busy (None: not known yet)."""
 
     nodes: int
     busy: float | None
@@ -194,19 +194,21 @@ class RoleLoad:
 
 @dataclass
 class Sizing:
-    """One role's wish over time. Nothing of it depends on how many nodes there are once demand is known: who follows
-    the wish late, or not at all, does not change it.
+    """Number of nodes that one role should have, with hysteresis.
+
+    Once demand is known the result does not depend on the present number of nodes, so an autoscaler that follows it
+    late or not at all does not change it.
     """
 
     grow_ns: int
     shrink_ns: int
-    wanted: int | None = None  # None until there was a node or a demand
-    _since_ns: int = 0  # from when on more, or fewer, were needed without a break
-    _bound: int = 0  # the least that was needed since, or the most
+    wanted: int | None = None  # None before the first node or demand
+    _since_ns: int = 0  # since when more, or fewer, nodes have been needed without interruption
+    _bound: int = 0  # minimum number needed since then (of more), or maximum (of fewer); 0: no change is pending
 
     def look(self, now_ns: int, load: RoleLoad) -> int | None:
-        """Once in a while: the nodes wanted now, at least 1; None where nothing is known."""
-        if load.busy is None:  # then as many as there are
+        """Return the number of nodes that the role should have now, at least 1; None if nothing is known yet."""
+        if load.busy is None:  # demand is unknown: keep the present number
             self.wanted = load.nodes or self.wanted
             self._bound = 0
             return self.wanted
@@ -222,7 +224,10 @@ class Sizing:
         return self.wanted
 
     def _hold(self, now_ns: int, bound: int, need: int, hold_ns: int) -> None:
-        """`bound`: what all looks since the change began agree on, 0 where it begins with `need`, now."""
+        """Continue a pending change to `bound` nodes, or begin one to `need` if `bound` is 0; apply it after `hold_ns`.
+
+        Call with the bound that all calls since the change began agree on.
+        """
         if not bound:
             self._since_ns, bound = now_ns, need
         self._bound = bound
@@ -231,7 +236,10 @@ class Sizing:
 
 
 def node_counts(busy: float) -> tuple[int, int]:
-    """(needed, enough to let others go) for a demand that keeps `busy` nodes at work; the second is never smaller."""
+    """Return (nodes needed, nodes that suffice to remove the others) for a demand that keeps `busy` nodes busy.
+
+    The second number is never smaller than the first.
+    """
     return _nodes(busy / _GROW_AT), _nodes(busy / _SHRINK_TO)
 
 
@@ -241,14 +249,14 @@ def _nodes(count: float) -> int:
 
 @dataclass
 class ModelSizing:
-    """One model's wishes, role by role."""
+    """Number of nodes that each role of one model should have."""
 
     grow_ns: int
     shrink_ns: int
     roles: dict[str, Sizing] = field(default_factory=dict)
 
     def look(self, now_ns: int, loads: Mapping[str, RoleLoad]) -> None:
-        """As Sizing.look, of each role; a role that is not named is no longer wanted by anybody."""
+        """Update the sizing of each role in `loads`; roles that are not in it are dropped."""
         self.roles = {role: self.roles.get(role) or Sizing(self.grow_ns, self.shrink_ns) for role in loads}
         for role, load in loads.items():
             self.roles[role].look(now_ns, load)

@@ -68,9 +68,9 @@ async def test_a_trial_and_a_change_of_nothing_make_no_version(start: Start) -> 
     ("fields", "said"),
     [
         ({"content": '{"cluster": {"ttft": "-1s"}}'}, "cluster.ttft is '-1s'"),
-        ({"content": "{"}, "no JSON"),
+        ({"content": "{"}, "not valid JSON"),
         ({"content": "[1]"}, "the record is [1]"),
-        ({"content": "[" * 200_000}, "no JSON"),
+        ({"content": "[" * 200_000}, "not valid JSON"),
         ({"content": '{"cluster": {"ttft": 1' + 400 * "0" + "}}"}, "cluster.ttft is 1000"),
         ({"content": "{}", "author": ""}, "author"),
         ({"content": "{}", "reason": " "}, "reason"),
