@@ -1,12 +1,7 @@
-"""How much came and went in the last quarter of an hour, in slices of time, by model. Pure counting; bounded.
+"""Request history and statistics: recent requests, traffic of the last 15 minutes, attainment of objectives, and
+prediction errors.
 
-The recent past: the last requests that were judged, what was predicted of each, and what became of it. Bounded.
-
-People look at it, and `preview` asks the rule of admission again; no decision goes by it.
-
-How often requests met their objectives, by model and class, and by tenant. Pure counting; no decision goes by it.
-
-How far predictions were off, as histograms per model, node and what was predicted. Counting only.
+Operators and `admission.evaluation.preview` read it; placement and admission do not use it. All of it is bounded.
 """
 
 from bisect import bisect_left
@@ -46,28 +41,28 @@ __all__ = [
 
 SLICE_NS: Final = 10 * NS
 _SLICES: Final = 90
-_GROWTH: Final = 1.1  # of a bucket over the one below: quantiles are that exact
+_GROWTH: Final = 1.1  # ratio of adjacent bucket bounds, which limits the error of quantiles
 _LEAST_S: Final = 1e-6
 
 
 @dataclass(slots=True)
 class TrafficCounts:
-    """One model's requests in one slice of time. Times by bucket; `attained` by (class, objective, result)."""
+    """Counts of one model's requests in one time slice."""
 
     arrived: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
     ended: Counter[str] = field(default_factory=Counter)  # by outcome
-    prompt_tokens: int = 0  # of the finished
+    prompt_tokens: int = 0  # of finished requests, as is `cached_tokens`
     cached_tokens: int = 0
     generated: int = 0
-    ttft: Counter[int] = field(default_factory=Counter)
+    ttft: Counter[int] = field(default_factory=Counter)  # by bucket (`bucket_of`), as is `tbt`
     tbt: Counter[int] = field(default_factory=Counter)
-    attained: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    attained: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by (class, objective, result)
 
 
 @dataclass(slots=True)
 class TimeSlice:
-    """From `start_ns` on for SLICE_NS."""
+    """Counts by model of the SLICE_NS that begin at `start_ns`."""
 
     start_ns: int
     flows: dict[str, TrafficCounts] = field(default_factory=dict)
@@ -79,23 +74,23 @@ class TimeSlice:
 
 
 class TrafficStatistics:
-    """Slices, oldest first; one in which nothing happened is not there."""
+    """Counts of recent requests by time slice and model; slices without requests are omitted."""
 
     def __init__(self) -> None:
         self._slices: deque[TimeSlice] = deque(maxlen=_SLICES)
         self._now_ns = 0
 
     def pass_time(self, now_ns: int) -> None:
-        """It is `now_ns`."""
+        """Advance to `now_ns`."""
         self._now_ns = now_ns
 
     def slices(self) -> Iterator[TimeSlice]:
-        """Those that are no older than there are slices."""
+        """Return the slices of the last 15 minutes, oldest first."""
         oldest_ns = self._now_ns - _SLICES * SLICE_NS
         return (one for one in self._slices if one.start_ns > oldest_ns)
 
     def of(self, model: str) -> TrafficCounts:
-        """The model's counts of now."""
+        """Return the model's counts in the current slice."""
         start_ns = self._now_ns - self._now_ns % SLICE_NS
         if not self._slices or self._slices[-1].start_ns != start_ns:
             self._slices.append(TimeSlice(start_ns))
@@ -106,7 +101,7 @@ class TrafficStatistics:
         return flow
 
     def attained(self, model: str, slo_class: str, results: Mapping[str, str]) -> None:
-        """A request that had objectives is over: what became of each, by `ttft`, `tbt` and `all`."""
+        """Count the result of each objective ("ttft", "tbt", "all") of a request that has ended."""
         counts = self.of(model).attained
         for objective, result in results.items():
             counts[slo_class, objective, result] += 1
@@ -114,7 +109,7 @@ class TrafficStatistics:
     def finished(
         self, model: str, outcome: str, ttft_s: float, tbt_s: float, *, prompt: int, cached: int, generated: int
     ) -> None:
-        """A frontend's last word on a request; `prompt`, `cached` and `generated` are tokens."""
+        """Count a completed request; `prompt`, `cached` and `generated` are numbers of tokens."""
         flow = self.of(model)
         flow.ended[outcome] += 1
         flow.generated += generated
@@ -127,17 +122,17 @@ class TrafficStatistics:
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket that a time falls into."""
+    """Return the bucket of a time."""
     return ceil(log(max(seconds, _LEAST_S)) / log(_GROWTH))
 
 
 def middle_s(bucket: int) -> float:
-    """A time that stands for a bucket's."""
+    """Return the geometric middle of a bucket, in seconds."""
     return float(_GROWTH ** (bucket - 0.5))
 
 
 def traffic_to_plain(flow: TrafficCounts) -> dict[str, Any]:
-    """As plain data."""
+    """Return the counts as a JSON object, with times as [seconds, count] pairs."""
     return {
         "arrived": flow.arrived,
         "rejected": dict(flow.rejected),
@@ -157,14 +152,14 @@ def _short(seconds: float) -> float:
 
 MAX_REMEMBERED: Final = 4096
 _MAX_MARKS: Final = 24  # of one request: a few attempts' phases
-_MAX_NAME: Final = 200  # of what clients call things; more of it is not kept
+_MAX_NAME: Final = 200  # characters kept of names that clients choose
 
 RequestOutcome = Literal["open", "finished", "failed", "cancelled", "rejected"]
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseMark:
-    """A request reached a phase on a node, as this conductor heard."""
+    """Phase that a request reached on a node, with the time of the report."""
 
     phase: str
     node_id: str
@@ -173,28 +168,28 @@ class PhaseMark:
 
 @dataclass(slots=True)
 class JudgedRequest:
-    """One request, as judged when it came. Measured times are 0 where there are none."""
+    """One request: its admission when it arrived, its placement, and its outcome. Unmeasured times are 0."""
 
     request_id: str
     at_ns: int
     model: str
     tenant: str
-    slo_class: str  # as it asked for; "" for none
-    header_ttft_s: float  # its own objectives; 0: none
+    slo_class: str  # as requested; "": none
+    header_ttft_s: float  # objectives of its headers; 0: none
     header_tbt_s: float
     prompt_tokens: int
     objectives: EffectiveObjectives
     forecast: Forecast
-    predicted_tbt_s: float  # also where that was not judged at its arrival
-    idle_ttft_s: float  # predicted for an idle cluster: objectives may be multiples of it
+    predicted_tbt_s: float  # also set if the TBT was not judged on arrival
+    idle_ttft_s: float  # predicted for an idle cluster, for objectives that are multiples of it
     idle_tbt_s: float
-    rejection: Reason | Literal[""] = ""  # why it was turned away, when it came or after its prefill
-    lost_to: Reason | Literal[""] = ""  # why no further attempt had a place, after its first one was lost
-    unwanted: Reason | Literal[""] = ""  # why it would have been, had that been enforced
-    prefill: str = ""  # where it was placed last
+    rejection: Reason | Literal[""] = ""  # why it was rejected, on arrival or after its prefill
+    lost_to: Reason | Literal[""] = ""  # why a later attempt was rejected, after an earlier one was lost
+    unwanted: Reason | Literal[""] = ""  # why enforced admission would have rejected it
+    prefill: str = ""  # node id of its latest placement
     decode: str = ""
-    reused_tokens: int = 0  # of its prompt, as planned
-    late: Forecast | None = None  # judged once more after its prefill
+    reused_tokens: int = 0  # prompt tokens to be reused, as planned
+    late: Forecast | None = None  # inputs of the second judgement, after its prefill
     outcome: RequestOutcome = "open"
     ended_ns: int = 0
     attempts: int = 1
@@ -203,27 +198,27 @@ class JudgedRequest:
     generated: int = 0
     cached_tokens: int = 0
     marks: list[PhaseMark] = field(default_factory=list)
-    match_key: int = 0  # of the prefix that it shared with the pool; 0: none
+    match_key: int = 0  # key of its longest prefix in the pool; 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """A prefix that several of the remembered requests began with."""
+    """Prefix that several of the remembered requests share."""
 
     key: int
     uses: int
-    blocks: int  # its length
+    blocks: int
 
 
 class RequestHistory:
-    """Requests by id, oldest first; one whose id comes again is forgotten."""
+    """The last `MAX_REMEMBERED` requests by id, oldest first; a new request replaces an older one of the same id."""
 
     def __init__(self) -> None:
         self.traffic = TrafficStatistics()
         self.num_forgotten = 0
         self._requests: dict[str, JudgedRequest] = {}
         self._uses: Counter[int] = Counter()  # by match_key, of the remembered requests
-        self._prefixes: dict[int, int] = {}  # of the same keys: blocks
+        self._prefixes: dict[int, int] = {}  # length in blocks, by match_key
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -232,15 +227,15 @@ class RequestHistory:
         return iter(self._requests.values())
 
     def find(self, request_id: str) -> JudgedRequest | None:
-        """The request, if it is still remembered."""
+        """Return the request, or None if it is not remembered."""
         return self._requests.get(request_id)
 
     def newest(self, count: int) -> list[JudgedRequest]:
-        """The last ones to come, newest first."""
+        """Return the latest `count` requests, newest first."""
         return list(islice(reversed(self._requests.values()), count))
 
     def judged(self, request: JudgedRequest, *, shared_blocks: int) -> None:
-        """A first attempt was planned, and admitted or not; `shared_blocks`: of the prefix that `match_key` names."""
+        """Record the admission or rejection of a first attempt; `shared_blocks` is the length of its matching prefix."""
         self._forget(self._requests.pop(request.request_id, None))
         if key := request.match_key:
             self._uses[key] += 1
@@ -252,19 +247,19 @@ class RequestHistory:
             self.num_forgotten += 1
 
     def placed(self, request_id: str, attempt: int, prefill: str, decode: str, reused_tokens: int) -> None:
-        """An attempt has its nodes."""
+        """Record the placement of an attempt."""
         if (known := self._requests.get(request_id)) is not None:
             known.prefill, known.decode, known.reused_tokens = prefill, decode, reused_tokens
             known.attempts = max(known.attempts, attempt + 1)
 
     def reached(self, now_ns: int, request_id: str, phase: str, node_id: str) -> None:
-        """A worker told of a phase."""
+        """Record a phase that a worker reported."""
         known = self._requests.get(request_id)
         if known is not None and len(known.marks) < _MAX_MARKS:
             known.marks.append(PhaseMark(phase, node_id, now_ns))
 
     def judged_late(self, request_id: str, forecast: Forecast) -> None:
-        """After its prefill, by the decode load of that moment."""
+        """Record the inputs of the judgement after the prefill."""
         if (known := self._requests.get(request_id)) is not None:
             known.late = forecast
 
@@ -279,7 +274,7 @@ class RequestHistory:
             known.lost_to, known.outcome, known.ended_ns = reason, "rejected", now_ns
 
     def completed(self, now_ns: int, event: RequestCompleted) -> None:
-        """The frontend's last word, or on one attempt of several."""
+        """Record a completion; one that only ends an attempt before a retry is ignored."""
         known = self._requests.get(event.request_id)
         if known is None or known.rejection or event.outcome == "retry":
             return
@@ -288,7 +283,7 @@ class RequestHistory:
         known.ttft_s, known.tbt_s = event.ttft_s, event.mean_tbt_s
 
     def hottest(self, count: int) -> list[HotPrefix]:
-        """The prefixes that most of the remembered requests began with."""
+        """Return the `count` prefixes that most of the remembered requests share."""
         return [HotPrefix(key, uses, self._prefixes[key]) for key, uses in self._uses.most_common(count)]
 
     def _forget(self, gone: JudgedRequest | None) -> None:
@@ -300,18 +295,24 @@ class RequestHistory:
 
 
 Result = Literal["met", "missed", "rejected", "failed"]
-_MAX_TENANTS = 32  # told apart beside those of the record; clients may be any number
+_MAX_TENANTS = 32  # tenants with labels of their own, besides those named in the record of objectives
 _OTHERS = "other"
 
 
 class Attainment:
-    """Requests that had an objective, by what became of it. `all`: of all that a request had, at once."""
+    """Counts of requests with objectives by result, per model and class and per tenant.
+
+    The objective "all" is met by a request that meets every objective that it has.
+    """
 
     def __init__(
         self, is_named: Callable[[str], bool], tell: Callable[[str, str, Mapping[str, Result]], None] | None = None
     ) -> None:
-        """`is_named(tenant)`: the record names it, so that its numbers are wanted however many tenants there are.
-        `tell(model, class, results)` hears of each request, too."""
+        """Start with empty counts.
+
+        Tenants for which `is_named` returns True always have a label of their own. `tell(model, class, results)` is
+        called for each request.
+        """
         self._is_named = is_named
         self._tell = tell
         self._tenants: set[str] = set()
@@ -321,7 +322,7 @@ class Attainment:
     def finished(
         self, model: str, tenant: str, objectives: EffectiveObjectives, ttft_s: float, mean_tbt_s: float
     ) -> None:
-        """A request ended well; a mean of 0 is that of an answer of one token, which has no time between tokens."""
+        """Count a finished request; `mean_tbt_s` is 0 for an answer of one token."""
         results: dict[str, Result] = {}
         if objectives.ttft_s and ttft_s > 0:
             results["ttft"] = "met" if ttft_s <= objectives.ttft_s else "missed"
@@ -331,18 +332,18 @@ class Attainment:
             self._count(model, tenant, objectives.slo_class, results, _all(results.values()))
 
     def lost(self, model: str, tenant: str, objectives: EffectiveObjectives, how: Result) -> None:
-        """A request was rejected or failed, and met nothing."""
+        """Count a request that was rejected or failed, for each of its objectives."""
         results = {kind: how for kind, bound_s in (("ttft", objectives.ttft_s), ("tbt", objectives.tbt_s)) if bound_s}
         if results:
             self._count(model, tenant, objectives.slo_class, results, how)
 
     def by_class(self) -> Iterator[tuple[dict[str, str], int]]:
-        """Labels and requests."""
+        """Yield (metric labels, number of requests) by model and class."""
         for (model, slo_class, objective, result), count in sorted(self._by_class.items()):
             yield {"model_name": model, "slo_class": slo_class, "objective": objective, "result": result}, count
 
     def by_tenant(self) -> Iterator[tuple[dict[str, str], int]]:
-        """Labels and requests; tenants beyond the first few that the record does not name are one, `other`."""
+        """Yield (metric labels, number of requests) by tenant; tenants beyond the bound share the label `other`."""
         for (tenant, objective, result), count in sorted(self._by_tenant.items()):
             yield {"tenant": tenant, "objective": objective, "result": result}, count
 
@@ -370,14 +371,18 @@ def _all(results: Iterable[Result]) -> Result:
 
 Predicted = Literal["prefill", "step", "ttft", "tbt"]
 
-# Of (predicted - measured) / measured: -0.5 was predicted half as long as it took, 1 twice as long.
+# Bucket bounds of (predicted - measured) / measured: -0.5 is a prediction of half the measured time, 1 of twice it.
 ERROR_BOUNDS: Final = (-0.75, -0.5, -0.25, -0.1, -0.05, 0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 3.0)
-_MAX_NODES: Final = 32  # of a model, by name; those beyond share one
+_MAX_NODES: Final = 32  # nodes per model with histograms of their own; further ones share one
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorHistogram:
-    """`counts[i]`: errors of at most ERROR_BOUNDS[i] and above the bound before; the last one: above all bounds."""
+    """Histogram of the errors of one kind of prediction on one node.
+
+    `counts[i]` is the number of errors in (ERROR_BOUNDS[i - 1], ERROR_BOUNDS[i]]; the last one counts those above all
+    bounds.
+    """
 
     what: Predicted
     model: str
@@ -386,16 +391,17 @@ class ErrorHistogram:
 
 
 class PredictionErrors:
-    """Prediction errors of the present nodes, a bounded number per model in the order of their names."""
+    """Histograms of prediction errors of the joined nodes, for a bounded number of nodes per model."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, Predicted], list[int]] = {}
         self._nodes: dict[str, set[str]] = {}
 
     def add(self, what: Predicted, model: str, node_id: str, predicted_s: float, measured_s: float) -> None:
-        """One prediction and what came of it; both above 0 (an error relative to nothing is none).
+        """Add a prediction and its measurement; ignored unless both are above 0.
 
-        `node_id` "": of a node that has left."""
+        `node_id` is "" for a node that has left.
+        """
         if not (measured_s > 0 and predicted_s > 0):
             return
         nodes = self._nodes.setdefault(model, set())
@@ -411,7 +417,7 @@ class PredictionErrors:
         counts[bisect_left(ERROR_BOUNDS, (predicted_s - measured_s) / measured_s)] += 1
 
     def forget(self, model: str, node_id: str) -> None:
-        """The node has left."""
+        """Remove the histograms of a node that has left."""
         self._nodes.get(model, set()).discard(node_id)
         for key in [key for key in self._counts if key[:2] == (model, node_id)]:
             del self._counts[key]

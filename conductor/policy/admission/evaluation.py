@@ -1,12 +1,12 @@
-"""Counterfactual evaluation of admission: were requests rejected, and admitted, for good reason? No decision uses it.
+"""Counterfactual evaluation of admission: whether rejections and admissions were right. No decision uses it.
 
-An admitted request is measured when it completes. A rejected one is evaluated from what the nodes that were best for it
-then did: when the prefills ahead of it ended, when the pages that it needed were free, and how long decode steps took.
-docs/admission.md states how far the result can be trusted.
+An admitted request is measured when it completes. A rejected one is evaluated from what happened on the nodes that it
+would have been placed on: when the prefills ahead of it ended, when the pages that it needed were free, and how long
+decode steps took. docs/admission.md describes the limits of this method.
 
-`preview` applies the rule of admission, with other objectives, to recent requests and their predictions of that time,
-and compares served requests with the other objectives. It cannot state how long a rejected request would have taken,
-nor how queues would have changed with other admissions. Pure.
+`preview` applies the admission rule with other objectives to the predictions of recent requests, and compares the
+measured times of served requests with the other objectives. It cannot determine how long a rejected request would have
+taken, nor how other admissions would have changed the queues.
 """
 
 from collections import Counter
@@ -36,53 +36,53 @@ __all__ = [
 
 Verdict = Literal["right", "false", "undecided", "unwatched"]
 AdmittedOutcome = Literal["met", "missed_ttft", "missed_tbt"]
-MAX_OPEN_CASES: Final = 256  # rejected requests at a time; those beyond are counted as not watched
-_LONGEST_NS: Final = 120 * NS  # after which a case is given up
-_WINDOW_NS: Final = 5 * NS  # of decode steps that a case is judged by
+MAX_OPEN_CASES: Final = 256  # rejected requests watched at a time; further ones are counted as unwatched
+_LONGEST_NS: Final = 120 * NS  # time after which a case is closed as undecided
+_WINDOW_NS: Final = 5 * NS  # period over which decode steps are averaged
 _Z: Final = 1.96
 
 
 class ClusterView(Protocol):
-    """Current state of the cluster."""
+    """Queries of the current state of the cluster that the evaluation needs."""
 
     def prefills_before(self, node_id: str, at_ns: int) -> bool:
-        """Does a prefill that was placed there by then have yet to end?"""
+        """Return True if a prefill that was placed on the node by `at_ns` has not ended yet."""
 
     def free_tokens(self, node_id: str) -> int:
-        """Pages that nobody claims, in tokens."""
+        """Return the tokens of unclaimed pages on the node."""
 
     def step_s(self, model: str, node_id: str, batch: float, context_tokens: float) -> float:
-        """Return the predicted seconds of a decode step there."""
+        """Return the predicted seconds of a decode step on the node."""
 
 
 @dataclass(slots=True)
 class RejectedCase:
-    """A rejected request: where it would have gone, and what has been seen there since. Times in ns, -1: not yet."""
+    """A rejected request, where it would have been placed, and what was observed there since. Times of -1: not yet."""
 
     model: str
     reason: Reason
     at_ns: int
-    work_ns: int  # its own transfer and prefill, as predicted
-    prefill: str  # node ids; decode "" = it would not have decoded
-    decode: str
+    work_ns: int  # predicted duration of its own transfer and prefill
+    prefill: str  # node id
+    decode: str  # node id; "": it would not have decoded
     need_tokens: int
     prompt_tokens: int
     objectives: EffectiveObjectives
-    turn_ns: int = -1  # those before it had ended
-    room_ns: int = -1  # its pages were free
-    steps: int = 0
+    turn_ns: int = -1  # when the prefills ahead of it had ended
+    room_ns: int = -1  # when the pages that it needed were free
+    steps: int = 0  # decode steps observed since it would have been ready
     steps_s: float = 0.0
-    sequences: int = 0  # summed over the steps, as is context
+    sequences: int = 0  # summed over the steps, as is `context_tokens`
     context_tokens: int = 0
 
     @property
     def ready_ns(self) -> int:
-        """When its first token would have come; -1: not known yet."""
+        """Time at which its first token would have been generated; -1: not known yet."""
         return -1 if min(self.turn_ns, self.room_ns) < 0 else max(self.turn_ns, self.room_ns) + self.work_ns
 
 
 class AdmissionEvaluation:
-    """Counts by (model, reason, verdict) of rejections and (model, outcome) of admitted requests."""
+    """Evaluates requests and counts rejections by (model, reason, verdict) and admissions by (model, outcome)."""
 
     def __init__(self) -> None:
         self.rejections: Counter[tuple[str, Reason, Verdict]] = Counter()
@@ -91,11 +91,11 @@ class AdmissionEvaluation:
         self._num_cases = 0
 
     def __len__(self) -> int:
-        """Cases that are open."""
+        """Return the number of open cases."""
         return self._num_cases
 
     def watch(self, case: RejectedCase) -> None:
-        """A request was rejected. What has no objective cannot be judged."""
+        """Open a case for a rejected request; one without objectives is ignored."""
         if not (case.objectives.ttft_s or case.objectives.tbt_s):
             return
         if self._num_cases >= MAX_OPEN_CASES:
@@ -106,7 +106,7 @@ class AdmissionEvaluation:
             self._cases.setdefault(node_id, []).append(case)
 
     def reported(self, now_ns: int, event: NodeReported, seen: ClusterView) -> None:
-        """A node reported, and what it said has been taken in."""
+        """Update the node's open cases, after its report has been applied to the state."""
         cases = self._cases.get(event.node_id)
         if not cases:
             return
@@ -120,18 +120,21 @@ class AdmissionEvaluation:
             self._judge(now_ns, case, seen)
 
     def pass_time(self, now_ns: int, seen: ClusterView) -> None:
-        """It is `now_ns`: what nodes do not say by reports is looked up."""
+        """Advance to `now_ns` and update all open cases, so that they also end without reports."""
         for case in self._open():
             self._look(now_ns, case, seen)
             self._judge(now_ns, case, seen)
 
     def drop_node(self, node_id: str) -> None:
-        """The node has left: what would have become of requests there is not known."""
+        """Close the cases of a node that has left as undecided."""
         for case in list(self._cases.get(node_id, ())):
             self._close(case, "undecided")
 
     def completed(self, claim: Claim, event: RequestCompleted) -> None:
-        """A request that was admitted finished. One that would have been rejected tells whether that had been right."""
+        """Count the outcome of an admitted request that finished.
+
+        If shadow admission would have rejected it, this decides whether that rejection would have been right.
+        """
         wanted = claim.objectives
         if event.attempt or not (wanted.ttft_s or wanted.tbt_s):
             return
@@ -146,7 +149,7 @@ class AdmissionEvaluation:
             self.admissions[claim.model, outcome] += 1
 
     def false_share(self, model: str) -> tuple[float, float, float, int]:
-        """(share of judged rejections that were false, its 95 % interval, how many were judged)."""
+        """Return (share of judged rejections that were false, bounds of its 95 % interval, number judged)."""
         counts = Counter[str]()
         for (name, _, verdict), count in self.rejections.items():
             counts[verdict] += count if name == model else 0
@@ -156,7 +159,7 @@ class AdmissionEvaluation:
 
     def _open(self) -> Iterator[RejectedCase]:
         for node_id in sorted(self._cases):
-            # Each case once: where its prefill would have been, or its decode if only that is watched.
+            # Yield each case once: at its prefill node, or at its decode node if it has no other.
             yield from [c for c in self._cases.get(node_id, ()) if node_id == (c.prefill or c.decode)]
 
     def _look(self, now_ns: int, case: RejectedCase, seen: ClusterView) -> None:
@@ -179,11 +182,12 @@ class AdmissionEvaluation:
             tbt_s = self._tbt_s(case, seen)
             self._close(case, "false" if tbt_s <= case.objectives.tbt_s else "right")
         elif now_ns - case.at_ns > _LONGEST_NS + _WINDOW_NS:
-            self._close(case, "undecided")  # it would decode later still
+            self._close(case, "undecided")  # its decode would only have begun later
 
     def _tbt_s(self, case: RejectedCase, seen: ClusterView) -> float:
-        """Return the mean of the measured steps, each lengthened by one more sequence; without steps, that of the
-        sequence alone.
+        """Return the mean duration of the observed steps, scaled to a batch with this sequence added.
+
+        If no steps were observed, return the predicted step of the sequence alone.
         """
         if not case.steps:
             return seen.step_s(case.model, case.decode, 1, case.prompt_tokens)
@@ -204,55 +208,57 @@ class AdmissionEvaluation:
 
 
 def interval(hits: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share; (0, 1) of nothing."""
+    """Return Wilson's 95 % confidence interval of `hits` / `total`; (0, 1) if `total` is 0."""
     if not total:
         return 0.0, 1.0
     share, z2 = hits / total, _Z * _Z
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = _Z * sqrt(share * (1 - share) / total + z2 / (4 * total * total)) / (1 + z2 / total)
-    # The share itself lies within, whatever the rounding.
+    # Rounding must not exclude the share itself.
     return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 
 @dataclass(slots=True)
 class PreviewRow:
-    """Requests of a model and a class (as the other objectives have it; "" is none).
+    """Counts of requests of one model and class, the class being that of the new objectives ("": none).
 
-    Every request is in one of the first four. `met_*` and `missed_*` count those that finished with their times
-    measured and that have an objective, before and now; a request of `now_rejected` that would have met what the
-    other objectives ask is in `now_rejected_met`: turning it away would have been wrong.
+    Every request is counted in one of `stay_admitted`, `now_rejected`, `now_admitted` and `stay_rejected`. `met_*` and
+    `missed_*` count requests that finished with measured times and have an objective, under the old ("before") and
+    the new objectives ("now"). `now_rejected_met` counts requests that the new objectives would have rejected wrongly.
     """
 
     model: str
     slo_class: str
     stay_admitted: int = 0
     now_rejected: int = 0
-    now_admitted: int = 0  # were turned away; how long they would have taken, nobody knows
+    now_admitted: int = 0  # were rejected; how long they would have taken is unknown
     stay_rejected: int = 0
     met_before: int = 0
     missed_before: int = 0
-    met_now: int = 0  # of those that would still be admitted
+    met_now: int = 0  # of `stay_admitted`
     missed_now: int = 0
     now_rejected_met: int = 0
     now_rejected_missed: int = 0
-    unmeasured: int = 0  # admitted, and cancelled, failed or still under way
+    unmeasured: int = 0  # admitted, but cancelled, failed or still running
 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """`admission` "enforce": the rule turns requests away; "shadow": it only counts whom it would; "off", or the
-    `mode` "none": it says nothing, and only how the served stand to the objectives can change."""
+    """Effect that other objectives would have had on recent requests.
+
+    If `admission` is "off" or `mode` "none", the rule rejects nothing, and only the numbers of met objectives differ.
+    """
 
     rows: tuple[PreviewRow, ...]
-    judged: int
-    span_s: float  # from the first of them until now
-    forgotten: int  # came before them, and are no longer known
-    admission: str
+    judged: int  # number of requests
+    span_s: float  # since the first of them
+    forgotten: int  # earlier requests that are no longer in the history
+    admission: str  # "enforce", "shadow" or "off"
     mode: str
 
 
 def preview(now_ns: int, past: RequestHistory, record: SloRecord, config: PolicyConfig) -> Preview:
-    """Return what `record` would have done to `past`, which was judged under `config`."""
+    """Return the effect that `record` would have had on the requests of `past`, which were judged under `config`."""
     book, rows = ObjectiveBook(record), dict[tuple[str, str], PreviewRow]()
     judged, first_ns = 0, now_ns
     for request in past:
@@ -294,7 +300,7 @@ def _add(row: PreviewRow, request: JudgedRequest, wanted: EffectiveObjectives, c
 
 
 def _is_rejected(request: JudgedRequest, wanted: EffectiveObjectives, config: PolicyConfig) -> bool:
-    """By the rule, or by what no objective changes: a queue that is too long, or the nodes being gone later."""
+    """Return True if the rule would reject the request, on arrival or after its prefill, or its queue is too long."""
     if config.admission_mode != "none" and config.admission != "off":
         ttft_s, tbt_s = usable_s(wanted.ttft_s), usable_s(wanted.tbt_s)
         if unmet(request.forecast, ttft_s, tbt_s):

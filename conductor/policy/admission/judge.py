@@ -1,6 +1,6 @@
-"""Is the predicted service good enough? Otherwise 429, and when to come back. docs/admission.md explains the modes.
+"""Admission: rejects a request if its predicted service misses its objectives, and chooses its Retry-After.
 
-When a rejected request is told to come back: whole seconds, and not all at the same moment.
+docs/admission.md describes the modes.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`rejection` holds; `unwanted` is why the request would have been rejected, had that been enforced."""
+    """Result of admission: a rejection to send, or the reason why enforced admission would have rejected it."""
 
     rejection: Reject | None = None
     unwanted: Reason | Literal[""] = ""
@@ -47,7 +47,7 @@ def asks_again(config: PolicyConfig) -> bool:
 
 
 def forecast_of(state: ClusterState, request: RequestArrived, plan: Plan) -> Forecast:
-    """Return the inputs of the rule for a request at its best place."""
+    """Return the inputs of the admission rule for a request, as planned."""
     margins, decode = state.tally_of(request.model).margins, plan.decode
     return Forecast(
         plan.ttft_s,
@@ -60,9 +60,9 @@ def forecast_of(state: ClusterState, request: RequestArrived, plan: Plan) -> For
 
 
 def judge(context: PlacementContext, plan: Plan, forecast: Forecast, objectives: EffectiveObjectives) -> Judgement:
-    """Judge an arriving request by the predictions for its best place and by its objectives.
+    """Admit or reject an arriving request by the predictions for its plan and by its objectives (`rule.unmet`).
 
-    A request whose client already has tokens is never rejected for load. `rule` defines the comparison.
+    A request whose client has received tokens is never rejected for load.
     """
     request, config = context.request, context.state.config
     if request.generated > 0:
@@ -79,8 +79,9 @@ def judge(context: PlacementContext, plan: Plan, forecast: Forecast, objectives:
 
 
 def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) -> Judgement:
-    """Judge a request whose prefill has ended and whose first token is withheld, by the present decode load (Mooncake's
-    baseline).
+    """Admit or reject a request whose prefill has ended, by the present decode load (the paper's baseline).
+
+    Its first token is withheld until then.
     """
     row = state.requests.find(event.request_id, event.attempt)
     if row is None or not asks_again(state.config):
@@ -125,7 +126,7 @@ def _refused(
         return _reject(request, "decode_capacity", message, plan.room_wait_s)
     if reason == "ttft":
         message = _message("time to first token", plan.ttft_s, ttft_objective_s)
-        # Waiting shortens the queue and nothing else.
+        # Waiting can only shorten the queues, not transfer and prefill.
         wait_s = min(plan.ttft_s - ttft_objective_s, max(plan.queue_s, plan.room_wait_s))
         return _reject(request, "ttft", message, wait_s)
     assert decode is not None
@@ -151,13 +152,14 @@ def _reject(request: RequestArrived, reason: Reason, message: str, wait_s: float
 
 
 LONGEST_RETRY_S: Final = 300.0
-_SPREAD: Final = 0.5  # of the wait, over which those that were rejected together are spread
+_SPREAD: Final = 0.5  # share of the wait over which the retries of requests rejected together are spread
 
 
 def retry_after_s(request_id: str, attempt: int, wait_s: float) -> float:
-    """From the predicted wait: at least 1 and at most LONGEST_RETRY_S seconds, never sooner than predicted.
+    """Return Retry-After in whole seconds, from 1 to LONGEST_RETRY_S and not before the predicted wait ends.
 
-    Later by a part of half of the wait, or of 1 s, that follows from the request's name: the same for the same request.
+    A hash of the request id and attempt spreads it over another half of the wait, at least 1 s, so that requests that
+    were rejected together do not return together.
     """
     soonest = max(1, ceil(min(wait_s, LONGEST_RETRY_S))) if isfinite(wait_s) else int(LONGEST_RETRY_S)
     spread = max(1, ceil(_SPREAD * soonest))

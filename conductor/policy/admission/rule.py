@@ -1,14 +1,11 @@
-"""The rule of admission by itself: what was predicted of a request, against what it is held to. Nothing is looked up.
+"""The admission rule, which compares a request's predictions with its objectives, and the margins that it applies.
 
-`admission` asks it of a request that arrives; `preview` asks it again of requests that have been, with other
-objectives.
+`judge` applies the rule to arriving requests, `evaluation.preview` to past ones with other objectives.
 
-How far predictions must stay below an objective so that nearly all who are admitted meet it. Learned; no clock.
-
-A prediction is an expectation: admitting up to the objective itself lets half of the admitted miss it, the more so as
-those admitted later share the node. What is learned is the error that all but a share of requests stay below, as a
-share of the objective. Requests that were never near their objective say nothing about it. A margin that lets in
-nobody who is near it would never learn that times have changed: what no request has confirmed for long fades.
+A prediction is an expected value: if requests were admitted up to the objective itself, half of them would miss it,
+and more as later requests share the node. A margin is the share of the objective by which predictions must stay below
+it. It is learned as a quantile of the prediction errors of requests that were predicted near their objective. A large
+margin admits no such requests, and so could not be corrected; it therefore decays while nothing confirms it.
 """
 
 from dataclasses import dataclass
@@ -33,36 +30,32 @@ __all__ = [
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predictions for a request at its best place.
-
-    Margins are the shares of an objective by which such predictions must stay below it. `lacks_room`: no decode node
-    has the pages that it needs.
-    """
+    """Predictions for a request, as planned, and the margins that apply to them."""
 
     ttft_s: float
-    tbt_s: float  # 0: it has none, or it is judged once the prefill has ended
-    waited_s: float  # of the TTFT, in queues
-    lacks_room: bool
-    ttft_margin: float
+    tbt_s: float  # 0: it does not decode, or it is judged after the prefill
+    waited_s: float  # part of the TTFT that it waits in queues
+    lacks_room: bool  # no decode node has enough free pages
+    ttft_margin: float  # share of the objective by which the prediction must stay below it
     tbt_margin: float
 
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PredictedLoad:
-    """Predicted latency over its objective (Mooncake §6.1); more than 1 rejects. 0 where nothing is to be met."""
+    """Predicted latency over its objective (Mooncake §6.1), 0 without one; a value above 1 rejects the request."""
 
     ttft: float
     tbt: float
 
 
 def usable_s(objective_s: float) -> float:
-    """0 for what bounds nothing; an absurd bound is none."""
+    """Return the objective if it is positive and finite, otherwise 0, which means none."""
     return objective_s if 0 < objective_s < inf else 0.0
 
 
 def predicted_load(forecast: Forecast, ttft_objective_s: float, tbt_objective_s: float) -> PredictedLoad:
-    """Compared with what leaves room for the errors of predictions like this. Objectives of 0 are off."""
+    """Return the predicted load relative to the objectives reduced by their margins; objectives of 0 are off."""
     ttft_bound_s = ttft_objective_s * (1 - forecast.ttft_margin)
     tbt_bound_s = tbt_objective_s * (1 - forecast.tbt_margin)
     return PredictedLoad(
@@ -72,7 +65,7 @@ def predicted_load(forecast: Forecast, ttft_objective_s: float, tbt_objective_s:
 
 
 def unmet(forecast: Forecast, ttft_objective_s: float, tbt_objective_s: float) -> Reason | Literal[""]:
-    """Why a request with these objectives, which must be usable, is not admitted; "": it is."""
+    """Return the reason to reject a request with these objectives (as of `usable_s`), or "" to admit it."""
     if not ttft_objective_s and not tbt_objective_s:
         return ""
     if forecast.lacks_room:
@@ -83,23 +76,23 @@ def unmet(forecast: Forecast, ttft_objective_s: float, tbt_objective_s: float) -
     return "ttft" if loads.ttft >= loads.tbt else "tbt"
 
 
-_STEP: Final = 0.01  # of the objective, by which errors beyond the margin raise it; others lower it in proportion
+_STEP: Final = 0.01  # share of the objective by which a larger error raises the margin; others lower it in proportion
 _MOST: Final = 0.5
-_NEAR: Final = 0.5  # predictions below this share of the objective teach nothing
-_FADES_NS: Final = 120 * NS  # without a request that teaches something, after which a margin is half of what it was
+_NEAR: Final = 0.5  # predictions below this share of the objective are not learned from
+_FADES_NS: Final = 120 * NS  # half-life of a margin without samples
 
 
 class Margin:
-    """Margin of one objective: tracks the quantile of (measured - predicted) / objective by counting exceedances."""
+    """Margin of one objective: tracks a quantile of (measured - predicted) / objective by counting exceedances."""
 
     def __init__(self) -> None:
-        self.share = 0.0  # of the objective
+        self.share = 0.0  # the margin, as a share of the objective
         self.num_samples = 0
-        self._looked_at = 0  # of the samples
-        self._taught_ns: int | None = None
+        self._looked_at = 0  # value of `num_samples` at the last `pass_time`
+        self._taught_ns: int | None = None  # when it last changed, or the margin last decayed
 
     def learn(self, met: float, predicted_s: float, measured_s: float, objective_s: float) -> None:
-        """Add the outcome of an admitted request; `met` is the share that is to meet the objective, 0 for none.
+        """Learn from an admitted request; `met` is the share of requests that should meet the objective (0: ignore).
 
         Times and objectives of 0 are ignored.
         """
@@ -111,7 +104,7 @@ class Margin:
         self.share = min(max(self.share, 0.0), _MOST)
 
     def pass_time(self, now_ns: int) -> None:
-        """It is `now_ns`, once in a while."""
+        """Advance to `now_ns`: halve the margin if no sample has arrived for long. Call this regularly."""
         if self._taught_ns is None or self.num_samples != self._looked_at:
             self._taught_ns, self._looked_at = now_ns, self.num_samples
         elif now_ns - self._taught_ns >= _FADES_NS:
@@ -120,17 +113,17 @@ class Margin:
 
 
 class Margins:
-    """Margins of a model's two objectives."""
+    """Margins of a model's TTFT and TBT objectives."""
 
     def __init__(self) -> None:
         self.ttft = Margin()
         self.tbt = Margin()
 
     def pass_time(self, now_ns: int) -> None:
-        """It is `now_ns`, once in a while."""
+        """Advance both margins to `now_ns`."""
         self.ttft.pass_time(now_ns)
         self.tbt.pass_time(now_ns)
 
     def summary(self) -> dict[str, float]:
-        """For export, as shares of the objective."""
+        """Return both margins, as shares of the objective."""
         return {"ttft": self.ttft.share, "tbt": self.tbt.share}
