@@ -235,7 +235,7 @@ class RequestHistory:
         return list(islice(reversed(self._requests.values()), count))
 
     def judged(self, request: JudgedRequest, *, shared_blocks: int) -> None:
-        """Record the admission or rejection of a first attempt; `shared_blocks` is the length of its matching prefix."""
+        """Record the admission or rejection of a first attempt; `shared_blocks` is the length of its pool prefix."""
         self._forget(self._requests.pop(request.request_id, None))
         if key := request.match_key:
             self._uses[key] += 1
