@@ -14,8 +14,8 @@ The key of a partial last block (1 to block_tokens - 1 tokens) is derived differ
     tail_chain_key = derive_key("…tail key", seed)[:32]
     tail_key       = keyed(tail_chain_key, key of the last full block (or seed) || tokens as int32 little-endian)[:16]
 
-Every key depends on all tokens before it and on the salt. Without the salt, nobody can compute a key or construct a
-collision.
+Every key depends on all tokens before it and on the salt. Without the salt, keys cannot be computed and collisions
+cannot be constructed.
 """
 
 import enum
@@ -84,11 +84,12 @@ def chain_keys(
 
 
 def tail_key(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) -> bytes:
-    """Return the key (16 bytes) of a partial last block with these tokens; `parent` is the full block before it, if
-    any.
+    """Return the key (16 bytes) of a partial last block with these tokens.
+
+    `parent` is the chain key of the full block before it, None if there is none.
 
     Equal tokens from the start of the prompt on, under equal salts, give equal keys. Raises AddressError for an empty
-    token array, or as `chain_keys`.
+    token array and as `chain_keys` does.
     """
     _check_links(seed, parent)
     ids = _checked_ids(token_ids)
@@ -100,7 +101,7 @@ def tail_key(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) ->
 
 
 def tail_keys(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Return `tail_key` of the first 1, 2, … n of these tokens: uint8 [n, 16]. Raises as `chain_keys`."""
+    """Return `tail_key` of the first 1, 2, … n of these tokens, uint8 [n, 16]. Raises AddressError as `chain_keys`."""
     _check_links(seed, parent)
     ids = _checked_ids(token_ids)
     data = np.ascontiguousarray(ids, dtype=ids.dtype.newbyteorder("<")).tobytes()
@@ -113,8 +114,9 @@ def tail_keys(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) -
 
 
 def parent_keys(chain: NDArray[np.uint8], parent: bytes | None = None) -> NDArray[np.uint8]:
-    """Return each block's parent, uint8 [n, 16]: `parent` (zeros if None) for the first, then the chain shifted
-    by one.
+    """Return the key of each block's parent, uint8 [n, 16]: `parent` (zeros if None), then the chain without its last.
+
+    Raises AddressError as `check_chain`.
     """
     chain = check_chain(chain)
     first = np.frombuffer(parent or bytes(KEY_NBYTES), np.uint8).reshape(1, KEY_NBYTES)
@@ -122,23 +124,22 @@ def parent_keys(chain: NDArray[np.uint8], parent: bytes | None = None) -> NDArra
 
 
 def keys_u64(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return the short form of keys [n, 16] for directories and policies: the first 8 bytes, little-endian,
-    uint64 [n].
+    """Return the short form of keys [n, 16]: their first 8 bytes, little-endian, uint64 [n].
+
+    Directories and policies use it. Raises AddressError as `check_chain`.
     """
     halves = np.ascontiguousarray(check_chain(keys)).view(_HALF)
     return halves[:, 0].astype(np.uint64)
 
 
 def keys_from_bytes(data: bytes) -> NDArray[np.uint8]:
-    """Return concatenated keys from the wire as uint8 [n, 16]. Raises AddressError if the length is not a multiple of
-    16.
-    """
+    """Return concatenated keys from the wire as uint8 [n, 16]. Raises AddressError for a partial key."""
     _check_length(data)
     return np.frombuffer(data, np.uint8).reshape(-1, KEY_NBYTES)
 
 
 def short_keys_from_bytes(data: bytes) -> NDArray[np.uint64]:
-    """Return concatenated keys from the wire in their short form, as `keys_u64`."""
+    """Return concatenated keys from the wire in short form, uint64 [n]. Raises AddressError for a partial key."""
     _check_length(data)
     return np.frombuffer(data, _HALF)[::2].astype(np.uint64)
 

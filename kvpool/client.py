@@ -24,8 +24,8 @@ from rpc.control import CallRefused, call, open_channel
 
 T = TypeVar("T")
 
-# A pool node answers these calls in milliseconds. One that takes longer hangs or is overloaded, and recomputing is
-# cheaper than waiting. Less than the 5 s after which the conductor suspects a silent node.
+# A pool node answers these calls in milliseconds. If it takes longer, it hangs or is overloaded, and recomputing is
+# cheaper than waiting. Shorter than the 5 s after which the conductor suspects a node that stopped reporting.
 _ANSWER_S = 3.0
 
 _REFUSALS: dict[str, type[Exception]] = {
@@ -66,7 +66,7 @@ class PoolClient:
         compute_s: float = 0.0,
         deadline_s: float = _ANSWER_S,
     ) -> PutTicket:
-        """Allocate slots for those of the blocks [n, 16] that the node does not have yet; seal them within `ttl_s`.
+        """Allocate slots for those of the blocks `chain` [n, 16] that the node lacks; they must be sealed in `ttl_s`.
 
         `parents` [n, 16] are the chain keys of the blocks before, zeros for the first block of a prompt. `num_tokens`
         is given per block if any is partial (0 = full; the key of a partial block is its tail key). `compute_s` is the
@@ -107,9 +107,7 @@ class PoolClient:
         return reply.sealed
 
     async def abort_put(self, ticket: PutTicket, *, deadline_s: float = 10) -> None:
-        """Return the ticket's slots. The node cuts off writes that are still in flight. No error if the put has already
-        ended.
-        """
+        """Give the ticket's slots back. The node cuts off writes in flight. Does nothing if the put has ended."""
         if ticket.new_blocks:
             request = pool_pb2.AbortPutRequest(put_id=ticket.put_id)
             await self._call("AbortPut", self._stub().AbortPut(request), deadline_s)
@@ -128,9 +126,9 @@ class PoolClient:
         """Lease the longest leading run of sealed blocks of `chain` [n, 16]; return None if the first block is missing.
 
         Blocks on SSD count if they can be loaded to DRAM within `wait_s`; if there are none, the call does not wait.
-        With `tails`, partial blocks that follow the last block of the run are leased too (if the run is empty: those
-        that begin a prompt). The node leases the first of `tail_keys` (16 bytes each) that it has, or else the few most
-        recently used. `deadline_s` defaults to `wait_s` plus 3 s.
+        With `tails`, partial blocks that follow the last block of the run are leased too; after an empty run, those
+        that begin a prompt. The node leases the first of `tail_keys` (16 bytes each) that it has, otherwise the few
+        most recently used. `deadline_s` defaults to `wait_s` plus 3 s.
         """
         request = pool_pb2.PinRequest(
             kv_namespace=kv_namespace,
@@ -179,7 +177,7 @@ class PoolClient:
         await self._call("Hint", self._stub().Hint(request), deadline_s)
 
     async def renew(self, lease: Lease, lease_s: float, *, deadline_s: float = 10) -> bool:
-        """Extend the lease to `lease_s` from now. Returns False if it has ended; then pin again."""
+        """Extend the lease to `lease_s` from now. Returns False if it has ended; the caller must then pin again."""
         request = pool_pb2.RenewRequest(lease_id=lease.lease_id, lease_s=lease_s)
         reply = await self._call("Renew", self._stub().Renew(request), deadline_s)
         return reply.alive
@@ -187,7 +185,7 @@ class PoolClient:
     async def unpin(
         self, lease: Lease, *, kv_namespace: bytes = b"", superseded: bytes = b"", deadline_s: float = _ANSWER_S
     ) -> None:
-        """Release the lease, once no read under it is in flight. No error if it has ended.
+        """Release the lease. No read under it may be in flight. Does nothing if the lease has ended.
 
         `superseded` are keys (16 bytes each) of leased partial blocks that longer ones have replaced. The node removes
         them unless another lease holds them.
@@ -196,14 +194,12 @@ class PoolClient:
         await self._call("Unpin", self._stub().Unpin(request), deadline_s)
 
     async def evict(self, kv_namespace: bytes, chain: NDArray[np.uint8], *, deadline_s: float = 10) -> int:
-        """Remove those of the blocks that no lease holds and no other block here follows. Returns the number
-        removed.
-        """
+        """Remove the blocks that are not leased and have no followers at this node. Returns the number removed."""
         reply = await self._call("Evict", self._stub().Evict(_evict_request(kv_namespace, chain)), deadline_s)
         return reply.removed
 
     async def quarantine(self, kv_namespace: bytes, chain: NDArray[np.uint8], *, deadline_s: float = _ANSWER_S) -> int:
-        """Remove corrupt blocks, leased or not. Returns the number that the node had."""
+        """Remove corrupt blocks, leased or not. Returns the number removed."""
         reply = await self._call("Quarantine", self._stub().Quarantine(_evict_request(kv_namespace, chain)), deadline_s)
         return reply.removed
 
@@ -227,10 +223,9 @@ class PoolClient:
     async def inspect(
         self, key_prefix: bytes, kv_namespace: bytes = b"", *, deadline_s: float = 10
     ) -> list[dict[str, Any]]:
-        """Return all facts about the blocks whose chain key starts with `key_prefix`, of one namespace or (if empty) of
-        all.
+        """Describe the blocks whose chain key starts with `key_prefix`; an empty `kv_namespace` means all namespaces.
 
-        The node reads and verifies their bytes. Raises PoolRefused if the prefix matches too many blocks.
+        The node reads and verifies their bytes. Raises PoolRefused if the prefix matches more than 64 blocks.
         """
         request = pool_pb2.InspectRequest(kv_namespace=kv_namespace, key_prefix=key_prefix)
         reply = await self._call("Inspect", self._stub().Inspect(request), deadline_s)
@@ -295,7 +290,7 @@ class PoolClient:
 
 
 def _status(value: int) -> SlotStatus:
-    """Decode a slot status; statuses of newer nodes that are unknown here count as NO_SPACE."""
+    """Decode a slot status; unknown statuses, from newer nodes, count as NO_SPACE."""
     return SlotStatus(value) if value in list(SlotStatus) else SlotStatus.NO_SPACE
 
 

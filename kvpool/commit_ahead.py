@@ -1,8 +1,11 @@
-"""Commit memory slightly ahead of its use, so that its users do not wait for the kernel to find and clear pages.
+"""Commitment of memory ahead of its use, so that its first users do not wait for the kernel to find and clear pages.
 
 Slots are allocated from low addresses upwards, so the memory used next lies above the highest address used so far.
-Memory that was used once stays committed. Pages are also merged into huge pages here, if configured, while they are
+Memory that was used once stays committed. If configured, pages are also merged into huge pages here, while they are
 empty.
+
+Threads: `begins` is called in one thread (the owner's event loop) and starts at most one `run`, in another thread, at a
+time. While `_running` is set, only `run` touches `_committed`; it clears `_running` last.
 """
 
 from messenger import SharedMemory
@@ -12,7 +15,7 @@ _CALL_NBYTES = 4 << 20  # per system call: it holds the process's memory-map loc
 
 
 class CommitAhead:
-    """Committed part of a range of memory, from `start` to `end` (default: the end of the memory)."""
+    """Committed part of the bytes `start`..`end` of a shared memory; `end` defaults to the memory's size."""
 
     def __init__(self, memory: SharedMemory, start: int = 0, end: int | None = None) -> None:
         self._memory = memory
@@ -21,7 +24,7 @@ class CommitAhead:
         self._running = False
 
     def begins(self, end: int) -> bool:
-        """Return True if `run` must be called, once, because bytes up to `end` are about to be used."""
+        """Return True if the caller must call `run(end)` once, because bytes up to `end` are about to be used."""
         near = min(end + _STEP_NBYTES // 2, self._end)
         if self._running or near <= self._committed:
             return False
@@ -29,8 +32,9 @@ class CommitAhead:
         return True
 
     def run(self, end: int) -> None:
-        """Commit a step beyond `end`. Blocks: run it in a thread. If the kernel does not support it, memory is
-        committed on use.
+        """Commit up to 32 MiB beyond `end`. Blocks, so it must run in a thread.
+
+        If the kernel does not support it, memory is committed on use.
         """
         try:
             until = min(end + _STEP_NBYTES, self._end)

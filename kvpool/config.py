@@ -40,7 +40,7 @@ class PoolNodeConfig:
     report_s: float = 1.0
     """How often load and counters are reported to the conductor."""
     heartbeat_s: float = 1.0
-    """How often an event stream without news says so."""
+    """How often an idle event stream sends a heartbeat."""
     max_incoming_copies: int = 2
     """Copies from other pool nodes that run at a time; others wait."""
 
@@ -68,7 +68,7 @@ class PoolNodeConfig:
 
     @property
     def ssd_folder(self) -> Path | None:
-        """The node's own folder below `pool_ssd_dir`, made if it is missing; None without an SSD tier."""
+        """The node's own folder below `pool_ssd_dir`, created if missing; None without an SSD tier."""
         ssd_dir = self.pool.pool_ssd_dir
         return None if ssd_dir is None else ssd_dir / self.node_id
 
@@ -88,5 +88,5 @@ class PoolNodeConfig:
 
 
 def _slab_nbytes(nbytes: int) -> int:
-    """Unit of a tier in which sizes of slots get their share: a 64th of it, at most 1 MiB, whole pages."""
+    """Return the slab unit of a tier of `nbytes`: a 64th of it in whole pages, at least 4 KiB and at most 1 MiB."""
     return max(min(nbytes // 64, _MAX_SLAB_NBYTES) // _PAGE_NBYTES * _PAGE_NBYTES, _PAGE_NBYTES)

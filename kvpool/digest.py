@@ -1,14 +1,14 @@
-"""Layer digests: 64 bits per (block, group, layer) that the producer sends and every reader verifies. Arithmetic only.
+"""Layer digests: 64 bits per (block, group, layer) that the producer sends and every reader verifies. No I/O.
 
 Definition (frozen: other implementations must agree bit for bit). A layer of a slot is bytes
 `[kv_head][k|v][token][head_dim]`. Each token row (one head, K or V, one token) has `row_nbytes = head_dim * itemsize`
-bytes and is cut into `W = ceil(row_nbytes / 4)` little-endian uint32 words; where row_nbytes is no multiple of 4, the
-row's last word is filled with zero bytes at its upper end. Word `w` of token `t` of part `p` (0 = K, 1 = V) of head `h`
+bytes and is cut into `W = ceil(row_nbytes / 4)` little-endian uint32 words; if row_nbytes is not a multiple of 4, the
+row's last word is padded with zero bytes at its upper end. Word `w` of token `t` of part `p` (0 = K, 1 = V) of head `h`
 has the index
 
     index = ((h * 2 + p) * block_tokens + t) * W + w          (< 2**32)
 
-which is its position among the uint32 words of the layer wherever row_nbytes is a multiple of 4. Then, modulo 2**64,
+which is its position among the uint32 words of the layer if row_nbytes is a multiple of 4. Then, modulo 2**64,
 
     mix(word, index):  x = (index << 32 | word) + 0x9E3779B97F4A7C15
                        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9
@@ -46,11 +46,11 @@ def layer_digests(
     *,
     first_tokens: NDArray[np.int32] | None = None,
 ) -> NDArray[np.uint64]:
-    """Return digests, uint64 [n_blocks, n_layers], of whole slots uint8 [n_blocks, slot_nbytes(group)]; rows may be
-    strided.
+    """Return the digests, uint64 [n_blocks, n_layers], of whole slots uint8 [n_blocks, slot_nbytes(group)].
 
-    `layers` selects layers of the group (other layers are not read). `valid_tokens` [n_blocks] is the number of leading
-    tokens that count, and `first_tokens` [n_blocks] excludes the tokens before it. Releases the GIL. Raises SpecError.
+    The rows of `slots` may be strided. `layers` selects layers of the group; other layers are not read. Of each block,
+    the tokens from `first_tokens` [n_blocks] (default 0) up to `valid_tokens` [n_blocks] count. Releases the GIL.
+    Raises SpecError if shapes, dtypes or token ranges do not fit the spec.
     """
     slot_nbytes = spec.slot_nbytes(group)
     if slots.ndim != 2 or slots.dtype != np.uint8 or slots.shape[1] != slot_nbytes:
@@ -77,10 +77,9 @@ def layer_digests_at(
     *,
     first_tokens: NDArray[np.int32] | None = None,
 ) -> NDArray[np.uint64]:
-    """Return digests as `layer_digests`, of the slots at byte `offsets` [n_blocks] of `memory` uint8 [nbytes]; nothing
-    is copied.
+    """Return the digests of the slots at byte `offsets` [n_blocks] of `memory` uint8 [nbytes], as `layer_digests`.
 
-    Fastest if the slots start at multiples of 4 bytes and token rows are multiples of 4 bytes long.
+    Copies nothing. Fastest if slots start at multiples of 4 bytes and token rows are multiples of 4 bytes long.
     """
     offsets = np.ascontiguousarray(offsets, np.int64)
     stop = np.ascontiguousarray(valid_tokens, np.int64)
@@ -106,9 +105,7 @@ def layer_digests_at(
 
 
 def seal_digest(digests: NDArray[np.uint64] | list[NDArray[np.uint64]]) -> int:
-    """Return one 64-bit hash of a block's layer digests, in order; for several groups a list of arrays, in group
-    order.
-    """
+    """Return a 64-bit hash of a block's layer digests uint64 [n_layers]; for several groups, a list in group order."""
     parts = digests if isinstance(digests, list) else [digests]
     data = b"".join(np.ascontiguousarray(part, "<u8").tobytes() for part in parts)
     return int.from_bytes(blake3(data, derive_key_context=_SEAL_CONTEXT).digest(length=8), "little")
@@ -144,7 +141,7 @@ def _check(
 
 
 def _extremes(numbers: NDArray[np.int64]) -> tuple[int, int]:
-    """Return (minimum, maximum) of a non-empty array. For a few numbers numpy takes longer than a layer's digest."""
+    """Return (minimum, maximum) of a non-empty array. Avoids numpy's overhead for a few numbers."""
     if len(numbers) <= _FEW:
         few = numbers.tolist()
         return min(few), max(few)
@@ -152,7 +149,7 @@ def _extremes(numbers: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def _kernels() -> tuple[Any, Any]:
-    # numba takes half a second to import, and a process that only computes addresses never needs it.
+    # Imported late: numba takes half a second to import, and processes that only compute addresses never need it.
     from kvpool.digest_kernels import digest_kernels
 
     return digest_kernels()

@@ -22,9 +22,9 @@ _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(
 def digest_kernels() -> tuple[Any, Any]:
     """Return (kernel over uint32 words, kernel over bytes), compiled or loaded from the cache at the first call.
 
-    Both release the GIL. Arguments: memory as words or as bytes; offsets of slots int64 [n_slots] and of layers within
-    a slot int64 [n_layers], in the same unit; runs of tokens per layer (heads x 2); tokens per block; length of a token
-    row in the same unit; TOKEN_RANGE [n_slots]; the digests, uint64 [n_slots, n_layers], which they write.
+    Both release the GIL and check nothing. Arguments: memory as words or as bytes; offsets of slots int64 [n_slots] and
+    of layers within a slot int64 [n_layers], in that unit; runs of tokens per layer (heads x 2); tokens per block;
+    length of a token row in that unit; TOKEN_RANGE [n_slots]; the output, digests uint64 [n_slots, n_layers].
     """
     int64s, out = types.Array(types.int64, 1, "C", readonly=True), types.Array(types.uint64, 2, "C")
     ranges = types.Array(numba.from_dtype(TOKEN_RANGE), 1, "C", readonly=True)
@@ -87,4 +87,4 @@ def _digest_bytes(
 
 
 digest_words, digest_bytes = numba.njit(_digest_words), numba.njit(_digest_bytes)
-"""The same loops, to be called from other compiled ones."""
+"""The same loops, for calls from other compiled functions."""

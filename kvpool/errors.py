@@ -1,9 +1,9 @@
 """All errors of this package. Calls to a pool node also raise the messenger's ControlError.
 
 KvPoolError
-├── SpecError                an impossible KvSpec, or arrays that do not fit one
+├── SpecError                an invalid KvSpec, or arrays that do not fit one
 ├── AddressError             a malformed chain, seed, namespace or token array
-├── PoolConfigError          an impossible configuration of a pool node
+├── PoolConfigError          an invalid configuration of a pool node
 ├── PoolRefused              the pool node rejects the request; repeating it does not help
 │   └── SpecMismatch         the namespace is stored under another KvSpec
 ├── PutLost                  the put has expired, was aborted or sealed, or its pool node restarted
@@ -27,7 +27,7 @@ class KvPoolError(Exception):
 
 
 class SpecError(KvPoolError, ValueError):
-    """KvSpec or KvGroup with impossible values, or slots that do not fit their spec."""
+    """Invalid values in a KvSpec or KvGroup, or slots that do not fit their spec."""
 
 
 class AddressError(KvPoolError, ValueError):
@@ -35,7 +35,7 @@ class AddressError(KvPoolError, ValueError):
 
 
 class PoolConfigError(KvPoolError, ValueError):
-    """Impossible configuration of a pool node."""
+    """Invalid configuration of a pool node."""
 
 
 class PoolRefused(KvPoolError):

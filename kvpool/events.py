@@ -34,8 +34,9 @@ _MASK = 2**64 - 1
 
 
 def fold_of(kv_namespace: Namespace) -> int:
-    """Return the number that a block's short key is XORed with, so that equal chains in two namespaces are distinct
-    blocks.
+    """Return the number that the short keys of a namespace are XORed with to tell apart equal chains in two namespaces.
+
+    Raises AddressError unless the namespace has 16 bytes.
     """
     if len(kv_namespace) != KEY_NBYTES:
         raise AddressError(f"a namespace of {len(kv_namespace)} bytes: expected {KEY_NBYTES}")

@@ -26,9 +26,9 @@ class PoolDescription:
 
 @dataclass(frozen=True, eq=False)
 class PutTicket:
-    """First phase of a put: write the NEW blocks' slots under `key`, then seal; or abort.
+    """Permission to write the NEW blocks of a put, which must then be sealed or aborted.
 
-    `key` permits writing to one window that spans all slots of the put, and so possibly slots of others: write only at
+    `key` permits writing to one window that spans all slots of the put and possibly slots of others: write only at
     `offsets`. It is revoked when the put is sealed, aborted or expires. None if no block is NEW.
     """
 
@@ -79,8 +79,9 @@ class Lease:
         return replace(self, offsets=self.offsets[:, :n], digests=digests, chain=self.chain[:n], tails=tails)
 
     def to_pull_range(self, first_block: int) -> worker_pb2.PullRange:
-        """Encode the lease for another process that reads under it; `first_block` is the prompt index of its first
-        block.
+        """Encode the lease for another process that reads under it.
+
+        `first_block` is the index, in the prompt, of the lease's first block.
         """
         return worker_pb2.PullRange(
             endpoint=self.endpoint.to_proto(),
@@ -98,8 +99,9 @@ class Lease:
 
     @classmethod
     def from_pin_reply(cls, reply: pool_pb2.PinReply, chain: NDArray[np.uint8]) -> "Lease":
-        """Decode the lease that a reply granted; `chain` [n, 16] is the requested one. Raises SpecError as
-        `from_pull_range`.
+        """Decode the lease that a reply granted for the requested `chain` [n, 16].
+
+        Raises SpecError and InvalidArgument as `from_pull_range`.
         """
         spec = KvSpec.from_proto(reply.spec)
         num_layers = [spec.num_layers(g) for g in range(spec.num_groups)]
@@ -152,8 +154,9 @@ def pull_blocks(offsets: NDArray[np.int64], digests: list[NDArray[np.uint64]]) -
 def from_pull_blocks(
     blocks: list[worker_pb2.PullBlock], num_layers: list[int]
 ) -> tuple[NDArray[np.int64], list[NDArray[np.uint64]]]:
-    """Decode (offsets [groups, n], digests per group [n, layers]). Raises SpecError if groups or layers do not
-    match.
+    """Return (offsets int64 [groups, n], digests uint64 per group [n, layers]).
+
+    `num_layers` is given per group. Raises SpecError if groups or layers do not match.
     """
     want = [8 * n for n in num_layers]
     for i, block in enumerate(blocks):

@@ -1,7 +1,7 @@
 """Verification and inspection of stored blocks, on an operator's request.
 
-No lease is taken. A copy that still exists after its bytes were read existed all the time, so the bytes were its own. A
-copy that was removed meanwhile is ignored.
+No lease is taken. Bytes are read in a thread, while the event loop may remove copies: a copy that still exists
+afterwards existed all the time, so the bytes were its own. A copy that was removed meanwhile is ignored.
 """
 
 import asyncio
@@ -24,7 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 async def verify(node: PoolNode, kv_namespace: bytes) -> AsyncIterator[Verified]:
-    """Verify all sealed blocks, of one namespace or (if empty) of all; quarantine blocks with a corrupt copy."""
+    """Verify all sealed blocks and quarantine those with a corrupt copy; an empty `kv_namespace` means all namespaces.
+
+    Yields progress, first with 0 checked copies, last with all.
+    """
     copies = await _copies(node, kv_namespace)
     checked = corrupt = 0
     yield Verified(0, len(copies), 0)
@@ -35,9 +38,9 @@ async def verify(node: PoolNode, kv_namespace: bytes) -> AsyncIterator[Verified]
 
 
 async def quarantine_corrupt(node: PoolNode, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
-    """Return the corrupt ones of the copies, after counting them and quarantining their blocks.
+    """Verify the copies, count the corrupt ones, quarantine their blocks, and return them.
 
-    A copy that the SSD cannot read is not known to be corrupt and stays.
+    A copy that cannot be read from the SSD is not known to be corrupt and stays.
     """
     wrong = [
         copy for copy in [*await _wrong_in_dram(node, copies), *await _wrong_on_ssd(node, copies)] if not copy.gone
@@ -103,7 +106,7 @@ _NAMES = {DRAM: "dram", SSD: "ssd"}
 
 
 async def inspect(node: PoolNode, kv_namespace: bytes, key_prefix: bytes) -> list[dict[str, Any]]:
-    """Return the facts of the blocks whose chain key starts with `key_prefix`, of one namespace or (if empty) of all.
+    """Describe the blocks whose chain key starts with `key_prefix`; an empty `kv_namespace` means all namespaces.
 
     Their bytes are read and verified; corrupt blocks are reported and removed. Raises PoolRefused for more than 64
     blocks.
@@ -114,7 +117,7 @@ async def inspect(node: PoolNode, kv_namespace: bytes, key_prefix: bytes) -> lis
     if len(found) > _MAX_BLOCKS:
         wanted = key_prefix.hex() or "any key"
         raise PoolRefused(
-            f"{len(found)} blocks match {wanted}, at most {_MAX_BLOCKS} are allowed: give more of the key"
+            f"{len(found)} blocks match {wanted}, at most {_MAX_BLOCKS} are allowed: give a longer prefix"
         )
     copies = [(block, copy) for block in found for copy in block.copies if copy is not None and copy.ready]
     # Before the verification, which may remove blocks.

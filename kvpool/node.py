@@ -1,9 +1,17 @@
 """A pool node in its process: policy core, arena and the keys by which others access it. No gRPC.
 
-All methods belong to one event loop. Readers get one key to the whole region, which lives as long as the node: a lease
-protects slots from reuse, and digests expose reads after its end. A writer gets a key of its own per put, to a window
-from its first to its last slot. The key is revoked when the put ends, and only then are slots that the put left
-unsealed reused.
+Threads: all state belongs to one event loop. Calls that block (revoking a key, committing memory, verification, SSD
+I/O) run in threads that use the messenger, the SSD store and the arena's bytes, but not the core. Callbacks of the
+messenger are passed on to the loop.
+
+Lifetimes of access to the arena:
+
+    readers    one key to the whole region, valid as long as the node. A lease protects slots from reuse; a read after
+               the lease's end is detected by its digests
+    writers    one key per put, to a window from its first to its last slot:
+
+        allocate ── write_key ── writes ── seal | abort | expiry | owner lost ── key revoked ── fence_revoked
+        slots:     held by the put                    unsealed ones fenced ───────────────┘ free for reuse
 """
 
 import asyncio
@@ -38,10 +46,10 @@ class PoolNode:
         self.num_copies = 0
         self.ssd: SsdTier | None = None
         self.counters: defaultdict[str, float] = defaultdict(float)  # of the shell; the core has its own
-        self.index: SharedIndex | None = None  # of the arena, for processes of this host; None: there is no door
-        self.local_socket = ""  # the socket at which they get arena and index
+        self.index: SharedIndex | None = None  # of the arena, for processes of this host; None: no LocalPoolServer
+        self.local_socket = ""  # socket of the LocalPoolServer, which hands out arena and index; empty: none
         self.closing = False
-        self.draining = asyncio.Event()  # set from outside: serve on as long as somebody reads or writes, then leave
+        self.draining = asyncio.Event()  # set from outside: serve until there are no leases, puts or copies, then stop
         self._keys: dict[str, RemoteKey] = {}  # of puts, until revoked
         self._own_reads: dict[str, Future[Any]] = {}  # into slots of this node's own puts
         self._changed = asyncio.Event()
@@ -83,7 +91,7 @@ class PoolNode:
         return endpoint
 
     async def close(self) -> None:
-        """End everything; the arena and the blocks that only it had are gone."""
+        """Stop tasks, SSD tier and messenger, and free the arena; blocks that were in DRAM only are lost."""
         self.stop_events()
         for task in self._tasks:
             task.cancel()
@@ -94,9 +102,9 @@ class PoolNode:
         self.memory.close()
 
     def allocate(self, request: PutRequest, *, owner: str, owner_incarnation: int, ttl_ns: int) -> PutAllocation:
-        """Allocate slots as `PoolCore.allocate`; nobody else can write to them before `write_key` is called.
+        """Allocate slots as `PoolCore.allocate`; until `write_key` is called, only this process can write to them.
 
-        Blocks on an SSD that cannot be read are allocated anew.
+        If the SSD cannot be read, blocks that are only there are allocated again.
         """
         if self.ssd is not None and self.ssd.state is SsdState.FAILED:
             self.core.drop_ssd_only(request.kv_namespace, request.chain)
@@ -109,7 +117,7 @@ class PoolNode:
         return allocation
 
     def write_key(self, allocation: PutAllocation) -> RemoteKey:
-        """Return a key to write to the NEW slots of an allocation that has some, valid until the put ends."""
+        """Return a key to write to the slots of an allocation's NEW blocks (at least one), valid until the put ends."""
         spans = [
             (offset, offset + block.spec.slot_nbytes(g))
             for block in allocation.new_blocks
@@ -121,9 +129,9 @@ class PoolNode:
         return key
 
     def own_read(self, put_id: str, start: Callable[[], Future[T]]) -> Future[T]:
-        """Start a read into the slots of this node's own put; they stay fenced until its future is done.
+        """Call `start`, which reads into the slots of this node's own put; they stay fenced until its future is done.
 
-        Raises PutLost, and starts nothing, if the put has ended.
+        Raises PutLost, without calling `start`, if the put has ended.
         """
         if put_id not in self.core.puts:
             raise PutLost(f"put {put_id!r} ended before its blocks were read")
@@ -131,14 +139,14 @@ class PoolNode:
         return future
 
     async def seal(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None) -> int:
-        """Seal as `PoolCore.seal`; the blocks are visible at once, and when this returns nobody can write to them."""
+        """Seal as `PoolCore.seal`: the blocks are visible at once, and their slots write-protected on return."""
         sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
         self.publish_changes()
         await self._revoked(put_id)
         return sealed
 
     def seal_now(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool]) -> int:
-        """Seal a put without a key whose bytes are complete; it ends at once."""
+        """Seal a put that has no write key and whose bytes are complete; it ends at once."""
         sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
         self._own_reads.pop(put_id, None)
         self.publish_changes()
@@ -146,12 +154,12 @@ class PoolNode:
         return sealed
 
     def drop_now(self, put_id: str) -> None:
-        """Abort a put without a key whose slots nobody writes to."""
+        """Abort a put that has no write key and no writes in progress; its slots are free at once."""
         if self.core.abort(put_id):
             self.core.fence_revoked(put_id)
 
     async def abort(self, put_id: str) -> None:
-        """Abort as `PoolCore.abort`; when this returns the slots are free."""
+        """Abort as `PoolCore.abort`; on return the slots are free."""
         if self.core.abort(put_id):
             await self._revoked(put_id)
 
@@ -167,7 +175,10 @@ class PoolNode:
         tails: bool = False,
         tail_keys: Sequence[bytes] = (),
     ) -> LeaseGrant | None:
-        """Pin as `PoolCore.pin`, after blocks on SSD were loaded or `wait_s` has passed; read with `read_key`."""
+        """Pin as `PoolCore.pin`, after blocks on SSD were loaded or `wait_s` has passed.
+
+        Leased blocks are read with `read_key`.
+        """
         if wait_s > 0 and self.ssd is not None:
             loader = self.ssd.loader
             await loader.bring(kv_namespace, chain, tails=tails, wait_s=wait_s, tail_keys=tail_keys)
@@ -183,11 +194,11 @@ class PoolNode:
         )
 
     def prefetch(self, kv_namespace: bytes, chain: Sequence[bytes], tail_keys: Sequence[bytes] = ()) -> int:
-        """Start to load a prompt's blocks and tails from SSD to DRAM. Returns the number in flight."""
+        """Start to load a prompt's blocks and tails from SSD to DRAM. Returns the number of blocks in flight."""
         return 0 if self.ssd is None else self.ssd.loader.begin(kv_namespace, chain, tails=True, tail_keys=tail_keys)
 
     async def flush(self, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
-        """Flush as `PoolCore.flush`; before DRAM is emptied, unwritten blocks are written to SSD as far as they fit."""
+        """Flush as `PoolCore.flush`; with `dram_only`, first write unwritten blocks to SSD as far as they fit."""
         if dram_only and self.ssd is not None:
             await self.ssd.write_back.write_everything()
         done = self.core.flush(time.monotonic_ns(), kv_namespace, dram_only=dram_only)
@@ -219,7 +230,7 @@ class PoolNode:
                 quiet = True
 
     async def wait_unused(self) -> None:
-        """Wait until nobody reads or writes here, or for the longest deadline of a read."""
+        """Wait until there are no leases, puts or copies, at most for the longest deadline of a read."""
         deadline_s = time.monotonic() + self.config.operation_s
         while self.core.leases or self.core.puts or self.num_copies:
             if time.monotonic() >= deadline_s:
@@ -232,9 +243,9 @@ class PoolNode:
         self._wake()
 
     def publish_changes(self) -> None:
-        """Update the host's index, and wake event streams if there are events they have not sent.
+        """Update the host's shared index, and wake the event streams if there are new events.
 
-        Called after every call to the core that may move blocks, before anybody writes to slots that it allocated.
+        Must follow every call to the core that may move blocks, before slots that it allocated are written.
         """
         if self.index is not None:
             changes = self.core.take_dram_changes()
@@ -248,7 +259,7 @@ class PoolNode:
 
     @property
     def num_write_keys(self) -> int:
-        """Number of puts' keys that are not revoked yet."""
+        """Number of write keys that are not revoked yet."""
         return len(self._keys)
 
     async def _revoked(self, put_id: str) -> None:
@@ -273,7 +284,7 @@ class PoolNode:
             self.publish_changes()
 
     def _owner_lost(self, node_id: str, incarnation: int) -> None:
-        """End the puts and leases of a worker's process that is gone."""
+        """End the puts and leases of a worker process whose connection was lost."""
         for put_id in self.core.forget_owner(node_id, incarnation):
             self._spawn(self._revoke(put_id))
         self.publish_changes()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def state(node: PoolNode) -> dict[str, Any]:
-    """Return the node's contents and counters, as plain data."""
+    """Return the node's contents and counters as JSON-compatible data, for the State call."""
     store = node.core.store
     namespaces = {
         kv_namespace.hex(): {"blocks": count, "spec": spec.to_json()}
@@ -64,7 +64,7 @@ def counts(node: PoolNode) -> dict[str, int]:
 
 
 def counters(node: PoolNode) -> dict[str, float]:
-    """Return the totals since the start."""
+    """Return the counters since the start, with the prefixes `pool_` and `messenger_`."""
     own = node.core.totals() | node.counters
     moved = {name: number for name, number in _messenger(node).items() if not name.endswith("_open")}
     return {f"pool_{name}": count for name, count in sorted(own.items())} | moved
@@ -96,7 +96,10 @@ def _messenger(node: PoolNode) -> dict[str, float]:
 
 
 def validate(node: PoolNode) -> dict[str, Any]:
-    """Return the self-check: all is consistent, and nothing but sealed blocks is held."""
+    """Check that the state is consistent and that only sealed blocks are held.
+
+    Returns {"ok": bool, "problems": descriptions, "counts": as `counts`}.
+    """
     held = counts(node)
     problems = [*node.core.validate(), *node.messenger.validate()]
     if node.index is not None:

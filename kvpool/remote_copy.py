@@ -21,14 +21,14 @@ from kvpool.spec import KvSpec
 from messenger import Priority
 from rpc.errors import NetworkError
 
-_LOADING_SHARE = 0.5  # of a copy's time, that blocks on the source's SSD have to come to its DRAM
+_LOADING_SHARE = 0.5  # of a copy's time: longest wait for the source to load blocks from its SSD to its DRAM
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Copied:
-    """Result of a copy: whole blocks over all groups, and their bytes."""
+    """Result of a copy: number of blocks, all groups included, and their bytes."""
 
     num_blocks: int
     nbytes: int
@@ -39,9 +39,9 @@ async def copy_blocks(
 ) -> Copied:
     """Copy the leading run of `chain` that the source has into `node`; the chain begins at a prompt's first block.
 
-    Blocks that are here are skipped; those on the source's SSD are loaded to its DRAM first. A block whose bytes do not
-    match the source's digests is rejected, counted, and reported to the source, which removes it; the others are
-    sealed. Raises CopyFailed.
+    Blocks that `node` has already are skipped; those on the source's SSD are loaded to its DRAM first. A block whose
+    bytes do not match the source's digests is discarded, counted, and reported to the source, which removes it; the
+    others are sealed. Raises CopyFailed if the source cannot be reached or read within `timeout_s`.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     source = PoolClient(source_target, owner=node.config.node_id, owner_incarnation=node.incarnation)
@@ -78,7 +78,7 @@ async def _copy(
         assert lease.spec is not None
         return await _copy_leased(node, kv_namespace, lease.spec, source, lease, deadline)
     finally:
-        # The lease ends by itself if the source cannot be told.
+        # If the source cannot be reached, the lease expires.
         with contextlib.suppress(NetworkError):
             await source.unpin(lease, deadline_s=2)
 
@@ -120,7 +120,7 @@ async def _read(
     remote: NDArray[np.int64],
     deadline: float,
 ) -> None:
-    """Read whole slots into a put of this node; local and remote are offsets [groups, n]."""
+    """Read whole slots into a put of this node; `local` and `remote` are offsets int64 [groups, n]."""
     sizes = [np.full(local.shape[1], spec.slot_nbytes(g), np.int64) for g in range(spec.num_groups)]
     slices = np.concatenate([np.stack([local[g], remote[g], sizes[g]], axis=1) for g in range(spec.num_groups)])
     peer = node.messenger.connect(lease.endpoint)
@@ -129,7 +129,7 @@ async def _read(
         put_id,
         lambda: peer.read(lease.key, node.region, slices, deadline_s=left_s, priority=Priority.BACKGROUND),
     )
-    # Its failure may come when nobody waits for it any more.
+    # The read may fail after this coroutine was cancelled: retrieve the exception, or asyncio logs it.
     reading = asyncio.wrap_future(future)
     reading.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
@@ -153,7 +153,7 @@ def _verify(
 
 async def _report(node: PoolNode, kv_namespace: bytes, source: PoolClient, corrupt: NDArray[np.uint8]) -> None:
     node.counters["digest_mismatches"] += len(corrupt)
-    _log.error("%d blocks copied from %s failed verification and were refused", len(corrupt), source.target)
+    _log.error("%d blocks copied from %s failed verification and were discarded", len(corrupt), source.target)
     try:
         await source.quarantine(kv_namespace, corrupt)
     except (NetworkError, KvPoolError) as error:

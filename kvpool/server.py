@@ -23,8 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 async def stay_joined(node: PoolNode, target: str, conductor: str) -> None:
-    """Stay joined to the conductor at `conductor`, reachable at `target`, until cancelled; rejoin after every
-    failure.
+    """Stay joined to the conductor at `conductor` until cancelled; reconnect after every failure.
+
+    `target` is the address under which others reach this node.
     """
     last_trouble = ""
     backoff = Backoff()
@@ -40,14 +41,14 @@ async def stay_joined(node: PoolNode, target: str, conductor: str) -> None:
                     backoff.succeeded()
                 elif command.HasField("drain"):
                     node.draining.set()
-            trouble = "it ended the stream"
+            trouble = "it closed the stream"
         except grpc.aio.AioRpcError as error:
             trouble = control_error(error, what="Conductor.Join", target=conductor).reason
         finally:
             await channel.close()
         end_if_cancelled()
         if trouble != last_trouble:
-            _log.warning("not joined to the conductor at %s, trying on: %s", conductor, trouble)
+            _log.warning("not joined to the conductor at %s, retrying: %s", conductor, trouble)
             last_trouble = trouble
         await asyncio.sleep(backoff.failed())
 
@@ -73,7 +74,7 @@ async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.N
 
 
 def _report(node: PoolNode) -> conductor_pb2.NodeReport:
-    """Return totals and gauges; a pool node runs no requests."""
+    """Return a report of counters and gauges; the other fields are for nodes that run requests."""
     values = node_metrics.counters(node) | node_metrics.gauges(node)
     return conductor_pb2.NodeReport(
         draining=node.draining.is_set(), counters={name: float(value) for name, value in values.items()}
@@ -86,15 +87,15 @@ _STOP_GRACE_S = 1.0
 async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
     """Serve until `stop` is set or the conductor drains the node. Returns True if it was drained.
 
-    `on_ready(target)` is called with the address that others dial, once calls are answered, whether or not a conductor
-    was joined. Each run is a new incarnation with an empty arena. Raises AddressInUse or BindFailed if it cannot
-    listen.
+    `on_ready(target)` is called with the address that others dial as soon as calls are answered, whether or not a
+    conductor was joined. Each run is a new incarnation with an empty arena. Raises AddressInUse or BindFailed if the
+    server cannot listen, PoolConfigError if arena or SSD tier cannot be opened.
     """
     node = PoolNode(config, secrets.randbits(64))
     await node.start()
-    door = None
+    local_server = None
     try:
-        door = await start_local_pool_server(node)
+        local_server = await start_local_pool_server(node)
 
         def add(server: grpc.aio.Server) -> None:
             pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)
@@ -118,8 +119,8 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
             node.stop_events()
             await server.stop(_STOP_GRACE_S)
     finally:
-        if door is not None:
-            await door.close()
+        if local_server is not None:
+            await local_server.close()
         await node.close()
 
 

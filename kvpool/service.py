@@ -236,7 +236,7 @@ def _namespace(data: bytes) -> bytes:
 
 
 def _any_namespace(data: bytes) -> bytes:
-    """Return a namespace, or nothing for all of them."""
+    """Return the namespace, or empty bytes, which mean all namespaces."""
     return _namespace(data) if data else data
 
 

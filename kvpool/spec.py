@@ -18,7 +18,7 @@ DTYPE_NBYTES = {
     "uint8": 1,
 }
 TOKEN_RANGE = np.dtype([("start", "<i8"), ("stop", "<i8")])
-"""Tokens start..stop of a block, as the compiled digests take them."""
+"""Token range of a block, start inclusive and stop exclusive, as the compiled digests take it."""
 GROUP_LAYOUT = np.dtype(
     [
         ("block_tokens", "<i8"),
@@ -35,10 +35,10 @@ MAX_LAYER_NBYTES = 1 << 32
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers whose KV is laid out and paged alike. `kind` is "full" or "window"; `window` counts tokens, 0 for full.
+    """Layers whose KV has the same layout. `kind` is "full" or "window"; `window` is in tokens, 0 for full attention.
 
-    `scale_group` > 0: each so many values of a row share a float16 scale, and a row (a token's K, or V, in one head of
-    one layer) is its values, then its scales.
+    A row is one token's K, or V, in one head of one layer. If `scale_group` > 0, every `scale_group` values of a row
+    share a float16 scale, and a row is its values followed by its scales. Raises SpecError for invalid values.
     """
 
     kind: str
@@ -80,7 +80,10 @@ class KvGroup:
 
 @dataclass(frozen=True)
 class KvSpec:
-    """The groups of a model's KV, and the tokens per block. Group arguments `g` are indices into `groups`."""
+    """The groups of a model's KV, and the tokens per block. Group arguments `g` are indices into `groups`.
+
+    Raises SpecError for invalid values.
+    """
 
     groups: tuple[KvGroup, ...]
     block_tokens: int
@@ -138,11 +141,11 @@ class KvSpec:
 
     @classmethod
     def from_proto(cls, message: common_pb2.KvSpec) -> "KvSpec":
-        """Raises SpecError when the message describes no possible spec."""
+        """Decode a spec. Raises SpecError if the message does not describe a valid one."""
         return cls(_groups_from_proto(message.groups), message.block_tokens)
 
     def to_json(self) -> dict[str, object]:
-        """Plain data, for State replies; `from_json` reads it back."""
+        """Return the spec as JSON-compatible data, for State replies; `from_json` decodes it."""
         groups = [
             {
                 "kind": group.kind,
@@ -159,7 +162,7 @@ class KvSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, object]) -> "KvSpec":
-        """Raises SpecError when `data` is not what `to_json` makes."""
+        """Decode the result of `to_json`. Raises SpecError for anything else."""
         try:
             groups = data["groups"]
             if not isinstance(groups, list):

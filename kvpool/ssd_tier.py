@@ -5,12 +5,16 @@ Threads:
     event loop          all state of core, Loader, WriteBack and SsdHealth. The only lock is WriteBack._batch_lock:
                         batches, and the last frees at close, run one at a time
     2 load threads      one reads a batch from the SSD while the other verifies its own
-    1 write thread      low priority; writes one batch at a time and waits up to 1 s for loads to finish first
-    store's I/O threads `read_depth` and `write_depth` I/Os in flight, apart, so neither direction waits
+    1 write thread      low priority; a batch of writes first waits up to 1 s for loads to finish
+    store's I/O threads separate ones for reads and writes, so that neither direction waits for the other
 
-Both slots of a load or write are held by the core from `load` / `writes` until `loaded` / `written`, which follow in
-any case. Loads belong to the node: a pin that is cancelled or times out leaves them to the next one. Extents are given
-up in the core first, then freed in the store, and only then written again.
+Lifetimes:
+
+    slots of a load     PoolCore.load   ── read, verify   ── PoolCore.loaded    both slots are held in between, and
+    slots of a write    PoolCore.writes ── verify, write  ── PoolCore.written   the second call always follows
+    a freed extent      given up in the core ── freed in the store ── only then written again
+
+Loads belong to the node: if the pin that started a load is cancelled or times out, later pins can use it.
 """
 
 import asyncio
@@ -39,29 +43,29 @@ from kvpool.ssd.folder import check_folder
 from kvpool.verified_io import LoadResults, WriteResults, read_blocks, write_blocks
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_FAILED_READS_LIMIT = 3  # a place that cannot be read is that place's trouble
+_FAILED_READS_LIMIT = 3  # in a row: single failures may be due to single bad extents
 
 _log = logging.getLogger(__name__)
 
 
 class SsdState(enum.StrEnum):
     OK = "ok"
-    READ_ONLY = "read_only"  # full, or writes fail: the node goes on with what is there
-    FAILED = "failed"  # reads fail: the node goes on with its memory alone
+    READ_ONLY = "read_only"  # full, or writes fail: existing blocks are still read
+    FAILED = "failed"  # reads fail: the node uses DRAM only
 
 
 class SsdHealth:
-    """State of one node's SSD tier, judged by the results of its reads and writes; `now_s` is given, no I/O.
+    """State of a node's SSD tier, derived from the results of its reads and writes. No I/O; `now_s` is an argument.
 
-    A failed write makes it read-only, and consecutive failed reads make it failed. It is then left alone for a pause,
-    which doubles up to a minute, and tried again. A success restores it.
+    A failed write makes the tier read-only; consecutive failed reads make it failed. It is retried after a pause, which
+    doubles from 1 s up to a minute. A success restores it.
     """
 
     def __init__(self, what: str) -> None:
         self.state = SsdState.OK
         self._what = what  # named in the log
         self._pause_s = _FIRST_PAUSE_S
-        self._retry_s = 0.0  # no new trial before
+        self._retry_s = 0.0  # time of the next retry
         self._failed_reads = 0
 
     def may_read(self, now_s: float) -> bool:
@@ -69,11 +73,11 @@ class SsdHealth:
         return self.state is not SsdState.FAILED or now_s >= self._retry_s
 
     def may_write(self, now_s: float) -> bool:
-        """Return True if the SSD may be written now. An SSD in trouble is retried after its pause."""
+        """Return True if the SSD may be written now. A read-only or failed SSD is retried after its pause."""
         return self.state is SsdState.OK or now_s >= self._retry_s
 
     def write_succeeded(self) -> None:
-        """Record that a batch was written. After failed reads, the next failed read makes the pause longer still."""
+        """Record that a batch was written. After failed reads this does not reset the pause; only a read does."""
         if self.state is SsdState.READ_ONLY:
             self._pause_s = _FIRST_PAUSE_S
         self._become(SsdState.OK, "writes succeed again")
@@ -85,14 +89,14 @@ class SsdHealth:
             self._become(SsdState.READ_ONLY, reason)
 
     def read_succeeded(self) -> None:
-        """Record that part of a batch could be read."""
+        """Record that at least one block of a batch was read."""
         self._failed_reads = 0
         if self.state is SsdState.FAILED:
             self._pause_s = _FIRST_PAUSE_S
             self._become(SsdState.OK, "reads succeed again")
 
     def read_failed(self, now_s: float, reason: str) -> None:
-        """Record that nothing of a batch could be read."""
+        """Record that no block of a batch could be read."""
         self._failed_reads += 1
         if self._failed_reads >= _FAILED_READS_LIMIT:
             self._pause(now_s)
@@ -105,12 +109,12 @@ class SsdHealth:
     def _become(self, state: SsdState, reason: str) -> None:
         if state is not self.state:
             level = logging.INFO if state is SsdState.OK else logging.ERROR
-            _log.log(level, "the SSD tier in %s is %s now: %s", self._what, state.value, reason)
+            _log.log(level, "the SSD tier in %s is now %s: %s", self._what, state.value, reason)
             self.state = state
 
 
-# Two batches at a time: one is read while the other is verified. A batch is small enough to show soon, and large enough
-# to keep the SSD's queue full.
+# Two batches at a time: one is read while the other is verified. A batch is small enough to be visible soon, and large
+# enough to keep the SSD's queue full.
 _NUM_THREADS = 2
 _LOAD_BATCH_NBYTES = 8 << 20
 
@@ -136,9 +140,9 @@ class Loader:
         )
         self._counters = counters
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "moonpool-load")
-        self._urgent: deque[TierLoad] = deque()  # by pins: these go first
-        self._prefetches: deque[TierLoad] = deque()  # by prefetches
-        self._in_flight: dict[TierLoad, None] = {}  # all that have not ended
+        self._urgent: deque[TierLoad] = deque()  # started by pins; run before prefetches
+        self._prefetches: deque[TierLoad] = deque()
+        self._in_flight: dict[TierLoad, None] = {}  # all loads that have not ended, queued ones included
         self._workers: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()  # replaced whenever a batch ends
 
@@ -150,9 +154,9 @@ class Loader:
     def begin(
         self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool, tail_keys: Sequence[bytes] = ()
     ) -> int:
-        """Start loads of those blocks of the leading run, and tails after it, that are on SSD only.
+        """Start loads of those blocks of the leading run, and of tails after it, that are on SSD only.
 
-        Returns the number of them in flight.
+        Returns the number of these blocks in flight.
         """
         self._begin(self._prefetches, kv_namespace, chain, tails, tail_keys)
         return len(self._of(kv_namespace, chain, tails))
@@ -166,11 +170,11 @@ class Loader:
         wait_s: float,
         tail_keys: Sequence[bytes] = (),
     ) -> None:
-        """Start loads as `begin`, ahead of prefetches; wait until none of them is in flight, or for `wait_s`."""
+        """Start loads as `begin`, ahead of prefetches, and wait until none is in flight, at most for `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while True:
-                    # Again after each batch: what did not fit, or could not be read at the first go, may come now.
+                    # Repeated after each batch: blocks that did not fit or could not be read may succeed now.
                     self._begin(self._urgent, kv_namespace, chain, tails, tail_keys)
                     mine = self._of(kv_namespace, chain, tails)
                     if not mine:
@@ -258,7 +262,7 @@ class Loader:
                 self._counters["loaded_bytes"] += load.block.spec.block_nbytes
             elif outcome is LoadOutcome.CORRUPT:
                 self._counters["ssd_corrupt_blocks"] += 1
-                _log.error("block %s was corrupt on the SSD and is taken out", load.block.chain_key.hex())
+                _log.error("block %s was corrupt on the SSD and was removed", load.block.chain_key.hex())
             else:
                 self._counters["ssd_read_errors"] += 1
                 trouble = trouble or str(error)
@@ -269,7 +273,7 @@ class Loader:
             self._health.read_succeeded()
 
     def _of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> set[TierLoad]:
-        """Return the loads in flight of these blocks; with `tails`, also of partial blocks after any of them."""
+        """Return the loads in flight of these blocks and, with `tails`, of partial blocks after any of them."""
         if not self._in_flight:
             return set()
         keys = {block_key(kv_namespace, chain_key) for chain_key in chain}
@@ -281,8 +285,8 @@ class Loader:
 
 
 _WRITE_BATCH_NBYTES = 8 << 20
-_BATCH_SHARE = 16  # a batch is at most this part of memory: what is being written cannot give way
-_POLL_S = 0.25  # longest time until it is seen that something is worth writing
+_BATCH_SHARE = 16  # a batch is at most 1/16 of the arena, since blocks cannot be evicted while they are written
+_POLL_S = 0.25  # longest time until blocks worth writing are noticed
 _YIELD_S = 1.0  # longest wait of a batch for loads
 _NICENESS = 10
 
@@ -294,11 +298,11 @@ class _WriteOutcome(enum.Enum):
 
     DURABLE = enum.auto()
     SSD_FAILED = enum.auto()
-    REFUSED = enum.auto()  # by the fault of the block itself
+    REFUSED = enum.auto()  # the block itself is invalid
 
 
 class WriteBack:
-    """Writes blocks to SSD as the core decides. All methods belong to one event loop; `run` is its task."""
+    """Writes of blocks to SSD, as the core decides. All methods belong to one event loop, in which `run` is a task."""
 
     def __init__(
         self,
@@ -326,11 +330,11 @@ class WriteBack:
         self.num_in_flight = 0
 
     def wake(self) -> None:
-        """Signal that blocks were added or removed, so that something may be worth writing."""
+        """Signal that blocks were added or removed, and that some may have to be written."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Write blocks that are worth it, until cancelled."""
+        """Write the blocks that the core chooses, until cancelled."""
         while True:
             self._changed.clear()
             try:
@@ -382,7 +386,7 @@ class WriteBack:
                 written = await self._in_thread(write_blocks, self._store, self._arena, writes)
                 outcomes = self._classify(writes, written)
             if freed and _WriteOutcome.DURABLE not in outcomes:
-                # A restart must not bring back what was found to be wrong.
+                # A restart must not restore blocks that were found corrupt.
                 await self._in_thread(self._store.sync_frees)
         finally:
             self.num_in_flight = 0
@@ -393,7 +397,7 @@ class WriteBack:
             self._publish()
 
     def _classify(self, writes: Sequence[TierWrite], written: WriteResults) -> list[_WriteOutcome]:
-        """Count and return the results of the writes. Blocks that are corrupt in DRAM are quarantined."""
+        """Count and return the results of the writes. Quarantines blocks that are corrupt in DRAM."""
         outcomes = []
         trouble = ""
         for write, error, right in zip(writes, written.errors, written.right, strict=True):
@@ -401,7 +405,7 @@ class WriteBack:
             if not right:
                 outcomes.append(_WriteOutcome.REFUSED)
                 self._counters["dram_corrupt_blocks"] += 1
-                _log.error("block %s was corrupt in memory and is taken out", key)
+                _log.error("block %s was corrupt in memory and was removed", key)
                 self._core.quarantine(write.block.kv_namespace, [write.block.chain_key])
             elif error is None:
                 outcomes.append(_WriteOutcome.DURABLE)
@@ -428,7 +432,7 @@ class WriteBack:
 
 
 def _lower_priority() -> None:
-    """Lower the thread's priority. Linux has priorities per thread; elsewhere it stays unchanged."""
+    """Lower this thread's priority. Has an effect on Linux only, where priorities are per thread."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -465,8 +469,9 @@ class SsdTier:
         publish: Callable[[], None],
         counters: defaultdict[str, float],
     ) -> "SsdTier":
-        """Open the node's folder and restore its blocks into `core`. Raises SsdFolderError, whose text says what
-        to do.
+        """Open the node's folder and restore its blocks into `core`.
+
+        Raises SsdFolderError, with advice in its message.
         """
         folder = config.ssd_folder
         assert folder is not None
@@ -478,7 +483,7 @@ class SsdTier:
             await asyncio.to_thread(store.free, core.take_ssd_freed())
             found = store.stats().recovery
             _log.info(
-                "the SSD tier in %s has %d blocks, %d more found there were not taken in; %s; %.1f s",
+                "the SSD tier in %s: restored %d blocks, dropped %d; %s; %.1f s",
                 folder,
                 taken,
                 len(recovered) - taken,
@@ -486,7 +491,7 @@ class SsdTier:
                 time.perf_counter() - began,
             )
             if found.get("lost_frames") or found.get("torn_end"):
-                _log.warning("the journal in %s was damaged: what it still says is kept, the rest was dropped", folder)
+                _log.warning("the journal in %s was damaged: its readable part was restored", folder)
         except BaseException:
             await asyncio.to_thread(store.close)
             raise
@@ -494,11 +499,11 @@ class SsdTier:
 
     @property
     def state(self) -> SsdState:
-        """State of the SSD: read and written, only read, or left alone."""
+        """Current state of the SSD tier."""
         return self.health.state
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts of the disk, as plain data."""
+        """Return state, recovery counts and latencies as JSON-compatible data, for the State call."""
         stats = self.store.stats()
         return {
             "folder": str(self._folder),
@@ -530,17 +535,17 @@ class SsdTier:
         except TimeoutError:
             closed = False
         if not closed:
-            _log.error("the SSD in %s did not answer within %g s: it is left as it is", self._folder, _CLOSE_S)
+            _log.error("the SSD in %s did not respond within %g s; the store was not closed", self._folder, _CLOSE_S)
 
 
 def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:
     try:
         if not folder.exists():
-            check_folder(folder.parent)  # before a folder is left where none can be used
+            check_folder(folder.parent)  # first, so that no folder is left where it cannot be used
             folder.mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
         raise SsdFolderError(
-            f"the node's folder {folder} cannot be made: {error.strerror}; give a folder that this user can write to"
+            f"cannot create the node's folder {folder}: {error.strerror}; give a folder that this user can write to"
         ) from error
     return SsdStore.open(
         SsdConfig(

@@ -1,7 +1,7 @@
-"""Verified transfers of blocks between the arena and the SSD. The functions block: run them in threads.
+"""Verified transfers of blocks between the arena and the SSD. The functions block and must run in threads.
 
-Every block read from the SSD is verified against its digests before anybody can see it, and only verified blocks are
-written.
+Every block read from the SSD is verified against its digests before it becomes visible, and only verified blocks are
+written. The policy core holds both slots of each transfer until it has ended, so neither is reused meanwhile.
 """
 
 import time
@@ -24,7 +24,7 @@ def verify_digests(
 ) -> list[bool]:
     """Return per block True if its bytes at `offsets` (one per group) of `memory` uint8 [nbytes] match its digests.
 
-    Of a partial block, its valid tokens count.
+    Only the valid tokens of a partial block are compared.
     """
     right = [True] * len(blocks)
     members: dict[KvSpec, list[int]] = defaultdict(list)
@@ -46,7 +46,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class LoadResults:
-    """Result of each load, and the time that all took together."""
+    """Results of a batch of loads, one per load, and the batch's duration."""
 
     outcomes: list[LoadOutcome]
     errors: list[SsdError | None]
@@ -55,8 +55,10 @@ class LoadResults:
 
 @dataclass(frozen=True)
 class WriteResults:
-    """Result of each write: durable if `errors` is None and the bytes were `right`; and the time that all took
-    together.
+    """Results of a batch of writes, one per write, and the batch's duration.
+
+    `right` is False for a block that did not match its digests and was not written. A block is durable if it is right
+    and its error is None.
     """
 
     errors: list[SsdError | None]
@@ -65,7 +67,7 @@ class WriteResults:
 
 
 def read_blocks(store: SsdStore, arena: Bytes, loads: Sequence[TierLoad]) -> LoadResults:
-    """Read blocks into their slots of the arena."""
+    """Read blocks into their slots of `arena` uint8 [nbytes] and verify them. Errors are returned, not raised."""
     began = time.perf_counter()
     offsets = [load.offsets for load in loads]
     errors = _read(store, arena, [load.block for load in loads], [load.ssd_offset for load in loads], offsets)
@@ -78,7 +80,7 @@ def read_blocks(store: SsdStore, arena: Bytes, loads: Sequence[TierLoad]) -> Loa
 
 
 def check_on_ssd(store: SsdStore, blocks: Sequence[Block], ssd_offsets: Sequence[int]) -> list[LoadOutcome]:
-    """Read blocks into temporary memory and verify them."""
+    """Read blocks into temporary memory and verify them. Errors are returned, not raised."""
     sizes = [[block.spec.slot_nbytes(g) for g in range(block.spec.num_groups)] for block in blocks]
     ends = np.cumsum([size for each in sizes for size in each])
     memory = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
@@ -93,7 +95,7 @@ def check_on_ssd(store: SsdStore, blocks: Sequence[Block], ssd_offsets: Sequence
 
 
 def write_blocks(store: SsdStore, arena: Bytes, writes: Sequence[TierWrite]) -> WriteResults:
-    """Write those of the blocks whose bytes in the arena match their digests."""
+    """Write the blocks whose bytes in `arena` uint8 [nbytes] match their digests. Errors are returned, not raised."""
     began = time.perf_counter()
     right = verify_digests(arena, [write.block for write in writes], [write.offsets for write in writes])
     fine = [i for i, each in enumerate(right) if each]

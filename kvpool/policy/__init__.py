@@ -1,4 +1,4 @@
-"""Decisions of a pool node, without clock or I/O: where blocks lie, who may read or write them, what is evicted."""
+"""Decisions of a pool node, without clock or I/O: allocation, puts, leases, eviction and moves between tiers."""
 
 from kvpool.policy.core import PoolCore, PoolLimits
 from kvpool.policy.records import (

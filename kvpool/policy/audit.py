@@ -1,6 +1,4 @@
-"""Self-check of the policy core: blocks, copies, slots, puts, leases, loads, writes and fences must account for each
-other.
-"""
+"""Self-check of the policy core: consistency of blocks, copies, slots, puts, leases, loads, writes and fences."""
 
 import itertools
 from collections import Counter
@@ -30,9 +28,9 @@ def audit(
     problems += _held(copies.values(), holds)
     problems += _tiers(blocks)
     if {id(b) for b in blocks if not b.sealed} != {id(b) for put in puts.values() for b in put.blocks}:
-        problems.append("the unsealed blocks are not those of the puts")
+        problems.append("the unsealed blocks differ from the blocks of the puts")
     if Counter(block.kv_namespace for block in blocks) != store.namespaces.num_blocks:
-        problems.append("the namespaces' numbers of blocks are not those of the blocks")
+        problems.append("the namespaces' counts of blocks are wrong")
     problems += _namespaces(copies.values())
     return problems
 
@@ -47,7 +45,7 @@ def _holds(staging: Staging, leases: Mapping[str, LeaseRecord]) -> Counter[Block
 
 
 def _slots(store: BlockStore, tier: int, copies: list[BlockCopy], fenced: Mapping[str, list[int]]) -> list[str]:
-    """Check that every used slot has one holder, and that none overlaps another or exceeds the tier."""
+    """Check that every used slot of a tier has one holder, overlaps no other slot and lies within the tier."""
     space, name = store.spaces[tier], ("DRAM", "SSD")[tier]
     spans = [
         (offset, offset + size)
@@ -56,7 +54,7 @@ def _slots(store: BlockStore, tier: int, copies: list[BlockCopy], fenced: Mappin
     ]
     problems = []
     if {offset: id(copy) for copy in copies for offset in copy.offsets} != {o: id(c) for o, c in space.holders.items()}:
-        problems.append(f"the slots' holders in {name} are not the copies there")
+        problems.append(f"the holders of slots in {name} differ from the copies there")
     spans += [(offset, offset + 1) for offsets in fenced.values() for offset in offsets]
     spans += [(offset, offset + nbytes) for offset, nbytes in space.freed.items()]
     spans.sort()
@@ -79,17 +77,17 @@ def _held(copies: Collection[BlockCopy], holds: Counter[BlockCopy]) -> list[str]
 
 
 def _tiers(blocks: list[Block]) -> list[str]:
-    """Check that every sealed block is in some tier, and that a block in transit is in another tier already."""
+    """Check that every sealed block has a complete copy, and that its copies are linked and marked correctly."""
     problems = []
     for block in blocks:
         dram, ssd = block.copies
         name = block.chain_key.hex()
         if block.sealed and not any(copy is not None and copy.ready for copy in block.copies):
-            problems.append(f"block {name} is nowhere")
+            problems.append(f"block {name} is sealed but has no complete copy")
         if any(copy is not None and (copy.gone or copy.block is not block) for copy in block.copies):
             problems.append(f"block {name} has a copy that is gone, or of another block")
         if dram is not None and dram.in_slower_tier != (ssd is not None and ssd.ready):
-            problems.append(f"block {name} does not know whether it is on SSD")
+            problems.append(f"block {name} is wrongly marked as being on SSD or not")
     return problems
 
 
@@ -100,5 +98,5 @@ def _namespaces(copies: Collection[BlockCopy]) -> list[str]:
         mine = [copy for copy in copies if copy.block.namespace is namespace]
         used = [sum(copy.nbytes for copy in mine if copy.tier == tier) for tier in (DRAM, SSD)]
         if namespace.num_copies != len(mine) or namespace.used_nbytes != used:
-            problems.append(f"namespace {namespace.kv_namespace.hex()} counts its copies wrongly")
+            problems.append(f"namespace {namespace.kv_namespace.hex()} has a wrong count of copies or bytes")
     return problems

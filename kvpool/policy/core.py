@@ -1,11 +1,12 @@
-"""State of a pool node and all decisions on it: puts, leases, removal. No I/O and no clock: `now_ns` is given.
+"""State of a pool node and all decisions on it: puts, leases, removal. No I/O and no clock: `now_ns` is an argument.
 
-A put allocates slots that are invisible until it is sealed (its blocks become visible and an event is logged) or ends
-unsealed (aborted, expired). Then its slots are fenced, because its writer may still be writing. They are freed when the
-caller has revoked the put's key, which ends every write under it, and calls `fence_revoked`.
+Times are in nanoseconds of one monotonic clock. A put allocates slots that are invisible until it is sealed: then its
+blocks become visible and an event is logged. If it ends unsealed (aborted, expired), its slots are fenced, because its
+writer may still be writing. They are freed when the caller has revoked the put's key, which ends every write under it,
+and calls `fence_revoked`.
 
-A lease keeps blocks from eviction and their slots from reuse until it is released, or until the longest operation's
-deadline has passed after its expiry.
+A lease protects blocks from eviction and their slots from reuse until it is released, or until the longest deadline of
+an operation has passed after its expiry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,15 +41,15 @@ class PoolLimits:
     """Sizes in bytes, times in nanoseconds."""
 
     arena_nbytes: int
-    slab_nbytes: int  # unit of the arena in which sizes of slots get their share
+    slab_nbytes: int  # unit of the arena from which slabs, each for slots of one size, are made
     operation_ns: int  # the longest deadline of a messenger operation
     max_lease_ns: int  # longer leases and puts are cut to this
     event_log_nbytes: int = 16 << 20  # memory for events kept for reconnecting directories
     policy: str = "lru"  # of eviction, by its name in `kvpool.policy.eviction`; each tier has its own instance
     ssd_nbytes: int = 0  # for extents; 0: no SSD tier
     ssd_slab_nbytes: int = 1 << 20  # as `slab_nbytes`; must stay the same as long as the SSD store's files are kept
-    write_above: float = 0.5  # share of DRAM in use above which what would leave next is written to SSD ahead of need
-    max_tails: int = 1024  # partial blocks kept after one block: as many dialogues may end after a prompt they share
+    write_above: float = 0.5  # share of DRAM in use above which the next victims are written to SSD before eviction
+    max_tails: int = 1024  # partial blocks kept after one block; many dialogues may end after a prompt they share
     quotas: Mapping[bytes, float] = field(default_factory=dict)  # namespace -> largest share of DRAM it may take
 
     def __post_init__(self) -> None:
@@ -60,11 +61,11 @@ class PoolLimits:
             raise PoolConfigError("write_above is a share of 0..1; max_tails and sizes must not be negative")
 
 
-_LEAST_S, _MOST_S = 1e-9, 1e6  # of computing; what policies make of it stays a number within these
+_LEAST_S, _MOST_S = 1e-9, 1e6  # range of computing times, so that the policies' arithmetic stays finite
 
 
 def check_request(request: PutRequest) -> None:
-    """Raise AddressError unless there is one parent, and one possible number of tokens if any, per block."""
+    """Raise AddressError unless there is one parent per block and, if given, one valid number of tokens per block."""
     chain, parents, num_tokens = request.chain, request.parents, request.num_tokens
     if len(parents) != len(chain):
         raise AddressError(f"{len(chain)} blocks with {len(parents)} parents: expected one parent per block")
@@ -78,15 +79,13 @@ def check_request(request: PutRequest) -> None:
 
 
 def request_blocks(store: BlockStore, kv_namespace: bytes, chain: Sequence[bytes], parents: Sequence[bytes]) -> int:
-    """Return the number of blocks from the prompt's first to the last of these, as far as known."""
+    """Return the number of blocks from the prompt's first to the last of `chain`, as far as the prompt is known."""
     before = store.find(kv_namespace, parents[0]) if parents else None
     return len(chain) + (before.prefix_node.depth + 1 if before is not None else 0)
 
 
 def cost_of_each(compute_s: float, num_blocks: int) -> float:
-    """Return the seconds that computing one of the blocks took, 0 = unknown. Raises PoolRefused for an impossible
-    time.
-    """
+    """Return the seconds that computing one of the blocks took, 0 = unknown. Raises PoolRefused if out of range."""
     if not 0 <= compute_s <= _MOST_S:
         raise PoolRefused(f"compute_s must be a number of seconds from 0 to {_MOST_S:.0f}, not {compute_s!r}")
     each = compute_s / max(1, num_blocks)
@@ -94,21 +93,21 @@ def cost_of_each(compute_s: float, num_blocks: int) -> float:
 
 
 def check_digests(blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]]) -> None:
-    """Raise SpecError unless the digests are those of a put's blocks, per block and group."""
+    """Raise SpecError unless there are digests of the right length per block and group."""
     if len(digests) != len(blocks):
-        raise SpecError(f"the put has {len(blocks)} new blocks, digests came for {len(digests)}")
+        raise SpecError(f"expected digests for the put's {len(blocks)} new blocks, got digests for {len(digests)}")
     spec = blocks[0].spec
     want = [8 * spec.num_layers(g) for g in range(spec.num_groups)]
     for per_group in digests:
         if list(map(len, per_group)) != want:
-            raise SpecError(f"digests per group take {want} bytes, came as {[len(each) for each in per_group]}")
+            raise SpecError(f"expected digests per group of {want} bytes, got {[len(each) for each in per_group]}")
 
 
 _PAGE_NBYTES = 4096  # extents on SSD start at multiples of it
 
 
 class PoolCore:
-    """One pool node incarnation. Chain keys are 16 bytes each; a first block's parent is 16 zero bytes."""
+    """State of one incarnation of a pool node. Chain keys are 16 bytes; a first block's parent is 16 zero bytes."""
 
     def __init__(self, limits: PoolLimits, incarnation: int) -> None:
         self.limits = limits
@@ -135,10 +134,10 @@ class PoolCore:
     ) -> PutAllocation:
         """Allocate slots for the missing blocks, in order, evicting others. After a NO_SPACE, no later block is NEW.
 
-        A block that is only on SSD counts as EXISTS. For a partial block, only the oldest of too many after the same
-        parent, or a block that any block may evict, is evicted. Raises SpecMismatch if the namespace has another spec
-        here, SpecError if none of its blocks could ever fit, AddressError if parents or token counts do not fit the
-        blocks, PoolRefused for an impossible `compute_s`.
+        A block that is only on SSD counts as EXISTS. A partial block beyond `PoolLimits.max_tails` evicts the oldest
+        partial block after the same parent. Raises SpecMismatch if the namespace has another spec here, SpecError if
+        none of its blocks could ever fit, AddressError if parents or token counts do not match the blocks, PoolRefused
+        for a `compute_s` out of range.
         """
         check_request(request)
         kv_namespace, chain, parents = request.kv_namespace, request.chain, request.parents
@@ -186,11 +185,11 @@ class PoolCore:
     def seal(
         self, now_ns: int, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None
     ) -> int:
-        """Make a put's blocks visible; `digests` per NEW block and group. Returns how many became visible.
+        """Make a put's blocks visible; `digests` are given per NEW block and group. Returns the number made visible.
 
-        Blocks with a false `keep` are dropped and their slots fenced under the put's id, as in `abort`. The caller
-        revokes the put's key afterwards in any case and then calls `fence_revoked`. Raises PutLost when the put has
-        ended, SpecError when the digests do not fit.
+        Blocks whose `keep` is False are dropped and their slots fenced under the put's id, as in `abort`. The caller
+        must then revoke the put's key and call `fence_revoked`. Raises PutLost if the put has ended, SpecError if the
+        digests do not match the blocks.
         """
         put = self.puts.get(put_id)
         if put is None or put.expires_ns <= now_ns:
@@ -214,7 +213,7 @@ class PoolCore:
         return put is not None
 
     def fence_revoked(self, put_id: str) -> None:
-        """Free the unsealed slots of an ended put, after nothing can write under its key any more."""
+        """Free the unsealed slots of an ended put. Must follow the revocation of the put's key."""
         self.store.dram.free_slots(self.fenced.pop(put_id, []))
 
     def pin(
@@ -229,11 +228,11 @@ class PoolCore:
         tails: bool = False,
         tail_keys: Sequence[bytes] = (),
     ) -> LeaseGrant | None:
-        """Lease the longest leading run of sealed blocks in DRAM; None when there is nothing to lease.
+        """Lease the longest leading run of sealed blocks in DRAM; return None if there is nothing to lease.
 
-        With `tails`, also partial blocks in DRAM whose parent is the run's last block (where the run is empty: those
-        that begin a prompt): the first of `tail_keys` that is there; else a few, most recently used first. The grant
-        may have tails and no blocks.
+        With `tails`, partial blocks in DRAM whose parent is the run's last block are leased too; after an empty run,
+        those that begin a prompt. The first of `tail_keys` that exists is leased, otherwise a few, most recently used
+        first. The grant may have tails and no blocks.
         """
         run, num_from_ssd = self._look_up(now_ns, kv_namespace, chain)
         after = self.store.tails_after(kv_namespace, run, tail_keys) if tails else []
@@ -251,7 +250,7 @@ class PoolCore:
         return LeaseGrant(lease_id, tuple(run), expires_ns, tuple(after), num_from_ssd)
 
     def use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
-        """Count a look-up of blocks that were read without a lease (and verified by their digests)."""
+        """Count a look-up of blocks that were read, and verified by their digests, without a lease."""
         self._look_up(now_ns, kv_namespace, chain)
 
     def hint(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], other_replicas: Sequence[int]) -> None:
@@ -273,17 +272,18 @@ class PoolCore:
         tails: bool = False,
         tail_keys: Sequence[bytes] = (),
     ) -> list[TierLoad]:
-        """Start loads of those blocks of the leading run that are on SSD only; with `tails`, also those after it, as in
-        `pin`.
+        """Start loads of those blocks of the leading run, and of tails as in `pin`, that are on SSD only.
 
-        Slots are allocated in order, evicting others but never the run's own, as far as possible. Blocks in flight are
-        not returned again. Every load must be answered by `loaded`.
+        Slots are allocated in order, as far as possible, by evicting blocks outside the run. Blocks in flight are not
+        returned again. Every load must be followed by `loaded`.
         """
         return self.staging.load(now_ns, kv_namespace, chain, tails, tail_keys)
 
     def loaded(self, now_ns: int, load: TierLoad, outcome: LoadOutcome) -> None:
-        """Record the end of a load. OK: the block is in DRAM and on SSD. IO_ERROR: it stays on SSD, until the second in
-        a row. CORRUPT: it is quarantined.
+        """Record the end of a load.
+
+        OK: the block is in DRAM and on SSD. IO_ERROR: it stays on SSD; after the second in a row it is removed.
+        CORRUPT: it is quarantined.
         """
         self.staging.loaded(now_ns, load, outcome)
 
@@ -292,60 +292,60 @@ class PoolCore:
         return self.staging.num_loading(kv_namespace, chain)
 
     def writes(self, now_ns: int, max_nbytes: int, *, everything: bool = False) -> list[TierWrite]:
-        """Return the blocks worth writing to SSD now, parents before children, up to `max_nbytes` of extents (at least
-        one block, if any); often nothing.
+        """Return the blocks to write to SSD now, parents before children, up to `max_nbytes` of extents.
 
-        First come DRAM's next victims, once more than `PoolLimits.write_above` of it is used; then blocks that were
-        used again, as long as extents are free. `everything`: all sealed blocks that are not on SSD (before DRAM is
-        emptied). If the SSD is full, this evicts instead: `take_ssd_freed` returns the extents, and the blocks follow
-        at the next call. Every write must be answered by `written`. Never delays or fails a put.
+        If there are any, at least one is returned. First come DRAM's next victims, once more than
+        `PoolLimits.write_above` of it is used; then blocks that were used again, as long as extents are free. With
+        `everything`, all sealed blocks that are not on SSD are written. If the SSD is full, blocks are evicted from it
+        instead: `take_ssd_freed` returns their extents, and the next call uses them. Every write must be followed by
+        `written`. Never delays or fails a put.
         """
         return self.staging.next_writes(now_ns, max_nbytes, everything)
 
     def written(self, now_ns: int, write: TierWrite, ok: bool, *, block_at_fault: bool = True) -> None:
-        """Record the end of a write. ok: the block is durable on SSD; else it is not there, and its extent is freed.
+        """Record the end of a write. If `ok`, the block is durable on SSD; otherwise its extent is freed.
 
-        A block that twice in a row cannot be written by its own fault is not retried; a full or failing SSD is no
-        block's fault.
+        After two failures in a row with `block_at_fault`, the block is not written again. Failures of the SSD itself
+        (full, I/O error) do not count.
         """
         self.staging.written(now_ns, write, ok, block_at_fault)
 
     def restore(self, now_ns: int, entries: Sequence[SsdBlock]) -> int:
-        """Add the blocks that the SSD store found at its start, before any other call. Returns their number.
+        """Add the blocks that the SSD store recovered. Must precede all other calls. Returns the number added.
 
-        Blocks that cannot be added (beyond the capacity, overlapping, of another spec than their namespace) are counted
-        as `ssd_refused_blocks`, and their extents are freed.
+        Blocks that cannot be added (beyond the capacity, overlapping, with another spec than their namespace) are
+        counted as `ssd_refused_blocks`, and their extents are freed.
         """
         return self.staging.restore(now_ns, entries)
 
     def take_ssd_freed(self) -> list[int]:
-        """Return the offsets of extents given up since the last call, each once; the SSD store must forget them.
+        """Return the offsets of extents given up since the last call, each once.
 
-        They are allocated to writes of later `writes` calls: forget them durably before such a write.
+        Later calls of `writes` reuse them: the SSD store must have freed them durably before such a write.
         """
         return self.store.ssd.take_freed()
 
     def take_dram_changes(self) -> list[tuple[bool, Block]]:
         """Return the visible additions to DRAM (True) and removals from it (False), in order, since the last call.
 
-        The first call starts the record, with all blocks in DRAM. A removed block may still have leased slots.
+        The first call returns all blocks in DRAM and starts the recording. A removed block may still have leased slots.
         """
         return self.store.take_dram_changes()
 
     def flush(self, now_ns: int, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
-        """Remove unused blocks, of one namespace or of all (None); `dram_only`: drop DRAM copies of blocks that are on
-        SSD too.
+        """Remove unused blocks of one namespace, or of all (None).
 
-        Returns (number removed, number of matching blocks that are still here, or in DRAM).
+        With `dram_only`, only the DRAM copies of blocks that are also on SSD are dropped. Returns (number of blocks
+        removed or dropped, number of matching blocks that remain in the pool or, with `dram_only`, in DRAM).
         """
         return flush(self.store, kv_namespace, dram_only=dram_only)
 
     def totals(self) -> dict[str, int]:
-        """Return all totals since the start, histograms as cumulative buckets; no value ever decreases."""
+        """Return all counters since the start, histograms as cumulative buckets. No value ever decreases."""
         return self.metrics.totals()
 
     def renew(self, now_ns: int, lease_id: str, lease_ns: int) -> bool:
-        """Extend a lease to `lease_ns` from now. Returns False if it has expired; then pin again."""
+        """Extend a lease to `lease_ns` from now. Returns False if it has expired."""
         lease = self.leases.get(lease_id)
         if lease is None or lease.expires_ns <= now_ns:
             return False
@@ -360,7 +360,7 @@ class PoolCore:
         return lease is not None
 
     def evict(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
-        """Remove those of the blocks that could be evicted, the last first, from all tiers. Returns how many."""
+        """Remove those of the blocks that are evictable, last first, from all tiers. Returns the number removed."""
         removed = 0
         for chain_key in reversed(chain):
             block = self.store.find(kv_namespace, chain_key)
@@ -371,7 +371,7 @@ class PoolCore:
         return removed
 
     def quarantine(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
-        """Remove sealed blocks found corrupt, leased or not: nobody new finds them. Returns how many."""
+        """Remove corrupt sealed blocks, leased or not, so that they are not found again. Returns the number removed."""
         removed = 0
         for chain_key in chain:
             block = self.store.find(kv_namespace, chain_key)
@@ -383,7 +383,7 @@ class PoolCore:
         return removed
 
     def drop_ssd_only(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
-        """Remove those of the blocks that are on SSD alone, because it cannot be read. Returns their number."""
+        """Remove those of the blocks that are only on an SSD that cannot be read. Returns the number removed."""
         found = (self.store.find(kv_namespace, chain_key) for chain_key in chain)
         unreadable = [block for block in found if block is not None and block.sealed and block.dram is None]
         for block in unreadable:
@@ -393,7 +393,7 @@ class PoolCore:
         return len(unreadable)
 
     def expire(self, now_ns: int) -> list[str]:
-        """End what is overdue. Returns the ids of expired puts, whose keys the caller must revoke."""
+        """End expired puts and leases. Returns the ids of the puts, whose keys the caller must revoke."""
         expired = [put for put in self.puts.values() if put.expires_ns <= now_ns]
         overdue = [lease for lease in self.leases.values() if lease.kept_until_ns <= now_ns]
         return self._end(expired, overdue)
@@ -401,11 +401,11 @@ class PoolCore:
     def forget_owner(self, owner: str, owner_incarnation: int) -> list[str]:
         """End the puts and leases of a process that is gone. Returns as `expire`.
 
-        Whoever still reads under its leases (a node it had handed them on to) is told by the digests.
+        Another process that still reads under one of these leases detects reused slots by their digests.
         """
-        who = owner, owner_incarnation
-        puts = [put for put in self.puts.values() if (put.owner, put.owner_incarnation) == who]
-        leases = [lease for lease in self.leases.values() if (lease.owner, lease.owner_incarnation) == who]
+        gone = owner, owner_incarnation
+        puts = [put for put in self.puts.values() if (put.owner, put.owner_incarnation) == gone]
+        leases = [lease for lease in self.leases.values() if (lease.owner, lease.owner_incarnation) == gone]
         return self._end(puts, leases)
 
     def validate(self) -> list[str]:
@@ -413,7 +413,10 @@ class PoolCore:
         return audit(self.store, self.staging, self.puts, self.leases, self.fenced)
 
     def _look_up(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> tuple[list[Block], int]:
-        """The leading run in DRAM, used and counted; and how many of it came from SSD since they were last used."""
+        """Look up the leading run in DRAM; record and count its use.
+
+        Returns (the run, the number of its blocks loaded from SSD and not used since).
+        """
         store = self.store
         found = store.leading_run(kv_namespace, chain)
         copies: list[BlockCopy] = []

@@ -32,12 +32,16 @@ class Histogram:
         self._total_ns = 0
 
     def add(self, duration_ns: int, count: int = 1) -> None:
-        """Count `count` times the same duration."""
+        """Count a duration `count` times."""
         self._counts[bisect_left(self._BOUNDS, duration_ns)] += count
         self._total_ns += max(0, duration_ns) * count
 
     def counters(self, prefix: str) -> dict[str, int]:
-        """`prefix_le_1s` and so on: how many were at most that long; `prefix_count`: all; `prefix_sum_ms`."""
+        """Return the histogram as counters.
+
+        `{prefix}_le_1s` and so on: the number of durations up to that bound; `{prefix}_count`: the number of all;
+        `{prefix}_sum_ms`: their sum.
+        """
         found: dict[str, int] = {}
         total = 0
         for name, count in zip(self._NAMES, self._counts, strict=False):
@@ -47,21 +51,21 @@ class Histogram:
 
 
 EVICTIONS = {
-    "room": "a put or a write needed its place",
-    "promotion": "a block that came from SSD needed its place",
-    "quota": "its namespace has a quota, and needed its place",
-    "slab": "blocks of another size needed the slab that it lay in",
-    "tail": "a newer partial block took its place after the same block",
-    "asked": "somebody asked for it",
+    "room": "a put or a write needed its slots",
+    "promotion": "a block loaded from SSD needed its slots",
+    "quota": "its namespace reached its quota",
+    "slab": "blocks of another size needed its slab",
+    "tail": "too many partial blocks followed the same block",
+    "asked": "its eviction was requested",
     "flushed": "the pool was flushed",
 }
 """Reasons for which a copy leaves a tier, other than corruption."""
 
 LOSSES = {
-    "no_ssd": "it left DRAM, and there is no SSD tier",
-    "unwritten": "it left DRAM before it was written to SSD",
-    "partial": "it was a partial block",
-    "ssd": "it left SSD, and was not in DRAM",
+    "no_ssd": "evicted from DRAM, and there is no SSD tier",
+    "unwritten": "evicted from DRAM before it was written to SSD",
+    "partial": "a partial block",
+    "ssd": "evicted from SSD, and not in DRAM",
 }
 """Reasons for which an eviction removed a block from this node."""
 
@@ -95,7 +99,11 @@ class PolicyMetrics:
         self._gaps = Histogram()
 
     def record_eviction(self, copy: BlockCopy, reason: str, now_ns: int | None, loss: str | None) -> None:
-        """A copy has left its tier. `loss`: why the block is not here any more, if so; `now_ns`: if room was needed."""
+        """Count a copy that left its tier for a `reason` of EVICTIONS.
+
+        `loss` is the key of LOSSES if it was the block's last copy. If `now_ns` is given, age and idle time are
+        recorded; it is given for evictions that make room.
+        """
         counters, tier = self.counters, copy.tier
         counters["evicted_blocks"] += 1
         counters[_EVICTED[tier, reason]] += 1
@@ -109,8 +117,10 @@ class PolicyMetrics:
             self._idle[tier].add(now_ns - copy.used_ns)
 
     def record_lookup(self, num_asked: int, num_waiting: int, hits: Iterable[BlockCopy], now_ns: int) -> None:
-        """A look-up of so many blocks: `hits` were in DRAM, told before they are marked as used, and `num_waiting` on
-        SSD only. What was loaded since its last use is a hit of the SSD.
+        """Count a look-up of `num_asked` blocks, of which `hits` were in DRAM and `num_waiting` on SSD only.
+
+        A copy that was loaded from SSD and not used since is a hit of the SSD tier. Must be called before the hits are
+        marked as used.
         """
         found, tokens, saved = [0, 0], [0, 0], self._saved_s
         gap, count = 0, 0
@@ -134,7 +144,7 @@ class PolicyMetrics:
             counters[f"hit_{name}_tokens"] += tokens[tier]
 
     def totals(self) -> dict[str, int]:
-        """All of it, histograms as cumulative buckets."""
+        """Return all counters, histograms as cumulative buckets."""
         totals = dict(self.counters)
         totals["lost_blocks"] = sum(totals[name] for name in _LOST.values())
         for tier, name in enumerate(_TIERS):
@@ -146,7 +156,7 @@ class PolicyMetrics:
 
 
 def loss_reason(copy: BlockCopy, has_ssd: bool) -> str:
-    """Return the key of LOSSES for a copy that was its block's last."""
+    """Return the key of LOSSES for a copy that was its block's last one."""
     if copy.tier != DRAM:
         return "ssd"
     if copy.num_tokens:

@@ -1,4 +1,4 @@
-"""Numbered events of one pool node incarnation, kept within a bound in bytes."""
+"""Log of the numbered events of one pool node incarnation, bounded in bytes."""
 
 from collections import deque
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kvpool.events import BlockRun, PoolEvents, Tier, contents_sum
 
 _MAX_MESSAGE_NBYTES = 1 << 20
-_EVENT_NBYTES = 256  # about what an event takes beside its chain
+_EVENT_NBYTES = 256  # approximate memory of an event without its chain
 
 
 class _Event(NamedTuple):
@@ -16,18 +16,21 @@ class _Event(NamedTuple):
 
 
 class EventLog:
-    """Appends events and returns those after a number, as messages in the form that `kvpool.events` describes."""
+    """Events by number; returns them as the messages described in `kvpool.events`."""
 
     def __init__(self, incarnation: int, capacity_nbytes: int) -> None:
         self.incarnation = incarnation
         self.seq = 0  # of the last event
-        self.contents_sum = 0  # of all that is stored; see `kvpool.events`
+        self.contents_sum = 0  # of all blocks stored; see `kvpool.events`
         self._capacity_nbytes = capacity_nbytes
         self._nbytes = 0
         self._events: deque[_Event] = deque()
 
     def append(self, kv_namespace: bytes, chain: bytes, before: Tier | None, now: Tier | None) -> None:
-        """The next event: blocks were in tier `before` and are in `now`, None: not here. The oldest are forgotten."""
+        """Append an event: the blocks of `chain` (16 bytes each) moved from tier `before` to tier `now`.
+
+        None means that the node does not hold them. Drops the oldest events beyond the capacity.
+        """
         total = self.contents_sum
         if before is not None:
             total -= contents_sum(kv_namespace, chain, before)
@@ -42,7 +45,7 @@ class EventLog:
             self._nbytes -= _EVENT_NBYTES + len(self._events.popleft().run.chain)
 
     def after(self, incarnation: int, seq: int) -> list[PoolEvents] | None:
-        """The events after `seq`; None when they cannot be had (forgotten, another incarnation): take a snapshot."""
+        """Return the events after `seq`; None if some were dropped or are of another incarnation (take a snapshot)."""
         first_kept = self.seq - len(self._events) + 1
         if incarnation != self.incarnation or not first_kept - 1 <= seq <= self.seq:
             return None
@@ -65,7 +68,7 @@ class EventLog:
 
         for i in range(seq - first_kept + 1, len(self._events)):
             event = self._events[i]
-            # A reader takes a message's removals first: a block stored and then removed needs two messages.
+            # Readers apply a message's removals first, so storing a block and then removing it takes two messages.
             if (stored and not event.stored) or nbytes > _MAX_MESSAGE_NBYTES:
                 flush()
             (stored if event.stored else removed).append(event.run)
@@ -75,7 +78,7 @@ class EventLog:
         return messages
 
     def snapshot(self, blocks: dict[tuple[bytes, Tier], bytearray]) -> list[PoolEvents]:
-        """The messages of a snapshot at this moment; `blocks` are all blocks' chain keys per namespace and tier."""
+        """Return the messages of a snapshot now; `blocks` maps (namespace, tier) to all chain keys, concatenated."""
         runs = [
             BlockRun(kv_namespace, bytes(chain[start : start + _MAX_MESSAGE_NBYTES]), tier)
             for (kv_namespace, tier), chain in blocks.items()

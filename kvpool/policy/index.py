@@ -1,7 +1,7 @@
-"""Blocks of a pool node by full address, in a prefix tree. Knows neither space nor time.
+"""Prefix tree of a pool node's blocks, by full address. Independent of space and time.
 
-A block may be here without its parent, if that was removed as corrupt or its put failed; it can be matched again once
-the parent is back.
+A block may be in the tree without its parent, if the parent was removed as corrupt or its put failed; it can be matched
+again once the parent is stored again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from kvpool.policy.records import DRAM, SSD, Block, BlockKey, PrefixNode
 
 
 class BlockIndex:
-    """All blocks that can be found: those being written by puts (invisible to readers) and sealed ones."""
+    """All blocks of the node: sealed ones, and those being written by puts, which are invisible to readers."""
 
     def __init__(self) -> None:
         self.num_sealed = 0
@@ -24,26 +24,26 @@ class BlockIndex:
         return (node.block for node in self._nodes.values() if node.block is not None)
 
     def addresses(self) -> list[BlockKey]:
-        """Return all known addresses, fast even for many; some have no block."""
+        """Return the addresses of all nodes of the tree, some of which have no block. Fast even for many."""
         return list(self._nodes)
 
     def get(self, key: BlockKey) -> Block | None:
-        """Return the block of this address, sealed or not."""
+        """Return the block at this address, sealed or not; None if there is none."""
         node = self._nodes.get(key)
         return None if node is None else node.block
 
     def find(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block | None]:
-        """Return the blocks of these addresses, sealed or not."""
+        """Return the blocks at these addresses, sealed or not; None for each that is missing."""
         nodes = self._nodes
         found = [nodes.get(kv_namespace + chain_key) for chain_key in chain]
         return [None if node is None else node.block for node in found]
 
     def find_node(self, key: BlockKey) -> PrefixNode | None:
-        """Return the node of this address, if it has a block or followers."""
+        """Return the node at this address; None if it has neither a block nor followers."""
         return self._nodes.get(key)
 
     def node_at(self, key: BlockKey) -> PrefixNode:
-        """Return the node of this address, created if missing; give a node that stays empty to `discard`."""
+        """Return the node at this address, created if missing. A node that stays empty must be passed to `discard`."""
         node = self._nodes.get(key)
         if node is None:
             node = self._nodes[key] = PrefixNode(key)
@@ -55,7 +55,7 @@ class BlockIndex:
             self._nodes.pop(node.key, None)
 
     def leading_run(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block]:
-        """Return the longest run of full sealed blocks from the start of `chain`, in whatever tier."""
+        """Return the longest run of full sealed blocks from the start of `chain`, in any tier."""
         blocks: list[Block] = []
         nodes = self._nodes
         for chain_key in chain:
@@ -66,7 +66,7 @@ class BlockIndex:
         return blocks
 
     def would_form_cycle(self, node: PrefixNode, before: PrefixNode) -> bool:
-        """Return True if a block at this empty node, placed after `before`, would form a cycle."""
+        """Return True if adding a block at the empty `node`, after `before`, would form a cycle."""
         if node is before:
             return True
         each: PrefixNode | None = before if node.num_following else None
@@ -75,10 +75,10 @@ class BlockIndex:
         return each is not None
 
     def add(self, block: Block, parent: PrefixNode) -> None:
-        """Add a block at its empty node; `parent.num_following` counts it already."""
+        """Add a block at its empty node. `parent.num_following` must count it already."""
         node = block.prefix_node
         assert node.block is None
-        # The last that followed the empty place may have been evicted for this block, and the place with it.
+        # The node's last follower may have been evicted for this block, which removed the empty node from the tree.
         self._nodes[node.key] = node
         node.block = block
         node.depth = parent.depth + 1
@@ -95,7 +95,7 @@ class BlockIndex:
         self.num_sealed += not block.put_id
 
     def remove(self, block: Block) -> PrefixNode:
-        """Remove the block. Returns its parent's node, which then has one follower less."""
+        """Remove the block. Returns its parent's node, whose count of followers is decremented."""
         node, parent = block.prefix_node, block.prefix_node.parent
         assert node.block is block
         assert parent is not None
@@ -118,9 +118,7 @@ class BlockIndex:
         return parent
 
     def validate(self) -> list[str]:
-        """Return descriptions of all inconsistencies; empty if consistent. Call it only while no block is being
-        added.
-        """
+        """Return descriptions of all inconsistencies. Must not be called while a block is being added."""
         problems = []
         blocks = list(self)
         for key, node in self._nodes.items():
@@ -128,17 +126,17 @@ class BlockIndex:
             held = [sum(b is not None and b.copies[tier] is not None for b in following) for tier in (DRAM, SSD)]
             counted = [node.following(tier) for tier in (DRAM, SSD)]
             if node.key != key or node.num_following != len(following) or counted != held:
-                problems.append(f"the place of {key.hex()} counts its followers wrongly")
+                problems.append(f"node {key.hex()} has a wrong count of followers")
             if any(child.parent is not node or child.block is None for child in node.children()):
-                problems.append(f"the place of {key.hex()} is followed by a block of another")
+                problems.append(f"node {key.hex()} has a follower that is empty or has another parent")
             if node.block is None and not following:
-                problems.append(f"the place of {key.hex()} is kept for nothing")
+                problems.append(f"node {key.hex()} has neither a block nor followers")
             if any(tail not in following or not tail.num_tokens for tail in node.tails or ()):
-                problems.append(f"the place of {key.hex()} has other tails than those that follow")
+                problems.append(f"node {key.hex()} has tails that are not partial followers")
         if any(block.removed or block.prefix_node.block is not block for block in blocks):
-            problems.append("a removed block, or one at another place, can be found")
+            problems.append("the tree contains a removed block or a block of another node")
         if len(blocks) != self.num_blocks or sum(block.sealed for block in blocks) != self.num_sealed:
-            problems.append("the numbers of blocks are not those of the blocks")
+            problems.append("the counts of blocks are wrong")
         if sum(len(node.tails or ()) for node in self._nodes.values()) != sum(bool(b.num_tokens) for b in blocks):
-            problems.append("a partial block is not among its parent's tails")
+            problems.append("a partial block is missing from its parent's tails")
         return problems

@@ -1,4 +1,4 @@
-"""Data of the pool node's policy core. No behaviour beyond small derived values."""
+"""Data types of the pool node's policy core. No behaviour beyond small derived values."""
 
 import enum
 from collections.abc import Iterator, Sequence
@@ -10,15 +10,15 @@ from kvpool.policy.eviction import EvictionPolicy, Resident
 from kvpool.spec import KvSpec
 
 BlockKey = bytes  # namespace (16) + chain key (16): the full address of a block, over all its groups
-DRAM: Final = 0  # where a block's copies, and a place's numbers, of each tier stand
+DRAM: Final = 0  # indices of the tiers in pairs
 SSD: Final = 1
-_NOBODY = bytes(16)
+_NO_PARENT = bytes(16)
 
 
 class SlotStatus(enum.IntEnum):
-    """Result of one block of an Allocate; the values are the wire's."""
+    """Result of an Allocate for one block; the values are those of the wire."""
 
-    NEW = 1  # slots were given: write them, then seal
+    NEW = 1  # slots were allocated: write them, then seal
     EXISTS = 2  # sealed already, or being written by another put
     NO_SPACE = 3  # nothing (more) could be evicted for it
 
@@ -28,9 +28,9 @@ def block_key(kv_namespace: bytes, chain_key: bytes) -> BlockKey:
 
 
 class PrefixNode:
-    """Node of the prefix tree: the position of a block, kept without a block as long as others follow it.
+    """Node of the prefix tree: the position of a block, kept without a block as long as it has followers.
 
-    Blocks in transit into a tier are followers there as well: nothing that a copy depends on leaves before it.
+    Copies in transit into a tier count as followers there, so that no copy leaves a tier before its followers.
     """
 
     __slots__ = (
@@ -50,15 +50,15 @@ class PrefixNode:
 
     def __init__(self, key: BlockKey) -> None:
         self.key = key
-        self.is_root = key[16:] == _NOBODY  # what follows it begins a prompt
-        self.depth = -1  # blocks before it in its chain, as far as known; -1: it is none, or not here
+        self.is_root = key[16:] == _NO_PARENT  # its followers are first blocks of prompts
+        self.depth = -1  # blocks before it in its chain, as far as known; -1: root, or no block here
         self.block: Block | None = None
         self.parent: PrefixNode | None = None  # set while `block` is
         self.num_following = 0  # blocks that follow it
         self.following_dram = 0  # of them, those with a copy in DRAM, or on its way there
         self.following_ssd = 0
         self.tails: list[Block] | None = None  # of them, the partial ones, if there are any
-        self.first: PrefixNode | None = None  # of the places that follow it, linked by `next` and `previous`
+        self.first: PrefixNode | None = None  # of the nodes that follow it, linked by `next` and `previous`
         self.next: PrefixNode | None = None
         self.previous: PrefixNode | None = None
 
@@ -78,7 +78,7 @@ class PrefixNode:
 class Partition:
     """Copies that can use each other's slots."""
 
-    owner: bytes  # the namespace that has it for itself; empty: any
+    owner: bytes  # namespace with a quota, which alone uses it; empty: shared by all others
     sizes: tuple[int, ...]
     policy: EvictionPolicy
     num_namespaces: int = 0
@@ -94,9 +94,9 @@ class NamespaceState:
     sizes: tuple[tuple[int, ...], tuple[int, ...]]  # of a copy's slots: per group in DRAM, one extent on SSD
     nbytes: tuple[int, int]  # of a copy
     partitions: tuple[Partition, Partition]
-    quotas_nbytes: tuple[int | None, int | None] = (None, None)  # the most that it may take; None: all there is
+    quotas_nbytes: tuple[int | None, int | None] = (None, None)  # most bytes it may take; None: no limit
     used_nbytes: list[int] = field(default_factory=lambda: [0, 0])
-    num_blocks: int = 0  # that can be found
+    num_blocks: int = 0  # in the index
     num_copies: int = 0  # that hold slots
 
 
@@ -107,11 +107,11 @@ class BlockCopy(Resident):
     block: "Block" = field(kw_only=True)
     tier: int = field(kw_only=True)
     offsets: tuple[int, ...] = ()  # DRAM: per group, in the arena; SSD: of its extent
-    ready: bool = False  # else it is being written
-    holds: int = 0  # leases, and reads and writes under way: its slots stay as they are
-    gone: bool = False  # out of the tier; its slots are kept for what holds it still
+    ready: bool = False  # False: being written
+    holds: int = 0  # number of leases, reads and writes; while positive, its slots are not reused
+    gone: bool = False  # no longer in the tier; its slots are kept until `holds` is 0
     last_use: int = 0  # uses of all blocks of the tier so far, at the last use of this one
-    promoted: bool = False  # loaded from SSD, and not used since
+    promoted: bool = False  # loaded from SSD and not used since
 
     @property
     def other(self) -> "BlockCopy | None":
@@ -121,19 +121,19 @@ class BlockCopy(Resident):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block. It is unsealed while `put_id` is set; then its slots in DRAM are visible to the put only."""
+    """One block. While `put_id` is set, it is unsealed and visible to that put only."""
 
     prefix_node: PrefixNode
     namespace: NamespaceState
     put_id: str = ""
     num_tokens: int = 0  # of a partial block; 0 = full
-    cost_s: float = 0.0  # what computing it took, 0 = not known
+    cost_s: float = 0.0  # seconds that computing it took; 0 = unknown
     digests: tuple[bytes, ...] = ()  # per group: uint64 little-endian per layer
     dram: BlockCopy | None = None
     ssd: BlockCopy | None = None
-    removed: bool = False  # it can be found no more
-    logged_tier: Tier | None = None  # where readers were last told that it is; None: nowhere
-    replicas: int = 0  # on other nodes, as last told
+    removed: bool = False  # no longer in the index
+    logged_tier: Tier | None = None  # tier in the last logged event; None: not stored
+    replicas: int = 0  # on other nodes, as last reported
     num_uses: int = 0  # after the one that stored it
     num_read_errors: int = 0  # in a row
     num_write_errors: int = 0
@@ -158,7 +158,7 @@ class Block:
 
     @property
     def copies(self) -> tuple[BlockCopy | None, BlockCopy | None]:
-        """Copies by tier: DRAM, SSD."""
+        """Copies in DRAM and on SSD; None where there is none."""
         return self.dram, self.ssd
 
     @property
@@ -171,13 +171,13 @@ class Block:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Offsets of its slots in the arena, one per group; empty unless it is in DRAM."""
+        """Offsets of its slots in the arena, one per group; empty unless it is in DRAM or being written there."""
         copy = self.dram
         return copy.offsets if copy is not None and (copy.ready or self.put_id) else ()
 
     @property
     def ssd_offset(self) -> int | None:
-        """Offset of its extent on SSD; None unless it is there."""
+        """Offset of its extent on SSD; None unless it is durable there."""
         copy = self.ssd
         return copy.offsets[0] if copy is not None and copy.ready else None
 
@@ -190,9 +190,9 @@ class Block:
 
 
 def is_evictable(copy: BlockCopy) -> bool:
-    """Return True if the tier may give up the copy: complete, without holds, and without followers in this tier.
+    """Return True if the copy may be evicted: complete, without holds, and without followers in its tier.
 
-    The last copy of a block must have no followers at all: no block stays that could not be matched.
+    The last copy of a block must have no followers in any tier, because they could no longer be matched.
     """
     if not copy.ready or copy.holds or copy.gone:
         return False
@@ -205,7 +205,7 @@ def is_evictable(copy: BlockCopy) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PutRequest:
-    """Blocks that a client wants to store, in the order of their chain."""
+    """Request of a client to store blocks, in the order of their chain."""
 
     kv_namespace: bytes
     spec: KvSpec
@@ -217,7 +217,7 @@ class PutRequest:
 
 @dataclass(slots=True)
 class PutRecord:
-    """Slots being written by their owner; nothing of them is visible."""
+    """Unsealed blocks whose slots their owner is writing; invisible to readers."""
 
     put_id: str
     owner: str
@@ -263,8 +263,8 @@ class LoadOutcome(enum.Enum):
     """Result of reading a block from SSD."""
 
     OK = "ok"
-    IO_ERROR = "io_error"  # nothing is known of the bytes: they may be read again
-    CORRUPT = "corrupt"  # they do not have the block's digests
+    IO_ERROR = "io_error"  # the bytes could not be read; they may be read again
+    CORRUPT = "corrupt"  # the bytes do not match the block's digests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,7 +272,7 @@ class TierLoad:
     """Load to execute, from SSD to DRAM. Both copies are held until `PoolCore.loaded`."""
 
     block: Block
-    ssd_offset: int  # all groups one after the other
+    ssd_offset: int  # of the extent: all groups, one after the other
     offsets: tuple[int, ...]  # per group, in the arena
 
 
@@ -282,12 +282,12 @@ class TierWrite:
 
     block: Block
     offsets: tuple[int, ...]  # per group, in the arena
-    ssd_offset: int  # all groups one after the other
+    ssd_offset: int  # of the extent: all groups, one after the other
 
 
 @dataclass(frozen=True, slots=True)
 class SsdBlock:
-    """Block that the SSD store found at its start."""
+    """Block that the SSD store recovered when it was opened."""
 
     offset: int
     kv_namespace: bytes
@@ -296,4 +296,4 @@ class SsdBlock:
     spec: KvSpec
     digests: tuple[bytes, ...]  # per group: uint64 little-endian per layer
     num_tokens: int = 0  # of a partial block; 0 = full
-    compute_s: float = 0.0  # what computing it took, 0 = not known
+    compute_s: float = 0.0  # time that computing it took; 0 = unknown

@@ -1,11 +1,11 @@
-"""Allocator of a tier's slots: equal slabs, each divided into slots of one size. Knows sizes, not blocks.
+"""Allocator of a tier's slots: slabs of whole units, each divided into slots of one size. Independent of blocks.
 
-A size's slabs span as few units as keep the waste at a slab's end below an eighth. A slab whose last slot is freed
-returns to the tier at once, so that another size can use it. The lowest slab with a free slot is filled first: high
-addresses stay untouched (no memory is committed for them), and low use concentrates in few slabs.
+A slab of a size spans the fewest units that keep the waste at its end to at most an eighth. A slab whose last slot is
+freed returns to the tier at once, so that another size can use it. The lowest slab with a free slot is filled first:
+high addresses stay untouched (no memory is committed for them), and a lightly used tier occupies few slabs.
 
 If slots must be found again by their offset alone (`adopt`), slabs are aligned: they start at multiples of their own
-length, so that a slot's size determines its slab.
+length, so that a slot's size and offset determine its slab.
 """
 
 import heapq
@@ -56,7 +56,7 @@ class SlabAllocator:
         return self._class_of(slot_nbytes).units_per_slab <= self.num_units
 
     def slot_nbytes(self, nbytes: int) -> int:
-        """Return the size of a slot for this many bytes."""
+        """Return the size of a slot for `nbytes`, rounded up to the alignment."""
         return -(-nbytes // self._alignment) * self._alignment
 
     def slots_per_slab(self, slot_nbytes: int) -> int:
@@ -65,11 +65,11 @@ class SlabAllocator:
         return size_class.units_per_slab * self.unit_nbytes // size_class.slot_nbytes
 
     def open(self, slot_nbytes: int, first_unit: int) -> None:
-        """Create a slab of this size at free units, for the next allocations."""
+        """Create a slab for slots of this size at `first_unit`, whose units must be free."""
         self._make_slab(self._class_of(slot_nbytes), first_unit)
 
     def try_allocate(self, slot_nbytes: int) -> int | None:
-        """Return the offset of a free slot, or None if no slab has one and no slab can be created."""
+        """Return the offset of a newly allocated slot, or None if no slab has one and no slab can be created."""
         size_class = self._class_of(slot_nbytes)
         slab = self._partial_slab(size_class) or self._new_slab(size_class)
         if slab is None:
@@ -79,9 +79,9 @@ class SlabAllocator:
         return slab.free.pop()
 
     def adopt(self, slot_nbytes: int, offset: int) -> bool:
-        """Allocate the slot at exactly this offset, which `try_allocate` of an equal, aligned allocator once returned.
+        """Allocate the slot at `offset`, which `try_allocate` of an allocator with equal parameters returned earlier.
 
-        Returns False if it is out of bounds, in use, or not the offset of such a slot.
+        Requires aligned slabs. Returns False if the offset is out of bounds, in use or not that of a slot of this size.
         """
         assert self._aligned_slabs
         size_class = self._class_of(slot_nbytes)
@@ -99,7 +99,7 @@ class SlabAllocator:
         return True
 
     def free(self, offset: int) -> None:
-        """Give back the slot at `offset`, which must be allocated."""
+        """Free the slot at `offset`, which must be allocated."""
         slab = self._slabs[self._slab_of_unit[offset // self.unit_nbytes]]
         slab.free.append(offset)
         self.num_slots_used -= 1
@@ -137,10 +137,10 @@ class SlabAllocator:
             if len(set(slab.free)) != len(slab.free) or len(slab.free) >= slab.num_slots:
                 problems.append(f"the slab at unit {slab.first_unit} has a wrong list of free slots")
             if slab.free and (slab.first_unit, serial) not in self._classes[slab.slot_nbytes].partial:
-                problems.append(f"the slab at unit {slab.first_unit} has free slots that are not offered")
+                problems.append(f"the slab at unit {slab.first_unit} has free slots but is not among the partial slabs")
             used += slab.num_slots - len(slab.free)
         if covered != self._unit_used or covered.count(0) != self._num_free_units:
-            problems.append("the used units are not those of the slabs")
+            problems.append("the used units differ from the units of the slabs")
         if used != self.num_slots_used:
             problems.append(f"{used} slots are used, {self.num_slots_used} are counted")
         return problems

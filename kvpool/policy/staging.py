@@ -1,4 +1,4 @@
-"""Blocks in transit between the tiers: loads from SSD, writes to it, and restoring its contents. Plans, no I/O.
+"""Moves of blocks between the tiers: loads from SSD, writes to it, and restoring its contents. Plans only, no I/O.
 
 Chains on SSD are complete: a block is written after those before it in its chain and evicted before them. So a restored
 chain can be matched from its start, and an eviction from DRAM never breaks a chain whose end is on SSD.
@@ -24,13 +24,13 @@ from kvpool.policy.records import (
 )
 from kvpool.policy.store import BlockStore
 
-_NUM_AHEAD = 64  # next victims of DRAM that are looked at per call of `writes`
+_NUM_AHEAD = 64  # next victims of DRAM considered per call of `next_writes`
 _MAX_REUSED = 1 << 16
 _MAX_ERRORS = 2  # in a row, of reading or of writing one block
 
 
 class Staging:
-    """Loads and writes in flight, and the choice of the next ones. Each is answered exactly once."""
+    """Loads and writes in flight, and the choice of the next ones. Each load and write is ended exactly once."""
 
     def __init__(self, store: BlockStore, metrics: PolicyMetrics, write_above: float) -> None:
         self.loads: dict[TierLoad, None] = {}
@@ -39,11 +39,11 @@ class Staging:
         self._metrics = metrics
         self._has_ssd = store.ssd.slabs.num_units > 0
         self._write_above_nbytes = write_above * store.dram.slabs.num_units * store.dram.slabs.unit_nbytes
-        self._reused: deque[Block] = deque(maxlen=_MAX_REUSED)  # used again, and maybe not on SSD
-        self._all: deque[Block] = deque()  # where everything is to be written: those not yet looked at
+        self._reused: deque[Block] = deque(maxlen=_MAX_REUSED)  # used again, and possibly not on SSD
+        self._all: deque[Block] = deque()  # while everything is being written: blocks not yet considered
 
     def mark_reused(self, blocks: Sequence[Block]) -> None:
-        """Requests have used these blocks again: those that are not on SSD are worth a place there."""
+        """Count another use of these blocks, and queue those that are not on SSD to be written."""
         for block in blocks:
             block.num_uses += 1
             if block.num_uses == 1 and self._has_ssd and block.ssd is None:
@@ -109,9 +109,8 @@ class Staging:
         if not self._has_ssd:
             return []
         store = self._store
-        wanted: dict[
-            NamespaceState, list[float]
-        ] = {}  # bytes that find no extent, and until when what is in DRAM is spared
+        # Per namespace: bytes without an extent, and the use in DRAM up to which copies on SSD are spared.
+        wanted: dict[NamespaceState, list[float]] = {}
         skipped: set[Block | None] = set()
         writes: list[TierWrite] = []
         for block, spare_until in self._plan(now_ns, max_nbytes, everything):
@@ -129,7 +128,7 @@ class Staging:
                 need = wanted.setdefault(block.namespace, [0, spare_until])
                 need[0] += block.namespace.nbytes[SSD]
         if skipped and self._reused:
-            self._reused.popleft()  # else the rest of a chain that finds no extents would keep out all others
+            self._reused.popleft()  # otherwise a chain that gets no extents would block all others
         for namespace, (nbytes, spare_until) in wanted.items():
             store.ssd.make_room(namespace, int(nbytes), spare_until, now_ns)
         store.log_changes()
@@ -201,7 +200,10 @@ class Staging:
             self._store.remove(block)
 
     def _plan(self, now_ns: int, max_nbytes: int, everything: bool) -> list[tuple[Block, float | None]]:
-        """Return the blocks to write, in order, with the DRAM use until which others are spared (None: spare all)."""
+        """Return the blocks to write, in order, each with the use in DRAM up to which others are spared on SSD.
+
+        None spares all: the block is written only if an extent is free.
+        """
         plan: dict[Block, float | None] = {}
         nbytes = 0
         for candidate, spare_until in self._candidates(now_ns, everything):
@@ -229,10 +231,10 @@ class Staging:
         yield from ((block, None) for block in _taken(self._reused))
 
     def _unwritten(self, block: Block, everything: bool) -> list[Block]:
-        """Return the block and its ancestors that are not on SSD, first ancestor first; empty if they cannot all be
-        written.
+        """Return the block and its ancestors that are not on SSD, first ancestor first.
 
-        A chain whose start is missing is not worth writing, unless everything is written.
+        Returns an empty list if they cannot all be written, or if the chain's start is missing and not `everything` is
+        written.
         """
         found: list[Block] = []
         each: Block | None = block
@@ -252,7 +254,10 @@ class Staging:
         return found
 
     def _begin_write(self, block: Block, use: Use, *, ask: bool) -> tuple[TierWrite | None, bool]:
-        """Return (the write, if there is a free extent; else None, whether the block is worth evicting another)."""
+        """Return (the write or None if there is no free extent, True if the block is worth evicting another).
+
+        The second value is False unless `ask` is set.
+        """
         store, parent, dram = self._store, block.prefix_node.parent, block.dram
         assert parent is not None
         assert dram is not None
@@ -277,7 +282,7 @@ class Staging:
 
 
 def _taken(blocks: deque[Block]) -> Iterator[Block]:
-    """Yield the first block repeatedly; it is removed only when the next is requested, since it may not have fitted."""
+    """Yield and remove the blocks in order. A block is removed only when the next is requested, as it may not fit."""
     while blocks:
         yield blocks[0]
         blocks.popleft()
@@ -288,7 +293,7 @@ def _address(entry: SsdBlock) -> tuple[bytes, bytes]:
 
 
 def _parents_first(entries: dict[tuple[bytes, bytes], SsdBlock]) -> Iterator[SsdBlock]:
-    """Yield all entries, none before its parent; otherwise in their order."""
+    """Yield all entries, each after its parent, otherwise in their order."""
     waiting = dict(entries)
     for entry in entries.values():
         path: list[SsdBlock] = []

@@ -1,7 +1,7 @@
 """Blocks and their copies in two tiers: keeps index, tier spaces and event log consistent. No puts, no lease times.
 
-Slots are held by a copy of a block that can be found, by a removed copy that is still held (leased, being read or
-written), or by the caller of `remove_unsealed`; everything else is free.
+A used slot belongs to a copy of a block in the index, to a removed copy with holds (leased, being read or written), or
+to the caller of `remove_unsealed`. On SSD, freed slots stay withheld until `TierSpace.take_freed`.
 """
 
 import heapq
@@ -27,11 +27,11 @@ from kvpool.policy.records import (
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.policy.tier_space import NamespaceTable, TierSpace
 
-_MAX_OFFERED = 4  # partial blocks, where it is not known which of them could be used
+_MAX_OFFERED = 4  # partial blocks returned if the tail keys of the prompt are not known
 
 
 class BlockStore:
-    """Adds, seals, moves and removes blocks, evicting what new ones need, and logs what readers can see of it."""
+    """Blocks of a pool node; adding one evicts others as needed, and visible changes are logged."""
 
     def __init__(
         self,
@@ -48,19 +48,19 @@ class BlockStore:
         self.ssd = TierSpace(SSD, ssd, policy, self._given_up)
         self.spaces = self.dram, self.ssd
         self.log = log
-        self._dram_changes: list[tuple[bool, Block]] | None = None  # None: nobody has asked yet
+        self._dram_changes: list[tuple[bool, Block]] | None = None  # None: not recorded yet
         self.namespaces = NamespaceTable(self.dram, self.ssd, quotas)
         self._max_tails = max_tails
         self._has_ssd = ssd.num_units > 0
         self._metrics = metrics
-        self._changed: dict[Block, None] = {}  # what readers can see of them is not yet in the log
+        self._changed: dict[Block, None] = {}  # blocks with visible changes that are not logged yet
 
     def find(self, kv_namespace: bytes, chain_key: bytes) -> Block | None:
-        """Return the block of this address, sealed or being written."""
+        """Return the block at this address, sealed or being written; None if there is none."""
         return self.index.get(block_key(kv_namespace, chain_key))
 
     def leading_run(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block]:
-        """Return the longest run of full sealed blocks from the start of `chain`, in whatever tier."""
+        """Return the longest run of full sealed blocks from the start of `chain`, in any tier."""
         return self.index.leading_run(kv_namespace, chain)
 
     def try_add(
@@ -73,20 +73,21 @@ class BlockStore:
         cost_s: float,
         use: Use,
     ) -> Block | None:
-        """Add a block at an empty node, after its parent's node `before`, written by `put_id`.
+        """Add an unsealed block of put `put_id` at an empty node, after its parent's node `before`.
 
-        Returns None if it cannot or should not get slots, or would form a cycle (real keys never do); then nothing has
-        changed, and empty nodes are removed.
+        Returns None if it cannot or should not get slots, or would form a cycle, which genuine keys never do. Then
+        nothing has changed, and empty nodes are removed.
         """
         if self.index.would_form_cycle(prefix_node, before):
             self.index.discard(prefix_node)
             return None
         block = Block(prefix_node, namespace, put_id, num_tokens, cost_s)
-        # Before anything is evicted for it: the victim must not be the parent.
+        # Counted before anything is evicted for the block, so that the victim cannot be its parent.
         before.num_following += 1
         if not num_tokens or self._make_way_for_tail(before):
             copy = self.new_copy(block, before, DRAM)
-            # On its way to SSD a block comes through DRAM: whether it is worth a place there is for that tier to say.
+            # With an SSD tier every block is admitted to DRAM, since it reaches the SSD through DRAM; the SSD tier's
+            # policy then decides on admission.
             if self.dram.take(copy, use, "room", choosy=not self._has_ssd):
                 self.add(block, before)
                 return block
@@ -98,8 +99,9 @@ class BlockStore:
         return None
 
     def try_adopt(self, namespace: NamespaceState, entry: SsdBlock, use: Use) -> Block | None:
-        """Add a block that lies on SSD; return None, having changed nothing, if it cannot lie there. It must be
-        offered.
+        """Add a block that is stored on SSD; the caller must then `offer` it.
+
+        Returns None, having changed nothing, if its extent cannot be allocated.
         """
         before = self.index.node_at(namespace.kv_namespace + entry.parent)
         prefix_node = self.index.node_at(namespace.kv_namespace + entry.chain_key)
@@ -118,8 +120,9 @@ class BlockStore:
         return None
 
     def tails_after(self, kv_namespace: bytes, run: Sequence[Block], tail_keys: Sequence[bytes] = ()) -> list[Block]:
-        """Return the sealed partial block after the run's last block (or at the start) that has the first of these keys
-        present; if none is, the few most recently used, last one first.
+        """Return sealed partial blocks after the run's last block, or at a prompt's start if the run is empty.
+
+        That is the first of `tail_keys` that exists; if none does, the four most recently used, latest first.
         """
         prefix_node = run[-1].prefix_node if run else self.index.find_node(kv_namespace + bytes(16))
         if prefix_node is None or not prefix_node.tails:
@@ -131,12 +134,12 @@ class BlockStore:
         return heapq.nlargest(_MAX_OFFERED, (tail for tail in prefix_node.tails if tail.sealed), key=_used_ns)
 
     def add(self, block: Block, before: PrefixNode) -> None:
-        """Make the block findable; `before.num_following` counts it already."""
+        """Add the block to the index. `before.num_following` must count it already."""
         self.index.add(block, before)
         block.namespace.num_blocks += 1
 
     def new_copy(self, block: Block, before: PrefixNode, tier: int) -> BlockCopy:
-        """Return a copy in transit into a tier, without slots. The blocks that it depends on stay for it."""
+        """Return a new copy in transit into a tier, without slots. Its parent cannot leave the tier meanwhile."""
         namespace = block.namespace
         copy = BlockCopy(
             block.prefix_node.key,
@@ -174,7 +177,7 @@ class BlockStore:
         self.log_changes()
 
     def complete_in_dram(self, block: Block, use: Use) -> None:
-        """Record that the block's copy in DRAM is complete. It must be offered."""
+        """Record that the block's copy in DRAM is complete. The caller must then `offer` the block."""
         copy = block.dram
         assert copy is not None
         self.dram.insert(copy, use)
@@ -183,13 +186,13 @@ class BlockStore:
             self._dram_changes.append((True, block))
 
     def hit(self, blocks: Sequence[Block], use: Use) -> None:
-        """Record that a request used these sealed blocks of one namespace, in whatever tier."""
+        """Record that a request used these sealed blocks of one namespace, in any tier."""
         self.dram.hit([copy for block in blocks if (copy := block.dram) is not None and copy.ready], use)
         if self._has_ssd:
             self.ssd.hit([copy for block in blocks if (copy := block.ssd) is not None and copy.ready], use)
 
     def set_replicas(self, kv_namespace: bytes, chain_key: bytes, replicas: int) -> None:
-        """Record how many other nodes hold the block, if it is here."""
+        """Record how many other nodes hold the block; ignore unknown blocks."""
         block = self.find(kv_namespace, chain_key)
         if block is not None:
             block.replicas = replicas
@@ -220,7 +223,7 @@ class BlockStore:
         self._forget(block)
 
     def drop(self, copy: BlockCopy, reason: str) -> None:
-        """Remove an evictable copy from its tier, though its room is not needed, and count it."""
+        """Remove an evictable copy from its tier for another reason than room, and count it."""
         self.spaces[copy.tier].leave(copy)
         self._metrics.record_eviction(copy, reason, None, None)
         self._drop(copy)
@@ -234,7 +237,7 @@ class BlockStore:
         self.offer(parent.block)
 
     def release(self, copy: BlockCopy) -> None:
-        """Release one hold; with the last one, a removed copy frees its slots."""
+        """Release one hold. The slots of a removed copy are freed with the last one."""
         copy.holds -= 1
         if copy.holds:
             return
@@ -263,7 +266,8 @@ class BlockStore:
 
     def hold_after_gap(self, found: Sequence[Block | None]) -> list[BlockCopy]:
         """Hold the DRAM copies after the chain's first missing block (None), so that they are not evicted for it.
-        Returns them, to be released.
+
+        Returns the copies, which the caller must release.
         """
         first = found.index(None) if None in found else len(found)
         copies = [copy for block in found[first:] if block is not None and (copy := block.dram) is not None]
@@ -272,7 +276,7 @@ class BlockStore:
         return copies
 
     def in_dram(self) -> Iterator[Block]:
-        """Yield the blocks that readers find in DRAM."""
+        """Yield the blocks with a complete copy in DRAM."""
         return (b for b in self.index if (copy := b.dram) is not None and copy.ready)
 
     def take_dram_changes(self) -> list[tuple[bool, Block]]:
@@ -308,7 +312,10 @@ class BlockStore:
         return self.log.snapshot(blocks)
 
     def _make_way_for_tail(self, before: PrefixNode) -> bool:
-        """Remove the oldest of too many partial blocks after one block. Returns False if impossible."""
+        """Remove the least recently used partial block after `before` if there are `max_tails`.
+
+        Returns False if none can be removed.
+        """
         tails = before.tails or ()
         if len(tails) < self._max_tails:
             return True
@@ -380,7 +387,7 @@ def _unlink(copy: BlockCopy, parent: PrefixNode) -> None:
 
 
 def _keep(copy: BlockCopy) -> None:
-    """Keep a removed block's copy reachable for its holders."""
+    """Link a removed block's copy again, for the holders that still use it."""
     if copy.tier == DRAM:
         copy.block.dram = copy
     else:
@@ -410,7 +417,7 @@ def flush(store: BlockStore, kv_namespace: bytes | None, *, dram_only: bool) -> 
     left = sorted(asked, key=lambda block: block.prefix_node.depth)
     removed = 0
     while left:
-        # The last of a chain first; again, as depths of blocks whose beginning was missing once are not exact.
+        # Last blocks of chains first. Repeated, because depths are inexact for blocks added without their parent.
         kept = [block for block in reversed(left) if not (_drop(store, block) if dram_only else _remove(store, block))]
         if len(kept) == len(left):
             break

@@ -1,17 +1,15 @@
-"""Which whole slabs to clear so that slots of another size find room. Pure arithmetic on a tier's slots and copies.
+"""Space of one tier: the slots of its copies, and the choice of the copies to evict. No chains, no clock.
 
-Evicting blocks of one size in the order of their worth frees slots all over its slabs and no slab: a few that are used
-often would keep every slab from another model for ever. So slabs are cleared whole, with all copies in them and all
-that follow those; of the slabs around the next victims, those whose copies were used longest ago in the mean.
+Copies that can use each other's slots form a partition with its own eviction policy: those with the same list of slot
+sizes, except that a namespace with a quota has a partition to itself. Within a partition, the policy chooses the
+victim. Between partitions, the one whose next victim was used longest ago loses a copy.
 
-The room of one tier: who has which slots, who is used, and who gives way to whom. It knows copies, not chains.
+Freed slots of one size are of no use to another size; only a whole free slab is. Evicting the copies of one size in the
+policy's order frees slots scattered over many slabs, and a few copies in frequent use would keep every slab from
+another model indefinitely. Therefore slabs are cleared whole, with all copies in them and all that follow those copies
+(`plan_clearing`): among the slabs around the next victims, those whose copies have the oldest mean last use.
 
-Copies that can take each other's slots form a partition, with an eviction policy of its own: those of one list of slot
-sizes, apart from the other sizes, and from those of namespaces that have a quota. Within a partition its policy says
-who leaves; between partitions the one whose next victim was used longest ago gives way. Slots of another size are no
-help, whole slabs are: see `kvpool.policy.tier_space`.
-
-What the blocks of one namespace have in common: their spec, the sizes of their slots, whose place they may take.
+`NamespaceTable` holds what the blocks of a namespace share: spec, slot sizes, partitions and quota.
 """
 
 import math
@@ -25,7 +23,7 @@ from kvpool.policy.records import DRAM, SSD, Block, BlockCopy, NamespaceState, P
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.spec import KvSpec
 
-_MAX_COPIES = 4096  # more are never cleared for one block
+_MAX_COPIES = 4096  # most copies cleared for one block
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,10 @@ def plan_clearing(
 ) -> SlabClearing | None:
     """Return the evictions that make room for a slot of each of the sizes; None if impossible.
 
-    `holders` are copies by offset of their slots, `freed` are slots that count as free. The slabs around `victims` are
-    considered.
+    `holders` maps offsets of slots to copies; `freed` slots count as free. The slabs that overlap those of `victims`
+    are considered.
     """
-    # What is free already is taken while the rest is planned, so that it is not planned for twice.
+    # Free slots are allocated while the rest is planned, so that none is planned twice.
     free, missing = _take_free(slabs, sizes)
     try:
         return _plan(tier, slabs, holders, freed, missing, victims)
@@ -60,7 +58,7 @@ def plan_clearing(
 
 
 def _take_free(slabs: SlabAllocator, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return (offsets of free slots, sizes without a free slot: one for each slab that is needed)."""
+    """Allocate free slots. Returns (their offsets, sizes without a free slot, one entry per slab needed)."""
     offsets: list[int] = []
     missing: list[int] = []
     to_come: Counter[int] = Counter()
@@ -112,7 +110,10 @@ def _plan(
 def _with_followers(
     tier: int, offsets: Iterable[int], holders: Mapping[int, BlockCopy], freed: Mapping[int, int]
 ) -> dict[BlockCopy, None] | None:
-    """Return the copies in these slots and all that follow them in the tier, last first; None if one cannot leave."""
+    """Return the copies in these slots and all that follow them in the tier, followers first.
+
+    Returns None if one of them cannot be evicted.
+    """
     order: dict[BlockCopy, None] = {}
     for offset in offsets:
         if offset in freed:
@@ -135,13 +136,13 @@ def _with_followers(
 
 
 def _followers(tier: int, copy: BlockCopy) -> list[BlockCopy] | None:
-    """Return the copies of the tier that follow; None if this copy could not leave even after them."""
+    """Return the copies of the tier that follow; None if `copy` could not be evicted even after them."""
     if not copy.ready or copy.holds or copy.gone:
         return None
     block = copy.block
     found = [each for child in block.prefix_node.children() if child.block and (each := _copy_in(child.block, tier))]
     if len(found) != block.prefix_node.following(tier):
-        return None  # one is on its way
+        return None  # one is in transit
     is_last = copy.other is None
     stays = len(found) != block.prefix_node.num_following or any(each.other for each in found)
     return None if is_last and stays else found
@@ -156,26 +157,26 @@ def _mean_last_use(copies: Iterable[BlockCopy]) -> float:
     return sum(uses) / len(uses) if uses else 0.0
 
 
-_NUM_LOOKED_AT = 8  # next victims of another size whose surroundings are weighed
+_NUM_LOOKED_AT = 8  # next victims of another size whose slabs are considered for clearing
 
 GiveUp = Callable[[BlockCopy, str, int], None]  # copy, reason, now_ns
 
 
 class TierSpace:
-    """Slots of one tier, allocated for all of a copy at once or not at all.
+    """Slots of one tier, allocated for a whole copy at once or not at all.
 
-    `give_up` is called for each copy that must leave and calls `free` before it returns. SSD contents are durable, so a
-    freed slot of that tier is withheld until `take_freed` has returned it. A block that is in DRAM too does not leave
-    SSD for one that DRAM evicts later, since it would have to be written again (`spare_until`).
+    `give_up` is called for each evicted copy and must call `free` before it returns. SSD contents are durable, so a
+    freed slot of that tier is withheld until `take_freed` has returned it. A block that is also in DRAM is not evicted
+    from SSD for a block that DRAM evicts later, since it would soon have to be written again (`spare_until`).
     """
 
     def __init__(self, tier: int, slabs: SlabAllocator, policy: str, give_up: GiveUp) -> None:
         self.slabs = slabs
         self.holders: dict[int, BlockCopy] = {}  # by offset
-        self.freed: dict[int, int] = {}  # slots kept apart: offset -> bytes
+        self.freed: dict[int, int] = {}  # withheld slots: offset -> bytes
         self.freed_nbytes = 0
         self.num_copies = 0  # complete ones
-        self._recipient: BlockCopy | None = None  # gets its slots straight from one like it that leaves
+        self._recipient: BlockCopy | None = None  # gets the slots of the victim directly, if the sizes are equal
         self._refused: list[int] = []
         self._tier = tier
         self._policy = policy
@@ -183,12 +184,15 @@ class TierSpace:
         self._partitions: dict[tuple[bytes, tuple[int, ...]], Partition] = {}
         self._num_uses = 0
         self._now_ns = 0  # of the last use
-        # SSD only: what is in DRAM too, and was used there no later than this, stays.
+        # SSD only: blocks whose DRAM copy's last use is not later than this are not evicted.
         self.spare_until = math.inf
         self._may_take = _may_take_from_ssd(self) if tier == SSD else _may_take
 
     def partition(self, owner: bytes, sizes: tuple[int, ...]) -> Partition:
-        """Return the partition of these slots for one more namespace; create it if there is none."""
+        """Return the partition of copies with these slot sizes, created if missing, and count one more namespace.
+
+        `owner` is a namespace with a quota, or empty.
+        """
         known = self._partitions.get((owner, sizes))
         if known is None:
             capacity_nbytes = max(1, self.slabs.num_units * self.slabs.unit_nbytes)
@@ -204,7 +208,7 @@ class TierSpace:
             del self._partitions[partition.owner, partition.sizes]
 
     def try_take(self, copy: BlockCopy) -> bool:
-        """Allocate free slots for the copy; return True if there were any."""
+        """Allocate free slots for the copy without evicting. Returns False if there are not enough."""
         offsets: list[int] = []
         for size in copy.block.namespace.sizes[self._tier]:
             offset = self.slabs.try_allocate(size)
@@ -217,9 +221,9 @@ class TierSpace:
         return True
 
     def take(self, copy: BlockCopy, use: Use, reason: str, *, choosy: bool) -> bool:
-        """Allocate slots for the copy, evicting others. Returns False if impossible; then nothing was evicted.
+        """Allocate slots for the copy, evicting others as needed. Returns False, and evicts nothing, if impossible.
 
-        `choosy`: the policy decides whether the copy is worth an eviction.
+        With `choosy`, the policy also decides whether the copy is worth an eviction.
         """
         namespace = copy.block.namespace
         policy = namespace.partitions[self._tier].policy
@@ -239,7 +243,7 @@ class TierSpace:
         return True
 
     def adopt(self, copy: BlockCopy, offset: int) -> bool:
-        """Allocate exactly this slot for a copy that lies there; return True if possible."""
+        """Allocate the slot at `offset` for a copy that is stored there. Returns False if impossible."""
         (size,) = copy.block.namespace.sizes[self._tier]
         if not self.slabs.adopt(size, offset):
             return False
@@ -247,7 +251,7 @@ class TierSpace:
         return True
 
     def insert(self, copy: BlockCopy, use: Use) -> None:
-        """Record that the copy is complete and in the tier."""
+        """Record that the copy is complete, and pass it to its partition's policy."""
         copy.ready = True
         copy.born_ns = copy.used_ns = self._now_ns = use.now_ns
         self._num_uses += 1
@@ -275,12 +279,12 @@ class TierSpace:
                 self.offer(copy)
 
     def offer(self, copy: BlockCopy) -> None:
-        """Offer the copy to the policy for eviction, if it may leave now."""
+        """Offer the copy to its policy for eviction, if it is evictable now."""
         if is_evictable(copy):
             copy.block.namespace.partitions[self._tier].policy.offer(copy)
 
     def leave(self, copy: BlockCopy) -> None:
-        """Remove the copy for another reason than room."""
+        """Remove the copy from its policy for another reason than room. Its slots stay used until `free`."""
         assert copy.ready
         partition = copy.block.namespace.partitions[self._tier]
         partition.policy.remove(copy)
@@ -288,7 +292,7 @@ class TierSpace:
         self.num_copies -= 1
 
     def free(self, copy: BlockCopy) -> None:
-        """Free the copy's slots, which nothing holds any more."""
+        """Free the copy's slots, which must not be in use any more; those on SSD are withheld until `take_freed`."""
         self._unassign(copy)
         recipient = self._recipient
         if recipient is not None and recipient.block.namespace.sizes == copy.block.namespace.sizes:
@@ -311,16 +315,16 @@ class TierSpace:
         return copy.offsets
 
     def free_slots(self, offsets: tuple[int, ...] | list[int]) -> None:
-        """Free slots that have no holder any more."""
+        """Free slots that have no holder."""
         for offset in offsets:
             self.slabs.free(offset)
 
     def refuse(self, offsets: Sequence[int]) -> None:
-        """Schedule what lies there to be forgotten: it belongs to no block, and its space is not allocated."""
+        """Schedule extents that belong to no block, and are not allocated, to be returned by `take_freed`."""
         self._refused += offsets
 
     def take_freed(self) -> list[int]:
-        """Return the withheld slots, which may be allocated from now on, and refused offsets, each once."""
+        """Return the offsets of withheld slots, which are free from now on, and of refused extents, each once."""
         freed = list(self.freed)
         refused, self._refused = self._refused, []
         refused = [
@@ -343,10 +347,9 @@ class TierSpace:
     def evict_for(
         self, namespace: NamespaceState, reason: str, now_ns: int, recipient: BlockCopy | None = None
     ) -> bool:
-        """Evict others to make room for a copy of this namespace. Returns False if impossible; then nothing was
-        evicted.
+        """Evict copies to make room for one of this namespace. Returns False, and evicts nothing, if impossible.
 
-        `recipient` is that copy; it may get its slots directly from an evicted copy of the same sizes.
+        `recipient` is the copy to make room for; it may get its slots directly from an evicted copy of the same sizes.
         """
         own = namespace.partitions[self._tier]
         if own.num_copies == self.num_copies:
@@ -385,16 +388,16 @@ class TierSpace:
         """Return descriptions of all inconsistencies; empty if the state is consistent."""
         problems = self.slabs.validate()
         if any(offset not in copy.offsets or copy.tier != self._tier for offset, copy in self.holders.items()):
-            problems.append("a slot is held by a copy that lies elsewhere")
+            problems.append("a slot's holder has other offsets or belongs to another tier")
         inserted = {id(copy): copy for copy in self.holders.values() if copy.ready and not copy.gone}.values()
         counted = [partition.num_copies for partition in self._partitions.values()]
         if not len(inserted) == self.num_copies == sum(counted):
-            problems.append("the partitions' numbers of copies are not those of the copies")
+            problems.append("the partitions' counts of copies are wrong")
         if sum(self.freed.values()) != self.freed_nbytes:
-            problems.append("the freed bytes are not those of the freed slots")
+            problems.append("the count of freed bytes is wrong")
         offered = {id(copy) for copy in self.next_victims(self._now_ns, len(inserted))}
         if missing := [copy for copy in inserted if self._may_take(copy) and id(copy) not in offered]:
-            problems.append(f"{len(missing)} copies may leave and are not offered")
+            problems.append(f"{len(missing)} evictable copies are not offered")
         return problems
 
     def _assign(self, copy: BlockCopy, offsets: tuple[int, ...]) -> None:
@@ -441,7 +444,7 @@ def _may_take_from_ssd(space: TierSpace) -> Callable[[Resident], bool]:
     return may_take
 
 
-_MAX_UNUSED = 16  # without blocks now; what their policies have learnt is kept
+_MAX_UNUSED = 16  # namespaces without blocks whose state, with all that their policies have learnt, is kept
 
 
 class NamespaceTable:
@@ -455,13 +458,13 @@ class NamespaceTable:
 
     @property
     def num_blocks(self) -> Counter[bytes]:
-        """Number of blocks per namespace, in whatever tier."""
+        """Number of blocks per namespace, in any tier."""
         return Counter({f.kv_namespace: f.num_blocks for f in self._namespaces.values() if f.num_blocks})
 
     def of(self, kv_namespace: bytes, spec: KvSpec) -> NamespaceState:
         """Return the state of the namespace, created if missing.
 
-        Raises SpecMismatch if it has another spec here, SpecError if no slot could ever fit.
+        Raises SpecMismatch if it has blocks of another spec, SpecError if a slot is too large for the arena.
         """
         known = self._namespaces.get(kv_namespace)
         if known is not None and (known.spec is spec or known.spec == spec):
@@ -490,6 +493,6 @@ class NamespaceTable:
         return made
 
     def spec_of(self, kv_namespace: bytes) -> KvSpec | None:
-        """Return the spec of a namespace that has blocks here."""
+        """Return the spec of a namespace; None if it has no blocks here."""
         namespace = self._namespaces.get(kv_namespace)
         return namespace.spec if namespace is not None and namespace.num_copies else None

@@ -1,7 +1,16 @@
 """File-system operations of the SSD store, and batches of I/Os shared among the caller and helper threads.
 
-A helper thread costs one wake-up per batch and none per I/O: it takes piece after piece in a compiled loop. `Disk` has
-one method per effect, so that tests can record or fail each of them.
+A helper thread is woken once per batch, not per I/O: it takes piece after piece in a compiled loop. `Disk` has one
+method per effect, so that tests can record or fail each of them.
+
+A batch's progress, among any number of threads:
+
+    caller    start ────────── finish: takes pieces ── no piece left ── `closed`, waits for num_helpers == 0 ── results
+    helper      └─ join: num_helpers += 1 ── takes pieces ── no piece left ── leave: num_helpers -= 1
+    late helper                                            finds the job closed, and skips it
+
+Pieces are taken by an atomic increment of the batch's cursor. `_IoJob.changed` guards `closed` and `num_helpers`. So no
+thread touches a batch's memory after `finish` has returned.
 """
 
 import mmap
@@ -22,8 +31,10 @@ from kvpool.ssd.records import PAGE_NBYTES, Run
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Results per extent, in the batch's order: checksum, and status (0, SHORT or an errno). `latency_ns` is per
-    I/O.
+    """Results of a batch.
+
+    Per extent, in the batch's order, `sums` are the checksums and `status` is 0, SHORT or an errno. `latency_ns` has
+    one entry per I/O.
     """
 
     sums: NDArray[np.uint64]
@@ -35,8 +46,9 @@ class IoBatch:
     """Extents split into pieces, and the progress of their I/O."""
 
     def __init__(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]], segment_nbytes: int) -> None:
-        """Split extents at `offsets` of the space; `memory` lists per extent the caller's runs, which must outlive the
-        batch.
+        """Split the extents at `offsets` of the SSD space into pieces.
+
+        `memory` lists the runs of memory per extent; they must stay valid until the batch is finished.
         """
         runs = np.array([run for each in memory for run in each], np.int64).reshape(-1).view(IOVEC)
         first_run = np.zeros(len(memory) + 1, np.int64)
@@ -55,11 +67,14 @@ class IoBatch:
         return int(self.pieces["nbytes"].sum())
 
     def run(self, fds: NDArray[np.int32], *, write: bool, bounce: int) -> None:
-        """Run pieces until none is left; from any number of threads, each with its own bounce buffer."""
+        """Take and run pieces until none is left. Any number of threads may call it, each with its own bounce buffer.
+
+        `bounce` is the buffer's address; it is not used if all pieces are direct.
+        """
         kernels().transfer(self.pieces, self.piece_runs, fds, self.segment_nbytes, write, bounce, self._cursor)
 
     def outcome(self) -> BatchResult:
-        """Return the results, once no thread runs the batch any more."""
+        """Return the results. No thread may be running the batch any more."""
         results = np.zeros(self.num_extents, EXTENT_RESULT)
         kernels().fold(self.pieces, results)
         return BatchResult(results["checksum"], results["status"], self.pieces["latency_ns"])
@@ -67,7 +82,7 @@ class IoBatch:
 
 @dataclass
 class _IoJob:
-    """Batch and the number of helpers working on it. Late helpers find it closed and skip it."""
+    """A batch and the number of helpers that work on it. Helpers that come late find it closed and skip it."""
 
     batch: IoBatch
     fds: NDArray[np.int32]
@@ -104,7 +119,7 @@ class InFlightBatch:
         return self._job.batch.nbytes
 
     def finish(self) -> BatchResult:
-        """Run remaining pieces. Returns when no I/O of the batch is in flight."""
+        """Run the remaining pieces and return the results. No I/O of the batch is in flight afterwards."""
         try:
             self._threads.work(self._job)
         finally:
@@ -113,7 +128,7 @@ class InFlightBatch:
 
 
 class IoThreads:
-    """Threads that keep `depth` I/Os in flight for a caller: its own thread and helpers that all callers share."""
+    """Helper threads, shared by all callers, that keep up to `depth` I/Os of a batch in flight with the caller's."""
 
     def __init__(self, depth: int, name: str) -> None:
         self._jobs: SimpleQueue[_IoJob | None] = SimpleQueue()
@@ -123,7 +138,7 @@ class IoThreads:
             helper.start()
 
     def start(self, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
-        """Let the helpers begin. The batch must be finished before its memory is released, whatever happens."""
+        """Start the batch in the helpers. The caller must always call `finish` before it releases the memory."""
         job = _IoJob(batch, fds, write)
         for _ in range(min(len(self._helpers), len(batch.pieces))):
             self._jobs.put(job)
@@ -165,13 +180,13 @@ class Disk:
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
         """Return a descriptor for reading and writing."""
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0) | (os.O_DIRECT if direct else 0)
-        return os.open(path, flags, 0o600)  # who can read KV can tell the prompt
+        return os.open(path, flags, 0o600)  # private: prompts can be derived from KV
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Extend the file to at least this length, with disk space for all of it; its contents stay."""
+        """Extend the file to at least `nbytes` and allocate disk space for all of it. Keeps its contents."""
         os.posix_fallocate(fd, 0, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
@@ -185,7 +200,7 @@ class Disk:
             view, offset = view[written:], offset + written
 
     def sync(self, fd: int) -> None:
-        """Make all writes to the file durable, whatever descriptor made them."""
+        """Make all writes to the file durable, including those through other descriptors."""
         os.fdatasync(fd)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -195,7 +210,7 @@ class Disk:
         path.unlink()
 
     def sync_dir(self, path: Path) -> None:
-        """Make the folder's names durable."""
+        """Make the folder's entries durable, after files were created, renamed or removed."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

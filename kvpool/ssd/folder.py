@@ -21,21 +21,21 @@ _JOURNAL_ROOM_NBYTES = 16 << 20
 
 
 def check_folder(folder: Path) -> None:
-    """Raises SsdFolderError when it is missing, no folder, or not on a disk."""
+    """Raise SsdFolderError if `folder` is missing, not a directory, or on a file system in memory."""
     try:
         folder.stat()
     except FileNotFoundError as error:
         raise SsdFolderError(
-            f"the SSD folder {folder} does not exist: make it, on the disk that is to hold the tier"
+            f"the SSD folder {folder} does not exist: create it on the disk for the SSD tier"
         ) from error
     except OSError as error:
         raise SsdFolderError(f"the SSD folder {folder} cannot be reached: {error.strerror}") from error
     if not folder.is_dir():
-        raise SsdFolderError(f"the SSD folder {folder} is no folder: name one that the pool node may fill")
+        raise SsdFolderError(f"the SSD folder {folder} is not a directory: give a directory for the SSD tier")
     kind = file_system(folder)
     if kind in IN_MEMORY:
         raise SsdFolderError(
-            f"the SSD folder {folder} is on {kind}, which is memory: name a folder on a disk, or give the "
+            f"the SSD folder {folder} is on {kind}, which is in memory: give a folder on a disk, or give the "
             "memory to the DRAM tier (pool_bytes)"
         )
 
@@ -46,13 +46,17 @@ def on_disk(folder: Path) -> bool:
 
 
 def lock_folder(disk: Disk, folder: Path) -> int:
-    """The descriptor that holds the lock. Raises SsdInUse, and SsdFolderError when nothing can be written there."""
+    """Lock the folder for this process and return the descriptor that holds the lock.
+
+    Raises SsdInUse if another process holds it, SsdFolderError if the folder cannot be written.
+    """
     path = folder / "lock"
     try:
         fd = disk.open(path, create=True)
     except OSError as error:
         raise SsdFolderError(
-            f"the SSD folder {folder} cannot be written: {error.strerror}. Give this user the right to, or name another"
+            f"the SSD folder {folder} cannot be written: {error.strerror}. Give this user write permission, or give "
+            "another folder"
         ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,13 +68,13 @@ def lock_folder(disk: Disk, folder: Path) -> int:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise SsdFolderError(f"the SSD folder {folder} cannot be locked: {error.strerror}") from error
         raise SsdInUse(
-            f"the SSD folder {folder} is open in another process (pid {holder}): end that one, or name another folder"
+            f"the SSD folder {folder} is open in another process (pid {holder}): stop it, or give another folder"
         ) from error
     return fd
 
 
 class Segments:
-    """Preallocated files that form the space, all of one size but the last."""
+    """Preallocated files that form the SSD space, all of `segment_nbytes` except the last."""
 
     def __init__(self, disk: Disk, folder: Path, segment_nbytes: int, nbytes: int) -> None:
         """Open or create the files and preallocate what is missing. Raises SsdFolderError."""
@@ -96,8 +100,8 @@ class Segments:
             for fd in opened:
                 disk.close(fd)
             raise SsdFolderError(
-                f"{nbytes} bytes cannot be set aside in the SSD folder {folder}: {error.strerror}. Make room, or "
-                "choose a smaller pool_ssd_bytes"
+                f"cannot allocate {nbytes} bytes in the SSD folder {folder}: {error.strerror}. Free disk space, or "
+                "set a smaller pool_ssd_bytes"
             ) from error
         self.fds = np.array(opened, np.int32)
 
@@ -117,7 +121,7 @@ class Segments:
         self._disk.sync(int(self.fds[index]))
 
     def trim(self) -> None:
-        """Release files and lengths of an earlier, larger space."""
+        """Remove files, and truncate the last one, that are left from an earlier, larger space. Raises OSError."""
         for path in self._folder.glob("segment-*"):
             if path not in self._paths:
                 _log.info("removing %s: the SSD tier's space is %d bytes now", path, self.nbytes)
@@ -137,8 +141,8 @@ class Segments:
         if free < needed:
             raise SsdFolderError(
                 f"the SSD folder {self._folder} is on a disk with {free / 2**30:.4g} GiB free, "
-                f"{needed / 2**30:.4g} GiB are needed for {self.nbytes / 2**30:.4g} GiB. Make room, "
-                "or choose a smaller pool_ssd_bytes"
+                f"{needed / 2**30:.4g} GiB are needed for {self.nbytes / 2**30:.4g} GiB. Free disk space, "
+                "or set a smaller pool_ssd_bytes"
             )
 
     def _open(self, path: Path) -> int:
@@ -149,12 +153,12 @@ class Segments:
                     return fd
                 self._disk.close(fd)
             self.direct = False
-            _log.warning("%s: this file system has no direct I/O; the page cache is used in between", self._folder)
+            _log.warning("%s: this file system has no direct I/O; using the page cache", self._folder)
         return self._disk.open(path, create=True)
 
 
 def _reads_directly(fd: int) -> bool:
-    # Some file systems take the flag and refuse the first I/O.
+    # Some file systems accept O_DIRECT and fail the first I/O.
     with mmap.mmap(-1, PAGE_NBYTES) as page:
         try:
             os.preadv(fd, [page], 0)
@@ -164,7 +168,7 @@ def _reads_directly(fd: int) -> bool:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system, as in mountinfo(5); empty if unknown."""
+    """Return the type of the folder's file system, as in proc_pid_mountinfo(5); empty if unknown."""
     device = os.stat(folder).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):

@@ -2,6 +2,12 @@
 
 Order: a block's bytes are durable before the frame that names it is written; the frame is durable before the write
 returns; a free is durable before any of its space is written again.
+
+    thread A   queue ── takes `_committing` ── takes the queue (A, B) ── sync data ── append frame ── done
+    thread B      queue ── waits for `_committing` ─────────────────────────────────────────────────── finds it done
+
+`lock` guards the extent maps and the queue and is never held during I/O. `_committing` serialises syncs and the
+journal, and is taken before `lock`.
 """
 
 import errno
@@ -23,21 +29,21 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def io_error(what: str, number: int) -> SsdIoError:
-    """Return the error for an errno, or for SHORT."""
+    """Return the error for an errno, or for SHORT; `what` names the operation."""
     if number == SHORT:
-        return SsdIoError(f"{what}: the file ended before it; was it cut or replaced?", number)
+        return SsdIoError(f"{what}: unexpected end of file; the file may have been truncated or replaced", number)
     kind = SsdFull if number in _FULL else SsdIoError
     return kind(f"{what}: {os.strerror(number)}", number)
 
 
 @dataclass(eq=False)
 class CommitRequest:
-    """Extents that one thread wants sealed, and the result. `groups` are the same extents, packed."""
+    """Extents to seal for one thread, and the result. `groups` are the same extents, packed."""
 
     extents: Sequence[SsdExtent]
     groups: Sequence[bytes]
     failed: dict[SsdExtent, SsdIoError] = field(default_factory=dict)
-    failure: SsdIoError | None = None  # nothing was written down, neither blocks nor frees
+    failure: SsdIoError | None = None  # nothing was recorded, neither blocks nor frees
     done: bool = False
 
     def groups_of_good(self) -> Sequence[bytes]:
@@ -54,17 +60,18 @@ def _fail(commit: CommitRequest, failure: SsdIoError) -> None:
 
 
 class GroupCommit:
-    """Journal, map of the extents it records, and frees it does not record yet. `lock` guards the maps and the
-    queue.
+    """The journal, the map of all extents, and the frees that the journal does not record yet.
+
+    `lock` guards both maps and the queue.
     """
 
     def __init__(
         self, disk: Disk, config: SsdConfig, header: JournalHeader, segments: Segments, extents: Sequence[SsdExtent]
     ) -> None:
-        """Start a new journal with these blocks. Raises OSError."""
+        """Write a new journal with these extents and replace the old one by it. Raises OSError."""
         self.lock = threading.Lock()
         self.extents = ExtentMap(config.nbytes, extents)
-        self.pending_frees = ExtentMap(config.nbytes)  # freed; the journal still has them
+        self.pending_frees = ExtentMap(config.nbytes)  # freed, but not yet in the journal
         self.accepts_writes = True
         self.num_compactions = 0
         self._disk, self._config, self._header, self._segments = disk, config, header, segments
@@ -79,19 +86,19 @@ class GroupCommit:
         return self._journal.nbytes
 
     def commit(self, extents: Sequence[SsdExtent] = (), groups: Sequence[bytes] = ()) -> CommitRequest:
-        """Seal blocks whose bytes were written, and record the pending frees.
+        """Seal blocks whose bytes were written, and record the pending frees. Returns when both are durable or failed.
 
-        `groups` are the same blocks packed by `pack_blocks`, in any number of groups.
+        `groups` are the same blocks packed by `pack_blocks`, in any number of groups. Errors are in the result.
         """
         commit = CommitRequest(extents, groups)
         with self.lock:
             self._queue.append(commit)
         with self._committing:
-            # Whoever held the lock before may have taken this one along.
+            # The thread that held the lock before may have committed this request too.
             if not commit.done:
                 self._commit_all()
         if not commit.done:
-            _fail(commit, SsdIoError("the commit was given up"))
+            _fail(commit, SsdIoError("the commit was aborted"))
         return commit
 
     def close(self) -> None:
@@ -117,7 +124,7 @@ class GroupCommit:
             self._rewrite()
 
     def _sync_data(self, commits: Sequence[CommitRequest]) -> None:
-        """Sync each touched segment once; blocks that touch a segment whose sync fails have failed."""
+        """Sync each touched segment once; fail the blocks that touch a segment whose sync fails."""
         size = self._segments.segment_nbytes
         touched: set[int] = set()
         for commit in commits:
@@ -139,18 +146,18 @@ class GroupCommit:
     def _write_down(
         self, freed: Sequence[SsdExtent], sealed: Sequence[SsdExtent], groups: Sequence[bytes]
     ) -> SsdIoError | None:
-        """Append one frame; afterwards the map agrees with the journal."""
+        """Append one frame, and update the maps to match the journal. Returns the error if it failed."""
         if not self.accepts_writes:
             return SsdIoError("the SSD journal cannot be written: free space or repair the disk; each write retries")
         frame = self._journal.frame([extent.start for extent in freed], groups)
         try:
             self._journal.reserve(len(frame))
         except OSError as error:
-            return io_error("there is no room for the SSD journal", error.errno or 0)
+            return io_error("cannot allocate space for the SSD journal", error.errno or 0)
         try:
             self._journal.append(frame)
         except OSError as error:
-            # What of the frame is on the disk cannot be known: a new journal without it settles that.
+            # It is unknown how much of the frame is on the disk; a new journal without the frame resolves that.
             self._rewrite(needed=True)
             return io_error("the SSD journal could not be written", error.errno or 0)
         with self.lock:
@@ -168,25 +175,23 @@ class GroupCommit:
             self.pending_frees.remove(extent)
 
     def _rewrite(self, *, needed: bool = False) -> None:
-        """Replace the journal by a new one. If that is `needed` and fails, writes are rejected until a rewrite
-        succeeds.
-        """
+        """Replace the journal by a new one. If it is `needed` and fails, reject writes until a rewrite succeeds."""
         with self.lock:
             freed = list(self.pending_frees)
             sealed = [extent for extent in self.extents if extent.state is ExtentState.SEALED]
         try:
             journal = JournalWriter(self._disk, self._config, self._header, sealed)
         except OSError as error:
-            _log.error("the SSD journal in %s could not be written anew: %s", self._config.dir, error)
+            _log.error("the SSD journal in %s could not be rewritten: %s", self._config.dir, error)
             self.accepts_writes = self.accepts_writes and not needed
-            self._rewritten_nbytes = self._journal.nbytes  # the next try when it has doubled
+            self._rewritten_nbytes = self._journal.nbytes  # retry when the journal has doubled
             return
         self._journal.close()
         self._journal, self._rewritten_nbytes = journal, journal.nbytes
         try:
             journal.install()
         except OSError as error:
-            _log.error("the SSD journal in %s could not be put in place: %s", self._config.dir, error)
+            _log.error("the SSD journal in %s could not be replaced: %s", self._config.dir, error)
             self.accepts_writes = False
             return
         self.num_compactions += 1

@@ -1,14 +1,14 @@
-"""The journal's format and its writer. Reading one back is `kvpool.ssd.recovery`.
+"""The journal's format and its writer. `kvpool.ssd.recovery` reads it.
 
-A file of whole pages of 4096 bytes. The first holds the header: magic, version, length and checksum in places that no
-version moves, then what folder this is. After it come frames, each on pages of its own:
+The journal is a file of whole pages of 4096 bytes. The first page holds the header: magic, version, length and checksum
+at offsets that are the same in all versions, then the identity of the folder. Frames follow, each in its own pages:
 
     magic 8 | journal id 8 | sequence 8 | body length 4 | zero 4 | BLAKE3-128 of all that and the body 16 | body
 
-A frame is one commit: offsets freed, then groups of blocks sealed, each with the specs that its blocks name by index,
-so that each frame can be read without any other. Pages of frames are never written again, and are zeros before: a torn
-frame harms no other. When the file has grown too large the blocks that are still there are written to a new one, which
-takes its place by rename.
+A frame is one commit: offsets freed, then groups of blocks sealed, each with the specs that its blocks refer to by
+index, so that a frame can be read without the others. A frame's pages are zeros before it is written and are never
+written again, so a torn frame damages no other. When the file has grown too large, the remaining blocks are written to
+a new file, which replaces it by rename.
 """
 
 import secrets
@@ -31,7 +31,7 @@ VERSION = 1
 HEADER_MAGIC, HEADER = b"MOONPSSD", struct.Struct("<8sII16s")
 FRAME_MAGIC, FRAME = b"MOONPFRM", struct.Struct("<8sQQII16s")
 _CHECKSUM_NBYTES = 16
-_SNAPSHOT_BLOCKS = 1024  # per frame of a journal written anew
+_SNAPSHOT_BLOCKS = 1024  # per frame of a rewritten journal
 _MAX_GROWTH_NBYTES = 1 << 20
 
 
@@ -50,18 +50,18 @@ class JournalHeader:
 
 
 def checksum(start: bytes, body: bytes) -> bytes:
-    """Return the checksum of a header or frame; `start` is everything before the checksum."""
+    """Return the checksum (16 bytes) of a header or frame; `start` is everything before the checksum."""
     return blake3(start + body).digest(length=_CHECKSUM_NBYTES)
 
 
 class JournalWriter:
-    """Appends frames to a journal. One thread at a time."""
+    """Writer of one journal. Only one thread may use it at a time."""
 
     def __init__(self, disk: Disk, config: SsdConfig, header: JournalHeader, extents: Iterable[SsdExtent]) -> None:
-        """Write a durable new journal with these blocks, beside the old one until `install`. Raises OSError."""
+        """Write a new durable journal with these blocks; `install` replaces the old one by it. Raises OSError."""
         self._disk, self._folder = disk, config.dir
         self._growth_nbytes = min(config.min_journal_nbytes, _MAX_GROWTH_NBYTES)
-        # Each journal has an id of its own: nothing that a disk brings back of an older one can pass for a frame.
+        # A unique id, so that frames of an older journal that reappear on the disk are not accepted.
         self._journal_id = secrets.randbits(63)
         self._sequence = 0
         self._nbytes_zeroed = 0
@@ -79,7 +79,7 @@ class JournalWriter:
             raise
 
     def install(self) -> None:
-        """Replace the old journal. After an OSError it is unknown which of the two a restart will find."""
+        """Replace the old journal. After an OSError, a restart may find either of the two."""
         self._disk.rename(self._folder / _NEW_JOURNAL, self._folder / JOURNAL)
         self._disk.sync_dir(self._folder)
 
@@ -90,14 +90,12 @@ class JournalWriter:
         return _padded(start + checksum(start, body) + body)
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for a frame. If it raises OSError, nothing has changed and the journal stays usable."""
+        """Allocate space for a frame of `nbytes`. After an OSError, the journal is unchanged and stays usable."""
         if self.nbytes + nbytes > self._nbytes_zeroed:
             self._grow(self.nbytes + nbytes)
 
     def append(self, frame: bytes) -> None:
-        """Append a frame, durably. After an OSError the journal's contents are unknown, and only a new journal
-        helps.
-        """
+        """Append a frame durably. After an OSError, the contents are unknown and the journal must be rewritten."""
         self._write(frame)
         self._disk.sync(self._fd)
 
@@ -110,7 +108,7 @@ class JournalWriter:
         self._sequence += 1
 
     def _grow(self, least_nbytes: int) -> None:
-        # Zeros that are on the disk already make a commit one write without any change to the file's metadata.
+        # Writing into zeros that are already on the disk lets a commit sync without a change of the file's metadata.
         end = -(-least_nbytes // self._growth_nbytes) * self._growth_nbytes
         start = max(self.nbytes, self._nbytes_zeroed)
         self._disk.write(self._fd, bytes(end - start), start)
@@ -119,8 +117,8 @@ class JournalWriter:
 
 
 def pack_blocks(extents: Iterable[SsdExtent]) -> bytes:
-    """Return a group of blocks in the form that a frame takes."""
-    # Told apart by identity, which is quick: a spec that is here twice is written twice.
+    """Return a group of blocks, packed for `JournalWriter.frame`."""
+    # Specs are distinguished by identity, which is fast; equal specs of different identity are written twice.
     numbers: dict[int, int] = {}
     specs: list[KvSpec] = []
     blocks: list[tuple[Any, ...]] = []

@@ -240,7 +240,7 @@ def _perform(fds: Any, segment_nbytes: Any, at: Any, nbytes: Any, runs: Any, wri
     status = _once(fds, segment_nbytes, at, nbytes, runs, write)
     while status == _EINTR:
         status = _once(fds, segment_nbytes, at, nbytes, runs, write)
-    # A full disk first writes less than asked, and only the retry returns ENOSPC. At a file's end the retry is short.
+    # A full disk first writes less than requested, and only the retry returns ENOSPC. It is short again at a file end.
     if status == SHORT:
         status = _once(fds, segment_nbytes, at, nbytes, runs, write)
     return status

@@ -1,4 +1,9 @@
-"""Reads and writes of batches of blocks: validate, transfer, verify checksums, and commit to the journal."""
+"""Reads and writes of batches of blocks: validate, transfer, verify checksums, and commit to the journal.
+
+Both run in any number of threads. A write holds its extents in the map, in state WRITING, from `_reserve` to
+`_release`, so that concurrent writes cannot overlap. The caller's arrays are in use until the call returns: every
+transfer that was started is waited for, even after an error.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -19,7 +24,7 @@ _UINT8 = np.dtype(np.uint8)
 
 
 class BlockMemory:
-    """Validates arrays as a block's memory; caches the slot sizes of specs."""
+    """Validator of arrays as a block's memory, with a cache of the slot sizes of specs."""
 
     def __init__(self) -> None:
         self._slots: dict[KvSpec, tuple[int, ...]] = {}
@@ -29,22 +34,22 @@ class BlockMemory:
         """Return the arrays' runs of memory, or the reason why they cannot be a block's memory."""
         slots = self._sizes(spec)
         if len(arrays) != len(slots):
-            return f"{len(arrays)} arrays, one for each of {len(slots)} groups expected"
+            return f"expected one array for each of {len(slots)} groups, got {len(arrays)}"
         runs = []
         for array, nbytes in zip(arrays, slots, strict=True):
             if array.nbytes != nbytes or array.dtype != _UINT8:
-                return f"{array.dtype} of shape {array.shape}: contiguous uint8 [{nbytes}] expected"
+                return f"expected contiguous uint8 [{nbytes}], got {array.dtype} of shape {array.shape}"
             try:
-                # Twice as quick as asking the array itself, and refuses what is not contiguous or not writable.
+                # Twice as fast as the array interface; raises TypeError if not contiguous or not writable.
                 runs.append((ctypes.addressof(ctypes.c_char.from_buffer(array)), nbytes))  # type: ignore[arg-type]
             except TypeError:
                 if writable or not array.flags.c_contiguous:
-                    return "an array that is not contiguous, or cannot be written"
+                    return "the array is not contiguous or not writable"
                 runs.append((array.__array_interface__["data"][0], nbytes))
         return runs
 
     def _sizes(self, spec: KvSpec) -> tuple[int, ...]:
-        # Hashing a spec takes longer than all else here, and the blocks of a request nearly always share one.
+        # Hashing a spec takes longer than the rest of the check, and the blocks of a request nearly always share one.
         last, slots = self._last
         if spec is not last:
             found = self._slots.get(spec)
@@ -56,7 +61,7 @@ class BlockMemory:
 
 
 CHUNK_BLOCKS = 256
-"""A request is prepared in chunks of so many blocks, each while the disk is busy with those before it."""
+"""Number of blocks per chunk of a request; a chunk is prepared while the disk transfers those before it."""
 
 
 class IoDirection:
@@ -69,12 +74,12 @@ class IoDirection:
         self._disk, self._threads, self._counters, self._write = disk, threads, counters, write
 
     def start(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]]) -> InFlightBatch:
-        """Start the transfer of these extents; `finish` must be called with the result, whatever happens."""
+        """Start the transfer of these extents. The caller must always call `finish` with the result."""
         batch = IoBatch(offsets, memory, self.segments.segment_nbytes)
         return self._disk.start(self._threads, batch, self.segments.fds, write=self._write)
 
     def finish(self, in_flight: InFlightBatch) -> BatchResult:
-        """Finish a batch. Returns when none of its I/Os is in flight."""
+        """Finish a batch and return its results. None of its I/Os is in flight afterwards."""
         outcome = in_flight.finish()
         self._counters.add_ios(in_flight.nbytes, outcome.latency_ns)
         return outcome
@@ -84,7 +89,7 @@ _ReadChunk = tuple[list[int], list[SsdExtent], InFlightBatch]
 
 
 class SsdReader:
-    """Reads blocks; from any number of threads."""
+    """Reader of blocks, for any number of threads."""
 
     def __init__(self, commits: GroupCommit, io: IoDirection) -> None:
         self._commits, self._io = commits, io
@@ -98,7 +103,7 @@ class SsdReader:
             for first in range(0, len(reads), CHUNK_BLOCKS):
                 self._start(reads, range(first, min(first + CHUNK_BLOCKS, len(reads))), results, chunks)
         finally:
-            # The targets are the caller's again when this returns, so every flight is waited for.
+            # The caller may reuse the targets when this returns, so every started transfer is waited for.
             for chunk in chunks:
                 self._finish(reads, chunk, results)
         return results
@@ -113,11 +118,11 @@ class SsdReader:
             read = reads[i]
             extent = self._find(read)
             if extent is None:
-                results[i] = SsdNotStored(f"no block {read.chain_key.hex()} lies at {read.offset}")
+                results[i] = SsdNotStored(f"block {read.chain_key.hex()} is not stored at offset {read.offset}")
                 continue
             runs = self._memory.runs(read.targets, extent.entry.spec, writable=True)
             if isinstance(runs, str):
-                results[i] = SsdRefused(f"targets for the block at {read.offset}: {runs}")
+                results[i] = SsdRefused(f"targets of the block at {read.offset}: {runs}")
                 continue
             good.append(i)
             extents.append(extent)
@@ -136,7 +141,7 @@ class SsdReader:
             elif number:
                 results[i] = io_error(f"reading the block at {extent.start}", number)
             else:
-                results[i] = SsdCorrupt(f"the block at {extent.start} is not what was written there")
+                results[i] = SsdCorrupt(f"the block at {extent.start} does not match its checksum")
 
     def _find(self, read: SsdRead) -> SsdExtent | None:
         extent = self._commits.extents.get(read.offset)
@@ -165,7 +170,7 @@ class _WriteChunk:
 
 
 class SsdWriter:
-    """Writes blocks; from any number of threads."""
+    """Writer of blocks, for any number of threads."""
 
     def __init__(self, commits: GroupCommit, io: IoDirection) -> None:
         self._commits, self._io = commits, io
@@ -187,7 +192,7 @@ class SsdWriter:
                         offsets = [extent.start for extent in chunk.extents]
                         in_flight_batches.append((chunk, self._io.start(offsets, chunk.memory)))
             finally:
-                # The sources are the caller's again when this returns, so every flight is waited for.
+                # The caller may reuse the sources when this returns, so every started transfer is waited for.
                 for chunk, in_flight in in_flight_batches:
                     good = self._finish(chunk, in_flight, results)
                     written.update(good)
@@ -220,7 +225,7 @@ class SsdWriter:
                         f"a block at {start}..{end}: expected a multiple of {PAGE_NBYTES} in a space of {space} bytes"
                     )
                 elif not extents.is_clear(start, end):
-                    results[i] = SsdRefused(f"a block at {start}..{end} lies over another: free that first")
+                    results[i] = SsdRefused(f"a block at {start}..{end} overlaps another one: free that first")
                 else:
                     extent = SsdExtent(entry, start, end)
                     extents.add(extent)
@@ -231,7 +236,10 @@ class SsdWriter:
         return chunk
 
     def _clear_frees(self, chunk: _WriteChunk, results: _Results) -> _WriteChunk:
-        """Commit pending frees of the space that these blocks take, before any byte of them is written."""
+        """Commit pending frees of the space of these blocks, before any byte is written.
+
+        Returns the blocks that may be written.
+        """
         if not self._over_pending_frees(chunk):
             return chunk
         failure = self._commits.commit().failure
@@ -251,7 +259,7 @@ class SsdWriter:
             return {extent for extent in chunk.extents if not pending_frees.is_clear(extent.start, extent.end)}
 
     def _finish(self, chunk: _WriteChunk, in_flight: InFlightBatch, results: _Results) -> dict[SsdExtent, int]:
-        """Return the extents whose bytes are written, with their indices in the request; sets their checksums."""
+        """Finish a chunk and set checksums. Returns the written extents, with their indices in the request."""
         outcome = self._io.finish(in_flight)
         good = {}
         sums, status = outcome.sums.tolist(), outcome.status.tolist()

@@ -1,4 +1,4 @@
-"""Data that the SSD store takes and returns, and its map of extents."""
+"""Data types of the SSD store's interface, and its map of extents."""
 
 import enum
 import mmap
@@ -13,7 +13,7 @@ from kvpool.errors import SsdFolderError
 from kvpool.spec import KvSpec
 
 PAGE_NBYTES = 4096
-"""Extents start at multiples of this, and take a multiple of it."""
+"""Extents start at multiples of this and are multiples of it long."""
 
 Bytes = NDArray[np.uint8]
 Run = tuple[int, int]
@@ -21,27 +21,31 @@ Run = tuple[int, int]
 
 
 def extent_nbytes(spec: KvSpec) -> int:
-    """Bytes on the SSD of one block: all groups one after the other, rounded up to whole pages. No header."""
+    """Return the bytes of a block on the SSD: all groups, one after the other, rounded up to whole pages."""
     return -(-spec.block_nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 @dataclass(frozen=True)
 class SsdConfig:
-    """Location and tuning of a pool node's SSD tier. `dir` must exist and belong to this node alone."""
+    """Location and tuning of a pool node's SSD tier. `dir` must exist and belong to this node alone.
+
+    Raises SsdFolderError for invalid values.
+    """
 
     dir: Path
     nbytes: int
-    """Space for extents, preallocated when the store opens. May change between runs: what ends beyond it is lost."""
+    """Space for extents, preallocated when the store opens. May change between runs; blocks beyond its end are lost."""
     owner_id: str
     cluster: str = ""
-    """Another cluster's folder, or another node's, is refused."""
+    """A folder of another cluster, or of another `owner_id`, is rejected."""
     segment_nbytes: int = 1 << 30
-    """Size of a segment file. A folder keeps the size that it was made with."""
+    """Size of a segment file. A folder keeps the size with which it was created."""
     read_depth: int = 8
-    """I/Os in flight at most for reads; writes have threads of their own, so neither waits for the other's."""
+    """Most I/Os in flight for reads. Reads and writes have separate threads, so neither waits for the other."""
     write_depth: int = 8
+    """Most I/Os in flight for writes."""
     min_journal_nbytes: int = 4 << 20
-    """The journal is written anew when it is larger than this and more than twice what it needs."""
+    """The journal is rewritten when it is larger than this and more than twice its size after the last rewrite."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dir", Path(self.dir))
@@ -61,7 +65,7 @@ class SsdConfig:
 
 @dataclass(frozen=True, slots=True)
 class SsdEntry:
-    """One block on the SSD, over all its groups: its extent and all facts that the pool node records."""
+    """One block on the SSD, all groups included: its extent and all facts that the pool node records."""
 
     offset: int  # bytes from the start of the SSD space, a multiple of 4096
     kv_namespace: bytes  # 16
@@ -70,7 +74,7 @@ class SsdEntry:
     spec: KvSpec
     num_tokens: int  # 0 for a full block, otherwise the tokens of a tail
     digests: tuple[bytes, ...]  # per group: uint64 little-endian per layer
-    compute_s: float = 0.0  # what computing it again would take, for policies that weigh it
+    compute_s: float = 0.0  # time that computing it took; 0 = unknown
 
     @property
     def nbytes(self) -> int:
@@ -86,8 +90,8 @@ class SsdEntry:
 class SsdWrite:
     """A block to write to `entry.offset`. `sources`: per group uint8 [slot_nbytes], contiguous.
 
-    Sources that start at a multiple of 4096 and are multiples of 4096 long go to the disk as they are; others are
-    copied. They must not change until the write returns.
+    Sources whose addresses and lengths are multiples of 4096 are written directly; others are copied first. They must
+    not change until the write returns.
     """
 
     entry: SsdEntry
@@ -98,7 +102,7 @@ class SsdWrite:
 class SsdRead:
     """A block to read from `offset`. `targets`: per group uint8 [slot_nbytes], contiguous and writable.
 
-    The address says which block the caller expects there: another one is never given in its place.
+    `kv_namespace` and `chain_key` identify the expected block: if another one is stored there, the read fails.
     """
 
     offset: int
@@ -117,7 +121,7 @@ class ExtentState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class SsdExtent:
-    """Block, its extent and its checksum, which is known once the bytes are written."""
+    """A block and its extent `start`..`end`. `checksum` is set once the bytes are written."""
 
     entry: SsdEntry
     start: int
@@ -127,13 +131,11 @@ class SsdExtent:
 
 
 class ExtentMap:
-    """Disjoint extents in a space, in the order in which they were added, with one byte per page that marks it as
-    used.
-    """
+    """Disjoint extents in a space, in the order in which they were added. One byte per page marks it as used."""
 
     def __init__(self, space_nbytes: int, extents: Iterable[SsdExtent] = ()) -> None:
         self._at: dict[int, SsdExtent] = {}
-        # A mapping takes memory only for those parts of the space that are used.
+        # An anonymous mapping commits memory only for the parts that are used.
         self._taken = mmap.mmap(-1, space_nbytes // PAGE_NBYTES)
         self.nbytes = 0
         for extent in extents:

@@ -1,14 +1,12 @@
-"""Reading a journal back: which blocks are stored, whatever became of the file.
+"""Recovery: the blocks that a journal lists, even if it is damaged, restricted to the store's space and files.
 
-The rules:
-- Frames are read in order. Pages that are no frame (torn, flipped, unreadable) are passed over one by one.
-- What follows the last good frame is the torn end of a commit that nobody was told of; it never happened.
-- A good frame after broken pages means that committed frames are lost. Their blocks are. What they freed may be listed
-  again, and only this is doubtful: a block that was freed and not written over is still right, and one that was written
-  over is found by its checksum, which every read takes. Among blocks that overlap, or have one address, the last wins.
-- A header that cannot be read leaves nothing to trust: the journal is moved aside, and the store starts empty.
-
-What a store starts from: the journal in its folder judged against its configuration and the files that are there.
+Rules:
+- Frames are read in order. Pages that are not a frame (torn, flipped, unreadable) are skipped one by one.
+- Broken pages after the last good frame are a torn commit whose write never returned; it is ignored.
+- A good frame after broken pages means that committed frames are lost, and with them the blocks that they sealed. The
+  blocks that they freed may be listed again. That is harmless: such a block is still valid, or was overwritten, which
+  its checksum detects on every read. Among blocks that overlap or have the same address, the latest is kept.
+- If the header cannot be read, the journal is renamed and the store starts empty.
 """
 
 import errno
@@ -36,8 +34,8 @@ _CHUNK_NBYTES = 1 << 20
 class RecoveredJournal:
     """Contents of a journal. `header` is None if it is missing or unreadable.
 
-    `counts`: frames; torn_end (0 or 1); lost_frames, committed but unreadable; superseded blocks, which a later one
-    overlaps or replaces.
+    `counts` has the keys frames; torn_end (0 or 1); lost_frames, committed but unreadable; superseded, the blocks that
+    a later one overlaps or replaces; and those that `recover` and `extents_within` add.
     """
 
     header: JournalHeader | None = None
@@ -46,9 +44,7 @@ class RecoveredJournal:
 
 
 def read_journal(path: Path) -> RecoveredJournal:
-    """Read a journal. Raises SsdForeign for another version's, FileNotFoundError, and OSError if it cannot be
-    opened.
-    """
+    """Read a journal. Raises SsdForeign if it has another version, and OSError if it cannot be opened."""
     data = _read(path)
     known = _read_header(data, path)
     if known is None:
@@ -69,7 +65,7 @@ def read_journal(path: Path) -> RecoveredJournal:
 
 
 def _read(path: Path) -> bytearray:
-    """Return the file's bytes; pages that the disk cannot read are zeros."""
+    """Return the file's bytes, with zeros for pages that the disk cannot read."""
     data = bytearray()
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -99,8 +95,8 @@ def _read_header(data: bytearray, path: Path) -> tuple[int, JournalHeader] | Non
         return None
     if version != VERSION:
         raise SsdForeign(
-            f"{path} was written in version {version} of the format, this is version {VERSION}: start the Moonpool "
-            "that wrote it, or give this one another folder, or empty this one (it is a cache). Nothing was changed"
+            f"{path} has version {version} of the format, expected version {VERSION}: start the release of Moonpool "
+            "that wrote it, give another folder, or empty this one (it is a cache). Nothing was changed"
         )
     journal_id, *fields = msgpack.unpackb(body)
     return journal_id, JournalHeader(*fields)
@@ -126,7 +122,7 @@ def _frames(data: bytearray, journal_id: int, counts: Counter[str]) -> Iterator[
 
 
 def _frame(data: bytearray, position: int, journal_id: int, least_sequence: int) -> tuple[int, int, bytes] | None:
-    """(sequence, bytes in whole pages, body) of a good frame at `position`."""
+    """Return (sequence, bytes in whole pages, body) of a valid frame at `position`; None if there is none."""
     if data[position : position + len(FRAME_MAGIC)] != FRAME_MAGIC:
         return None
     _, found_id, sequence, nbytes, _, expected = FRAME.unpack_from(data, position)
@@ -141,7 +137,7 @@ def _frame(data: bytearray, position: int, journal_id: int, least_sequence: int)
 
 
 def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list[SsdExtent]:
-    """Return the blocks of a group; `known` caches specs with their extents' size."""
+    """Return the blocks of a group; `known` caches specs with the size of their extents."""
     described, blocks = msgpack.unpackb(group)
     specs = []
     for description in described:
@@ -159,7 +155,7 @@ def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list
 
 
 def _newest(extents: list[SsdExtent], counts: Counter[str]) -> list[SsdExtent]:
-    """Remove extents that a later one overlaps, or whose address a later one has; keep the order."""
+    """Return the extents, in order, without those that a later one overlaps or has the same address as."""
     order = {extent: i for i, extent in enumerate(extents)}
     last = {(extent.entry.kv_namespace, extent.entry.chain_key): extent for extent in extents}
     kept: list[SsdExtent] = []
@@ -176,9 +172,10 @@ _log = logging.getLogger(__name__)
 
 
 def recover(config: SsdConfig, disk: Disk) -> RecoveredJournal:
-    """Return the contents of the folder's journal; empty if there is none, or none that can be read.
+    """Return the contents of the folder's journal; empty if it is missing or has no readable header.
 
-    Raises SsdForeign if the folder is not this node's.
+    Raises SsdForeign if the folder belongs to another node, cluster or version, SsdFolderError if the journal cannot
+    be read or renamed.
     """
     path = config.dir / JOURNAL
     try:
@@ -186,7 +183,7 @@ def recover(config: SsdConfig, disk: Disk) -> RecoveredJournal:
     except FileNotFoundError:
         return RecoveredJournal()
     except OSError as error:
-        raise SsdFolderError(f"the SSD journal {path} cannot be read: {error.strerror}. Mend or remove it") from error
+        raise SsdFolderError(f"the SSD journal {path} cannot be read: {error.strerror}. Repair or remove it") from error
     if found.header is None:
         _set_aside(config, disk, found)
         return found
@@ -196,8 +193,8 @@ def recover(config: SsdConfig, disk: Disk) -> RecoveredJournal:
     ):
         if theirs != ours:
             raise SsdForeign(
-                f"the SSD folder {config.dir} belongs to {what} {theirs!r}, this is {ours!r}: give this node a folder "
-                "of its own, or empty this one (it is a cache). Nothing was changed"
+                f"the SSD folder {config.dir} belongs to {what} {theirs!r}, not to {ours!r}: give this node its own "
+                "folder, or empty this one (it is a cache). Nothing was changed"
             )
     for name in ("lost_frames", "superseded"):
         if found.counts[name]:
@@ -206,7 +203,7 @@ def recover(config: SsdConfig, disk: Disk) -> RecoveredJournal:
 
 
 def extents_within(found: RecoveredJournal, segments: Segments) -> list[SsdExtent]:
-    """Return the blocks that lie within the space, in files that existed. Counts the others."""
+    """Return the blocks that lie within the space and in files that existed. Counts the others in `found`."""
     kept = []
     for extent in found.extents:
         if extent.end > segments.nbytes:
@@ -216,7 +213,7 @@ def extents_within(found: RecoveredJournal, segments: Segments) -> list[SsdExten
         else:
             kept.append(extent)
     if found.counts["missing_files"]:
-        _log.error("segment files are missing or cut: %d blocks are lost", found.counts["missing_files"])
+        _log.error("segment files are missing or truncated: %d blocks are lost", found.counts["missing_files"])
     return kept
 
 

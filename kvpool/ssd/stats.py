@@ -1,4 +1,7 @@
-"""Counters of the SSD store: per direction I/Os, bytes, seconds, latencies in log buckets, errors by kind."""
+"""Counters of the SSD store per direction: I/Os, bytes, latencies in logarithmic buckets, errors by kind.
+
+All may be updated from any thread, under the counters' own lock.
+"""
 
 import threading
 from collections import Counter
@@ -28,29 +31,29 @@ def kind_of(error: SsdError) -> str:
 
 @dataclass(frozen=True)
 class DirectionStats:
-    """Reads, or writes. A block is carried in I/Os of at most 1 MiB; latencies are those of I/Os."""
+    """Statistics of reads or of writes. Latencies are those of I/Os; a block takes one I/O per MiB."""
 
     num_blocks: int
     num_ios: int
-    nbytes: int  # given to or taken from the disk, whole pages
+    nbytes: int  # transferred to or from the disk, in whole pages
     io_s: float  # sum of the I/Os' latencies
     p50_s: float
     p99_s: float
-    num_in_flight: int  # blocks asked for and not yet answered
+    num_in_flight: int  # blocks of calls in progress
     errors: dict[str, int]  # blocks, by kind: full, io, corrupt, not_stored, refused
 
 
 @dataclass(frozen=True)
 class SsdStats:
-    """A snapshot of the store's counters since it was opened, and of what it holds."""
+    """Snapshot of the store's contents, and of its counters since it was opened."""
 
     num_entries: int
     entries_nbytes: int
     capacity_nbytes: int
-    direct: bool  # False: the file system has no direct I/O, so the page cache is in between
-    accepts_writes: bool  # False: the journal could not be written; each write tries to write a new one
+    direct: bool  # False: the file system has no direct I/O, so the page cache is used
+    accepts_writes: bool  # False: the journal could not be written; each write tries to rewrite it
     num_recovered: int
-    recovery: dict[str, int]  # what the start found, see kvpool.ssd.recovery
+    recovery: dict[str, int]  # counts of the recovery, see `kvpool.ssd.recovery`
     journal_nbytes: int
     num_compactions: int
     num_freed: int
@@ -60,13 +63,13 @@ class SsdStats:
 
 @dataclass
 class LatencyHistogram:
-    """Latencies counted in buckets whose bounds grow by a quarter of an octave: quantiles are right to 19 %."""
+    """Latencies in buckets whose bounds grow by a quarter of an octave, so that quantiles are accurate to 19 %."""
 
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_NUM_BUCKETS, np.int64))
     total_ns: int = 0
 
     def add(self, latency_ns: NDArray[np.int64]) -> None:
-        """`latency_ns` [n]: one latency per I/O."""
+        """Count I/Os with latencies `latency_ns` int64 [n]."""
         buckets = (np.log2(np.maximum(latency_ns, 1)) * _BUCKETS_PER_OCTAVE).astype(np.int64)
         np.add.at(self.counts, buckets, 1)
         self.total_ns += int(latency_ns.sum())
@@ -82,7 +85,7 @@ class LatencyHistogram:
 
 @dataclass
 class DirectionCounters:
-    """Counters of one direction; from any thread."""
+    """Counters of one direction, for any number of threads."""
 
     num_blocks: int = 0
     nbytes: int = 0

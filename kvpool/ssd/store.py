@@ -1,4 +1,7 @@
-"""SSD store: blocks in extents of preallocated files, journalled, read and written in batches without the GIL."""
+"""SSD store: blocks in extents of preallocated files with a journal, read and written in batches without the GIL.
+
+Threads and locks are described in `kvpool.ssd`.
+"""
 
 import threading
 import time
@@ -18,7 +21,7 @@ from kvpool.ssd.stats import DirectionCounters, SsdStats
 
 
 class CallGate:
-    """Counts calls in progress, from any thread; after `end` it admits no more."""
+    """Counter of the calls in progress, from any thread; after `end` it admits no more."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -26,7 +29,7 @@ class CallGate:
         self._ended = False
 
     def enter(self) -> bool:
-        """Return True if the call may begin; it must then call `leave`."""
+        """Return True if a call may begin; `leave` must follow it."""
         with self._changed:
             self._num_inside += not self._ended
             return not self._ended
@@ -37,7 +40,7 @@ class CallGate:
             self._changed.notify_all()
 
     def end(self) -> bool:
-        """Admit no more calls; return True the first time."""
+        """Admit no more calls. Returns True the first time."""
         with self._changed:
             first, self._ended = not self._ended, True
             return first
@@ -53,20 +56,20 @@ Request = TypeVar("Request")
 
 
 class SsdStore:
-    """Stores blocks on an SSD. All methods block and may be called from any thread concurrently; none needs an event
-    loop.
+    """Store of blocks on an SSD. All methods block, and any number of threads may call them.
 
-    The caller chooses the extents (which must not overlap) and evicts; the store guarantees integrity. An error of one
-    block is that block's result and never affects the others of its batch.
+    The caller chooses the extents, which must not overlap, and evicts; the store guarantees integrity. An error of one
+    block is returned as that block's result and does not affect the others of its batch.
     """
 
     recovered: list[SsdEntry]
-    """Blocks found when the store was opened, in the order in which they were written: disjoint, each address once,
-    none beyond the end of the space. Their bytes are verified when they are read.
+    """Blocks recovered when the store was opened, in the order in which they were written.
+
+    They are disjoint and within the space, and each address occurs once. Their bytes are verified when they are read.
     """
 
     def __init__(self, config: SsdConfig, disk: Disk, lock_fd: int) -> None:
-        """Open the store as `open`, in a folder that is checked and locked."""
+        """Open the store as `open` does, in a folder that is checked and locked."""
         kernels()
         self.config = config
         self._disk, self._lock_fd = disk, lock_fd
@@ -97,9 +100,9 @@ class SsdStore:
 
     @classmethod
     def open(cls, config: SsdConfig, disk: Disk | None = None) -> "SsdStore":
-        """Lock the folder, preallocate its files, recover what is in it.
+        """Lock the folder, preallocate its files, and recover its blocks.
 
-        Raises SsdFolderError, whose text says what to do.
+        Raises SsdFolderError, with advice in its message.
         """
         disk = disk or Disk()
         check_folder(config.dir)
@@ -111,28 +114,27 @@ class SsdStore:
             raise
 
     def write(self, writes: Sequence[SsdWrite]) -> Results:
-        """Write blocks; None for each that is durable and in the journal when this returns.
+        """Write blocks. Returns None for each that is durable and in the journal, otherwise its error.
 
-        Errors per block: SsdRefused (overlap with a block that is stored or being written, outside of the space,
-        sources of the wrong form), SsdFull, SsdIoError, SsdClosed. Nothing of a block with an error can be read, now
-        or after a restart.
+        Errors: SsdRefused (overlap with a block that is stored or being written, outside of the space, invalid
+        sources), SsdFull, SsdIoError, SsdClosed. A block with an error cannot be read, even after a restart.
         """
         return self._counted(self._writes, writes, self._writer.write)
 
     def read(self, reads: Sequence[SsdRead]) -> Results:
-        """Read blocks into the caller's arrays; None for each whose bytes are those that were written.
+        """Read blocks into the caller's arrays. Returns None for each whose checksum is right, otherwise its error.
 
-        Errors per block: SsdNotStored, SsdRefused, SsdIoError, SsdCorrupt (what is on the disk is not what was
-        written: the extent should be freed), SsdClosed. The targets of a block with an error hold anything. Returns
-        only when no I/O touches the targets any more.
+        Errors: SsdNotStored, SsdRefused, SsdIoError, SsdCorrupt (the bytes on the disk are not those that were
+        written; the caller should free the extent), SsdClosed. The targets of a block with an error are undefined. No
+        I/O touches the targets after the call has returned.
         """
         return self._counted(self._reads, reads, self._reader.read)
 
     def free(self, offsets: Iterable[int]) -> None:
-        """Forget the blocks at these offsets; offsets without a block are ignored.
+        """Free the blocks at these offsets; offsets without a block are ignored.
 
-        Readers see it at once. It is durable before the space is written again: with the next write, `sync_frees` or
-        `close`. A block freed while it is being written is forgotten as soon as that write returns.
+        Takes effect for readers at once. Becomes durable with the next write, `sync_frees` or `close`, in any case
+        before the space is written again. A block freed while it is being written is removed when that write returns.
         """
         commits = self._commits
         with commits.lock:
@@ -148,7 +150,7 @@ class SsdStore:
                     extent.state = ExtentState.DOOMED
 
     def sync_frees(self) -> None:
-        """Make frees durable. If the journal cannot be written, the next write or `close` tries again."""
+        """Make frees durable. If the journal cannot be written, the next write or `close` retries."""
         if self._calls.enter():
             try:
                 self._commits.commit()
@@ -156,7 +158,7 @@ class SsdStore:
                 self._calls.leave()
 
     def stats(self) -> SsdStats:
-        """Return the counters since the store was opened."""
+        """Return a snapshot of contents and counters."""
         commits = self._commits
         with commits.lock:
             return SsdStats(
@@ -177,8 +179,8 @@ class SsdStore:
     def close(self, timeout_s: float = 30.0) -> bool:
         """Reject new calls, wait for those in progress, make frees durable, unlock the folder. May be called twice.
 
-        Returns False if this took longer than `timeout_s` (a disk that does not answer); it then completes in the
-        background.
+        Returns False if this takes longer than `timeout_s`, because the disk does not answer; closing then completes
+        in the background.
         """
         deadline = time.monotonic() + timeout_s
         if self._calls.end():
@@ -203,7 +205,7 @@ class SsdStore:
         if not self._calls.enter():
             return [SsdClosed("the SSD store is closed") for _ in requests]
         counters.begin(len(requests))
-        results: Results = [SsdIoError("given up")] * len(requests)
+        results: Results = [SsdIoError("the call was aborted")] * len(requests)
         try:
             results = perform(requests)
             return results

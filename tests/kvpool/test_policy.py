@@ -278,7 +278,7 @@ def test_requests_that_cannot_be_right_are_refused(pool: Pool) -> None:
     with pytest.raises(AddressError, match="parents"):
         pool.core.allocate(0, PutRequest(pool.ns, pool.spec, keys(2), [ROOT]), **args)
     put_id, _ = pool.put(keys(2))
-    with pytest.raises(SpecError, match="digests came for"):
+    with pytest.raises(SpecError, match="got digests for"):
         pool.core.seal(0, put_id, pool.digests(1))
     with pytest.raises(SpecError, match="digests per group"):
         pool.core.seal(0, put_id, [(b"", b"")] * 2)

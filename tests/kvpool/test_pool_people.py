@@ -62,7 +62,7 @@ async def test_a_damaged_block_is_shown_as_such_and_taken_out(pool_nodes, start_
 async def test_too_short_a_key_is_refused(start_pool, worker, chain_of) -> None:
     client = worker.client((await start_pool()).target)
     await worker.put(client, chain_of(65))
-    with pytest.raises(PoolRefused, match="65 blocks match any key, at most 64 are allowed: give more of the key"):
+    with pytest.raises(PoolRefused, match="65 blocks match any key, at most 64 are allowed: give a longer prefix"):
         await client.inspect(b"")
     with pytest.raises(PoolRefused, match="2 blocks with 1 numbers of replicas"):
         await client.hint(worker.ns, chain_of(2), [1])

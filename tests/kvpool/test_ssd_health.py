@@ -70,4 +70,4 @@ def test_each_change_is_logged_once(health: SsdHealth, caplog: pytest.LogCapture
     for _ in range(5):
         health.write_succeeded()
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
-    assert "the folder is read_only now: no space left" in caplog.text
+    assert "the folder is now read_only: no space left" in caplog.text

@@ -24,9 +24,9 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
 
 
 def make_policy(name: str, capacity_nbytes: int) -> EvictionPolicy:
-    """Return a new policy for one tier of `capacity_nbytes`. Raises PoolConfigError for an unknown name."""
+    """Return a new policy for a tier of `capacity_nbytes`. Raises PoolConfigError for an unknown name or capacity 0."""
     if name not in POLICIES:
-        raise PoolConfigError(f"there is no eviction policy {name!r}; choose one of {', '.join(POLICIES)}")
+        raise PoolConfigError(f"unknown eviction policy {name!r}: expected one of {', '.join(POLICIES)}")
     if capacity_nbytes < 1:
-        raise PoolConfigError(f"a tier has at least one byte, not {capacity_nbytes}")
+        raise PoolConfigError(f"capacity_nbytes must be positive, got {capacity_nbytes}")
     return POLICIES[name](capacity_nbytes)

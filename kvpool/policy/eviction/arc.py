@@ -1,7 +1,7 @@
-"""Adaptive replacement cache (ARC): balances recency against frequency by its own misses.
+"""Adaptive replacement cache (ARC), which adapts the balance of recency and frequency to its own misses.
 
-Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4; in bytes, not
-pages.
+Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4; counted in bytes
+instead of pages.
 """
 
 from collections import OrderedDict
@@ -17,7 +17,7 @@ class _Recency:
     def __init__(self) -> None:
         self.queue = RankedQueue()
         self.nbytes = 0
-        self.ghosts: OrderedDict[object, int] = OrderedDict()  # key to bytes, the least recent first
+        self.ghosts: OrderedDict[object, int] = OrderedDict()  # key -> bytes, least recent first
         self.ghost_nbytes = 0
 
     def add(self, block: Resident, num_uses: int) -> None:
@@ -48,10 +48,10 @@ class _Recency:
 
 
 class Arc(EvictionPolicy):
-    """Blocks used once since they came (`once`) and blocks used again (`again`), each least recently used first.
+    """ARC over two lists in LRU order: blocks used once since they were inserted (`once`) and used again (`again`).
 
-    Which of the two gives a block is decided by `target_nbytes`, the bytes that `once` should have: it grows when a
-    block comes back that `once` has lost not long ago, and shrinks when it is one that `again` has lost.
+    `target_nbytes`, the size that `once` should have, decides which list loses a block. It grows when a block returns
+    that `once` lost recently, and shrinks when a block returns that `again` lost.
     """
 
     def __init__(self, capacity_nbytes: int) -> None:
@@ -96,7 +96,7 @@ class Arc(EvictionPolicy):
     def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
         once, again = self._once, self._again
         surplus = once.nbytes - self.target_nbytes
-        # What comes back to `again` takes its place from `once` in a tie, as in the paper.
+        # In a tie, a block that returns to `again` evicts from `once`, as in the paper.
         if surplus > 0 or (surplus == 0 and self._moved_for in again.ghosts):
             return once.take(may_take) or again.take(may_take)
         return again.take(may_take) or once.take(may_take)
@@ -105,7 +105,9 @@ class Arc(EvictionPolicy):
         self._list_of(block).discard(block)
 
     def _move_target(self, block: Resident) -> None:
-        """Once per block that comes. The ratio of ghosts is rounded down, as in the common implementations."""
+        """Adapt the target, once per incoming block. The ratio of ghosts is rounded down, as in common
+        implementations.
+        """
         if block.key == self._moved_for:
             return
         self._moved_for = block.key
@@ -125,7 +127,7 @@ class Arc(EvictionPolicy):
         return self._again if block.rank else self._once
 
     def _limit_ghosts(self) -> None:
-        """`once` and its ghosts take at most the capacity, all lists together at most twice that."""
+        """Drop ghosts so that `once` with its ghosts has at most the capacity, and all lists at most twice that."""
         once, again = self._once, self._again
         while once.ghosts and once.nbytes + once.ghost_nbytes > self._capacity_nbytes:
             once.forget_oldest_ghost()

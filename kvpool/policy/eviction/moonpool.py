@@ -1,17 +1,20 @@
 """Moonpool's own policy: evicts the block with the fewest expected uses per second, weighted by the saving of each use.
 
-What a KV cache knows: blocks come along prompts, so a request is a visit (`reuse.Visit`) that tells of all its blocks
-how far the prompt was known, which turn of a conversation it is and how long the pause was. `ReuseModel` makes of it a
-class of reuse rate; the blocks of one class and one value queue by the time of their last use. The index of a class
-rises with age, then falls (people pause before they answer), so the worst of a queue is its oldest or its newest: a
-`pop` compares the two ends of some dozens of queues, once per instant, and takes from the worst until another is worse.
+Blocks are used along prompts, so a request is recorded as a visit (`reuse.Visit`) with facts that hold for all its
+blocks: how much of the prompt was known, which turn of a conversation it is, and how long the pause before it was.
+From these, `ReuseModel` derives a class of reuse rate; the blocks of one class and one value are queued by the time of
+their last use. The expected rate of a class rises with age and then falls, because users pause before they answer. So
+the worst block of a queue is its oldest or its newest: `pop` compares the two ends of some dozens of queues, once per
+instant, and evicts from the worst queue until another is worse.
 
-Value per byte: seconds of computing, as far as known, shared among the copies on other nodes; a fraction where a slower
-tier has the block too. Facts may change while a block is queued: it is put right when it comes to an end of its queue,
-or when it is offered again. Blocks that left are remembered for a while (two capacities), so a conversation that comes
-back too late is still known for what it is. A block that is worth less than all that could leave is not admitted.
+The value per byte is the time of computing the block, as far as known, divided among the copies on other nodes, and
+multiplied by 1/4 if a slower tier has the block too. It may change while a block is queued; the queue is corrected when
+the block reaches an end of its queue or is offered again. Evicted blocks are remembered as ghosts, up to twice the
+capacity, so that a conversation that returns too late is still recognised. A block that is worth less than all
+evictable blocks is not admitted.
 
-A `Use` that stores what a request computed goes on with that request's visit: what it finds is not used again.
+A `Use` that stores what a request computed continues that request's visit; the blocks that it finds are not counted as
+used again.
 """
 
 import heapq
@@ -22,7 +25,7 @@ from collections.abc import Callable
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 from kvpool.policy.eviction.reuse import ReuseModel, Visit
 
-_LOADING_SHARE = 0.25  # what loading from a slower tier takes of what computing takes
+_LOADING_SHARE = 0.25  # time of loading from a slower tier / time of computing
 _MAX_VALUE_STEPS = 8  # half octaves above and below the mean
 _GHOST_CAPACITIES = 2
 
@@ -30,7 +33,7 @@ _QueueKey = tuple[int, int]  # class of reuse rate, half octaves of value
 
 
 class _QueuedBlock:
-    """State of a block that is here. `serial` numbers its last use; `ticket` its queueing, 0 = not queued."""
+    """State of a block in the tier. `serial` numbers its last use, `ticket` its last queueing (0 = not queued)."""
 
     __slots__ = ("block", "key", "serial", "ticket", "visit")
 
@@ -42,12 +45,12 @@ class _QueuedBlock:
         self.key: _QueueKey = (0, 0)
 
 
-_RankedEnd = tuple[float, int, int, int, _QueuedBlock]  # index, serial, whether it is the newest end, ticket
+_RankedEnd = tuple[float, int, int, int, _QueuedBlock]  # index, serial, 1 for the newest end, ticket
 _HeapEntry = tuple[int, int, _QueuedBlock]  # serial (of the newest end's heap: negative), ticket
 
 
 class _ReuseQueue:
-    """Blocks of one class by the time of their last use, accessible at both ends. Entries with old tickets are dead."""
+    """Blocks of one class by time of last use, accessible at both ends. Entries with old tickets are stale."""
 
     def __init__(self) -> None:
         self._ends: tuple[list[_HeapEntry], list[_HeapEntry]] = ([], [])
@@ -75,25 +78,25 @@ class _ReuseQueue:
 
 
 class Moonpool(EvictionPolicy):
-    """Policy described in the module. O(log n) per operation, and occasionally some milliseconds to learn."""
+    """Policy described in the module's docstring. O(log n) per operation, occasionally some milliseconds to learn."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._model = ReuseModel()
-        self._entries: dict[object, _QueuedBlock] = {}  # of the blocks that are here
+        self._entries: dict[object, _QueuedBlock] = {}  # of the blocks in the tier, by key
         self._ghosts: OrderedDict[object, tuple[int, Visit, int]] = OrderedDict()  # hits, last visit, bytes
         self._ghost_nbytes = 0
         self._max_ghost_nbytes = _GHOST_CAPACITIES * capacity_nbytes
         self._use: Use | None = None
         self._visit = Visit(0, 0)
         self._queues: dict[_QueueKey, _ReuseQueue] = {}
-        # Ends of queues by their index at `_ranked_ns`, the worst first; those that are no end any more are skipped.
+        # Heap of queue ends by their index at `_ranked_ns`, worst first; entries that are no longer an end are skipped.
         self._worst: list[_RankedEnd] = []
         self._ranked_ns = -1
         self._num_uses = self._num_tickets = self._num_queued = self._num_entries = 0
         self._cost_s = self._cost_nbytes = 0.0
 
     def admits(self, block: Resident, use: Use) -> bool:
-        """Return True if the block is worth at least as much as the one that would be evicted for it."""
+        """Return True if the block's index is at least that of the block that would be evicted for it."""
         visit = self._visit_of(block, use)
         ghost = self._ghosts.get(block.key)
         hits = ghost[0] + 1 if ghost else 0
@@ -191,9 +194,9 @@ class Moonpool(EvictionPolicy):
         return visit
 
     def _stored_by(self, block: Resident, use: Use) -> Visit:
-        """The visit of the request that stores `block`: that of the block which it found or stored last.
+        """Return the visit of the request that stores `block`: that of the block which it found or stored last.
 
-        Unless another request has been there since, as happens to beginnings that many share.
+        Returns a new visit if another request has used that block since, as happens to prefixes that many share.
         """
         last = self._entries.get(block.parent if use.after is None else use.after)
         if last is None:
@@ -273,9 +276,10 @@ class Moonpool(EvictionPolicy):
 
 
 def _follow(visit: Visit, before: Visit, known_blocks: int) -> None:
-    """`before` was the last to use the block that makes `known_blocks` known to `visit`.
+    """Update `visit` with the last visit `before` of the block that ends its first `known_blocks` blocks.
 
-    If most of that prompt is used again, it is the same conversation; else the two only begin alike.
+    If most of the earlier prompt is used again, both belong to the same conversation; otherwise they only share a
+    prefix.
     """
     visit.known_blocks = known_blocks
     unused = before.request_blocks - known_blocks
@@ -288,5 +292,5 @@ def _follow(visit: Visit, before: Visit, known_blocks: int) -> None:
 
 def _entry_of(block: Resident) -> _QueuedBlock:
     entry = block.state
-    assert isinstance(entry, _QueuedBlock), "a block that the policy was not told of, or has forgotten"
+    assert isinstance(entry, _QueuedBlock), "the block was not inserted, or was removed"
     return entry

@@ -1,8 +1,8 @@
-"""Queue of blocks by rank, and the policies made of it: LRU, LFU, and length-aware.
+"""Queue of blocks by rank, and the policies based on it: LRU, LFU and length-aware.
 
-Ranks only rise while a block is queued. So a heap entry may be outdated, but only too low: it is corrected when it
-reaches the top, and a block never has more than one entry. An offered block that may not be evicted loses its entry. A
-block removed otherwise leaves a dead entry, and dead entries are swept before they outnumber the others.
+The rank of a queued block only rises. So the rank in a heap entry may be outdated, but only too low: it is corrected
+when the entry reaches the top, and a block has at most one entry. An offered block that may not be evicted loses its
+entry. A block removed otherwise leaves a dead entry; dead entries are swept before they outnumber the others.
 
 Source of length-aware: LengthAwareCache of the Mooncake paper (Qin et al., 2024: "similar to LFU but prioritizing
 evicting cache blocks occurring later in requests").
@@ -19,7 +19,7 @@ Rank = tuple[int, ...]
 
 
 class _RankedEntry:
-    """A block's rank now, and whether the heap has an entry for it. Kept in `Resident.state`."""
+    """A block's current rank, and `queued`, True if the heap has an entry for it. Kept in `Resident.state`."""
 
     __slots__ = ("block", "queued", "rank")
 
@@ -30,9 +30,9 @@ class _RankedEntry:
 
 
 class RankedQueue:
-    """Blocks of one tier, or of one of a policy's lists. Ranks differ from block to block and are tuples of one length.
+    """Blocks of a tier, or of one list of a policy, by rank. Ranks are distinct tuples of equal length.
 
-    Every operation takes O(log n), spread over many.
+    Every operation takes amortised O(log n).
     """
 
     def __init__(self) -> None:
@@ -45,20 +45,20 @@ class RankedQueue:
 
     @property
     def num_entries(self) -> int:
-        """Entries of the heap, dead ones included: never more than twice the blocks, and 64."""
+        """Number of heap entries, dead ones included; at most twice the number of blocks plus 64."""
         return len(self._heap)
 
     def add(self, block: Resident, rank: Rank) -> None:
-        """Add the block to this queue, not yet offered."""
+        """Add the block to this queue without offering it."""
         block.state = _RankedEntry(block, rank)
         self._num_blocks += 1
 
     def raise_rank(self, block: Resident, rank: Rank) -> None:
-        """Raise the block's rank above its last one."""
+        """Set the block's rank, which must be above its last one."""
         _entry_of(block).rank = rank
 
     def offer(self, block: Resident) -> None:
-        """Mark the block as evictable; repeating it changes nothing."""
+        """Mark the block as evictable. May be repeated."""
         entry = _entry_of(block)
         if not entry.queued:
             entry.queued = True
@@ -69,7 +69,7 @@ class RankedQueue:
         return _entry_of(block).queued
 
     def take(self, may_take: Callable[[Resident], bool]) -> Resident | None:
-        """Remove and return the offered block of lowest rank that may be evicted; None if there is none."""
+        """Remove and return the offered block of the lowest rank that may be evicted; None if there is none."""
         heap = self._heap
         while heap:
             rank, entry = heap[0]
@@ -104,7 +104,7 @@ class RankedQueue:
 
 
 class RankedPolicy(EvictionPolicy):
-    """Evicts the block of the lowest rank. A subclass defines the rank, computed at every use."""
+    """Evicts the block of the lowest rank, which subclasses compute at every use."""
 
     def __init__(self) -> None:
         self._queue = RankedQueue()
@@ -112,7 +112,7 @@ class RankedPolicy(EvictionPolicy):
 
     @abstractmethod
     def rank(self, block: Resident, num_uses: int) -> Rank:
-        """The block's rank after this use, the `num_uses`-th of all blocks; above its rank before."""
+        """Return the block's rank after the `num_uses`-th use of all blocks; above its rank before."""
 
     def insert(self, block: Resident, use: Use) -> None:
         block.hits = 0
@@ -136,21 +136,21 @@ class RankedPolicy(EvictionPolicy):
 
 def _entry_of(block: Resident) -> _RankedEntry:
     entry: Any = block.state
-    assert entry is not None, "a block that the policy was not told of, or has forgotten"
+    assert entry is not None, "the block was not inserted, or was removed"
     return entry  # type: ignore[no-any-return]
 
 
 class Lru(RankedPolicy):
-    """The block whose last use is the oldest leaves. Uses are counted, not timed, so there are no ties."""
+    """Evicts the least recently used block. Uses are counted, not timed, so there are no ties."""
 
     def rank(self, block: Resident, num_uses: int) -> Rank:
         return (num_uses,)
 
 
 class Lfu(RankedPolicy):
-    """The block with the fewest uses since it came leaves; among equals the one whose last use is the oldest.
+    """Evicts the block with the fewest uses since its insertion; among equals, the least recently used.
 
-    Uses are forgotten with the block: one that comes back starts anew.
+    The count is lost with the block: a block that returns starts at zero.
     """
 
     def rank(self, block: Resident, num_uses: int) -> Rank:
@@ -158,7 +158,9 @@ class Lfu(RankedPolicy):
 
 
 class LengthAware(RankedPolicy):
-    """The block with the fewest uses since it came leaves; among equals the deepest; then the least recently used."""
+    """Evicts the block with the fewest uses since its insertion; among equals the deepest, then the least recently
+    used.
+    """
 
     def rank(self, block: Resident, num_uses: int) -> Rank:
         return (block.hits, -block.depth, num_uses)

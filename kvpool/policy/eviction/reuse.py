@@ -1,15 +1,15 @@
-"""Survival model of block reuse, learnt online. No blocks, queues or tiers here.
+"""Survival model of block reuse, learnt online. Independent of queues and tiers.
 
 A use of a block is followed by another at the rate m(facts) * base(age). `base` is shared; m is a product of one factor
 for each fact about the use (uses of the block, length of the prompt, pause before it, ...): Cox's proportional hazards,
 with Breslow's estimate of the base rate and factors by iterative proportional fitting. A sample of the latest uses is
-kept; those not yet followed by another are censored observations. Every estimate starts with a prior worth some events,
-so that a young pool follows what is usual for chats and prefixes: reused blocks are reused again, and people take
-minutes to answer.
+kept; those not yet followed by another are censored observations. Every estimate starts with a prior that counts as a
+number of events, so that a new pool starts with the usual behaviour of chats and shared prefixes: reused blocks are
+reused again, and users take minutes to answer.
 
-The value of a byte of memory is the highest rate of uses per second that keeping the block can give, from its age now
-up to any later one (the Gittins index; LHD's hit density, with the optimal eviction time): max over T of P(used before
-T) / E[time until used, or T].
+The index of a block is the highest rate of uses per second that keeping it can give, from its current age up to any
+later one (the Gittins index; LHD's hit density, with the optimal eviction time): max over T of P(used before T) /
+E[time until used, at most T].
 
 Sources: Cox, "Regression Models and Life-Tables", 1972; Gittins, "Bandit Processes and Dynamic Allocation Indices",
 1979; Beckmann et al., "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018.
@@ -23,46 +23,46 @@ from numpy.typing import NDArray
 
 _Floats = NDArray[np.float64]
 
-# Ages: one level up to a quarter of a second, then two an octave, up to two hours.
+# Levels of age: one up to a quarter of a second, then two per octave, up to two hours.
 _EDGES_S = np.concatenate([[0.0], 2.0 ** (-2 + np.arange(31) / 2)])
 _WIDTHS_S = np.diff(_EDGES_S)
-# Where the index is tabled: four an octave.
+# Ages at which the index is tabulated: four per octave.
 _TABLED_S = np.concatenate([[0.0], 2.0 ** (-2 + np.arange(60) / 4)])
 _LAST_TABLED = len(_TABLED_S) - 2
 
 _LOG2 = math.log(2)
 
-# Classes of m: four an octave, from 1/256 to 256.
+# Classes of m: four per octave, from 1/256 to 256.
 _STEPS = 4
 NUM_CLASSES = 16 * _STEPS + 1
 _CLASS_RATIOS = 2.0 ** (np.arange(NUM_CLASSES) / _STEPS - 8)
 
-# The prior: a person's pause is about log-normal, some minutes; other uses are as likely in every octave of age.
+# The prior: users' pauses are log-normal with a median of two minutes; other uses are equally likely per octave of age.
 _PAUSE_MEDIAN_S, _PAUSE_SIGMA = 120.0, 1.0
 _PAUSED, _PER_OCTAVE = 0.5, 0.04
 _PRIOR_EVENTS = 100.0  # of the base rate, over all ages
 _PRIOR_FACTOR_EVENTS = 300.0  # of each factor
-_PRIOR_PARTIAL_EVENTS = 5.0  # whether partial blocks are found again depends on who asks: learnt at once
+_PRIOR_PARTIAL_EVENTS = 5.0  # few: reuse of partial blocks differs between workloads, so it is learnt quickly
 
 _MAX_RECORDS = 8192
-_MIN_STEP = 8  # uses per remembered one
+_MIN_STEP = 8  # uses per recorded one, at least
 _NUM_COLUMNS = 7
 _SWEEPS = 2
 
-# The factors, one of each group for a use; log2 buckets are bit lengths.
+# First factor of each group; at most one factor of a group applies to a use. Buckets of counts are bit lengths.
 _PARTIAL, _HITS, _TURN, _PROMPT, _NEW, _PLACE, _PAUSE, _SHARED, _NONE = 0, 2, 20, 30, 50, 70, 90, 110, 111
 
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """One request's way along its blocks."""
+    """One request's use of the blocks of its prompt."""
 
     now_ns: int
-    request_blocks: int
-    known_blocks: int = 0  # leading ones that had been there before
-    reached_blocks: int = 0  # those found and stored so far
-    turn: int = 0  # requests before it in the same conversation, as far as known
-    pause_s: float = 0.0  # since the one before
+    request_blocks: int  # blocks of the whole prompt (and answer)
+    known_blocks: int = 0  # leading blocks that had been stored before
+    reached_blocks: int = 0  # leading blocks found or stored so far
+    turn: int = 0  # earlier requests of the same conversation, as far as known
+    pause_s: float = 0.0  # time since the previous request of the conversation
 
 
 def _bits(number: int, most: int) -> int:
@@ -70,7 +70,7 @@ def _bits(number: int, most: int) -> int:
 
 
 def _facts(visit: Visit, hits: int, depth: int, partial: bool) -> tuple[int, ...]:
-    """The factors that apply to a use of the block at `depth`, its `hits`-th after the first."""
+    """Return the factors that apply to a use of the block at `depth`, its `hits`-th use after the first."""
     if partial:
         return (_PARTIAL,)
     later = visit.turn > 0
@@ -93,7 +93,7 @@ def _facts(visit: Visit, hits: int, depth: int, partial: bool) -> tuple[int, ...
 
 
 def _prior_factors() -> _Floats:
-    """Logarithms, in the order of the groups above."""
+    """Return the logarithms of the prior factors, float64 [factors]."""
     prior = np.zeros(_NONE + 1)
     prior[_PARTIAL] = -2.0
     prior[_HITS : _HITS + 10] = (0.0, 0.0, 0.1, 0.4, 0.9, 1.2, 3.0, 5.0, 5.0, 5.0)
@@ -106,7 +106,7 @@ def _prior_factors() -> _Floats:
 
 
 def _prior_events() -> _Floats:
-    """Events per level of age for m = 1."""
+    """Return the prior number of events per level of age for m = 1, float64 [levels]."""
     middles = np.sqrt(np.maximum(_EDGES_S[:-1], _EDGES_S[1] / 4) * _EDGES_S[1:])
     off = np.log(middles / _PAUSE_MEDIAN_S) / _PAUSE_SIGMA
     octaves = 0.5
@@ -116,7 +116,7 @@ def _prior_events() -> _Floats:
 
 
 class ReuseModel:
-    """Learns from every use; estimates how likely and how soon a block with given facts is reused."""
+    """Estimate of how likely and how soon a block with given facts is reused, learnt from every use."""
 
     def __init__(self) -> None:
         self._prior_factors = _prior_factors()
@@ -128,23 +128,23 @@ class ReuseModel:
         self._prior_seconds = _WIDTHS_S * scale
         self._log_factors = self._prior_factors.copy()
         self._factors: list[float] = self._log_factors.tolist()
-        # A ring of uses. `seconds` until the next one of the same block, -1 while there was none.
+        # Ring of recorded uses. `seconds` is the time until the next use of the same block, -1 if there was none yet.
         self._begun_ns = np.zeros(_MAX_RECORDS, np.int64)
         self._seconds = np.full(_MAX_RECORDS, -1.0)
         self._columns = np.full((_MAX_RECORDS, _NUM_COLUMNS), _NONE, np.intp)
         self._keys: list[object] = [None] * _MAX_RECORDS
         self._open: dict[object, int] = {}  # by key: records without a next use
-        self._unread: list[tuple[int, Visit, int, int, bool]] = []  # their facts are complete when the request is over
+        self._unread: list[tuple[int, Visit, int, int, bool]] = []  # read by `learn`: visits change while in progress
         self._num_records = self._num_fitted = self._num_skipped = 0
         self._tabulate(self._prior_events / self._prior_seconds)
 
     def classify(self, visit: Visit, hits: int, depth: int, partial: bool) -> int:
-        """The class of m of a block's use, one of NUM_CLASSES; it orders blocks of one age."""
+        """Return the class of m of a block's use, 0..NUM_CLASSES - 1; among blocks of equal age, higher is better."""
         log_ratio = sum(map(self._factors.__getitem__, _facts(visit, hits, depth, partial)))
         return min(max(round((log_ratio / _LOG2 + 8) * _STEPS), 0), NUM_CLASSES - 1)
 
     def uses_per_second(self, reuse_class: int, age_ns: int) -> float:
-        """The most uses per second of keeping it that a block of this class gives, `age_ns` after its last use."""
+        """Return the index (highest rate of uses per second) of a block of this class, `age_ns` after its last use."""
         age_s = age_ns * 1e-9
         if age_s < 0.25:
             return self._table[reuse_class][0]
@@ -152,12 +152,15 @@ class ReuseModel:
         return self._table[reuse_class][min(place, _LAST_TABLED)]
 
     def used(self, key: object, visit: Visit, hits: int, depth: int, partial: bool, resident_blocks: int) -> None:
-        """A use of a block; the next one of the same key says how long it took."""
+        """Record a use of a block, and the interval since the last recorded use of the same key.
+
+        Only a sample of the uses is recorded; it spans more time the more `resident_blocks` the pool has.
+        """
         record = self._open.pop(key, None)
         if record is not None:
             self._seconds[record] = max((visit.now_ns - int(self._begun_ns[record])) * 1e-9, 1e-3)
         self._num_skipped += 1
-        # What is remembered reaches back over several times what the pool holds.
+        # The ring must span the uses of several times the blocks in the pool.
         if self._num_skipped < max(_MIN_STEP, 4 * resident_blocks // _MAX_RECORDS):
             return
         self._num_skipped = 0
@@ -172,7 +175,7 @@ class ReuseModel:
         self._unread.append((record, visit, hits, depth, partial))
 
     def learn(self, now_ns: int) -> bool:
-        """Refit if enough was observed since the last fit; return True if so. Takes milliseconds, ever more rarely."""
+        """Refit if there are enough new records. Returns True if it did. Takes milliseconds, at growing intervals."""
         if self._num_records - self._num_fitted < max(64, min(1024, self._num_fitted // 6)):
             return False
         self._num_fitted = self._num_records
@@ -185,7 +188,7 @@ class ReuseModel:
         return True
 
     def _fit(self, now_ns: int, count: int) -> _Floats:
-        """New factors from the first `count` records of the ring. The base rate by level."""
+        """Fit the factors to the first `count` records of the ring. Returns the base rate per level, float64."""
         columns, seconds = self._columns[:count], self._seconds[:count]
         again = seconds >= 0
         ages = np.where(again, seconds, (now_ns - self._begun_ns[:count]) * 1e-9)
@@ -212,7 +215,7 @@ class ReuseModel:
         self._log_factors[seen] += np.log((events + weights) / (expected_events + prior_expects))
 
     def _tabulate(self, rates: _Floats) -> None:
-        """The index by class and age."""
+        """Tabulate the index by class and age for base `rates` per level."""
         at_edges = np.concatenate([[0.0], np.cumsum(rates * _WIDTHS_S)])
         lives = np.exp(-_CLASS_RATIOS[:, None] * np.interp(_TABLED_S, _EDGES_S, at_edges)[None])
         steps = (lives[:, 1:] + lives[:, :-1]) / 2 * np.diff(_TABLED_S)
@@ -225,6 +228,6 @@ class ReuseModel:
 
 
 def _ratios(log_factors: _Floats, columns: NDArray[np.intp]) -> _Floats:
-    """m of each record."""
+    """Return m of each record, float64 [n]; `columns` [n, factors of a use] are indices of factors."""
     ratios: _Floats = np.exp(np.clip(log_factors[columns].sum(axis=1), -6, 6))
     return ratios

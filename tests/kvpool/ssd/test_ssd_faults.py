@@ -99,7 +99,7 @@ def test_a_file_cut_under_the_store_is_an_error_and_no_block(open_store: Open, b
     os.truncate(ssd_path / "segment-00001", PAGE)
     error = blocks.read(store, 2, 20)
     assert isinstance(error, SsdIoError)
-    assert "cut or replaced" in str(error)
+    assert "truncated or replaced" in str(error)
     assert blocks.read(store, 1, 1) is None
 
 

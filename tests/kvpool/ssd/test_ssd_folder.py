@@ -30,19 +30,19 @@ def filled(open_store: Open, blocks: Any, ssd_path: Path) -> dict[str, bytes]:
 
 
 def test_a_missing_folder_is_named(open_store: Open, ssd_path: Path) -> None:
-    with pytest.raises(SsdFolderError, match=r"missing does not exist: make it"):
+    with pytest.raises(SsdFolderError, match=r"missing does not exist: create it"):
         open_store(ssd_path / "missing")
     assert not (ssd_path / "missing").exists()
 
 
 def test_a_file_is_no_folder(open_store: Open, ssd_path: Path) -> None:
     (ssd_path / "file").touch()
-    with pytest.raises(SsdFolderError, match="is no folder"):
+    with pytest.raises(SsdFolderError, match="is not a directory"):
         open_store(ssd_path / "file")
 
 
 def test_memory_is_no_disk(open_store: Open) -> None:
-    with pytest.raises(SsdFolderError, match=r"/dev/shm is on tmpfs, which is memory"):
+    with pytest.raises(SsdFolderError, match=r"/dev/shm is on tmpfs, which is in memory"):
         open_store(Path("/dev/shm"))
 
 
@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_written_is_named(open_store: Open, ssd_path: Pa
         folder = ssd_path
         folder.chmod(0o555)
     try:
-        with pytest.raises(SsdFolderError, match=r"cannot be written: .*Give this user the right"):
+        with pytest.raises(SsdFolderError, match=r"cannot be written: .*Give this user write permission"):
             open_store(folder)
     finally:
         ssd_path.chmod(0o755)
@@ -89,7 +89,7 @@ def test_another_versions_folder_is_refused_and_left_alone(
     (length,) = struct.unpack_from("<I", journal, 12)
     journal[16:32] = blake3(bytes(journal[:16] + journal[32 : 32 + length])).digest(length=16)
     (ssd_path / "journal").write_bytes(journal)
-    with pytest.raises(SsdForeign, match="version 2 of the format, this is version 1"):
+    with pytest.raises(SsdForeign, match="version 2 of the format, expected version 1"):
         open_store()
     assert contents(ssd_path) == filled | {"journal": bytes(journal)}
 
