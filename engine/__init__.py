@@ -1,7 +1,7 @@
 """The transformer: model folders, the paged KV cache, forward steps and sampling.
 
-Knows pages and layers, never the pool, the network or a request. Modules that compute are imported on first use, so
-that a process can check a folder without loading torch.
+The engine works on pages and layers and has no access to the pool, the network or requests. Modules that compute are
+imported on first use, so that a process can check a model folder without loading torch.
 """
 
 from importlib import import_module

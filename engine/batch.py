@@ -1,6 +1,7 @@
-"""Input of one forward step: sequences' chunks, and the flat arrays from which kernels read them.
+"""Input of one forward step: chunks of sequences, and the flat arrays that the kernels read.
 
-Decode rows (chunks of one token) and prefill chunks may be mixed freely. Batches are validated here, once per step.
+Decode rows (chunks of one token) and prefill chunks may be mixed in any order. A batch is validated here, once per
+step.
 """
 
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass
 class SequenceChunk:
-    """Consecutive tokens of one sequence whose KV at positions 0..start-1 is already in the cache.
+    """Consecutive tokens of one sequence; the KV of positions 0..start-1 is already in the cache.
 
-    `slot_tables`: per group the slots of positions 0..start+n-1, in order. In a window group, entries of blocks that no
-    token of the chunk sees are ignored and may be -1. Logits are returned for the last token, for none, or for `every`
-    token of the chunk.
+    `token_ids` is int32 [n]. `slot_tables` has one int32 array per KV group: the slots of the blocks of positions
+    0..start+n-1, in order. In a window group, entries of blocks outside the window of every token of the chunk are
+    ignored and may be -1. `want_logits` requests the logits of the last token, and together with `every` those of all n
+    tokens.
     """
 
     token_ids: IntArray
@@ -40,29 +42,29 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """A validated batch, flat. N tokens, C chunks, G groups."""
+    """A validated batch as flat arrays: N tokens, C chunks, G KV groups. All arrays are int32."""
 
     token_ids: IntArray  # [N]
     positions: IntArray  # [N]
-    row_chunk: IntArray  # [N]: which chunk a token belongs to
+    row_chunk: IntArray  # [N]: index of the token's chunk
     chunk_rows: IntArray  # [C + 1]: chunk c is rows chunk_rows[c]..chunk_rows[c+1]-1
     starts: IntArray  # [C]
-    tables: IntArray  # all slot tables, one after another
-    table_begin: IntArray  # [G, C]: where in `tables` a chunk's table for a group begins
+    tables: IntArray  # all slot tables, concatenated
+    table_begin: IntArray  # [G, C]: where the chunk's table for a group begins in `tables`
     table_length: IntArray  # [G, C]
-    logits_rows: IntArray  # the last row of each chunk that wants logits, or every one
-    max_context: int  # the longest start + n
+    logits_rows: IntArray  # rows whose logits are computed: the last row, or every row, of each chunk that wants them
+    max_context: int  # largest start + n
 
 
 def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -> FlatBatch:
     """Validate the batch against model and cache and flatten it. Raises `InvalidBatch`."""
     chunks = batch.chunks
     if not chunks:
-        raise InvalidBatch("a forward batch needs at least one chunk")
+        raise InvalidBatch("a forward batch must have at least one chunk")
     num_groups = len(cache.groups)
     for index, chunk in enumerate(chunks):
         if len(chunk.slot_tables) != num_groups:
-            raise InvalidBatch(f"chunk {index}: {len(chunk.slot_tables)} slot tables for {num_groups} groups")
+            raise InvalidBatch(f"chunk {index} must have {num_groups} slot tables, got {len(chunk.slot_tables)}")
     sizes = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     ends = starts + sizes
@@ -70,16 +72,14 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
     if sizes.min() <= 0 or starts.min() < 0:
         bad = int(np.argmax((sizes <= 0) | (starts < 0)))
         raise InvalidBatch(
-            f"chunk {bad}: {sizes[bad]} tokens from position {starts[bad]}; it needs at least one, from 0 on"
+            f"chunk {bad} must have at least one token and start at 0 or later, got {sizes[bad]} from {starts[bad]}"
         )
     max_context = int(ends.max())
     if max_context > config.max_positions:
         bad = int(ends.argmax())
-        raise InvalidBatch(f"chunk {bad} ends at position {max_context}, the model's limit is {config.max_positions}")
+        raise InvalidBatch(f"chunk {bad} must end by position {config.max_positions}, got {max_context}")
     if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
-        raise InvalidBatch(
-            f"token ids must be in 0..{config.vocab_size - 1}, found {token_ids.min()}..{token_ids.max()}"
-        )
+        raise InvalidBatch(f"token ids must be in 0..{config.vocab_size - 1}, got {token_ids.min()}..{token_ids.max()}")
     flat = [chunk.slot_tables[group] for group in range(num_groups) for chunk in chunks]
     lengths = np.array([len(table) for table in flat], np.int32)
     begins = np.cumsum(lengths, dtype=np.int32) - lengths
@@ -113,33 +113,33 @@ def _logits_rows(chunks: list[SequenceChunk], chunk_rows: IntArray) -> IntArray:
 
 
 def first_visible(position: int, window: int) -> int:
-    """Return the earliest position that a query at `position` sees."""
+    """Return the earliest position visible to a query at `position`; a window of 0 means full attention."""
     return max(0, position - window + 1) if window else 0
 
 
 def _check_tables(plan: FlatBatch, cache: PagedCache, group: int, ends: IntArray) -> None:
-    """Check that every block that a chunk reads or writes has a slot that exists."""
+    """Check that every block read or written by a chunk has an existing slot. Raises `InvalidBatch`."""
     block_tokens, window = cache.block_tokens, cache.groups[group].window
     needed = -(-ends // block_tokens)
     if (plan.table_length[group] < needed).any():
         bad = int(np.argmax(plan.table_length[group] < needed))
         found = plan.table_length[group][bad]
         raise InvalidBatch(
-            f"chunk {bad}: {needed[bad]} slots of group {group} are needed to position {ends[bad]}, found {found}"
+            f"chunk {bad} needs {needed[bad]} slots of group {group} up to position {ends[bad]}, got {found}"
         )
     first = np.maximum(plan.starts - window + 1, 0) // block_tokens if window else np.zeros_like(needed)
     begins = plan.table_begin[group]
     lows, highs = _range_extremes(plan.tables, begins + first, begins + needed)
     if lows < 0 or highs >= cache.num_slots[group]:
-        raise InvalidBatch(f"slots of group {group} must be in 0..{cache.num_slots[group] - 1}, found {lows}..{highs}")
+        raise InvalidBatch(f"slots of group {group} must be in 0..{cache.num_slots[group] - 1}, got {lows}..{highs}")
 
 
 def _range_extremes(
     values: IntArray, begins: npt.NDArray[np.signedinteger], ends: npt.NDArray[np.signedinteger]
 ) -> tuple[int, int]:
-    """Return the smallest and largest of values over all ranges begins[i]..ends[i]-1 (none of them empty)."""
+    """Return the smallest and largest of `values` over all ranges begins[i]..ends[i]-1, none of which may be empty."""
     bounds = np.empty(2 * len(begins), np.intp)
     bounds[0::2], bounds[1::2] = begins, ends
-    if bounds[-1] == len(values):  # reduceat wants indices inside the array; the last range may run to its end
+    if bounds[-1] == len(values):  # reduceat requires indices inside the array, but the last range may end at its end
         bounds = bounds[:-1]
     return int(np.minimum.reduceat(values, bounds)[::2].min()), int(np.maximum.reduceat(values, bounds)[::2].max())

@@ -1,7 +1,7 @@
-"""The paged KV cache: slots of `block_tokens` tokens in the canonical layout, in one run of bytes.
+"""The paged KV cache: slots of `block_tokens` tokens in the canonical layout, in one contiguous buffer.
 
-Memory holds group 0's slots, then group 1's, and so on; a slot is [layer_in_group][kv_head][k|v][token][head_dim],
-contiguous. The owner of a slot decides its content; this module only computes positions.
+The buffer holds group 0's slots, then group 1's, and so on. A slot is [layer_in_group][kv_head][k|v][token][head_dim],
+contiguous. This module only computes positions; the caller decides what a slot holds.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class PagedCache:
-    """A view of `memory` (uint8 [nbytes], allocated if not given) as slots per group."""
+    """View of `memory` (uint8 [nbytes], allocated if not given) as slots per KV group. Raises `CacheMismatch`."""
 
     def __init__(
         self,
@@ -31,11 +31,9 @@ class PagedCache:
             memory = torch.zeros(needed, dtype=torch.uint8, device=device)
         if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
             found = f"{memory.dtype} {list(memory.shape)}"
-            raise CacheMismatch(f"cache memory must be a contiguous uint8 vector, found {found}")
+            raise CacheMismatch(f"cache memory must be a contiguous uint8 vector, got {found}")
         if memory.numel() < needed:
-            raise CacheMismatch(
-                f"cache memory must hold {needed} bytes for {list(num_slots)} slots, found {len(memory)}"
-            )
+            raise CacheMismatch(f"cache memory must hold {needed} bytes for {list(num_slots)} slots, got {len(memory)}")
         self.groups = tuple(groups)
         self.num_slots = tuple(num_slots)
         self.block_tokens = block_tokens
@@ -46,9 +44,9 @@ class PagedCache:
         self.flat = memory[:needed].view(dtype)
         self._starts: list[int] = []
         self.windows = np.array([group.window for group in self.groups], np.int32)
-        self.slot_sizes = np.zeros(len(self.groups), np.int64)  # in values, as is layer_base
+        self.slot_sizes = np.zeros(len(self.groups), np.int64)  # in values of the dtype, as is layer_base
         self.layer_group = np.zeros(1 + max(max(group.layers) for group in self.groups), np.int32)
-        self.layer_base = np.zeros(len(self.layer_group), np.int64)  # where each layer lies in slot 0 of its group
+        self.layer_base = np.zeros(len(self.layer_group), np.int64)  # offset of each layer in slot 0 of its group
         self.views: list[torch.Tensor] = []  # per group [slots, layers, kv_heads, 2, block_tokens, head_dim]
         offset = 0
         for index, (group, slots) in enumerate(zip(self.groups, self.num_slots, strict=True)):
@@ -65,33 +63,31 @@ class PagedCache:
 
     @staticmethod
     def required_nbytes(groups: Sequence[KvGroupShape], num_slots: Sequence[int], block_tokens: int) -> int:
-        """Return the bytes of memory for this many slots per group."""
+        """Return the number of bytes needed for `num_slots` slots per group. Raises `CacheMismatch`."""
         if len(groups) != len(num_slots):
-            raise CacheMismatch(f"slot counts must be given per group: {len(groups)} groups, {len(num_slots)} counts")
+            raise CacheMismatch(f"num_slots must have one count per group ({len(groups)}), got {len(num_slots)}")
         if block_tokens <= 0 or any(slots < 0 for slots in num_slots):
             raise CacheMismatch(
-                f"block_tokens {block_tokens} must be positive and slot counts {list(num_slots)} not < 0"
+                f"block_tokens must be positive and num_slots not negative, got {block_tokens} and {list(num_slots)}"
             )
         if len({group.dtype for group in groups}) != 1:
-            raise CacheMismatch(
-                f"the groups of a cache must share one dtype, found {[group.dtype for group in groups]}"
-            )
+            raise CacheMismatch(f"the groups of a cache must share one dtype, got {[group.dtype for group in groups]}")
         if unknown := [group.dtype for group in groups if group.dtype not in DTYPES]:
-            raise CacheMismatch(f"cache dtype {unknown[0]!r} is not supported ({', '.join(DTYPES)} are)")
+            raise CacheMismatch(f"cache dtype must be one of {', '.join(DTYPES)}, got {unknown[0]!r}")
         return sum(n * _slot_nbytes(group, block_tokens) for group, n in zip(groups, num_slots, strict=True))
 
     def slot_offset(self, group: int, slot: int) -> int:
-        """Return the byte offset of the slot in `memory`."""
+        """Return the byte offset of the slot in `memory`. Raises `CacheMismatch` if the slot does not exist."""
         if not 0 <= slot < self.num_slots[group]:
-            raise CacheMismatch(f"slot {slot} of group {group} does not exist: it has {self.num_slots[group]}")
+            raise CacheMismatch(f"slot of group {group} must be in 0..{self.num_slots[group] - 1}, got {slot}")
         return self._starts[group] + slot * self.slot_nbytes(group)
 
     def slot_nbytes(self, group: int) -> int:
-        """Return the bytes of one slot: all layers of the group."""
+        """Return the size of one slot in bytes: all layers of the group."""
         return _slot_nbytes(self.groups[group], self.block_tokens)
 
     def layer_nbytes(self, group: int) -> int:
-        """Return the bytes of one layer within a slot."""
+        """Return the size of one layer within a slot, in bytes."""
         return self.slot_nbytes(group) // len(self.groups[group].layers)
 
 

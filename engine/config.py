@@ -1,6 +1,6 @@
 """Model configuration, read from a Hugging Face folder and validated once.
 
-Imports neither weights nor torch. Defaults for absent keys are those of `transformers`, per family. Values that the
+Needs neither the weights nor torch. Absent keys have the defaults of `transformers` for the family. Features that the
 engine does not support raise `UnsupportedModel`, invalid values `ConfigInvalid`.
 """
 
@@ -25,14 +25,14 @@ _ARCHITECTURES = {
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 T = TypeVar("T")
-_KIND_NAMES: dict[type, str] = {bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
+_KIND_NAMES: dict[type, str] = {bool: "true or false", dict: "an object", list: "a list", int: "an integer"}
 _MAX_LAYERS = 10_000
-_MAX_COUNT = 2**31 - 1  # of tokens, positions and dimensions
+_MAX_COUNT = 2**31 - 1  # largest number of tokens, positions or dimensions
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding; `scaling` holds the keys of its `rope_type` as in config.json."""
+    """Rotary position embedding; `scaling` holds the parameters of its `rope_type` under their names in config.json."""
 
     rope_type: str
     theta: float
@@ -41,10 +41,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class KvGroupShape:
-    """Layers that share one page table: the same (kind, window, kv_heads, head_dim, dtype)."""
+    """Layers that share a page table: those with the same kind, window, kv_heads, head_dim and dtype."""
 
     kind: str
-    window: int  # tokens that a query sees, itself included; 0 = all
+    window: int  # tokens visible to a query, including itself; 0 = all
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
@@ -53,7 +53,7 @@ class KvGroupShape:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama kind, by what it computes rather than by its name."""
+    """A decoder of the Llama kind, described by what it computes instead of by its architecture's name."""
 
     family: str
     vocab_size: int
@@ -85,7 +85,7 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def kv_groups(self, dtype: str) -> tuple[KvGroupShape, ...]:
-        """The layers by window, full attention first, then windows from large to small."""
+        """Return the layers grouped by window: full attention first, then windows from large to small."""
         windows = sorted(set(self.layer_windows), key=lambda window: (window != 0, -window))
         return tuple(
             KvGroupShape(
@@ -101,7 +101,7 @@ class ModelConfig:
 
 
 def find_tokenizer(folder: Path) -> Path:
-    """The folder's tokenizer.json; raises `TokenizerMissing`."""
+    """Return the path of the folder's tokenizer.json. Raises `TokenizerMissing`."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise TokenizerMissing(f"{folder} has no tokenizer.json: save the model's fast tokenizer into the folder")
@@ -109,7 +109,10 @@ def find_tokenizer(folder: Path) -> Path:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Reads config.json (and generation_config.json for the end tokens, if there is one)."""
+    """Return the configuration in config.json; end-of-sequence ids come from generation_config.json if it has any.
+
+    Raises `ModelFolderMissing`, `ConfigInvalid` or `UnsupportedModel`.
+    """
     if not folder.is_dir():
         raise ModelFolderMissing(f"model folder {folder} does not exist or is not a folder")
     if not (folder / "config.json").is_file():
@@ -120,7 +123,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where: str) -> ModelConfig:
-    """Builds the configuration from the two JSON objects; `where` names the file in errors."""
+    """Return the configuration in the two JSON objects; `where` names the file in errors.
+
+    Raises `ConfigInvalid` or `UnsupportedModel`.
+    """
     read = _Reader(raw, where)
     family = _family(read)
     _refuse_features(read)
@@ -130,9 +136,11 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
     head_dim = read.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))
     num_layers = read.count("num_hidden_layers", most=_MAX_LAYERS)
     if heads % kv_heads:
-        raise ConfigInvalid(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise ConfigInvalid(
+            f"{where}: num_attention_heads must be a multiple of num_key_value_heads ({kv_heads}), got {heads}"
+        )
     if head_dim % 2:
-        raise ConfigInvalid(f"{where}: head_dim {head_dim} is odd; rotary embedding needs pairs")
+        raise ConfigInvalid(f"{where}: head_dim must be even for rotary embedding, got {head_dim}")
     attention_bias = family in ("llama", "qwen3") and read.typed("attention_bias", bool, False)
     return ModelConfig(
         family=family,
@@ -159,7 +167,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
 
 
 class _Reader:
-    """Typed access to config.json with errors that name file, key and value."""
+    """Typed access to config.json. Errors name the file, the key and the value."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
@@ -170,16 +178,16 @@ class _Reader:
         if value is None:
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ConfigInvalid(f"{self.where}: {key} must be {_KIND_NAMES[kind]}, found {value!r}")
+            raise ConfigInvalid(f"{self.where}: {key} must be {_KIND_NAMES[kind]}, got {value!r}")
         return value
 
     def count(self, key: str, default: int | None = None, *, most: int = _MAX_COUNT) -> int:
         value = self.raw.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigInvalid(f"{self.where}: {key} must be a positive integer, found {value!r}")
+            raise ConfigInvalid(f"{self.where}: {key} must be a positive integer, got {value!r}")
         if value > most:
-            raise ConfigInvalid(f"{self.where}: {key} is {value:.3g}: at most {most} is computed here")
+            raise ConfigInvalid(f"{self.where}: {key} must be at most {most}, got {value:.3g}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -189,9 +197,9 @@ class _Reader:
 
 
 def _positive(value: Any, what: str) -> float:
-    """`value` as a float; raises `ConfigInvalid` naming `what` unless it is one above 0."""
+    """Return `value` as a float. Raises `ConfigInvalid`, naming `what`, unless it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigInvalid(f"{what} must be a positive number, found {value!r}")
+        raise ConfigInvalid(f"{what} must be a positive number, got {value!r}")
     return float(value)
 
 
@@ -201,7 +209,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigInvalid(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigInvalid(f"{path} must hold a JSON object, found {type(value).__name__}")
+        raise ConfigInvalid(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -213,7 +221,9 @@ def _family(read: _Reader) -> str:
         if isinstance(name, str) and name in _ARCHITECTURES:
             return _ARCHITECTURES[name]
     if names:
-        raise UnsupportedModel(f"{where}: architecture {', '.join(map(str, names))} is not supported ({supported} are)")
+        raise UnsupportedModel(
+            f"{where}: architecture {', '.join(map(str, names))} is not supported (supported: {supported})"
+        )
     model_type = read.raw.get("model_type")
     if model_type in _ARCHITECTURES.values():
         return str(model_type)
@@ -223,14 +233,14 @@ def _family(read: _Reader) -> str:
 def _refuse_features(read: _Reader) -> None:
     where = read.where
     if (activation := read.raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UnsupportedModel(f"{where}: hidden_act {activation!r} is not supported (silu is)")
+        raise UnsupportedModel(f"{where}: hidden_act must be silu, got {activation!r}")
     if quantization := read.typed("quantization_config", dict, {}):
         method = quantization.get("quant_method", "unnamed")
         raise UnsupportedModel(f"{where}: quantized weights (quantization_config, method {method!r}) are not supported")
 
 
 def _rope(read: _Reader) -> RopeConfig:
-    """Both forms: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
+    """Read the rotary parameters from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (earlier)."""
     raw, where = read.raw, read.where
     given = read.typed("rope_scaling", dict, {}) | read.typed("rope_parameters", dict, {})
     rope_type = given.pop("rope_type", None) or given.pop("type", None) or "default"
@@ -240,9 +250,9 @@ def _rope(read: _Reader) -> RopeConfig:
     theta = _positive(given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0, f"{where}: rope_theta")
     partial = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise UnsupportedModel(f"{where}: partial_rotary_factor {partial} is not supported (1.0 is)")
+        raise UnsupportedModel(f"{where}: partial_rotary_factor must be 1.0, got {partial}")
     if rope_type not in _ROPE_TYPES:
-        raise UnsupportedModel(f"{where}: rope_type {rope_type!r} is not supported ({', '.join(_ROPE_TYPES)} are)")
+        raise UnsupportedModel(f"{where}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}")
     if rope_type == "default":
         return RopeConfig("default", theta)
     if given.get("original_max_position_embeddings") is None:
@@ -255,7 +265,7 @@ def _rope(read: _Reader) -> RopeConfig:
 
 
 def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ...]:
-    """Per layer the sliding window, 0 for full attention (rules of each family's configuration in transformers)."""
+    """Return the sliding window of each layer, 0 for full attention, by the rules of the family in transformers."""
     if family == "llama":
         return (0,) * num_layers
     where = read.where
@@ -263,7 +273,7 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
     if family in ("qwen2", "qwen3") and not read.typed("use_sliding_window", bool, False):
         window = None
     if window is not None and (not isinstance(window, int) or window <= 0):
-        raise ConfigInvalid(f"{where}: sliding_window must be a positive integer or null, found {window!r}")
+        raise ConfigInvalid(f"{where}: sliding_window must be a positive integer or null, got {window!r}")
     if family == "mistral":
         return (window or 0,) * num_layers
     if read.raw.get("layer_types") is None:
@@ -271,7 +281,9 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
         return tuple(window if window and i >= first else 0 for i in range(num_layers))
     types = read.typed("layer_types", list, [])
     if len(types) != num_layers:
-        raise ConfigInvalid(f"{where}: layer_types has {len(types)} entries, num_hidden_layers is {num_layers}")
+        raise ConfigInvalid(
+            f"{where}: layer_types must have num_hidden_layers ({num_layers}) entries, got {len(types)}"
+        )
     if unknown := {str(kind) for kind in types} - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"{where}: layer_types {', '.join(sorted(unknown))} are not supported")
     if "sliding_attention" in types and window is None:
@@ -282,5 +294,5 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
 def _eos(value: Any, where: str) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and item >= 0 for item in ids):
-        raise ConfigInvalid(f"{where}: eos_token_id must be an id or a list of ids, found {value!r}")
+        raise ConfigInvalid(f"{where}: eos_token_id must be an id or a list of ids, got {value!r}")
     return tuple(ids)

@@ -1,11 +1,11 @@
 """The decoder's layers on the CPU in float32: compiled kernels around large matrix products.
 
-A step of few rows runs in one compiled call; a larger one uses torch for its matrix products and for the attention of
-its longer chunks. Decode rows never gather keys or values: kernels read the slots in place.
+A step of few rows runs in one compiled call. A larger step uses torch for its matrix products and for the attention of
+its longer chunks. Decode rows never gather keys or values: the kernels read the slots in place.
 
-For a longer chunk the context is gathered from the slots and its queries are processed in tiles, so that keys which no
-query of a tile sees are never multiplied. With one or two threads a tile is two batched matrix products around a
-compiled softmax; with more it is torch's fused kernel, which parallelises better.
+For a longer chunk the context is gathered from the slots and the queries are processed in tiles, so that keys that are
+visible to no query of a tile are not multiplied. With one or two threads a tile is two batched matrix products around a
+compiled softmax; with more threads it is torch's fused kernel, which parallelises better.
 """
 
 import itertools
@@ -24,33 +24,33 @@ from engine.kernels import DecoderDims, KernelWeights, StepArrays, WorkBuffers
 from engine.rope import RopeTable
 from engine.weights import DecoderWeights
 
-_SHORT_CHUNK = 8  # tokens up to which a chunk attends row by row, like a decode row
+_SHORT_CHUNK = 8  # longest chunk, in tokens, that attends row by row like a decode row
 _QUERY_TILE = 64
 _FEW_THREADS = 2
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries at rows `first_row`.. of the step see some of `keys` of the gathered context."""
+    """Rows of the step that attend to the same range of `keys` of the gathered context; rows begin at `first_row`."""
 
     first_row: int
     queries: int
     keys: slice
-    offset: int  # position of the first query less that of the first key
+    offset: int  # position of the first query minus position of the first key
 
 
 @dataclass(frozen=True)
 class _Context:
-    """The part of a chunk's sequence that it sees in one group."""
+    """The part of a chunk's sequence that is visible to the chunk in one KV group."""
 
     table: kernels.Ints
-    tokens: int  # that the table's slots hold
+    tokens: int  # capacity of the table's slots, in tokens
     window: int
     tiles: tuple[_Tile, ...]
 
 
 class ChunkAttention:
-    """Splits a step's rows into `short_rows`, left to the row kernel, and long chunks, which `run` computes."""
+    """Attention of one step's rows: `run` computes long chunks, and the row kernel computes `short_rows`."""
 
     def __init__(self, plan: FlatBatch, cache: PagedCache, config: ModelConfig, step: kernels.StepArrays) -> None:
         self._config = config
@@ -72,11 +72,14 @@ class ChunkAttention:
         self._norms = np.empty(rows, np.float32)
 
     def run(self, layer: int, qkv: kernels.Floats, out: kernels.Floats) -> None:
-        """Attention of the long chunks' rows of qkv [N, Q + 2K], whose KV is in the cache already, into out [N, Q]."""
+        """Compute attention of the long chunks' rows of qkv [N, Q + 2K] into out [N, Q]. Their KV is already in the
+        cache.
+        """
         tile_by = self._by_products if torch.get_num_threads() <= _FEW_THREADS else self._by_fused_kernel
         for context in self._contexts[self._layer_group[layer]]:
             heads, head_dim = self._token_shape
-            # Contiguous whatever the chunk's length: another memory layout would have the kernel compiled again.
+            # Contiguous for any chunk length: a different memory layout would trigger another compilation of the
+            # kernel.
             form_group = self._gathered[: 2 * heads * context.tokens * head_dim]
             keys, values = form_group.view(2, heads, context.tokens, head_dim)
             kernels.gather(layer, self._step, context.table, keys.numpy(), values.numpy())
@@ -143,14 +146,14 @@ def _context(plan: FlatBatch, cache: PagedCache, chunk: int, group: int) -> _Con
     return _Context(table, len(table) * block_tokens, window, tuple(tiles))
 
 
-FEW_ROWS = 16  # up to here one compiled call beats separate matrix products
+FEW_ROWS = 16  # largest step for which one compiled call beats separate matrix products
 
 
 class CpuBackend:
-    """Runs planned steps; keeps work buffers as large as the largest step so far.
+    """Backend that runs planned steps with compiled kernels; its work buffers grow to the largest step so far.
 
-    `batch_invariant` takes every step through the compiled kernels, whose rows do not depend on what else is in the
-    batch: equal tokens then give equal bits for any chunking and any company, at a lower prefill speed.
+    With `batch_invariant` every step runs through the compiled kernels, whose rows do not depend on the rest of the
+    batch: equal tokens give equal bits for any chunking and any other rows, at a lower prefill speed.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class CpuBackend:
         self._buffers: dict[str, kernels.Floats] = {}
 
     def run(self, plan: FlatBatch, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        """Writes the KV of all rows, returns logits float32 [len(plan.logits_rows), vocab]."""
+        """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         self._rope.reach(plan.max_context)
         count = len(plan.token_ids)
         work = self._work(count, plan.max_context)
@@ -262,7 +265,7 @@ class CpuBackend:
 
 
 def _multiply(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a @ weight + bias [M | 0]."""
+    """Compute out = a @ weight + bias [M | 0]."""
     if bias.numel():
         torch.addmm(bias, a, weight, out=out)
     else:
@@ -270,7 +273,7 @@ def _multiply(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: to
 
 
 def _accumulate(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """out += a @ weight + bias [M | 0]."""
+    """Compute out += a @ weight + bias [M | 0]."""
     if bias.numel():
         out += bias
     out.addmm_(a, weight)

@@ -1,6 +1,6 @@
-"""The dense reference: a whole sequence at once, without cache, pages, chunks or kernels of the project.
+"""The dense reference: computes a whole sequence at once, without cache, pages, chunks or the project's kernels.
 
-Shares only the weights with the serving path, so that agreement between the two means something.
+It shares only the weights with the serving path, so that each can be verified against the other.
 """
 
 import torch
@@ -12,7 +12,7 @@ from engine.weights import DecoderWeights
 
 
 def score_dense(config: ModelConfig, weights: DecoderWeights, token_ids: torch.Tensor) -> torch.Tensor:
-    """Logits of every position, float32 [n, vocab], for token ids int64 [n]."""
+    """Return the logits of every position, float32 [n, vocab], for token ids int64 [n]."""
     n = len(token_ids)
     cos, sin = _rotation(config, n, token_ids.device)
     x = weights.embedding[token_ids]

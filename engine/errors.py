@@ -2,23 +2,23 @@
 
 EngineError
 ├── ModelFormatError        the folder is not a complete, well-formed checkpoint
-│   ├── ModelFolderMissing  no such folder, or no config.json / weights in it
-│   ├── TokenizerMissing    no tokenizer.json where one was asked for
-│   ├── ConfigInvalid       config.json is not JSON, or a value in it is missing or out of range
+│   ├── ModelFolderMissing  the folder, its config.json or its weights do not exist
+│   ├── TokenizerMissing    a tokenizer is needed and the folder has no tokenizer.json
+│   ├── ConfigInvalid       config.json is not JSON, or a value is missing or out of range
 │   ├── CheckpointDamaged   a safetensors file is truncated or its header is malformed
 │   └── TensorMismatch      tensors missing, unknown or of the wrong shape
-├── UnsupportedModel        well-formed, but it asks for something this engine does not compute
-├── DeviceUnavailable       the requested device or dtype cannot be had here
-├── CacheMismatch           cache memory, slot counts or groups that do not fit together
-├── InvalidBatch            a forward batch that cannot be computed as stated
-└── SamplingError           sampling parameters out of range, or logits that are not numbers
+├── UnsupportedModel        well-formed, but needs a feature that this engine does not support
+├── DeviceUnavailable       the requested device or dtype is not available on this machine
+├── CacheMismatch           cache memory, slot counts and groups do not match
+├── InvalidBatch            a forward batch is invalid for the model or the cache
+└── SamplingError           sampling parameters are out of range, or logits are not finite
 """
 
 from collections.abc import Mapping, Sequence
 
 
 class EngineError(Exception):
-    """Root of everything the engine raises on purpose."""
+    """Base class of the engine's errors."""
 
 
 class ModelFormatError(EngineError):
@@ -42,9 +42,9 @@ class CheckpointDamaged(ModelFormatError):
 
 
 class TensorMismatch(ModelFormatError):
-    """The checkpoint's tensors are not those that its config.json promises.
+    """The checkpoint's tensors do not match its config.json.
 
-    `missing`, `unexpected`: tensor names. `wrong_shape`: name -> (expected, found).
+    `missing` and `unexpected` are tensor names; `wrong_shape` maps a name to (expected, found).
     """
 
     def __init__(
@@ -66,30 +66,30 @@ class TensorMismatch(ModelFormatError):
         if wrong_shape:
             shapes = [f"{name}: expected {list(want)}, found {list(got)}" for name, (want, got) in wrong_shape.items()]
             parts.append(f"wrong shape {_abridged(shapes)}")
-        super().__init__(f"{where} does not hold the tensors that its config.json promises: {'; '.join(parts)}")
+        super().__init__(f"{where} does not have the tensors that its config.json describes: {'; '.join(parts)}")
 
 
 class UnsupportedModel(EngineError):
-    """The model asks for an architecture or a feature that this engine does not compute."""
+    """The model needs an architecture or a feature that this engine does not support."""
 
 
 class DeviceUnavailable(EngineError):
-    """The requested device or dtype cannot be had on this machine."""
+    """The requested device or dtype is not available on this machine."""
 
 
 class CacheMismatch(EngineError):
-    """Cache memory, slot counts or groups that do not fit together."""
+    """Cache memory, slot counts and groups do not match."""
 
 
 class InvalidBatch(EngineError):
-    """A forward batch that cannot be computed as stated."""
+    """A forward batch is invalid for the model or the cache."""
 
 
 class SamplingError(EngineError):
-    """Sampling parameters out of range, or logits that are not numbers."""
+    """Sampling parameters are out of range, or logits are not finite."""
 
 
 def _abridged(items: Sequence[str], shown: int = 4) -> str:
-    """The first few items and how many more there are."""
+    """Return the first `shown` items and the number of the others."""
     more = len(items) - shown
     return ", ".join(items[:shown]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,6 @@
-"""Arithmetic with equal results, bit for bit, on every device: logarithm, exponential and a random number generator.
+"""Arithmetic that is equal bit for bit on every device: logarithm, exponential and a random number generator.
 
-Library versions differ in the last bit between CPUs, GPUs and releases, and a sampled token could differ with them.
+The libraries' functions differ in the last bit between CPUs, GPUs and releases, which could change a sampled token.
 Additions, multiplications and divisions are rounded alike everywhere. The logarithm follows fdlibm's e_log.c; the
 exponential is argument reduction and a Taylor polynomial (1 to 2 ulp). The generator is Philox4x32-10 of Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), in 64-bit integer operations that wrap alike on CPU and CUDA.
@@ -22,7 +22,7 @@ EXP_LEAST = -700.0
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """Natural logarithm of float64 x; x positive, finite and normal."""
+    """Return the natural logarithm of float64 x, which must be positive, finite and normal."""
     bits = x.view(torch.int64)
     exponent = (bits >> 52) - 1023
     mantissa = ((bits & _MANTISSA) | _ONE).view(torch.float64)  # in [1, 2)
@@ -40,7 +40,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """Exponential of float64 x <= 0; 0 below -700."""
+    """Return the exponential of float64 x <= 0; the result is 0 below -700."""
     clamped = x.clamp(min=EXP_LEAST)
     k = torch.round(clamped * INVERSE_LN2)
     r = (clamped - k * LN2_HI) - k * LN2_LO
@@ -60,7 +60,10 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Four words per counter. All tensors int64 with values in 0..2^32-1, of shapes that broadcast together."""
+    """Return four random words per counter.
+
+    All tensors are int64 with values in 0..2^32-1; their shapes must broadcast together.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

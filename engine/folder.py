@@ -1,4 +1,4 @@
-"""Model folders, checked without reading weights: configuration, files, headers and the expected tensors. No torch."""
+"""Check model folders without reading weights or importing torch: configuration, files, headers and tensor shapes."""
 
 import json
 import struct
@@ -15,7 +15,7 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One checkpoint tensor per layer, and the place of its (transposed) content in the stacked tensor `field`."""
+    """A checkpoint tensor of one layer and its place in the stacked tensor `field`, which holds it transposed."""
 
     field: str
     name: str
@@ -23,12 +23,12 @@ class TensorPart:
     first_column: int = 0
 
     def in_layer(self, layer: int) -> str:
-        """The tensor's full name."""
+        """Return the tensor's full name in this layer."""
         return f"model.layers.{layer}.{self.name}"
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a checkpoint of this configuration holds."""
+    """Return name -> shape of every tensor that a checkpoint of this configuration must have."""
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (config.vocab_size, config.hidden_size),
         FINAL_NORM: (config.hidden_size,),
@@ -41,12 +41,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Return True if a checkpoint may hold the tensor although nothing reads it."""
+    """Return True for a tensor that a checkpoint may have although the engine does not read it."""
     return (name == HEAD and config.tie_word_embeddings) or name.endswith(".rotary_emb.inv_freq")
 
 
 def layer_parts(config: ModelConfig) -> Iterator[TensorPart]:
-    """The tensors of one layer."""
+    """Yield the tensors of one layer."""
     d, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     yield TensorPart("attention_norm", "input_layernorm.weight", (d,))
     yield TensorPart("mlp_norm", "post_attention_layernorm.weight", (d,))
@@ -71,15 +71,15 @@ def layer_parts(config: ModelConfig) -> Iterator[TensorPart]:
 _DTYPES = {"F32", "F16", "BF16"}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """File, dtype and shape of a checkpoint's tensor. `file` is the name in the folder."""
+    """File, dtype and shape of a checkpoint's tensor. `file` is the name within the folder."""
 
     file: str
-    dtype: str  # safetensors' word: F32, BF16, ...
+    dtype: str  # safetensors' name: F32, BF16, ...
     shape: tuple[int, ...]
 
 
@@ -94,7 +94,7 @@ def check_folder(folder: Path) -> ModelConfig:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor of model.safetensors or of the shards named in its index; raises `ModelFormatError`."""
+    """Return name -> tensor of model.safetensors, or of the shards listed in its index. Raises `ModelFormatError`."""
     found: dict[str, StoredTensor] = {}
     for file in _shards(folder):
         for name, entry in _header(folder / file).items():
@@ -103,9 +103,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_tensors(folder: Path, config: ModelConfig, found: dict[str, StoredTensor]) -> None:
-    """Compares names and shapes with what `config` promises.
+    """Compare names, shapes and dtypes of the tensors found with those that `config` requires.
 
-    Raises `TensorMismatch` with every difference, `UnsupportedModel` for a dtype that is no plain float.
+    Raises `TensorMismatch` with every difference, and `UnsupportedModel` for a dtype other than F32, F16 and BF16.
     """
     expected = tensor_shapes(config)
     missing = [name for name in expected if name not in found]
@@ -116,7 +116,7 @@ def check_tensors(folder: Path, config: ModelConfig, found: dict[str, StoredTens
     for name in expected:
         if (dtype := found[name].dtype) not in _DTYPES:
             supported = ", ".join(sorted(_DTYPES))
-            raise UnsupportedModel(f"{folder}: tensor {name} is stored as {dtype} ({supported} are supported)")
+            raise UnsupportedModel(f"{folder}: tensor {name} is stored as {dtype} (supported: {supported})")
 
 
 def _shards(folder: Path) -> list[str]:
@@ -130,13 +130,15 @@ def _shards(folder: Path) -> list[str]:
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointDamaged(f"{index} is not a weight index: {error!r}") from error
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise ModelFolderMissing(f"{folder} lacks the shards {', '.join(absent)} that {_INDEX} names")
+        raise ModelFolderMissing(f"{folder} lacks the shards {', '.join(absent)} listed in {_INDEX}")
     return names
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the file's table of tensors, after checking that the file has the length that its header implies:
-    truncated downloads are common."""
+    """Return the file's table of tensors.
+
+    Raises `CheckpointDamaged` unless the file's length matches its header, since truncated downloads are common.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -152,6 +154,6 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise CheckpointDamaged(f"{path} has a malformed safetensors header: {error!r}") from error
     if size != expected:
-        kind = "truncated" if size < expected else "longer than its header says"
-        raise CheckpointDamaged(f"{path} is {kind}: expected {expected} bytes, found {size}")
+        kind = "truncated" if size < expected else "longer than its header specifies"
+        raise CheckpointDamaged(f"{path} is {kind}: expected {expected} bytes, got {size}")
     return entries

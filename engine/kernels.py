@@ -1,11 +1,11 @@
 """CPU kernels in float32, compiled by numba: all of a step except large matrix products.
 
-All kernels are in one file because numba's on-disk cache notices changes of a kernel's own file, not of what it calls.
-They release the GIL, allocate nothing, and compute each row by the same operations in the same order whatever the batch
-holds. Only dot products and sums may be reassociated (`_SUM`), in a pattern fixed at compile time.
+All kernels are in one file because numba's on-disk cache notices changes of a kernel's own file only, not of the
+functions that it calls. They release the GIL, allocate nothing, and compute each row by the same operations in the same
+order for any batch. Only dot products and sums may be reassociated (`_SUM`), in a pattern fixed at compile time.
 
-The first part is explicit vector code, for loops that numba vectorises poorly: whole vectors of 16 float32, which LLVM
-lowers to the machine's own. Indices and counts are in floats and are not checked.
+The first part is explicit vector code for loops that numba vectorises poorly: vectors of 16 float32, which LLVM lowers
+to the machine's vectors. Indices and counts are in floats and are not checked.
 
 Within a layer of a slot the order is [kv_head][k|v][token][head_dim]; kernels read and write it in place.
 """
@@ -33,7 +33,7 @@ _CONTRACT_FLAG = ("contract",)
 def _emit_prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.bitcast(_address(context, builder, signature, arguments, 0), ir.IntType(8).as_pointer())
-        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # to read, keep close, data
+        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # read access, high locality, data cache
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, *(flag.type for flag in flags)])
         builder.call(builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind), [pointer, *flags])
         return context.get_dummy_value()
@@ -80,7 +80,7 @@ def _emit_mix(typing_context: Any, y: Any, count: Any, weights: Any, w: Any, val
 
 
 def _address(context: Any, builder: Any, signature: Any, arguments: Any, at: int) -> Any:
-    """Pointer to element arguments[at + 1] of the array arguments[at]."""
+    """Return a pointer to element arguments[at + 1] of the array arguments[at]."""
     data = context.make_array(signature.args[at])(context, builder, arguments[at]).data
     return builder.gep(data, [arguments[at + 1]])
 
@@ -102,7 +102,7 @@ prefetch = cast("Callable[[Floats, int], None]", intrinsic(_emit_prefetch))
 """prefetch(array, i): request the cache line of array[i] early; never faults."""
 
 dot = cast("Callable[[Floats, int, Floats, int, int], np.float32]", intrinsic(_emit_dot))
-"""dot(x, i, y, j, count): sum of x[i + k] * y[j + k] for k < count; count a multiple of 16."""
+"""dot(x, i, y, j, count): sum of x[i + k] * y[j + k] for k < count; count must be a multiple of 16."""
 
 mix = cast("Callable[[Floats, int, Floats, int, Floats, int, int], None]", intrinsic(_emit_mix))
 """mix(y, count, weights, w, values, v, n): for k < count, y[k] += sum over rows r < n of
@@ -123,11 +123,11 @@ _EXP_POLY = tuple(
 )
 _BELOW_SIGN = np.int32(0x7FFFFFFF)
 _LINE = 16  # floats per cache line
-_COLUMNS = 512  # columns of a weight slab of 8 rows that stay in the first-level cache together
+_COLUMNS = 512  # columns of a weight slab of 8 rows that together stay in the first-level cache
 
 
 class DecoderDims(NamedTuple):
-    """Dimensions that do not change between steps, in the types that numba sees."""
+    """Dimensions that are the same in every step, in numba's types."""
 
     heads: int
     kv_heads: int
@@ -136,7 +136,7 @@ class DecoderDims(NamedTuple):
 
 
 class KernelWeights(NamedTuple):
-    """Stacked weights as in `engine.weights.DecoderWeights`, as arrays."""
+    """Stacked weights as numpy arrays; shapes as in `engine.weights.DecoderWeights`."""
 
     attention_norm: Floats
     qkv: Floats
@@ -153,11 +153,11 @@ class KernelWeights(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """One step's rows and where their KV lies. N rows, G groups, L layers; sizes and offsets in floats."""
+    """The rows of one step and the location of their KV: N rows, G groups, L layers; sizes and offsets in floats."""
 
     positions: Ints  # [N]
-    row_tables: Ints  # [G, N]: where in `tables` the table of the row's sequence begins
-    tables: Ints  # slot tables, one after another
+    row_tables: Ints  # [G, N]: where the table of the row's sequence begins in `tables`
+    tables: Ints  # slot tables, concatenated
     cos: Floats  # [positions, head_dim // 2]
     sin: Floats
     memory: Floats  # the whole cache
@@ -165,11 +165,11 @@ class StepArrays(NamedTuple):
     windows: Ints  # [G]
     slot_sizes: npt.NDArray[np.int64]  # [G]
     layer_groups: Ints  # [L]
-    layer_bases: npt.NDArray[np.int64]  # [L]: where the layer lies in slot 0 of its group
+    layer_bases: npt.NDArray[np.int64]  # [L]: offset of the layer in slot 0 of its group
 
 
 class WorkBuffers(NamedTuple):
-    """Buffers of N rows (`scores`: one value per position)."""
+    """Work buffers of N rows; `scores` has one value per position."""
 
     x: Floats
     hidden: Floats
@@ -186,7 +186,7 @@ def _kernel(fastmath: set[str]) -> Callable[[_F], _F]:
 
 @_kernel(_CONTRACT)
 def _exp(x: np.float32) -> np.float32:
-    """exp of one float32 x <= 0 within 2 ulp (Cephes' expf), in a form that loops over it vectorise."""
+    """Return exp of one float32 x <= 0 within 2 ulp (Cephes' expf), in a form that vectorises in loops."""
     x = max(x, _EXP_LEAST)
     shifted = x * _LOG2_E + _ROUND
     k = shifted - _ROUND
@@ -201,7 +201,7 @@ def _exp(x: np.float32) -> np.float32:
 
 @_kernel(_CONTRACT)
 def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: bool) -> None:
-    """out [N, M] (+)= a [N, K] @ weight [K, M] + bias [M | 0]; each row summed over k in order."""
+    """Compute out [N, M] (+)= a [N, K] @ weight [K, M] + bias [M | 0]; each row is summed over k in order."""
     rows, depth = a.shape
     width = weight.shape[1]
     for i in range(rows):
@@ -242,7 +242,7 @@ def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: b
 
 @_kernel(_SUM)
 def multiply_head(a: Floats, weight: Floats, out: Floats) -> None:
-    """out [N, V] = a [N, d] @ weight [V, d] transposed."""
+    """Compute out [N, V] = a [N, d] @ weight [V, d] transposed."""
     rows, depth = a.shape
     for j in range(weight.shape[0]):
         w = weight[j]
@@ -272,7 +272,7 @@ def _dot(x: Floats, y: Floats) -> np.float32:
 
 @_kernel(_SUM)
 def _exp_sum(x: Floats, top: np.float32, scale: np.float32) -> np.float32:
-    """x = exp((x - top) * scale) in place; returns its sum."""
+    """Compute x = exp((x - top) * scale) in place; return its sum."""
     total = np.float32(0.0)
     for i in range(x.size):
         value = _exp((x[i] - top) * scale)
@@ -290,20 +290,20 @@ def _norm_row(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
 
 @_kernel(_CONTRACT)
 def rms_norm(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
-    """out [N, d] = x / rms(x) * weight, by row."""
+    """Compute out [N, d] = x / rms(x) * weight, row by row."""
     for i in range(x.shape[0]):
         _norm_row(x[i], weight, eps, out[i])
 
 
 @_kernel(_CONTRACT)
 def gate(gate_up: Floats, out: Floats) -> None:
-    """out [N, F] = silu(gate) * up of gate_up [N, 2F]."""
+    """Compute out [N, F] = silu(gate) * up of gate_up [N, 2F]."""
     width = out.shape[1]
     one = np.float32(1.0)
     for i in range(out.shape[0]):
         g, u, y = gate_up[i, :width], gate_up[i, width:], out[i]
         for j in range(width):
-            # exp of -|g| only: it cannot overflow, and serves both signs
+            # exp of -|g| only: it cannot overflow, and covers both signs
             small = _exp(-abs(g[j]))
             share = one / (one + small)
             y[j] = g[j] * u[j] * (share if g[j] >= 0 else small * share)
@@ -311,7 +311,9 @@ def gate(gate_up: Floats, out: Floats) -> None:
 
 @_kernel(_CONTRACT)
 def place_rows(layer: int, shape: DecoderDims, weights: KernelWeights, step: StepArrays, qkv: Floats) -> None:
-    """Norms (where the family does) and rotates queries and keys of qkv [N, ...] in place; writes keys and values."""
+    """Rotate the queries and keys of qkv [N, Q + 2K] in place, after normalising them if the model has QK-norms, and
+    write keys and values to the cache.
+    """
     heads, kv_heads, head_dim, eps = shape
     group = step.layer_groups[layer]
     q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
@@ -339,7 +341,7 @@ def place_rows(layer: int, shape: DecoderDims, weights: KernelWeights, step: Ste
 
 
 class _HeadSpan(NamedTuple):
-    """Positions that one query head sees and the place of their KV in the cache, in floats."""
+    """Range of positions visible to one query head and the location of their KV in the cache, in floats."""
 
     first: int  # positions first..last are visible
     last: int
@@ -352,7 +354,7 @@ class _HeadSpan(NamedTuple):
 def attend_rows(
     layer: int, rows: Ints, shape: DecoderDims, step: StepArrays, qkv: Floats, scores: Floats, out: Floats
 ) -> None:
-    """Attention of the given rows of qkv, each over its sequence's slots up to its own position, into out [N, Q]."""
+    """Compute attention of the given rows of qkv, each over its sequence up to its own position, into out [N, Q]."""
     heads, kv_heads, head_dim, _ = shape
     group = step.layer_groups[layer]
     window, block_tokens = step.windows[group], step.block_tokens
@@ -375,9 +377,9 @@ def attend_rows(
 def _attend_head(
     q: Floats, span: _HeadSpan, table: Ints, memory: Floats, scores: Floats, y: Floats, lead: bool
 ) -> None:
-    """Attention of one head of one row: y = softmax(q . keys) @ values over the positions of `span`.
+    """Compute attention of one head of one row: y = softmax(q . keys) @ values over the positions of `span`.
 
-    `lead` is true for the first head that reads these keys and values: it also prefetches them.
+    `lead` is true for the first head that reads these keys and values, which also prefetches them.
     """
     first, last, block_tokens, base, slot_size = span
     head_dim = q.size
@@ -387,8 +389,8 @@ def _attend_head(
     for block in range(first // block_tokens, last // block_tokens + 1):
         start = block * block_tokens
         keys = base + table[block] * slot_size
-        # The slots lie apart, so the hardware sees no stream to run ahead of: fetch the values of this one and the keys
-        # of the next while this one's keys are multiplied.
+        # The slots are scattered, so the hardware prefetcher cannot follow them: fetch the values of this slot and the
+        # keys of the next one while this slot's keys are multiplied.
         following = base + table[min(block + 1, last // block_tokens)] * slot_size
         for t in range(max(first - start, 0), min(last + 1 - start, block_tokens)):
             at = keys + t * head_dim
@@ -418,7 +420,7 @@ def _attend_head(
 
 @_kernel(_CONTRACT)
 def gather(layer: int, step: StepArrays, table: Ints, keys: Floats, values: Floats) -> None:
-    """Copies a layer of the slots named in `table` to keys and values [kv_heads, positions, head_dim]."""
+    """Copy one layer of the slots in `table` to keys and values [kv_heads, positions, head_dim]."""
     kv_heads, _, head_dim = keys.shape
     group = step.layer_groups[layer]
     run, memory = step.block_tokens * head_dim, step.memory
@@ -432,7 +434,10 @@ def gather(layer: int, step: StepArrays, table: Ints, keys: Floats, values: Floa
 
 @_kernel(_CONTRACT)
 def take_queries(qkv: Floats, first: int, out: Floats) -> None:
-    """Queries of rows first.. of qkv [N, Q + 2K] to out [kv_heads, rows * shared, head_dim], a row's heads together."""
+    """Copy queries of rows first.. of qkv [N, Q + 2K] to out [kv_heads, rows * shared, head_dim].
+
+    `shared` is the number of query heads per KV head; those of one row are adjacent.
+    """
     kv_heads, rows, head_dim = out.shape[0], out.shape[1], out.shape[2]
     shared = qkv.shape[1] // head_dim // kv_heads - 2
     for h in range(kv_heads):
@@ -443,7 +448,7 @@ def take_queries(qkv: Floats, first: int, out: Floats) -> None:
 
 @_kernel(_CONTRACT)
 def _max(x: Floats) -> np.float32:
-    """Largest of x, found among integers in the order of the floats: only an integer maximum vectorises."""
+    """Return the largest of x by comparing the floats' bits as integers: only an integer maximum vectorises."""
     bits = x.view(np.int32)
     top = np.int32(-(1 << 31))
     for i in range(bits.size):
@@ -453,9 +458,9 @@ def _max(x: Floats) -> np.float32:
 
 @_kernel(_CONTRACT)
 def soften(scores: Floats, shared: int, offset: int, window: int, scale: np.float32, norms: Floats) -> None:
-    """Unnormalised softmax of scores [kv_heads, rows * shared, keys] in place; 1 / sum to norms.
+    """Compute the unnormalised softmax of scores [kv_heads, rows * shared, keys] in place; write 1 / sum to norms.
 
-    Query i sees keys up to offset + i, and of them the last `window` (0 = all); the rest become 0.
+    Query i sees keys up to offset + i, and of them the last `window` (0 = all); other scores become 0.
     """
     for h in range(scores.shape[0]):
         for r in range(scores.shape[1]):
@@ -471,7 +476,7 @@ def soften(scores: Floats, shared: int, offset: int, window: int, scale: np.floa
 
 @_kernel(_CONTRACT)
 def put_mixed(mixed: Floats, norms: Floats, first: int, out: Floats) -> None:
-    """mixed [kv_heads, rows * shared, head_dim] times norms, to rows first.. of out [N, Q]."""
+    """Write mixed [kv_heads, rows * shared, head_dim] times norms to rows first.. of out [N, Q]."""
     kv_heads, rows, head_dim = mixed.shape[0], mixed.shape[1], mixed.shape[2]
     shared = out.shape[1] // head_dim // kv_heads
     for h in range(kv_heads):
@@ -486,7 +491,7 @@ def put_mixed(mixed: Floats, norms: Floats, first: int, out: Floats) -> None:
 def run_layers(
     first: int, last: int, shape: DecoderDims, weights: KernelWeights, step: StepArrays, work: WorkBuffers, rows: Ints
 ) -> None:
-    """Decoder layers first..last-1 on work.x [N, d] in place, whole in one call: for steps of few rows."""
+    """Run decoder layers first..last-1 on work.x [N, d] in place, in one call: for steps of few rows."""
     x, hidden, qkv, mixed = work.x, work.hidden, work.qkv, work.mixed
     for layer in range(first, last):
         rms_norm(x, weights.attention_norm[layer], shape.eps, hidden)

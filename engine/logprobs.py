@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution: of given ids, of the likeliest ids, and ranks.
+"""Log-probabilities and ranks of given token ids, and of the most likely ids.
 
 The distribution is the softmax of the model's logits, before any processing.
 """
@@ -11,12 +11,12 @@ import torch
 
 from engine.errors import SamplingError
 
-_SLICE_VALUES = 1 << 22  # logits looked at in one go: bounds the memory beside the logits themselves
+_SLICE_VALUES = 1 << 22  # logits processed at once: bounds the memory needed besides the logits
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of one id in each of B rows. Equal values are ordered by id, in `ranks` and in `top_ids`."""
+    """Log-probabilities of one id in each of B rows. Ties in `ranks` and `top_ids` are ordered by id."""
 
     logprobs: npt.NDArray[np.float32]  # [B]
     ranks: npt.NDArray[np.int64]  # [B]: 1 = the likeliest
@@ -25,11 +25,17 @@ class TokenLogprobs:
 
 
 def log_probs(logits: torch.Tensor, ids: npt.NDArray[np.integer], num_top: int) -> TokenLogprobs:
-    """Return the log-probabilities of `ids` [B] under logits [B, V], with the `num_top` (0 to V) likeliest. Raises
-    `SamplingError`."""
+    """Return the log-probabilities of `ids` [B] under logits [B, V], with those of the `num_top` (0 to V) most likely
+    ids.
+
+    Raises `SamplingError`.
+    """
     count, vocab_size = logits.shape
     if len(ids) != count or not 0 <= num_top <= vocab_size:
-        raise SamplingError(f"{len(ids)} ids and {num_top} likeliest asked for, of {list(logits.shape)} logits")
+        raise SamplingError(
+            f"ids must have one entry per row and num_top be in 0..V of logits {list(logits.shape)}, "
+            f"got {len(ids)} ids and num_top {num_top}"
+        )
     step = max(1, _SLICE_VALUES // vocab_size)
     parts = [_slice(logits[at : at + step], ids[at : at + step], num_top) for at in range(0, count, step)]
     if len(parts) == 1:
@@ -59,8 +65,10 @@ def _slice(logits: torch.Tensor, ids: npt.NDArray[np.integer], num_top: int) -> 
 
 
 def _likeliest(values: torch.Tensor, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Return the likeliest ids in the order of a stable sort, without sorting all: torch.topk does not order equal
-    values."""
+    """Return the most likely ids and their values in the order of a stable sort.
+
+    torch.topk does not order equal values, so ties are resolved here without sorting the whole row.
+    """
     if not count or not len(values):
         empty = (len(values), count)
         return np.empty(empty, np.int32), np.empty(empty, np.float32)

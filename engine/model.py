@@ -1,4 +1,4 @@
-"""A loaded model: the public face of the engine."""
+"""A loaded model: the engine's public interface."""
 
 import hashlib
 import json
@@ -28,17 +28,17 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 
 class Backend(Protocol):
-    """Computes planned steps."""
+    """Executes planned steps."""
 
     def run(self, plan: FlatBatch, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        """Writes the KV of all rows, returns logits float32 [len(plan.logits_rows), vocab]."""
+        """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         ...
 
 
 class Model:
-    """Weights on a device and the two ways to run them: paged steps (`forward`) and the dense reference (`score`).
+    """Weights on a device and two ways to run them: paged steps (`forward`) and the dense reference (`score`).
 
-    Calls from several threads are safe and take turns.
+    Methods may be called from several threads; `forward` runs one step at a time.
     """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, fingerprint: str) -> None:
@@ -54,11 +54,11 @@ class Model:
     def new_cache(
         self, num_slots: tuple[int, ...], block_tokens: int = 16, memory: torch.Tensor | None = None
     ) -> PagedCache:
-        """A cache for this model, on its device."""
+        """Return a cache for this model on its device, with `num_slots` slots per KV group. Raises `CacheMismatch`."""
         return PagedCache(self.kv_groups, num_slots, block_tokens, memory, device=self.device)
 
     def warm_up(self) -> None:
-        """Runs a short and a longer step on a scratch cache and samples, so that no request waits for a compiler."""
+        """Run a short and a longer step on a scratch cache and sample, so that no request waits for compilation."""
         length = min(64, self.config.max_positions - 1)
         cache = self.new_cache((1,) * len(self.kv_groups), block_tokens=length + 1)
         tables = tuple(np.zeros(1, np.int32) for _ in self.kv_groups)
@@ -70,25 +70,28 @@ class Model:
     def forward(
         self, batch: ForwardBatch, cache: PagedCache, on_layer: Callable[[int], None] | None = None
     ) -> torch.Tensor:
-        """One step: writes the KV of every token of the batch into the cache.
+        """Run one step: write the KV of every token of the batch into the cache.
 
-        Returns float32 [rows, vocab]: in order of the chunks, the logits after each chunk that wants them, or after
-        `every` token of it, so no more rows than tokens in the batch. `on_layer(layer)`
-        is called once per layer, in order, when that layer's KV of the whole batch is in the cache (on CUDA: when the
-        write is queued on the current stream). Raises `InvalidBatch` or `CacheMismatch` with the cache untouched.
+        Returns logits float32 [rows, vocab] in the order of the chunks, on the model's device: one row per chunk with
+        `want_logits`, or one per token if the chunk has `every`. `on_layer(layer)` is called once per layer, in order,
+        when that layer's KV of the whole batch is in the cache (on CUDA: when the write is queued on the current
+        stream). Raises `InvalidBatch` or `CacheMismatch` and leaves the cache unchanged.
         """
         if cache.groups != self.kv_groups:
-            raise CacheMismatch(f"the cache is laid out for {cache.groups}, the model needs {self.kv_groups}")
+            raise CacheMismatch(f"the cache must have the model's groups {self.kv_groups}, got {cache.groups}")
         if cache.memory.device != self.device:
-            raise CacheMismatch(f"the cache is on {cache.memory.device}, the model on {self.device}")
+            raise CacheMismatch(f"the cache must be on the model's device {self.device}, got {cache.memory.device}")
         plan = flatten_batch(batch, self.config, cache)
         with self._turn, torch.inference_mode():
             return self._backend.run(plan, cache, on_layer)
 
     def score(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        """Logits float32 [n, vocab] of every position, computed densely: the reference for verification."""
+        """Return the logits of every position, float32 [n, vocab], computed densely as the reference for verification.
+
+        Raises `InvalidBatch`.
+        """
         if not len(token_ids) or min(token_ids) < 0 or max(token_ids) >= self.config.vocab_size:
-            raise InvalidBatch(f"scoring needs token ids in 0..{self.config.vocab_size - 1}, and at least one of them")
+            raise InvalidBatch(f"token_ids must hold at least one id, all in 0..{self.config.vocab_size - 1}")
         with torch.inference_mode():
             ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(self.device)
             scores: npt.NDArray[np.float32] = score_dense(self.config, self._weights, ids).cpu().numpy()
@@ -104,10 +107,11 @@ def load_model(
     backend: Literal["auto", "torch", "compiled"] = "auto",
     batch_invariant: bool = False,
 ) -> Model:
-    """Loads a Hugging Face folder (config.json, model.safetensors or shards).
+    """Load a Hugging Face folder (config.json, and model.safetensors or its shards).
 
-    `dtype` "auto" is float32 on the CPU and the checkpoint's own on CUDA. `threads` sets torch's threads, for the whole
-    process. Raises `ModelFormatError`, `UnsupportedModel` or `DeviceUnavailable`.
+    With `dtype` "auto" the weights are float32 on the CPU and keep the checkpoint's dtype on CUDA. `threads` sets the
+    number of torch's threads for the whole process. Raises `ModelFormatError`, `UnsupportedModel` or
+    `DeviceUnavailable`.
     """
     folder = Path(path)
     config, tensors = read_config(folder), stored_tensors(folder)
@@ -135,23 +139,23 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise DeviceUnavailable(f"device {name!r} is not known: use cpu, cuda or cuda:N") from error
+        raise DeviceUnavailable(f"device must be cpu, cuda or cuda:N, got {name!r}") from error
     if device.type not in ("cpu", "cuda"):
-        raise DeviceUnavailable(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
+        raise DeviceUnavailable(f"device must be cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceUnavailable(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+        raise DeviceUnavailable(f"device {name!r} does not exist: torch finds {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     wanted = name if name != "auto" else "float32" if device.type == "cpu" else config.checkpoint_dtype
     if wanted not in DTYPES:
-        raise DeviceUnavailable(f"dtype {wanted!r} is not supported ({', '.join(DTYPES)} are)")
+        raise DeviceUnavailable(f"dtype must be one of {', '.join(DTYPES)}, got {wanted!r}")
     return DTYPES[wanted]
 
 
 def _fingerprint(config: ModelConfig, weights_digest: bytes) -> str:
-    """Hex over the weights and all of the configuration that changes what is computed."""
+    """Return a 16-byte hash, in hex, of the weights and of all configuration that affects the results."""
     computed = asdict(config)
     for key in ("eos_token_ids", "bos_token_id", "max_positions", "checkpoint_dtype"):
         del computed[key]

@@ -1,6 +1,6 @@
-"""Model folders with random weights, for load tests where no trained weights are at hand.
+"""Model folders with random weights, for load tests without trained weights.
 
-`python -m engine.random_model DIR --family llama --layers 2 --hidden 64 ...` or `write_random_model`.
+Use `python -m engine.random_model DIR --family llama --layers 2 --hidden 64 ...` or `write_random_model`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 @dataclass(frozen=True, kw_only=True)
 class RandomModelSpec:
-    """Architecture and randomness of a generated model. Equal values give equal files."""
+    """Architecture and seed of a generated model. Equal specs give equal files."""
 
     family: str = "llama"
     layers: int = 2
@@ -125,12 +125,14 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, help="default 3 * hidden")
     parser.add_argument("--max-len", type=int, default=2048, help="longest sequence, default %(default)s")
     parser.add_argument("--window", type=int, default=0, help="sliding window in tokens, default none")
-    parser.add_argument("--full-layers", type=int, default=0, help="qwen: first layers that keep full attention")
-    parser.add_argument("--untied", dest="tied", action="store_false", help="give the output head weights of its own")
+    parser.add_argument("--full-layers", type=int, default=0, help="qwen: number of first layers with full attention")
+    parser.add_argument("--untied", dest="tied", action="store_false", help="separate weights for the output head")
     parser.add_argument("--eos", type=int, help="end-of-sequence id, default none")
-    parser.add_argument("--scale", type=float, default=1.0, help="deviation of the weights, default %(default)s")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="scale of the weights' standard deviation, default %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer files found there")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer files of this folder")
     arguments = vars(parser.parse_args())
     path, tokenizer = arguments.pop("path"), arguments.pop("tokenizer")
     print(write_random_model(path, RandomModelSpec(**arguments), tokenizer=tokenizer))

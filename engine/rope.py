@@ -1,6 +1,6 @@
 """Rotary position embedding: inverse frequencies of each rope_type and the table of cosines and sines.
 
-Frequencies and angles are computed in float32, in the order in which `transformers` computes them, so that long
+Frequencies and angles are computed in float32, in the same order as in `transformers`, so that results for long
 contexts agree with it. Llama 3's scaling: "The Llama 3 Herd of Models", §3.4.2; YaRN: Peng et al. 2023, §3.
 """
 
@@ -12,7 +12,7 @@ from engine.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(float32 [head_dim // 2], factor that multiplies every cosine and sine)."""
+    """Return the inverse frequencies, float32 [head_dim // 2], and the factor of every cosine and sine."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     scaling = dict(rope.scaling)
@@ -26,7 +26,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
 
 
 class RopeTable:
-    """cos and sin, float32 [positions, head_dim // 2] each, grown by doubling as positions are asked for."""
+    """Cosines and sines, float32 [positions, head_dim // 2] each. The table doubles when more positions are needed."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> None:
         self._frequencies, self._factor = inverse_frequencies(rope, head_dim)
@@ -37,7 +37,7 @@ class RopeTable:
         self.reach(min(1024, max_positions))
 
     def reach(self, positions: int) -> None:
-        """Makes rows 0..positions-1 exist."""
+        """Extend the table to at least `positions` rows."""
         if positions <= self.cos.shape[0]:
             return
         rows = max(positions, min(2 * self.cos.shape[0], self._max_positions))

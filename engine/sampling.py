@@ -1,11 +1,11 @@
-"""Choosing the next token: Gumbel-max over counter-based noise. What changes logits before is in `steering`.
+"""Sampling of the next token by Gumbel-max over counter-based noise. `engine.steering` changes the logits before.
 
-The noise of a vocabulary id depends on (seed, choice, index, id) and on nothing else: not on the batch, the device or
-the node, so a request that moves goes on as it would have. Given equal logits, choices are equal on CPU and CUDA: noise
-is computed by `philox` and `exact_math`, and top-p sums are integers.
+The noise of a vocabulary id depends only on (seed, choice, index, id), not on the batch, the device or the node, so a
+request continues with the same tokens after it moves. Given equal logits, choices are equal on CPU and CUDA: the noise
+is computed by `engine.exact_math`, and top-p sums are integers.
 
-Scores are `logit + temperature * gumbel`, whose argmax is a draw from softmax(logit / temperature); they are in units
-of logits at every temperature, and greedy choice is the case of temperature 0. Ties go to the lower id.
+Scores are `logit + temperature * gumbel`, whose argmax is a draw from softmax(logit / temperature). They are in units
+of logits at every temperature; temperature 0 is the greedy choice. Ties go to the lower id.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,13 @@ from engine.sampling_kernels import add_noise, candidates
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
-_PROBABILITY_UNIT = float(
-    1 << 40
-)  # top-p weighs ids in units of 2^-40 of the likeliest: vocabularies to 2^22 cannot overflow
+# Top-p weights are multiples of 2^-40 of the most likely id's weight: sums over up to 2^22 ids cannot overflow.
+_PROBABILITY_UNIT = float(1 << 40)
 
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """Sampling parameters of one row of logits. `index` counts the generated tokens, `choice` the parallel answers."""
+    """Sampling parameters of one row of logits: `index` of the generated token, `choice` among parallel answers."""
 
     temperature: float  # 0 = greedy
     top_p: float  # 1 = off
@@ -46,15 +45,20 @@ class SamplingRow:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
-    """Return one id per row of logits [B, V]. Raises `SamplingError` for bad parameters and NaN or infinite logits."""
+    """Return one id per row of logits [B, V], int64 [B].
+
+    Raises `SamplingError` for invalid parameters and for NaN or infinite logits.
+    """
     if logits.dim() != 2 or len(rows) != len(logits):
-        raise SamplingError(f"sampling needs logits [B, V] and B rows, found {list(logits.shape)} and {len(rows)} rows")
+        raise SamplingError(
+            f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
+        )
     if not len(rows):
         return np.empty(0, np.int64)
     scores = _scores(logits, rows, 0.0)
     best, ids = scores.max(dim=1)
     if not bool(best.isfinite().all()):
-        raise SamplingError("the logits hold NaN or infinity: the model's weights or its KV are damaged")
+        raise SamplingError("the logits contain NaN or infinity: the model's weights or its KV are damaged")
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
     ids = torch.where(scores == best[:, None], vocabulary, scores.shape[1]).amin(dim=1)
     chosen: npt.NDArray[np.int64] = ids.cpu().numpy()
@@ -64,12 +68,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 def noisy_scores(
     logits: torch.Tensor | npt.NDArray[np.float32], row: SamplingRow, *, slack: float = 0.0
 ) -> npt.NDArray[np.float64]:
-    """Return the scores of which `sample` takes the argmax, float64 [V]; ids excluded by min-p, top-k or top-p are
-    -inf.
+    """Return the scores whose argmax is `sample`'s choice, float64 [V].
 
-    `slack` moves the thresholds of min-p and top-k (in logits) and top-p (in probability): a positive one includes ids
-    that a small error in the logits could include, a negative one excludes those that it could exclude. The likeliest
-    id always stays.
+    Ids excluded by min-p, top-k or top-p are -inf. `slack` moves the thresholds of min-p and top-k (in logits) and
+    top-p (in probability): a positive one includes ids that a small error in the logits could include, a negative one
+    excludes those that it could exclude. The most likely id always stays.
     """
     tensor = logits if isinstance(logits, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(logits))
     scores: npt.NDArray[np.float64] = _scores(tensor[None], [row], slack)[0].cpu().numpy()
@@ -89,7 +92,7 @@ def _scores(logits: torch.Tensor, rows: Sequence[SamplingRow], slack: float) -> 
 
 
 def draw_by_tensors(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int], slack: float) -> None:
-    """Adds noise to and excludes ids from the rows `drawn` of scores [B, V], in place, on any device."""
+    """Add noise to the rows `drawn` of scores [B, V] and exclude ids, in place, on any device."""
     chosen = [rows[i] for i in drawn]
     device = scores.device
     temperature = torch.tensor([row.temperature for row in chosen], dtype=torch.float64, device=device)[:, None]
@@ -101,7 +104,7 @@ def draw_by_tensors(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Se
 
 
 def draw_compiled(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int]) -> None:
-    """The same, bit for bit, by compiled loops on the CPU."""
+    """Do the same as `draw_by_tensors`, bit for bit, in compiled loops on the CPU."""
     for i in drawn:
         row, own = rows[i], scores[i].numpy()
         if np.isnan(own).any():
@@ -115,10 +118,10 @@ def draw_compiled(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequ
 
 
 def gumbel_noise(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise, float64 [B, V].
+    """Return standard Gumbel noise, float64 [B, V].
 
     Counter (id // 2, index, choice, 0) under key `seed` yields four words, two each for an even id and the odd one
-    after it: 52 bits of them, centred, are a uniform number strictly between 0 and 1.
+    after it. 52 of their bits, centred, are a uniform number strictly between 0 and 1.
     """
 
     def column(values: list[int]) -> torch.Tensor:
@@ -142,10 +145,10 @@ def gumbel_noise(rows: Sequence[SamplingRow], vocab_size: int, device: torch.dev
 def _candidates(
     logits: torch.Tensor, rows: Sequence[SamplingRow], temperature: torch.Tensor, slack: float
 ) -> torch.Tensor:
-    """bool [B, V]: the ids left by min-p, then by top-k, then by top-p of the distribution over those (vLLM's order).
+    """Return bool [B, V]: the ids left by min-p, then top-k, then top-p of the remaining distribution (vLLM's order).
 
-    Min-p keeps ids at least so many times as likely as the likeliest; top-p the shortest run of likeliest ids whose
-    probability reaches p; equal logits stand in order of id.
+    Min-p keeps ids whose probability is at least `min_p` times that of the most likely id. Top-p keeps the shortest run
+    of most likely ids whose probability reaches p; ties are in order of id.
     """
     vocab_size = logits.shape[1]
     device = logits.device
@@ -161,7 +164,7 @@ def _candidates(
     units = torch.where(kept, (weight * _PROBABILITY_UNIT).to(torch.int64), 0)
     before = units.cumsum(dim=1) - units
     total = units.sum(dim=1, keepdim=True)
-    # p of 1 must keep ids of zero weight too; below it, integers become floats only after exact summation.
+    # A p of 1 must keep ids of zero weight too; below 1, integers become floats only after the exact summation.
     reached = before.to(torch.float64) >= (top_p + slack).clamp(min=0.0) * total.to(torch.float64)
     kept &= (top_p >= 1) | ~reached
     kept[:, 0] = True
@@ -170,12 +173,12 @@ def _candidates(
 
 def _check(row: SamplingRow) -> None:
     if not 0 <= row.temperature < float("inf"):
-        raise SamplingError(f"temperature must be a finite number from 0 on, found {row.temperature}")
+        raise SamplingError(f"temperature must be finite and not negative, got {row.temperature}")
     if not 0 < row.top_p <= 1:
-        raise SamplingError(f"top_p must be above 0 and at most 1, found {row.top_p}")
+        raise SamplingError(f"top_p must be above 0 and at most 1, got {row.top_p}")
     if not 0 <= row.min_p <= 1:
-        raise SamplingError(f"min_p must be from 0 (off) to 1, found {row.min_p}")
+        raise SamplingError(f"min_p must be from 0 (off) to 1, got {row.min_p}")
     if row.top_k < 0:
-        raise SamplingError(f"top_k must be 0 (off) or positive, found {row.top_k}")
+        raise SamplingError(f"top_k must be 0 (off) or positive, got {row.top_k}")
     if not 0 <= row.choice <= _MASK32 or not 0 <= row.index <= _MASK32:
-        raise SamplingError(f"choice and index must be in 0..2^32-1, found {row.choice} and {row.index}")
+        raise SamplingError(f"choice and index must be in 0..2^32-1, got {row.choice} and {row.index}")

@@ -1,7 +1,7 @@
-"""The CPU's form of sampling's inner loops, compiled by numba.
+"""Inner loops of sampling on the CPU, compiled by numba.
 
-The same integers and the same exactly rounded floating-point operations as in `philox`, `exact_math` and `sampling`, so
-equal bit for bit: no fast-math flag may ever be set here.
+They use the same integers and the same exactly rounded floating-point operations as `exact_math` and `sampling`, so
+results are equal bit for bit. No fast-math flag may be set here.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def _gumbel(high: np.uint64, low: np.uint64) -> float:
 
 @_kernel
 def add_noise(scores: Doubles, temperature: float, seed: np.uint64, choice: np.uint64, index: np.uint64) -> None:
-    """scores [V] += temperature * the Gumbel noise of `sampling.gumbel_noise`."""
+    """Add temperature * the Gumbel noise of `sampling.gumbel_noise` to scores [V]."""
     for pair in range((scores.size + 1) // 2):
         c0, c1, c2, c3 = np.uint64(pair), index, choice, np.uint64(0)
         k0, k1 = seed & _MASK, seed >> _32
@@ -96,7 +96,7 @@ def add_noise(scores: Doubles, temperature: float, seed: np.uint64, choice: np.u
 def candidates(
     logits: Doubles, temperature: float, top_k: int, top_p: float, min_p: float, unit: float
 ) -> npt.NDArray[np.bool_]:
-    """bool [V]: the ids that `sampling` keeps; sorts only those with weight where top-p is on."""
+    """Return bool [V]: the ids that `sampling` keeps. With top-p, only ids of non-zero weight are sorted."""
     kept = np.zeros(logits.size, np.bool_)
     ids = np.arange(logits.size)
     if 0 < top_k < logits.size:
@@ -112,7 +112,7 @@ def candidates(
         for i in range(ids.size):
             units[i] = np.int64(_exp((logits[ids[i]] - top) / temperature) * unit)
         ids, units = ids[units > 0], units[units > 0]
-    order = np.argsort(-logits[ids], kind="mergesort")  # stable: equal logits stay in order of id
+    order = np.argsort(-logits[ids], kind="mergesort")  # stable: ties stay in order of id
     if 0 < top_k < order.size:
         order = order[:top_k]
     total = units[order].sum()

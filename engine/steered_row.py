@@ -12,14 +12,14 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Penalties:
-    """Lower (or, where negative, raise) the logits of ids that were seen. `ids` are distinct.
+    """Penalties that lower (or, if negative, raise) the logits of ids that occurred before. `ids` are distinct.
 
     `repetition` divides positive logits of all `ids` and multiplies negative ones; 1 = off. Then `frequency` is
-    subtracted once per time that an id was generated, and `presence` once if it was; 0 = off.
+    subtracted once per time that the id was generated, and `presence` once if it was generated at all; 0 = off.
     """
 
     ids: Ids  # [n]
-    counts: Floats  # [n]: times generated; 0 for ids that only the prompt holds
+    counts: Floats  # [n]: times generated; 0 for ids that occur in the prompt only
     repetition: float = 1.0
     frequency: float = 0.0
     presence: float = 0.0
@@ -27,7 +27,7 @@ class Penalties:
 
 @dataclass(frozen=True)
 class Bias:
-    """Added to the logits of `ids`, which are distinct."""
+    """Values added to the logits of `ids`, which are distinct."""
 
     ids: Ids  # [n]
     values: Floats  # [n]
@@ -38,6 +38,6 @@ class LogitSteering:
     """Changes to one row's logits, applied in the order of the fields."""
 
     allowed: Bools | None = None  # [V]; all other ids are excluded
-    barred: Ids | None = None
+    barred: Ids | None = None  # ids to exclude
     bias: Bias | None = None
     penalties: Penalties | None = None

@@ -1,7 +1,7 @@
-"""Changes to logits before they are sampled: grammar, excluded ids, bias, penalties.
+"""Changes to logits before sampling: grammar, excluded ids, bias and penalties.
 
-Pure, in the order and with the meaning of vLLM. All operations are float32, one at a time, so that CPU and CUDA agree.
-Rows without changes cost nothing.
+Pure functions with the order and the meaning of vLLM. All operations are float32, one at a time, so that CPU and CUDA
+agree. Rows without changes cost nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,12 @@ from engine.steered_row import Ids, LogitSteering, Penalties
 
 
 def steer(logits: torch.Tensor, rows: Sequence[LogitSteering | None]) -> torch.Tensor:
-    """Return logits float32 [B, V] with the changes of `rows` applied; excluded ids are -inf. Returns the given tensor
-    if no row has changes.
+    """Return logits float32 [B, V] with the changes of `rows` applied; excluded ids are -inf.
 
-    Raises `SamplingError` for ids outside the vocabulary.
+    Returns the given tensor itself if no row has changes. Raises `SamplingError` for ids outside the vocabulary.
     """
     if len(rows) != len(logits):
-        raise SamplingError(f"{len(logits)} rows of logits, but steering for {len(rows)}")
+        raise SamplingError(f"steering must have {len(logits)} rows, one per row of logits, got {len(rows)}")
     steered = [(i, row) for i, row in enumerate(rows) if row is not None]
     if not steered:
         return logits
@@ -61,12 +60,12 @@ def _penalise(out: torch.Tensor, rows: Sequence[tuple[int, Penalties]]) -> None:
 def _change(
     out: torch.Tensor, where: Sequence[tuple[int, Ids]], change: Callable[[torch.Tensor], torch.Tensor | float]
 ) -> None:
-    """out[i, ids] = change(out[i, ids]) for all (i, ids) at once."""
+    """Compute out[i, ids] = change(out[i, ids]) for all (i, ids) at once."""
     if not where:
         return
     ids = np.concatenate([ids for _, ids in where])
     if len(ids) and not 0 <= ids.min() <= ids.max() < out.shape[1]:
-        raise SamplingError(f"steered ids must be in 0..{out.shape[1] - 1}, found {ids.min()}..{ids.max()}")
+        raise SamplingError(f"steered ids must be in 0..{out.shape[1] - 1}, got {ids.min()}..{ids.max()}")
     rows = np.repeat(np.array([i for i, _ in where], np.int64), [len(ids) for _, ids in where])
     index = (_on(out, rows), _on(out, ids))
     out[index] = change(out[index])

@@ -1,7 +1,7 @@
 """The decoder's layers in plain torch operations, on any device and in any dtype.
 
-Attention is split inside a step: all decode rows in one padded call, each longer chunk in a call of its own. Keys and
-values are gathered from the slots through the cache's strided views.
+Attention is split within a step: all decode rows in one padded call, each longer chunk in its own call. Keys and values
+are gathered from the slots through the cache's strided views.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from engine.weights import DecoderWeights
 
 @dataclass(frozen=True)
 class _GroupIndex:
-    """Positions where a group's KV of this step is written and read."""
+    """Locations in a group's slots that this step writes and reads."""
 
-    slots: torch.Tensor  # int64 [N]: the slot of each row's own position
-    offsets: torch.Tensor  # int64 [N]: the token within that slot
+    slots: torch.Tensor  # int64 [N]: slot of each row's position
+    offsets: torch.Tensor  # int64 [N]: token within that slot
     prefills: list[tuple[int, int, torch.Tensor, torch.Tensor]]  # first row, last row + 1, slots, mask [n, T]
     decode_rows: torch.Tensor  # int64 [D]
     decode_slots: torch.Tensor  # int64 [D, blocks], padded with the row's own slot
@@ -31,7 +31,7 @@ class _GroupIndex:
 
 
 class TorchBackend:
-    """Runs planned steps; holds no state between them but the rotary table."""
+    """Backend that runs planned steps; its only state between steps is the rotary table."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, rope: RopeTable) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class TorchBackend:
         self._device = weights.embedding.device
 
     def run(self, plan: FlatBatch, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        """Hidden states after the final norm of the rows that want logits, then logits, float32 [rows, vocab]."""
+        """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         config, w = self._config, self._weights
         self._rope.reach(plan.max_context)
         positions = self._index(plan.positions)
@@ -69,7 +69,7 @@ class TorchBackend:
     def _project(
         self, layer: int, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim]; normed and rotated."""
+        """Return queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim], normalised and rotated."""
         config, w = self._config, self._weights
         qkv = _linear(h, w.qkv[layer], w.qkv_bias[layer]).view(len(h), -1, config.head_dim)
         q, k, v = torch.split(qkv, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
@@ -119,7 +119,7 @@ def _index_group(plan: FlatBatch, cache: PagedCache, group: int, device: torch.d
 
 
 def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex) -> torch.Tensor:
-    """Attention output [N, heads, head_dim] of queries [N, heads, head_dim] over one layer's slots."""
+    """Return the attention output [N, heads, head_dim] of queries [N, heads, head_dim] over one layer's slots."""
     kv_heads, head_dim = view.shape[1], view.shape[-1]
     mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
     if len(index.decode_rows):
@@ -128,7 +128,7 @@ def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex) -> torch.Te
         form_group = view[index.decode_slots].permute(
             3, 0, 2, 1, 4, 5
         )  # [2, D, kv_heads, blocks, block_tokens, head_dim]
-        seen = index.decode_mask.transpose(-1, -2)  # what lies in the rest of a slot may be anything, NaN included
+        seen = index.decode_mask.transpose(-1, -2)  # the unused rest of a slot may hold anything, NaN included
         k, v = form_group.reshape(2, count, kv_heads, -1, head_dim).where(seen, 0)
         grouped = queries.view(count, kv_heads, -1, head_dim)
         result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=index.decode_mask)

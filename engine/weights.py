@@ -1,8 +1,8 @@
-"""Decoder weights: reading safetensors checkpoints, and stacking and fusing their tensors in memory.
+"""Decoder weights: read from safetensors checkpoints, stacked and fused in memory.
 
-A checkpoint's files are checked before use and its contents hashed when read. All layers of one kind of weight form one
-tensor [layer, in, out], so that a kernel can walk over layers by index; q, k and v are one matrix, gate and up are one
-matrix. Matrices are stored [in, out]: row vectors multiply from the left.
+A checkpoint's files are checked before use and its contents are hashed while they are read. All layers of one kind of
+weight form one tensor [layer, in, out], so that a kernel can index layers; q, k and v are one matrix, gate and up are
+one matrix. Matrices are stored [in, out] and multiplied from the left by row vectors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from engine.folder import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, layer_parts
 
 
 class Checkpoint:
-    """An open checkpoint; every tensor read goes into `digest()`."""
+    """An open checkpoint that hashes every tensor it reads."""
 
     def __init__(self, files: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
         self._files = files
@@ -29,7 +29,7 @@ class Checkpoint:
         self._hashes: dict[str, bytes] = {}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in its stored dtype, on the CPU."""
+        """Return the tensor in its stored dtype, on the CPU."""
         tensor: torch.Tensor = self._files[self._tensors[name].file].get_tensor(name)
         raw = tensor.contiguous().view(-1).view(torch.uint8)
         header = f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode()
@@ -37,7 +37,7 @@ class Checkpoint:
         return tensor
 
     def digest(self) -> bytes:
-        """32 bytes over names, dtypes, shapes and contents of all tensors read; independent of sharding."""
+        """Return 32 bytes over names, dtypes, shapes and contents of all tensors read, independent of sharding."""
         total = blake3()
         for name in sorted(self._hashes):
             total.update(self._hashes[name])
@@ -46,7 +46,7 @@ class Checkpoint:
 
 @contextmanager
 def open_checkpoint(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[Checkpoint]:
-    """Opens the files in which the `tensors`, as `stored_tensors` gave them, lie."""
+    """Open the files that hold the `tensors` returned by `stored_tensors`. Raises `CheckpointDamaged`."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for name in sorted({tensor.file for tensor in tensors.values()}):
@@ -59,9 +59,10 @@ def open_checkpoint(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterat
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """L layers, d hidden, Q = heads * head_dim, K = kv_heads * head_dim, F intermediate, V vocabulary.
+    """Weights of the decoder: L layers, d hidden, Q = heads * head_dim, K = kv_heads * head_dim, F intermediate, V
+    vocab.
 
-    Biases and QK-norms that the family lacks have a last dimension of 0.
+    Biases and QK-norms that the family does not have are empty: their last dimension is 0.
     """
 
     embedding: torch.Tensor  # [V, d]
@@ -78,13 +79,13 @@ class DecoderWeights:
     down: torch.Tensor  # [L, F, d]
     down_bias: torch.Tensor  # [L, d | 0]
     final_norm: torch.Tensor  # [d]
-    head: torch.Tensor  # [V, d]; `embedding` itself where they are tied
+    head: torch.Tensor  # [V, d]; `embedding` itself if they are tied
 
 
 def load_weights(
     config: ModelConfig, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype
 ) -> DecoderWeights:
-    """Reads, converts and fuses; the checkpoint has the tensors that the configuration promises."""
+    """Read, convert and fuse the weights. The checkpoint must have the tensors that the configuration requires."""
 
     def place(name: str) -> torch.Tensor:
         return checkpoint.read(name).to(device=device, dtype=dtype)

@@ -80,8 +80,8 @@ def test_kv_moved_between_slots_and_caches_serves_the_same_logits(models, runner
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_slots": (1,)}, "per group"),
-        ({"num_slots": (1, -1)}, "not < 0"),
+        ({"num_slots": (1,)}, "one count per group"),
+        ({"num_slots": (1, -1)}, "num_slots not negative"),
         ({"num_slots": (1, 1), "block_tokens": 0}, "must be positive"),
         ({"num_slots": (1, 1), "memory": torch.zeros(8, dtype=torch.uint8)}, "must hold"),
         ({"num_slots": (0, 0), "memory": torch.zeros(8)}, "uint8"),
@@ -96,5 +96,5 @@ def test_impossible_caches_are_refused(arguments, message):
 def test_slots_that_do_not_exist_have_no_offset():
     cache = PagedCache(GROUPS, (3, 5), block_tokens=2)
     for slot in (-1, 3):
-        with pytest.raises(CacheMismatch, match="does not exist"):
+        with pytest.raises(CacheMismatch, match=r"must be in 0\.\.2"):
             cache.slot_offset(0, slot)

@@ -94,16 +94,16 @@ def test_what_is_not_supported_is_refused_by_name(folder, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": None}, "hidden_size must be a positive integer, found None"),
-        ({"vocab_size": "many"}, "vocab_size .* found 'many'"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
+        ({"vocab_size": "many"}, "vocab_size .* got 'many'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"num_key_value_heads": 3}, "not a multiple"),
-        ({"head_dim": 7}, "odd"),
+        ({"num_key_value_heads": 3}, "must be a multiple"),
+        ({"head_dim": 7}, "even"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
         ({"eos_token_id": "stop"}, "eos_token_id"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -4}, "sliding_window"),
-        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "1 entries"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "got 1$"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 2}, "sliding windows are off"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_truncated_file_says_how_much_is_missing(folder):
     path = folder / "model.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointDamaged, match=f"truncated: expected {size} bytes, found {size - 100}"):
+    with pytest.raises(CheckpointDamaged, match=f"truncated: expected {size} bytes, got {size - 100}"):
         load_model(folder)
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(CheckpointDamaged, match="header does not fit"):
@@ -154,7 +154,7 @@ def test_a_malformed_header_is_refused(folder):
     with pytest.raises(CheckpointDamaged, match="malformed"):
         load_model(folder)
     path.write_bytes((2).to_bytes(8, "little") + b"{}" + b"more")
-    with pytest.raises(CheckpointDamaged, match="longer than its header says"):
+    with pytest.raises(CheckpointDamaged, match="longer than its header specifies"):
         load_model(folder)
 
 
@@ -251,12 +251,12 @@ def test_unknown_dtypes_are_refused(folder):
     [
         (lambda c: {"token_ids": np.array([1, 256], np.int32)}, "token ids must be in 0..255"),
         (lambda c: {"token_ids": np.array([], np.int32)}, "at least one"),
-        (lambda c: {"start": -1}, "at least one, from 0 on"),
-        (lambda c: {"start": 2047}, "the model's limit is 2048"),
-        (lambda c: {"start": 20}, "slots of group 0 are needed to position 29"),
-        (lambda c: {"slot_tables": c.slot_tables * 2}, "2 slot tables for 1 groups"),
-        (lambda c: {"slot_tables": (np.full(3, -1, np.int32),)}, r"must be in 0\.\.5, found -1"),
-        (lambda c: {"slot_tables": (np.full(3, 6, np.int32),)}, r"must be in 0\.\.5, found \d\.\.6"),
+        (lambda c: {"start": -1}, "must have at least one token and start at 0 or later"),
+        (lambda c: {"start": 2047}, "must end by position 2048"),
+        (lambda c: {"start": 20}, "slots of group 0 up to position 29"),
+        (lambda c: {"slot_tables": c.slot_tables * 2}, "must have 1 slot tables, got 2"),
+        (lambda c: {"slot_tables": (np.full(3, -1, np.int32),)}, r"must be in 0\.\.5, got -1"),
+        (lambda c: {"slot_tables": (np.full(3, 6, np.int32),)}, r"must be in 0\.\.5, got \d\.\.6"),
     ],
 )
 def test_impossible_batches_are_refused_with_the_cache_untouched(models, runner, damage, message):
@@ -279,7 +279,7 @@ def test_an_empty_batch_and_an_empty_sequence_are_refused(models, runner):
 
 def test_a_cache_of_another_shape_is_refused(models, runner):
     run = runner(models("qwen3"), [4])
-    with pytest.raises(CacheMismatch, match="laid out for"):
+    with pytest.raises(CacheMismatch, match="must have the model's groups"):
         models("llama").forward(ForwardBatch([run.chunk(0, 0, 4)]), run.cache)
 
 

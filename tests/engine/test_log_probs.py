@@ -40,5 +40,5 @@ def test_many_rows_are_looked_at_in_slices(monkeypatch):
 
 @pytest.mark.parametrize(("ids", "num_top"), [([0], 0), ([0, 1], 6), ([0, 1], -1)])
 def test_what_does_not_fit_is_refused(ids, num_top):
-    with pytest.raises(SamplingError, match=f"{len(ids)} ids and {num_top} likeliest"):
+    with pytest.raises(SamplingError, match=f"got {len(ids)} ids and num_top {num_top}"):
         log_probs(torch.zeros(2, 5), np.array(ids), num_top)

@@ -112,7 +112,7 @@ def test_rows_that_ask_for_nothing_cost_nothing():
 
 
 def test_ids_outside_the_vocabulary_are_refused():
-    with pytest.raises(SamplingError, match=r"0..4, found 2..5"):
+    with pytest.raises(SamplingError, match=r"0..4, got 2..5"):
         steer(torch.zeros(1, 5), [LogitSteering(barred=np.array([2, 5]))])
 
 

@@ -140,7 +140,7 @@ def _cut(path: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read as JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "must hold a JSON object"),
         (lambda folder: _config(folder, architectures=["MambaForCausalLM"]), "MambaForCausalLM is not supported"),
-        (lambda folder: _config(folder, hidden_size=0), "hidden_size must be a positive integer, found 0"),
+        (lambda folder: _config(folder, hidden_size=0), "hidden_size must be a positive integer, got 0"),
         (
             lambda folder: _config(folder, hidden_size=256),
             r"wrong shape .*: expected \[2048, 256\], found \[2048, 128\]",
