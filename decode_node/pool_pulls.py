@@ -1,4 +1,4 @@
-"""Pulls reused KV from pool nodes to a decode node under the prefill node's lease. Verified before use."""
+"""Pulls of reused KV from pool nodes to a decode node under the prefill node's lease, verified before use."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class PoolPuller:
-    """Reads blocks from pool nodes for reservations."""
+    """Reader of reservations' blocks from pool nodes."""
 
     def __init__(self, node: WorkerNode) -> None:
         self._node = node
 
     async def pull(self, reservation: Reservation, pulls: list[PullRange], span: Span) -> None:
-        """Read reused blocks that are not held here from their pool nodes, traced as children of `span`.
+        """Read reused blocks that are not held here from their pool nodes; traced as children of `span`.
 
-        Blocks that cannot be read or fail verification stay missing, and the prefill node is asked to push them. It is
-        asked only after the last range has ended: a push and a pull of one block must never overlap.
+        Blocks that cannot be read or fail verification stay missing, and the prefill node is asked to push them. This
+        happens only after the last range has ended, since a push and a pull of one block must never overlap.
         """
         reservation.announce()
         try:

@@ -20,7 +20,7 @@ from worker.request import Request
 
 
 class Reservation:
-    """Slots for `request`; blocks below `held_blocks` were already here."""
+    """Slots reserved for `request`; blocks below `held_blocks` are present from the start."""
 
     def __init__(
         self,
@@ -51,18 +51,18 @@ class Reservation:
         self._settled = asyncio.Event()
         self._settled.set()
         self.first_token: asyncio.Future[tuple[int, int]] = self._loop.create_future()
-        self.token_s = 0.0  # seconds that computing one prompt token took
-        self.tail_s = 0.0  # from the first token until all KV was pushed
+        self.token_s = 0.0  # seconds to compute one prompt token on the prefill node
+        self.tail_s = 0.0  # seconds from the first token until all KV was pushed
         self.committed_at = 0.0  # time.monotonic() of the commit
         self.fenced = False  # the writer's key is revoked: nothing more can be written
-        self.gone: str | None = None  # reason why commits are rejected
+        self.gone: str | None = None  # reason for rejecting commits
 
     def valid_tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the valid tokens of each prompt block: all, except in a partial last block."""
         return np.minimum(len(self.request.prompt) - blocks * self._block_tokens, self._block_tokens).astype(np.int32)
 
     def announce(self) -> None:
-        """Count data that has arrived and will be verified; `landed` follows. Any thread."""
+        """Count data that has arrived and is to be verified; `landed` follows. Any thread."""
         with self._pending_lock:
             self._pending += 1
             self._settled.clear()

@@ -1,5 +1,4 @@
-"""The decode node: reserves pages under an epoch, receives and verifies KV, and joins the request to
-the running batch."""
+"""The decode node: reserves pages under an epoch, receives and verifies KV, and adds requests to the running batch."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeService:
-    """Serves a request from its prefilled KV to its last token."""
+    """Service that runs a request from its prefilled KV to its last token."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
@@ -46,13 +45,15 @@ class DecodeService:
         node.messenger.on_peer_lost(self._on_peer_lost)
 
     async def reserve(self, request: Request, asked: ReserveRequest) -> ReserveReply:
-        """Reserve pages for the whole answer, or for the part that the placement names.
+        """Reserve pages for the whole answer, or for the part of it named by the placement.
 
         Raises RequestRefused, or RequestFailed if the reservation could not be made.
         """
         node = self.node
         if request.generated + 1 == request.max_tokens < asked.request.sampling.max_tokens:
-            raise RequestRefused("too_long", f"{len(request.prompt)} prompt tokens leave no room for an answer here")
+            raise RequestRefused(
+                "too_long", f"the prompt of {len(request.prompt)} tokens leaves no room for an answer on this node"
+            )
         if not node.streams.is_attached(request.frontend_id):
             raise RequestRefused("not_attached", f"frontend {request.frontend_id} has no token stream here")
         reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
@@ -76,7 +77,7 @@ class DecodeService:
         )
 
     async def commit(self, asked: CommitRequest) -> CommitReply:
-        """Handle the end of all pushes: the request joins, or the reply names the blocks that are missing."""
+        """Handle the end of all pushes: add the request to the batch, or return the blocks that are missing."""
         reservation = self._open.get(asked.epoch)
         if reservation is None:
             return CommitReply(error=f"epoch {asked.epoch} is not open on {self.node.config.node_id}")
@@ -97,7 +98,7 @@ class DecodeService:
     def abort(self, asked: AbortRequest) -> None:
         """Release the epoch's pages: the writer has stopped."""
         reservation = self._open.get(asked.epoch)
-        if asked.epoch == 0:  # the prefill node does not have the epoch; its Reserve may not even have arrived yet
+        if asked.epoch == 0:  # the prefill node does not know the epoch; its Reserve may not even have arrived yet
             self.node.jobs.cancel(asked.request_id, asked.attempt)
         elif reservation is not None and not reservation.first_token.done():
             reservation.gone = "aborted by the prefill node"
@@ -167,8 +168,10 @@ class DecodeService:
         return reservation
 
     async def _receive(self, reservation: Reservation, reserve: ReserveRequest, span: Span) -> tuple[int, int] | None:
-        """Pull blocks and wait for the commit. Returns (index, id) of the first token; None if the writer gave up or is
-        gone."""
+        """Pull blocks and wait for the commit.
+
+        Returns (index, id) of the first token; None if the writer gave up or is gone.
+        """
         pulling = asyncio.ensure_future(self._pulls.pull(reservation, list(reserve.pulls), span))
         try:
             return await asyncio.shield(reservation.first_token)
@@ -186,14 +189,16 @@ class DecodeService:
     async def _decode(
         self, reservation: Reservation, first_index: int, first_token: int, cut: int | None, span: Span
     ) -> PrefixSave:
-        """Generate the answer. From block `cut` on the prompt's KV was recomputed for parity and replaces the blocks
-        held here."""
+        """Generate the answer.
+
+        From block `cut` on the prompt's KV was recomputed for parity and replaces the blocks held here.
+        """
         node, request = self.node, reservation.request
         if first_index != request.generated:
-            raise RequestFailed("handoff", f"the first token has index {first_index}, not {request.generated}")
+            raise RequestFailed("handoff", f"the first token must have index {request.generated}, got {first_index}")
         node.jobs.renew(request)
         matcher = await node.matcher(request)
-        # The writer has ended: with its key revoked now, the slots need no quarantine later.
+        # The writer has ended: its key is revoked now, so the slots need no quarantine later.
         await in_thread(node.messenger.revoke, reservation.key)
         reservation.fenced = True
         blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
@@ -239,7 +244,9 @@ class DecodeService:
 
 
 def _first_slots(request: Request, block_tokens: int, most: int) -> int:
-    """Return the initial number of slots: enough for the prompt and one token, for the expected answer, or for all of
-    it."""
+    """Return the initial number of slots.
+
+    Enough for the prompt and one token, for the expected answer, or for all of it.
+    """
     wanted = request.placement.reserve_tokens
     return min(most, -(-max(wanted, len(request.prompt) + 1) // block_tokens)) if wanted else most

@@ -38,7 +38,7 @@ from worker.shielded_wait import shielded
 log = logging.getLogger(__name__)
 
 ENLIST_S = 2.0  # longest wait for a helper
-_LOOK_S = 0.5  # interval of the check for silent helpers
+_LOOK_S = 0.5  # interval of the check for helpers that have stopped sending
 
 
 class _HelperCall:
@@ -50,11 +50,11 @@ class _HelperCall:
         self._call: Any = stub.Help(timeout=timeout_s)  # type: ignore[call-arg]  # no request iterator: messages are written one by one
 
     async def enlist(self, enlist: Enlist) -> Enlisted:
-        """Ask the helper to take slots. Raises ControlError; the call has then ended."""
+        """Request slots from the helper. Raises ControlError; the call has then ended."""
         await self._step(self._call.write, HelpRequest(enlist=enlist))
         reply = await self._step(self._call.read)
         if reply is grpc.aio.EOF:
-            raise self._refusal("it ended the call")
+            raise self._refusal("the helper ended the call")
         enlisted: Enlisted = reply.enlisted
         return enlisted
 
@@ -107,8 +107,11 @@ class PrefillGroup:
         self._watching: list[asyncio.Future[None]] = []
 
     async def run(self, sequence: EngineSequence) -> bool:
-        """Compute the prompt with the group. If the group is lost, returns False and leaves the sequence in a state
-        from which the head can continue alone, once the group is closed."""
+        """Compute the prompt with the group; return True if it succeeded.
+
+        If the group is lost, returns False and leaves the sequence in a state from which the head can continue alone,
+        once the group is closed.
+        """
         node, chunks = self._node, self.member.chunks
         sequence.group_chunks = chunks
         timing = node.timings[id(sequence)]
@@ -189,7 +192,7 @@ async def form_group(
             members=members,
         )  # fmt: skip
 
-    # Prompts that are compared or scored are computed here only.
+    # Prompts that are compared or scored are computed on this node only.
     is_whole = work.cut is not None or work.request.scores_prompt
     if not work.request.placement.helpers or is_whole or sum(map(len, chunks(1))) < MIN_CHUNKS:
         yield None

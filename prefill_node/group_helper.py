@@ -35,7 +35,7 @@ Tap = Callable[[EngineSequence, GroupMember], AbstractContextManager[None]]
 
 
 class GroupHelper:
-    """Computes chunks for the heads of groups."""
+    """Helper that computes chunks for the heads of prefill groups."""
 
     def __init__(self, node: WorkerNode, executor: ThreadPoolExecutor, tap: Tap) -> None:
         """While inside `tap(sequence, member)`, the member is notified of each computed layer of the sequence."""
@@ -44,8 +44,10 @@ class GroupHelper:
         self._tap = tap
 
     async def serve(self, request: Request, enlist: Enlist, further: Further, reply: Reply) -> None:
-        """Serve one call of a head from its first message to its end. Raises RequestRefused if nothing was taken,
-        RequestFailed if the help failed later."""
+        """Serve one call of a head from its first message to its end.
+
+        Raises RequestRefused if nothing was taken, RequestFailed if the help failed later.
+        """
         node = self._node
         self._check(request, enlist)
         loop = asyncio.get_running_loop()
@@ -78,7 +80,9 @@ class GroupHelper:
     def _check(self, request: Request, enlist: Enlist) -> None:
         node = self._node
         if enlist.kv_namespace != node.namespace:
-            raise RequestRefused("other_kv", f"{node.config.node_id} computes KV of another namespace than the head")
+            raise RequestRefused(
+                "other_kv", f"{node.config.node_id} computes KV of a different namespace than the head"
+            )
         most = (len(request.prompt) - 1) // node.config.block_tokens
         if not 0 < enlist.num_blocks <= most or enlist.reused_blocks >= enlist.num_blocks:
             raise RequestRefused(

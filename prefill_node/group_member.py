@@ -38,7 +38,7 @@ from worker.slot_memory import EngineMemory
 
 
 class MemberChunks:
-    """The chunks that one member computes, and which blocks of the other members are present. A PushTarget."""
+    """The chunks that one member computes, and which blocks of the other members are present. Implements PushTarget."""
 
     def __init__(
         self,
@@ -51,9 +51,11 @@ class MemberChunks:
         changed: Callable[[], None],
         forward: Callable[[int, list[int]], None] | None = None,
     ) -> None:
-        """Blocks [0, num_blocks) of the prompt are needed here; blocks [0, held_blocks) are present. `changed()` is
-        called when the next chunk may be ready. `forward(layer, blocks)` gets verified blocks of other members. A step
-        waits for a layer until `stall_s` after the last arrival."""
+        """Blocks [0, num_blocks) of the prompt are needed here; blocks [0, held_blocks) are present.
+
+        `changed()` is called when the next chunk may be ready. `forward(layer, blocks)` gets verified blocks of other
+        members. A step waits for a layer until `stall_s` after the last arrival.
+        """
         self.slots = list(slots)
         self.num_blocks = num_blocks
         self._memory = memory
@@ -145,7 +147,7 @@ class MemberChunks:
             self._changed()
 
     def lose(self, why: str) -> None:
-        """Mark the group as lost and wake all waiting callers."""
+        """Mark the group as lost and wake all waiting callers. Does nothing if it is lost already."""
         with self._came:
             if self._lost is None:
                 self._lost = GroupLost(why)
@@ -177,14 +179,14 @@ class MemberChunks:
 
 @dataclass(frozen=True, slots=True)
 class _PeerPusher:
-    """Pushes to another member, which needs all tokens before `until`."""
+    """Pusher to another member, which needs all tokens before `until`."""
 
     pusher: Pusher
     until: int
 
 
 class GroupMember:
-    """This node's part in a prefill group. The caller holds the slots until `close` has returned."""
+    """This node's part in a prefill group. The slots must be held until `close` has returned."""
 
     def __init__(
         self,
@@ -229,8 +231,9 @@ class GroupMember:
         )
 
     def begin(self, spans: Sequence[TokenSpan], others: Sequence[Member], reused_blocks: int = 0) -> None:
-        """Compute these chunks and push them to the members that need them; the first `reused_blocks`
-        blocks at once."""
+        """Compute these chunks and push them to the members that need them; push the first `reused_blocks` blocks at
+        once.
+        """
         for other in others:
             pusher = self._pusher(other)
             self._pushers.append(_PeerPusher(pusher, other.until))

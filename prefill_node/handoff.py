@@ -45,7 +45,7 @@ class PrefillHandoff:
         self._committing: asyncio.Task[None] | None = None
 
     async def reserve(self) -> None:
-        """Reserve pages on the decode node. Raises RequestFailed that suspects the decode node."""
+        """Reserve pages on the decode node. Raises RequestFailed with the decode node as the suspect."""
         request, shared = self._request, self._work.shared_blocks
         reserve = ReserveRequest(request=request.proto, writer=self._node.endpoint.to_proto())
         reserve.request.timeout_s = request.time_left_s
@@ -76,7 +76,7 @@ class PrefillHandoff:
 
     @property
     def push_from(self) -> int:
-        """Index of the first block to push: the decode node has, or pulls, those before it."""
+        """Index of the first block to push; the decode node has, or pulls, those before it."""
         assert self.reservation is not None
         return max(self._work.shared_blocks, self.reservation.held_blocks)
 
@@ -98,8 +98,10 @@ class PrefillHandoff:
             self._committing.cancel()
 
     async def commit(self, pusher: Pusher, sequence: EngineSequence) -> None:
-        """Hand over the request once every block has arrived and was verified; push missing blocks again. Raises
-        RequestFailed."""
+        """Hand over the request once every block has arrived and was verified; push missing blocks again.
+
+        Raises RequestFailed.
+        """
         if not self.is_called_off:
             self._committing = asyncio.ensure_future(self._commit(pusher, sequence))
             with self._span.child("commit", "client", decode_node=self._decode.node_id):
@@ -147,8 +149,8 @@ class PrefillHandoff:
         raise self._failed("commit", f"blocks still fail verification after {COMMIT_ROUNDS} rounds")
 
     async def abort(self) -> None:
-        """Release the reservation because this writer has stopped. Best effort: the decode node also notices when this
-        node is gone.
+        """Release the reservation because pushing has stopped. Best effort: the decode node also notices if this node
+        is gone.
 
         If the reply to Reserve was lost, the epoch is unknown here and the reservation is aborted by its attempt.
         """

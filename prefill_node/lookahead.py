@@ -1,5 +1,6 @@
-"""Limit on the requests that a prefill node prepares ahead: it loads and reserves for the next while
-one is computed."""
+"""Limit on the requests that a prefill node prepares ahead: KV is loaded and pages are reserved for the next request
+while one is computed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class LookaheadPermit:
 
 
 class LookaheadLimiter:
-    """Grants permits in the order of `WaitQueue.next_ahead`. Lives on the event loop."""
+    """Granter of permits in the order of `WaitQueue.next_ahead`. Lives on the event loop."""
 
     def __init__(self, num_permits: int, wait_queue: WaitQueue) -> None:
         self._num_permits = num_permits
@@ -36,12 +37,12 @@ class LookaheadLimiter:
 
     @property
     def must_wait(self) -> bool:
-        """True if a newcomer that is last in the queue would have to wait now."""
+        """Return True if a new request at the end of the queue would have to wait now."""
         return bool(self._waiters) or len(self._holders) >= self._num_permits
 
     @contextlib.asynccontextmanager
     async def take(self, key: RequestKey) -> AsyncIterator[LookaheadPermit]:
-        """Wait for a permit for the request `key`, and end it at the end."""
+        """Wait for a permit for the request `key`, and end it when the context exits."""
         waiter = self._waiters[key] = asyncio.get_running_loop().create_future()
         place = LookaheadPermit(lambda: self._end(key))
         self._serve()

@@ -1,7 +1,7 @@
-"""Pushes a request's KV to its decode node, or to another member of its group, layer by layer while it is computed.
+"""Pushes of a request's KV to its decode node, or to another member of its group, layer by layer as it is computed.
 
-The engine thread only reports which layer of which tokens is written; digests and writes are made on the push thread. A
-block is pushed when it is whole, the partial last one with the prompt's last chunk.
+The engine thread only reports which layer of which tokens is written; the push thread computes digests and writes. A
+block is pushed when it is complete, the partial last one with the prompt's last chunk.
 
 Threads: `layer_written` on the engine thread, `_send` on the push thread, `_landed` on the messenger's thread, `flush`,
 `stop` and `settle` on the event loop. `_lock` guards `_open`, `_error`, `_stopped` and the byte counts. A future stays
@@ -30,7 +30,7 @@ from worker.slot_memory import EngineMemory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PushDestination:
-    """Slots of a remote node that one prompt's KV is pushed to."""
+    """Slots of a remote node to which one prompt's KV is pushed."""
 
     peer: Peer
     epoch: int
@@ -40,7 +40,7 @@ class PushDestination:
 
 
 class Pusher:
-    """Pushes the KV of one request to one destination."""
+    """Pusher of one request's KV to one destination."""
 
     def __init__(
         self,
@@ -173,13 +173,13 @@ class Pusher:
             span.past("messenger push", start_s, end_s, bytes=self._moved_nbytes, peer=peer)
 
     async def stop(self) -> None:
-        """Push nothing more; returns when no write is in progress, successful or not."""
+        """Stop pushing; return when no write is in progress, whether successful or not."""
         with self._lock:
             self._stopped = True
         await self.settle()
 
     async def settle(self) -> None:
-        """Wait until no push so far is in progress, successful or not."""
+        """Wait until no push so far is in progress, whether successful or not."""
         while True:
             with self._lock:
                 waiting = [asyncio.wrap_future(future) for future in self._open]

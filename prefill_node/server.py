@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillService:
-    """Serves a request from its prompt to its first token, and moves its KV to the decode node."""
+    """Service that runs a request from its prompt to its first token, and moves its KV to the decode node."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
@@ -110,7 +110,7 @@ class PrefillService:
             await shielded(asyncio.ensure_future(self._leave(handoff, pusher)))
 
     async def _leave(self, handoff: PrefillHandoff, pusher: Pusher | None) -> None:
-        """Abort the hand-off after the last write has ended; the decode node may then reuse its slots."""
+        """Abort the hand-off after the last write has ended, since the decode node may then reuse its slots."""
         if pusher is not None:
             await pusher.stop()
         await handoff.abort()

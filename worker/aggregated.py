@@ -1,4 +1,6 @@
-"""Serves whole requests, prefill and decode in one engine loop: aggregated workers, and any worker that is asked to."""
+"""Service of whole requests, prefill and decode in one engine loop: used by aggregated workers and for colocated
+prefill.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from worker.request import Request
 
 
 class AggregatedService:
-    """Serves a request from its prompt to its last token."""
+    """Service that runs a request from its prompt to its last token on this worker."""
 
     def __init__(self, node: WorkerNode) -> None:
         self._node = node

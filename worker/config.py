@@ -1,4 +1,4 @@
-"""Configuration of one worker: the settings of its role, with what is decided at start filled in."""
+"""Configuration of one worker: the settings of its role, with the values that are determined at startup filled in."""
 
 from dataclasses import dataclass, field
 
@@ -9,14 +9,14 @@ from settings.worker import BlockSettings, EngineSettings, KvSettings, ModelSett
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Configuration of one engine process: prefill, decode or aggregated. Raises ValueError."""
+    """Configuration of one engine process: prefill, decode or aggregated. Raises ValueError for invalid values."""
 
-    node: NodeSettings  # with the node id
+    node: NodeSettings  # node_id is set
     listen: ListenSettings
     conductor_targets: tuple[str, ...]  # gRPC targets of all conductors
     pool_target: str  # gRPC target of this host's pool node
     model: ModelSettings
-    engine: EngineSettings  # with the torch device and the number of threads, instead of auto and 0
+    engine: EngineSettings  # the torch device and the number of threads are resolved: never auto or 0
     host: HostSettings = field(default_factory=HostSettings)
     blocks: BlockSettings = field(default_factory=BlockSettings)
     kv: KvSettings = field(default_factory=KvSettings)
@@ -24,9 +24,9 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         if not self.conductor_targets:
-            raise ValueError("conductor_targets is empty: expected the gRPC target of at least one conductor")
+            raise ValueError("conductor_targets must hold the gRPC target of at least one conductor, got none")
         if self.kv.kv_storage == "int8" and self.engine.engine == "paced":
-            raise ValueError("kv_storage is int8 and engine paced: a paced engine needs kv_storage exact")
+            raise ValueError("kv_storage must be exact with a paced engine, got int8")
         if self.engine.capacity_tokens % self.block_tokens:
             raise ValueError(
                 f"capacity_tokens must be a multiple of block_tokens ({self.block_tokens}), got "
@@ -35,7 +35,7 @@ class WorkerConfig:
 
     @property
     def node_id(self) -> str:
-        """Name in the cluster."""
+        """Name of the node in the cluster."""
         return self.node.node_id
 
     @property
@@ -45,5 +45,5 @@ class WorkerConfig:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the engine's cache."""
+        """Number of slots in the engine's cache."""
         return self.engine.capacity_tokens // self.block_tokens

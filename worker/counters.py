@@ -17,7 +17,7 @@ class WorkerCounters:
         self._values[name] += value
 
     def add_transfer(self, path: str, nbytes: int, seconds: float) -> None:
-        """Count KV bytes moved on one of the paths push, pull, load, fetch, store and group."""
+        """Count KV bytes and seconds of a transfer on one of the paths push, pull, load, fetch, store and group."""
         self._values[f"kv_{path}_bytes"] += nbytes
         if self.on_transfer is not None:
             self.on_transfer(path, nbytes, seconds)

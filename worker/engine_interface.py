@@ -1,6 +1,6 @@
-"""Interface between a worker and what computes for it: a transformer or the paced stand-in. Imports no torch.
+"""Interface between a worker and its engine: a transformer or the paced stand-in. Imports no torch.
 
-All other parts of a worker (slots, batch policy, hand-off, pool, streams) are the same code for both.
+All other parts of a worker (slots, batch policy, hand-off, pool, streams) are shared by both engines.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ OnLayer = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """Next token of one row, with its log-probabilities if the request asked for them."""
+    """Next token of one row, with its log-probabilities if the request needs them."""
 
     token: int
     logprobs: LogProbs | None = None
 
 
 class StepRunner(Protocol):
-    """Computes planned steps in the slots of one memory. Called on the engine thread only."""
+    """Runner of planned steps in the slots of one memory. Called on the engine thread only."""
 
     def run(
         self,
@@ -38,7 +38,7 @@ class StepRunner(Protocol):
         chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
         on_layer: OnLayer | None,
     ) -> list[SampledToken | None]:
-        """Compute one step: the next token of each decoding sequence, and these prompt chunks.
+        """Compute one step: the next token of each decoding sequence, and the given prompt chunks.
 
         Writes the KV of the computed tokens and calls `on_layer(layer)` when a layer's KV is written. Returns a token
         per decoding sequence, then one per chunk that ends its prompt; None for a sequence that cannot continue, whose
@@ -51,12 +51,12 @@ class Engine(ABC):
 
     config: ModelConfig
     fingerprint: str
-    hardware = ""  # device as named in cost profiles; empty if nothing is computed
+    hardware = ""  # name of the device in cost profiles; empty if nothing is computed
     label = ""  # name of the stand-in; empty for a real model
 
     @abstractmethod
     def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> EngineMemory:
-        """Allocate the slots that the engine computes in. Raises OSError if there is not enough memory."""
+        """Allocate the slots in which the engine computes. Raises OSError if there is not enough memory."""
 
     @abstractmethod
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
@@ -69,7 +69,7 @@ class Engine(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Compile, or load from the cache, all that steps need. Blocks."""
+        """Compile, or load from the cache, everything that steps need. Blocks."""
 
     @abstractmethod
     def check(self, request: Request) -> None:

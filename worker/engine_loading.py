@@ -7,7 +7,7 @@ from worker.engine_interface import Engine
 
 
 def load_engine(config: WorkerConfig) -> Engine:
-    """Return the engine that `config.engine.engine` names. Raises StartupError."""
+    """Return the engine selected by `config.engine.engine`. Raises StartupError."""
     if config.engine.engine == "paced":
         from worker.paced.engine import PacedEngine
 

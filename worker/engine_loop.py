@@ -1,23 +1,26 @@
 """The engine thread: plans steps, runs them, samples and reports. It does no I/O.
 
-Commands come in through `submit`, `cancel` and `extend`; results go out through one callback per step, which is called
-on the engine thread. The owner of the slots may free a sequence's slots only after the sequence was reported as `left`.
+Commands arrive through `submit`, `cancel` and `extend`; results leave through one callback per step, on the engine
+thread. A sequence's slots may be freed only after a StepResult has listed the sequence in `left`.
 
 Threads, locks and lifetimes:
 
   event loop                        engine thread                          verifier thread
   submit, cancel, extend, wake ──▶  _take_commands: inbox → _prefilling    MemberChunks.verified ──▶ wake
-  (under `_wake`)                   or _decoding                           (a group's layer has arrived)
+  (under `_wake`)                   or _decoding                           (a layer from the group arrived)
   on_step callback ◀──────────────  _step ends: StepResult
   (call_soon_threadsafe)            on_layer(layer, spans) within a step
 
 - `_wake` guards `_inbox`, `_closing`, `_ended_by` and the growth of a sequence's slot table. The engine thread holds
   it only in `_take_commands` and when it ends, never during a step or a callback.
-- `_prefilling` and `_decoding` belong to the engine thread. Others read only their lengths (`num_sequences`).
-- A sequence belongs to the engine thread from `submit` until a StepResult lists it in `left`. Steps read and write
-  its slots meanwhile, so a cancelled sequence keeps them until the step in progress has ended.
+- `_prefilling` and `_decoding` belong to the engine thread. Other threads read only their lengths (`num_sequences`).
+- A sequence belongs to the engine thread from `submit` until a StepResult lists it in `left`; other threads may only
+  cancel it or extend its slot table. Steps read and write its slots, so a cancelled sequence keeps them until the step
+  in progress has ended.
 - A step of a prefill group blocks in `group_chunks.wait` for layers of other nodes; `cancel` ends that wait by `lose`.
-- If the thread dies, `_ended_by` is set and all sequences are reported as left; later submits are answered at once.
+- The thread runs from `start` until `close` joins it or an error ends it. `close` does not report the sequences that
+  are still in the loop. After an error `_ended_by` is set, all sequences are reported as left, and later submits are
+  answered at once, on the caller's thread.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class GeneratedToken:
     index: int
     token: int
     finish: Finish.ValueType
-    logprobs: LogProbs | None = None  # if asked for
+    logprobs: LogProbs | None = None  # if the request needs them
 
 
 @dataclass(slots=True)
@@ -54,11 +57,10 @@ class StepResult:
     """Result of one step, or the removal of cancelled sequences."""
 
     tokens: list[GeneratedToken] = field(default_factory=list)
-    left: list[EngineSequence] = field(
-        default_factory=list
-    )  # out of the loop: finished, handed over, cancelled or failed (`EngineSequence.error`)
-    error: BaseException | None = None  # the step failed; `left` lists the sequences it fails
-    is_end: bool = False  # the thread has ended with that error: nothing more will be computed
+    # Sequences that left the loop: finished, handed over, cancelled or failed (`EngineSequence.error`).
+    left: list[EngineSequence] = field(default_factory=list)
+    error: BaseException | None = None  # the step failed, and with it the sequences in `left`
+    is_end: bool = False  # the thread has ended with that error: no further step will run
     decode_batch: int = 0
     decode_context: int = 0
     prefill_tokens: int = 0
@@ -69,7 +71,7 @@ LayerHook = Callable[[int, list[tuple[EngineSequence, int, int]]], None]
 
 
 class EngineLoop:
-    """Runs the engine over the submitted sequences until closed."""
+    """Loop that runs the engine over the submitted sequences, on its own thread, until it is closed."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, sequence: EngineSequence) -> None:
-        """Hand over a sequence; its slots belong to the loop until it is reported as left."""
+        """Pass a sequence to the loop; its slots belong to the loop until the sequence is reported as left."""
         with self._wake:
             if self._ended_by is None:
                 self._inbox.append(sequence)
@@ -109,7 +111,7 @@ class EngineLoop:
         self._on_step(StepResult(error=self._ended_by, left=[sequence], is_end=True))
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """Request the removal of a sequence; it is reported as left after the step in progress."""
+        """Request the removal of a sequence; it is reported as left when the step in progress has ended."""
         with self._wake:
             sequence.cancelled = True
             self._wake.notify()
@@ -123,12 +125,12 @@ class EngineLoop:
             self._wake.notify()
 
     def wake(self) -> None:
-        """Reconsider the sequences of prefill groups: a group's chunk may be ready."""
+        """Wake the engine thread to look at prefill groups again: the next chunk of one may be ready."""
         with self._wake:
             self._wake.notify()
 
     def close(self) -> None:
-        """Stop after the step in progress and join the thread."""
+        """Stop when the step in progress has ended, and join the thread."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -154,11 +156,11 @@ class EngineLoop:
         while self._take_commands():
             self._drop_cancelled()
             now_s = time.monotonic()
-            # Sorted before every step: an urgent prompt goes first from its next chunk on.
+            # Sorted before every step: an urgent prompt takes precedence from its next chunk on.
             self._prefilling.sort(key=lambda sequence: sequence.queue_entry.rank(now_s))
             ready = [s for s in self._decoding if self._has_room(s)]
             prompts = [s for s in self._prefilling if s.group_chunks is None or s.group_chunks.is_ready]
-            # A chunk of a group may wait for other nodes at every layer, so it gets a step of its own, and decoding
+            # A chunk of a group may wait for other nodes at every layer, so it runs in its own step, and decoding
             # sequences get every other step.
             self._was_shared = bool(prompts and prompts[0].group_chunks is not None) and not (
                 ready and self._was_shared
@@ -192,8 +194,10 @@ class EngineLoop:
         return any(sequence.cancelled or self._has_room(sequence) for sequence in self._decoding)
 
     def _has_room(self, sequence: EngineSequence) -> bool:
-        """True if the last token, which the next step computes, has a slot; a growing answer may have to wait
-        for one."""
+        """Return True if the slot table has room for the last token, which the next step computes.
+
+        A growing answer may have to wait for a slot.
+        """
         return sequence.num_tokens <= len(sequence.table) * self._limits.block_tokens
 
     def _drop_cancelled(self) -> None:
@@ -223,7 +227,7 @@ class EngineLoop:
     def _step(self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]]) -> None:
         try:
             result = self._run_batch(decoding, chunks)
-        except GroupLost as error:  # the chunk of a group has a step of its own
+        except GroupLost as error:  # a group's chunk is the only one in its step
             chunks[0][0].error = error
             result = StepResult(left=[chunks[0][0]])
         except Exception as error:  # a failed step must not end the thread
@@ -283,7 +287,7 @@ class EngineLoop:
 
 
 def _has_left(sequence: EngineSequence, chunk: PrefillChunk) -> bool:
-    """True if this node computes nothing more of the sequence after this chunk."""
+    """Return True if this node computes nothing more of the sequence after this chunk."""
     return (
         sequence.group_chunks.next_span is None
         if sequence.group_chunks is not None

@@ -1,8 +1,8 @@
 """Errors of the workers.
 
 WorkerError
-├── RequestRefused        the request itself is at fault (too long, unknown model): not retried
-├── RequestFailed         this attempt failed here; another node may do better
+├── RequestRefused        the request is invalid here (too long, unknown model): not retried
+├── RequestFailed         this attempt failed here; another node may succeed
 │   └── GroupLost         chunks of other members of a prefill group are missing or damaged
 ├── GrammarError          a grammar that cannot be compiled
 ├── ProfileError          a cost profile that cannot be read or lacks a requested entry
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class WorkerError(Exception):
-    """Base of all errors raised by a worker."""
+    """Base class of all errors raised by a worker."""
 
 
 class RequestRefused(WorkerError):
-    """This node can never serve the request, whatever its load. `code` is sent to the frontend."""
+    """This node can never serve the request, independent of its load. `code` is sent to the frontend."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -60,11 +60,11 @@ class StartupError(WorkerError):
 
 
 def sequence_error(error: Exception) -> WorkerError:
-    """Convert an exception that concerns one sequence of a batch into the error with which that sequence ends.
+    """Convert an exception raised for one sequence of a batch into the error that ends this sequence.
 
     Grammar errors are final, since the sequence would fail in the same way on any node; all others may be retried.
     """
     if isinstance(error, GrammarError):
-        return RequestRefused("grammar", f"the answer cannot be held to its grammar any further: {error}")
+        return RequestRefused("grammar", f"the answer cannot continue under its grammar: {error}")
     log.error("one sequence of a step failed", exc_info=error)
-    return RequestFailed("engine", f"its logits could not be used: {type(error).__name__}: {error}")
+    return RequestFailed("engine", f"the sequence's logits cannot be used: {type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """Grammars compiled for this model's tokenizer and matched token by token.
 
-Grammars are compiled on a thread of their own, once each while cached; every sequence gets a copy of the compiled
-matcher. Token masks are computed on the engine thread, only for rows that have a grammar.
+Grammars are compiled on their own thread, once each while cached; every sequence gets a copy of the compiled matcher.
+Token masks are computed on the engine thread, only for rows with a grammar.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Bools = NDArray[np.bool_]
 
 
 class GrammarVocabulary:
-    """A model's tokens in the form that llguidance needs."""
+    """A model's tokens in the form required by llguidance."""
 
     def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """Raises GrammarError if this tokenizer cannot be used with grammars."""
+        """Read the folder's tokenizer. Raises GrammarError if it cannot be used with grammars."""
         try:
             tokenizer = Tokenizer.from_file(str(find_tokenizer(folder)))
         except TokenizerMissing as error:
@@ -41,7 +41,7 @@ class GrammarVocabulary:
             raise GrammarError(f"the tokenizer of {folder} cannot be read: {error}") from error
         self.size = vocab_size
         self.end_ids = frozenset(i for i in end_ids if i < vocab_size)
-        # llguidance needs an end token. A model without one gets an extra token that is never allowed.
+        # llguidance requires an end token. A model without one gets an extra token that is never allowed.
         self.mock_end: int | None = None
         ends = sorted(self.end_ids)
         if not ends:
@@ -56,7 +56,7 @@ class GrammarVocabulary:
             )
         except Exception as error:
             raise GrammarError(
-                f"this model's tokenizer cannot be held to a grammar: {shortened(str(error))}"
+                f"this model's tokenizer cannot be used with grammars: {shortened(str(error))}"
             ) from error
 
 
@@ -109,15 +109,15 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[int, str], asyncio.Future[LLMatcher]] = OrderedDict()
 
     def warm_up(self) -> None:
-        """Read the tokenizer now rather than with the first grammar. Blocks."""
+        """Read the tokenizer now instead of with the first grammar. Blocks."""
         self._thread.submit(self._try_vocabulary).result()
 
     def close(self) -> None:
-        """End the thread; blocks for as long as a compilation takes."""
+        """End the thread. Blocks until a compilation in progress has ended."""
         self._thread.shutdown(cancel_futures=True)
 
     def begin(self, grammar: Grammar | None) -> None:
-        """Start to compile a grammar in the background, for a later call of `matcher`."""
+        """Start to compile a grammar in the background, for a later call of `matcher`. Does nothing for None."""
         if grammar is not None:
             self._compile(grammar)
 
@@ -146,7 +146,7 @@ class GrammarCompiler:
         return found
 
     def _keep_if_final(self, key: tuple[int, str], future: asyncio.Future[LLMatcher]) -> None:
-        """Keep successes and invalid grammars in the cache; drop other failures, which may not recur."""
+        """Keep successes and invalid grammars in the cache; drop other failures, which may be temporary."""
         final = not future.cancelled() and isinstance(future.exception(), GrammarError | type(None))
         if not final and self._compiled.get(key) is future:
             del self._compiled[key]
@@ -173,7 +173,7 @@ class GrammarCompiler:
             for token in generated.tolist():
                 matcher.take(token)
         except GrammarError as error:
-            raise GrammarError(f"the tokens generated before do not follow the grammar: {error}") from error
+            raise GrammarError(f"the tokens generated so far do not match the grammar: {error}") from error
         return matcher
 
     def _try_vocabulary(self) -> GrammarVocabulary | GrammarError:

@@ -30,8 +30,10 @@ OnFailure = Callable[[Request, Failure], None]
 
 
 class RequestJobs:
-    """Runs the jobs of all requests; lives on the event loop. Calls `on_failure(request, failure)` and
-    `on_over(request)` as jobs end."""
+    """The running jobs of all requests, one task each. Lives on the event loop.
+
+    Calls `on_failure(request, failure)` when a job fails and `on_over(request)` when it ends.
+    """
 
     def __init__(self, on_failure: OnFailure, on_over: Callable[[Request], None]) -> None:
         self._on_failure = on_failure
@@ -39,36 +41,37 @@ class RequestJobs:
         self._jobs: dict[str, tuple[Request, Job]] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()  # the highest attempt cancelled, by request
         self._endings: dict[tuple[str, int], Callable[[int], None]] = {}  # by request and attempt
-        self._limits: dict[tuple[str, int], asyncio.Timeout] = {}  # of endless ones
+        self._limits: dict[tuple[str, int], asyncio.Timeout] = {}  # of endless requests
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def run(self, request: Request, work: Work, *, on_failure: OnFailure | None = None) -> Job:
-        """Run a request's coroutine and free its name when it ends; a failure is reported to `on_failure`.
+        """Run a request's coroutine as its job until it ends; a failure is reported to `on_failure`.
 
-        An earlier attempt that still runs here is cancelled, and `work` begins once that one has released everything.
-        Raises RequestRefused if this attempt was cancelled before, or a later attempt arrived first.
+        An earlier attempt that still runs here is cancelled, and `work` begins once that attempt has released
+        everything. Raises RequestRefused if this attempt was cancelled before, or a later attempt arrived first.
         """
         previous = self._jobs.get(request.request_id)
         newest = max(self._cancelled.get(request.request_id, -1), previous[0].attempt if previous else -1)
         if request.attempt <= newest:
             work.close()
             raise RequestRefused(
-                "superseded", f"attempt {request.attempt} of request {request.request_id} comes after attempt {newest}"
+                "superseded",
+                f"attempt {request.attempt} of request {request.request_id} arrived after attempt {newest}",
             )
         report = on_failure or self._on_failure
         task = asyncio.ensure_future(self._run(request, work, previous[1] if previous else None, report))
         self._jobs[request.request_id] = (request, task)
-        # A callback, since a task that is cancelled before its first step never runs its own code.
+        # A callback, because a task that is cancelled before its first step never runs its own code.
         task.add_done_callback(lambda _: self._over(request, work))
         return task
 
     def cancel(self, request_id: str, attempt: int, *, keep_kv: bool = False, kept_tokens: int = 0) -> None:
         """Cancel this and earlier attempts of a request, whether they run here or are still to arrive.
 
-        `keep_kv` means that the answer is complete: a job inside `ended_by` then finishes by itself and is passed
-        `kept_tokens`, the number of the answer's tokens worth saving (0: unknown).
+        With `keep_kv` the answer is complete: a job inside `ended_by` then finishes by itself and receives
+        `kept_tokens`, the number of the answer's tokens to save (0: unknown).
         """
         self._cancelled[request_id] = max(attempt, self._cancelled.pop(request_id, attempt))
         if len(self._cancelled) > MAX_CANCELS:
@@ -84,8 +87,9 @@ class RequestJobs:
 
     @contextlib.contextmanager
     def ended_by(self, request: Request, end: Callable[[int], None]) -> Iterator[None]:
-        """Let a cancel with `keep_kv` call `end(kept_tokens)` instead of cancelling the job; for jobs that have KV to
-        save."""
+        """Let a cancel with `keep_kv` call `end(kept_tokens)` instead of cancelling the job; used by jobs with KV to
+        save.
+        """
         key = request.request_id, request.attempt
         self._endings[key] = end
         try:
@@ -150,7 +154,7 @@ class RequestJobs:
         return "failed"
 
     def _over(self, request: Request, work: Work) -> None:
-        work.close()  # it has not started if the job was cancelled early
+        work.close()  # not started yet if the job was cancelled early
         self._limits.pop(request.key, None)
         job = self._jobs.get(request.request_id)
         if job is not None and job[0] is request:

@@ -1,4 +1,5 @@
-"""Connects a worker's slots with KV pools: prefetches, pins, loads and verifies reused blocks, and stores new ones.
+"""Connection of a worker's slots with KV pools: prefetches, pins, loads and verifies reused blocks, and stores new
+ones.
 
 Blocks of this host's pool go through shared memory (`worker.local_pool`) if possible, all others through the messenger.
 A store is a two-phase put: allocate slots at a pool node, write the blocks, seal them with their digests.
@@ -31,9 +32,8 @@ from worker.slot_memory import SlotMemory
 
 log = logging.getLogger(__name__)
 
-# Each call to a hanging pool node costs its deadline. The first pause equals the time after which the conductor
-# suspects
-# a node; the longest bounds how late a recovered node is used again.
+# A call to a hanging pool node costs its deadline. The first pause equals the time after which the conductor suspects a
+# node; the longest one bounds the delay until a recovered node is used again.
 _HOLD_OFF_S, _LONGEST_HOLD_OFF_S = 5.0, 30.0
 
 
@@ -42,13 +42,13 @@ class PoolCallSettings:
     """Identity of a worker towards pool nodes, and the settings of its calls."""
 
     own_target: str  # gRPC target of this host's pool node; empty = none
-    owner: str  # node id under which leases and puts are held
+    owner: str  # node id that holds the leases and puts
     incarnation: int
     kv: KvSettings
 
 
 class KVConnector:
-    """Access of one worker to its host's pool node and to the pool nodes that placements name."""
+    """Access of one worker to its host's pool node and to the pool nodes named in placements."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class KVConnector:
         return self._clients[target]
 
     async def meet(self) -> None:
-        """Ask this host's pool node for its identity, repeatedly until it answers: all roles start at once."""
+        """Request this host's pool node's identity until it answers, since all roles start at once."""
         while self._own_target:
             try:
                 description = await self.client(self._own_target).describe()
@@ -106,8 +106,9 @@ class KVConnector:
             await client.close()
 
     def prefetch(self, request: Request, num_blocks: int) -> None:
-        """Ask pool nodes to bring the first `num_blocks` blocks of a waiting request from SSD to memory. Returns at
-        once."""
+        """Tell pool nodes to bring the first `num_blocks` blocks of a waiting request from SSD to memory. Returns at
+        once.
+        """
         others = [h for h in request.placement.holders if h.ssd_blocks and h.pool.node_id != self.own_node_id]
         asked = [(self._own_target, 0, num_blocks)] if self._own_target and self._has_ssd else []
         asked += [(h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks)) for h in others]
@@ -129,15 +130,16 @@ class KVConnector:
                 log.info("pool at %s rejected a prefetch: %s", target, error)
 
     def _tail_keys(self, request: Request, num_blocks: int) -> bytes:
-        """Return the keys of partial blocks that may follow the run whose end the conductor predicted."""
+        """Return the keys of partial blocks that may follow the leading run whose end the conductor predicted."""
         expected = min(num_blocks, request.placement.reuse_blocks)
         return names_of_tails(request, expected, self._memory.block_tokens)
 
     async def pin(self, request: Request, num_blocks: int) -> list[PinnedBlocks]:
-        """Lease the longest leading run of the request's first `num_blocks` blocks that this host's pool and the
-        placement's holders have, and the partial block after it, if one holds the prompt's next tokens.
+        """Lease reusable blocks of the request's prompt: at most the first `num_blocks` whole blocks and a partial one.
 
-        An unreachable pool only shortens the run: missing blocks are computed.
+        Leases the longest leading run available at this host's pool and the placement's holders, and the partial block
+        after it, if one holds the prompt's next tokens. An unreachable pool only shortens the run: missing blocks are
+        computed.
         """
         chain = key_array(request.keys[:num_blocks])
         tail_keys = self._tail_keys(request, num_blocks)
@@ -150,7 +152,7 @@ class KVConnector:
         pinned: list[PinnedBlocks] = []
         have = 0
         for i, (target, first, end) in enumerate(targets):
-            is_own = i == 0  # may hold a partial block even without a whole one
+            is_own = i == 0  # it may hold a partial block even without a whole one
             if not target or first > have or (end <= have and not is_own) or not self._may_ask(target):
                 continue
             lease = await self._pin(target, chain[have:end], tail_keys, request.time_left_s)
@@ -159,7 +161,7 @@ class KVConnector:
                 have += lease.num_blocks
                 self.num_pinned += 1
         for pin in pinned:
-            # A holder that has lost its blocks offers partial blocks of its own, so all leases must be searched.
+            # A holder that has lost its blocks may still offer partial blocks, so all leases must be searched.
             found = find_tail(request, have, pin.lease.tails, self._memory.block_tokens) if pin.end == have else None
             if found is not None:
                 pinned.remove(pin)
@@ -186,8 +188,10 @@ class KVConnector:
         return lease
 
     async def unpin(self, pinned: Sequence[PinnedBlocks], *, superseded: bool = False) -> None:
-        """Return leases; one that cannot be returned expires. With `superseded` the pool may drop the partial block
-        that was used, since a stored block contains it."""
+        """Return leases; a lease that cannot be returned expires.
+
+        With `superseded` the pool may drop the partial block that was used, since a stored block contains it.
+        """
         for pin in pinned:
             self.num_pinned -= 1
             if not self._may_ask(pin.client.target):
@@ -201,10 +205,10 @@ class KVConnector:
                 log.warning("lease %s was not returned and will expire: %s", pin.lease.lease_id, error)
 
     async def load(self, pinned: Sequence[PinnedBlocks], slots: Sequence[int], first: int) -> int:
-        """Read leased blocks from `first` on, the partial one included, into `slots` and verify all of their layers.
+        """Read leased blocks from `first` on, including the partial one, into `slots` and verify all of their layers.
 
-        Returns how many leading blocks are now in the slots and verified; each PinnedBlocks records its own. A block
-        that fails verification ends the run, is removed from the pool and counted.
+        Returns the number of leading blocks that are now in the slots and verified; each PinnedBlocks records its own.
+        A block that fails verification ends the run, is removed from the pool and counted.
         """
         good = 0
         for pin in pinned:
@@ -236,7 +240,7 @@ class KVConnector:
         return good
 
     async def _read(self, pin: PinnedBlocks, rows: slice, slots: Sequence[int]) -> int:
-        """Read leased blocks into slots and return how many leading ones are verified. Raises NetworkError."""
+        """Read leased blocks into slots; return the number of leading ones that are verified. Raises NetworkError."""
         right = await self._local_pool.load(pin, rows, slots) if pin.is_own else None
         if right is not None:
             return right
@@ -247,8 +251,10 @@ class KVConnector:
         return await in_thread(self._count_right, slots, expected, pin.valid[rows])
 
     async def quarantine(self, pinned: Sequence[PinnedBlocks], blocks: Sequence[int]) -> None:
-        """Remove leased blocks, given by their indices in the prompt, from their pools because their content is wrong.
-        They are stored again at the end of the request."""
+        """Remove leased blocks with wrong content from their pools; `blocks` are indices in the prompt.
+
+        They are stored again at the end of the request.
+        """
         for pin in pinned:
             rows = [block - pin.first for block in blocks if 0 <= block - pin.first < pin.num_rows]
             if not rows:
@@ -261,9 +267,9 @@ class KVConnector:
     async def store(
         self, kept: PrefixSave, slots: Sequence[int], first: int, *, pool: NodeRef | None = None, token_s: float = 0.0
     ) -> None:
-        """Put blocks from `first` on into `pool`, or into this host's; `token_s` as in `PoolWriter.put`.
+        """Put blocks from `first` on into `pool`, or into this host's pool; `token_s` as in `PoolWriter.put`.
 
-        A failure is logged and counted: it only costs a chance of reuse.
+        A failure is only logged and counted: the blocks cannot be reused then.
         """
         target = self._target_of(pool)
         if first >= kept.num_blocks or not target or not self._may_ask(target):
@@ -302,13 +308,17 @@ class KVConnector:
             log.info("a superseded partial block remains at %s: %s", target, error)
 
     def _target_of(self, pool: NodeRef | None) -> str:
-        """Return the target of a pool node: this host's own by the configured address, also if no pool is named."""
+        """Return the target of a pool node, or of this host's own if none is named; the own one has its configured
+        address.
+        """
         elsewhere = pool is not None and pool.target and pool.node_id != self.own_node_id
         return pool.target if pool is not None and elsewhere else self._own_target
 
     def _may_ask(self, target: str) -> bool:
-        """True if the pool node may be called now. Skipped loads are computed, skipped stores dropped, leases left to
-        expire."""
+        """Return True if the pool node may be called now.
+
+        Otherwise loads are replaced by computing, stores are dropped and leases expire.
+        """
         return self._breaker.try_pass(target, self._now_s())
 
     def _note(self, target: str, error: Exception | None = None) -> None:
@@ -321,8 +331,10 @@ class KVConnector:
     def _count_right(
         self, slots: Sequence[int], expected: Sequence[NDArray[np.uint64]], valid: NDArray[np.int32]
     ) -> int:
-        """Return the number of leading slots whose bytes match the expected layer digests (one array [n, layers] per
-        group)."""
+        """Return the number of leading slots whose bytes match the expected layer digests.
+
+        `expected` has one array [n, layers] per group.
+        """
         right = len(slots)
         for group, want in enumerate(expected):
             wrong = (self._memory.slot_digests(group, slots, valid) != want).any(axis=1).nonzero()[0]
@@ -337,8 +349,10 @@ PoolErrors = (KvPoolError, ControlError, MessengerError)
 
 
 class PoolWriter:
-    """Stores blocks of one worker's slots at pool nodes. Raises PoolErrors; a failed or cancelled put leaves nothing
-    behind."""
+    """Writer of blocks from one worker's slots to pool nodes.
+
+    Its methods raise PoolErrors; a failed or cancelled put leaves nothing behind.
+    """
 
     def __init__(
         self, memory: SlotMemory, messenger: Messenger, kv_namespace: bytes, *, ttl_s: float, counters: WorkerCounters
@@ -352,9 +366,9 @@ class PoolWriter:
     async def put(
         self, client: PoolClient, kept: PrefixSave, slots: Sequence[int], first: int, *, token_s: float = 0.0
     ) -> None:
-        """Store blocks [first, kept.num_blocks) from their slots, except those that the pool has.
+        """Store blocks [first, kept.num_blocks) from their slots, except those that the pool already has.
 
-        `token_s` is the time that computing one token took; the pool weighs evictions by it.
+        `token_s` is the time that computing one token took, which the pool uses to weigh evictions.
         """
         keys, parents, partial = kept.names(first)
         valid = np.array([tokens or self._memory.block_tokens for tokens in partial], np.int32)

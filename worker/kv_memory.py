@@ -1,13 +1,13 @@
-"""The engine's KV cache in memory that the messenger can reach, exact and in int8.
+"""The engine's KV cache in memory registered with the messenger, exact and in int8.
 
-On a CPU the cache lies in the registered memory itself: pushed data arrives in place. On a GPU the registered host
-memory is a mirror of the cache with the same offsets: call `to_host` before a peer reads a slot and `to_device` after a
-slot was received. Both are no-ops on a CPU.
+On a CPU the cache is the registered memory itself: pushed data arrives in place. On a GPU the registered host memory is
+a mirror of the cache with the same offsets: call `to_host` before a peer reads a slot and `to_device` after a slot was
+received. Both are no-ops on a CPU.
 
 In int8 (`kv_storage`), each row (one token's K or V in one head of one layer) is cut into groups of `scale_group`
-values. A group is stored as round(x / s) in int8 with s = max|x| / 127 as float16, behind the row's values (PPL.LLM's
-group-wise int8 KV). A value is off by at most half a step, s / 2, and a row takes head_dim + 2 head_dim / scale_group
-bytes. Such KV is an approximation, and so is all that is computed from it: it has a namespace of its own.
+values. A group is stored as round(x / s) in int8 with s = max|x| / 127 as float16, after the row's values (PPL.LLM's
+group-wise int8 KV). The error of a value is at most s / 2, and a row takes head_dim + 2 head_dim / scale_group bytes.
+Such KV is an approximation, and so is everything computed from it, so it has its own namespace.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class KvMemory(EngineMemory):
         del self._host, self._device, self.cache
 
     def slot_values(self, group: int) -> torch.Tensor:
-        """Return the slots of a group as the messenger sees them: [num_slots, layers, kv_heads, 2, block_tokens,
-        head_dim]."""
+        """Return a group's slots as the messenger sees them.
+
+        Shape [num_slots, layers, kv_heads, 2, block_tokens, head_dim].
+        """
         g, start = self.spec.groups[group], self._base[group]
         end = start + self.cache.num_slots[group] * self._slot_nbytes[group]
         shape = (-1, len(g.layers), g.kv_heads, 2, self.block_tokens, g.head_dim)
@@ -97,8 +99,10 @@ _LONGEST_GROUP = 64
 
 
 def quantised_spec(spec: KvSpec) -> KvSpec:
-    """Return the int8 form of `spec`. Rows remain multiples of 4 bytes if head_dim is one of 4, which digests need for
-    speed."""
+    """Return the int8 form of `spec`.
+
+    Rows remain multiples of 4 bytes if head_dim is a multiple of 4, which makes digests fast.
+    """
     groups = [replace(group, dtype="int8", scale_group=_scale_group(group)) for group in spec.groups]
     return KvSpec(tuple(groups), spec.block_tokens)
 
@@ -123,7 +127,7 @@ class QuantisedMemory(SlotMemory):
             values = _grouped(self._exact.slot_values(g)[index].float(), group.scale_group)
             scales = (values.abs().amax(dim=-1, keepdim=True) / _LARGEST).half()
             if not torch.isfinite(scales).all():
-                raise KvPoolError("KV with values that are no numbers, or too large for float16 scales, is not stored")
+                raise KvPoolError("KV must be finite and small enough for float16 scales to be stored as int8")
             # A scale of 0 represents values that underflow to 0 in float16.
             steps = (values / torch.where(scales > 0, scales.float(), 1.0)).round().clamp_(-_LARGEST, _LARGEST)
             rows = self._rows(g)
@@ -154,7 +158,7 @@ def _grouped(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _scale_group(group: KvGroup) -> int:
-    """Return the values per scale: at most 64, with an even number of scales if head_dim allows it."""
+    """Return the number of values per scale: at most 64, with an even number of scales if head_dim allows it."""
     for num_scales in range(1, group.head_dim + 1):
         size, rest = divmod(group.head_dim, num_scales)
         if not rest and size <= _LONGEST_GROUP and (num_scales % 2 == 0 or group.head_dim % 2):

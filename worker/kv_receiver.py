@@ -1,8 +1,8 @@
-"""Receives KV that other workers push, verifies it as it arrives and reports it to the receiver of its epoch.
+"""Receiver of the KV pushed by other workers: verifies it on arrival and passes the result to its epoch's target.
 
-Contains what all receivers share: reservations of a decode node and members of a prefill group.
+Shared by all targets: reservations of a decode node and members of a prefill group.
 
-Threads: `_on_notify` runs on the messenger's thread, `_verify` on one verifier thread, all other methods on the event
+Threads: `_on_notify` runs on the messenger's thread, `_verify` on the verifier thread, all other methods on the event
 loop. `_by_epoch` is a plain dict: single reads and writes of a key are atomic under the GIL.
 """
 
@@ -27,23 +27,23 @@ KV_TAG = b"kv"
 
 
 class PushTarget(Protocol):
-    """Slots that blocks of one prompt are pushed into."""
+    """Slots into which the blocks of one prompt are pushed."""
 
     slots: list[int]
     num_blocks: int  # blocks below this index are pushed
 
     def valid_tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return how many tokens of each block [n] are pushed."""
+        """Return the number of pushed tokens of each block, int32 [n]."""
 
     def announce(self) -> None:
-        """Count data that has arrived and will be verified; `verified` follows. Called on the messenger's thread."""
+        """Count data that has arrived and is to be verified; `verified` follows. Called on the messenger's thread."""
 
     def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
         """Report which of the blocks [n] of a layer match their digests. Called on the verifier thread."""
 
 
 class KVReceiver:
-    """Routes pushed KV to the target of its epoch and verifies it on a thread of its own."""
+    """Router of pushed KV to the target of its epoch; verifies the KV on its own thread."""
 
     def __init__(
         self, memory: EngineMemory, messenger: Messenger, counters: WorkerCounters, *, incarnation: int
@@ -60,7 +60,7 @@ class KVReceiver:
         return len(self._by_epoch)
 
     def new_epoch(self) -> int:
-        """Return an epoch that no target of this or an earlier process of this node has used."""
+        """Return an epoch that this node has not used before, in this process or an earlier one."""
         return self._first | next(self._count)
 
     def open_epoch(self, epoch: int, receiver: PushTarget) -> None:

@@ -1,8 +1,7 @@
-"""Access to this host's pool through shared memory: leased blocks are copied from its mapped arena, puts take one round
-trip.
+"""Access to this host's pool through shared memory.
 
-If there is no such access (another host or container, tcp only) or it has closed, callers use the messenger; access is
-retried periodically.
+Leased blocks are copied from the pool's mapped arena; puts take one round trip. If there is no such access (another
+host or container, tcp only) or it has closed, callers use the messenger; access is retried periodically.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from worker.slot_memory import SlotMemory
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 5.0  # retry interval of a failed connection
+_AGAIN_S = 5.0  # seconds between attempts to connect
 _ANSWER_S = 5.0  # deadline of each request
 
 
@@ -49,8 +48,10 @@ class LocalPoolAccess:
             await in_thread(pool.close)
 
     async def load(self, pin: PinnedBlocks, rows: slice, slots: Sequence[int]) -> int | None:
-        """Copy the leased blocks `rows` into slots and verify them. Returns how many leading ones are verified; None if
-        the pool is not reachable this way."""
+        """Copy the leased blocks `rows` into slots and verify them.
+
+        Returns the number of leading ones that are verified; None if the pool is not reachable this way.
+        """
         pool = await self._entered(pin.client)
         if pool is None or pool.incarnation != pin.lease.endpoint.incarnation:
             return None
@@ -69,8 +70,7 @@ class LocalPoolAccess:
     async def put(
         self, client: PoolClient, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float
     ) -> int | None:
-        """Store blocks as `PoolWriter.put` does. Returns how many were stored; None if the pool is not reachable this
-        way."""
+        """Store blocks as `PoolWriter.put` does. Returns the number stored; None if the pool is not reachable."""
         pool = await self._entered(client)
         if pool is None:
             return None
@@ -103,11 +103,11 @@ class LocalPoolAccess:
             compute_s=token_s * tokens,
         )
         if (status == PutStatus.WRONG).any():
-            raise KvPoolError("the pool node copied bytes that do not match their digests, and stored none of them")
+            raise KvPoolError("the bytes copied by the pool node do not match their digests; none were stored")
         return int(np.count_nonzero(status == PutStatus.STORED))
 
     async def _entered(self, client: PoolClient) -> LocalPoolClient | None:
-        """The way in, if there is one now."""
+        """Return the open connection, or connect if it is time to; None if there is none."""
         if self._pool is not None and self._pool.alive:
             return self._pool
         if time.monotonic() < self._next_try_s:

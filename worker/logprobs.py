@@ -14,14 +14,13 @@ from moonpool_proto.v1.worker_pb2 import LogProbs, PromptLogProbs
 if TYPE_CHECKING:
     import torch
 
-# `engine` resolves log_probs on first use, so that an engine without logits never loads torch.
+# `engine` imports log_probs on first use, so that an engine without logits never loads torch.
 
 
 def score_tokens(
     logits: torch.Tensor, tokens: NDArray[np.int64], num_top: Sequence[int | None]
 ) -> list[LogProbs | None]:
-    """Return log-probabilities of the chosen token of each row of the model's logits [B, V]; None for rows that did not
-    ask."""
+    """Return log-probabilities of the chosen token of each row of logits [B, V]; None for rows without a request."""
     wanted = [i for i, number in enumerate(num_top) if number is not None]
     result: list[LogProbs | None] = [None] * len(num_top)
     if not wanted:
@@ -51,8 +50,10 @@ class PromptLogprobs:
         self._top_logprobs = np.zeros((count, num_top), np.float32)
 
     def take(self, logits: torch.Tensor, start: int) -> None:
-        """Record logits [n, V] that follow prompt tokens `start` and on. The row after the last prompt token belongs to
-        the answer and is ignored."""
+        """Record logits [n, V] after the prompt tokens from `start` on.
+
+        The row after the last prompt token belongs to the answer and is ignored.
+        """
         followers = self._prompt[start + 1 : start + 1 + len(logits)]
         found = engine.log_probs(logits[: len(followers)], followers, self._num_top)
         at = slice(start, start + len(followers))

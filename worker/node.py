@@ -1,6 +1,6 @@
 """Composition of a worker: model, KV memory, slots, engine loop, token streams, reports. One per process.
 
-All methods run on the event loop; the engine thread reports steps through `_on_step_thread`.
+All methods run on the event loop, except `_on_step_thread`, which the engine thread calls after each step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SWITCH_INTERVAL_S = 0.0005  # the default of 5 ms would delay I/O while the engi
 
 
 class WorkerNode:
-    """The components that all roles of a worker share, and the request state that connects them."""
+    """The components shared by all roles of a worker, and the state of its requests."""
 
     def __init__(self, config: WorkerConfig, role: Role.ValueType) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -113,13 +113,13 @@ class WorkerNode:
         self.reporter: ConductorReporter
 
     def warm_up(self) -> None:
-        """Compile, or load from the cache, all kernels, so that the first request does not pay for it."""
+        """Compile, or load from the cache, all kernels, so that the first request does not wait for it."""
         self.model.warm_up()
         self.grammars.warm_up()
         digest.warm_up()
 
     async def start(self, target: str) -> None:
-        """Start the engine and begin to join the conductors as the node that serves on `target`."""
+        """Start the engine and begin to join the conductors as the node at `target`."""
         self.engine.start()
         self.slots.start()
         await self.kv_connector.meet()
@@ -159,7 +159,7 @@ class WorkerNode:
             self.role.begin(command.switch_role.role)
 
     async def close(self) -> None:
-        """Cancel what still runs and release everything."""
+        """Cancel all remaining work and release everything."""
         self.draining.set()
         await self.role.close()
         await self.jobs.cancel_all()
@@ -180,7 +180,7 @@ class WorkerNode:
     def hold(
         self, request: Request, *, committed_tokens: int = 0, remaining_prefill_tokens: int = 0, decode_node: str = ""
     ) -> Held:
-        """Report the request as held here until its job ends. The caller may change the returned message."""
+        """Return a message that reports the request as held here until its job ends; the caller may change it."""
         held = self.held[request.request_id] = Held(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -200,7 +200,7 @@ class WorkerNode:
 
     @contextlib.contextmanager
     def queued(self, request: Request) -> Iterator[None]:
-        """Keep the request in the wait queue, at the longest until its first token."""
+        """Keep the request in the wait queue, until its first token at the latest."""
         self.wait_queue.add(request.key, request.queue_entry)
         try:
             yield
@@ -218,15 +218,17 @@ class WorkerNode:
         self.grammars.begin(request.sampling.grammar)
 
     async def matcher(self, request: Request) -> GrammarMatcher | None:
-        """Return the request's grammar matcher, advanced by its generated ids; None without a grammar. Raises
-        RequestRefused."""
+        """Return the request's grammar matcher, advanced by its generated ids; None without a grammar.
+
+        Raises RequestRefused.
+        """
         return await self.grammars.matcher(request.sampling.grammar, request.generated_ids)
 
     async def run_in_engine(self, sequence: EngineSequence) -> None:
         """Run a sequence in the engine until it leaves: finished, handed over, or cancelled with the caller.
 
-        On return (also by exception) the engine no longer uses its slots. Raises RequestFailed on an engine error, and
-        the error of the sequence itself.
+        On return, also by an exception, the engine no longer uses its slots. Raises RequestFailed for an engine error,
+        and the error of the sequence itself.
         """
         leaving: asyncio.Future[None] = self._loop.create_future()
         self._leaving[id(sequence)] = leaving
@@ -245,7 +247,7 @@ class WorkerNode:
             self.timings.pop(id(sequence), None)
 
     def end_early(self, sequence: EngineSequence, kept_tokens: int) -> None:
-        """End a sequence whose answer is complete; only its first `kept_tokens` tokens are worth saving (0: all)."""
+        """End a sequence whose answer is complete; its first `kept_tokens` tokens are saved (0: all)."""
         if kept_tokens:
             sequence.kept_tokens = sequence.prompt_len - sequence.request.generated + kept_tokens
         self.engine.cancel(sequence)
@@ -296,7 +298,7 @@ class WorkerNode:
         elif result.decode_batch or result.prefill_tokens:
             self._health.succeeded()
         if (self._health.is_broken or result.is_end) and not self.broken.done():
-            how = "its thread ended" if result.is_end else f"{self._health.num_failed} steps in a row failed"
+            how = "its thread ended" if result.is_end else f"{self._health.num_failed} consecutive steps failed"
             self.broken.set_result(f"{how}, the last with {type(result.error).__name__}: {result.error}")
 
     def _report_prefill(self, sequence: EngineSequence, timing: Timing) -> None:
@@ -305,8 +307,8 @@ class WorkerNode:
         cached = timing.cached_tokens
         is_alone = (
             sequence.computed_tokens == len(request.prompt) - cached
-        )  # otherwise a group did, whose time says nothing about one node
-        # Nor does the time of prompts that a decode node computes beside its batch.
+        )  # otherwise a group computed it, and its time does not describe a single node
+        # The same holds for prompts that a decode node computes beside its batch.
         if is_alone and not (sequence.is_beside_decodes and self.role.role == ROLE_DECODE):
             self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
         self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)

@@ -2,7 +2,7 @@
 
 Lives on the event loop. A coroutine takes slots with `take`, lends them to a sequence while it is in the engine, and
 returns them with `give`, or with `fence` if a remote node may still write them. Running answers get more slots before
-they need them; an answer that must wait keeps its KV. `GrowthLedger` decides which grants are safe: every running
+they need them; an answer that has to wait keeps its KV. `GrowthLedger` decides which grants are safe: every running
 sequence must be able to end.
 """
 
@@ -36,7 +36,7 @@ class _Waiter:
 
 
 class SlotQueue:
-    """Requests waiting for slots: the first in the wait queue gets all of its slots at once, and none overtakes it.
+    """Requests waiting for slots, served strictly in the order of the wait queue; each gets all of its slots at once.
 
     Lives on the event loop. `acquire(request, keys, count, wants)` takes slots or raises OutOfSlots; `release(request,
     slots)` undoes it.
@@ -57,7 +57,7 @@ class SlotQueue:
         return len(self._waiters)
 
     async def take(self, key: RequestKey, keys: Sequence[bytes], count: int, wants: int = 0) -> Taken:
-        """Acquire slots for the request `key` when it is first in the queue and they are available. Cancellable."""
+        """Acquire slots for the request `key` once it is first in the queue and they are available. Cancellable."""
         waiter = _Waiter(key, keys, count, wants, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self.serve()
@@ -117,8 +117,10 @@ class GrowingAnswers:
         return bool(self._asking)
 
     def begin(self, key: RequestKey, slots: Sequence[int], wants: int) -> bool:
-        """Register a request that took `slots` and may need `wants` more. Returns False if that could keep others from
-        ending."""
+        """Register a request that took `slots` and may need `wants` more.
+
+        Returns False, without registering it, if it could then keep others from ending.
+        """
         return self._book.begin(key, slots, wants)
 
     def end(self, key: RequestKey) -> None:
@@ -176,8 +178,9 @@ class NodeSlots:
         extend: Callable[[EngineSequence, list[int]], None],
         waits: Callable[[], None],
     ) -> None:
-        """`memories` hold the slots' bytes, one per form. `extend` hands more slots to a running sequence; `waits()` is
-        called when one has to wait."""
+        """`memories` hold the slots' bytes, one per form. `extend` passes more slots to a running sequence; `waits()`
+        is called when an answer has to wait for one.
+        """
         self._config = config
         self._memories = tuple(dict.fromkeys(memories))
         self.pool = SlotPool(config.num_slots)
@@ -189,7 +192,7 @@ class NodeSlots:
         self._commits: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin to commit memory ahead of use."""
+        """Start committing memory ahead of use."""
         self._commit_ahead_of(())
 
     @property
@@ -198,14 +201,13 @@ class NodeSlots:
         return len(self._queue)
 
     def must_wait(self, count: int) -> bool:
-        """True if `take` would have to wait for so many slots now, assuming that none is shared."""
+        """Return True if `take` would have to wait for `count` slots now, assuming that none is shared."""
         return bool(self._queue) or count > self.pool.num_available
 
     async def take(
         self, request: RequestKey, keys: Sequence[bytes], count: int, wants: int = 0
     ) -> tuple[list[int], int]:
-        """Acquire slots as SlotPool.acquire does, waiting for the request's place in the queue and for free slots.
-        Cancellable.
+        """Acquire slots as SlotPool.acquire does, after waiting for the request's turn and for free slots. Cancellable.
 
         `wants` is the number of further slots that it may need while it runs. Raises RequestRefused if the node has too
         few slots.
@@ -213,7 +215,7 @@ class NodeSlots:
         if count + wants > self._config.num_slots:
             raise RequestRefused(
                 "too_long",
-                f"the request needs {count + wants} blocks of KV; this node has {self._config.num_slots} "
+                f"the request needs {count + wants} blocks of KV, but this node has {self._config.num_slots} "
                 f"({self._config.engine.capacity_tokens} tokens, capacity_tokens)",
             )
         return await self._queue.take(request, keys, count, wants)
@@ -232,7 +234,7 @@ class NodeSlots:
         self._serve_waiting()
 
     def left(self, sequence: EngineSequence) -> None:
-        """Register that a sequence has left the engine, and serve those that waited for its growth."""
+        """Register that a sequence has left the engine, and serve those that waited for slots because of its growth."""
         self.growing.leave(sequence)
         self._serve_waiting()
 

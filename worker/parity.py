@@ -1,8 +1,8 @@
 """Parity mode: recomputes reused KV for a sample of requests and compares it with the content of the pool.
 
-Digests show that bytes are those that were stored, not that they were right when they were stored. A sampled request
-reuses the blocks before a random block and computes the rest; the pool's content from that block on is copied,
-compared, and never used.
+Digests show that bytes are unchanged since they were stored, not that they were right then. A sampled request reuses
+the blocks before a random block and computes the rest; the pool's content from that block on is copied, compared, and
+never used.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class ParitySample:
     """The pool's content of blocks [first, first + n) of a prompt."""
 
     first: int
-    slots: tuple[int, ...]  # the slots in which they are recomputed
+    slots: tuple[int, ...]  # slots in which the blocks are recomputed
     valid: NDArray[np.int32]  # [n] tokens
     content: tuple[NDArray[np.uint8], ...]  # per group [n, slot_nbytes]
 
 
 class ParityChecker:
-    """Samples requests and compares their blocks."""
+    """Sampler of requests and comparer of their blocks."""
 
     def __init__(self, memory: EngineMemory, share: float) -> None:
         """`share`: fraction of all requests to sample, 0 to 1."""
@@ -36,9 +36,9 @@ class ParityChecker:
         self._share = share
 
     def cut(self, request_id: str, num_blocks: int) -> int | None:
-        """Return the block, of `num_blocks` reusable ones, from which on this request computes; None: it reuses all.
+        """Return the first of `num_blocks` reusable blocks that this request computes; None if it reuses all.
 
-        The choice follows from the request id, so every node that works on the request makes the same one.
+        The choice depends only on the request id, so all nodes that work on the request make the same one.
         """
         chance = blake3(request_id.encode()).digest(length=16)
         if not num_blocks or int.from_bytes(chance[:8], "little") >= self._share * 2.0**64:
@@ -46,13 +46,14 @@ class ParityChecker:
         return int.from_bytes(chance[8:], "little") % num_blocks
 
     def set_aside(self, first: int, slots: Sequence[int], valid: NDArray[np.int32]) -> ParitySample:
-        """Copy the content loaded into the slots of blocks `first` and on, before it is overwritten by computing.
-        Blocks."""
+        """Copy the loaded content of the slots of blocks from `first` on before it is overwritten. Blocks."""
         content = (self._memory.slot_bytes(g, slots) for g in range(self._memory.num_groups))
         return ParitySample(first, tuple(slots), valid, tuple(content))
 
     def wrong_blocks(self, aside: ParitySample) -> list[int]:
-        """Return the indices in the prompt of blocks that differ from what was computed in their slots. Blocks."""
+        """Return the indices in the prompt of blocks that differ from the recomputed content of their slots. Blocks the
+        thread.
+        """
         self._memory.to_host(aside.slots)
         wrong = np.zeros(len(aside.slots), dtype=bool)
         for g in range(self._memory.num_groups):

@@ -20,7 +20,7 @@ from worker.request import EngineSequence, Request
 
 @dataclass(frozen=True, slots=True)
 class PrefixSave:
-    """Blocks of a sequence's computed tokens, prompt and answer, that are saved for later requests."""
+    """Blocks of a sequence's computed tokens, prompt and answer, to be saved for later requests."""
 
     keys: tuple[bytes, ...]  # chain key per whole block
     tail_key: bytes = b""  # key of the partial block after them; empty if there is none
@@ -30,8 +30,8 @@ class PrefixSave:
     def of(cls, sequence: EngineSequence, block_tokens: int) -> PrefixSave:
         """Return the blocks of all tokens computed so far.
 
-        The last token of a sequence is never fed back, so its KV does not exist. Tokens computed beyond `kept_tokens`,
-        the end of the answer, are not saved.
+        The last token of a sequence is never an input, so it has no KV. Tokens computed beyond `kept_tokens`, the end
+        of the answer, are not saved.
         """
         request, computed = sequence.request, sequence.num_computed
         if sequence.kept_tokens is not None:
@@ -55,12 +55,11 @@ class PrefixSave:
         return len(self.keys) + bool(self.tail_tokens)
 
     def num_tokens(self, block_tokens: int) -> int:
-        """Number of tokens in all blocks."""
+        """Return the number of tokens in all blocks."""
         return len(self.keys) * block_tokens + self.tail_tokens
 
     def names(self, first: int) -> tuple[list[bytes], list[bytes], list[int]]:
-        """Return (keys, parents' keys, number of tokens of partial blocks and 0 for whole ones) of the blocks from
-        `first` on."""
+        """Return (keys, parents' keys, tokens of partial blocks and 0 for whole ones) of the blocks from `first` on."""
         keys = [*self.keys, self.tail_key] if self.tail_tokens else list(self.keys)
         parents = [keys[i - 1] if i else bytes(16) for i in range(first, len(keys))]
         partial = [self.tail_tokens if i == len(self.keys) else 0 for i in range(first, len(keys))]
@@ -68,8 +67,10 @@ class PrefixSave:
 
 
 def names_of_tails(request: Request, num_blocks: int, block_tokens: int) -> bytes:
-    """Return the keys of all partial blocks that consist of the prompt's tokens after its first `num_blocks` blocks,
-    longest first."""
+    """Return the keys of all partial blocks made of the prompt's tokens after its first `num_blocks` blocks.
+
+    Longest first, concatenated.
+    """
     start = num_blocks * block_tokens
     rest = request.prompt[start : start + block_tokens - 1]
     parent = request.keys[num_blocks - 1] if num_blocks else None
@@ -77,11 +78,10 @@ def names_of_tails(request: Request, num_blocks: int, block_tokens: int) -> byte
 
 
 def find_tail(request: Request, num_blocks: int, tails: Sequence[Tail], block_tokens: int) -> tuple[Tail, int] | None:
-    """Return (offered partial block with most of the prompt's tokens after its first `num_blocks` blocks, number of
-    them).
+    """Return the partial block in `tails` that holds most of the prompt's next tokens, and how many; None if none fits.
 
-    All tokens of a partial block must match the prompt; the prompt's last token is computed even if the block holds its
-    KV. None if no block matches.
+    The next tokens are those after the prompt's first `num_blocks` blocks. All tokens of a partial block must match the
+    prompt; the prompt's last token is computed even if the block holds its KV.
     """
     start = num_blocks * block_tokens
     rest = request.prompt[start : start + block_tokens]
@@ -97,9 +97,9 @@ def find_tail(request: Request, num_blocks: int, tails: Sequence[Tail], block_to
 
 @dataclass(slots=True, eq=False)
 class PinnedBlocks:
-    """Leased blocks of a prompt: whole ones from block `first` on, then, if `tail` is set, the partial one after them.
+    """Leased blocks of a prompt: whole ones from block `first` on, then, if `tail` is set, a partial one.
 
-    The arrays have a row per block, the partial one included.
+    The arrays have a row per block, including the partial one.
     """
 
     first: int
@@ -127,7 +127,7 @@ class PinnedBlocks:
 
     @property
     def num_rows(self) -> int:
-        """Number of blocks, the partial one included."""
+        """Number of blocks, including the partial one."""
         return len(self.valid)
 
     @property
@@ -139,19 +139,18 @@ class PinnedBlocks:
         """Return (tokens from this host's memory, from its SSD, from another host) among the prompt's first
         `num_tokens`.
 
-        Blocks that came from SSD are assumed to be the last of the run: later blocks are used less and leave memory
-        first.
+        Blocks from SSD are assumed to be the last of the run: later blocks are used less and leave memory first.
         """
         begins = (self.first + np.arange(self.num_rows)) * self.block_tokens
         used = np.clip(num_tokens - begins, 0, self.valid)
         used = used[self.right.start : self.right.stop]
         if not self.is_own:
             return 0, 0, int(used.sum())
-        ssd_end = max(0, self.lease.num_blocks - self.right.start)  # the partial block is not among them
+        ssd_end = max(0, self.lease.num_blocks - self.right.start)  # the partial block does not count
         ssd = int(used[max(0, ssd_end - self.lease.ssd_blocks) : ssd_end].sum())
         return int(used.sum()) - ssd, ssd, 0
 
 
 def key_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:
-    """Pack keys as the pool's client takes them: uint8 [n, 16]."""
+    """Pack keys for the pool's client: uint8 [n, 16]."""
     return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16)

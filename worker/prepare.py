@@ -1,4 +1,4 @@
-"""Steps around a prefill on any worker: lease reusable KV, take slots, load and verify; afterwards save new blocks."""
+"""Steps around a prefill on any worker: lease reusable KV, take slots, load and verify; save new blocks afterwards."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Prepared:
-    """Slots for a whole attempt, the first `local_blocks` of them shared with earlier requests of this node."""
+    """Slots for a whole attempt; the first `local_blocks` of them are shared with earlier requests of this node."""
 
     request: Request
     slots: list[int]
     local_blocks: int
     pinned: list[PinnedBlocks]
-    cut: int | None  # blocks from here on are computed for comparison even if they could be reused
-    reused_tokens: int = 0  # the last prompt token is never one of them
+    cut: int | None  # from this block on, blocks are computed for comparison even if they could be reused
+    reused_tokens: int = 0  # never includes the last prompt token
     elsewhere_tokens: int = 0  # prompt tokens that the decode node may reuse by itself
     store_from: int = 0  # blocks below this index are in the pool
     aside: ParitySample | None = None
@@ -57,7 +57,7 @@ class Prepared:
 
     @property
     def shared_blocks(self) -> int:
-        """Number of leased blocks that other nodes may read, too."""
+        """Number of leased blocks that other nodes may read as well."""
         return self.pooled_blocks if self.cut is None else min(self.cut, self.pooled_blocks)
 
 
@@ -71,7 +71,7 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     if node.slots.must_wait(num_slots):
         node.kv_connector.prefetch(request, reusable)
     slots, num_shared = await node.slots.take(request.key, request.keys[: reusable if cut is None else cut], num_slots)
-    # A separate task: even if cancelled, the caller must learn which leases it got, to return them.
+    # A separate task: even if cancelled, the caller must learn which leases were granted, to return them.
     pinning = asyncio.ensure_future(_pin(node, request, reusable))
     work: Prepared | None = None
     try:
@@ -104,8 +104,9 @@ async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[PinnedBlocks]], *,
 
 
 async def load(node: WorkerNode, work: Prepared, span: Span) -> None:
-    """Load the reused blocks from the pool into their slots and set `reused_tokens` to the verified ones. Traced in
-    `span`."""
+    """Load the reused blocks from the pool into their slots and set `reused_tokens` to the verified ones; traced in
+    `span`.
+    """
     began = time.monotonic()
     with span.child("load") as loading:
         await _load(node, work, loading)
@@ -136,7 +137,7 @@ async def _load(node: WorkerNode, work: Prepared, span: Span) -> None:
 
 
 def trace_prompt(span: Span, sequence: EngineSequence, work: Prepared) -> None:
-    """Record in a span how the prompt reached its first token."""
+    """Record in a span how the prompt was processed until its first token."""
     if span.is_on:
         queued_s = sequence.request.submitted, sequence.first_step_at
         span.past("queue", *queued_s, load_s=work.load_s)
@@ -190,9 +191,9 @@ def sequence_of(
 
 
 async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence, *, goes_on: bool = False) -> None:
-    """Save what was computed: index it on this node and store it in the pool.
+    """Save computed blocks: index them on this node and store them in the pool.
 
-    A sequence that `goes_on` elsewhere saves whole blocks only, since its partial block will have grown by its end.
+    With `goes_on` the sequence continues on another node: only whole blocks are saved, since the partial one will grow.
     """
     kept = PrefixSave.of(sequence, node.config.block_tokens)
     aside, work.aside = work.aside, None

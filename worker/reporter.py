@@ -1,4 +1,4 @@
-"""Reports of a node to all conductors: one stream to each, which joins again whenever it ends.
+"""Reports of a node to all conductors: one stream to each, reopened whenever it ends.
 
 All conductors get the same reports, since any of them may place a request here.
 """
@@ -41,17 +41,18 @@ _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUME
 
 
 class JoinStream:
-    """Collects events between two reports to the conductor at `target` and sends them; lives on the event loop."""
+    """Stream of reports to the conductor at `target`; collects events between two reports. Lives on the event loop."""
 
     def __init__(
         self, node: Node, target: str, fill: Callable[[NodeReport], None], on_command: Callable[[NodeCommand], None]
     ) -> None:
-        """`fill(report)` adds the current load, held requests and counters. Commands other than `accepted` go to
-        `on_command`. Raises InvalidArgument if `target` is malformed."""
+        """`fill(report)` adds the current load, held requests and counters. Commands other than `accepted` are passed
+        to `on_command`. Raises InvalidArgument if `target` is malformed.
+        """
         check_target(target)
         self.target = target
         self._node = node
-        self._announced: Node | None = None  # on the open stream
+        self._announced: Node | None = None  # description sent on the open stream
         self._fill = fill
         self._on_command = on_command
         self._news = asyncio.Event()
@@ -59,10 +60,10 @@ class JoinStream:
         self._streams = 0  # number of streams begun
         self._streaming = False  # a stream is open: events are collected
         self._steps: deque[tuple[float, int, int]] = deque(maxlen=1024)  # (seconds, batch, context), not reported yet
-        self._num_decodes = 0  # reported on the open stream
+        self._num_decodes = 0  # number reported on the open stream
         self._reported_s = 0.0
         self.last_refusal = self._last_trouble = ""
-        self.has_joined = False  # ever
+        self.has_joined = False  # at any time
         self.joined = asyncio.Event()
         self.refused = asyncio.Event()
 
@@ -95,8 +96,11 @@ class JoinStream:
             )
 
     def decode(self, batch: int, context_tokens: int, seconds: float) -> None:
-        """Report decode steps as samples: each of the first ones, later the median step of every quarter of a second,
-        since the conductor cannot process the steps of a thousand nodes."""
+        """Report one decode step as a sample.
+
+        The first steps are all reported; later ones as one median per quarter of a second, since the conductor could
+        not process every step of a thousand nodes.
+        """
         self._steps.append((seconds, batch, context_tokens))
         now_s = time.monotonic()
         if self._num_decodes >= FIRST_DECODES and now_s < self._reported_s + DECODE_EVERY_S:
@@ -115,7 +119,7 @@ class JoinStream:
             self._pending.transfers.append(TransferSample(bytes=nbytes, seconds=seconds, path=path))
 
     async def run(self) -> None:
-        """Join, and join again whenever the stream ends, until cancelled."""
+        """Join the conductor, and again whenever the stream ends, until cancelled."""
         backoff = Backoff()
         while True:
             channel = open_channel(self.target)
@@ -140,7 +144,7 @@ class JoinStream:
                 trouble = control_error(error, what="Conductor.Join", target=self.target).reason
                 if not refused and trouble != self._last_trouble:
                     self._last_trouble = trouble
-                    log.warning("not joined to the conductor at %s, trying on: %s", self.target, trouble)
+                    log.warning("not joined to the conductor at %s, retrying: %s", self.target, trouble)
             except Exception:
                 log.exception("reporting to the conductor at %s failed", self.target)
             finally:
@@ -163,7 +167,7 @@ class JoinStream:
         while True:
             try:
                 await asyncio.wait_for(self._news.wait(), REPORT_EVERY_S)
-                await asyncio.sleep(COALESCE_S)  # one report for what happens together
+                await asyncio.sleep(COALESCE_S)  # one report for events that occur together
             except TimeoutError:
                 pass
             if (
@@ -203,7 +207,7 @@ class ConductorReporter:
             stream.hurry()
 
     def took(self) -> None:
-        """Report a new request at once: only the conductor that placed it has seen it."""
+        """Report a new request at once, since only the conductor that placed it has seen it."""
         if len(self._streams) > 1:
             self.hurry()
 
@@ -228,7 +232,7 @@ class ConductorReporter:
             stream.transfer(path, nbytes, seconds)
 
     async def run(self) -> None:
-        """Join all, and join again whenever a stream ends, until cancelled."""
+        """Join all conductors, and again whenever a stream ends, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for stream in self._streams:
                 tasks.create_task(stream.run(), name=f"reports to {stream.target}")

@@ -1,4 +1,4 @@
-"""A request as a worker handles it: the parsed Submit, and the sequence that the engine works on."""
+"""A request on a worker: the parsed Submit, and the engine's sequence."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ KEY_NBYTES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One attempt of a request, validated. `prompt` [n] int32 holds the client's prompt and the tokens generated so
-    far."""
+    """One attempt of a request, validated.
+
+    `prompt` is int32 [n]: the client's prompt and the tokens generated so far.
+    """
 
     request_id: str
     attempt: int
@@ -47,17 +49,23 @@ class Request:
 
     @classmethod
     def from_proto(cls, submit: Submit, *, vocab_size: int, max_model_len: int, block_tokens: int) -> Request:
-        """Parse and validate a Submit. Raises RequestRefused that names what was wrong and what was expected."""
+        """Parse and validate a Submit. Raises RequestRefused, which names the field, its value and the expected one."""
         if len(submit.prompt_ids) % 4:
-            raise RequestRefused("bad_prompt", f"prompt_ids has {len(submit.prompt_ids)} bytes, not whole int32 values")
+            raise RequestRefused(
+                "bad_prompt", f"prompt_ids must hold whole int32 values, got {len(submit.prompt_ids)} bytes"
+            )
         prompt = np.frombuffer(submit.prompt_ids, dtype="<i4")
         if len(prompt) == 0:
-            raise RequestRefused("bad_prompt", "the prompt is empty")
+            raise RequestRefused("bad_prompt", "the prompt must not be empty")
         if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
-            raise RequestRefused("bad_prompt", f"a prompt token is outside the vocabulary of {vocab_size}")
+            raise RequestRefused(
+                "bad_prompt", f"prompt token ids must be in 0..{vocab_size - 1}, got {prompt.min()}..{prompt.max()}"
+            )
         if len(prompt) >= max_model_len:
             raise RequestRefused(
-                "too_long", f"the prompt has {len(prompt)} tokens; at most {max_model_len - 1} leave room for an answer"
+                "too_long",
+                f"the prompt must have at most {max_model_len - 1} tokens, to leave room for an answer, "
+                f"got {len(prompt)}",
             )
         if len(submit.chain) != KEY_NBYTES * (len(prompt) // block_tokens):
             raise RequestRefused(
@@ -66,14 +74,14 @@ class Request:
                 "frontend and worker disagree about block_tokens",
             )
         if len(submit.chain_seed) != KEY_NBYTES:
-            raise RequestRefused("bad_chain", f"chain_seed has {len(submit.chain_seed)} bytes, not {KEY_NBYTES}")
+            raise RequestRefused("bad_chain", f"chain_seed must have {KEY_NBYTES} bytes, got {len(submit.chain_seed)}")
         if submit.generated >= len(prompt):
             raise RequestRefused(
                 "bad_prompt",
-                f"{submit.generated} of {len(prompt)} ids cannot all have been generated: there is no prompt",
+                f"generated must be less than the number of ids ({len(prompt)}), got {submit.generated}",
             )
         if submit.sampling.max_tokens <= submit.generated:
-            raise RequestRefused("bad_sampling", "no token is left to generate")
+            raise RequestRefused("bad_sampling", "max_tokens must exceed the number of tokens generated so far")
         _check_times(submit)
         now = time.monotonic()
         keys = tuple(submit.chain[i : i + KEY_NBYTES] for i in range(0, len(submit.chain), KEY_NBYTES))
@@ -118,7 +126,7 @@ class Request:
 
     @property
     def peak_tokens(self) -> int:
-        """The most tokens of KV this attempt can need: the last generated token is never fed back."""
+        """Largest number of tokens whose KV this attempt may hold; the last generated token is never an input."""
         return len(self.prompt) + self.max_tokens - self.generated - 1
 
     @property
@@ -140,11 +148,11 @@ class Request:
 def _check_times(submit: Submit) -> None:
     for name, seconds in (("timeout_s", submit.timeout_s), ("idle_s", submit.idle_s)):
         if not math.isfinite(seconds):
-            raise RequestRefused("bad_times", f"{name} is {seconds}; expected a finite number of seconds")
+            raise RequestRefused("bad_times", f"{name} must be a finite number of seconds, got {seconds}")
 
 
 class GroupChunks(Protocol):
-    """The chunks of a prompt that this node computes as a member of a prefill group, as the engine loop sees them.
+    """The chunks of a prompt that this node computes as a member of a prefill group: the engine loop's view.
 
     Implemented by `prefill_node.group_member.MemberChunks`. All methods but `lose` are called on the engine thread.
     """
@@ -187,12 +195,12 @@ class EngineSequence:
     finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
     group_chunks: GroupChunks | None = None  # set while a prefill group computes the prompt
-    compute_s: float = 0.0  # its part of the duration of the steps that computed its prompt
+    compute_s: float = 0.0  # its share of the duration of the steps that computed its prompt
     computed_tokens: int = 0  # prompt tokens computed here
     is_beside_decodes: bool = False  # other sequences decoded in some of those steps
     reused_tokens: int = field(init=False)  # prompt tokens
     engine_state: object = None  # private to the engine
-    kept_tokens: int | None = None  # tokens worth saving for the next turn; None: all computed ones
+    kept_tokens: int | None = None  # tokens to save for the next turn; None: all computed ones
     queue_entry: QueueEntry = ALWAYS_NEXT  # order among the prompts being computed
     first_step_at: float = 0.0  # time.monotonic() instants
     first_token_at: float = 0.0  # first token generated here
@@ -287,8 +295,8 @@ class EngineSequence:
 def queue_entry_from_proto(message: conductor_pb2.Turn, now_s: float) -> QueueEntry:
     """Convert a message received at `now_s`. An empty message yields the entry of a request that has just arrived.
 
-    Times on the wire are relative, since the clocks of two hosts are unrelated. Values that are not finite count as 0:
-    they could not be ordered.
+    Times on the wire are relative, since the clocks of two hosts are unrelated. Values that are not finite become 0,
+    since they could not be ordered.
     """
     waited_s, due_in_s, ages_in_s = (
         seconds if math.isfinite(seconds) else 0.0

@@ -1,9 +1,9 @@
 """Role changes of a running worker: accept no new work, finish the work of the old role, then take the new role.
 
-Model, memory, pool and streams stay as they are: every worker can serve all roles, and its role only determines what
-conductors ask of it. A prefill node changes only when no prompt is left: prompts hold pages here while they wait for
-pages of decode nodes, and two nodes that did both could wait for each other. Answers of a decode node wait for no other
-node, so long ones continue beside the prompts.
+Model, memory, pool and streams stay as they are: every worker can serve all roles, and its role only determines how
+conductors use it. A prefill node changes only when no prompt is left: prompts hold pages here while they wait for pages
+of decode nodes, and two nodes that did both could wait for each other. Answers of a decode node do not wait for other
+nodes, so long ones continue beside the prompts.
 """
 
 from __future__ import annotations

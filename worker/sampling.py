@@ -1,4 +1,4 @@
-"""Validation of a request's sampling parameters: whatever is accepted here cannot fail an engine step."""
+"""Validation of a request's sampling parameters: parameters accepted here cannot fail an engine step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.common_pb2 import Sampling as SamplingProto
 from worker.errors import RequestRefused
 
-MAX_TEMPERATURE = 1e6  # even multiplied by the noise far from infinity
+MAX_TEMPERATURE = 1e6  # far from infinity, even multiplied by the noise
 MAX_REPETITION_PENALTY = 100.0
 MAX_OTHER_PENALTY = 2.0
 MAX_BIAS = 100.0
@@ -44,14 +44,14 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, asked: SamplingProto, *, vocab_size: int) -> SamplingParams:
-        """Parse and validate. Raises RequestRefused that names the field, the value and what was expected."""
+        """Parse and validate. Raises RequestRefused, which names the field, the value and the expected value."""
         repetition = asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0
         _check_numbers(asked, repetition)
         stop_ids = frozenset(asked.stop_token_ids)
         _check_min_tokens(asked, stop_ids, vocab_size)
         bias_ids = np.array(sorted(asked.logit_bias), np.int64)
         if len(bias_ids) and bias_ids[-1] >= vocab_size:
-            raise _refused("logit_bias", f"token id {bias_ids[-1]}", f"ids below {vocab_size}")
+            raise _refused("token ids of logit_bias", str(bias_ids[-1]), f"in 0..{vocab_size - 1}")
         return cls(
             temperature=asked.temperature,
             top_p=asked.top_p,
@@ -73,22 +73,22 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """True if seen tokens change in weight."""
+        """True if the weight of seen tokens changes."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 def _check_numbers(asked: SamplingProto, repetition: float) -> None:
     # The comparisons are false for NaN.
     for name, value, fine, expected in (
-        ("temperature", asked.temperature, 0 <= asked.temperature <= MAX_TEMPERATURE, f"0 to {MAX_TEMPERATURE:g}"),
-        ("top_p", asked.top_p, 0 < asked.top_p <= 1, "above 0, at most 1"),
+        ("temperature", asked.temperature, 0 <= asked.temperature <= MAX_TEMPERATURE, f"from 0 to {MAX_TEMPERATURE:g}"),
+        ("top_p", asked.top_p, 0 < asked.top_p <= 1, "above 0 and at most 1"),
         ("top_k", asked.top_k, asked.top_k >= 0, "0 (off) or more"),
-        ("min_p", asked.min_p, 0 <= asked.min_p <= 1, "0 (off) to 1"),
+        ("min_p", asked.min_p, 0 <= asked.min_p <= 1, "from 0 (off) to 1"),
         (
             "repetition_penalty",
             repetition,
             0 < repetition <= MAX_REPETITION_PENALTY,
-            f"above 0, at most {MAX_REPETITION_PENALTY:g}",
+            f"above 0 and at most {MAX_REPETITION_PENALTY:g}",
         ),
     ):
         if not fine:
@@ -98,17 +98,17 @@ def _check_numbers(asked: SamplingProto, repetition: float) -> None:
         ("presence_penalty", asked.presence_penalty),
     ):
         if not -MAX_OTHER_PENALTY <= value <= MAX_OTHER_PENALTY:
-            raise _refused(name, f"{value:g}", f"-{MAX_OTHER_PENALTY:g} to {MAX_OTHER_PENALTY:g}")
+            raise _refused(name, f"{value:g}", f"from -{MAX_OTHER_PENALTY:g} to {MAX_OTHER_PENALTY:g}")
     for token_id, bias in asked.logit_bias.items():
         if not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise _refused("logit_bias", f"{bias:g} for token id {token_id}", f"-{MAX_BIAS:g} to {MAX_BIAS:g}")
+            raise _refused("logit_bias", f"{bias:g} for token id {token_id}", f"from -{MAX_BIAS:g} to {MAX_BIAS:g}")
 
 
 def _check_min_tokens(asked: SamplingProto, stop_ids: frozenset[int], vocab_size: int) -> None:
     if asked.min_tokens > asked.max_tokens:
-        raise _refused("min_tokens", str(asked.min_tokens), f"at most max_tokens, {asked.max_tokens}")
+        raise _refused("min_tokens", str(asked.min_tokens), f"at most max_tokens ({asked.max_tokens})")
     if asked.min_tokens and sum(token_id < vocab_size for token_id in stop_ids) >= vocab_size:
-        raise _refused("min_tokens", f"{asked.min_tokens}, but every token stops", "a token that does not stop")
+        raise _refused("min_tokens", str(asked.min_tokens), "0 if every token is a stop token")
 
 
 def _num_logprobs(name: str, asked: SamplingProto, vocab_size: int) -> int | None:
@@ -116,9 +116,9 @@ def _num_logprobs(name: str, asked: SamplingProto, vocab_size: int) -> int | Non
         return None
     number: int = getattr(asked, name)
     if number > MAX_LOGPROBS:
-        raise _refused(name, str(number), f"0 to {MAX_LOGPROBS}")
+        raise _refused(name, str(number), f"from 0 to {MAX_LOGPROBS}")
     return min(number, vocab_size)
 
 
-def _refused(name: str, found: str, expected: str) -> RequestRefused:
-    return RequestRefused("bad_sampling", f"{name} is {found}; expected {expected}")
+def _refused(name: str, got: str, expected: str) -> RequestRefused:
+    return RequestRefused("bad_sampling", f"{name} must be {expected}, got {got}")

@@ -38,25 +38,24 @@ log = logging.getLogger(__name__)
 LAST_WRITE_S = 0.5
 
 
-Serve = Callable[[Request], Coroutine[Any, Any, None]]  # serves one request from Submit to its end
+Serve = Callable[[Request], Coroutine[Any, Any, None]]  # runs one request from Submit to its end
 
 
 class HandoffReceiver(Protocol):
     """Receiving side of a hand-off from prefill to decode."""
 
     async def reserve(self, request: Request, asked: ReserveRequest) -> ReserveReply:
-        """Reserve slots under a new epoch. Raises RequestRefused, or RequestFailed if the reservation could not be
-        made."""
+        """Reserve slots under a new epoch. Raises RequestRefused, or RequestFailed if no reservation could be made."""
 
     async def commit(self, asked: CommitRequest) -> CommitReply:
-        """Accept the request: everything was written."""
+        """Accept the request, or return the blocks that are missing; all pushes have ended."""
 
     def abort(self, asked: AbortRequest) -> None:
         """Give up the reservation: the writer has stopped."""
 
 
 class PrefillHelper(Protocol):
-    """Helping side of a prefill group."""
+    """Helper's side of a prefill group."""
 
     async def serve(
         self,
@@ -69,11 +68,11 @@ class PrefillHelper(Protocol):
 
 
 class WorkerService(WorkerServicer):
-    """Serves what placements ask for; the role of a node concerns only the node and the conductor.
+    """gRPC service of a worker. Every worker can serve any request: its role matters only to itself and the conductor.
 
     A request whose placement names a decode node is prefilled here and handed off; any other is served to its end. A
-    decode node hands nothing off: nodes that hold pages for prompts wait for decode nodes, and decode nodes must wait
-    for no other node.
+    decode node hands nothing off: nodes with pages held for prompts wait for decode nodes, so a decode node must not
+    wait for any other node.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class WorkerService(WorkerServicer):
         self._helping = helper
         self._background: set[asyncio.Task[None]] = set()
 
-    async def Attach(  # type: ignore[override]  # it writes instead of yielding: an abort is noticed at once
+    async def Attach(  # type: ignore[override] # it writes instead of yielding: an abort is noticed at once
         self,
         request_iterator: AsyncIterator[FrontendMessage],
         context: grpc.aio.ServicerContext[FrontendMessage, WorkerMessage],
@@ -163,10 +162,10 @@ class WorkerService(WorkerServicer):
         """Start to serve a request submitted by a frontend. Raises RequestRefused."""
         hands_over = request.placement.HasField("decode")
         if hands_over and self.node.role.role == ROLE_DECODE:
-            # Placed before the role switch. A decode node must not wait for pages of another node: that node may have
+            # Placed before the role switch. A decode node must not wait for pages of another node, which may have
             # switched in the opposite direction and have prompts that wait for pages here.
             raise RequestRefused(
-                "draining", f"{self.node.config.node_id} has become a decode node and hands off no prompts"
+                "draining", f"{self.node.config.node_id} is now a decode node and cannot hand off prompts"
             )
         serve = self._prefill if hands_over else self._whole
         self.node.jobs.run(request, serve(request))
@@ -179,7 +178,7 @@ class WorkerService(WorkerServicer):
         if submit.model != node.config.model.name:
             raise RequestRefused(
                 "unknown_model",
-                f"{node.config.node_id} serves {node.config.model.name!r}, not {submit.model!r}",
+                f"model must be {node.config.model.name!r} on {node.config.node_id}, got {submit.model!r}",
             )
         request = Request.from_proto(
             submit,

@@ -18,11 +18,11 @@ STOP_GRACE_S = 0.5
 async def serve_until(
     node: WorkerNode, server: ControlServer, stop: asyncio.Event, on_ready: Callable[[str], None]
 ) -> bool:
-    """Join the cluster, call `on_ready` with the target that others dial, serve until `stop` is set or a conductor
-    drains the node, then finish running requests and close. Returns True if a conductor drained the node, which must
-    then not be restarted.
+    """Join the cluster, serve, and on `stop` or a conductor's drain finish running requests and close.
 
-    Raises EngineBroken after closing if the engine fails every step: a supervisor then starts another process.
+    Calls `on_ready` with the node's gRPC target once it has joined. Returns True if a conductor drained the node, which
+    must then not be restarted. Raises EngineBroken after closing if the engine fails every step: a supervisor then
+    starts another process.
     """
     drained = False
     try:
@@ -49,7 +49,7 @@ async def _join(node: WorkerNode, target: str) -> None:
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Return True if `work` ended before `stop` was set; it is cancelled otherwise."""
+    """Return True if `work` ended before `stop` was set; otherwise cancel it and return False."""
     working = asyncio.ensure_future(work)
     try:
         await first_of(working, stop)

@@ -1,4 +1,4 @@
-"""Waits that cancellation does not cut short.
+"""Waits that run to completion even if the waiting task is cancelled.
 
 A transfer into or out of a slot must end before the slot is released: if a cancelled coroutine merely stopped waiting,
 late bytes could overwrite another request's KV.
@@ -15,7 +15,9 @@ T = TypeVar("T")
 
 
 async def shielded(future: Future[T] | asyncio.Future[T]) -> T:
-    """Await the future to completion even if the caller is cancelled; then raise CancelledError. Returns its result."""
+    """Return the result of the future, awaited to completion even if the caller is cancelled; then raise
+    CancelledError.
+    """
     waiting = asyncio.wrap_future(future) if isinstance(future, Future) else future
     cancelled = False
     while not waiting.done():
@@ -25,7 +27,7 @@ async def shielded(future: Future[T] | asyncio.Future[T]) -> T:
             cancelled = True
     if cancelled:
         if not waiting.cancelled():
-            waiting.exception()  # retrieved, so that asyncio does not log it as lost
+            waiting.exception()  # retrieve it, so that asyncio does not log it as lost
         raise asyncio.CancelledError
     return waiting.result()
 
@@ -36,8 +38,10 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
 
 
 async def wait_unless_cancelled(task: asyncio.Task[None]) -> None:
-    """Wait for the task; returns normally if the task itself was cancelled. If the caller is cancelled, cancels the
-    task and waits for its end."""
+    """Wait for the task; return normally if the task itself was cancelled.
+
+    If the caller is cancelled, cancels the task and waits for its end.
+    """
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
@@ -49,8 +53,10 @@ async def wait_unless_cancelled(task: asyncio.Task[None]) -> None:
 
 
 async def run_both(one: Coroutine[Any, Any, None], two: Coroutine[Any, Any, None]) -> None:
-    """Run two coroutines concurrently. If one fails or the caller is cancelled, cancels both and waits
-    for their ends."""
+    """Run two coroutines concurrently.
+
+    If one fails or the caller is cancelled, cancels both and waits for their ends.
+    """
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(two)]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Slots in memory that the messenger can reach: their offsets, digests and slices. Imports no torch."""
+"""Slots in memory registered with the messenger: their offsets, digests and slices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SlotMemory(ABC):
     """`num_slots` slots of every group of `spec`, group after group, in the layout of the engine's cache."""
 
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger, *, name: str) -> None:
-        """Raises OSError if there is not enough memory."""
+        """Allocate and register the memory. Raises OSError if there is not enough."""
         self.spec = spec
         self.num_slots = num_slots
         self.block_tokens = spec.block_tokens
@@ -51,8 +51,10 @@ class SlotMemory(ABC):
         return np.stack([self.offsets(g, slots) for g in range(self.num_groups)])
 
     def commits_due(self, slots: Sequence[int]) -> list[Callable[[], None]]:
-        """Return work for a thread, each item to be run once, that commits the memory after these slots, which are
-        about to be used."""
+        """Return functions that commit the memory after these slots, which are about to be used.
+
+        Each is to be called once, on a worker thread.
+        """
         due: list[Callable[[], None]] = []
         for ahead, base, nbytes in zip(self._ahead, self._base, self._slot_nbytes, strict=True):
             end = base + (max(slots, default=-1) + 1) * nbytes
@@ -67,8 +69,7 @@ class SlotMemory(ABC):
         return self._messenger.grant(self.region, int(base), int(end - base), read=False, write=True)
 
     def slot_slices(self, slots: Sequence[int], remote: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Return messenger slices [groups * n, 3] that pair whole slots with remote offsets (one array [n] per
-        group)."""
+        """Return messenger slices [groups * n, 3] pairing whole slots with remote offsets, one array [n] per group."""
         parts = [
             np.stack(
                 [self.offsets(g, slots), remote[g], np.full(len(slots), self._slot_nbytes[g], dtype=np.int64)], axis=1
@@ -88,7 +89,7 @@ class SlotMemory(ABC):
 
     @abstractmethod
     def to_host(self, slots: Sequence[int]) -> None:
-        """Make the engine's content of these slots readable by the messenger. Returns when the bytes are there."""
+        """Make the engine's content of these slots readable by the messenger. Returns when the bytes are available."""
 
     @abstractmethod
     def to_device(self, slots: Sequence[int]) -> None:
@@ -109,7 +110,7 @@ def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
 
 
 class EngineMemory(SlotMemory):
-    """Slots that an engine computes in, addressed by (group, slot, layer)."""
+    """Slots in which an engine computes, addressed by (group, slot, layer)."""
 
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger) -> None:
         super().__init__(spec, num_slots, messenger, name="moonpool-kv")
@@ -119,8 +120,7 @@ class EngineMemory(SlotMemory):
         }
 
     def layer_slices(self, layer: int, slots: Sequence[int], remote: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Return messenger slices [n, 3] of one model layer of each slot; `remote` holds whole-slot offsets per
-        group."""
+        """Return messenger slices [n, 3] of one model layer of each slot; `remote` has whole-slot offsets per group."""
         group, index = self.place_of_layer[layer]
         size = self._layer_nbytes[group]
         shift = index * size
@@ -151,5 +151,8 @@ class EngineMemory(SlotMemory):
     def differ(
         self, group: int, given: NDArray[np.uint8], computed: NDArray[np.uint8], valid: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Return bool [n]: slots of a group, uint8 [n, slot_nbytes], whose `valid` [n] tokens differ from the computed
-        ones by more than a different order of summation explains."""
+        """Return bool [n]: True for slots whose tokens differ by more than the order of summation can explain.
+
+        `given` and `computed` are a group's slots, uint8 [n, slot_nbytes]; the first `valid` [n] tokens of each are
+        compared.
+        """

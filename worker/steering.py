@@ -1,7 +1,7 @@
-"""Changes to a sequence's logits that depend on the tokens before: penalties, minimum length, bias and grammar.
+"""Changes to a sequence's logits that depend on earlier tokens: penalties, minimum length, bias and grammar.
 
-Counts and matcher follow from the prompt's ids alone, of which the last `generated` are the answer so far. A request
-that moves to another node therefore continues exactly as it would have.
+Counts and matcher are derived from the prompt's ids alone, of which the last `generated` are the answer so far. A
+request that moves to another node therefore continues with the same tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SeenTokens:
     def __init__(
         self, prompt: NDArray[np.int32], generated: NDArray[np.int32], *, capacity: int, vocab_size: int
     ) -> None:
-        """`capacity`: the most distinct ids that may be seen."""
+        """`capacity` is the largest number of distinct ids."""
         self._place = np.full(vocab_size, -1, np.int32)
         self._ids = np.empty(min(capacity, vocab_size), np.int64)
         self._counts = np.zeros(len(self._ids), np.float32)
@@ -67,7 +67,7 @@ class Steering:
         self._matcher = matcher
         self._bias = Bias(sampling.bias_ids, sampling.bias_values) if len(sampling.bias_ids) else None
         ends = sampling.stop_ids | (matcher.end_ids if matcher is not None else frozenset())
-        self._barred = np.array(sorted(i for i in ends if i < vocab_size), np.int64)  # before `min_tokens`
+        self._barred = np.array(sorted(i for i in ends if i < vocab_size), np.int64)  # excluded before `min_tokens`
         self._seen: SeenTokens | None = None
         if sampling.has_penalties:
             split = len(prompt) - generated
@@ -77,7 +77,7 @@ class Steering:
 
     @staticmethod
     def is_wanted(sampling: SamplingParams) -> bool:
-        """True if anything in the parameters changes the logits."""
+        """Return True if any of the parameters changes the logits."""
         return bool(
             sampling.has_penalties or len(sampling.bias_ids) or sampling.min_tokens or sampling.grammar is not None
         )

@@ -14,7 +14,7 @@ from worker.engine_loop import GeneratedToken
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED_MESSAGES = 4096
-FIRST_WIRE_WITH_HANDOFF = 2  # some versions of wire 1 support it, too, but cannot be distinguished
+FIRST_WIRE_WITH_HANDOFF = 2  # some versions of wire 1 support it as well, but cannot be distinguished
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class FrontendStream:
         self._queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
 
     def send(self, message: WorkerMessage) -> None:
-        """Queue a message. A frontend that does not read is disconnected, so that buffering is bounded."""
+        """Queue a message. A frontend that does not read is disconnected, which bounds the buffer."""
         if self.closed.is_set():
             return
         try:

@@ -1,4 +1,4 @@
-"""The engine that computes: a loaded model behind `worker.engine_interface`, and the sampling of its logits.
+"""The transformer engine: a loaded model behind `worker.engine_interface`, and the sampling of its logits.
 
 A row whose sampling fails does not affect other rows.
 """
@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 
 
 def hardware_name(device: torch.device, threads: int) -> str:
-    """Return the name of the GPU, or of the CPU with the number of threads; cost profiles are valid
-    for one such name."""
+    """Return the name of the GPU, or of the CPU with the number of threads.
+
+    A cost profile is valid for one such name.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"
@@ -63,8 +65,10 @@ def _cpu_name() -> str:
 def score_prompts(
     logits: torch.Tensor, num_decoding: int, chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
 ) -> torch.Tensor:
-    """Let the prompts that are to be scored read their rows of a step's logits, which follow those of the decoding
-    sequences. Returns the rows that tokens are sampled from."""
+    """Pass rows of a step's logits to the prompts that are scored; return the rows from which tokens are sampled.
+
+    The rows of `chunks` follow those of the `num_decoding` decoding sequences.
+    """
     if all(sequence.prompt_scores is None for sequence, _ in chunks):
         return logits
     chosen_from = list(range(num_decoding))
@@ -95,8 +99,10 @@ def sample_tokens(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> 
 
 
 def _sampled(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> NDArray[np.int64]:
-    """Return one id per row; an arbitrary id for rows with damaged logits. Raises SamplingError if all rows are
-    damaged."""
+    """Return one id per row; an arbitrary id for rows with damaged logits.
+
+    Raises SamplingError if all rows are damaged.
+    """
     rows = [_row(sequence) for sequence in sequences]
     try:
         return sample(logits, rows)
@@ -127,7 +133,7 @@ def _row(sequence: EngineSequence) -> SamplingRow:
 
 
 class ModelSteps:
-    """Runs a model's forward steps over its paged cache, and samples."""
+    """Runner of a model's forward steps over its paged cache, and of sampling."""
 
     def __init__(self, model: Model, cache: PagedCache) -> None:
         self._model = model
@@ -197,4 +203,4 @@ class Transformer(Engine):
         self.model.warm_up()
 
     def check(self, request: Request) -> None:
-        return  # a request that passed validation can be computed
+        return  # any request that passed validation can be computed

@@ -123,7 +123,7 @@ def test_unknown_and_missing_fields_other_versions_and_other_files_are_refused(d
 
 def test_a_range_that_ends_before_it_begins_is_refused(document, refusal_of):
     document["profile"]["decode"]["batch"] = {"least": 9, "most": 8}
-    assert "least 9 is more than most 8" in refusal_of(document)
+    assert "least must not exceed most (8), got 9" in refusal_of(document)
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path):

@@ -140,7 +140,7 @@ async def test_a_worker_whose_every_step_fails_leaves_with_an_error(start: Any, 
             await stream.write(submit(number))
             outcomes.append(await ended(stream, number))
         assert outcomes == [*["engine"] * (MAX_FAILED_STEPS - 2), "finished", *["engine"] * MAX_FAILED_STEPS]
-        with pytest.raises(EngineBroken, match=f"{MAX_FAILED_STEPS} steps in a row failed.*device-side assert"):
+        with pytest.raises(EngineBroken, match=f"{MAX_FAILED_STEPS} consecutive steps failed.*device-side assert"):
             await serving
         cluster = await ConductorStub(conductor_channel).Cluster(ClusterRequest())
         assert list(cluster.nodes) == []

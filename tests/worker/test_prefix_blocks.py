@@ -107,5 +107,5 @@ def test_a_prompt_shorter_than_a_block_finds_its_tail() -> None:
 
 def test_a_request_without_the_seed_of_its_chain_is_refused() -> None:
     submit = Submit(request_id="r", prompt_ids=np.zeros(3, np.int32).tobytes(), chain_seed=b"short")
-    with pytest.raises(RequestRefused, match="chain_seed has 5 bytes, not 16"):
+    with pytest.raises(RequestRefused, match="chain_seed must have 16 bytes, got 5"):
         Request.from_proto(submit, vocab_size=100, max_model_len=100, block_tokens=BLOCK)

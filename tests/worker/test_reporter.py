@@ -136,7 +136,7 @@ async def test_a_conductor_that_cannot_be_reached_is_told_once(
     running.cancel()
     await asyncio.wait([running])
     (told,) = caplog.records
-    assert told.getMessage().startswith(f"not joined to the conductor at {target}, trying on: failed to connect")
+    assert told.getMessage().startswith(f"not joined to the conductor at {target}, retrying: failed to connect")
 
 
 async def test_every_conductor_is_told_the_same_also_while_another_is_away(tmp_path: Path) -> None:

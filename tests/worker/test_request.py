@@ -22,5 +22,5 @@ def submit() -> Submit:
 def test_a_request_whose_times_are_no_numbers_is_refused_by_name(name: str, seconds: float) -> None:
     asked = submit()
     setattr(asked, name, seconds)
-    with pytest.raises(RequestRefused, match=rf"{name} is -?(nan|inf); expected a finite number of seconds"):
+    with pytest.raises(RequestRefused, match=rf"{name} must be a finite number of seconds, got -?(nan|inf)"):
         Request.from_proto(asked, vocab_size=64, max_model_len=64, block_tokens=8)

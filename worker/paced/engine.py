@@ -1,5 +1,4 @@
-"""An engine that sleeps for the durations that a cost profile predicts for its steps, and writes KV that can be
-verified."""
+"""An engine that sleeps for the predicted duration of its steps and writes KV that can be verified."""
 
 from __future__ import annotations
 
@@ -52,8 +51,9 @@ class PacedEngine(Engine):
         kv_bytes: int,
         identity: str,
     ) -> None:
-        """`kv_bytes`: approximate KV bytes per token; 0: as many as the model's. `identity`: further inputs of the
-        tokens, for the fingerprint."""
+        """`kv_bytes` is the approximate number of KV bytes per token; 0: that of the model. `identity` holds further
+        inputs of the tokens, for the fingerprint.
+        """
         self.config = config
         self.label = f"paced:{profile.name}"
         self._groups = config.kv_groups(dtype) if not kv_bytes else _small_groups(config, kv_bytes)
@@ -79,7 +79,7 @@ class PacedEngine(Engine):
             answer_tokens=config.engine.paced_answer_tokens,
         )  # fmt: skip
         log.warning(
-            "the engine is paced: it computes nothing, waits as profile %s prescribes, and its tokens mean nothing",
+            "the engine is paced: it waits for the durations of profile %s and returns meaningless tokens",
             profile.name,
         )
         return engine
@@ -106,7 +106,7 @@ class PacedEngine(Engine):
         sampling = request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             raise RequestRefused(
-                "unsupported", "logprobs were requested, but the engine is paced and has no probabilities"
+                "unsupported", "logprobs are not supported by the paced engine, which has no probabilities"
             )
 
     def counters(self) -> Mapping[str, float]:
@@ -123,8 +123,10 @@ def paced_engine(
 
 
 def _small_groups(config: ModelConfig, kv_bytes: int) -> tuple[KvGroupShape, ...]:
-    """Return the model's groups and layers with one head of as few float16 values as make `kv_bytes` per token, at
-    least 2."""
+    """Return the model's groups and layers with a single head, sized for about `kv_bytes` per token.
+
+    Values are float16, at least 2 per head.
+    """
     values = max(2, kv_bytes // (config.num_layers * 2 * 2) // 2 * 2)
     return tuple(replace(group, kv_heads=1, head_dim=values, dtype="float16") for group in config.kv_groups("float16"))
 
@@ -153,7 +155,7 @@ class _Course:
 
 
 class PacedSteps:
-    """Runs steps on the engine thread."""
+    """Runner of paced steps. Called on the engine thread."""
 
     def __init__(self, memory: PacedMemory, profile: CostProfile, tokens: PacedTokens, pace: Pace) -> None:
         self._memory = memory
@@ -194,7 +196,7 @@ class PacedSteps:
     def cost_s(
         self, decoding: Sequence[EngineSequence], chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
     ) -> float:
-        """Return the predicted seconds of a step: its decode step, and the chunks' part of each prompt."""
+        """Return the predicted seconds of a step: its decode step, and each chunk's part of its prompt."""
         seconds = 0.0
         if decoding:
             seconds += self._profile.decode_s(len(decoding), sum(s.num_computed for s in decoding))
@@ -208,7 +210,7 @@ class PacedSteps:
     def _fill_layers(
         self, chunks: Sequence[tuple[EngineSequence, PrefillChunk]], seconds: float, on_layer: OnLayer | None
     ) -> None:
-        """Write the layers one after another at their times, so that pushes go out as a model's would."""
+        """Write the layers one after another at their times, so that pushes are sent at the times of a real model."""
         for done, layer in enumerate(self._layers, 1):
             for sequence, chunk in chunks:
                 self._write(sequence, chunk.start, chunk.end, layer)
@@ -217,13 +219,13 @@ class PacedSteps:
                 on_layer(layer)
 
     def _take_up(self, sequence: EngineSequence) -> None:
-        """Initialise a new sequence; the KV that it brings must match its ids."""
+        """Initialise a new sequence and verify that the KV it arrives with matches its ids."""
         if sequence.engine_state is None:
             course = sequence.engine_state = _Course(sequence, self._tokens)
             self._verify(sequence, course, sequence.num_computed)
 
     def _verify(self, sequence: EngineSequence, course: _Course, end: int) -> bool:
-        """Return True if tokens [0, end) have the KV of their ids; sets the error of the sequence otherwise."""
+        """Return True if tokens [0, end) have the KV of their ids; otherwise set the sequence's error."""
         if not end:
             return True
         wrong = self._memory.wrong_blocks(sequence, course.states(sequence, end), end)
@@ -231,7 +233,7 @@ class PacedSteps:
         if wrong:
             self._wrong_blocks += len(wrong)
             sequence.error = RequestFailed(
-                "kv", f"blocks {wrong[:8]} of {len(sequence.table)} hold KV that is not that of the request's ids"
+                "kv", f"blocks {wrong[:8]} of {len(sequence.table)} hold KV that does not match the request's ids"
             )
             log.error("%s", sequence.error, extra=sequence.request.log_fields)
         return not wrong
@@ -256,7 +258,7 @@ class PacedSteps:
         else:
             state = int(course.states(sequence, sequence.num_tokens)[sequence.num_tokens - 1])
             token = self._tokens.token(state, course.draw, index, choices)
-        # The answer's slots are released at its end: check that nothing else was written to them while it ran.
+        # The answer's slots are released at its end: check that nothing else was written to them meanwhile.
         ends = sequence.remaining == 1 or token == course.end
         return None if ends and not self._verify(sequence, course, sequence.num_computed) else SampledToken(token)
 

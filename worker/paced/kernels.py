@@ -46,7 +46,7 @@ class PacedKernels(NamedTuple):
 
 @functools.cache
 def kernels() -> PacedKernels:
-    """Return the kernels, compiled or loaded from the cache at the first call."""
+    """Return the kernels; the first call compiles them or loads them from the cache."""
     i64, u64 = types.int64, types.uint64
     tokens, states = types.Array(types.int32, 1, "C", readonly=True), types.Array(u64, 1, "C", readonly=True)
     words, given = types.Array(types.uint32, 1, "C"), types.Array(types.uint32, 1, "C", readonly=True)
@@ -61,7 +61,7 @@ def kernels() -> PacedKernels:
 
 
 def mixed(value: int) -> int:
-    """Hash a 64-bit value as the compiled loops do, in plain Python.
+    """Hash a 64-bit value like the compiled loops, in plain Python.
 
     The finaliser of splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014).
     """

@@ -38,8 +38,9 @@ class PacedMemory(EngineMemory):
     def write(
         self, sequence: EngineSequence, states: NDArray[np.uint64], start: int, end: int, layer: int | None
     ) -> None:
-        """Write the KV of tokens [start, end), in one layer or in all. `states` holds the states of all tokens of the
-        sequence up to `end`."""
+        """Write the KV of tokens [start, end), in one layer or in all. `states` has the states of the sequence's tokens
+        up to `end`.
+        """
         for group in range(self.num_groups):
             layers = self._layers[group]
             if layer is not None:
@@ -50,7 +51,7 @@ class PacedMemory(EngineMemory):
             kernels().fill(self._words, *self._place(group, layers, sequence.table, states, start, end))
 
     def wrong_blocks(self, sequence: EngineSequence, states: NDArray[np.uint64], end: int) -> list[int]:
-        """Return the sequence's blocks whose tokens [0, end) hold other KV than `write` would write."""
+        """Return the sequence's blocks whose tokens [0, end) hold different KV than `write` would write."""
         table = sequence.table  # may be replaced by a longer one meanwhile
         wrong = np.zeros(len(table), np.bool_)
         for group in range(self.num_groups):

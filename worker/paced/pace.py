@@ -1,4 +1,4 @@
-"""Pacing of steps: sleeps to keep them to their durations, never spins, and measures lateness."""
+"""Pacing of steps: sleeps until their durations have passed, without spinning, and measures lateness."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _TOLERATED = 0.1  # lateness as a share of the planned duration
 
 
 class Pace:
-    """Clock of one engine. A late step is made up for by the steps that immediately follow, by at most their own
-    durations; the rest is counted."""
+    """Clock of one engine.
+
+    A late step is compensated by the steps that immediately follow, by at most their own durations; the rest is
+    counted.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
         self._now, self._sleep = now, sleep
@@ -24,7 +27,7 @@ class Pace:
         self.steps = 0
         self.planned_s = 0.0  # planned duration of all steps
         self.late_s = 0.0  # total lateness
-        self._window: tuple[float, float, float] | None = None  # its start, planned_s and late_s then
+        self._window: tuple[float, float, float] | None = None  # start, planned_s and late_s at that time
 
     def begin(self) -> None:
         """Begin a step."""
@@ -43,12 +46,12 @@ class Pace:
             self._sleep(left)
 
     def end(self, seconds: float) -> None:
-        """End a step that was to take `seconds`."""
+        """End a step with a planned duration of `seconds`."""
         self.wait(seconds)
         self._ended = self._now()
         self.steps += 1
         self.planned_s += seconds
-        if seconds:  # an instant engine cannot be late
+        if seconds:  # an engine without durations cannot be late
             over = self._ended - self._began - seconds
             self._behind = min(over, seconds)  # a step can make up for at most its own duration
             self.late_s += over - self._behind
@@ -62,8 +65,8 @@ class Pace:
         planned_s, late_s = self.planned_s - planned_s, self.late_s - late_s
         if late_s > _TOLERATED * planned_s:
             log.warning(
-                "this machine cannot keep the profile's pace: steps of %.2f s together took %.2f s more in the last "
-                "%.0f s; what is measured is slower than the profile",
+                "this machine cannot keep up with the profile: steps of %.2f s in total took %.2f s longer in the last "
+                "%.0f s; measurements are slower than the profile",
                 *(planned_s, late_s, self._ended - began),
             )
         self._window = None

@@ -14,7 +14,7 @@ _ANY: Final = Range(least=0.0, most=1e18)
 
 
 def profile_of(name: str) -> CostProfile:
-    """Return the profile `instant`, a bundled profile by name, or one read from a JSON file. Raises ProfileError."""
+    """Return the profile `instant`, a bundled profile by name, or a profile from a JSON file. Raises ProfileError."""
     if name == INSTANT:
         return _instant()
     path = Path(name)
@@ -23,14 +23,13 @@ def profile_of(name: str) -> CostProfile:
         if not path.is_file():
             bundled = sorted(each.stem for each in BUNDLED_PROFILES.glob("*.json"))
             raise ProfileError(
-                f"there is no cost profile {name!r}: expected a profile's .json file, "
-                f"or one of {', '.join([INSTANT, *bundled])}"
+                f"cost profile must be a profile's .json file or one of {', '.join([INSTANT, *bundled])}, got {name!r}"
             )
     return load_profile(path)
 
 
 def _instant() -> CostProfile:
-    """Return a profile in which nothing takes time; what remains is the overhead of the rest of the cluster."""
+    """Return a profile of zero durations, which leaves the overhead of the rest of the cluster."""
     return CostProfile(
         name=INSTANT,
         kind="analytic",

@@ -1,5 +1,4 @@
-"""Tokens of the paced engine: a function of (preceding ids, seed, choice, index), equal on every node, attempt and in
-tests.
+"""Tokens of the paced engine, a function of (preceding ids, seed, choice, index): equal on all nodes and attempts.
 
 At temperature 0 the seed is ignored, as with a model: equal prompts get equal answers. Pure.
 """
@@ -19,8 +18,8 @@ from engine import LogitSteering
 from engine.config import ModelConfig
 from worker.paced.kernels import kernels, mixed
 
-_LENGTH_SIGMA = 0.8  # of the logarithm of answers' lengths: a few are several times as long as most
-_LENGTH_DRAW = 0x6C656E677468  # sets the draw of a length apart from those of tokens
+_LENGTH_SIGMA = 0.8  # of the logarithm of answers' lengths: a few answers are several times as long as most
+_LENGTH_DRAW = 0x6C656E677468  # separates the draw of a length from those of tokens
 
 
 def states_after(ids: NDArray[np.int32], before: int = 0) -> NDArray[np.uint64]:
@@ -48,7 +47,7 @@ class PacedTokens:
     """Tokens of one model folder. `plain` [n]: ids of text; `end_ids`: ids that end an answer."""
 
     def __init__(self, plain: NDArray[np.int64], end_ids: tuple[int, ...], answer_tokens: int, vocab_size: int) -> None:
-        """`answer_tokens`: mean length of answers that end by themselves; 0: none do."""
+        """`answer_tokens` is the mean length of answers that end by themselves; 0: none do."""
         self._plain = plain
         self._all = np.arange(vocab_size)
         self._ends = end_ids
@@ -69,8 +68,10 @@ class PacedTokens:
         return cls(plain, ends, answer_tokens, config.vocab_size)
 
     def length(self, prompt_state: int, draw: Draw) -> int:
-        """Return the length of an answer that ends by itself, its end token included; 0: it does not end.
-        `prompt_state` is the state of the last token of the client's own prompt."""
+        """Return the length of an answer that ends by itself, including its end token; 0 if it does not end.
+
+        `prompt_state` is the state of the last token of the client's own prompt.
+        """
         if not self._mean:
             return 0
         u = (mixed(prompt_state ^ draw.key ^ _LENGTH_DRAW) + 0.5) / 2.0**64
@@ -82,7 +83,7 @@ class PacedTokens:
         return next((i for i in self._ends if i in stop_ids), None)
 
     def choices(self, row: LogitSteering | None) -> NDArray[np.int64] | None:
-        """Return the ids allowed by a steered row, never none; None if all text ids are allowed."""
+        """Return the ids allowed by a steered row, at least one; None if all text ids are allowed."""
         if row is None or (row.allowed is None and row.barred is None):
             return None
         ids = self._plain if row.allowed is None else np.flatnonzero(row.allowed)

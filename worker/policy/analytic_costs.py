@@ -2,8 +2,8 @@
 
 Compute follows Mooncake (arXiv 2407.00079, FAST'25): flops(n) = layers * (4 n^2 d + 22 n d^2). Reusing p tokens saves
 flops(p), so each of the new * (p + new / 2) pairs costs 8 d flops per layer. A decode step reads the weights and all KV
-once and computes for every sequence; the two times are added although a GPU overlaps them, so the sum is never too
-short.
+once and computes for every sequence; the two times are added although a GPU overlaps them, so the sum is an upper
+bound.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class AnalyticSetting:
     kv_bytes_per_token: int
     weight_bytes: float
     flops_per_s: float  # data sheet, of the whole node
-    memory_bytes_per_s: float  # likewise
+    memory_bytes_per_s: float  # data sheet, of the whole node
     memory_bytes: float
     compute_share: float  # of flops_per_s, reached by prefill and by decode's matrix products
     memory_share: float  # of memory_bytes_per_s, reached by a decode step
     step_overhead_s: float  # of every step: all-reduces and launches
     fetch_bytes_per_s: float  # one reader from one sender, over the network
-    load_bytes_per_s: float  # host memory to the GPUs
+    load_bytes_per_s: float  # from host memory to the GPUs
     ssd_bytes_per_s: float
     max_model_len: int
     max_batch: int
@@ -96,7 +96,7 @@ MOONCAKE_SETTING = AnalyticSetting(
     max_batch=128,
     made="2026-11-22",
     notes=(
-        "Analytic: worked out from the model's shape and data sheets, measured nowhere.",
+        "Analytic: derived from the model's shape and data sheets, not measured.",
         "Prefill: layers * (4 n^2 d + 22 n d^2) flops (Mooncake), at 50 % of 8 x 312 Tflop/s (bf16, dense).",
         "Decode step: 138 GB of weights and 320 KiB of KV per token of context at 60 % of 8 x 2039 GB/s, plus 22 d^2 "
         "flops per layer and sequence at 50 % of the peak, not overlapped, plus 4 ms for 160 all-reduces and launches.",

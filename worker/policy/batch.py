@@ -20,7 +20,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Prompt tokens [start, end) of the `index`-th prefilling sequence; `last` if the prompt ends here."""
+    """Prompt tokens [start, end) of the `index`-th prefilling sequence; `last` if they end the prompt."""
 
     index: int
     start: int
@@ -30,11 +30,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Indices of the decoding sequences that step, and the prompt chunks beside them.
+    """Indices of the decoding sequences of a step, and the prompt chunks beside them.
 
     `valid_steps` is the number of consecutive steps for which this plan may be repeated (each decoding sequence
-    advancing by one) as long as no sequence comes, goes or ends; 1 if there is prefill work, which changes with every
-    step.
+    advances by one) as long as no sequence arrives, leaves or ends; 1 if there is prefill work, which changes with
+    every step.
     """
 
     decode: tuple[int, ...]
@@ -65,7 +65,7 @@ def plan_step(
             break
         end = min(prompt, computed + budget)
         if end < prompt:
-            # A block is pushed once it is whole, so a chunk that is not the last one ends on a block border.
+            # A block is pushed once it is complete, so every chunk but the last one ends on a block border.
             end -= end % limits.block_tokens
             if end <= computed:
                 if chunks:

@@ -1,22 +1,22 @@
-"""Formulas for the duration of work, given coefficients: the only copy, used by profiles, conductor and simulator.
+"""Formulas for the duration of work, given coefficients; profiles, conductor and simulator share this single copy.
 
-Plain arithmetic that numba compiles, too (conductor/policy/kernels.py). No coefficient is negative, so no result is.
+Plain arithmetic that numba also compiles (conductor/policy/kernels.py). No coefficient is negative, so no result is.
 After an edit, delete the cache of compiled kernels: numba notices changes only in the file that it compiles.
 """
 
 __all__ = ["fetch_s", "margin", "prefill_s", "read_s", "tbt_s"]
 
-_LEAST_FETCH = 1.25  # times a load: measurement noise must not move a conversation away from its KV
-_MARGIN_PER_RANGE = 0.1  # of a prediction, per measured range that it lies beyond that range
+_LEAST_FETCH = 1.25  # multiple of a load's duration: measurement noise must not move a conversation away from its KV
+_MARGIN_PER_RANGE = 0.1  # share of a prediction, per measured range that the argument exceeds
 _MOST_MARGIN = 0.5
 
 
 def margin(first: float, first_most: float, second: float, second_most: float) -> float:
     """Return the factor by which to lengthen a prediction whose arguments exceed the measured ranges.
 
-    1 inside the ranges, and below them, since the formulas stay between 0 and the least measured value there. Outside
-    1.1 at twice the range, 1.2 at three times, 1.5 from six times on: growing with the work, and bounded. 1 also if
-    nothing was measured (`first_most` 0).
+    The factor is 1 inside the ranges and below them, since the formulas stay between 0 and the least measured value
+    there; 1.1 at twice the range, 1.2 at three times, and 1.5 from six times on. It is also 1 if nothing was measured
+    (`first_most` 0).
     """
     if first_most <= 0 or (first <= first_most and second <= second_most):
         return 1.0
@@ -25,17 +25,17 @@ def margin(first: float, first_most: float, second: float, second_most: float) -
 
 
 def read_s(fixed: float, per_byte: float, nbytes: float, num_concurrent: int) -> float:
-    """Return the seconds to read `nbytes` from a sender that serves `num_concurrent` others."""
+    """Return the seconds to read `nbytes` from a sender that serves `num_concurrent` other readers."""
     return fixed * (nbytes > 0) + per_byte * nbytes * (1 + num_concurrent)
 
 
 def fetch_s(over_network_s: float, from_memory_s: float) -> float:
-    """Return the seconds of a fetch, given those over the network and those from the host's own memory."""
+    """Return the seconds of a fetch, given the time over the network and from the host's own memory."""
     return max(over_network_s, _LEAST_FETCH * from_memory_s)
 
 
 def prefill_s(fixed: float, per_token: float, per_pair: float, prompt_tokens: int, reused_tokens: float) -> float:
-    """Return the seconds to prefill a prompt of which `reused_tokens` need not be computed.
+    """Return the seconds to prefill a prompt of which `reused_tokens` are not computed.
 
     Each new token attends to all reused ones and to half of the new ones (Mooncake's polynomial in both lengths).
     """
@@ -44,7 +44,7 @@ def prefill_s(fixed: float, per_token: float, per_pair: float, prompt_tokens: in
 
 
 def tbt_s(fixed: float, per_sequence: float, per_token: float, batch: float, context: float, max_batch: int) -> float:
-    """Return the seconds between tokens of `batch` sequences; beyond the largest batch they alternate."""
+    """Return the seconds between tokens of `batch` sequences; beyond `max_batch` the sequences alternate."""
     if batch <= max_batch:
         return fixed + per_sequence * batch + per_token * context
     turns = batch / max_batch

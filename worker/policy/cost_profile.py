@@ -1,5 +1,4 @@
-"""Cost profiles: durations of work with one model on one kind of machine, as coefficients with their measured ranges
-and errors.
+"""Cost profiles: coefficients of the durations of work, with measured ranges and errors, for one model and machine.
 
 Predictions are pure arithmetic (`cost_formulas`); beyond the measured range they are lengthened by
 `cost_formulas.margin`. The file is JSON, parsed strictly.
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 BUNDLED_PROFILES: Final = Path(__file__).resolve().parent.parent / "profiles"
-MOONCAKE: Final = BUNDLED_PROFILES / "mooncake-70b-8xa800.json"  # analytic: `analytic_costs` says from what
+MOONCAKE: Final = BUNDLED_PROFILES / "mooncake-70b-8xa800.json"  # analytic: derived in `analytic_costs`
 
 _FORMAT: Final = "moonpool-cost-profile"
 _VERSION: Final = 1
@@ -49,7 +48,7 @@ class Range:
     @model_validator(mode="after")
     def _ordered(self) -> "Range":
         if self.least > self.most:
-            raise ValueError(f"least {self.least:g} is more than most {self.most:g}")
+            raise ValueError(f"least must not exceed most ({self.most:g}), got {self.least:g}")
         return self
 
     def __contains__(self, value: float) -> bool:
@@ -68,8 +67,10 @@ class FitError:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class PrefillCost:
-    """Cost of one prompt; per_pair_s counts once per (new token, token that it attends to). No
-    `error`: not measured."""
+    """Cost of one prompt; `per_pair_s` counts once per (new token, token that it attends to).
+
+    Without `error` the cost was not measured.
+    """
 
     fixed_s: Seconds
     per_token_s: Seconds
@@ -81,7 +82,7 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class DecodeCost:
-    """Cost of one step that gives each sequence of a batch one token."""
+    """Cost of one step that generates one token for each sequence of a batch."""
 
     fixed_s: Seconds
     per_sequence_s: Seconds
@@ -103,7 +104,7 @@ class TransferCost:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class CostProfile:
-    """Costs that placements, simulated nodes and the paced engine use. All times are in seconds.
+    """Costs used by placements, simulated nodes and the paced engine. All times are in seconds.
 
     `transfers` by path: "fetch" (from another host's pool), "load" (from the own host's), "ssd_read" (within a pool
     node), "push" (prefill to decode), and "messenger_TRANSPORT" if measured separately.
@@ -114,29 +115,36 @@ class CostProfile:
     made: str  # date, ISO 8601
     model: str
     model_fingerprint: str  # as nodes report it; "" = of no weights in particular
-    hardware: str  # as nodes report it, or in words
+    hardware: str  # as nodes report it, or a description
     kv_bytes_per_token: Count
-    engine: Mapping[str, str | int | float | bool]  # settings that the figures hold for: max_batch, threads, dtype, ...
+    engine: Mapping[str, str | int | float | bool]  # settings that the figures apply to: max_batch, threads, dtype, ...
     prefill: PrefillCost
     decode: DecodeCost
     transfers: Mapping[str, TransferCost]
     notes: tuple[str, ...] = ()
 
     def prefill_s(self, new_tokens: int, reused_tokens: int = 0) -> float:
-        """Return the seconds to compute `new_tokens` that follow `reused_tokens`; grows with both. Raises ValueError
-        below 0."""
+        """Return the seconds to compute `new_tokens` that follow `reused_tokens`; increases with both.
+
+        Raises ValueError for negative numbers.
+        """
         _not_negative(new_tokens=new_tokens, reused_tokens=reused_tokens)
         cost, prompt = self.prefill, new_tokens + reused_tokens
         seconds = prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, reused_tokens)
         return seconds * margin(new_tokens, cost.new_tokens.most, prompt, cost.prompt_tokens.most)
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
-        """Return the seconds of one step of `batch` sequences with `context_tokens` in total. Raises ValueError."""
+        """Return the seconds of one step of `batch` sequences with `context_tokens` in total.
+
+        Raises ValueError for negative numbers.
+        """
         return self.tbt_s(batch, context_tokens, max(1, batch))
 
     def tbt_s(self, batch: int, context_tokens: int, max_batch: int) -> float:
-        """Return the seconds between tokens on a node that decodes at most `max_batch` at once; more sequences
-        alternate."""
+        """Return the seconds between tokens on a node that decodes at most `max_batch` sequences at once.
+
+        More sequences alternate.
+        """
         _not_negative(batch=batch, context_tokens=context_tokens, max_batch=max_batch - 1)
         cost, turns = self.decode, max(1.0, batch / max_batch)
         seconds = tbt_s(cost.fixed_s, cost.per_sequence_s, cost.per_token_s, batch, context_tokens, max_batch)
@@ -145,24 +153,26 @@ class CostProfile:
     def transfer_s(self, path: str, nbytes: int, num_concurrent: int = 0) -> float:
         """Return the seconds to move `nbytes` over a path whose sender serves `num_concurrent` others; 0 for 0 bytes.
 
-        Time per byte is a bandwidth: it takes no margin beyond the measured range. Raises ProfileError for a path that
-        the profile lacks, ValueError below 0.
+        The time per byte is a bandwidth and has no margin beyond the measured range. Raises ProfileError for a path
+        that the profile lacks, ValueError for negative numbers.
         """
         _not_negative(nbytes=nbytes, num_concurrent=num_concurrent)
         cost = self._path(path)
         return read_s(cost.fixed_s, cost.per_byte_s, nbytes, num_concurrent)
 
     def fetch_s(self, nbytes: int, num_concurrent: int = 0) -> float:
-        """Return the seconds to read from another host's pool node that serves `num_concurrent` others; never shorter
-        than `load_s`."""
+        """Return the seconds to read from another host's pool node that serves `num_concurrent` others.
+
+        The result is never shorter than `load_s`.
+        """
         return fetch_s(self.transfer_s("fetch", nbytes, num_concurrent), self.load_s(nbytes))
 
     def load_s(self, nbytes: int) -> float:
-        """Return the seconds to read from the memory of the own host's pool node."""
+        """Return the seconds to read from the memory of this host's pool node."""
         return self.transfer_s("load", nbytes)
 
     def ssd_read_s(self, nbytes: int) -> float:
-        """Return the seconds in which a pool node reads from its SSD to its memory."""
+        """Return the seconds for a pool node to read from its SSD to its memory."""
         return self.transfer_s("ssd_read", nbytes)
 
     def _path(self, path: str) -> TransferCost:
@@ -179,7 +189,7 @@ class _File:
 
 
 def load_profile(path: Path) -> CostProfile:
-    """Read a profile. Raises ProfileError that names the file, the field, the value and what was expected."""
+    """Read a profile. Raises ProfileError, which names the file, the field, the value and the expected value."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -205,7 +215,7 @@ def _first_problem(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "json_invalid":
         return f"not JSON ({first['msg']}); make a profile with `moonpool profile`"
-    found = "" if first["type"] == "missing" else f"; found {str(first['input'])[:60]!r}"
+    found = "" if first["type"] == "missing" else f", got {str(first['input'])[:60]!r}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{where}: {first['msg']}{found}{more}"
 
@@ -213,4 +223,4 @@ def _first_problem(error: ValidationError) -> str:
 def _not_negative(**values: float) -> None:
     for name, value in values.items():
         if not value >= 0:
-            raise ValueError(f"{name} is {value}: must be at least {1 if name == 'max_batch' else 0}")
+            raise ValueError(f"{name} must be at least {1 if name == 'max_batch' else 0}, got {value}")

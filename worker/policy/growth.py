@@ -1,9 +1,9 @@
 """Safe growth of running sequences: the banker's algorithm (Dijkstra, EWD 623).
 
 Answers get the slots that they will probably need, and more on demand. If all needed more at once, none might be able
-to continue. Slots are therefore granted only while an order exists in which each sequence in turn gets the most it may
-need, ends and returns its slots. Sequences that need no more slots end by themselves and are not tracked. Pure: slot
-numbers, no contents.
+to continue. Slots are therefore granted only while there is an order in which each sequence in turn gets the most it
+may need, ends and returns its slots. Sequences that need no more slots end by themselves and are not tracked. Pure:
+slot numbers, no contents.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _Sums:
 
     place: dict[Hashable, int]
     wants: NDArray[np.int64]
-    gives: NDArray[np.int64]  # slots that only it holds, which its end frees
-    free: int  # including slots of sequences that do not grow, which end by themselves
+    gives: NDArray[np.int64]  # slots that only this sequence holds, freed when it ends
+    free: int  # including slots of sequences that do not grow
 
 
 class GrowthLedger:
@@ -44,14 +44,14 @@ class GrowthLedger:
         return len(self._growing)
 
     def wants(self, name: Hashable) -> int:
-        """Return the slots that it may still need; 0 if it has not begun."""
+        """Return the number of slots that it may still need; 0 if it has not begun."""
         one = self._growing.get(name)
         return one.wants if one is not None else 0
 
     def begin(self, name: Hashable, slots: Sequence[int], wants: int) -> bool:
         """Register a sequence that holds `slots`, some possibly shared, and may need `wants` more before it ends.
 
-        Returns False, without registering it, if then not all sequences could end.
+        Returns False, without registering it, if some sequences could then not end.
         """
         assert name not in self._growing
         held = np.array(slots, np.int64)

@@ -7,14 +7,15 @@ from typing import Final
 @dataclass(slots=True)
 class _Trouble:
     count: int  # failures in a row
-    until_s: float  # not called before
-    is_tried: bool = False  # one caller has tried since the last failure
+    until_s: float  # the peer is not called before this time
+    is_tried: bool = False  # a caller has tried since the last failure
 
 
 class CircuitBreaker:
-    """Skips a peer that failed for `hold_off_s`, doubling up to `longest_s` with each further failure.
+    """Circuit breaker that skips a failed peer for `hold_off_s`, doubled up to `longest_s` with each further failure.
 
-    Then one caller may try it; the others keep skipping it until that call has ended, or for another pause.
+    After the pause one caller may try the peer; the others keep skipping it until that call has ended, or for another
+    pause.
     """
 
     def __init__(self, hold_off_s: float, longest_s: float) -> None:
@@ -53,7 +54,7 @@ MAX_FAILED_STEPS: Final = 8
 
 
 class EngineHealth:
-    """Counts consecutive failed steps."""
+    """Counter of consecutive failed steps."""
 
     def __init__(self, max_failed_steps: int = MAX_FAILED_STEPS) -> None:
         self._max_failed_steps = max_failed_steps

@@ -1,7 +1,6 @@
-"""Scheduling order of the requests that wait on a node: age, class, tenants' shares, deadline. Conductors predict by
-it.
+"""Scheduling order of the requests that wait on a node: age, class, tenants' shares, deadline.
 
-The order, first to last:
+Conductors use it for predictions. The order, first to last:
 
 1. requests that have waited longer than the bound, oldest first: no newer one overtakes them, whatever its class;
 2. the class with the lowest level;
@@ -25,10 +24,10 @@ class QueueEntry:
 
     arrived_s: float = 0.0  # at the frontend
     due_s: float = 0.0  # when its first token is due
-    ages_s: float = 0.0  # from then on no newer request precedes it
+    ages_s: float = 0.0  # from this time on no newer request precedes it
     level: int = 0  # of its class: lower goes first
     account: str = ""  # account that is charged
-    start_ns: int = 0  # its own ticket
+    start_ns: int = 0  # ticket of this request
     priority: int = 0  # among the account's own requests: lower goes first
 
     def rank(self, now_s: float, number: int = 0) -> QueueRank:
@@ -38,11 +37,11 @@ class QueueEntry:
         return 1, self.level, self.start_ns, self.priority, self.due_s, self.arrived_s, number
 
 
-ALWAYS_NEXT = QueueEntry()  # for requests without one: first come, first served among themselves
+ALWAYS_NEXT = QueueEntry()  # for requests without an entry: first come, first served among themselves
 
 
 class WaitQueue:
-    """All requests that wait on a node, in any stage. Each stage queries its own."""
+    """All requests that wait on a node, in any stage; each stage queries its own subset."""
 
     def __init__(self) -> None:
         self._entries: dict[RequestKey, tuple[QueueEntry, int]] = {}
@@ -90,10 +89,10 @@ class WaitQueue:
     def next_ahead(
         self, waiting: Collection[RequestKey], ahead: Collection[RequestKey], num_permits: int, now_s: float
     ) -> RequestKey | None:
-        """Return the waiting request to prepare next, beside those in `ahead`; None: none yet.
+        """Return the waiting request to prepare next, beside those in `ahead`; None if none may be prepared yet.
 
-        A request that precedes one in `ahead` needs none of the `num_permits`: an urgent request does not wait until
-        less urgent ones are computed. At most twice as many are granted.
+        A request that precedes one in `ahead` needs none of the `num_permits`, so that an urgent request does not
+        wait until less urgent ones are computed. At most twice as many are granted.
         """
         if not waiting or len(ahead) >= 2 * num_permits:
             return None

@@ -1,7 +1,7 @@
 """Holders of the engine's slots: reference counts, a prefix index over whole blocks, LRU reuse.
 
 A slot is free, held (count > 0), cached (count 0, its content still indexed by chain key) or quarantined (not held, but
-a remote writer may still reach it). Cached slots are reused for new blocks, the least recently released first.
+a remote writer may still write to it). Cached slots are reused for new blocks, the least recently released first.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class SlotPool:
             self._count[slot] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` empty slots, evicting cached blocks if necessary. All or nothing (OutOfSlots)."""
+        """Take `count` empty slots, evicting cached blocks if necessary. Raises OutOfSlots, and then takes none."""
         if count > self.num_available:
-            raise OutOfSlots(f"{count} slots asked for, {self.num_available} of {self.num_slots} available")
+            raise OutOfSlots(f"{count} slots requested, {self.num_available} of {self.num_slots} available")
         taken: list[int] = []
         while len(taken) < count:
             if self._free:
@@ -72,11 +72,11 @@ class SlotPool:
         return taken
 
     def acquire(self, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
-        """Take `count` slots for a request whose leading blocks are `keys`: indexed blocks are shared, the rest is
-        empty.
+        """Take `count` slots for a request whose leading blocks are `keys`.
 
-        Returns (slots in block order, number of shared ones). All or nothing (OutOfSlots): a waiting request holds
-        nothing, so that waiting requests cannot starve each other.
+        Indexed blocks are shared, the other slots are empty. Returns (slots in block order, number of shared ones).
+        Raises OutOfSlots, and then takes none: a waiting request holds nothing, so waiting requests cannot starve each
+        other.
         """
         shared = self.match(keys)
         self.hold(shared)
@@ -119,7 +119,7 @@ class SlotPool:
         """Drop the only reference and exclude the slots from reuse until `readmit`. Their content is forgotten."""
         for slot in slots:
             if self._count[slot] != 1:
-                raise ValueError(f"slot {slot} has {self._count[slot]} references; one was expected")
+                raise ValueError(f"slot {slot} must have one reference, got {self._count[slot]}")
             self._count[slot] = 0
             self._forget(slot)
             self._quarantined.add(slot)

@@ -87,7 +87,7 @@ def test_a_profile_that_could_not_be_written_is_not_measured(tmp_path, capsys, o
     ("words", "models", "message"),
     [
         (["nowhere.json"], [], "cannot be read"),
-        (["no-such-profile"], [], "there is no cost profile 'no-such-profile'"),
+        (["no-such-profile"], [], "a profile's .json file or one of instant, "),
         (["mooncake-70b-8xa800"], ["chat"], "not served here"),
         (["other=mooncake-70b-8xa800"], ["chat"], "'other', which is not served here"),
         (["chat=mooncake-70b-8xa800", f"chat={MOONCAKE}"], ["chat"], "given twice"),
