@@ -161,7 +161,7 @@ async def test_the_console_shows_the_cluster_and_the_path_of_a_request(
             await expect(row).to_contain_text("✓ ready")
         await page.get_by_role("link", name="Requests").click()
         await page.get_by_label("Request id").fill(request_id)
-        await page.get_by_role("button", name="Show its path").click()
+        await page.get_by_role("button", name="Show path").click()
         path = page.locator(".path li")
         await expect(path.filter(has_text="Prefill on prefill-0").first).to_be_visible()
         await expect(path.filter(has_text="pushed the last KV to the decode node")).to_be_visible()

@@ -1,5 +1,5 @@
-// Requests to the frontend that serves the page. The admin key is kept only in this module: it is never stored or put into
-// a URL, and is gone when the page is closed.
+// Requests to the frontend that serves the page. The admin key exists only in this module's memory: it is never
+// stored or put into a URL, and is lost when the page is closed.
 const PATIENCE_MS = 20000;
 const ROOT = new URL("api/", document.baseURI);
 
@@ -32,13 +32,13 @@ async function ask(path, options = {}) {
       signal: AbortSignal.timeout(PATIENCE_MS),
     });
   } catch (error) {
-    throw new Problem(error.name === "TimeoutError" ? "the frontend does not answer" : "the frontend cannot be reached", 0, "away");
+    throw new Problem(error.name === "TimeoutError" ? "the frontend does not respond" : "the frontend cannot be reached", 0, "away");
   }
   let body;
   try {
     body = await answer.json();
   } catch {
-    throw new Problem(`the frontend's answer (${answer.status}) cannot be read`, answer.status, "unreadable");
+    throw new Problem(`the frontend's response (${answer.status}) cannot be read`, answer.status, "unreadable");
   }
   if (!answer.ok) throw new Problem(body?.error?.message ?? `status ${answer.status}`, answer.status, body?.error?.code ?? "");
   return body;

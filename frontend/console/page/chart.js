@@ -49,7 +49,7 @@ export class Chart {
     setAttribute(this.second, "d", path(second, most));
     const isWhole = first.every(isNumber) && first.length > 1;
     setAttribute(this.area, "d", isWhole ? `${line}L${WIDTH} ${HEIGHT}L0 ${HEIGHT}Z` : "");
-    const said = measured.length ? `at most ${this.format(most)}` : "nothing yet";
-    setAttribute(this.node, "aria-label", `${this.label}, the last quarter of an hour: ${said}`);
+    const said = measured.length ? `at most ${this.format(most)}` : "no measurements";
+    setAttribute(this.node, "aria-label", `${this.label}, the last 15 minutes: ${said}`);
   }
 }

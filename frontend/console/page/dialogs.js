@@ -63,16 +63,16 @@ export function askKey(canAct) {
           const text = input.value.trim();
           if (!text) return;
           holdKey(text);
-          say("The admin key is kept until this page is closed.");
+          say("The admin key is used until this page is closed.");
           close(true);
         },
       },
       h("p", null, h("label", { for: "key-input" }, "Admin API key")),
       input,
-      h("p", { class: "note" }, "It is held in this page's memory only: closing or reloading the page forgets it."),
+      h("p", { class: "note" }, "The key is stored in this page's memory only; closing or reloading the page discards it."),
       canAct
         ? null
-        : h("p", { class: "note" }, "No admin key is configured here. Make one with ", h("code", null, "moonpool keys new --admin"), ", put its entry into the file of ", h("code", null, "--api-keys-file"), ", and it holds within seconds."),
+        : h("p", { class: "note" }, "No admin key is configured here. Create one with ", h("code", null, "moonpool keys new --admin"), ", and add its entry to the file given by ", h("code", null, "--api-keys-file"), "; it takes effect within seconds."),
       h(
         "div",
         { class: "buttons" },

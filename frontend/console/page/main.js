@@ -34,7 +34,7 @@ async function look() {
   }
   asking = true;
   try {
-    // If a key is required and missing, only that is checked.
+    // If a required key is missing, only its presence is checked.
     if (!state && !api.hasKey()) mayRead(await api.about());
     state = await api.state();
     heardAt = performance.now();
@@ -90,7 +90,7 @@ function pills() {
   list.replaceChildren(...told.map(([text, kind, title]) => h("li", { class: `pill ${kind}`, title }, text)));
 }
 
-// Age of the shown data, and its reason.
+// Age of the shown data, and the reason if it is outdated.
 function standing() {
   const sinceS = (performance.now() - heardAt) / 1000;
   const closed = trouble && (trouble.status === 401 || trouble.status === 403);
@@ -122,7 +122,7 @@ function standing() {
   } else banner.setAttribute("role", "none");
   setText(banner, text.charAt(0).toUpperCase() + text.slice(1));
   setText(byId("age"), state ? `As of ${clock(state.at_s)}${isStale ? ", outdated" : ", updated every second"}. Times are in this browser's time zone.` : "");
-  setText(byId("key"), api.hasKey() ? "Admin key held" : "Admin key…");
+  setText(byId("key"), api.hasKey() ? "Admin key set" : "Admin key…");
 }
 
 function route() {

@@ -25,7 +25,7 @@ export class Nodes {
     this.state = h("select", { id: "node-state", onchange: () => this.#draw() }, ...["", "ready", "draining", "switching", "suspect"].map((state) => h("option", { value: state }, state || "all states")));
     this.shown = h("p", { class: "note", role: "status" });
     this.outcome = h("p", { class: "outcome", role: "status", hidden: true });
-    this.locked = h("p", { class: "note" }, "To drain a node or switch its role, give an admin key (top right).");
+    this.locked = h("p", { class: "note" }, "To drain a node or switch its role, enter an admin key (top right).");
     this.table = new DataTable({
       caption: "Nodes that have joined the cluster",
       empty: "No node matches.",
@@ -101,35 +101,35 @@ export class Nodes {
   }
 
   async #drain(made) {
-    const node = this.nodes.find((each) => each.id === made.id) ?? made; // the button may be older than the current data
+    const node = this.nodes.find((each) => each.id === made.id) ?? made; // the button may belong to older data
     const peers = this.nodes.filter((each) => each.id !== node.id && each.role === node.role && each.model === node.model && each.state === "ready");
     const done = await confirm({
       title: `Drain ${node.id}?`,
       consequence: [
-        `It takes no new work, finishes or hands over what it has (${count(node.running)} running, ${count(node.waiting)} waiting), and leaves. moonpool serve does not start it again by itself, unless it follows the demand; Kubernetes starts another in its place.`,
+        `It accepts no new work, finishes or hands over its requests (${count(node.running)} running, ${count(node.waiting)} waiting), and leaves. moonpool serve does not restart it unless autoscaling is on; Kubernetes starts a replacement.`,
         peers.length || node.role === "pool"
           ? `${count(peers.length)} other ready ${node.role} ${peers.length === 1 ? "node stays" : "nodes stay"}${node.model ? ` for ${node.model}` : ""}.`
           : `It is the last ready ${node.role} node of ${node.model}: its requests can no longer be served.`,
-        ...(node.role === "pool" ? ["Its KV is lost; other pool nodes keep theirs. A pool node in use by workers cannot be drained: drain the workers first."] : []),
+        ...(node.role === "pool" ? ["Its KV is lost; other pool nodes are not affected. A pool node in use by workers cannot be drained: drain the workers first."] : []),
       ],
-      verb: "Drain it",
+      verb: "Drain",
       grave: true,
       act: () => api.drain(node.id),
     });
-    if (done) this.#tell(`${node.id} was asked to drain. Its state says how far it is.`);
+    if (done) this.#tell(`${node.id} is draining. Its state shows the progress.`);
   }
 
   async #switch(node, role) {
     const done = await confirm({
       title: `Switch ${node.id} to ${role}?`,
       consequence: [
-        `It finishes its ${node.role} work without taking new work, then continues as a ${role} node in the same process. Long answers continue beside its new work.`,
-        "If it does not finish within its drain grace, it keeps its role. The last node of a role cannot be switched.",
+        `It accepts no new work, finishes its ${node.role} work, then continues as a ${role} node in the same process. Long answers continue beside its new work.`,
+        "If it does not finish within its drain grace period, it keeps its role. The last node of a role cannot be switched.",
       ],
       verb: `Switch to ${role}`,
       act: () => api.switchRole(node.id, role),
     });
-    if (done) this.#tell(`${node.id} was asked to become a ${role} node.`);
+    if (done) this.#tell(`${node.id} is switching to ${role}.`);
   }
 
   #tell(text) {

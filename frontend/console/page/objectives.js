@@ -27,13 +27,13 @@ export class Objectives {
         { name: "model", label: "Model", isHead: true, value: (row) => row.model, show: (row) => name(row.model) },
         { name: "class", label: "Class", value: (row) => row.slo_class || "(none)", mark: (row) => `${row.slo_class}${row.is_default}`, show: (row) => `${row.slo_class || "(none)"}${row.is_default && row.slo_class ? " · default" : ""}` },
         { name: "ttft", label: "TTFT", number: true, value: (row) => row.ttft },
-        { name: "ttft_from", label: "said by", value: (row) => FROM[row.ttft_from] ?? row.ttft_from },
+        { name: "ttft_from", label: "set by", value: (row) => FROM[row.ttft_from] ?? row.ttft_from },
         { name: "tbt", label: "TBT", number: true, value: (row) => row.tbt },
-        { name: "tbt_from", label: "said by", value: (row) => FROM[row.tbt_from] ?? row.tbt_from },
+        { name: "tbt_from", label: "set by", value: (row) => FROM[row.tbt_from] ?? row.tbt_from },
       ],
     });
     this.attained = attainmentTable();
-    this.locked = h("p", { class: "note" }, "To preview or make a change, give an admin key (top right).");
+    this.locked = h("p", { class: "note" }, "To preview or make a change, enter an admin key (top right).");
     this.start = h("button", { type: "button", onclick: () => this.#edit() }, "Change objectives…");
     this.editor = h("div");
     this.node = h(
@@ -50,9 +50,9 @@ export class Objectives {
     const slo = state.slo ?? {};
     const rows = [
       ["Version", slo.version ? `${slo.version}, since ${day(slo.at_s)}` : "as configured"],
-      ["Made by", slo.author || NONE],
-      ["Because", slo.reason || NONE],
-      ["Kept", slo.kept || NONE],
+      ["Author", slo.author || NONE],
+      ["Reason", slo.reason || NONE],
+      ["Stored in", slo.kept || NONE],
     ];
     if (this.facts.children.length === 0) this.facts.append(...rows.flatMap(([label]) => [h("dt", null, label), h("dd")]));
     rows.forEach(([, text], index) => setText(this.facts.children[2 * index + 1], text));
@@ -95,7 +95,7 @@ export class Objectives {
     this.start.hidden = !api.hasKey();
   }
 
-  // Cluster, then the served or named models, then the classes. Other parts of the record stay unchanged.
+  // Cluster, then the models that are served or have objectives, then the classes. Other parts of the record stay unchanged.
   #build() {
     const content = this.base.content;
     const models = [...new Set([...this.state.objectives.map((row) => row.model), ...Object.keys(content.models ?? {})])].sort();
@@ -116,17 +116,17 @@ export class Objectives {
     this.outcome = h("div", { role: "status" });
     const tenants = Object.keys(content.tenants ?? {}).length;
     this.editor.replaceChildren(
-      h("p", { class: "note" }, `You change version ${this.base.version}. A time such as 2s or 300ms, a multiple of what an idle cluster would take such as 5x, "5x p95" for another percentile, or off. Empty: nothing is said there, and the next scope decides (class before model before cluster).`),
-      h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Objectives to change" }, h("table", null, h("caption", null, h("span", null, "Objectives, as they are to be")), h("thead", null, h("tr", null, ...["Scope", "Name", "Time to first token", "Time between tokens"].map((label) => h("th", { scope: "col" }, label)))), this.rows)),
-      tenants ? h("p", { class: "note" }, `What ${count(tenants)} tenant(s) have of their own stays as it is: moonpool slo set changes it.`) : h("span"),
-      h("div", { class: "form" }, h("label", { for: "new-class" }, "A further class", fresh), h("button", { type: "button", onclick: add }, "Add it")),
-      h("div", { class: "form" }, h("label", { class: "wide", for: "slo-reason" }, "Reason, kept with the version", this.reason)),
+      h("p", { class: "note" }, `Changes apply to version ${this.base.version}. Enter a time such as 2s or 300ms, a multiple of the time on an idle cluster such as 5x, "5x p95" for another percentile, or off. An empty field inherits from the next scope (class, then model, then cluster).`),
+      h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Objectives to change" }, h("table", null, h("caption", null, h("span", null, "New objectives")), h("thead", null, h("tr", null, ...["Scope", "Name", "Time to first token", "Time between tokens"].map((label) => h("th", { scope: "col" }, label)))), this.rows)),
+      tenants ? h("p", { class: "note" }, `The objectives of ${count(tenants)} tenant(s) are not changed here; use moonpool slo set.`) : h("span"),
+      h("div", { class: "form" }, h("label", { for: "new-class" }, "New class", fresh), h("button", { type: "button", onclick: add }, "Add")),
+      h("div", { class: "form" }, h("label", { class: "wide", for: "slo-reason" }, "Reason, stored with the version", this.reason)),
       h(
         "div",
         { class: "actions" },
         h("button", { type: "button", onclick: (event) => this.#preview(event.currentTarget) }, "Preview"),
         h("button", { type: "button", class: "main", onclick: (event) => this.#change(event.currentTarget) }, "Change…"),
-        h("button", { type: "button", onclick: () => (this.#close(), this.start.focus()) }, "Leave it"),
+        h("button", { type: "button", onclick: () => (this.#close(), this.start.focus()) }, "Cancel"),
       ),
       this.outcome,
     );
@@ -183,7 +183,7 @@ export class Objectives {
   async #change(button) {
     const reason = this.reason.value.trim();
     if (!reason) {
-      this.outcome.replaceChildren(h("p", { class: "outcome warn" }, "Give a reason first: it is kept with the version, for the audit."));
+      this.outcome.replaceChildren(h("p", { class: "outcome warn" }, "A reason is required: it is stored with the version for audits."));
       return this.reason.focus();
     }
     button.disabled = true;
@@ -197,7 +197,7 @@ export class Objectives {
       this.outcome.replaceChildren(showPreview(trial));
       const done = await confirm({
         title: `Create version ${this.base.version + 1} of the objectives?`,
-        consequence: "It applies to new requests immediately, at all conductors within seconds. Admitted requests keep their objectives. To go back, create a further version: moonpool slo rollback.",
+        consequence: "It applies to new requests immediately, at all conductors within seconds. Admitted requests keep their objectives. To revert, create another version with moonpool slo rollback.",
         details: [...trial.differences, ...trial.warnings.map((text) => `Warning: ${text}`)],
         verb: "Change them",
         act: () => api.changeObjectives({ ...change, reason, trial: false }),
@@ -218,7 +218,7 @@ export class Objectives {
   }
 
   #refused(error) {
-    const hint = error.status === 409 ? " Leave it and begin anew with the version that is in force." : "";
+    const hint = error.status === 409 ? " Cancel and start again from the version now in force." : "";
     this.outcome.replaceChildren(h("p", { class: "outcome bad", role: "alert" }, `Refused: ${error.message}${hint}`));
   }
 }

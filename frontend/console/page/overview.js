@@ -12,12 +12,12 @@ const REASONS = {
   queue: "the queue is too long",
   no_nodes: "no node can serve it",
   unknown_model: "the model is not served",
-  unknown_class: "the class is not in the record",
+  unknown_class: "the class is not defined in the objectives",
   too_long: "prompt and answer are too long",
   endless: "too many endless requests of its tenant",
   after_prefill: "decode load was too high after its prefill",
 };
-const OBJECTIVES = { ttft: "TTFT", tbt: "TBT", all: "all it had" };
+const OBJECTIVES = { ttft: "TTFT", tbt: "TBT", all: "all objectives" };
 export const reasonOf = (reason) => REASONS[reason] ?? reason;
 
 class Tile {
@@ -93,7 +93,7 @@ export class Overview {
       descending: true,
       columns: [
         { name: "reason", label: "Reason", isHead: true, value: (row) => row.reason, show: (row) => h("code", null, row.reason) },
-        { name: "means", label: "Which means", value: (row) => reasonOf(row.reason) },
+        { name: "means", label: "Meaning", value: (row) => reasonOf(row.reason) },
         { name: "number", label: "Requests", number: true, value: (row) => row.number, show: (row) => count(row.number) },
       ],
     });
@@ -104,8 +104,8 @@ export class Overview {
       columns: [
         { name: "target", label: "Conductor", isHead: true, value: (row) => row.target, show: (row) => ending(row.target) },
         {
-          name: "state", label: "State", value: (row) => (row.problem ? "away" : row.is_asked ? "answers, asked" : "answers"),
-          show: (row) => h("span", { class: `state ${row.problem ? "bad" : "good"}`, title: row.problem || null }, row.problem ? "✕ away" : row.is_asked ? "✓ answers · asked" : "✓ answers"),
+          name: "state", label: "State", value: (row) => (row.problem ? "away" : row.is_asked ? "answers, in use" : "answers"),
+          show: (row) => h("span", { class: `state ${row.problem ? "bad" : "good"}`, title: row.problem || null }, row.problem ? "✕ away" : row.is_asked ? "✓ answers · in use" : "✓ answers"),
         },
         { name: "admission", label: "Admission", value: (row) => (row.admission ? `${row.admission}, ${row.mode}` : NONE) },
         { name: "version", label: "Objectives", number: true, value: (row) => row.slo_version, show: (row) => (isNumber(row.slo_version) ? `version ${row.slo_version}` : NONE) },
@@ -134,7 +134,7 @@ export class Overview {
       { class: "grid" },
       h("h2", { class: "hidden-text" }, "Overview"),
       h("div", { class: "tiles" }, ...Object.values(this.tiles).map((tile) => tile.node)),
-      h("p", { class: "note legend" }, "Charts show the last 15 minutes, up to now. In those of times, the solid line is the median, the dashed one the 95th percentile."),
+      h("p", { class: "note legend" }, "Charts show the last 15 minutes, up to now. In charts of durations, the solid line is the median and the dashed line the 95th percentile."),
       h("section", { class: "card two-thirds" }, h("h2", null, "Objectives met"), this.chooser, this.attained.node),
       h("section", { class: "card third" }, h("h2", null, "Rejections"), this.reasons.node),
       h("section", { class: "card half" }, h("h2", null, "Nodes"), this.roles.node),
@@ -153,7 +153,7 @@ export class Overview {
     const times = (pick) => slices.map((slice) => (slice ? pick(slice) : null));
     const perSecond = (key) => lastMinute.reduce((sum, slice) => sum + (slice?.[key] ?? 0), 0) / (lastMinute.length * state.slice_s);
     const { requests, ttft, tbt, rejected, tokens, cached } = this.tiles;
-    requests.show(rate(perSecond("arrived")), `${count(all.arrived ?? 0)} in 15 min, ${count(state.front_door.in_flight)} here now`, each((s) => s.arrived / state.slice_s));
+    requests.show(rate(perSecond("arrived")), `${count(all.arrived ?? 0)} in 15 min, ${count(state.front_door.in_flight)} in flight here`, each((s) => s.arrived / state.slice_s));
     ttft.show(seconds(all.ttft?.[0]), `95th percentile ${seconds(all.ttft?.[1])}`, times((s) => s.ttft[0]), times((s) => s.ttft[1]));
     tbt.show(seconds(all.tbt?.[0]), `95th percentile ${seconds(all.tbt?.[1])}`, times((s) => s.tbt[0]), times((s) => s.tbt[1]));
     rejected.show(rate(perSecond("rejected")), `${count(all.rejected ?? 0)} in 15 min: ${share(all.rejected ?? 0, all.arrived ?? 0)}`, each((s) => s.rejected / state.slice_s));

@@ -18,13 +18,13 @@ const HANDOFF = {
   tail: ["Transfer", "pushed the last KV to the decode node"],
   join: ["Decode", "verified it, joined the batch"],
   step: ["Decode", "its first step"],
-  delivery: ["Frontend", "received that token"],
+  delivery: ["Frontend", "received the next token"],
 };
 const PHASES = {
   prefill_started: ["Prefill", "began"],
   prefill_ended: ["Prefill", "ended"],
   decode_joined: ["Decode", "joined the batch"],
-  ended: ["Ended", "let go of it"],
+  ended: ["Ended", "released its resources"],
 };
 const FROM = { header: "the request itself", tenant: "its tenant", class: "its class", model: "the model", cluster: "the cluster", none: "no objective" };
 
@@ -56,7 +56,7 @@ export class Path {
       const told = await api.request(id);
       if (id === this.id) this.#show(told);
     } catch (error) {
-      if (id === this.id) this.node.replaceChildren(h("p", { class: "outcome bad", role: "alert" }, `Its path is not known: ${error.message}`));
+      if (id === this.id) this.node.replaceChildren(h("p", { class: "outcome bad", role: "alert" }, `The path cannot be shown: ${error.message}`));
       this.isOpen = false;
     } finally {
       this.loading = false;
@@ -71,7 +71,7 @@ export class Path {
     const problems = told.conductors.filter((each) => each.problem).map((each) => `${each.target}: ${each.problem}`);
     if (!known && !record && !local) {
       this.node.replaceChildren(
-        h("p", { class: "outcome warn" }, `Nothing is known of ${told.request_id}: it was never here, or too long ago (conductors remember the last 4,096 requests that they judged; a decision log goes further back).`),
+        h("p", { class: "outcome warn" }, `There is no record of ${told.request_id}: it never arrived here, or too long ago (conductors keep the last 4,096 requests that they evaluated; a decision log goes back further).`),
         ...problems.map((text) => h("p", { class: "note wrap" }, text)),
       );
       return;
@@ -81,7 +81,7 @@ export class Path {
       steps(known, local),
       compared(known, local),
       ...why(record, told.conductors),
-      ...problems.map((text) => h("p", { class: "note wrap" }, `Not asked: ${text}`)),
+      ...problems.map((text) => h("p", { class: "note wrap" }, `No answer: ${text}`)),
     );
   }
 }
@@ -103,11 +103,11 @@ function facts(id, known, record, local) {
 // The frontend's measurements, or else the conductor's reports.
 function steps(known, local) {
   const rows = local?.ttft ? measured(local) : heard(known);
-  if (!rows.length) return h("p", { class: "note" }, "No times are known of it yet.");
+  if (!rows.length) return h("p", { class: "note" }, "No times have been reported yet.");
   const whole = Math.max(...rows.map((row) => row.from + row.took), 1e-9);
   const list = h("ol", { class: "path" }, ...rows.map((row) => step(row, whole)));
-  const source = local?.ttft ? "as measured by this frontend" : "as reported to the conductor by the workers, with some delay; the exact times are at another frontend";
-  return h("div", null, h("h3", null, "Where its time went"), h("p", { class: "note" }, source), list);
+  const source = local?.ttft ? "as measured by this frontend" : "as reported by the workers to the conductor, with some delay; the exact times are at the frontend that served it";
+  return h("div", null, h("h3", null, "Time breakdown"), h("p", { class: "note" }, source), list);
 }
 
 function step({ stage, what, node, from, took }, whole) {
@@ -161,7 +161,7 @@ function compared(known, local) {
   if (!known) return h("span");
   const cells = [
     ["Time to first token", known.predicted_ttft_s, known.ttft_objective_s, known.ttft_from, known.ttft_s],
-    ["of it, in queues", known.predicted_wait_s, 0, "none", local?.ttft?.queue],
+    ["of which in queues", known.predicted_wait_s, 0, "none", local?.ttft?.queue],
     ["Time between tokens", known.predicted_tbt_s, known.tbt_objective_s, known.tbt_from, known.tbt_s],
   ];
   return h(
@@ -171,7 +171,7 @@ function compared(known, local) {
       "table",
       null,
       h("caption", null, h("span", null, "Predicted, objective, measured")),
-      h("thead", null, h("tr", null, ...["", "Predicted", "To be met", "Measured"].map((label, index) => h(index ? "th" : "td", index ? { scope: "col", class: "number" } : null, label)))),
+      h("thead", null, h("tr", null, ...["", "Predicted", "Objective", "Measured"].map((label, index) => h(index ? "th" : "td", index ? { scope: "col", class: "number" } : null, label)))),
       h(
         "tbody",
         null,
@@ -185,10 +185,10 @@ function compared(known, local) {
 
 // The candidates, if they are in a decision log.
 function why(record, conductors) {
-  const title = h("h3", null, "Why there");
+  const title = h("h3", null, "Placement");
   if (!record) {
     const hasLog = conductors.some((each) => each.log);
-    return [title, h("p", { class: "note" }, hasLog ? "The decision log has no record of it." : "The candidates of a decision are known where the conductor keeps a decision log: moonpool serve --decision-log FOLDER.")];
+    return [title, h("p", { class: "note" }, hasLog ? "The decision log has no record of this request." : "Candidates are recorded only if the conductor keeps a decision log: moonpool serve --decision-log FOLDER.")];
   }
   return [title, ...record.attempts.flatMap((attempt, index) => attemptOf(attempt, index, record.attempts.length))];
 }
@@ -196,14 +196,14 @@ function why(record, conductors) {
 function attemptOf(attempt, index, all) {
   const decision = attempt.decision ?? {};
   const considered = decision.considered ?? {};
-  const head = all > 1 ? [h("p", null, `Attempt ${index + 1}, ${seconds(attempt.at_ms / 1000)} after it came`)] : [];
+  const head = all > 1 ? [h("p", null, `Attempt ${index + 1}, ${seconds(attempt.at_ms / 1000)} after its arrival`)] : [];
   const prefill = considered.prefill ?? [];
   const decode = considered.decode ?? [];
   if (decision.message) head.push(h("p", { class: "wrap" }, decision.message));
   if (prefill.length)
     head.push(
       candidates(
-        `Prefill: the best ${prefill.length} of ${considered.num_prefill}, the first was chosen; their terms sum to the predicted TTFT`,
+        `Prefill: the best ${prefill.length} of ${considered.num_prefill} candidates; the first was chosen. The columns Transfer, Queue and Prefill sum to the predicted TTFT`,
         ["Node", "Transfer", "Queue", "Prefill", "Sum", "Blocks reused"],
         prefill.map((each) => [each.node_id, seconds(each.transfer_s), seconds(each.queue_s), seconds(each.prefill_s), seconds(each.transfer_s + each.queue_s + each.prefill_s), count(each.reuse_blocks)]),
       ),
@@ -211,7 +211,7 @@ function attemptOf(attempt, index, all) {
   if (decode.length)
     head.push(
       candidates(
-        `Decode: the best ${decode.length} of ${considered.num_decode}`,
+        `Decode: the best ${decode.length} of ${considered.num_decode} candidates`,
         ["Node", "Time between tokens", "KV tokens free"],
         decode.map((each) => [each.node_id, seconds(each.tbt_s), count(each.free_tokens)]),
       ),

@@ -48,7 +48,7 @@ export class Pool {
         { name: "directory", label: "Directory", value: (row) => row.node.directory || NONE },
         { name: "used", label: "Used", number: true, value: (row) => row.used_bytes / row.capacity_bytes, mark: (row) => row.used_bytes, show: (row) => measure(row.used_bytes / row.capacity_bytes, `${bytes(row.used_bytes)} of ${bytes(row.capacity_bytes)}`) },
         { name: "blocks", label: "Blocks", number: true, value: (row) => row.blocks, show: (row) => count(row.blocks) },
-        { name: "hits", label: "Found here", number: true, value: (row) => row.hit_blocks, mark: (row) => `${row.hit_blocks}/${row.node.asked_blocks}`, show: (row) => `${count(row.hit_blocks)} (${share(row.hit_blocks, row.node.asked_blocks)})` },
+        { name: "hits", label: "Hits", number: true, value: (row) => row.hit_blocks, mark: (row) => `${row.hit_blocks}/${row.node.asked_blocks}`, show: (row) => `${count(row.hit_blocks)} (${share(row.hit_blocks, row.node.asked_blocks)})` },
         { name: "evicted", label: "Evicted blocks", number: true, value: (row) => row.gone, show: (row) => (row.gone ? `${count(row.gone)}: ${row.evicted.map(([why, number]) => `${why} ${count(number)}`).join(", ")}` : "0") },
       ],
     });
@@ -72,7 +72,7 @@ export class Pool {
       h("section", { class: "card half" }, h("h2", null, "Hottest prefixes"), this.hottest.node),
     );
     this.facts = new Map();
-    for (const label of ["Directory", "Memory", "SSD", "Blocks asked for", "Leases"]) {
+    for (const label of ["Directory", "Memory", "SSD", "Requested blocks", "Leases"]) {
       const value = h("dd", null, NONE);
       this.facts.set(label, value);
       this.summary.append(h("dt", null, label), value);
@@ -86,10 +86,10 @@ export class Pool {
     const asked = nodes.reduce((total, node) => total + node.asked_blocks, 0);
     const found = rows.reduce((total, row) => total + row.hit_blocks, 0);
     const tell = (label, text) => setText(this.facts.get(label), text);
-    tell("Directory", directory === "EXACT" ? "EXACT: the conductor's directory lists every block of the pool nodes" : directory === "DEGRADED" ? "DEGRADED: of some nodes not all is known; it costs time, never tokens" : "not known");
+    tell("Directory", directory === "EXACT" ? "EXACT: the conductor's directory lists every block of the pool nodes" : directory === "DEGRADED" ? "DEGRADED: the content of some nodes is not fully known; this reduces reuse but never affects answers" : "unknown");
     tell("Memory", sum("memory", "capacity_bytes") ? `${bytes(sum("memory", "used_bytes"))} of ${bytes(sum("memory", "capacity_bytes"))} used` : NONE);
     tell("SSD", sum("ssd", "capacity_bytes") ? `${bytes(sum("ssd", "used_bytes"))} of ${bytes(sum("ssd", "capacity_bytes"))} used` : "none");
-    tell("Blocks asked for", `${count(asked)}: ${share(found, asked)} found in time`);
+    tell("Requested blocks", `${count(asked)}: ${share(found, asked)} hits`);
     tell("Leases", count(nodes.reduce((total, node) => total + node.leases, 0)));
     this.tiers.set(rows);
     this.sources.set(all ? SOURCES.map(([key, source]) => ({ source, tokens: reused[key] ?? 0, all })) : []);

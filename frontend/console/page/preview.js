@@ -3,7 +3,7 @@ import { h } from "./dom.js";
 import { count, duration, share } from "./format.js";
 import { name } from "./table.js";
 
-const HEADINGS = ["Model", "Class", "Requests", "Admitted", "Newly rejected", "Newly admitted", "Kept what is asked"];
+const HEADINGS = ["Model", "Class", "Requests", "Admitted", "Newly rejected", "Newly admitted", "Met objectives"];
 
 export function showPreview(told) {
   const { differences, warnings, notes, preview } = told;
@@ -13,15 +13,15 @@ export function showPreview(told) {
     h("h3", null, `Against version ${told.version.version}`),
     differences.length ? list(differences) : h("p", null, "Nothing would change."),
     warnings.length ? h("div", { class: "outcome warn" }, list(warnings.map((text) => `Warning: ${text}`))) : h("span"),
-    ...(preview ? past(preview) : [h("p", { class: "note" }, "The conductor that answers is of a version that gives no preview.")]),
-    notes.length ? h("details", null, h("summary", null, "How long prompts may be"), list(notes)) : h("span"),
+    ...(preview ? past(preview) : [h("p", { class: "note" }, "This conductor's version does not support previews.")]),
+    notes.length ? h("details", null, h("summary", null, "Maximum prompt lengths"), list(notes)) : h("span"),
   );
 }
 
 function past(preview) {
-  if (!preview.judged) return [h("p", { class: "note" }, "What it would have done to the recent past: no request was judged yet.")];
-  const forgotten = preview.forgotten ? `; ${count(preview.forgotten)} earlier ones are no longer known` : "";
-  const caption = `Effect on the last ${count(preview.judged)} requests that the conductor judged, over ${duration(preview.span_s)}${forgotten}: before → now`;
+  if (!preview.judged) return [h("p", { class: "note" }, "No preview: no request has been evaluated yet.")];
+  const forgotten = preview.forgotten ? `; ${count(preview.forgotten)} earlier ones are no longer recorded` : "";
+  const caption = `Effect on the last ${count(preview.judged)} requests that the conductor evaluated, over ${duration(preview.span_s)}${forgotten}: before → now`;
   return [
     h(
       "div",
@@ -44,7 +44,7 @@ function row(each) {
   const cells = [
     count(before + each.now_admitted + each.stay_rejected),
     `${count(before)} → ${count(now)}`,
-    each.now_rejected ? `${count(each.now_rejected)} (${count(each.now_rejected_met)} of them had kept it)` : "0",
+    each.now_rejected ? `${count(each.now_rejected)} (${count(each.now_rejected_met)} of them met their objectives)` : "0",
     count(each.now_admitted),
     `${kept(each.met_before, each.missed_before)} → ${kept(each.met_now, each.missed_now)}`,
   ];
@@ -55,12 +55,12 @@ const kept = (met, missed) => (met + missed ? `${share(met, met + missed)} of ${
 
 function caveats(preview) {
   const sum = (key) => preview.rows.reduce((total, each) => total + each[key], 0);
-  const told = ["Each request is judged again by its prediction at that time. The preview ignores that admitting other requests would have changed the queues."];
-  if (sum("now_admitted")) told.push(`How long the ${count(sum("now_admitted"))} newly admitted requests would have taken is unknown: they were never served.`);
-  if (sum("unmeasured")) told.push(`${count(sum("unmeasured"))} that were admitted have no times: cancelled, failed or still under way.`);
+  const told = ["Each request is evaluated again with its prediction at that time. The preview ignores that admitting other requests would have changed the queues."];
+  if (sum("now_admitted")) told.push(`The durations of the ${count(sum("now_admitted"))} newly admitted requests are unknown: they were never served.`);
+  if (sum("unmeasured")) told.push(`${count(sum("unmeasured"))} admitted requests have no times: cancelled, failed or still running.`);
   if (preview.admission !== "enforce") told.push(`Admission is ${preview.admission}: "rejected" means "would be rejected"; no request is rejected for its objectives.`);
   else if (preview.mode === "none") told.push("The admission mode is none: no request is rejected for its objectives.");
-  else if (preview.mode === "load") told.push("Decode load is judged after the prefill; for requests that never got there, that part is unknown.");
+  else if (preview.mode === "load") told.push("Decode load is evaluated after the prefill; for requests that were rejected before it, that part is unknown.");
   return told;
 }
 

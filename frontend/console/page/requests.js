@@ -19,8 +19,8 @@ export class Requests {
     this.id = h("input", { id: "request-id", class: "mono", placeholder: "cmpl-…", autocomplete: "off", spellcheck: "false" });
     this.path = new Path();
     this.table = new DataTable({
-      caption: "Recent requests judged by the conductors; predicted → measured",
-      empty: "No request has been judged yet, or none matches.",
+      caption: "Recent requests evaluated by the conductors; predicted → measured",
+      empty: "No request has been evaluated yet, or none matches.",
       key: (row) => `${row.request_id}`,
       sort: "at",
       descending: true,
@@ -35,7 +35,7 @@ export class Requests {
         { name: "ttft", label: "TTFT", number: true, value: (row) => row.ttft_s ?? row.predicted_ttft_s, mark: (row) => both(row.predicted_ttft_s, row.ttft_s), show: (row) => both(row.predicted_ttft_s, row.ttft_s) },
         { name: "tbt", label: "TBT", number: true, value: (row) => row.tbt_s ?? row.predicted_tbt_s, mark: (row) => both(row.predicted_tbt_s, row.tbt_s), show: (row) => both(row.predicted_tbt_s, row.tbt_s) },
         { name: "prefill", label: "Prefill", value: (row) => row.prefill || NONE, show: (row) => (row.prefill ? name(row.prefill) : NONE) },
-        { name: "decode", label: "Decode", value: (row) => row.decode || (row.prefill ? "there too" : NONE), show: (row) => (row.decode ? name(row.decode) : row.prefill ? "there too" : NONE) },
+        { name: "decode", label: "Decode", value: (row) => row.decode || (row.prefill ? "same node" : NONE), show: (row) => (row.decode ? name(row.decode) : row.prefill ? "same node" : NONE) },
       ],
     });
     this.shown = h("p", { class: "note" });
@@ -45,7 +45,7 @@ export class Requests {
       h(
         "section",
         { class: "card" },
-        h("h2", null, "A request's path"),
+        h("h2", null, "Path of a request"),
         h(
           "form",
           {
@@ -58,8 +58,8 @@ export class Requests {
               this.path.load(id);
             },
           },
-          h("label", { class: "wide", for: "request-id" }, "Request id: an answer's id, or the header x-moonpool-request-id", this.id),
-          h("button", { type: "submit", class: "main" }, "Show its path"),
+          h("label", { class: "wide", for: "request-id" }, "Request id: the response's id, or its header x-moonpool-request-id", this.id),
+          h("button", { type: "submit", class: "main" }, "Show path"),
         ),
         this.path.node,
       ),
