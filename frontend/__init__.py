@@ -14,7 +14,7 @@ A request's path from HTTP to its tokens, in order:
 8. `api/formats.py`, `api/stream.py`: encode the response, whole or as server-sent events.
 9. `request_reports.py`: metrics, log and trace at the end.
 
-`server.py` starts and stops all of it; `cluster.py` watches the cluster's state; `console/` is the operators' page.
+`server.py` starts and stops the frontend; `cluster.py` polls the cluster's state; `console/` is the operators' page.
 """
 
 from frontend.config import FrontendConfig, ServedModelConfig

@@ -24,7 +24,7 @@ _ENTRY_NBYTES: Final = 256  # the interpreter's memory for an entry besides its 
 
 @dataclass(frozen=True)
 class AnswerTokens:
-    """Generated ids and the number of leading characters of the answer's text that they spell."""
+    """Generated ids and the number of leading characters of the answer's text that they decode to."""
 
     token_ids: NDArray[np.int32]
     num_chars: int
@@ -34,7 +34,7 @@ class ChatDigest:
     """Incremental digest of a chat's text."""
 
     def __init__(self, secret: bytes, scope: Sequence[str]) -> None:
-        """`secret`: 32 bytes. `scope`: strings that must be equal besides the text, such as model and tenant."""
+        """`secret` is 32 bytes. `scope` holds further strings that must be equal, such as model and tenant."""
         self._hash = blake3(key=secret)
         for part in scope:
             raw = _raw(part)
@@ -49,7 +49,7 @@ class AnswerMemory:
     """Least-recently-used memory of answers' ids, bounded in bytes. Thread-safe."""
 
     def __init__(self, max_nbytes: int) -> None:
-        """`max_nbytes` 0 turns the memory off."""
+        """Create a memory of at most `max_nbytes` bytes; 0 turns it off."""
         self._max_nbytes = max_nbytes
         self._answers: OrderedDict[bytes, AnswerTokens] = OrderedDict()
         self._nbytes = 0
@@ -78,7 +78,7 @@ class AnswerMemory:
     def recall(self, asked: Sequence[tuple[bytes, str]]) -> list[AnswerTokens | None]:
         """Return the remembered answer, or None, for each (place, text) of a conversation, in order.
 
-        Early answers are marked as most recently used: without them the later ones are useless.
+        Early answers are marked as most recently used, because later ones are useless without them.
         """
         keys = [_key(place, text) for place, text in asked]
         with self._lock:
@@ -94,7 +94,7 @@ class AnswerMemory:
 
 
 def answer_tokens(token_ids: Sequence[int], text: str, detokenizer: Detokenizer) -> AnswerTokens:
-    """Return the longest prefix of the ids that spells whole characters of `text` and nothing else.
+    """Return the longest prefix of the ids that decodes to whole characters of `text` and nothing else.
 
     A stop string may have cut the last token's text, or a limit its last character. The prefix also ends before a token
     without text (a special token). `detokenizer` must be fresh.

@@ -1,6 +1,6 @@
-"""API keys in force and the callers they stand for, and the watcher that reloads the keys file.
+"""API keys in force, the callers they identify, and the watcher that reloads the keys file.
 
-Only hashes of keys are kept. If the file becomes invalid, its last valid content stays in force.
+Only hashes of keys are stored. If the file becomes invalid, its last valid content stays in force.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ class ApiKeys:
     def __init__(
         self, keys: Sequence[str] = (), *, required: bool = False, now_s: Callable[[], float] = time.time
     ) -> None:
-        """`keys`: fixed keys, each a tenant of its own, none with admin scope.
+        """`keys` are fixed keys, each a tenant of its own, none with admin scope.
 
-        `required`: requests need a key even while there is none.
+        With `required`, requests need a key even while no key is configured.
         """
         digests = [digest_of(key.encode()) for key in keys]
         self._fixed = {each: _Known(each, ApiCaller(tenant_of(each)), None) for each in digests}
@@ -80,24 +80,25 @@ class ApiKeys:
         return self._caller(authorization) if self._required else ANYBODY
 
     def admin(self, authorization: str | None) -> ApiCaller:
-        """Return the caller of an operator's action. Raises Unauthorized, and Forbidden for a key without admin scope.
+        """Return the caller of an admin's action.
 
-        Without any admin key, such actions are forbidden for all callers.
+        Raises Unauthorized, and Forbidden for a key without admin scope. Without any admin key, such actions are
+        forbidden for all callers.
         """
         if not self.has_admin:
             raise Forbidden(
-                f"this needs an API key with admin scope, and none is configured: {_HOW}", code="no_admin_key"
+                f"this action requires an API key with admin scope, and none is configured: {_HOW}", code="no_admin_key"
             )
         caller = self._caller(authorization)
         if not caller.is_admin:
-            raise Forbidden("this needs an API key with admin scope; the given key has user scope")
+            raise Forbidden("this action requires an API key with admin scope, got a key with user scope")
         return caller
 
     def _caller(self, authorization: str | None) -> ApiCaller:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized("an API key is required: send it as 'Authorization: Bearer KEY'")
-        # The look-up is by hash: its duration reveals at most the hash, from which the key cannot be derived.
+            raise Unauthorized("an API key is required: send the header 'Authorization: Bearer KEY'")
+        # The look-up is by hash, so its duration reveals at most the hash, from which the key cannot be derived.
         given = digest_of(key.strip().encode("latin-1", "replace"))  # as HTTP headers are decoded
         known = self._known.get(given)
         if known is None or not hmac.compare_digest(known.digest, given):
@@ -113,7 +114,7 @@ def tenant_of(digest: bytes) -> str:
 
 
 def digest_of(key: bytes) -> bytes:
-    """Return the hash that is kept of a key.
+    """Return the hash of a key, the only form in which a key is stored.
 
     Keys are long and random, so a deliberately slow hash would not protect them better.
     """
@@ -179,8 +180,9 @@ class KeysFileWatcher:
                 self._on_change()
 
     def _look(self) -> list[tuple[KeyEntry, ApiCaller]] | None:
-        """Return the file's keys if its content has changed, else None. Raises KeysFileError once per invalid
-        content.
+        """Return the file's keys if its content has changed, else None.
+
+        Raises KeysFileError once per invalid content.
         """
         try:
             raw = _content(self._path)
@@ -225,7 +227,7 @@ def _content(path: Path) -> bytes:
     except OSError as error:
         raise KeysFileError(f"cannot be read: {error.strerror}") from error
     if len(raw) > _LARGEST_NBYTES:
-        raise KeysFileError(f"larger than the limit of {_LARGEST_NBYTES} bytes")
+        raise KeysFileError(f"must have at most {_LARGEST_NBYTES} bytes")
     return raw
 
 

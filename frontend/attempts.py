@@ -50,11 +50,9 @@ class RetryBudget:
         self._unreached_since_s = None
 
     def is_exhausted(self, num_attempts: int, now_s: float) -> bool:
-        """Return True if no further attempt is allowed after `num_attempts`, which include those that reached no
-        worker.
-        """
+        """Return True if no further attempt is allowed after `num_attempts`, including those that reached no worker."""
         since_s = self._unreached_since_s
-        # The conductor has had the time to notice dead nodes, and still no worker could be reached.
+        # The conductor has had enough time to detect dead nodes, and still no worker could be reached.
         grace_is_over = since_s is not None and now_s >= since_s + self._grace_s
         return num_attempts - (0 if grace_is_over else self._num_unreached) >= self._max_tries
 
@@ -305,7 +303,7 @@ class Placer:
         """Return True if the request should wait and ask again instead of failing.
 
         A request that was accepted once is not rejected for load, and a lost worker is soon replaced. A new request
-        waits only if nothing but silent, restarting or joining workers is missing.
+        waits only if it could be served but for workers that are silent, restarting or joining.
         """
         if rejection.reason in _FINAL_REASONS:
             return False

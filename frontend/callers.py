@@ -1,4 +1,4 @@
-"""Callers of the API, their tenants' quotas, and the salt that keeps tenants' KV apart.
+"""Callers of the API, their tenants' quotas, and the salt that separates tenants' KV.
 
 `TokenBucket` and `TenantQuota` are pure: time is an argument, in seconds of a monotonic clock.
 """
@@ -32,13 +32,13 @@ UNBOUNDED: Final = Quota()
 
 @dataclass(frozen=True)
 class ApiCaller:
-    """Identity that an API key stands for. `key_name` appears in logs; the key itself never does."""
+    """Identity of an API key. `key_name` appears in logs; the key itself never does."""
 
     tenant: str
     key_name: str = ""
     is_admin: bool = False
     cache_salt: str = field(default="", repr=False)
-    """Configured salt of the tenant; "": derived from its name."""
+    """Configured salt of the tenant; "" derives it from the tenant's name."""
     quota: Quota = UNBOUNDED
 
     def block_salt(self, requested: str) -> str:
@@ -99,11 +99,11 @@ class TokenBucket:
         return (self.per_minute - self.level(now_s)) * _MINUTE_S / self.per_minute
 
     def take(self, amount: float, now_s: float) -> None:
-        """Take `amount`; a negative amount is given back."""
+        """Take `amount`; a negative amount is returned to the bucket."""
         self._level = min(float(self.per_minute), self.level(now_s) - amount)
 
     def change(self, per_minute: int, now_s: float) -> None:
-        """Change the rate; the amount already taken stays taken."""
+        """Change the rate; amounts already taken stay taken."""
         taken = self.per_minute - self.level(now_s)
         self.per_minute, self._level = per_minute, per_minute - taken
 
@@ -170,7 +170,7 @@ def _changed(bucket: TokenBucket | None, per_minute: int | None, now_s: float) -
 
 
 def whole(seconds: float) -> int:
-    """Round up, so that the wait is long enough."""
+    """Return the seconds rounded up to an integer, so that the wait is long enough."""
     return math.ceil(seconds)
 
 
@@ -192,8 +192,9 @@ class QuotaReservation:
         self._reserved = 0
 
     def reserve(self, requests: Sequence[GenerationRequest]) -> None:
-        """Reserve the tokens that the requests may use; an endless answer's are taken at its end. Raises
-        QuotaExceeded.
+        """Reserve the tokens that the requests may use; those of an endless answer are taken at its end.
+
+        Raises QuotaExceeded.
         """
         if self._quotas is not None and self._quota is not None:
             tokens = sum([_prompt_tokens(each) + (0 if each.idle_s else each.sampling.max_tokens) for each in requests])
@@ -202,7 +203,7 @@ class QuotaReservation:
             self._reserved = tokens
 
     def leave(self, *, used_tokens: int, served: bool) -> None:
-        """Settle the tokens used; a request that was not served is not charged."""
+        """Return unused tokens to the quota; a request that was not served is not charged."""
         quotas, quota, self._quota = self._quotas, self._quota, None
         if quotas is not None and quota is not None:
             quota.leave(reserved=self._reserved, used=used_tokens, served=served, now_s=quotas.now_s())
@@ -255,7 +256,7 @@ class TenantQuotas:
 
 
 def _prompt_tokens(request: GenerationRequest) -> int:
-    # The prompt is charged once, with its first choice.
+    # The prompt is charged once, with the first choice.
     return 0 if request.sampling.choice else len(request.prompt_ids)
 
 

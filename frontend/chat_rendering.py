@@ -48,7 +48,7 @@ class ChatTemplate:
         """Return the folder's template from chat_template.jinja or tokenizer_config.json; None if it has none."""
         file = path / "chat_template.jinja"
         source = file.read_text("utf-8") if file.exists() else settings.get("chat_template")
-        if isinstance(source, list):  # several under names
+        if isinstance(source, list):  # several templates by name
             source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
         if source is None:
             return None
@@ -107,8 +107,9 @@ For each function call, return a json object with function name and arguments wi
 
 
 def native_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages for a template that supports tools; calls are objects, as in transformers. Raises
-    InvalidRequest.
+    """Return messages for a template that supports tools; calls are objects, as in transformers.
+
+    Raises InvalidRequest.
     """
     return [_native(index, message) for index, message in enumerate(messages)]
 
@@ -133,7 +134,7 @@ def plain_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> li
 
 
 def as_plain(tool: Tool) -> dict[str, Any]:
-    """Return the tool's definition as given by the client."""
+    """Return the tool's definition as the client sent it."""
     return tool.model_dump(exclude_none=True)
 
 
@@ -157,19 +158,20 @@ def _native(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _role(message: ChatMessage) -> str:
-    # Templates do not support "developer", OpenAI's newer name of "system".
+    # Templates do not support "developer", OpenAI's newer name for "system".
     return "system" if message.role == "developer" else message.role
 
 
 def _with_calls(message: ChatMessage) -> str:
-    """Return the message with calls in the answers' format; arguments stay unchanged, so the history stays as
-    generated.
+    """Return the message with its calls in the format of answers.
+
+    Arguments stay unchanged, so that the history equals what was generated.
     """
     calls = [
         f'{OPEN}\n{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments or "{}"}}}\n{CLOSE}'
         for call in message.tool_calls or ()
     ]
-    # There is no separator: the text before a call ends where the call begins.
+    # No separator: the text before a call ends where the call begins.
     return message.text + "\n".join(calls)
 
 
@@ -217,7 +219,7 @@ def content_spans(
         starts, ends = opened.get(index, []), closed.get(index, [])
         if len(starts) == len(ends) == 1:
             content = chat[index]["content"].rstrip()
-            start = ends[0] - len(content)  # includes leading whitespace, if it is still there
+            start = ends[0] - len(content)  # includes leading whitespace, if the template kept it
             if start >= 0 and text[start : ends[0]] == content:
                 spans.append(ContentSpan(index, start, ends[0]))
     spans.sort(key=lambda span: span.start)

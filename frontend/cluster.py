@@ -40,8 +40,8 @@ def configuration_mismatch(
     """Return an error text if the workers of `model` do not match this frontend's configuration, else None.
 
     Chain keys, and so every request, depend on the model and on the block size. A model that was served before
-    (`was_served`) has only lost its workers for the moment, which is not a mismatch. Workers of the frontend's other
-    models (`frontend_models`) are no evidence either: this model's workers may still be starting.
+    (`was_served`) has only lost its workers temporarily, which is not a mismatch. Workers of the frontend's other
+    models (`frontend_models`) do not indicate one either: this model's workers may still be starting.
     """
     nodes = list(nodes)
     mine = [node for node in nodes if node.model == model]
@@ -88,7 +88,7 @@ class ClusterWatch:
         self._was_served: set[str] = set()  # models that had a worker at some poll
         self._mismatches: dict[str, str] = {}  # error text by model
         self._reply = conductor_pb2.ClusterReply()
-        self._problem: str | None = "the conductor has not been asked yet"
+        self._problem: str | None = "the conductor has not been polled yet"
         self._seen_s: float | None = None  # time of the last reply, monotonic clock
         self._task: asyncio.Task[None] | None = None
 
@@ -127,7 +127,7 @@ class ClusterWatch:
         waiting = [repr(model) for model in self._models if model not in self._reply.ready_models]
         if not waiting:
             return None
-        return f"the cluster has no nodes yet that can serve a request for {' or '.join(waiting)}"
+        return f"the cluster has no nodes yet that can serve requests for {' or '.join(waiting)}"
 
     async def check_compatible(self, model: str) -> None:
         """Raise ServiceUnavailable if the model's name or block size does not match that of the workers."""
@@ -141,10 +141,9 @@ class ClusterWatch:
         return next((s.node.incarnation for s in self._reply.nodes if s.node.node_id == node_id), 0)
 
     def max_model_len(self, model: str, own_limit: int) -> int:
-        """Return the longest sequence, in tokens, that every worker of the model accepts, at most `own_limit` (0:
-        none).
+        """Return the longest sequence, in tokens, that every worker of the model accepts.
 
-        While no worker is known, it is `own_limit`.
+        At most `own_limit` (0: no limit), which is also the result while no worker is known.
         """
         limits = [node.max_model_len for node in self._workers(model) if node.max_model_len]
         return min([*limits, own_limit] if own_limit else limits, default=0)
@@ -154,7 +153,7 @@ class ClusterWatch:
         return next((node.model_fingerprint for node in self._workers(model) if node.model_fingerprint), "")
 
     def engines(self, model: str) -> list[str]:
-        """Return the names of the stand-in engines of workers that do not compute the model, sorted."""
+        """Return the names of the stand-in engines of workers that do not run the model, sorted."""
         return sorted({node.engine for node in self._workers(model) if node.engine})
 
     def samples(self) -> Sequence[NodeSample]:

@@ -1,8 +1,8 @@
 """Calls to the conductors: one multiplexed stream to each, and the client that chooses among them.
 
-All of it runs on one event loop, so there are no locks. A call is in `ConductorStream._queue` until it is written, then
-in `_sent` until its answer arrives or its caller gives up; when the stream breaks, calls in `_sent` fail, and calls in
-`_queue` fail only if they do not wait for a conductor that is unreachable.
+Everything runs on one event loop, so there are no locks. A call is in `ConductorStream._queue` until it is written,
+then in `_sent` until its answer arrives or its caller gives up. When the stream breaks, calls in `_sent` fail; calls in
+`_queue` fail unless they wait for an unreachable conductor.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 _WHAT: Final = "Conductor.Schedule"
 _CALLS_PER_MESSAGE: Final = 64
-_MESSAGE_NBYTES: Final = 1 << 20  # a message of this size takes no further call
+_MESSAGE_NBYTES: Final = 1 << 20  # a message of this size gets no further call
 _ANSWERS_PER_ITERATION: Final = 16  # callers that are woken in one iteration of the event loop
 _FIRST_RECONNECT_PAUSE_S: Final = 0.05
 _LONGEST_RECONNECT_PAUSE_S: Final = 0.5
@@ -79,12 +79,12 @@ class ConductorStream:
     ) -> conductor_pb2.ScheduleReply:
         """Ask for a placement within `deadline_s` seconds. With `waits` the call stays queued while the stream is down.
 
-        Raises Unavailable, ControlDeadlineExceeded, Refused.
+        Raises Unavailable, ControlDeadlineExceeded or Refused.
         """
         return (await self._ask(request, waits=waits, deadline_s=deadline_s)).schedule
 
     async def complete(self, request: conductor_pb2.CompleteRequest, *, deadline_s: float | None) -> None:
-        """Report the outcome of a request; waits for an unreachable conductor. Raises the errors of `schedule`."""
+        """Report the outcome of a request; waits for an unreachable conductor. Raises the same errors as `schedule`."""
         await self._ask(request, waits=True, deadline_s=deadline_s)
 
     async def close(self) -> None:
@@ -152,7 +152,7 @@ class ConductorStream:
             self._has_calls.set()
 
     async def _exchange(self, stream: ScheduleStreamCall, was_open: asyncio.Event) -> ControlError:
-        """Send calls and receive answers until the stream ends; return the reason it ended."""
+        """Send calls and receive answers until the stream ends; return the reason for the end."""
         writer: asyncio.Task[None] | None = None
         try:
             async for message in stream:
@@ -190,7 +190,7 @@ class ConductorStream:
                 try:
                     await stream.write(message)
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    return  # the reader sees the same end and reports it
+                    return  # the reader detects the same end and reports it
 
     def _next_message(self) -> conductor_pb2.FrontendCalls:
         """Return a message with the queued calls that fit; skip calls whose callers gave up."""
@@ -220,14 +220,14 @@ class ConductorStream:
 
 
 _CALL_S: Final = 5.0  # timeout of one call if there is one conductor
-_ONE_OF_SEVERAL_S: Final = 2.0  # the same if another conductor can be asked instead
+_ONE_OF_SEVERAL_S: Final = 2.0  # timeout if another conductor can be asked instead
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _COMPLETE_S: Final = 15.0  # a conductor takes seconds to restart; a lost Complete does no lasting harm
-_RETRY_S: Final = 0.5  # the next attempt waits this long for the last attempt's end to be delivered
-_MAX_TENANTS: Final = 1000  # sent with each Cluster call
+_RETRY_S: Final = 0.5  # the next attempt waits this long for delivery of the last attempt's end
+_MAX_TENANTS: Final = 1000  # maximum number sent with each Cluster call
 _AVOID_S: Final = 5.0  # a conductor that failed is not preferred for this long
-# A conductor that is cut off from the nodes rejects with these reasons, too: another one is asked.
+# A conductor without connection to the nodes also rejects with these reasons: another one is asked.
 _ELSEWHERE_REASONS: Final = frozenset({"no_nodes", "unknown_model"})
 
 T = TypeVar("T")
@@ -304,7 +304,7 @@ class ConductorClient:
             if refusal is not None:
                 return refusal
             if monotonic() + pause_s >= deadline_s:
-                text = failure or "no conductor could be asked in time"
+                text = failure or "no conductor could be reached in time"
                 raise RequestDeadline(f"no placement before the request's deadline: {text}") from failure
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -337,7 +337,7 @@ class ConductorClient:
                 )
             except (Unavailable, ControlDeadlineExceeded) as error:
                 failure = failure or error
-        assert failure is not None  # there is one line at least
+        assert failure is not None  # there is at least one stream
         raise failure
 
     @property
@@ -366,7 +366,7 @@ class ConductorClient:
                 return await self.ask(what, make, target=stream.target, deadline_s=deadline_s)
             except Unavailable as error:
                 failure = failure or error
-        assert failure is not None  # there is one line at least
+        assert failure is not None  # there is at least one stream
         raise failure
 
     async def close(self) -> None:
@@ -386,7 +386,7 @@ class ConductorClient:
         return _CALL_S if self._is_single else _ONE_OF_SEVERAL_S
 
     def _by_preference(self) -> list[ConductorStream]:
-        """Streams to conductors that answer, the preferred one first, then to those that failed lately, oldest
+        """Return streams to conductors that answer, the preferred one first, then to those that failed lately, oldest
         first.
         """
         now_s = monotonic()
@@ -427,7 +427,7 @@ async def _tracked(stream: ConductorStream, asking: Awaitable[T], *, is_patient:
     `is_patient`: a timeout means that the conductor failed; otherwise the caller's own deadline was too short.
     """
     if stream.failed_s is not None:
-        stream.failed_s = monotonic()  # one caller probes whether it is back; the others do not wait for it
+        stream.failed_s = monotonic()  # one caller probes it after the pause; the others do not wait for it
     try:
         reply = await asking
     except (Unavailable, ControlDeadlineExceeded) as error:

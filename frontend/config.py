@@ -1,4 +1,4 @@
-"""Configuration of the frontend: parsed elsewhere, validated here, frozen."""
+"""Configuration of the frontend: parsed elsewhere, validated here, immutable."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,7 +22,7 @@ class ServedModelConfig:
 
     def __post_init__(self) -> None:
         if not all(self.names):
-            raise FrontendConfigError(f"the model in {self.path} has an empty name")
+            raise FrontendConfigError(f"the name of the model in {self.path} must not be empty")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -37,8 +37,8 @@ class FrontendConfig:
     models: tuple[ServedModelConfig, ...]  # a request without a model goes to the first
     conductor_targets: tuple[str, ...]  # gRPC targets of all conductors; any of them can place a request
     http: HttpSettings = field(default_factory=HttpSettings)
-    blocks: BlockSettings = field(default_factory=BlockSettings)  # must be those of the nodes
-    node: NodeSettings = field(default_factory=lambda: NodeSettings("frontend-0"))  # with the node id
+    blocks: BlockSettings = field(default_factory=BlockSettings)  # must equal those of the nodes
+    node: NodeSettings = field(default_factory=lambda: NodeSettings("frontend-0"))  # node_id is set
     idle_timeout_s: float = 60.0  # longest time between two tokens before the decode worker is suspected
     max_attempts: int = 5  # attempts per request; those that reached no worker do not count during replace_grace_s
     # Longest wait of a request for another placement after its worker died or was unreachable
@@ -63,13 +63,11 @@ class FrontendConfig:
     def __post_init__(self) -> None:
         names = [name for model in self.models for name in model.names]
         if not names:
-            raise FrontendConfigError("models is empty: the frontend needs at least one model")
+            raise FrontendConfigError("models must hold at least one model, got none")
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise FrontendConfigError(f"models: the name {twice[0]!r} is used twice; names and aliases must be unique")
+            raise FrontendConfigError(f"models: names and aliases must be unique, got {twice[0]!r} twice")
         if not all(self.conductor_targets) or not self.conductor_targets:
-            raise FrontendConfigError(
-                "conductor_targets is empty or contains an empty target: the frontend needs at least one conductor"
-            )
+            raise FrontendConfigError("conductor_targets must hold at least one target and no empty one")
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -79,7 +77,7 @@ class FrontendConfig:
 
     @property
     def node_id(self) -> str:
-        """Name in the cluster."""
+        """Name of the frontend in the cluster."""
         return self.node.node_id
 
     @property

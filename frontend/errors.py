@@ -32,7 +32,7 @@ from rpc.errors import AddressInUse
 
 
 class FrontendError(Exception):
-    """Root of the package's errors."""
+    """Base class of the package's errors."""
 
 
 class FrontendConfigError(FrontendError, ValueError):
@@ -96,7 +96,7 @@ class InvalidRequest(ApiError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and new tokens together exceed what the model can hold."""
+    """Prompt and new tokens together exceed the model's context length."""
 
     default_code = "context_length_exceeded"
 
@@ -137,7 +137,7 @@ class NoSuchNode(ApiError):
 
 
 class Conflict(ApiError):
-    """The action conflicts with the current state: a concurrent change came first, or the cluster needs the node."""
+    """The action conflicts with the current state, such as a concurrent change or a node that the cluster needs."""
 
     status = 409
     kind = "invalid_request_error"

@@ -1,4 +1,4 @@
-"""Means to keep the event loop responsive: worker threads, and a limit on what proceeds in one iteration."""
+"""Tools to keep the event loop responsive: worker threads, and a limit on the work of one iteration."""
 
 import asyncio
 from collections import deque

@@ -1,6 +1,6 @@
 """Generation of one answer, and the session that merges all answers of one HTTP request.
 
-A Generation places its request, submits it, follows its tokens, and places it again if a worker is lost.
+A Generation places its request, submits it, receives its tokens, and places it again if a worker is lost.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ _CLIENTS_CODES: Final = frozenset({"bad_grammar", "grammar", "unsupported"})
 
 @dataclass(frozen=True)
 class GenerationContext:
-    """Objects that all generations of a model share.
+    """Objects shared by all generations of a model.
 
     `spawn` runs a coroutine that outlives its request. `remember` stores the ids and the text of a finished answer and
-    returns how many of its ids will come back as history (0: unknown).
+    returns how many of its ids the next turn's history will contain (0: unknown).
     """
 
     config: FrontendConfig
@@ -65,7 +65,7 @@ class Generation:
         self.request = request
         self.leader = leader
         self.stats = RequestStats()
-        # Resolved as soon as the client is too slow, even if nothing awaits `next`.
+        # Resolved as soon as the client is too slow, even if no task awaits `next`.
         self.overflowed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = context
         self._output = output
@@ -127,8 +127,9 @@ class Generation:
         return self.request.deadline_s if not idle_s or last_s is None else max(last_s, self._asked_s) + idle_s
 
     async def next(self) -> OutputChunk:
-        """Return the next tokens. Raises ApiError; after that, and after a finish reason, only `close` may be
-        called.
+        """Return the next tokens.
+
+        Raises ApiError. After that, and after a finish reason, only `close` may be called.
         """
         if self._ended_by is not None:
             raise self._ended_by
@@ -200,7 +201,7 @@ class Generation:
             self.stats.attempts - 1, placement, inbox, len(self.stats.token_ids), span=span
         )
         span.note(prefill_node=self.stats.prefill_node, decode_node=self.stats.decode_node)
-        # Attach to the decode worker first: it must know where to send tokens before it can generate any.
+        # Attach to the decode worker first: it must be able to send tokens before it generates any.
         if placement.HasField("decode"):
             attempt.decode = await self._attach(attempt, placement.decode)
             if attempt.decode is None:
@@ -249,7 +250,7 @@ class Generation:
         if self._ended_by is not None:  # `end` was called after the last await of `_begin`
             raise TimeoutError
         idle_s, deadline_s = self._context.config.idle_timeout_s, self.deadline_s
-        # There is no idle limit before an attempt's first token: a long queue or a long prompt is not a fault.
+        # No idle limit applies before an attempt's first token: a long queue or a long prompt is not a fault.
         idle_until_s = monotonic() + idle_s if attempt.next_index > attempt.first_index else math.inf
         try:
             events = await attempt.inbox.take(min(deadline_s, idle_until_s))
@@ -261,7 +262,9 @@ class Generation:
             return None
         if attempt.inbox.overflowed:
             behind = self._context.config.client_buffer_tokens
-            raise ClientTooSlow(f"the client fell {behind} tokens behind; its request was cancelled")
+            raise ClientTooSlow(
+                f"the client read too slowly: it fell {behind} tokens behind, and its request was cancelled"
+            )
         num_duplicates = attempt.num_duplicates
         tokens, failure = attempt.take(events)
         if attempt.num_duplicates > num_duplicates:
@@ -273,7 +276,7 @@ class Generation:
             pieces.append(piece)
             if piece.finish_reason is not None:
                 kept = self._context.remember(self.request, self.stats.token_ids, "".join(self._told))
-                # Stop strings are detected here; the worker does not know of them and must be cancelled.
+                # Stop strings are detected here, unknown to the worker, so the worker must be cancelled.
                 goes_on = arrived.token.finish == worker_pb2.FINISH_NONE
                 self._leave(attempt, cancel=goes_on, keep_kv=True, kept_tokens=kept)
                 self._attempt, self._outcome, self._finish_reason = None, "finished", piece.finish_reason
@@ -298,7 +301,7 @@ class Generation:
         metrics.generation_tokens.inc()
         if token.HasField("timing"):
             self._note(token.timing)
-        # A finish reason that only newer workers know ends the answer, too.
+        # An unknown finish reason, of a newer worker, also ends the answer.
         finish = None if token.finish == worker_pb2.FINISH_NONE else _FINISH.get(token.finish, "length")
         if finish is None and len(stats.token_ids) >= self.request.sampling.max_tokens:
             finish = "length"
@@ -402,9 +405,7 @@ class RequestSession:
         self._pending: dict[asyncio.Task[OutputChunk], int] = {}
 
     def read_prompts(self) -> None:
-        """Detokenise the prompts that the answers show. Call it before the first `next`; it may run on any one
-        thread.
-        """
+        """Detokenise the prompts that the answers show. Call it before the first `next`, on any single thread."""
         for generation in self.generations:
             generation.read_prompt()
 

@@ -40,7 +40,7 @@ def checked_chat_grammar(body: ChatBody) -> Grammar | None:
         grammar, param = answer
         if tools.must_call or grammar.kind != JSON_SCHEMA:
             raise InvalidRequest(
-                f"{param} cannot be combined with tools here: an answer either calls a tool or is text. With "
+                f"{param} cannot be combined with tools: an answer either calls a tool or is text. With "
                 "tool_choice "
                 "'auto', a JSON schema for the text is supported",
                 param=param,
@@ -81,7 +81,7 @@ def grammar_of(body: GenerationBody) -> tuple[Grammar, str] | None:
     asked = [*_of_format(body.response_format), *_of_structured(body.structured_outputs), *_of_guided(body)]
     if len(asked) > 1:
         names = ", ".join(name for _, name in asked)
-        raise InvalidRequest(f"{names}: only one of these fields may be given", param=asked[1][1])
+        raise InvalidRequest(f"at most one of {names} may be given", param=asked[1][1])
     return asked[0] if asked else None
 
 
@@ -140,7 +140,7 @@ def _json(schema: dict[str, Any] | str, param: str) -> Grammar:
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{param} is not a JSON Schema: expected an object", param=param)
+        raise InvalidRequest(f"{param} must be a JSON Schema object", param=param)
     return Grammar(JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 

@@ -6,7 +6,7 @@ keys:
   tenant: acme
   scope: user                # or admin; user if left out
   expires: 2027-01-31        # optional: at the beginning of that day, UTC; or a time
-  cache_salt: ...            # this and the rest belong to the tenant: set in one of its entries, or the same in all
+  cache_salt: ...            # this and the following belong to the tenant: set in one of its entries, or equal in all
   requests_per_minute: 600
   tokens_per_minute: 200000
   max_concurrent: 32
@@ -93,7 +93,7 @@ def callers_of(entries: Sequence[KeyEntry]) -> list[tuple[KeyEntry, ApiCaller]]:
 
 
 def plain(entry: KeyEntry) -> dict[str, Any]:
-    """Return the entry as it is written in the file."""
+    """Return the entry in the form of the file."""
     said: dict[str, Any] = {"name": entry.name, "hash": f"sha256:{entry.digest.hex()}", "tenant": entry.tenant}
     said["scope"] = _SCOPES[entry.is_admin]
     if entry.expires_s is not None:
@@ -185,7 +185,7 @@ def _plain(text: str) -> Any:
 
 
 def _refuse_twice(node: yaml.Node | None) -> None:
-    # YAML parsers silently keep the last of two equal fields; here that could change a scope.
+    # YAML parsers silently use the last of two equal fields, which could change a scope.
     if isinstance(node, yaml.MappingNode):
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(names)) < len(names):

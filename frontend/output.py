@@ -1,7 +1,7 @@
 """Output of one choice: token ids in; text, log-probabilities and finish reason out. Pure.
 
-Stop strings are matched over the whole text, however it is cut into pieces: the match that ends first wins, and among
-matches that end together the longest. Text that may still become a stop string is held back.
+Stop strings are matched over the whole text, independent of its division into pieces. The match that ends first wins;
+among matches that end together, the longest. Text that may still become a stop string is held back.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Candidate:
     """Token that could occur at a position. `rank` 1 is the likeliest."""
 
     token_id: int
-    data: bytes  # the token's text in UTF-8; may be part of a character
+    data: bytes  # may be part of a character
     logprob: float
     rank: int
 
@@ -76,8 +76,9 @@ class PromptTokenScores:
             )
 
     def tokens(self) -> list[ScoredToken]:
-        """Decode the arrays into one ScoredToken per token. Slow for a long prompt: do not call it on the event
-        loop.
+        """Decode the arrays into one ScoredToken per token.
+
+        Slow for a long prompt: do not call it on the event loop.
         """
         told, token_bytes = self.told, self.token_bytes
         first, *rest = self.prompt_ids.tolist()

@@ -53,8 +53,9 @@ class RequestContext:
         return cls(at_s, caller, ttft_s, tpot_s, _class_name(headers), _wants_timing(headers), span)
 
     def class_beside(self, in_body: str | None) -> str:
-        """Return the objectives class from the header or the body. Raises InvalidRequest if both are given and
-        differ.
+        """Return the class of objectives given in the header or the body.
+
+        Raises InvalidRequest if both are given and differ.
         """
         if in_body is None or not self.slo_class or in_body == self.slo_class:
             return in_body or self.slo_class
@@ -147,9 +148,9 @@ def check_endless(body: GenerationBody, max_tokens: int | None) -> None:
     if not body.stream:
         problem = "must be streamed: set stream to true"
     elif max_tokens is not None:
-        problem = "has no end: omit max_tokens"
+        problem = "must not have a limit: omit max_tokens"
     elif body.num_choices > 1:
-        problem = f"is limited to one choice, but n is {body.num_choices}: send several requests"
+        problem = f"must have one choice, got n = {body.num_choices}: send several requests"
     if problem:
         raise InvalidRequest(f"an endless answer {problem}", param="endless")
 
@@ -158,9 +159,8 @@ def check_choices(body: GenerationBody, config: FrontendConfig, num_prompts: int
     """Raise InvalidRequest for too many choices, or for a best_of that differs from n."""
     if body.best_of is not None and body.best_of != body.num_choices:
         raise InvalidRequest(
-            f"best_of is {body.best_of} but n is {body.num_choices}: choosing among more answers than are "
-            "returned is not "
-            "supported; omit best_of",
+            f"best_of must equal n ({body.num_choices}), got {body.best_of}: choosing among more answers than are "
+            "returned is not supported; omit best_of",
             param="best_of",
             code="unsupported_parameter",
         )
@@ -168,8 +168,8 @@ def check_choices(body: GenerationBody, config: FrontendConfig, num_prompts: int
     if num_choices > config.max_choices:
         most = config.max_choices
         raise InvalidRequest(
-            f"{num_choices} answers ({num_prompts} prompts, {body.num_choices} each) in one request: at most {most} "
-            "are allowed",
+            f"a request must have at most {most} choices, got {num_choices} ({num_prompts} prompts with n = "
+            f"{body.num_choices})",
             param="n",
         )
 
@@ -177,7 +177,7 @@ def check_choices(body: GenerationBody, config: FrontendConfig, num_prompts: int
 def check_prompt_scores(body: GenerationBody, config: FrontendConfig, prompts: Sequence[Sequence[int]]) -> None:
     """Raise InvalidRequest if the response would contain too many prompt log-probabilities.
 
-    Each choice of a completion returns its prompt's, a chat returns them once.
+    Each choice of a completion returns those of its prompt; a chat returns them once.
     """
     num_top = _prompt_logprobs(body)
     if num_top is None:
@@ -186,9 +186,8 @@ def check_prompt_scores(body: GenerationBody, config: FrontendConfig, prompts: S
     num_scores = num_tellings * (num_top + 1) * sum(map(len, prompts))
     if num_scores > config.max_prompt_scores:
         raise InvalidRequest(
-            f"{num_scores} log-probabilities of prompt tokens requested: at most {config.max_prompt_scores} "
-            "are allowed; "
-            "request fewer likeliest tokens, choices or prompts",
+            f"a request must ask for at most {config.max_prompt_scores} log-probabilities of prompt tokens, got "
+            f"{num_scores}: request fewer top tokens, choices or prompts",
             param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
         )
 
@@ -196,19 +195,24 @@ def check_prompt_scores(body: GenerationBody, config: FrontendConfig, prompts: S
 def _stops(stop: list[str] | None, config: FrontendConfig) -> tuple[str, ...]:
     stops = tuple(dict.fromkeys(stop or ()))
     if len(stops) > config.max_stop_strings:
-        raise InvalidRequest(f"{len(stops)} stop strings: at most {config.max_stop_strings} are allowed", param="stop")
+        raise InvalidRequest(
+            f"stop must have at most {config.max_stop_strings} strings, got {len(stops)}", param="stop"
+        )
     for text in stops:
         if not 0 < len(text) <= config.max_stop_chars:
-            raise InvalidRequest(f"a stop string must have 1 to {config.max_stop_chars} characters", param="stop")
+            most = config.max_stop_chars
+            raise InvalidRequest(f"a stop string must have 1 to {most} characters, got {len(text)}", param="stop")
     return stops
 
 
 def _biases(biases: dict[int, float], config: FrontendConfig, vocab_size: int) -> dict[int, float]:
     if len(biases) > config.max_logit_biases:
-        raise InvalidRequest(f"{len(biases)} biases: at most {config.max_logit_biases} are allowed", param="logit_bias")
+        raise InvalidRequest(
+            f"logit_bias must have at most {config.max_logit_biases} entries, got {len(biases)}", param="logit_bias"
+        )
     if biases and max(biases) >= vocab_size:
         raise InvalidRequest(
-            f"token id {max(biases)} is outside the vocabulary of {vocab_size} tokens", param="logit_bias"
+            f"token ids of logit_bias must be in 0..{vocab_size - 1}, got {max(biases)}", param="logit_bias"
         )
     return biases
 
@@ -269,7 +273,7 @@ class Preparer:
         prompts = body.prompt
         if len(prompts) > self._config.max_prompts:
             most = self._config.max_prompts
-            raise InvalidRequest(f"{len(prompts)} prompts in one request: at most {most} are allowed", param="prompt")
+            raise InvalidRequest(f"prompt must hold at most {most} prompts, got {len(prompts)}", param="prompt")
 
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, len(prompts))
@@ -320,7 +324,7 @@ class Preparer:
         """Return the token ids of a text or a chat."""
         prompt, messages = body.prompt, body.messages
         if (prompt is None) == (messages is None):
-            raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
+            raise InvalidRequest("exactly one of prompt and messages must be given", param="prompt")
         special = body.add_special_tokens
         if messages is not None:
             return await self._threads.run(
@@ -393,7 +397,7 @@ class Preparer:
         return [first, *(first.other_choice(choice) for choice in further)]
 
     def _truncated(self, ids: list[int], body: CompletionBody) -> list[int]:
-        """Return the prompt's last tokens as truncate_prompt_tokens demands; -1 keeps as many as fit."""
+        """Return the prompt's last `truncate_prompt_tokens` tokens; -1 keeps as many as fit."""
         keep = body.truncate_prompt_tokens
         if keep is None:
             return ids
@@ -402,8 +406,8 @@ class Preparer:
             keep = self.max_model_len - max(1, wanted)
         if keep < 1:
             raise InvalidRequest(
-                f"truncate_prompt_tokens leaves {keep} tokens: expected 1 or more, or -1 to keep as many as fit beside "
-                "max_tokens",
+                "truncate_prompt_tokens must keep at least 1 token, or be -1 to keep as many as fit beside "
+                f"max_tokens, got {keep}",
                 param="truncate_prompt_tokens",
             )
         return ids[-keep:]
@@ -439,9 +443,9 @@ class Preparer:
                 f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt + wanted} "
                 f"{more}tokens ({num_prompt} {more}in the {param}, {wanted} in the completion). "
                 + (
-                    'Ask for fewer, shorten the chat, or send truncation "auto", which drops the oldest turns.'
+                    'Request fewer tokens, shorten the chat, or set truncation to "auto" to drop the oldest turns.'
                     if param == "messages"
-                    else "Ask for fewer, or shorten the prompt."
+                    else "Request fewer tokens or shorten the prompt."
                 ),
                 param=param,
             )

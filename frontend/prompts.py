@@ -1,9 +1,9 @@
 """Token ids of prompts, from a client's text, ids or chat, and truncation of chats that exceed the context.
 
-Each turn of a chat sends the whole history again, and nothing remembers what was dropped before. Truncation therefore
-repeats the decisions of all turns from the first one on, in the same order and from the same sizes, with the same
-result. Each truncation drops down to a fraction of the context, so the prompt's beginning stays unchanged for many
-turns and its KV can be reused.
+Each turn of a chat sends the whole history again, and no record is kept of messages dropped before. Truncation
+therefore repeats the decisions of all turns from the first one on, in the same order and from the same sizes, with the
+same result. Each truncation shortens the chat to a fraction of the context, so the prompt's beginning stays unchanged
+for many turns and its KV can be reused.
 """
 
 import json
@@ -33,7 +33,7 @@ Render = Callable[[Sequence[Message]], str]
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Token ids of a rendered chat. `place`: key under which its answers are remembered; b"": they are not."""
+    """Token ids of a rendered chat. `place` is the key under which its answers are remembered; b"": they are not."""
 
     token_ids: list[int]
     place: bytes = b""
@@ -55,7 +55,7 @@ class PromptReader:
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
         if not prompt:
-            raise InvalidRequest("the prompt is empty", param="prompt")
+            raise InvalidRequest("the prompt must not be empty", param="prompt")
         self.check_ids(prompt, "prompt")
         return prompt
 
@@ -78,7 +78,7 @@ class PromptReader:
     ) -> ChatPrompt:
         """Return a chat's prompt in which remembered answers (within `scope`) keep the ids they were generated with.
 
-        If these ids would not spell the template's text exactly, all ids are made from the text. Before tokenising,
+        If these ids would not decode exactly to the template's text, all ids are made from the text. Before tokenising,
         `check` is called with a lower bound on the number of tokens and may raise.
         """
         chat, render = self._chat(messages, rendering)
@@ -104,7 +104,7 @@ class PromptReader:
         """Raise InvalidRequest for an id outside the vocabulary."""
         if ids and max(ids) >= self._tokenizer.vocab_size:
             size = self._tokenizer.vocab_size
-            raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {size} tokens", param=param)
+            raise InvalidRequest(f"token ids of {param} must be in 0..{size - 1}, got {max(ids)}", param=param)
 
     def _chat(self, messages: Sequence[ChatMessage], rendering: ChatRendering) -> tuple[list[dict[str, Any]], Render]:
         """Return the messages for the model's template and the function that renders them. Raises InvalidRequest."""
@@ -165,20 +165,19 @@ def _unfinished(template: ChatTemplate, variables: Mapping[str, Any], opens: boo
     if opens:
         raise InvalidRequest(
             "continue_final_message continues the last message, but add_generation_prompt begins a new one: "
-            "set only one "
-            "of them",
+            "set only one of them",
             param="continue_final_message",
         )
     render = partial(template.render, extra=variables, add_generation_prompt=False)
     text = render(chat)
-    # Searching for the content would be wrong: a short one may also occur in the text that the template adds after it.
+    # Searching for the content would be wrong: a short one may also occur in text that the template adds after it.
     spans = content_spans(text, chat, [len(chat) - 1], render, secrets.token_hex(8)) if _has_text(chat[-1]) else []
     if spans:
         end, content = spans[0].end, chat[-1]["content"]
         after = content[len(content.rstrip()) :]
         return text[: end + len(after)] if text.startswith(after, end) else text[:end]
     raise InvalidRequest(
-        "continue_final_message: the last message has no content, or the model's chat template changes it",
+        "continue_final_message requires content in the last message that the model's chat template does not change",
         param="continue_final_message",
     )
 
@@ -200,10 +199,9 @@ def head_length(roles: Sequence[str]) -> int:
 def first_kept(roles: Sequence[str], sizes: Sequence[int], *, fixed: int, budget: int, target: int) -> int:
     """Return the index of the first message after the head that is kept.
 
-    `sizes` are tokens per message (the head's are ignored); `fixed` is the number of tokens that every prompt has
-    besides. Whenever a prompt (the last message's, or one whose answer is in the chat) exceeds `budget`, whole turns
-    are dropped, oldest first, until it is within `target`. The prompt's own turn stays. A turn begins with a user
-    message.
+    `sizes` are tokens per message (the head's are ignored); `fixed` is the number of further tokens in every prompt.
+    Whenever a prompt (the last message's, or one whose answer is in the chat) exceeds `budget`, whole turns are
+    dropped, oldest first, until it is within `target`. The prompt's own turn stays. A turn begins with a user message.
     """
     head = head_length(roles)
     before = [0, *accumulate(sizes)]
@@ -219,7 +217,7 @@ def first_kept(roles: Sequence[str], sizes: Sequence[int], *, fixed: int, budget
     return turns[kept]
 
 
-# Budgets are multiples of 1/16 of the context: this absorbs estimation errors and small changes of max_tokens.
+# Budgets are multiples of 1/16 of the context, which absorbs estimation errors and small changes of max_tokens.
 _STEPS: Final = 16
 _FALLBACK_OVERHEAD: Final = 8
 

@@ -40,7 +40,7 @@ class TtftBreakdown(_Parts):
     sibling_s: float  # further choices only: waiting for the first choice's first token
     schedule_s: float  # waiting for placements, over all attempts until then
     lost_s: float  # failed attempts, from their placement to the next attempt's
-    queue_s: float  # this and the rest: the attempt that gave the token. Waiting on the prefill node for the first step
+    queue_s: float  # this and the next two: of the attempt that gave the token
     load_s: float  # loading reused KV
     prefill_s: float  # from the first step to the token
     delivery_s: float  # the rest: to the worker and back, and between the frontend's threads
@@ -108,14 +108,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    choice: int = 0  # index among a prompt's choices: all but the first wait for the first one's first token
+    choice: int = 0  # index among a prompt's choices: all but the first wait for the first token of the first one
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
-    logprobs: int | None = None  # number of likeliest ids returned with each token; None: no log-probabilities
+    logprobs: int | None = None  # number of top ids returned with each token; None: no log-probabilities
     prompt_logprobs: int | None = None  # the same for the prompt, requested with its first choice only
     grammar: Grammar | None = None
 
@@ -191,9 +191,7 @@ class GenerationRequest:
         return replace(self, request_id=f"{self.request_id}-{choice}", sampling=sampling)
 
     def extended(self, generated: list[int]) -> tuple[NDArray[np.int32], bytes]:
-        """Return prompt ids and encoded chain keys of a further attempt, in which generated tokens belong to the
-        prompt.
-        """
+        """Return prompt ids and encoded chain keys of a further attempt, whose prompt includes the generated tokens."""
         if not generated:
             return self.prompt_ids, self.chain.tobytes()
         ids = np.concatenate([self.prompt_ids, np.array(generated, np.int32)])
@@ -238,8 +236,8 @@ class RequestStats:
 
     @property
     def slow_tbt_s(self) -> float:
-        """Mean of the longest 10 % (rounded up) of the times between tokens, in seconds; 0 with fewer than two
-        tokens.
+        """Mean of the longest 10 % (rounded up) of the times between tokens, in seconds; 0 with fewer than
+        two tokens.
         """
         count = -(-len(self.intervals_s) // 10)
         return sum(sorted(self.intervals_s)[-count:]) / count if count else 0.0

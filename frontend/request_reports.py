@@ -47,7 +47,7 @@ def _count(
         metrics.finished("error")
     else:
         metrics.finished(finish_reason)
-        assert stats.first_token_s is not None  # finished means a token came
+        assert stats.first_token_s is not None  # a finished request has had a token
         assert stats.last_token_s is not None
         metrics.e2e.observe(stats.last_token_s - request.arrival_s)
         metrics.decode.observe(stats.last_token_s - stats.first_token_s)

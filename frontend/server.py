@@ -31,11 +31,12 @@ async def serve_frontend(
     on_ready: Callable[[str], None],
     on_rest: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve HTTP until `stop` is set; then reject new requests, let running ones finish within the grace, and return.
+    """Serve HTTP until `stop` is set; then reject new requests, wait for running ones up to the grace period, and
+    return.
 
     `on_ready(url)` is called once connections are answered, even if the cluster is not ready yet; `on_rest` whenever
-    the last request in flight has ended.
-    Raises HttpPortInUse, FrontendConfigError, ModelFilesError before anything is served.
+    the last request in flight has ended. Raises HttpPortInUse, FrontendConfigError or ModelFilesError before serving
+    begins.
     """
     certificate = certificate_of(config.http.http_tls_cert, config.http.http_tls_key)
     listener = bind(config.http.host, config.http.port)
@@ -71,7 +72,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise HttpPortInUse(
-                f"cannot listen at {host}:{port}: the port is in use; stop its owner or choose another port"
+                f"cannot listen at {host}:{port}: the port is in use; stop its process or choose another port"
             ) from error
         raise FrontendConfigError(f"cannot listen at {host}:{port}: {error}") from error
     return listener
@@ -127,7 +128,7 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that reports when it is up, uses our Acceptor, and leaves signals to the process."""
+    """uvicorn server that reports when it is up, uses `Acceptor`, and leaves signals to the process."""
 
     def __init__(self, service: Service, certificate: Certificate | None, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -69,11 +69,11 @@ class ServedModel:
         return Output(request, detokenizer, self.tokenizer.token_bytes)
 
     def remember(self, request: GenerationRequest, token_ids: Sequence[int], text: str) -> int:
-        """Remember a finished answer, so that its ids are found when it comes back as history.
+        """Remember a finished answer, so that its ids are found when a later turn contains it as history.
 
-        Returns how many of its ids will come back; 0 if unknown.
+        Returns how many of its ids that turn will contain; 0 if unknown.
         """
-        text = text.rstrip()  # templates and clients trim it
+        text = text.rstrip()  # templates and clients strip it
         if not request.place or not text:
             return 0
         detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
@@ -169,13 +169,13 @@ class Service:
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start watching the cluster; an unreachable conductor is not an error."""
+        """Start polling the cluster; an unreachable conductor is not an error."""
         if self._keys_file is not None:
             self._keys_file.start()
         await self.cluster.start()
 
     async def admit(self, name: str | None) -> ServedModel:
-        """Return the model that a request names; the first one for None.
+        """Return the model named by a request; the first one for None.
 
         Raises ModelNotServed, and ServiceUnavailable while draining or while the workers' configuration does not match.
         """
@@ -227,11 +227,13 @@ class Service:
             asyncio.get_running_loop().call_soon(self._rest)
 
     async def drain(self) -> None:
-        """Reject new requests, wait up to the grace for running ones, then end the remaining ones with an error."""
+        """Reject new requests, wait up to the grace period for running ones, then end the remaining ones with
+        an error.
+        """
         self.draining = True
         if await self._idle_within(self.config.http.drain_grace_s):
             return
-        _log.warning("%d requests still run after the grace; ending them", len(self._sessions))
+        _log.warning("%d requests are still running after the grace period; ending them", len(self._sessions))
         for session in self._sessions:
             session.end(ServiceUnavailable("the frontend is shutting down", code="draining", retry_after_s=1.0))
         await self._idle_within(_FINAL_REPORTS_S)
@@ -255,7 +257,7 @@ class Service:
         self.threads.close()
 
     def path_of(self, request_id: str) -> Mapping[str, Any] | None:
-        """Return this frontend's record of an answer, running or ended; None if it has none (any more)."""
+        """Return this frontend's record of an answer, running or ended; None if it has none or no longer has it."""
         for session in self._sessions:
             for each in session.generations:
                 if each.request.request_id == request_id:
@@ -263,7 +265,7 @@ class Service:
         return self._memory.find(request_id)
 
     def validate(self) -> dict[str, Any]:
-        """Return the resources held now; `ok` if there are none."""
+        """Return the resources held now; `ok` is true if there are none."""
         counts = {
             "sessions": len(self._sessions),
             "subscriptions": self.streams.num_subscriptions,

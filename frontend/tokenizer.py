@@ -20,7 +20,7 @@ from frontend.chat_rendering import ChatTemplate
 from frontend.errors import ModelFilesError
 
 REPLACEMENT: Final = "�"
-CONTEXT_TOKENS: Final = 16  # tokens at the prompt's end; they decide whether the first token's leading space is kept
+CONTEXT_TOKENS: Final = 16  # at the prompt's end; they decide whether the first token's leading space is kept
 _MAX_UTF8_NBYTES: Final = 4
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -100,7 +100,7 @@ class WindowDetokenizer:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character in a byte-level vocabulary (GPT-2's bytes_to_unicode, inverted)."""
+    """Return the byte of each character in a byte-level vocabulary (the inverse of GPT-2's bytes_to_unicode)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     rest = [byte for byte in range(256) if byte not in printable]
@@ -109,7 +109,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def byte_level_token(token: str) -> bytes:
-    """Return a byte-level vocabulary entry's bytes; an added token outside the alphabet stands for its own text."""
+    """Return a byte-level vocabulary entry's bytes; an added token outside the alphabet has its own text."""
     alphabet = byte_alphabet()
     try:
         return bytes(alphabet[char] for char in token)
@@ -178,9 +178,9 @@ class Tokenizer:
         return str(self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     def spells(self, token_ids: Sequence[int], text: str) -> bool:
-        """Return True if the ids, including special ones, spell exactly `text`.
+        """Return True if the ids, including special ones, decode to exactly `text`.
 
-        For a decoder that depends on neighbours, they must spell the same as the text's own ids.
+        For a decoder that depends on neighbours, they must decode to the same text as the text's own ids.
         """
         if self._is_byte_level:
             return b"".join(map(self.token_bytes, token_ids)) == text.encode()
@@ -216,9 +216,7 @@ class Tokenizer:
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=0)
 
     def _eos_ids(self, *sources: dict[str, Any]) -> tuple[int, ...]:
-        """Return all end tokens that the folder's files name; generation_config.json often has more than
-        config.json.
-        """
+        """Return all end tokens in the folder's files; generation_config.json often has more than config.json."""
         found: set[int] = set()
         for source in sources:
             value = source.get("eos_token_id")

@@ -1,4 +1,4 @@
-"""Tool calls: which tools an answer may call, the grammar of such an answer, and the parser of its calls. Pure.
+"""Tool calls: the tools an answer may call, the grammar of such an answer, and the parser of its calls. Pure.
 
 A call has the format that Hermes, Qwen and others were trained on, with exactly this spacing:
 
@@ -189,7 +189,7 @@ def tools_of(body: ChatBody) -> ToolPlan | None:
     functions = [tool.function for tool in body.tools or ()]
     names = [function.name for function in functions]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InvalidRequest(f"tools: the name {twice[0]!r} is used twice", param="tools")
+        raise InvalidRequest(f"tools must have unique names, got {twice[0]!r} twice", param="tools")
     specs = [ToolSpec(function.name, _parameters(function)) for function in functions]
     choice = body.tool_choice
     if not specs and choice not in (None, "none", "auto"):
@@ -203,7 +203,7 @@ def tools_of(body: ChatBody) -> ToolPlan | None:
     if not named:
         known = ", ".join(map(repr, names))
         raise InvalidRequest(
-            f"tool_choice names the unknown tool {choice.name!r}: the tools are {known}", param="tool_choice"
+            f"tool_choice must name one of the tools ({known}), got {choice.name!r}", param="tool_choice"
         )
     return ToolPlan(named, must_call=True, parallel=False)
 

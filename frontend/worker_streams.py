@@ -1,11 +1,11 @@
 """Token streams from workers: one Attach stream per (target, incarnation), opened on demand and shared by requests.
 
-A stream's reader appends each message's tokens to the inboxes of their attempts and never waits for any of them. When
-a stream ends, every attempt on it receives WorkerDisconnected.
+A stream's reader appends each message's tokens to the inboxes of their attempts and never waits for any of them. When a
+stream ends, every attempt on it receives WorkerDisconnected.
 
-All of it runs on one event loop, so there are no locks. A WorkerStream owns two tasks: the reader (`_run`), which lives
-as long as the stream, and the writer, which lives from the worker's first message to the stream's end. An Inbox lives
-as long as its attempt; WorkerStream holds it from `subscribe` to `unsubscribe` or to the stream's end.
+Everything runs on one event loop, so there are no locks. A WorkerStream owns two tasks: the reader (`_run`), which
+lives as long as the stream, and the writer, which lives from the worker's first message to the stream's end. An Inbox
+lives as long as its attempt; WorkerStream holds it from `subscribe` to `unsubscribe` or to the stream's end.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _CLOCK_S: Final = 0.001  # resolution of the event loop's timers
 
 
 class TokenReceived(NamedTuple):
-    """A token that was read from a worker's stream at `at_s` (monotonic clock).
+    """A token read from a worker's stream at `at_s` (monotonic clock).
 
     A named tuple, because there are many of these events and it is created three times as fast as a frozen dataclass.
     """
@@ -224,7 +224,7 @@ class WorkerStream:
         """End the stream and notify the requests on it."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._end("closed by the frontend")  # a task cancelled before its first step never got there
+        self._end("closed by the frontend")  # a task that is cancelled before its first step never runs its own code
 
     async def _run(self) -> None:
         reason = "closed by the frontend"
@@ -239,7 +239,7 @@ class WorkerStream:
             self._end(reason)
 
     async def _exchange(self, call: AttachCall) -> str:
-        """Exchange messages until the stream ends; return the reason it ended."""
+        """Exchange messages until the stream ends; return the reason for the end."""
         writer: asyncio.Task[None] | None = None
         try:
             await call.write(worker_pb2.FrontendMessage(hello=self._hello))
@@ -251,7 +251,7 @@ class WorkerStream:
             return "the worker ended the stream"
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
-        except asyncio.InvalidStateError:  # grpc.aio's answer to writing on a finished call
+        except asyncio.InvalidStateError:  # raised by grpc.aio for writing on a finished call
             return f"{(await call.code()).name}: {await call.details()}"
         finally:
             call.cancel()
@@ -267,7 +267,7 @@ class WorkerStream:
                 try:
                     await call.write(self._outgoing[0])
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    return  # the reader sees the same end and reports it
+                    return  # the reader detects the same end and reports it
                 self._outgoing.popleft()
             self.sent.set()
 
@@ -313,8 +313,9 @@ class WorkerStreams:
         self._streams: dict[tuple[str, int], WorkerStream] = {}
 
     async def attach(self, node: conductor_pb2.NodeRef) -> WorkerStream:
-        """Return the stream to this incarnation of the node; open it if needed. Raises WorkerLost within the
-        timeout.
+        """Return the stream to this incarnation of the node; open it if needed.
+
+        Raises WorkerLost if there is none within the timeout.
         """
         for key in [key for key, stream in self._streams.items() if stream.ended]:
             del self._streams[key]

@@ -81,11 +81,11 @@ class _App:
         except ApiError as error:
             response = _refusal(http, error.body(), error.status, error.headers())
         except ClientGone:
-            response = Response(status_code=499)  # nginx's status for a disconnected client, who does not read it
+            response = Response(status_code=499)  # nginx's status for a disconnected client, who does not receive it
         except Exception:
             _log.exception("%s %s failed", http.method, http.url.path)
             response = _refusal(http, ApiError("internal error", code="internal_error").body(), 500, {})
-        if self._service.draining:  # no client shall send another request while the connection is being closed
+        if self._service.draining:  # no client must send another request while the connection is being closed
             response.headers["connection"] = "close"
         await response(scope, receive, send)
 
@@ -102,7 +102,7 @@ class _App:
 
 
 class _Routes:
-    """Handlers of all routes. All but the operators' routes require an API key, if keys are configured."""
+    """Handlers of all routes. If keys are configured, all but the operators' routes require an API key."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

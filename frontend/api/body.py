@@ -26,7 +26,7 @@ class BodyBudget:
         """Reserve `nbytes`. Raises ServiceUnavailable if all bodies together would exceed the limit."""
         if self.used_nbytes + nbytes > self._nbytes:
             raise ServiceUnavailable(
-                f"request bodies in flight use all of the {self._nbytes} bytes reserved for bodies; try again soon",
+                f"request bodies in flight already use the {self._nbytes} bytes reserved for bodies; retry later",
                 code="bodies",
                 retry_after_s=1.0,
             )
@@ -66,7 +66,7 @@ async def read_body(request: Request, place: BodyReservation, *, max_nbytes: int
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_nbytes:
-        raise BodyTooLarge(f"the body has {declared} bytes: at most {max_nbytes} are allowed")
+        raise BodyTooLarge(f"the body must have at most {max_nbytes} bytes, got {declared}")
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
@@ -74,7 +74,7 @@ async def read_body(request: Request, place: BodyReservation, *, max_nbytes: int
                 place.take(len(chunk))
                 body += chunk
                 if len(body) > max_nbytes:
-                    raise BodyTooLarge(f"the body has more than {max_nbytes} bytes")
+                    raise BodyTooLarge(f"the body must have at most {max_nbytes} bytes, got more")
     except TimeoutError as error:
         raise BodyTimeout(f"the body did not arrive within {timeout_s:g} s: received {len(body)} bytes") from error
     except ClientDisconnect as error:

@@ -1,5 +1,6 @@
-"""Response formats: OpenAI's completion and chat objects, whole and in chunks, with log-probabilities, tool calls,
-time breakdowns and Moonpool's extension.
+"""Response formats: OpenAI's completion and chat objects, whole and in chunks.
+
+They include log-probabilities, tool calls, time breakdowns and Moonpool's extension.
 """
 
 import time
@@ -21,8 +22,8 @@ from frontend.tools import CallDelta, ToolReader, reads_calls
 class ResponseOptions:
     """Optional parts of a response that a client requested.
 
-    `num_top`: number of likeliest tokens per token; None: no log-probabilities. `prompt_top`: the same for the prompt.
-    `reads_calls`: tool calls are parsed from the text. `timing`: the time breakdown is included.
+    `num_top` is the number of top tokens per token, `prompt_top` the same for the prompt; None: no log-probabilities.
+    With `reads_calls` tool calls are parsed from the text; with `timing` the time breakdown is included.
     """
 
     include_usage: bool = False
@@ -153,8 +154,9 @@ class ToolCallFormatter:
         return delta | {"tool_calls": list(calls.values())} if calls else delta
 
     def finish_reason(self, step: OutputChunk) -> str | None:
-        """Return "tool_calls" if the answer ended with complete calls. A stop string inside a call leaves it
-        unchanged.
+        """Return "tool_calls" if the answer ended with complete calls.
+
+        A stop string inside a call leaves the reason unchanged.
         """
         return "tool_calls" if step.finish_reason == "stop" and self._reader.is_complete else step.finish_reason
 

@@ -38,7 +38,7 @@ async def answer(
 ) -> Response:
     """Run the requests on their model and return the response in `form`; with `timing`, include the time breakdown.
 
-    Raises ApiError as long as no byte of the response was sent.
+    Raises ApiError only before the first byte of the response is sent.
     """
     headers = {"x-request-id": given_request_id(http) or requests[0].request_id} | reservation.headers()
     with logs.request(requests[0].request_id):
@@ -108,6 +108,6 @@ def _takes_long(steps: Sequence[OutputChunk], prompts: Sequence[GenerationReques
 
 
 def given_request_id(http: Request) -> str:
-    """Return the client's x-request-id, or "". Inside the cluster, requests have ids that clients cannot choose."""
+    """Return the client's x-request-id, or "". Requests' ids inside the cluster cannot be chosen by clients."""
     given = http.headers.get("x-request-id", "")
     return given if _VALID_REQUEST_ID.fullmatch(given) else ""

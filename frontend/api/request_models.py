@@ -1,5 +1,6 @@
-"""Request bodies as pydantic models, with the fields' forms and JSON Schemas. Types are strict: "16" is not a
-number.
+"""Request bodies as pydantic models, with the fields' forms and JSON Schemas.
+
+Types are strict: "16" is not a number.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,33 +37,33 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise ValueError("expected a string, a list of token ids, or a list of either")
+        raise ValueError("must be a string, a list of token ids, or a list of either")
     if not value:
-        raise ValueError("the prompt is empty")
+        raise ValueError("must not be empty")
     if all(type(item) is int for item in value):
         return [_token_ids(value)]
     if all(isinstance(item, str) for item in value):
         return list(value)
     if all(isinstance(item, list) for item in value):
         return [_token_ids(item) for item in value]
-    raise ValueError("expected a string, a list of token ids, or a list of either, not a mixture")
+    raise ValueError("must be a string, a list of token ids, or a list of either, not a mixture")
 
 
 def _token_ids(value: list[Any]) -> list[int]:
     for item in value:
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
-            raise ValueError("a token id must be a non-negative integer")
+            raise ValueError(f"token ids must be integers in 0..{MAX_TOKEN_ID}, got {str(item)[:32]}")
     return value
 
 
 def _biases(value: Any) -> dict[int, float]:
     """Return biases by token id; JSON's keys are strings. Raises ValueError."""
     if not isinstance(value, Mapping):
-        raise ValueError("expected an object from token ids to biases")
+        raise ValueError("must be an object from token ids to biases")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
-            raise ValueError(f"the key {key[:32]!r} is not a token id: expected a string of digits")
+            raise ValueError(f"keys must be token ids as strings of digits, got {key[:32]!r}")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise ValueError(f"the bias of token {key} must be a number from -100 to 100")
         biases[int(key)] = float(bias)
@@ -209,8 +210,9 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(RequestModel):
-    """Function of a tool. `parameters` is the JSON Schema of an object. `strict` has no effect: calls always match
-    it.
+    """Function of a tool. `parameters` is the JSON Schema of an object.
+
+    `strict` has no effect: calls always match the schema.
     """
 
     name: FunctionName
@@ -254,9 +256,7 @@ def _tool_choice(value: Any) -> str | NamedTool:
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise ValueError(
-            'expected \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": NAME}}'
-        )
+        raise ValueError('must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": NAME}}')
     return NamedTool.model_construct(name=name)
 
 
@@ -413,7 +413,7 @@ class ChatMessage(RequestModel):
     @classmethod
     def _is_there(cls, value: list[ContentPart] | None, info: ValidationInfo) -> list[ContentPart] | None:
         if value is None and not info.data.get("tool_calls"):
-            raise ValueError("expected a string or a list of text parts; null is allowed only with tool_calls")
+            raise ValueError("must be a string or a list of text parts; null is allowed only with tool_calls")
         return value
 
     @property

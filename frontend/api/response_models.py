@@ -9,7 +9,7 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class ResponseModel(BaseModel):
-    """Base of all responses; no response has other fields than its model."""
+    """Base of all responses; a response has no other fields than those of its model."""
 
     model_config = ConfigDict(extra="forbid")
 

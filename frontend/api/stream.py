@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class DisconnectWatch:
-    """Watch for one client's disconnect, from the end of its request's body. Always call `close`."""
+    """Watch for one client's disconnect, from the end of its request's body on. Always call `close`."""
 
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.create_task(_disconnected(receive))
@@ -60,7 +60,7 @@ class DisconnectWatch:
 
 
 class RecedingDeadline:
-    """Future that is resolved at a deadline which may move later: `deadline_s()`, on the monotonic clock."""
+    """Future that is resolved at `deadline_s()` (monotonic clock), a deadline that may move later."""
 
     def __init__(self, deadline_s: Callable[[], float]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -145,7 +145,7 @@ class EventStreamResponse(Response):
             try:
                 await self._disconnect_watch.run(self._pump(send), expiry.reached, *self._source.aborts)
             except ClientGone:
-                pass  # there is no client to answer
+                pass  # the client is gone
             finally:
                 expiry.close()
                 await asyncio.shield(self._end())
@@ -165,6 +165,7 @@ class EventStreamResponse(Response):
         except ApiError as error:
             _log.warning("error sent in the stream: %s", error)
             events = event(encode(error.body()))
-        # Close before the last event, so that a client that has read it finds the request counted and nothing held.
+        # Close before the last event, so that a client that has read it finds the request counted and all resources
+        # released.
         await self._source.close()
         await send({"type": "http.response.body", "body": events + _DONE, "more_body": False})

@@ -69,17 +69,18 @@ class ConsoleActions:
         }
 
     async def change_objectives(self, body: Mapping[str, Any], who: str) -> dict[str, Any]:
-        """Create a new version of the objectives; with `trial`, only return its differences and a preview of its
-        effect.
+        """Create a new version of the objectives.
+
+        With `trial`, only return its differences and a preview of its effect.
         """
         content, trial = body.get("content"), body.get("trial", False)
         if not isinstance(content, dict):
-            raise InvalidRequest("content: expected the objectives as a JSON object", param="content")
+            raise InvalidRequest("content must be the objectives as a JSON object", param="content")
         if not isinstance(trial, bool):
-            raise InvalidRequest("trial: expected true or false", param="trial")
+            raise InvalidRequest("trial must be true or false", param="trial")
         expected = body.get("expect_version")
         if expected is not None and (type(expected) is not int or not 0 <= expected < 1 << 63):
-            raise InvalidRequest("expect_version: expected a non-negative integer", param="expect_version")
+            raise InvalidRequest("expect_version must be a non-negative integer", param="expect_version")
         request = conductor_pb2.ChangeSloRequest(
             author=who,
             reason="a preview" if trial else _text(body, "reason"),
@@ -99,7 +100,7 @@ class ConsoleActions:
         }
 
     async def explain(self, request_id: str) -> list[dict[str, Any]]:
-        """Return each conductor's explanation of a request; any of them may have placed it."""
+        """Return each conductor's explanation of a request, since any of them may have placed it."""
         request, told = conductor_pb2.ExplainRequest(request_id=request_id), []
         for target in self._conductor.targets:
             try:
@@ -132,13 +133,13 @@ def _json(content: Any) -> str:
     try:
         return json.dumps(content)
     except RecursionError as error:
-        raise InvalidRequest("content: nested too deeply", param="content") from error
+        raise InvalidRequest("content must not be nested so deeply", param="content") from error
 
 
 def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not value.strip() or len(value) > 1000 or not _is_whole(value):
-        raise InvalidRequest(f"{name}: expected a string of 1 to 1000 characters", param=name)
+        raise InvalidRequest(f"{name} must be a string of 1 to 1000 characters", param=name)
     return value
 
 

@@ -66,7 +66,7 @@ class TrafficCounts:
 class TimeSlice:
     """Counts of a slice of time by model; `ALL` has all models together."""
 
-    number: int  # counted since 1970
+    number: int  # index of the slice since 1970
     flows: dict[str, TrafficCounts] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def cluster_figures(reply: conductor_pb2.ClusterReply, overviews: Sequence[Json]
 
 
 def past_figures(overviews: Sequence[Json], now_s: float) -> dict[str, Any]:
-    """Return the recent past over all conductors; the objectives are the first conductor's."""
+    """Return the figures of the last minutes over all conductors; the objectives are the first conductor's."""
     slices = merged_slices(overviews)
     first: Json = overviews[0] if overviews else {}
     requests = [request for overview in overviews for request in overview["requests"]]

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _EVERY_S: Final = 1.0
 _ASK_S: Final = 2.0
 _PARTS: Final = ("workers", "slice_s", "slices", "requests", "hottest", "objectives", "slo")
-_FORGET_S: Final = 900.0  # how long the last overview of an unreachable conductor is shown
+_FORGET_S: Final = 900.0  # time for which the last overview of an unreachable conductor is shown
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class _Told:
     slices: dict[int, Any] = field(default_factory=dict)  # by number
 
     def take(self, overview: dict[str, Any], now_s: float) -> None:
-        """Take a new overview. A conductor sends a finished slice only once, so slices are kept. Raises KeyError if a
-        part is missing.
+        """Take a new overview.
+
+        A conductor sends a finished slice only once, so slices are kept. Raises KeyError if a part is missing.
         """
         for part in _PARTS:
             overview[part]

@@ -95,7 +95,7 @@ class Acceptor:
                     ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
                 )
         except OSError as error:
-            if isinstance(error, ssl.SSLError | ConnectionAbortedError):  # the latter: handshake timeout
+            if isinstance(error, ssl.SSLError | ConnectionAbortedError):  # the latter is a handshake timeout
                 self._refused("tls_handshake")
             _log.debug("a connection ended while it was opened: %s", error)
             connection.close()

@@ -89,7 +89,7 @@ class ConnectionMonitor:
         self._tell()
 
     def refused(self, reason: str) -> None:
-        """Count a refused connection; the log reports them in summary."""
+        """Count a refused connection; the log reports the counts in summary."""
         self._count(reason)
         self._untold[reason] = self._untold.get(reason, 0) + 1
 
@@ -126,7 +126,7 @@ class ConnectionMonitor:
         self.start()
 
     def _tell(self) -> None:
-        # One line for any number of them: a flood of connections must not fill the disk.
+        # One line for any number of connections: a flood of them must not fill the disk.
         if self._untold:
             what = ", ".join(f"{count} {reason}" for reason, count in sorted(self._untold.items()))
             _log.warning("connections refused or closed since the last report: %s", what)
@@ -146,15 +146,15 @@ _PROBLEMS: Final = {
         400,
         "this port uses plain HTTP, but the client began a TLS handshake: use http:// instead of https://",
     ),
-    "header_size": (431, "the request line and headers exceed {0.max_header_nbytes} bytes"),
-    "header_count": (431, "the request has more than {0.max_headers} headers"),
-    "pipelined": (429, "more than {0.max_pipelined} requests were pipelined before the first one's response"),
+    "header_size": (431, "the request line and headers must have at most {0.max_header_nbytes} bytes"),
+    "header_count": (431, "the request must have at most {0.max_headers} headers"),
+    "pipelined": (429, "at most {0.max_pipelined} requests may be pipelined before the first one's response"),
 }
 _TLS_HANDSHAKE: Final = b"\x16\x03"
 
 
 class _Refused(Exception):
-    """Raised through the parser to stop it."""
+    """Signal raised through the parser to stop it."""
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -15,7 +15,7 @@ BODY = {"prompt": [5, 6, 7], "stream": True, "endless": True}
     [
         ({"stream": False}, "must be streamed: set stream to true"),
         ({"max_tokens": 9}, "omit max_tokens"),
-        ({"n": 2}, "n is 2: send several requests"),
+        ({"n": 2}, "got n = 2: send several requests"),
     ],
 )
 async def test_an_endless_answer_with_an_end_is_refused(front: Any, fields: dict[str, Any], words: str) -> None:

@@ -48,7 +48,7 @@ async def test_a_chat_that_is_too_long_is_refused_by_both_numbers(front: Any) ->
         status, body = await front.post("/v1/chat/completions", {"messages": messages, **options})
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         assert "512" in body["error"]["message"]
-        assert 'truncation "auto"' in body["error"]["message"]
+        assert 'set truncation to "auto"' in body["error"]["message"]
 
 
 async def test_the_oldest_turns_go_and_the_answer_says_how_many_messages(

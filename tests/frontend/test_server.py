@@ -81,11 +81,11 @@ def test_url_is_one_that_a_client_can_use(host: str, start: str) -> None:
         ({"request_timeout_s": float("nan")}, "request_timeout"),
         ({"drain_grace_s": -1.0}, "drain_grace"),
         ({"api_key": ("a", "")}, "--api-key is empty"),
-        ({"models": ()}, "models is empty"),
-        ({"models": (ServedModelConfig(Path("a"), "m"), ServedModelConfig(Path("b"), "m"))}, "'m' is used twice"),
+        ({"models": ()}, "models must hold at least one model"),
+        ({"models": (ServedModelConfig(Path("a"), "m"), ServedModelConfig(Path("b"), "m"))}, "got 'm' twice"),
         (
             {"models": (ServedModelConfig(Path("a"), "m", ("n",)), ServedModelConfig(Path("b"), "n"))},
-            "'n' is used twice",
+            "got 'n' twice",
         ),
     ],
 )

@@ -85,8 +85,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": "start: thing"}, "guided_grammar", "thing"),
     ({"guided_grammar": ""}, "guided_grammar", ""),
     ({"structured_outputs": {"json": "no"}}, "structured_outputs.json", "is not valid JSON"),
-    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "only one of these fields"),
-    ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "only one of these fields"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "at most one of"),
+    ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "at most one of"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "complete"),
     ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", "complete"),
 ]
