@@ -61,7 +61,7 @@ _MESSAGE_OPTIONS: list[tuple[str, int]] = [
 ]
 _SERVER_OPTIONS = [
     *_MESSAGE_OPTIONS,
-    # Without this two servers could share a port, and each would get half of the calls.
+    # Otherwise two servers could share a port, and each would get half of the calls.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -74,7 +74,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Targets are the cluster's own: a proxy from the environment must not see them.
+    # All targets are in the cluster, so the environment's proxy must not be used.
     ("grpc.enable_http_proxy", 0),
     # Two channels to one target must not share a connection that is in back-off.
     ("grpc.use_local_subchannel_pool", 1),
@@ -96,8 +96,10 @@ def secure(files: TlsFiles | None) -> None:
 
 
 def admit_by(tokens: JoinTokens | None) -> None:
-    """Require one of `tokens` from callers of servers started from now on, and send the newest on channels opened from
-    now on; None: neither. Unix sockets are included."""
+    """Require one of `tokens` from callers of servers started later, and send the newest on channels opened later.
+
+    None disables both. Unix sockets are included.
+    """
     global _tokens
     _tokens = tokens
 
@@ -139,8 +141,8 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
         guards.append(MembersOnly(own.files.name))
     elif _tokens is not None and path is None:
         log.warning(
-            "%s asks for join tokens without encryption: whoever listens on the network between hosts can read "
-            "them; set tls_cert, tls_key and tls_ca, too",
+            "%s requires join tokens without encryption: they can be read on the network between hosts; set "
+            "tls_cert, tls_key and tls_ca, too",
             listen_target,
         )
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=guards)
@@ -170,7 +172,7 @@ def target_to_dial(listened: str, advertise: str) -> str:
     if port:
         return advertise
     if _unix_path(listened) is not None:
-        raise InvalidArgument(f"target {advertise!r} needs a port: the server listens at {listened}, which has none")
+        raise InvalidArgument(f"target must have a port, since the server listens at {listened}, got {advertise!r}")
     return f"{host}:{_split_host_port(listened)[1]}"
 
 
@@ -216,12 +218,14 @@ async def outgoing(messages: AsyncIterator[T], *, what: str, target: str) -> Asy
         async for message in messages:
             yield message
     except Exception:
-        log.exception("%s of %s: the next message cannot be made, the stream ends", what, target)
+        log.exception("%s of %s: producing the next message failed, the stream ends", what, target)
 
 
 def end_if_cancelled() -> None:
-    """Raise CancelledError if the current task was cancelled. For loops that reopen a broken stream: if it breaks
-    during the cancellation, gRPC raises only its own error."""
+    """Raise CancelledError if the current task was cancelled.
+
+    For loops that reopen a broken stream: if it breaks during the cancellation, gRPC raises only its own error.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -237,10 +241,10 @@ def control_error(error: grpc.aio.AioRpcError, *, what: str, target: str) -> Con
     }
     details = error.details() or "no details given"
     if _identity is None and "failed to connect" in details and "Socket closed" in details:
-        details += "; it hung up at once: if it encrypts, this side must too: set tls_cert, tls_key and tls_ca"
+        details += "; it closed the connection at once: if it uses TLS, set tls_cert, tls_key and tls_ca here, too"
     if _identity is not None and "WRONG_VERSION_NUMBER" in details:
         details += (
-            "; it does not encrypt, and this side does: set tls_cert, tls_key and tls_ca on both sides or neither"
+            "; it does not use TLS, but this side does: set tls_cert, tls_key and tls_ca on both sides or neither"
         )
     return kinds.get(code, CallRefused)(details, what=what, target=target, code=code.name)
 
@@ -287,14 +291,14 @@ def _unix_path(target: str) -> Path | None:
     path = target.removeprefix("unix:")
     path = "/" + path.lstrip("/") if path.startswith("//") else path
     if not path:
-        raise InvalidArgument(f"target {target!r} names no path: expected unix:/dir/name.sock")
+        raise InvalidArgument(f"target must be unix:/dir/name.sock, got {target!r}")
     return Path(path)
 
 
 def _split_host_port(target: str) -> tuple[str, int]:
     host, colon, port = target.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgument(f"target {target!r} is neither unix:/dir/name.sock nor host:port")
+        raise InvalidArgument(f"target must be unix:/dir/name.sock or host:port, got {target!r}")
     return host, int(port)
 
 
@@ -311,6 +315,6 @@ def _bind_error(target: str, host_port: tuple[str, int] | None, error: RuntimeEr
                     probe.listen(1)
         except OSError as cause:
             if cause.errno == errno.EADDRINUSE:
-                return AddressInUse(f"cannot listen at {target}: the port is in use; stop its owner or take another")
+                return AddressInUse(f"cannot listen at {target}: the port is in use; stop its owner, or choose another")
             return BindFailed(f"cannot listen at {target}: {cause}")
     return BindFailed(f"cannot listen at {target}: {error}")

@@ -53,7 +53,7 @@ class JoinTokens:
             return self._tokens[0]
 
     def knows(self, token: str) -> bool:
-        """Return whether the token is valid, in constant time."""
+        """Return True if the token is valid; takes constant time."""
         shown = _hash(token)
         with self._lock:
             self._look()
@@ -74,13 +74,13 @@ class JoinTokens:
         except InvalidArgument as error:
             if str(error) != self._trouble:
                 self._trouble = str(error)
-                _log.error("going on with the join tokens from before: %s", error)
+                _log.error("keeping the previous join tokens: %s", error)
             return
         self._trouble = ""
         if tokens is not self._tokens:
             self._content, self._tokens = content, tokens
             self._hashes = [_hash(token) for token in tokens]
-            _log.info("%d join tokens are accepted now, those of %s", len(tokens), self.path)
+            _log.info("accepting %d join tokens from %s", len(tokens), self.path)
 
 
 def _hash(token: str) -> bytes:
@@ -93,11 +93,11 @@ def _read(path: Path) -> bytes:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MOST_NBYTES + 1)
     except OSError as error:
-        raise InvalidArgument(f"join_token_file {path} cannot be read: {error.strerror}") from error
+        raise InvalidArgument(f"cannot read join_token_file {path}: {error.strerror}") from error
     if mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise InvalidArgument(f"join_token_file {path}: every user of this machine may use it: chmod 600 {path}")
+        raise InvalidArgument(f"join_token_file {path} must not be accessible to other users: run chmod 600 {path}")
     if len(content) > _MOST_NBYTES:
-        raise InvalidArgument(f"join_token_file {path} has more than {_MOST_NBYTES} bytes: expected a token per line")
+        raise InvalidArgument(f"join_token_file {path} must have one token per line and at most {_MOST_NBYTES} bytes")
     return content
 
 
@@ -110,21 +110,23 @@ def _parse(path: Path, content: bytes) -> list[str]:
         is_plain = all(0x21 <= byte <= 0x7E for byte in line)
         if not is_plain or not FEWEST_CHARS <= len(line) <= MOST_CHARS:
             raise InvalidArgument(
-                f"join_token_file {path}, line {number}: expected one token of {FEWEST_CHARS} to {MOST_CHARS} ASCII "
-                "characters without spaces (openssl rand -hex 32 makes one)"
+                f"join_token_file {path}, line {number} must be one token of {FEWEST_CHARS} to {MOST_CHARS} ASCII "
+                "characters without spaces (create one with openssl rand -hex 32)"
             )
         tokens.append(line.decode("ascii"))
     if not tokens:
-        raise InvalidArgument(f"join_token_file {path} holds no token: expected one per line (openssl rand -hex 32)")
+        raise InvalidArgument(
+            f"join_token_file {path} must contain one token per line: create one with openssl rand -hex 32"
+        )
     return tokens
 
 
 _KEY: Final = "authorization"
 _SCHEME: Final = "Bearer "
 _LOG_EVERY_S: Final = 10.0
-_WHAT_TO_DO: Final = "set join_token_file (MOONPOOL_JOIN_TOKEN_FILE) to the cluster's file of tokens"
-_NONE_SHOWN: Final = f"this cluster asks its members for a join token, and none was shown: {_WHAT_TO_DO}"
-_UNKNOWN: Final = f"the join token that was shown is none of those accepted here: {_WHAT_TO_DO} as it is now"
+_WHAT_TO_DO: Final = "set join_token_file (MOONPOOL_JOIN_TOKEN_FILE) to the cluster's token file"
+_NONE_SHOWN: Final = f"this cluster requires a join token, and the call has none: {_WHAT_TO_DO}"
+_UNKNOWN: Final = f"the join token of the call is not accepted here: {_WHAT_TO_DO} in its current form"
 
 
 class TokensOnly(grpc.aio.ServerInterceptor):

@@ -37,8 +37,10 @@ def file_mark(path: Path) -> tuple[int, ...]:
 
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None = None) -> ssl.SSLObject:
-    """Do a handshake between the two contexts in memory and return the client's side. `name`: the server's name. Raises
-    ssl errors."""
+    """Do a handshake between the two contexts in memory, and return the client's side. Raises ssl errors.
+
+    `name` is the server name that the client expects.
+    """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller = client.wrap_bio(to_client, to_server, server_hostname=name)
     owner = server.wrap_bio(to_server, to_client, server_side=True)
@@ -61,8 +63,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files: this node's certificate, its private key, and the CA that signs all nodes' certificates. `name`: the
-    DNS name that every node's certificate carries."""
+    """PEM files of this node's certificate, its private key, and the CA that signs all nodes' certificates.
+
+    `name` is the DNS name in every node's certificate.
+    """
 
     cert: Path
     key: Path
@@ -88,7 +92,7 @@ class Material:
     key_pem: bytes
     ca_pem: bytes
     expires_s: float
-    """When the certificate does, seconds since the epoch."""
+    """Expiry of the certificate, in seconds since the epoch."""
 
 
 class Identity:
@@ -122,17 +126,17 @@ class Identity:
         if left_s < EXPIRES_SOON_S and now_s - self._warned_s >= DAY_S:
             self._warned_s = now_s
             when = f"expires in {left_s / DAY_S:.1f} days" if left_s > 0 else "has expired: no connection can be made"
-            _log.warning("the certificate in %s %s; have a new one put in its place", self.files.cert, when)
+            _log.warning("the certificate in %s %s; replace it", self.files.cert, when)
 
     def _renew(self, seen: tuple[object, ...]) -> None:
         try:
             material = load(self.files)
         except InvalidArgument as error:
-            # A file may be half written: it is looked at again once it has changed.
-            _log.warning("going on with the certificate from before: %s", error)
+            # The file may be half written; it is read again after its next change.
+            _log.warning("keeping the previous certificate: %s", error)
         else:
             self._material = material
-            _log.info("new connections show the certificate now in %s", self.files.cert)
+            _log.info("new connections use the new certificate in %s", self.files.cert)
             _warn_of_open_key(self.files)
         self._seen = seen
 
@@ -144,20 +148,20 @@ def identity(files: TlsFiles) -> Identity:
 
 
 def load(files: TlsFiles) -> Material:
-    """Read and validate the files, including a handshake with oneself. Raises InvalidArgument."""
+    """Read the files, and validate them by a handshake in memory. Raises InvalidArgument."""
     ca_pem = _read(files.ca, "tls_ca", b"CERTIFICATE-----")
     cert_pem = _read(files.cert, "tls_cert", b"CERTIFICATE-----")
     key_pem = _read(files.key, "tls_key", b"PRIVATE KEY-----")
     try:
         server, client = _context(files, server=True), _context(files, server=False)
-    except FileNotFoundError as error:  # since it was read just now
-        raise InvalidArgument(f"{files.cert}, {files.key} or {files.ca} has just been taken away") from error
+    except FileNotFoundError as error:  # deleted since it was read
+        raise InvalidArgument(f"{files.cert}, {files.key} or {files.ca} was deleted while it was read") from error
     expires_s = _check(files, server, client)
     return Material(files.name, server, client, cert_pem, key_pem, ca_pem, expires_s)
 
 
 def carries(names: Iterable[str], name: str) -> bool:
-    """Return whether a certificate with these DNS names belongs to the cluster."""
+    """Return True if `name` is among the DNS names, ignoring case."""
     return name.lower() in {own.lower() for own in names}
 
 
@@ -176,9 +180,9 @@ def _read(path: Path, key: str, mark: bytes) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InvalidArgument(f"{key} {path} cannot be read: {error.strerror}; expected a PEM file") from error
+        raise InvalidArgument(f"cannot read {key} {path}: {error.strerror}") from error
     if mark not in content:
-        raise InvalidArgument(f"{key} {path} holds no {mark.decode().strip('-').lower()} in PEM")
+        raise InvalidArgument(f"{key} {path} must contain a {mark.decode().strip('-').lower()} in PEM format")
     return content
 
 
@@ -191,14 +195,14 @@ def _context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     try:
         context.load_verify_locations(files.ca)
     except ssl.SSLError as error:
-        raise InvalidArgument(f"tls_ca {files.ca} holds no certificate that can be read: {error}") from error
+        raise InvalidArgument(f"tls_ca {files.ca} contains no valid certificate: {error}") from error
     try:
         context.load_cert_chain(files.cert, files.key, password=lambda: _refuse_password(files))
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise InvalidArgument(
-                f"tls_key {files.key} does not belong to the certificate in tls_cert {files.cert}: name the two that "
-                "were made together"
+                f"tls_key {files.key} does not belong to the certificate in tls_cert {files.cert}: set both to files "
+                "of the same key pair"
             ) from error
         raise InvalidArgument(f"tls_cert {files.cert} or tls_key {files.key} cannot be read: {error}") from error
     return context
@@ -206,13 +210,13 @@ def _context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
 
 def _refuse_password(files: TlsFiles) -> bytes:
     raise InvalidArgument(
-        f"tls_key {files.key} is encrypted, and nobody is there to give its password: keep it unencrypted in a file "
-        "that only this user can read (openssl pkey -in KEY -out KEY.plain)"
+        f"tls_key {files.key} must not be encrypted: decrypt it to a file that only this user can read "
+        "(openssl pkey -in KEY -out KEY.plain)"
     )
 
 
 def _check(files: TlsFiles, server: ssl.SSLContext, client: ssl.SSLContext) -> float:
-    """Do a handshake with oneself; return the certificate's expiry in seconds since the epoch."""
+    """Do a handshake in memory, and return the certificate's expiry in seconds since the epoch."""
     try:
         caller = shake_hands(server, client, files.name)
     except ssl.SSLCertVerificationError as error:
@@ -227,17 +231,15 @@ def _check(files: TlsFiles, server: ssl.SSLContext, client: ssl.SSLContext) -> f
 def _verdict(files: TlsFiles, problem: str) -> str:
     if "mismatch" in problem:
         return (
-            f"the certificate in tls_cert {files.cert} does not carry the DNS name {files.name!r} of this cluster: "
-            "have it made with that subjectAltName, or name the one it has with tls_name"
+            f"the certificate in tls_cert {files.cert} lacks the DNS name {files.name!r} of this cluster: "
+            "issue it with that subjectAltName, or set tls_name to the name that it has"
         )
     if "expired" in problem or "not yet valid" in problem:
-        return (
-            f"{problem}: tls_cert {files.cert} or tls_ca {files.ca}; have a new one made, and look at this host's clock"
-        )
+        return f"{problem}: tls_cert {files.cert} or tls_ca {files.ca}: issue a new one, or correct this host's clock"
     if "issuer" in problem or "self-signed" in problem:
         return (
-            f"the certificate in tls_cert {files.cert} is not signed by the CA in tls_ca {files.ca} ({problem}): name "
-            "the CA that signed it; certificates between the two belong into tls_cert"
+            f"the certificate in tls_cert {files.cert} is not signed by the CA in tls_ca {files.ca} ({problem}): set "
+            "tls_ca to the CA that signed it; intermediate certificates belong in tls_cert"
         )
     return f"the certificate in tls_cert {files.cert} cannot be used for both sides of a connection: {problem}"
 
@@ -245,4 +247,4 @@ def _verdict(files: TlsFiles, problem: str) -> str:
 def _warn_of_open_key(files: TlsFiles) -> None:
     with contextlib.suppress(FileNotFoundError):
         if files.key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            _log.warning("other users of this machine may read the private key: chmod 600 %s", files.key)
+            _log.warning("other users of this machine can read the private key; run chmod 600 %s", files.key)

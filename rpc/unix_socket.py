@@ -1,4 +1,4 @@
-"""Unix socket paths: removes a dead owner's socket, never a live one's."""
+"""Unix socket paths: removal of a dead owner's socket, never of a live one's."""
 
 import os
 import socket
@@ -14,14 +14,14 @@ def claim_socket(path: Path) -> None:
     """Make `path` free to bind. Raises AddressInUse if a process listens there, BindFailed if it cannot be bound."""
     if len(os.fsencode(path)) > MAX_UNIX_PATH_NBYTES:
         raise BindFailed(
-            f"{path} is longer than a unix socket's {MAX_UNIX_PATH_NBYTES} bytes: take a shorter directory"
+            f"path of a unix socket must be at most {MAX_UNIX_PATH_NBYTES} bytes, got {path}: choose a shorter one"
         )
     if not path.parent.is_dir():
         raise BindFailed(f"cannot listen at {path}: {path.parent} is not a directory")
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise AddressInUse(f"cannot listen at {path}: a file that is no socket has this path")
+        raise AddressInUse(f"cannot listen at {path}: the path exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -32,12 +32,11 @@ def claim_socket(path: Path) -> None:
         except BlockingIOError:
             # Its backlog is full, so it is alive.
             pass
-    raise AddressInUse(f"cannot listen at {path}: another process listens there; stop it or take another path")
+    raise AddressInUse(f"cannot listen at {path}: another process listens there; stop it, or choose another path")
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of the socket at `path`, None if there is none; distinguishes our socket from a
-    successor's."""
+    """Return device and inode of the socket at `path`, which identify it; None if there is none."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Versions of a process, and the check whether two processes are compatible.
+"""Versions of a process, and the compatibility check of two processes.
 
 Messages may gain fields at any time; receivers ignore unknown ones. `WIRE` is incremented when that is not enough,
 because an older peer would misunderstand a message. `OLDEST_WIRE` is the oldest version still supported. The callee
@@ -34,13 +34,13 @@ def own_software(*, kv_wire: int = 0) -> Software:
 def named(software: Software) -> str:
     """Format a version for messages: "Moonpool 0.1.0 (wire 2)"."""
     if not software.wire:
-        return "a Moonpool that does not tell its version (wire 1)"
+        return "a Moonpool that does not report its version (wire 1)"
     return f"Moonpool {software.version} (wire {software.wire})"
 
 
 def why_not_together(one: Software, who: str, other: Software, whom: str) -> str:
-    """Return "" if the two are compatible; otherwise a sentence with both versions and what to do."""
-    advice = "run versions that follow each other, and replace all of one before the next (docs: versions)"
+    """Return "" if the two are compatible, otherwise an error text with both versions and advice."""
+    advice = "run consecutive versions only, and finish one upgrade before the next (docs: versions)"
     for new, old, newer, older in ((one, other, who, whom), (other, one, whom, who)):
         if (old.wire or 1) < new.oldest_wire:
             return (

@@ -41,8 +41,10 @@ _CANCEL_AGAIN_S = 1.0
 
 
 async def cancel_and_wait(task: "asyncio.Task[None] | None") -> None:
-    """Cancel the task, if any, and wait until it has ended. Cancels repeatedly, since an await in the task may swallow
-    a cancellation."""
+    """Cancel the task, if any, and wait until it has ended.
+
+    Cancels repeatedly, since an await in the task may swallow a cancellation.
+    """
     while task is not None and not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)

@@ -43,22 +43,23 @@ class Objectives:
         for name in ("ttft_s", "tbt_s"):
             value = getattr(self, name)
             if value is not None and not (isfinite(value) and value >= 0):
-                raise InvalidSetting(f"objective {name} is {value}: expected a finite number of at least 0")
+                raise InvalidSetting(f"objective {name} must be a finite number of at least 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig(SettingsGroup):
     """Configuration of the pure policy: admission, placement, copies, fairness, roles.
 
-    The ranges of the keys hold for users. Simulations and tests may go beyond them, so this class itself checks only
-    what the policy cannot work with.
+    The ranges of the keys apply to users. Simulations and tests may exceed them, so this class rejects only values with
+    which the policy cannot work.
     """
 
     panel: ClassVar[str] = "Scheduling"
     ttft_slo_s: Annotated[
         float,
         Key(
-            "Objective for the time to first token, seconds; requests predicted to miss it are rejected with 429",
+            "Objective for the time to first token (TTFT), seconds; requests predicted to miss it are rejected with "
+            "429",
             low=0,
             high=86400,
             unit="s",
@@ -68,19 +69,21 @@ class PolicyConfig(SettingsGroup):
     tbt_slo_s: Annotated[
         float,
         Key(
-            "Objective for the time between tokens, seconds; requests predicted to miss it are rejected with 429",
+            "Objective for the time between tokens (TBT), seconds; requests predicted to miss it are rejected with 429",
             low=0,
             high=3600,
             unit="s",
             default_text="off",
         ),
     ] = 0.0
-    model_objectives: Mapping[str, Objectives] = field(default_factory=dict)  # by name, of models with their own
+    model_objectives: Mapping[str, Objectives] = field(
+        default_factory=dict
+    )  # by model name; only models with their own
     balancing_threshold: Annotated[
         float,
         Key(
-            "Copy KV to a node if the longest cached prefix in the cluster is this many times as long as the node's "
-            "own (Algorithm 1 of the Mooncake paper)",
+            "Copy KV to a node if the longest cached prefix in the cluster is at least this many times as long as the "
+            "node's own (Algorithm 1 of the Mooncake paper)",
             low=1,
             high=1e6,
         ),
@@ -88,7 +91,7 @@ class PolicyConfig(SettingsGroup):
     max_queue_s: Annotated[
         float,
         Key(
-            "Longest predicted wait, seconds, with which a request is still admitted",
+            "Maximum predicted queueing time of an admitted request, seconds",
             low=0.1,
             high=86400,
             unit="s",
@@ -97,7 +100,7 @@ class PolicyConfig(SettingsGroup):
     aging_s: Annotated[
         float,
         Key(
-            "Seconds after which a waiting request goes before all newer ones, whatever its class",
+            "Seconds after which a waiting request is scheduled before all newer ones, regardless of class",
             low=1,
             high=86400,
             unit="s",
@@ -105,16 +108,20 @@ class PolicyConfig(SettingsGroup):
     ] = 60.0
     max_tenants: Annotated[
         int,
-        Key("Tenants of a model with shares and metrics of their own; further tenants share one", low=1, high=4096),
+        Key(
+            "Maximum tenants of a model with separate shares and metrics; all others are treated as one",
+            low=1,
+            high=4096,
+        ),
     ] = 64
     max_endless: Annotated[
         int,
-        Key("Endless requests that one tenant may run per model at a time; 0 rejects all of them", low=0, high=1024),
+        Key("Maximum concurrent endless requests of a tenant per model; 0 rejects all of them", low=0, high=1024),
     ] = 4
     replication_horizon_s: Annotated[
         float,
         Key(
-            "Seconds over which the demand for a prefix is measured and the savings of a copy are predicted",
+            "Seconds over which demand for a prefix is measured and the savings of a copy are predicted",
             low=1,
             high=86400,
             unit="s",
@@ -122,44 +129,49 @@ class PolicyConfig(SettingsGroup):
     ] = 60.0
     replica_idle_s: Annotated[
         float,
-        Key("Seconds without use after which the copy of a prefix is deleted", low=1, high=86400, unit="s"),
+        Key("Seconds without use after which a copy of a prefix is deleted", low=1, high=86400, unit="s"),
     ] = 180.0
-    hot_load: float = 0.5  # share of its holders' time that a prefix takes when it is copied ahead of need
+    hot_load: float = 0.5  # share of its holders' time from which a prefix is copied ahead of need
     max_copies: Annotated[
-        int, Key("Copies of hot prefixes between pool nodes that run at a time; 0 makes none", low=0, high=1024)
+        int, Key("Maximum concurrent copies of hot prefixes between pool nodes; 0 disables copying", low=0, high=1024)
     ] = 8
-    max_copies_per_pool: int = 2  # of these, into one pool node
-    orphan_timeout_s: float = 120.0  # a request that no worker holds and no frontend completes is forgotten after this
-    recent_s: float = 30.0  # a completed request is remembered for this long: late reports must not revive it
+    max_copies_per_pool: int = 2  # maximum of them into one pool node
+    orphan_timeout_s: float = (
+        120.0  # after this, a request that no worker reports and no frontend completes is released
+    )
+    recent_s: float = 30.0  # time for which late reports on a completed request are recognised and ignored
     report_timeout_s: Annotated[
         float,
         Key(
-            "Seconds without a report after which a node gets no work until it reports again; at least 2, or 0 for "
-            "never",
+            "Seconds without a report after which a node gets no work until it reports again; at least 2, or 0 to "
+            "disable",
             low=0,
             high=3600,
             unit="s",
         ),
     ] = 5.0
-    return_s: float = 30.0  # requests wait this long for a worker that was lost, or after a start, for one to join
-    settle_s: float = 30.0  # time after a start in which workers of a model that nobody serves may be reconnecting
+    return_s: float = 30.0  # time for which requests wait for a lost worker to return, or for one to join after a start
+    settle_s: float = 30.0  # time after a start for which a model without workers is assumed to have some reconnecting
     admission: Annotated[
         Admission,
-        Key("Requests predicted to miss their objectives: off serves them, shadow counts them, enforce rejects them"),
+        Key(
+            "Treatment of requests predicted to miss their objectives: off serves them, shadow serves and counts them, "
+            "enforce rejects them"
+        ),
     ] = "enforce"
     admission_mode: Annotated[
         AdmissionMode,
         Key(
-            "Load that admission predicts with: none; early: at arrival; predicted-uniform and predicted: when the "
-            "prefill ends, with answers of one mean length or of learned lengths",
+            "Decode load that admission predicts with: none; early: the load at arrival; predicted-uniform and "
+            "predicted: the load when the prefill ends, for answers of a mean length or of learned lengths",
             choices=("none", "early", "predicted-uniform", "predicted"),
         ),
     ] = "predicted-uniform"
     attained_share: Annotated[
         float,
         Key(
-            "Share of the admitted requests that must meet each objective, by margins learned from earlier "
-            "predictions; 0 keeps no margins",
+            "Share of the admitted requests that should meet each objective, by margins learned from earlier "
+            "predictions; 0 disables margins",
             low=0,
             high=0.99,
         ),
@@ -167,35 +179,40 @@ class PolicyConfig(SettingsGroup):
     overrun_probability: Annotated[
         float,
         Key(
-            "Probability that an answer needs more pages than are reserved for it, by learned lengths; 0 reserves for "
-            "max_tokens",
+            "Accepted probability that an answer needs more pages than reserved by learned lengths; 0 reserves pages "
+            "for max_tokens",
             low=0,
             high=_MAX_OVERRUN,
         ),
     ] = 0.0
     role_switching: Annotated[
         RoleSwitching,
-        Key("Switch nodes between prefill and decode as the load changes: off, advise only reports it, act"),
+        Key("Switch nodes between prefill and decode as the load changes: off, advise (only report), act"),
     ] = "off"
     colocated_prefill: Annotated[
         ColocatedPrefill,
         Key(
-            "Prefill a request on its decode node if that is faster and breaks no objective for the time between "
-            "tokens: off, advise only counts and explains it, act",
+            "Prefill a request on its decode node if that is faster and meets the objectives for the time between "
+            "tokens: off, advise (only count and explain), act",
             former_names=("undivided",),
         ),
     ] = "off"
     role_hold_s: Annotated[
         float,
-        Key("Seconds for which another split of roles must have been better", low=1, high=86400, unit="s"),
+        Key(
+            "Seconds for which another split of roles must be better before nodes are switched",
+            low=1,
+            high=86400,
+            unit="s",
+        ),
     ] = 30.0
     role_rest_s: Annotated[
-        float, Key("Least seconds between two role switches of a model's nodes", low=1, high=86400, unit="s")
+        float, Key("Minimum seconds between two role switches of a model's nodes", low=1, high=86400, unit="s")
     ] = 120.0
     size_grow_hold_s: Annotated[
         float,
         Key(
-            "Seconds for which more nodes of a role must have been needed before more are requested",
+            "Seconds for which more nodes of a role must be needed before they are requested",
             low=0,
             high=86400,
             unit="s",
@@ -204,7 +221,7 @@ class PolicyConfig(SettingsGroup):
     size_shrink_hold_s: Annotated[
         float,
         Key(
-            "Seconds for which fewer nodes must have been enough before fewer are requested",
+            "Seconds for which fewer nodes of a role must suffice before fewer are requested",
             low=0,
             high=86400,
             unit="s",
@@ -212,21 +229,19 @@ class PolicyConfig(SettingsGroup):
     ] = 300.0
     prefill_group_size: Annotated[
         int,
-        Key("Prefill nodes that may compute one long prompt together; 1 computes each on one node", low=1, high=64),
+        Key("Maximum prefill nodes that compute one long prompt together; 1 disables prefill groups", low=1, high=64),
     ] = 1
-    prefill_group_min_tokens: Annotated[
-        int, Key("Least uncached prompt tokens for which several prefill nodes compute a prompt together", low=1)
-    ] = 4096
-    explain: int = 0  # best candidates of each phase whose scores a decision has; set from the decision log's settings
+    prefill_group_min_tokens: Annotated[int, Key("Minimum uncached prompt tokens for a prefill group", low=1)] = 4096
+    explain: int = 0  # number of best candidates with scores per decision; set by the decision log's settings
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, int | float) and (not isfinite(value) or value < 0):
-                raise InvalidSetting(f"{each.name} is {value}: expected a finite number of at least 0")
+                raise InvalidSetting(f"{each.name} must be a finite number of at least 0, got {value}")
         for name in ("prefill_group_size", "prefill_group_min_tokens"):
             if getattr(self, name) < 1:
-                raise InvalidSetting(f"{name} is {getattr(self, name)}: expected at least 1")
+                raise InvalidSetting(f"{name} must be at least 1, got {getattr(self, name)}")
         for name, kind in (
             ("admission", Admission),
             ("admission_mode", AdmissionMode),
@@ -235,16 +250,18 @@ class PolicyConfig(SettingsGroup):
         ):
             if getattr(self, name) not in get_args(kind):
                 modes = ", ".join(get_args(kind))
-                raise InvalidSetting(f"{name} is {getattr(self, name)!r}: expected one of {modes}")
+                raise InvalidSetting(f"{name} must be one of {modes}, got {getattr(self, name)!r}")
         if self.attained_share >= 1:
-            raise InvalidSetting(f"attained_share is {self.attained_share}: expected less than 1")
+            raise InvalidSetting(f"attained_share must be less than 1, got {self.attained_share}")
         if self.overrun_probability > _MAX_OVERRUN:
-            raise InvalidSetting(f"overrun_probability is {self.overrun_probability}: expected 0 to {_MAX_OVERRUN:g}")
+            raise InvalidSetting(
+                f"overrun_probability must be from 0 to {_MAX_OVERRUN:g}, got {self.overrun_probability}"
+            )
         if self.balancing_threshold < 1:
-            raise InvalidSetting(f"balancing_threshold is {self.balancing_threshold}: expected at least 1")
+            raise InvalidSetting(f"balancing_threshold must be at least 1, got {self.balancing_threshold}")
         for name in ("max_queue_s", "aging_s", "orphan_timeout_s", "replication_horizon_s", "replica_idle_s"):
             if getattr(self, name) <= 0:
-                raise InvalidSetting(f"{name} is {getattr(self, name)}: expected a positive number")
+                raise InvalidSetting(f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -256,7 +273,7 @@ class CostSettings(SettingsGroup):
         tuple[str, ...],
         Key(
             "Predicted costs of a model until its nodes report measured ones: [MODEL=]PROFILE, a JSON file written by "
-            "`moonpool profile` or the name of a bundled one; may be given several times",
+            "`moonpool bench profile` or the name of a bundled profile; may be given several times",
             default_text="a rough estimate",
         ),
     ] = ()
@@ -270,26 +287,26 @@ class SloSettings(SettingsGroup):
     slo_file: Annotated[
         Path | None,
         Key(
-            "YAML file with the first version of all objectives, in place of --ttft-slo and --tbt-slo",
+            "YAML file with the first version of all objectives; replaces --ttft-slo and --tbt-slo",
             default_text="none",
         ),
     ] = None
     slo_force: Annotated[
         bool,
-        Key("Store the configured objectives as a new version at each start that finds others in force"),
+        Key("Store the configured objectives as a new version at each start if others are in force"),
     ] = False
     slo_dir: Annotated[
         Path | None,
-        Key("Folder for versions of the objectives, without Redis", default_text="objectives in --state-dir"),
+        Key("Folder for versions of the objectives, if Redis is not used", default_text="objectives in --state-dir"),
     ] = None
 
     def check(self) -> None:
         try:
             is_there = self.slo_file is None or self.slo_file.is_file()
-        except OSError:  # not a possible file name
+        except OSError:  # not a valid file name
             is_there = False
         if not is_there:
-            raise InvalidSetting(f"--slo-file is {str(self.slo_file)!r}: there is no such file")
+            raise InvalidSetting(f"--slo-file must be an existing file, got {str(self.slo_file)!r}")
 
 
 @dataclass(frozen=True)
@@ -300,11 +317,12 @@ class SharedStoreSettings(SettingsGroup):
     redis_url: Annotated[
         str,
         Key(
-            "Redis for the registry of nodes: redis://, rediss:// or unix://; set the password by variable",
+            "URL of Redis for the registry of nodes: redis://, rediss:// or unix://; set the password by "
+            "MOONPOOL_REDIS_PASSWORD",
             default_text="no Redis",
         ),
     ] = field(default="", repr=False)
-    redis_password: Annotated[str, Key("Password for Redis, unescaped, if --redis-url has none")] = field(
+    redis_password: Annotated[str, Key("Password for Redis, not URL-escaped, if --redis-url has none")] = field(
         default="", repr=False
     )
     cluster_name: Annotated[str, Key("Name of this cluster in Redis and in snapshots")] = "moonpool"
@@ -313,17 +331,19 @@ class SharedStoreSettings(SettingsGroup):
         Key("Folder for the conductor's snapshot of the directory", default_text="no snapshot"),
     ] = None
     shared_refresh_s: float = 2.0  # interval between writes to, and reads from, Redis
-    shared_ttl_s: float = 60.0  # entries of Redis that were not refreshed for this long expire
+    shared_ttl_s: float = 60.0  # lifetime of entries in Redis that are not refreshed
     snapshot_s: float = 60.0  # interval between snapshots
 
     def check(self) -> None:
         if self.redis_password and not self.redis_url:
-            raise InvalidSetting("a Redis password is given, but no --redis-url: give both, or neither")
+            raise InvalidSetting("--redis-password needs --redis-url: give both or neither")
         if not self.cluster_name.strip():
-            raise InvalidSetting("--cluster-name is empty: give a name, the same to all conductors of the cluster")
+            raise InvalidSetting(
+                "--cluster-name must not be empty: give the same name to all conductors of the cluster"
+            )
         for name in ("shared_refresh_s", "shared_ttl_s", "snapshot_s"):
             if getattr(self, name) <= 0:
-                raise InvalidSetting(f"{name} is {getattr(self, name)}: expected a positive number")
+                raise InvalidSetting(f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -334,7 +354,7 @@ class DecisionLogSettings(SettingsGroup):
     decision_log: Annotated[
         Path | None,
         Key(
-            "Folder for a record of every decision, without text, and for the events that reproduce them",
+            "Folder for records of every decision, without prompt text, and for the events that reproduce them",
             default_text="off",
         ),
     ] = None
@@ -348,13 +368,11 @@ class DecisionLogSettings(SettingsGroup):
             default_text="64MiB",
         ),
     ] = 64 << 20
-    decision_log_files: Annotated[
-        int, Key("Closed files kept of records, and as many of events", low=1, high=100000)
-    ] = 8
+    decision_log_files: Annotated[int, Key("Closed files kept, of records and of events each", low=1, high=100000)] = 8
     decision_log_block_tokens: Annotated[
-        int, Key("Tokens covered by one hash id of the decision log; 512 in Mooncake's traces", low=1, high=65536)
+        int, Key("Tokens per hash id in the decision log; 512 in Mooncake's traces", low=1, high=65536)
     ] = 512
     decision_log_candidates: Annotated[
-        int, Key("Best candidates of each phase whose scores a record has", low=1, high=1000)
+        int, Key("Number of best candidates of each phase whose scores are recorded", low=1, high=1000)
     ] = 8
-    decision_log_events: Annotated[bool, Key("Also log all events, which `moonpool replay-decisions` needs")] = True
+    decision_log_events: Annotated[bool, Key("Also log all events, as `moonpool decisions replay` requires")] = True

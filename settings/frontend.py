@@ -14,8 +14,8 @@ class HttpSettings(SettingsGroup):
     """The OpenAI API over HTTP."""
 
     panel: ClassVar[str] = "HTTP"
-    host: Annotated[str, Key("Address to listen at; 0.0.0.0 for every interface")] = "127.0.0.1"
-    port: Annotated[int, Key("Port to listen at; 0 takes a free one", low=0, high=65535)] = 8000
+    host: Annotated[str, Key("Address to listen on; 0.0.0.0 for all interfaces")] = "127.0.0.1"
+    port: Annotated[int, Key("Port to listen on; 0 selects a free one", low=0, high=65535)] = 8000
     api_key: Annotated[
         tuple[str, ...], Key("Accepted API key; may be given several times", default_text="no key required")
     ] = ()
@@ -25,14 +25,14 @@ class HttpSettings(SettingsGroup):
     ] = None
     http_tls_cert: Annotated[
         Path | None,
-        Key("PEM file: certificate for HTTPS, reloaded when it changes", default_text="plain HTTP"),
+        Key("PEM file of the certificate for HTTPS; reloaded when it changes", default_text="plain HTTP"),
     ] = None
-    http_tls_key: Annotated[Path | None, Key("PEM file: that certificate's private key, not encrypted")] = None
+    http_tls_key: Annotated[Path | None, Key("PEM file of the certificate's private key, unencrypted")] = None
     metrics_need_admin: Annotated[bool, Key("Require an admin's API key for /metrics")] = False
     max_connections: Annotated[
         int,
         Key(
-            "Most open connections of clients; at most three quarters of the files that the process may open",
+            "Maximum open client connections; capped at three quarters of the process's limit on open files",
             low=1,
             high=10**6,
         ),
@@ -44,7 +44,10 @@ class HttpSettings(SettingsGroup):
         600.0
     )
     drain_grace_s: Annotated[
-        float, Key("Seconds for running requests when the frontend is stopped", low=0, high=3600, unit="s")
+        float,
+        Key(
+            "Seconds that running requests may take to finish when the frontend is stopped", low=0, high=3600, unit="s"
+        ),
     ] = 3.0
     endless_idle_s: Annotated[
         float, Key("Seconds without a token after which an endless request fails", low=1, high=86400, unit="s")
@@ -52,7 +55,7 @@ class HttpSettings(SettingsGroup):
     hold_off_s: Annotated[
         float,
         Key(
-            "Seconds before the only suitable node is tried again after it failed a request; doubles each time",
+            "Seconds before a retry on the only suitable node after it failed a request; doubles each time",
             low=0.01,
             high=15,
             unit="s",
@@ -61,7 +64,7 @@ class HttpSettings(SettingsGroup):
     answer_memory_bytes: Annotated[
         int,
         Key(
-            "Memory for the token ids of each model's answers, reused when they return in chats; 0 keeps none",
+            "Memory for the token ids of each model's answers, for reuse in later chat turns; 0 disables it",
             low=0,
             unit="bytes",
             parse=parse_size,
@@ -71,11 +74,11 @@ class HttpSettings(SettingsGroup):
 
     def check(self) -> None:
         if not all(self.api_key):
-            raise InvalidSetting("--api-key is empty: give a key, or leave it out to require none")
+            raise InvalidSetting("--api-key must not be empty: give a key, or omit it to require none")
         if (self.http_tls_cert is None) != (self.http_tls_key is None):
-            raise InvalidSetting("--http-tls-cert or --http-tls-key is missing: HTTPS needs both")
+            raise InvalidSetting("--http-tls-cert and --http-tls-key must be given together: HTTPS needs both")
 
     @property
     def scheme(self) -> str:
-        """Scheme of the API's URLs."""
+        """Scheme of the API's URLs, http or https."""
         return "http" if self.http_tls_cert is None else "https"

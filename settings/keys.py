@@ -41,7 +41,7 @@ class InvalidSetting(ValueError):
 
 
 class Item(Protocol):
-    """Element of a list setting whose elements are not plain texts."""
+    """Element of a list setting whose elements are not strings."""
 
     @classmethod
     def parse(cls, value: Any, source: str) -> "Item":
@@ -58,20 +58,20 @@ class Key:
     help: str  # one line
     low: float | None = None  # inclusive, as is `high`
     high: float | None = None
-    choices: tuple[str, ...] = ()  # allowed texts, where the type is not a Literal
+    choices: tuple[str, ...] = ()  # allowed values, if the type is not a Literal
     unit: Literal["", "s", "bytes"] = ""  # suffix of the field's name that the YAML key lacks
-    parse: Callable[[str], Any] | None = None  # text to value, where the type alone is not enough
+    parse: Callable[[str], Any] | None = None  # converts text to a value, if the type is not enough
     default_text: str | None = None  # shown by --help in place of the default, e.g. when it is decided at start
     aliases: tuple[str, ...] = ()  # further flags, e.g. "-v"
-    flag: str = ""  # where it is not the key's name
+    flag: str = ""  # if it differs from the key's name
     former_names: tuple[str, ...] = ()  # earlier YAML keys; they, their variables and flags are still accepted
-    panel: str = ""  # heading in --help, where it is not the group's
-    item: type[Item] | None = None  # element type of a list that holds no plain texts; texts of it separate them by ";"
+    panel: str = ""  # heading in --help, if it differs from the group's
+    item: type[Item] | None = None  # element type of a list of other than strings; in a text they are separated by ";"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, complete."""
+    """A declared setting with all its properties."""
 
     name: str  # YAML key
     field: str  # attribute of the settings group: the key's name and its unit
@@ -128,7 +128,7 @@ class SettingsGroup:
 
 
 def group_settings(cls: type[SettingsGroup]) -> dict[str, Setting]:
-    """The user's settings of one group by YAML key, in order of declaration."""
+    """Return the user's settings of one group by YAML key, in order of declaration."""
     hints = typing.get_type_hints(cls, include_extras=True)
     settings = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -144,13 +144,13 @@ def group_settings(cls: type[SettingsGroup]) -> dict[str, Setting]:
 
 
 def composite_groups(cls: type) -> dict[str, type[SettingsGroup]]:
-    """The settings groups of a composite by field name."""
+    """Return the settings groups of a composite by field name."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def composite_settings(cls: type) -> dict[str, Setting]:
-    """All settings of a composite by YAML key, in order."""
+    """Return all settings of a composite by YAML key, in order."""
     settings: dict[str, Setting] = {}
     for group in composite_groups(cls).values():
         settings.update(group_settings(group))
@@ -203,14 +203,14 @@ def _is_nested(kind: Any) -> bool:
 
 
 def _field_names(cls: type) -> list[str]:
-    """Names of the fields of a nested configuration, those of its groups first."""
+    """Return the field names of a nested configuration, those of its groups first."""
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
     return [*(inner for name in names if _is_nested(hints[name]) for inner in _field_names(hints[name])), *names]
 
 
 def flatten(composite: Any) -> dict[str, Any]:
-    """The values of a composite by YAML key, as plain YAML."""
+    """Return the values of a composite by YAML key, as plain YAML."""
     values: dict[str, Any] = {}
     for name, group in composite_groups(type(composite)).items():
         for key, declared in group_settings(group).items():
@@ -224,16 +224,16 @@ def check(declared: Setting, value: Any, source: str) -> None:
         return
     right_type = isinstance(value, declared.kind) and not (isinstance(value, bool) and declared.kind is not bool)
     if not right_type:
-        raise InvalidSetting(f"{source} is {value!r}: expected {_KIND_TEXTS.get(declared.kind, 'a list of texts')}")
+        raise InvalidSetting(f"{source} must be {_KIND_TEXTS.get(declared.kind, 'a list of strings')}, got {value!r}")
     if declared.choices and value not in declared.choices:
-        raise InvalidSetting(f"{source} is {value!r}: expected one of {', '.join(declared.choices)}")
+        raise InvalidSetting(f"{source} must be one of {', '.join(declared.choices)}, got {value!r}")
     low, high = declared.key.low, declared.key.high
     if not ((low is None or value >= low) and (high is None or value <= high)):  # so that NaN is rejected
-        raise InvalidSetting(f"{source} is {value!r}: expected {_range_text(declared.key)}")
+        raise InvalidSetting(f"{source} must be {_range_text(declared.key)}, got {value!r}")
 
 
 def parse_size(text: str) -> int:
-    """Number of bytes given as "1073741824", "512MiB", "1.5 GiB" or "2GB". Raises ValueError."""
+    """Return the bytes of a size such as "1073741824", "512MiB", "1.5 GiB" or "2GB". Raises ValueError."""
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", start=1):
         units[letter + "IB"] = units[letter] = 1024**power
@@ -246,19 +246,19 @@ def parse_size(text: str) -> int:
     except (KeyError, ValueError):
         nbytes = math.nan
     if not math.isfinite(nbytes):
-        raise ValueError(f"{text!r} is not a size: expected a number of bytes, or one with a unit such as 512MiB")
+        raise ValueError(f"must be a number of bytes, or one with a unit such as 512MiB, got {text!r}")
     return int(nbytes)
 
 
-_KIND_TEXTS = {int: "an integer", float: "a number", str: "text", bool: "true or false", Path: "a path"}
+_KIND_TEXTS = {int: "an integer", float: "a number", str: "a string", bool: "true or false", Path: "a path"}
 
 
 def _kind(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
-    """(plain type, True if None is allowed, allowed texts) of a field's annotation."""
+    """Return a field's plain type, True if None is allowed, and the allowed texts, from its annotation."""
     if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
         inner = [argument for argument in get_args(hint) if argument is not type(None)]
         if len(inner) != 1:
-            raise TypeError(f"a setting has one type, or that type and None, not {hint}")
+            raise TypeError(f"a setting must have one type, or that type and None, got {hint}")
         kind, _, choices = _kind(inner[0])
         return kind, True, choices
     if get_origin(hint) is Literal:
@@ -277,4 +277,4 @@ def _range_text(key: Key) -> str:
         return f"at least {key.low}"
     if key.low is None:
         return f"at most {key.high}"
-    return f"{key.low} to {key.high}"
+    return f"from {key.low} to {key.high}"

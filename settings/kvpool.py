@@ -20,7 +20,7 @@ class PoolSettings(SettingsGroup):
     pool_bytes: Annotated[
         int,
         Key(
-            "Memory of each pool node for KV, e.g. 4GiB; committed as it fills",
+            "Memory of each pool node for KV, e.g. 4GiB; committed as needed",
             low=1 << 16,
             parse=parse_size,
             default_text="1GiB",
@@ -28,28 +28,28 @@ class PoolSettings(SettingsGroup):
     ] = 1 << 30
     pool_hugepages: Annotated[
         Literal["auto", "on", "off"],
-        Key("Huge pages for that memory: auto uses those there are, on nothing else, off none"),
+        Key("Huge pages for this memory: auto uses them if available, on requires them, off disables them"),
     ] = "auto"
     pool_ssd_dir: Annotated[
         Path | None,
-        Key("Folder on an SSD; each pool node keeps KV in a subfolder named after it, also over restarts"),
+        Key("Folder on an SSD; each pool node keeps KV there in a subfolder of its name, across restarts"),
     ] = None
     pool_ssd_bytes: Annotated[
         int | None,
         Key(
-            "Space of each pool node in --pool-ssd-dir, allocated at the first start",
+            "Space of each pool node in --pool-ssd-dir, allocated at its first start",
             low=1 << 20,
             parse=parse_size,
             default_text="4 times --pool-bytes",
         ),
     ] = None
-    pool_ssd_depth: Annotated[int, Key("Reads and writes in flight on the SSD", low=1, high=256)] = 16
+    pool_ssd_depth: Annotated[int, Key("Maximum concurrent reads and writes on the SSD", low=1, high=256)] = 16
     pool_policy: Annotated[
         str, Key("Eviction policy of a full pool", choices=("lru", "lfu", "length-aware", "arc", "moonpool"))
     ] = "moonpool"
     pool_quota: Annotated[
         tuple[str, ...],
-        Key("NAMESPACE=SHARE: largest share of a pool node's memory for one model's KV; may be given several times"),
+        Key("NAMESPACE=SHARE: maximum share of a pool node's memory for one model's KV; may be given several times"),
     ] = ()
 
     @property
@@ -61,16 +61,14 @@ class PoolSettings(SettingsGroup):
 
     @property
     def quotas(self) -> dict[bytes, float]:
-        """Largest share of memory by KV namespace."""
+        """Maximum share of memory by KV namespace."""
         return dict(_quota(entry) for entry in self.pool_quota)
 
     def check(self) -> None:
         for entry in self.pool_quota:
             _quota(entry)
         if self.pool_ssd_bytes is not None and self.pool_ssd_dir is None:
-            raise InvalidSetting(
-                "pool_ssd_bytes is set and pool_ssd_dir is not: give the folder with --pool-ssd-dir FOLDER"
-            )
+            raise InvalidSetting("--pool-ssd-bytes needs a folder: give it with --pool-ssd-dir FOLDER")
 
 
 def _quota(entry: str) -> tuple[bytes, float]:
@@ -80,6 +78,6 @@ def _quota(entry: str) -> tuple[bytes, float]:
         if len(known) == _NAMESPACE_NBYTES and 0 < value <= 1:
             return known, value
     raise InvalidSetting(
-        f"--pool-quota is {entry!r}: expected NAMESPACE=SHARE, 32 hexadecimal digits as shown by `moonpool pool "
-        "status`, and a number above 0 and at most 1"
+        f"--pool-quota must be NAMESPACE=SHARE, 32 hexadecimal digits as shown by `moonpool pool status` and a number "
+        f"above 0 and at most 1, got {entry!r}"
     )

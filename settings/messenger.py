@@ -1,4 +1,4 @@
-"""Settings of traffic between processes: how KV moves, how traffic between hosts is encrypted, who is admitted."""
+"""Settings of traffic between processes: transports for KV, encryption, join tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,17 @@ class TransportSettings(SettingsGroup):
     panel: ClassVar[str] = "Transport"
     transport: Annotated[
         TransportChoice,
-        Key("auto: shared memory within a host; between hosts RDMA if both have it, else TCP"),
+        Key(
+            "Transport for KV; auto uses shared memory within a host, and RDMA, if both sides have it, or TCP between "
+            "hosts"
+        ),
     ] = "auto"
     data_host: Annotated[str, Key("Address of this host for KV transfers over TCP")] = "127.0.0.1"
     streams_per_peer: Annotated[
-        int, Key("Connections to one peer: the first carries writes, the others reads", low=1, high=64)
+        int, Key("Connections to each peer: one for writes, the others for reads", low=1, high=64)
     ] = 2
     max_connections_per_peer: Annotated[
-        int, Key("Connections that one peer may open to this node; more are refused", low=1, high=1024)
+        int, Key("Maximum connections that a peer may open to this node", low=1, high=1024)
     ] = 16
     rdma_devices: Annotated[
         tuple[str, ...],
@@ -34,7 +37,7 @@ class TransportSettings(SettingsGroup):
     rdma_silence_s: Annotated[
         float,
         Key(
-            "Seconds after which an RDMA device that completes none of its pending transfers is taken out of use",
+            "Seconds after which an RDMA device is no longer used if none of its pending transfers completes",
             low=0.5,
             high=600,
             unit="s",
@@ -44,13 +47,12 @@ class TransportSettings(SettingsGroup):
     def check(self) -> None:
         if self.streams_per_peer > self.max_connections_per_peer:
             raise InvalidSetting(
-                f"streams_per_peer is {self.streams_per_peer} and max_connections_per_peer "
-                f"{self.max_connections_per_peer}: peers with the same settings would refuse some of the streams; "
-                "expected at most max_connections_per_peer"
+                "streams_per_peer must be at most max_connections_per_peer "
+                f"({self.max_connections_per_peer}), got {self.streams_per_peer}"
             )
         if len(set(self.rdma_devices)) < len(self.rdma_devices) or not all(self.rdma_devices):
             raise InvalidSetting(
-                f"rdma_devices is {list(self.rdma_devices)}: expected different names, as `ibv_devices` lists them"
+                f"rdma_devices must be distinct names, as listed by `ibv_devices`, got {list(self.rdma_devices)}"
             )
 
 
@@ -62,36 +64,35 @@ class TlsSettings(SettingsGroup):
     tls_cert: Annotated[
         Path | None,
         Key(
-            "PEM file: this node's certificate, and the certificates between it and the CA",
+            "PEM file of this node's certificate, followed by intermediate certificates",
             default_text="no encryption",
         ),
     ] = None
-    tls_key: Annotated[Path | None, Key("PEM file: the certificate's private key, not encrypted")] = None
-    tls_ca: Annotated[Path | None, Key("PEM file: the CA that signs the certificates of all nodes")] = None
-    tls_name: Annotated[str, Key("DNS name that the certificates of all nodes carry")] = "moonpool"
+    tls_key: Annotated[Path | None, Key("PEM file of the certificate's private key, unencrypted")] = None
+    tls_ca: Annotated[Path | None, Key("PEM file of the CA that signs the certificates of all nodes")] = None
+    tls_name: Annotated[str, Key("DNS name in the certificates of all nodes")] = "moonpool"
 
     def check(self) -> None:
         paths = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_ca}
         missing = [key for key, path in paths.items() if path is None]
         if missing and len(missing) < len(paths):
             raise InvalidSetting(
-                f"{', '.join(missing)} not set: encryption needs tls_cert, tls_key and tls_ca together; set all three, "
-                "or none"
+                f"{', '.join(missing)} must be set, too: encryption needs all of tls_cert, tls_key and tls_ca"
             )
         if not self.tls_name.strip():
-            raise InvalidSetting("--tls-name is empty: give a name, or leave it out")
+            raise InvalidSetting("--tls-name must not be empty: give a name, or omit it")
 
 
 @dataclass(frozen=True)
 class AccessSettings(SettingsGroup):
-    """Callers that the cluster's processes admit."""
+    """Authentication of callers by join tokens."""
 
     panel: ClassVar[str] = "Encryption"
     join_token_file: Annotated[
         Path | None,
         Key(
-            "File of tokens, one per line, that admit the cluster's processes to each other: each sends the first and "
-            "accepts all",
+            "File of tokens, one per line, by which the cluster's processes authenticate each other: a process sends "
+            "the first and accepts all",
             default_text="any caller is admitted",
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""Settings that every role has: its node id, its addresses, the conductors it calls, its health endpoint, its logs."""
+"""Settings of every role: node id, addresses, conductors, health endpoint, logs."""
 
 import ipaddress
 import re
@@ -26,12 +26,12 @@ _HOST_PORT = re.compile(r"(?P<host>[^:/\[\]]+|\[[^\]/]+\]):(?P<port>\d{1,5})")
 
 
 def target_host(target: str) -> str:
-    """The host of a gRPC address; "" for a unix socket."""
+    """Return the host of a gRPC address; "" for a unix socket."""
     return "" if target.startswith("unix:") else target.rpartition(":")[0].strip("[]")
 
 
 def is_wildcard(host: str) -> bool:
-    """True for an address such as 0.0.0.0: a server can listen at it, but nobody can dial it."""
+    """Return True for an address such as 0.0.0.0, on which servers can listen, but to which clients cannot connect."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -43,7 +43,9 @@ class NodeSettings(SettingsGroup):
     """Identity of a process in the cluster."""
 
     panel: ClassVar[str] = "This node"
-    node_id: Annotated[str, Key("Name in the cluster, the same after a restart", default_text="ROLE-HOSTNAME")] = ""
+    node_id: Annotated[
+        str, Key("Name in the cluster; must not change across restarts", default_text="ROLE-HOSTNAME")
+    ] = ""
     socket_dir: Annotated[
         Path | None,
         Key("Folder for this node's unix sockets", default_text="moonpool-UID/NODE in the temporary folder"),
@@ -55,61 +57,64 @@ class ListenSettings(SettingsGroup):
     """Address of the node's gRPC server."""
 
     panel: ClassVar[str] = "This node"
-    listen: Annotated[str, Key("gRPC address to listen at: host:port (port 0 takes a free one) or unix:/path")] = (
+    listen: Annotated[str, Key("gRPC address to listen on: host:port (port 0 selects a free one) or unix:/path")] = (
         "127.0.0.1:0"
     )
 
 
 @dataclass(frozen=True)
 class HostSettings(SettingsGroup):
-    """The host that a node is on, and the addresses by which others reach it there."""
+    """A node's host, and the addresses by which others reach the node."""
 
     panel: ClassVar[str] = "This node"
     host_id: Annotated[
-        str, Key("Id of the host; nodes with the same id share memory", default_text="this machine's boot id")
+        str, Key("Id of the host; nodes with the same id use shared memory", default_text="this machine's boot id")
     ] = ""
     advertise: Annotated[
         str,
         Key(
-            "gRPC address that others dial, if it is not --listen: host:port (port 0 is the port listened at)",
+            "gRPC address by which others reach this node: host:port (port 0 stands for the port of --listen)",
             default_text="the value of --listen",
         ),
     ] = ""
-    data_port: Annotated[int, Key("Port for KV transfers over TCP; 0 takes a free one", low=0, high=65535)] = 0
+    data_port: Annotated[int, Key("Port for KV transfers over TCP; 0 selects a free one", low=0, high=65535)] = 0
     data_advertise: Annotated[
-        str, Key("Address that peers dial for KV transfers over TCP", default_text="the value of --data-host")
+        str,
+        Key(
+            "Address by which peers reach this host for KV transfers over TCP", default_text="the value of --data-host"
+        ),
     ] = ""
 
     def check(self) -> None:
         if self.advertise and not _TARGET.fullmatch(self.advertise):
-            raise InvalidSetting(f"--advertise is {self.advertise!r}: expected host:port or unix:/path")
+            raise InvalidSetting(f"--advertise must be host:port or unix:/path, got {self.advertise!r}")
         if is_wildcard(target_host(self.advertise)):
             raise InvalidSetting(
-                f"--advertise is {self.advertise!r}, a wildcard, which others cannot dial: give an address"
+                f"--advertise must be an address that others can reach, got the wildcard {self.advertise!r}"
             )
         if self.data_advertise and is_wildcard(self.data_advertise):
             raise InvalidSetting(
-                f"--data-advertise is {self.data_advertise!r}, a wildcard, which others cannot dial: give an address"
+                f"--data-advertise must be an address that others can reach, got the wildcard {self.data_advertise!r}"
             )
 
 
 @dataclass(frozen=True)
 class ConductorTargetSettings(SettingsGroup):
-    """The conductors that a node reports to and asks."""
+    """Addresses of the conductors."""
 
     panel: ClassVar[str] = "This node"
     conductor: Annotated[
         tuple[str, ...],
-        Key(
-            "gRPC address of the conductor; give those of all conductors if there are several", default_text="required"
-        ),
+        Key("gRPC address of a conductor; give those of all conductors", default_text="required"),
     ] = ()
 
     def check(self) -> None:
         if not self.conductor:
-            raise InvalidSetting("--conductor is required: the gRPC address that `moonpool conductor` printed")
+            raise InvalidSetting(
+                "--conductor is required: give the gRPC address that `moonpool node conductor` printed"
+            )
         if twice := sorted({each for each in self.conductor if self.conductor.count(each) > 1}):
-            raise InvalidSetting(f"--conductor is {twice[0]!r} twice: give each conductor once")
+            raise InvalidSetting(f"--conductor {twice[0]!r} is given twice: give each conductor once")
 
 
 @dataclass(frozen=True)
@@ -120,20 +125,20 @@ class HealthSettings(SettingsGroup):
     health: Annotated[
         str,
         Key(
-            "host:port at which /live and /ready answer over HTTP, for Kubernetes' probes (port 0 takes a free one)",
+            "host:port of the HTTP endpoints /live and /ready, for Kubernetes' probes (port 0 selects a free one)",
             default_text="none",
         ),
     ] = ""
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """(host, port); None if there is no endpoint."""
+        """Host and port; None if there is no endpoint."""
         found = _HOST_PORT.fullmatch(self.health)
         return (found["host"].strip("[]"), int(found["port"])) if found else None
 
     def check(self) -> None:
         if self.health and (self.address is None or self.address[1] > 65535):
-            raise InvalidSetting(f"--health is {self.health!r}: expected host:port, such as 0.0.0.0:8081")
+            raise InvalidSetting(f"--health must be host:port, such as 0.0.0.0:8081, got {self.health!r}")
 
 
 @dataclass(frozen=True)
@@ -141,5 +146,7 @@ class LogSettings(SettingsGroup):
     """Logging."""
 
     panel: ClassVar[str] = "Logs"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Key("Lowest level that is logged")] = "info"
-    log_format: Annotated[Literal["text", "json"], Key("Lines of text, or one JSON object per line")] = "text"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Key("Lowest level of logged records")] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Key("Format of log records: lines of text, or one JSON object per line")
+    ] = "text"

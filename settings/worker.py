@@ -1,4 +1,4 @@
-"""Settings of workers: the model, the engine that computes it, and how a worker uses the KV pool."""
+"""Settings of workers: model, engine, and use of the KV pool."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def name_of_folder(path: Path) -> str:
-    """The name of a model that was given none."""
+    """Return the default name of the model in a folder."""
     return "moonpool" if path == BUNDLED_MODEL else path.resolve().name
 
 
@@ -37,7 +37,7 @@ class ModelSettings(SettingsGroup):
     ] = None
     served_model_name: Annotated[
         tuple[str, ...],
-        Key("Name of the model in requests; further names are aliases", default_text="the folder's name"),
+        Key("Name of the model in requests; additional names are aliases", default_text="the folder's name"),
     ] = ()
 
     @property
@@ -47,25 +47,25 @@ class ModelSettings(SettingsGroup):
 
     @property
     def name(self) -> str:
-        """The name that metrics and nodes use; requests may use it, too."""
+        """First name, which metrics and nodes use."""
         return self.served_model_name[0] if self.served_model_name else name_of_folder(self.path)
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Further names that requests may use."""
+        """Additional names that requests may use."""
         return self.served_model_name[1:]
 
     def check(self) -> None:
         if not all(name.strip() for name in self.served_model_name):
-            raise InvalidSetting("--served-model-name is empty: give a name, or leave it out for the folder's")
+            raise InvalidSetting("--served-model-name must not be empty: give a name, or omit it to use the folder's")
 
 
 @dataclass(frozen=True)
 class BlockSettings(SettingsGroup):
-    """Size of the blocks that KV is kept in; the same for all models of a cluster."""
+    """Size of KV blocks; the same for all models of a cluster."""
 
     panel: ClassVar[str] = "Model"
-    block_tokens: Annotated[int, Key("Tokens in a KV block, the unit of reuse and transfer", low=1, high=4096)] = 16
+    block_tokens: Annotated[int, Key("Tokens per KV block, the unit of reuse and transfer", low=1, high=4096)] = 16
 
 
 @dataclass(frozen=True)
@@ -75,50 +75,58 @@ class EngineSettings(SettingsGroup):
     panel: ClassVar[str] = "Engine"
     engine: Annotated[
         Literal["transformer", "paced"],
-        Key("paced computes nothing: steps take the time of a cost profile, to try a cluster without GPUs"),
+        Key(
+            "Engine; paced computes nothing, and its steps take the time of a cost profile, to try a cluster without "
+            "GPUs"
+        ),
     ] = "transformer"
     paced_profile: Annotated[
         str,
         Key(
-            "Cost profile of the paced engine: instant (steps take no time), the name of a bundled one, or a JSON file"
+            "Cost profile of the paced engine: instant (steps take no time), the name of a bundled profile, or a JSON "
+            "file"
         ),
     ] = "instant"
     paced_kv_bytes: Annotated[
         int,
         Key(
-            "Approximate KV bytes of a token under the paced engine; all layers are kept",
+            "Approximate KV bytes per token of the paced engine; the number of layers does not change",
             low=0,
             parse=parse_size,
-            default_text="as many as the model's",
+            default_text="the model's",
         ),
     ] = 0
     paced_answer_tokens: Annotated[
         int,
-        Key("Mean length, in tokens, of answers that the paced engine ends by itself; 0 ends none", low=0, high=10**6),
+        Key("Mean tokens of answers that the paced engine ends before max_tokens; 0 ends none", low=0, high=10**6),
     ] = 128
     device: Annotated[
-        str, Key("cpu, cuda:N, cuda (the host's workers take turns over its GPUs), or auto (cuda if there is a GPU)")
+        str,
+        Key(
+            "Device: cpu, cuda:N, cuda (distributes the host's workers over its GPUs), or auto (cuda if there is a GPU)"
+        ),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
-        Key("Type of weights and KV; auto: float32 on a CPU, the checkpoint's own on a GPU"),
+        Key("Type of weights and KV; auto is float32 on a CPU, and the checkpoint's type on a GPU"),
     ] = "auto"
     threads: Annotated[
-        int, Key("CPU threads of each engine process", low=0, high=1024, default_text="cores shared equally")
+        int, Key("CPU threads of each engine process", low=0, high=1024, default_text="an equal share of the cores")
     ] = 0
-    capacity_tokens: Annotated[int, Key("Tokens of KV that one engine holds", low=1)] = 32768
-    max_batch: Annotated[int, Key("Most sequences decoded in one step", low=1, high=65536)] = 64
-    prefill_chunk_tokens: Annotated[int, Key("Most prompt tokens computed in one step", low=1)] = 512
+    capacity_tokens: Annotated[int, Key("Capacity of an engine's KV cache in tokens", low=1)] = 32768
+    max_batch: Annotated[int, Key("Maximum sequences decoded in one step", low=1, high=65536)] = 64
+    prefill_chunk_tokens: Annotated[int, Key("Maximum prompt tokens computed in one step", low=1)] = 512
     prefill_lookahead: Annotated[
-        int, Key("Requests whose KV is loaded or reserved ahead of the one computed", low=1, high=1024)
+        int, Key("Waiting requests whose KV is loaded or reserved ahead of the running one", low=1, high=1024)
     ] = 3
     max_model_len: Annotated[
-        int, Key("Most tokens of a prompt and its answer together", low=0, default_text="the model's own")
+        int, Key("Maximum tokens of a prompt and its answer together", low=0, default_text="the model's own")
     ] = 0
     worker_drain_grace_s: Annotated[
         float,
         Key(
-            "Seconds for running requests when a worker is drained or stopped; then they move to another",
+            "Seconds that running requests may take to finish when a worker is drained or stopped, before they move "
+            "to another",
             low=0,
             high=86400,
             unit="s",
@@ -127,25 +135,27 @@ class EngineSettings(SettingsGroup):
 
     def check(self) -> None:
         if not _DEVICE.fullmatch(self.device):
-            raise InvalidSetting(f"--device is {self.device!r}: expected auto, cpu, cuda or cuda:N")
+            raise InvalidSetting(f"--device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
 
 @dataclass(frozen=True)
 class KvSettings(SettingsGroup):
-    """How a worker stores KV in the pool, reads it from there and pushes it to other workers."""
+    """Storage of a worker's KV in the pool, loads from it, and pushes to other workers."""
 
     panel: ClassVar[str] = "KV pool"
     put_ttl_s: Annotated[
         float,
-        Key("Seconds after which the pool drops blocks whose writer did not finish", low=0.1, high=3600, unit="s"),
+        Key(
+            "Seconds after which the pool discards a block whose writer has not finished", low=0.1, high=3600, unit="s"
+        ),
     ] = 30.0
     lease_s: Annotated[
-        float, Key("Seconds for which a reader's lease keeps blocks in the pool", low=0.1, high=3600, unit="s")
+        float, Key("Seconds for which a reader's lease protects blocks from eviction", low=0.1, high=3600, unit="s")
     ] = 30.0
     kv_load_wait_s: Annotated[
         float,
         Key(
-            "Seconds that a request waits for its KV on a pool node's SSD; then it is computed",
+            "Maximum seconds that a request waits for KV on a pool node's SSD before it computes it",
             low=0,
             high=600,
             unit="s",
@@ -153,16 +163,16 @@ class KvSettings(SettingsGroup):
     ] = 2.0
     kv_parity_sample: Annotated[
         float,
-        Key("Share of requests whose reused KV is also computed and compared; 0 compares none", low=0, high=1),
+        Key("Share of requests whose reused KV is recomputed and compared; 0 disables the check", low=0, high=1),
     ] = 0.0
     kv_storage: Annotated[
         Literal["exact", "int8"],
-        Key("KV in the pool: exact as computed, or rounded to int8, an approximation in less than half the space"),
+        Key("Storage of KV in the pool: exact, or rounded to int8, an approximation in less than half the space"),
     ] = "exact"
     push_timeout_s: Annotated[
         float,
         Key(
-            "Seconds after which a push of KV to a decode worker that receives nothing fails",
+            "Seconds after which a push of KV fails if the decode worker receives nothing",
             low=0.1,
             high=3600,
             unit="s",
@@ -172,19 +182,17 @@ class KvSettings(SettingsGroup):
 
     def check(self) -> None:
         if self.kv_storage == "int8" and self.kv_parity_sample:
-            raise InvalidSetting("--kv-parity-sample compares exact KV: it cannot be used with --kv-storage int8")
+            raise InvalidSetting("--kv-parity-sample conflicts with --kv-storage int8: it compares exact KV")
 
 
 @dataclass(frozen=True)
 class WorkerSettings(SettingsGroup):
-    """The place of a worker on its host."""
+    """Position of a worker on its host."""
 
     panel: ClassVar[str] = "This node"
-    worker_index: Annotated[
-        int, Key("Number of this worker among the host's, from 0: selects its GPU", low=0, high=4096)
-    ] = 0
+    worker_index: Annotated[int, Key("Index of this worker on its host, from 0; selects its GPU", low=0, high=4096)] = 0
     pool: Annotated[str, Key("gRPC address of this host's pool node", default_text="required")] = ""
 
     def check(self) -> None:
         if not self.pool:
-            raise InvalidSetting("--pool is required: the gRPC address of this host's pool node")
+            raise InvalidSetting("--pool is required: give the gRPC address of this host's pool node")

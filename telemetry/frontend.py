@@ -41,7 +41,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """Return the registry's contents in the format that the `Accept` header asks for, and its content type."""
+    """Return the registry's contents in the format of the `Accept` header, and its content type."""
     encoder, content_type = choose_encoder(accept)
     return encoder(registry), content_type
 
@@ -100,7 +100,7 @@ class RequestMetrics:
         )
         self._rejected = families.counter("moonpool:requests_rejected", "Rejected requests, by reason.", "reason")
         self._model_name = model_name
-        for reason in FINISH_REASONS:  # present from the start: a rate over a series that appears late misses its first
+        for reason in FINISH_REASONS:  # created at start: a rate over a series that appears late misses its first
             self._success.labels(model_name, reason)
 
     def began(self, ttft_s: float, parts: Mapping[str, float]) -> None:
@@ -113,8 +113,10 @@ class RequestMetrics:
             self._ttft_parts[part].observe(max(0.0, seconds))
 
     def handed_over(self, gap_s: float, parts: Mapping[str, float]) -> None:
-        """Count a hand-off; `parts`, by HANDOFF_PARTS, sum to `gap_s`. The second token may have had a shorter path
-        than the first; negative parts are counted as 0."""
+        """Count a hand-off; `parts`, by HANDOFF_PARTS, sum to `gap_s`.
+
+        The second token may have had a shorter path than the first; negative parts are counted as 0.
+        """
         self._handoff.observe(max(0.0, gap_s))
         for part, seconds in parts.items():
             self._handoff_parts[part].observe(max(0.0, seconds))
@@ -122,7 +124,7 @@ class RequestMetrics:
     def finished(self, reason: str) -> None:
         """Count one request's end; `reason` is one of FINISH_REASONS."""
         if reason not in FINISH_REASONS:
-            raise ValueError(f"finish reason {reason!r} is none of {FINISH_REASONS}")
+            raise ValueError(f"finish reason must be one of {FINISH_REASONS}, got {reason!r}")
         self._success.labels(self._model_name, reason).inc()
 
     def rejected(self, reason: str) -> None:

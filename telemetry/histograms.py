@@ -23,8 +23,10 @@ class DurationHistogram:
     sum_s: float
 
     def quantile_s(self, quantile: float) -> float | None:
-        """Return the quantile, interpolated within its bucket as Prometheus does; the last bound for larger values;
-        None if the histogram is empty."""
+        """Return the quantile, interpolated within its bucket as Prometheus does; None if the histogram is empty.
+
+        A quantile beyond the last bound is that bound.
+        """
         if not self.count or not self.bounds_s:
             return None
         wanted = quantile * self.count
@@ -56,5 +58,5 @@ def histogram_of(counters: Mapping[str, float], name: str) -> DurationHistogram:
 
 
 def is_part(key: str, names: list[str]) -> bool:
-    """Return whether a counter is part of one of these histograms."""
+    """Return True if a counter is part of one of these histograms."""
     return any(key.startswith((f"{name}_le_", f"{name}_count", f"{name}{_SUM}")) for name in names)

@@ -1,6 +1,6 @@
 """Structured logging: one line per event, as JSON or text, with role, node and the request being served.
 
-Lines contain ids, counts and reasons, but never what a client wrote.
+Lines contain ids, counts and reasons, but never text from a client.
 """
 
 import json as json_format
@@ -33,7 +33,7 @@ def configure(
     UnknownLogLevel.
     """
     if level.lower() not in _LEVELS:
-        raise UnknownLogLevel(f"log level {level!r} is none of {', '.join(_LEVELS)}")
+        raise UnknownLogLevel(f"log level must be one of {', '.join(_LEVELS)}, got {level!r}")
     handler = _Handler(stream if stream is not None else sys.stderr)
     handler.setFormatter(_JsonFormatter(role, node_id) if json else _TextFormatter(role, node_id))
     root = logging.getLogger()
@@ -78,7 +78,7 @@ def _malformed_call(record: logging.LogRecord) -> bool:
     if type(error).__name__ == "DecodeError":  # protobuf's; not every process that logs has it
         record.levelno, record.levelname = logging.WARNING, "WARNING"
         method = record.getMessage().rpartition("servicer method ")[2].strip("[]")
-        record.msg, record.args = "malformed call of %s refused: %s", (method, error)
+        record.msg, record.args = "malformed call of %s rejected: %s", (method, error)
         record.exc_info = record.exc_text = None
     return True
 
@@ -111,14 +111,14 @@ class _JsonFormatter(logging.Formatter):
 class _TextFormatter(logging.Formatter):
     def __init__(self, role: str, node_id: str) -> None:
         super().__init__()
-        # One role per node is common: "frontend frontend-0" says nothing that "frontend-0" does not.
+        # The node id usually begins with the role, which is then left out.
         self._who = node_id if node_id.startswith(role) else f"{role} {node_id}"
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         fields = {**_served(), **_extra(record)}
         shown = "".join(f" {key}={value}" for key, value in fields.items() if value != "")
-        # A line break inside a client's text must not look like a record of its own.
+        # A line break in the text must not start a line that looks like a record.
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
         text = f"{when} {record.levelname:<7} {self._who} {record.name}: {message}{shown}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text

@@ -1,4 +1,4 @@
-"""Event loop lag: how late the loop runs, because of work on it or a thread that holds the GIL.
+"""Event loop lag: delay of the loop by work on it or by a thread that holds the GIL.
 
 Measured twice: as elapsed time, part of which other processes of the machine may have used; and as the part that this
 process can have caused, at most the CPU time it used meanwhile.
@@ -51,7 +51,7 @@ class LoopWatch:
         return max(self._before[1], self._longest[1])
 
     def note(self, lag_s: float, cpu_s: float) -> None:
-        """Record that the loop ran `late` seconds late while the process used so much CPU time."""
+        """Record that the loop ran `lag_s` seconds late while the process used so much CPU time."""
         self._turn_over()
         own_s = min(lag_s, cpu_s)
         self._longest = max(self._longest[0], lag_s), max(self._longest[1], own_s)

@@ -1,4 +1,4 @@
-"""Prometheus collector of what the nodes report, with labels node, role and model_name.
+"""Prometheus collector of the numbers that nodes report, with labels node, role and model_name.
 
 `series_of` maps a reported name to metric family, kind and labels. Values are the nodes' own: nothing is accumulated
 here, so a restarted node shows as a counter reset.
@@ -19,7 +19,7 @@ from telemetry.histograms import DurationHistogram, histogram_names, histogram_o
 GAUGE_SUFFIXES: Final = (
     *("_open", "_held_blocks", "_used_bytes", "_capacity_bytes", "_readable", "_writable", "_left_seconds"),
 )
-# What the messenger moved: which way, and in which units.
+# Traffic of the messenger, by path and unit.
 _WAY: Final = r"(?P<transport>[a-z]+)/(?P<direction>[a-z]+)"
 _UNITS: Final = "bytes|slices|operations|seconds"
 # Names that hold a label: the pattern's named groups are labels, but for `unit`, which goes into the family's name.
@@ -41,7 +41,7 @@ _LABELLED: Final = tuple(
         (r"messenger_queued_(?P<priority>[a-z]+)_open", "messenger_queued_open", 1.0),
     )
 )
-# Sums of series that are exported by their labels, and what the pool's policy and its shell both count.
+# Not exported: sums of labelled series, and numbers that the pool's policy and its shell both count.
 _TOLD_OTHERWISE: Final = {
     *("pool_evicted_blocks", "pool_lost_blocks"),
     *("pool_promoted_blocks", "pool_load_failed_blocks", "pool_ssd_stored_blocks", "pool_ssd_failed_blocks"),
@@ -51,8 +51,10 @@ _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_]")
 
 @dataclass(frozen=True)
 class Series:
-    """Metric series of a reported number. `family` has no prefix moonpool: and no _total; the value is `scale` times
-    the reported number."""
+    """Metric series of a reported number, whose value is `scale` times the number.
+
+    `family` has no prefix moonpool: and no _total.
+    """
 
     family: str
     labels: tuple[tuple[str, str], ...] = ()
@@ -120,7 +122,7 @@ class NodesCollector(Collector):
         self._samples = samples
 
     def describe(self) -> Iterable[Metric]:
-        """Return the gauges' names; the counters' are known only once nodes report."""
+        """Return the gauges; the counters are known only once nodes report."""
         return self._gauges(())
 
     def collect(self) -> Iterator[Metric]:

@@ -55,9 +55,9 @@ def chat_url(url: str) -> str:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError as error:
-        raise ConfigError(f"--url {url!r} is not a URL: {error}") from error
+        raise ConfigError(f"--url must be a URL, got {url!r}: {error}") from error
     if not usable:
-        raise ConfigError(f"--url {url!r}: expected http://HOST:PORT")
+        raise ConfigError(f"--url must be http://HOST:PORT, got {url!r}")
     return parts.geturl().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -81,7 +81,7 @@ def _default_ready_file(url: str) -> Path:
         parts = urlsplit(url if "//" in url else f"//{url}")
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise ConfigError(f"--url {url!r} is not a URL: {error}") from error
+        raise ConfigError(f"--url must be a URL, got {url!r}: {error}") from error
     if parts.scheme not in ("", "http", "https") or not parts.hostname:
-        raise ConfigError(f"--url {url!r}: expected http://HOST:PORT")
+        raise ConfigError(f"--url must be http://HOST:PORT, got {url!r}")
     return default_run_dir(str(port)) / READY_NAME

@@ -46,7 +46,7 @@ async def pool_nodes(conductor: str, node_id: str = "") -> dict[str, str]:
     if not known:
         raise PoolNotAsked("no pool node has joined the cluster")
     if node_id and node_id not in known:
-        raise ConfigError(f"there is no pool node {node_id!r}: expected one of {', '.join(sorted(known))}")
+        raise ConfigError(f"--node must be one of {', '.join(sorted(known))}, got {node_id!r}")
     return {name: known[name] for name in sorted(known) if name == (node_id or name)}
 
 

@@ -63,11 +63,11 @@ def explain(
                 try:
                     console.print(view.record_picture(record))
                 except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-                    text = f"the record of {record['request_id']} is damaged, or of another version of this program"
+                    text = f"the record of {record['request_id']} is damaged, or of another version of Moonpool"
                     raise DecisionLogError(f"{text} ({error!r}); --json shows its content") from error
             for name, answer in answers.items():
                 for text in answer["damaged"]:
-                    console.print(f"Not read, in {name}: {text}", style="red")
+                    console.print(f"Not read in {name}: {text}", style="red")
             if not records:
                 console.print(_unknown(request_id, answers))
         raise typer.Exit(0 if records else 1)
@@ -128,18 +128,18 @@ def _about(answers: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(request_id: str, answers: dict[str, Any]) -> str:
-    lines = [f"Nothing is known of request {request_id!r}."]
+    lines = [f"No record of request {request_id!r} was found."]
     for name, answer in answers.items():
         if answer.get("silent"):
             continue
         if answer["oldest_at"] is None:
-            lines.append(f"The log {name} has no finished request yet.")
+            lines.append(f"The log {name} contains no finished request yet.")
         else:
             lines.append(f"The log {name} starts with requests of {view.day(answer['oldest_at'])}.")
         if answer["removed_files"]:
             count = answer["removed_files"]
             lines.append(f"{count} older file{'s were' if count > 1 else ' was'} removed to keep its size.")
-    lines.append("It lacks requests that an API server rejected by itself: the conductor never saw them.")
+    lines.append("Requests that an API server rejected itself are not recorded: they never reach the conductor.")
     return "\n".join(lines)
 
 
@@ -228,7 +228,7 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         name = LOGGED_NAMES.get(name, name)
         if not found or name not in usual:
-            raise ConfigError(f"--set {text}: expected KEY=VALUE with one of the keys {', '.join(sorted(usual))}")
+            raise ConfigError(f"--set must be KEY=VALUE with one of the keys {', '.join(sorted(usual))}, got {text!r}")
         changed[name] = _value(value.strip(), usual[name], text)
     _with(PolicyConfig(), changed)
     return changed
@@ -240,7 +240,7 @@ def _value(text: str, usual: Any, source: str) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--set {source}: expected a value like {json.dumps(usual)}, got {text!r}") from error
+        raise ConfigError(f"--set {source} must have a value such as {json.dumps(usual)}, got {text!r}") from error
     return float(value) if isinstance(usual, float) and type(value) is int else value
 
 
@@ -332,7 +332,7 @@ def _print_first(console: Console, step: ReplayStep) -> None:
     then, now = (dict(_flat([to_json(one) for one in decisions])) for decisions in (step.logged, step.made))
     different = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     for name in different[:_MOST_SHOWN]:
-        console.print(f"    {name}: {then.get(name, 'nothing')} then, {now.get(name, 'nothing')} now", style="dim")
+        console.print(f"    {name}: {then.get(name, 'none')} in the log, {now.get(name, 'none')} now", style="dim")
     if len(different) > _MOST_SHOWN:
         console.print(f"    and {len(different) - _MOST_SHOWN} more fields", style="dim")
 

@@ -13,11 +13,16 @@ from moonpool.options import reported_errors
 
 
 def scale(
-    counts: Annotated[list[str], typer.Argument(metavar="ROLE=COUNT", help="prefill=2 decode=4 aggregated=1")],
+    counts: Annotated[
+        list[str],
+        typer.Argument(metavar="ROLE=COUNT", help="New number of workers of a role, such as prefill=2. Repeatable."),
+    ],
     url: Url = DEFAULT_URL,
     ready_file: ReadyPath = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory of the `serve` to change.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Allow counts with which a model cannot be served.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Allow counts that leave a model without the workers to serve it.")
+    ] = False,
 ) -> None:
     """Change the number of workers of a cluster that `moonpool serve` runs, without losing a request.
 
@@ -41,7 +46,9 @@ def drain(
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
     force: Annotated[bool, typer.Option("--force", help="Drain even the last node that can serve its model.")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait until it has left; 0: do not wait.", min=0.0)] = 120.0,
+    wait: Annotated[
+        float, typer.Option(help="Maximum seconds to wait until the node has left; 0: do not wait.", min=0.0)
+    ] = 120.0,
 ) -> None:
     """Drain a node: it accepts no new requests, finishes its own, and leaves for good.
 
@@ -56,11 +63,13 @@ def drain(
 
 def switch(
     node_id: Annotated[str, typer.Argument(help="Node id, as shown by `moonpool status`.")],
-    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    role: Annotated[str, typer.Argument(help="New role: prefill or decode.")],
     url: Url = DEFAULT_URL,
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait until it has changed; 0: do not wait.", min=0.0)] = 60.0,
+    wait: Annotated[
+        float, typer.Option(help="Maximum seconds to wait until the node has changed; 0: do not wait.", min=0.0)
+    ] = 60.0,
 ) -> None:
     """Change a prefill node to a decode node or back: it finishes its requests, and keeps its model and KV.
 
@@ -70,7 +79,7 @@ def switch(
         from moonpool.scaling.client import ROLES, switch_and_wait
 
         if role not in ROLES:
-            raise ConfigError(f"a node cannot change to the role {role!r}: expected {' or '.join(ROLES)}")
+            raise ConfigError(f"ROLE must be {' or '.join(ROLES)}, got {role!r}")
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
         asyncio.run(switch_and_wait(located.conductor, node_id, role, wait_s=wait))
 
@@ -81,7 +90,7 @@ def parse_counts(arguments: list[str]) -> dict[str, int]:
     for argument in arguments:
         role, equals, count = argument.partition("=")
         if not equals or not role or not count.isdecimal():
-            raise ConfigError(f"{argument!r} is not ROLE=COUNT: expected prefill=2, for example")
+            raise ConfigError(f"argument must be ROLE=COUNT, such as prefill=2, got {argument!r}")
         if role in wanted:
             raise ConfigError(f"{role} is given twice")
         wanted[role] = int(count)

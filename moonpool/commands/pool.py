@@ -147,7 +147,7 @@ def _checked_key(key: str) -> str:
     digits = key.lower().removeprefix("0x")
     if not set(digits) <= set("0123456789abcdef") or not _LEAST_DIGITS <= len(digits) <= _KEY_DIGITS:
         raise ConfigError(
-            f"KEY {key!r}: expected the first {_LEAST_DIGITS} to {_KEY_DIGITS} hex digits of a block's key"
+            f"KEY must be the first {_LEAST_DIGITS} to {_KEY_DIGITS} hex digits of a block's key, got {key!r}"
         )
     return digits
 

@@ -12,5 +12,5 @@ def read_secret(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the secret in {path}: {error.__class__.__name__}") from error
     if not secret or not secret.isprintable() or " " in secret:
-        raise ConfigError(f"{path}: expected one line of printable characters without spaces")
+        raise ConfigError(f"{path} must contain one line of printable characters without spaces")
     return secret

@@ -98,12 +98,12 @@ def run_overload(
     ssd_blocks: Annotated[int, typer.Option(min=0, help="Blocks on the SSD of each pool node.")] = 0,
     look_into: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Share of the rejections that are tried out to see whether they were right."),
+        typer.Option(min=0, max=1, help="Share of the rejections that are simulated as admissions, to evaluate them."),
     ] = 0.005,
     attained_share: Annotated[
         float,
         typer.Option(
-            help="Share of admitted requests that should meet each objective, by learned margins; 0: no margin."
+            help="Share of admitted requests that should meet each objective, by learned margins; 0: no margins."
         ),
     ] = 0.95,
     processes: Annotated[int, typer.Option(min=0, help="Concurrent runs; 0: one per CPU.")] = 0,
@@ -229,7 +229,7 @@ def run_tune(
 
             check_plot_path(plot)
         if not rate > 0:
-            raise BadSetting(f"--rate is {rate:g}: expected a positive number")
+            raise BadSetting(f"--rate must be positive, got {rate:g}")
         tried_ttft, tried_tbt = _seconds("--try-ttft", try_ttft), _seconds("--try-tbt", try_tbt)
         tried_prefill = _counts("--try-prefill", try_prefill)
         if not (tried_ttft or tried_tbt or tried_prefill):
@@ -276,14 +276,16 @@ def _seconds(flag: str, text: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")] if text else []
     except ValueError as error:
-        raise BadSetting(f"{flag} is {text!r}: expected seconds, separated by commas, like 0.05,0.1") from error
+        raise BadSetting(f"{flag} must be seconds separated by commas, such as 0.05,0.1, got {text!r}") from error
 
 
 def _counts(flag: str, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")] if text else []
     except ValueError as error:
-        raise BadSetting(f"{flag} is {text!r}: expected numbers of nodes, separated by commas, like 4,8,12") from error
+        raise BadSetting(
+            f"{flag} must be numbers of nodes separated by commas, such as 4,8,12, got {text!r}"
+        ) from error
 
 
 __all__ = ["app"]
@@ -301,7 +303,7 @@ app = typer.Typer(
 
 @app.callback()
 def simulate() -> None:
-    """Keep the commands a group."""
+    """Group of commands."""
 
 
 app.command("overload")(run_overload)
@@ -331,8 +333,8 @@ def cache(
         bool | None,
         typer.Option(
             "--tree/--no-tree",
-            help="Evict a block only after those that follow it (--tree), as the live pool does, or in any order "
-            "(--no-tree), as the literature assumes. Default: --tree only for moonpool.",
+            help="Evict a block only after its successors (--tree), as the live pool does, or in any order (--no-tree) "
+            "as the literature assumes. Default: --tree only for moonpool.",
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the result to a .svg or .png file.")] = None,
@@ -366,21 +368,21 @@ def dialogues(
     ] = _STANDARD.routing.value,
     dialogues: Annotated[int, typer.Option(help="Number of dialogues.")] = _STANDARD.dialogues,
     mean_history: Annotated[
-        float, typer.Option(help="Messages before a turn's question in its dialogue, mean over all turns.")
+        float, typer.Option(help="Mean number of messages that precede a turn in its dialogue.")
     ] = _STANDARD.mean_history_messages,
     servers: Annotated[int, typer.Option(help="Number of servers, each with a pool and a queue.")] = _STANDARD.servers,
     capacity: Annotated[int, typer.Option(help="Capacity of each server's pool in blocks.")] = _STANDARD.capacity,
     block_tokens: Annotated[int, typer.Option(help="Tokens per block.")] = _STANDARD.block_tokens,
     policy: Annotated[str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}.")] = _STANDARD.policy,
-    tails: Annotated[bool, typer.Option("--tails/--no-tails", help="Keep partial last blocks, too.")] = _STANDARD.tails,
+    tails: Annotated[bool, typer.Option("--tails/--no-tails", help="Also keep partial last blocks.")] = _STANDARD.tails,
     balance: Annotated[
-        float, typer.Option(help="Seconds by which a sticky turn's queue may exceed the shortest one.")
+        float, typer.Option(help="Maximum seconds by which a sticky turn's queue may exceed the shortest one.")
     ] = _STANDARD.balance_s,
     seed: Annotated[int, typer.Option(help="Seed of dialogues and of random routing.")] = _STANDARD.seed,
 ) -> None:
     """Compute the share of prompts that dialogues reuse, by routing; the last line is JSON.
 
-    Servers do not exchange KV here: what another server holds is recomputed.
+    Servers do not exchange KV: KV that only another server holds is recomputed.
 
     Example: moonpool simulate dialogues --routing sticky,random
     """
@@ -427,14 +429,14 @@ def _advanced(advance: Callable[[int, int], None], before: int, total: int, done
 def _policies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in (*_NAMES, _ALL)]:
-        raise BadSetting(f"there is no policy {unknown[0]!r}; choose from {', '.join(_NAMES)}, or {_ALL}")
+        raise BadSetting(f"--policy must be {', '.join(_NAMES)} or {_ALL}, got {unknown[0]!r}")
     return list(dict.fromkeys(one for name in names for one in (_NAMES if name == _ALL else (name,))))
 
 
 def _routings(text: str) -> list[Routing]:
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in (*Routing, _ALL)]:
-        raise BadSetting(f"there is no routing {unknown[0]!r}; choose from {', '.join(Routing)}, or {_ALL}")
+        raise BadSetting(f"--routing must be {', '.join(Routing)} or {_ALL}, got {unknown[0]!r}")
     return list(dict.fromkeys(Routing(one) for name in names for one in (Routing if name == _ALL else (name,))))
 
 
@@ -445,7 +447,7 @@ def _capacity(word: str) -> int | None:
         return None
     digits, factor = (word[:-1], 1000) if word.endswith("k") else (word, 1)
     if not digits.isascii() or not digits.isdecimal() or not int(digits):
-        raise BadSetting(f"--capacity {word!r}: expected a whole number of blocks from 1, like 10000 or 10k, or inf")
+        raise BadSetting(f"--capacity must be a positive number of blocks, such as 10000 or 10k, or inf, got {word!r}")
     return int(digits) * factor
 
 

@@ -1,4 +1,4 @@
-"""Models that one cluster serves: MODEL and further ones, each with names and settings of its own."""
+"""Models of one cluster: MODEL and additional ones, each with its own names and settings."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _NAMING = ("name", "path", "aliases")
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One served model. `settings` holds its own values by YAML key: any of `model_settings()`."""
+    """One served model. `settings` holds its own values by YAML key, of keys in `model_settings()`."""
 
     name: str
     path: Path
@@ -40,19 +40,19 @@ class ModelEntry:
         if isinstance(value, str):
             value = _mapping(value, source)
         if not isinstance(value, dict):
-            raise InvalidSetting(f"{source}: expected a model as NAME=PATH or as a mapping with path, got {value!r}")
+            raise InvalidSetting(f"{source} must be NAME=PATH or a mapping with path, got {value!r}")
         path = value.get("path")
         if not isinstance(path, str) or not path.strip():
-            raise InvalidSetting(f"{source}: a model needs a path, its Hugging Face folder; got {value!r}")
+            raise InvalidSetting(f"{source} must have a path, the model's Hugging Face folder, got {value!r}")
         folder = Path(path).expanduser()
         name = value.get("name") or name_of_folder(folder)
         where = f"{source}: model {name!r}"
         aliases = value.get("aliases") or []
         aliases = [aliases] if isinstance(aliases, str) else aliases
         if not isinstance(name, str) or not isinstance(aliases, list) or not all(isinstance(a, str) for a in aliases):
-            raise InvalidSetting(f"{where}: name must be a text and aliases a list of texts")
+            raise InvalidSetting(f"{where}: name must be a string, and aliases a list of strings")
         if not all(text.strip() for text in (name, *aliases)):
-            raise InvalidSetting(f"{where}: a name or alias is empty")
+            raise InvalidSetting(f"{where}: names and aliases must not be empty")
         settings = {key: _setting(key, given, where) for key, given in value.items() if key not in _NAMING}
         entry = cls(name, folder, tuple(aliases), settings)
         try:
@@ -90,8 +90,8 @@ class FurtherModels(SettingsGroup):
     models: Annotated[
         tuple[ModelEntry, ...],
         Key(
-            "A further model: NAME=PATH[,alias=NAME][,key=value...]; may be given several times. The keys override the "
-            "cluster's numbers of workers, engine settings and objectives. Without MODEL, only these are served",
+            "Additional model: NAME=PATH[,alias=NAME][,key=value...]; may be given several times. Its keys override "
+            "the cluster's numbers of workers, engine settings and objectives. Without MODEL, only these are served",
             flag="--add-model",
             item=ModelEntry,
         ),
@@ -103,8 +103,8 @@ def served_models(model: ModelSettings, further: FurtherModels) -> tuple[ModelEn
     first = () if further.models and model.model is None else (ModelEntry(model.name, model.path, model.aliases),)
     if not first and model.served_model_name:
         raise InvalidSetting(
-            f"--served-model-name {model.served_model_name[0]!r} names no model: give it with MODEL, "
-            "or name the models of --add-model there"
+            f"--served-model-name {model.served_model_name[0]!r} needs MODEL: for models of --add-model, give the "
+            "names there"
         )
     entries = (*first, *further.models)
     owners: dict[str, ModelEntry] = {}
@@ -145,11 +145,11 @@ def _mapping(text: str, source: str) -> dict[str, Any]:
     name, equals, path = first.partition("=")
     value: dict[str, Any] = {"name": name.strip(), "path": path.strip()} if equals else {"path": first.strip()}
     if equals and not name.strip():
-        raise InvalidSetting(f"{source}: {text!r} has no name before the =")
+        raise InvalidSetting(f"{source} must have a name before the =, got {text!r}")
     for part in rest:
         key, equals, given = (side.strip() for side in part.partition("="))
         if not equals:
-            raise InvalidSetting(f"{source}: expected key=value, got {part!r} in {text!r}")
+            raise InvalidSetting(f"{source} must have parts key=value, got {part!r} in {text!r}")
         if key == "alias":
             value.setdefault("aliases", []).append(given)
         elif key in value:

@@ -53,23 +53,23 @@ class ServeConfig:
             _check_storage(entry.engine(self.engine), self.kv)
         if self.transport.transport == "shm" and self.topology.pool_nodes > 1:
             raise InvalidSetting(
-                f"transport is 'shm' and pool_nodes is {self.topology.pool_nodes}: several pool nodes stand for "
-                "several hosts, which share no memory; set transport to auto or tcp"
+                f"transport must be auto or tcp with {self.topology.pool_nodes} pool nodes, which stand for hosts "
+                "without shared memory, got 'shm'"
             )
         if self.runtime.is_ray and self.topology.pool_nodes > 1:
             raise InvalidSetting(
-                f"pool_nodes is {self.topology.pool_nodes} with the runtime ray, which starts one pool node on each "
-                "host that has workers: leave --pool-nodes out"
+                "--pool-nodes must be omitted with the runtime ray, which starts a pool node on each host with "
+                f"workers, got {self.topology.pool_nodes}"
             )
         if self.runtime.is_ray and self.topology.conductors > 1:
             raise InvalidSetting(
-                f"conductors is {self.topology.conductors} with the runtime ray, whose one conductor runs beside "
-                "`serve`: leave --conductors out, or start each role by its own command"
+                f"--conductors must be 1 with the runtime ray, got {self.topology.conductors}: to run several, start "
+                "each role by its own command"
             )
         if is_wildcard(self.transport.data_host) and self.transport.transport != "shm":
             raise InvalidSetting(
-                f"--data-host is {self.transport.data_host!r}, a wildcard, which peers cannot dial: "
-                "give an address of this machine, such as 127.0.0.1"
+                "--data-host must be an address of this machine that peers can reach, such as 127.0.0.1, got the "
+                f"wildcard {self.transport.data_host!r}"
             )
 
     @property
@@ -174,46 +174,44 @@ COMPOSITES: tuple[type, ...] = (ServeConfig, ConductorRole, PoolNodeRole, Worker
 def _check_report_timeout(policy: PolicyConfig) -> None:
     if 0 < policy.report_timeout_s < 2:
         raise InvalidSetting(
-            f"--report-timeout is {policy.report_timeout_s:g}: expected at least 2, since nodes report every second, "
-            "or 0 to suspect no node"
+            f"--report-timeout must be at least 2, since nodes report every second, or 0 to disable it, got "
+            f"{policy.report_timeout_s:g}"
         )
 
 
 def _check_capacity(blocks: BlockSettings, engine: EngineSettings, entry: ModelEntry | None = None) -> None:
-    """Memory is allocated in whole blocks."""
+    """Raise InvalidSetting unless the capacity is a whole number of blocks, the unit of allocation."""
     if engine.capacity_tokens % blocks.block_tokens:
         fitting = -(-engine.capacity_tokens // blocks.block_tokens) * blocks.block_tokens
         of_model = f"model {entry.name!r}: " if entry is not None and "capacity_tokens" in entry.settings else ""
         raise InvalidSetting(
-            f"{of_model}capacity_tokens is {engine.capacity_tokens} and block_tokens {blocks.block_tokens}: "
-            f"the capacity must be a multiple of the block, for example {fitting}"
+            f"{of_model}capacity_tokens must be a multiple of block_tokens ({blocks.block_tokens}), for example "
+            f"{fitting}, got {engine.capacity_tokens}"
         )
 
 
 def _check_storage(engine: EngineSettings, kv: KvSettings) -> None:
-    """The KV of a paced engine is verified bit by bit."""
+    """Raise InvalidSetting for a paced engine with rounded KV: its KV is verified bit by bit."""
     if engine.engine == "paced" and kv.kv_storage != "exact":
-        raise InvalidSetting(
-            f"--kv-storage is {kv.kv_storage} and --engine paced: a paced engine needs --kv-storage exact"
-        )
+        raise InvalidSetting(f"--kv-storage must be exact with --engine paced, got {kv.kv_storage}")
 
 
 def _check_addresses(listen: ListenSettings, host: HostSettings, transport: TransportSettings) -> None:
-    """A node may listen at a wildcard if it advertises an address that others can dial."""
+    """Raise InvalidSetting if a node listens on a wildcard address and advertises no other."""
     if is_wildcard(target_host(listen.listen)) and not host.advertise:
         raise InvalidSetting(
-            f"--listen is {listen.listen!r}, a wildcard, which others cannot dial: "
-            "give this node's own address with --advertise host:port"
+            f"--listen with the wildcard {listen.listen!r} needs --advertise host:port, an address by which others "
+            "reach this node"
         )
     if is_wildcard(transport.data_host) and transport.transport != "shm" and not host.data_advertise:
         raise InvalidSetting(
-            f"--data-host is {transport.data_host!r}, a wildcard, which peers cannot dial: "
-            "give this host's own address with --data-advertise"
+            f"--data-host with the wildcard {transport.data_host!r} needs --data-advertise, an address by which peers "
+            "reach this host"
         )
 
 
 def all_settings() -> dict[str, Setting]:
-    """All settings of all commands by YAML key."""
+    """Return all settings of all commands by YAML key."""
     settings: dict[str, Setting] = {}
     for composite in COMPOSITES:
         settings.update(composite_settings(composite))

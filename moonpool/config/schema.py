@@ -12,7 +12,7 @@ _TYPES = {int: "integer", float: "number", bool: "boolean"}
 
 
 def setting_schema(declared: Setting) -> dict[str, Any]:
-    """Schema of one setting's value: type, choices and range."""
+    """Return the schema of one setting's value: type, choices and range."""
     schema: dict[str, Any] = {"description": declared.key.help}
     if declared.kind is tuple:
         return {**schema, "type": "array", "items": {"type": "string"}}
@@ -26,7 +26,7 @@ def setting_schema(declared: Setting) -> dict[str, Any]:
 
 
 def file_schema() -> dict[str, Any]:
-    """Schema of the whole file (JSON Schema, draft 2020-12)."""
+    """Return the schema of the whole file (JSON Schema, draft 2020-12)."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Configuration of Moonpool",
@@ -60,7 +60,7 @@ def _mapping(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value_schema(declared: Setting) -> dict[str, Any]:
-    """Schema of a value in the file, with the default and the further forms that the file may have."""
+    """Return the schema of a value in the file, with its default and the alternative forms that the file allows."""
     if declared.key.item is ModelEntry:
         entries = {"type": "array", "items": {"anyOf": [{"type": "string"}, _model_schema()]}}
         return {"description": declared.key.help, **entries}
@@ -85,7 +85,7 @@ def _model_schema() -> dict[str, Any]:
     own = {
         "name": {"type": "string", "description": "Name of the model in requests [default: the folder's name]"},
         "path": {"type": "string", "description": "Hugging Face folder of the model"},
-        "aliases": {**names, "description": "Further names that requests may use"},
+        "aliases": {**names, "description": "Additional names that requests may use"},
     }
     settings = {name: setting_schema(declared) for name, declared in model_settings().items()}
     return {**_mapping(own | settings), "required": ["path"]}

@@ -22,38 +22,36 @@ class TopologySettings(SettingsGroup):
     decode_nodes: Annotated[
         int | None, Key("Decode workers", low=0, high=256, default_text="1, or 0 with --aggregated")
     ] = None
-    aggregated: Annotated[int, Key("Workers that run both phases: the baseline for comparison", low=0, high=256)] = 0
+    aggregated: Annotated[int, Key("Workers that run both phases, as a baseline for comparison", low=0, high=256)] = 0
     pool_nodes: Annotated[
-        int, Key("KV pool nodes; each stands for a host, and workers are spread over them", low=1, high=64)
+        int, Key("KV pool nodes; each stands for a host, and workers are distributed over them", low=1, high=64)
     ] = 1
-    conductors: Annotated[
-        int, Key("Conductors; each has all nodes, and any of them places any request", low=1, high=8)
-    ] = 1
+    conductors: Annotated[int, Key("Conductors; each manages all nodes and can place any request", low=1, high=8)] = 1
 
     @property
     def num_prefill(self) -> int:
-        """Prefill workers."""
+        """Number of prefill workers."""
         return (0 if self.aggregated else 1) if self.prefill_nodes is None else self.prefill_nodes
 
     @property
     def num_decode(self) -> int:
-        """Decode workers."""
+        """Number of decode workers."""
         return (0 if self.aggregated else 1) if self.decode_nodes is None else self.decode_nodes
 
     @property
     def num_engines(self) -> int:
-        """Workers of all roles."""
+        """Number of workers of all roles."""
         return self.num_prefill + self.num_decode + self.aggregated
 
     def check(self) -> None:
         if bool(self.num_prefill) != bool(self.num_decode):
             raise InvalidSetting(
-                f"prefill_nodes is {self.num_prefill} and decode_nodes is {self.num_decode}: "
-                "one cannot serve without the other (--aggregated N starts workers that run both phases)"
+                "prefill_nodes and decode_nodes must both be at least 1 or both 0, got "
+                f"{self.num_prefill} and {self.num_decode} (--aggregated N starts workers that run both phases)"
             )
         if not self.num_engines:
             raise InvalidSetting(
-                "the number of workers is 0: give --prefill-nodes and --decode-nodes, or --aggregated, at least 1"
+                "the cluster must have workers: give --prefill-nodes and --decode-nodes, or --aggregated"
             )
 
 
@@ -66,15 +64,15 @@ class SupervisorSettings(SettingsGroup):
         Path | None, Key("Folder for sockets and logs", default_text="moonpool-UID/PORT in the temporary folder")
     ] = None
     ready_file: Annotated[
-        Path | None, Key("JSON file written when the cluster is ready: its URL, and the pid of every node")
+        Path | None, Key("JSON file with the URL and the pids of all nodes, written when the cluster is ready")
     ] = None
     startup_timeout_s: Annotated[
-        float, Key("Seconds within which the cluster must be ready", low=1, high=86400, unit="s")
+        float, Key("Seconds within which the cluster must become ready", low=1, high=86400, unit="s")
     ] = 180.0
     stop_grace_s: Annotated[
         float,
         Key(
-            "Seconds for a clean stop before a process is killed; at least its drain time",
+            "Seconds that a process may take to stop before it is killed; at least its drain time",
             low=0.1,
             high=3600,
             unit="s",
@@ -83,7 +81,7 @@ class SupervisorSettings(SettingsGroup):
     hang_timeout_s: Annotated[
         float,
         Key(
-            "Seconds without a sign of life after which a process is killed and restarted; 0 for never",
+            "Seconds after which an unresponsive process is killed and restarted; 0 to disable",
             low=0,
             high=86400,
             unit="s",
@@ -92,7 +90,7 @@ class SupervisorSettings(SettingsGroup):
     autoscale: Annotated[
         tuple[str, ...],
         Key(
-            "ROLE=MIN:MAX: adapt the number of workers to the demand that the conductor measures; may be given "
+            "ROLE=MIN:MAX: adapt the number of workers to the demand measured by the conductor; may be given "
             "several times",
             default_text="fixed numbers",
         ),
@@ -108,27 +106,27 @@ class RuntimeSettings(SettingsGroup):
     runtime: Annotated[
         Literal["process", "ray"] | None,
         Key(
-            "process: children of `serve` on this machine; ray: actors of a Ray cluster",
+            "Runtime of the processes: process (children of `serve` on this machine) or ray (actors of a Ray cluster)",
             default_text="process, or ray with --ray-address",
         ),
     ] = None
     ray_address: Annotated[
         str,
-        Key("HOST:PORT of the Ray cluster to run in; implies --runtime ray", default_text="a new Ray on this machine"),
+        Key("HOST:PORT of an existing Ray cluster; implies --runtime ray", default_text="a new Ray on this machine"),
     ] = ""
     join: Annotated[
         tuple[str, ...],
         Key(
-            "gRPC address of a conductor of a running cluster, once for each of them: starts pool nodes and workers "
-            "for that cluster, and no conductor or frontend",
+            "gRPC address of a conductor of a running cluster, given once for each: starts only pool nodes and "
+            "workers, which join that cluster",
             default_text="a new cluster",
         ),
     ] = ()
     ray_orphan_grace_s: Annotated[
         float,
         Key(
-            "With --ray-address and --join: seconds for which pool nodes and workers outlive `serve`, for the next one "
-            "to adopt them; then they drain. With 0 they end with it",
+            "With --ray-address and --join: seconds for which pool nodes and workers outlive `serve`, so that the next "
+            "one can adopt them, before they drain; 0 ends them with `serve`",
             low=0,
             high=86400,
             unit="s",
@@ -142,18 +140,20 @@ class RuntimeSettings(SettingsGroup):
 
     def check(self) -> None:
         if self.runtime == "process" and self.ray_address:
-            raise InvalidSetting(f"--ray-address is {self.ray_address!r} and --runtime process: leave one of them out")
+            raise InvalidSetting(
+                f"--ray-address {self.ray_address!r} conflicts with --runtime process: omit one of them"
+            )
         if self.ray_address and not _HOST_PORT.fullmatch(self.ray_address):
             raise InvalidSetting(
-                f"--ray-address is {self.ray_address!r}: expected HOST:PORT, as `ray start --head` printed it"
+                f"--ray-address must be HOST:PORT, as printed by `ray start --head`, got {self.ray_address!r}"
             )
         if 0 < self.ray_orphan_grace_s < _LEAST_ORPHAN_S:
             raise InvalidSetting(
-                f"--ray-orphan-grace is {self.ray_orphan_grace_s:g}: expected 0, or at least {_LEAST_ORPHAN_S:g} s, "
-                "since a busy `serve` asks its nodes no more often than every 10 s"
+                f"--ray-orphan-grace must be 0 or at least {_LEAST_ORPHAN_S:g} s, got {self.ray_orphan_grace_s:g}: a "
+                "busy `serve` may call its nodes only every 10 s"
             )
         if self.ray_orphan_grace_s and not (self.ray_address and self.join):
             raise InvalidSetting(
-                "--ray-orphan-grace needs --ray-address and --join: a conductor, a frontend or a Ray that `serve` "
-                "started ends with it"
+                "--ray-orphan-grace needs --ray-address and --join: a conductor, frontend or Ray started by `serve` "
+                "ends with it"
             )

@@ -61,19 +61,19 @@ def convert(declared: Setting, value: Any, source: str) -> Any:
     except InvalidSetting:
         raise
     except ValueError as error:
-        raise InvalidSetting(f"{source}: {error}") from error
+        raise InvalidSetting(f"{source} {error}") from error
     check(declared, converted, source)
     return converted
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most similar to `name`; None if none is similar."""
+    """Return the candidate most similar to `name`; None if none is similar."""
     matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Content of a YAML file; None if it is empty. Raises ConfigError, also for a key that is given twice."""
+    """Return the content of a YAML file; None if it is empty. Raises ConfigError, also for a duplicate key."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
@@ -88,7 +88,7 @@ def _converted(declared: Setting, value: Any, source: str) -> Any:
     if declared.key.item is not None:
         items = [part for part in value.split(";") if part.strip()] if isinstance(value, str) else value
         if not isinstance(items, list):
-            raise ValueError(f"expected a list, got {type(value).__name__}")
+            raise ValueError(f"must be a list, got {type(value).__name__}")
         return tuple(declared.key.item.parse(item, source) for item in items)
     if isinstance(value, str):
         return _from_text(declared, value)
@@ -98,7 +98,7 @@ def _converted(declared: Setting, value: Any, source: str) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise ValueError("the number is too large") from None
+            raise ValueError("must be a smaller number") from None
     if declared.kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
     return value
@@ -137,15 +137,15 @@ def _from_text(declared: Setting, text: str) -> Any:
     if declared.kind is Path:
         try:
             return Path(text).expanduser()
-        except RuntimeError:  # pathlib's, for ~NAME
-            raise ValueError(f"{text!r} starts with the home directory of an unknown user") from None
+        except RuntimeError:  # raised by pathlib for ~NAME
+            raise ValueError(f"must not name the home directory of an unknown user, got {text!r}") from None
     if declared.kind is tuple:
         return tuple(item.strip() for item in text.split(",") if item.strip())
     return text
 
 
 def _file_values(path: Path | None, known: Mapping[str, Setting]) -> dict[str, tuple[Any, str]]:
-    """Key -> (value, "FILE: key")."""
+    """Return (value, "FILE: key") by key."""
     if path is None:
         return {}
     document = read_yaml(path, "configuration file")
@@ -162,7 +162,7 @@ def _file_values(path: Path | None, known: Mapping[str, Setting]) -> dict[str, t
 def _environment_values(
     environ: Mapping[str, str], known: Mapping[str, Setting], reserved: set[str]
 ) -> dict[str, tuple[str, str]]:
-    """Key -> (text, variable)."""
+    """Return (text, variable) by key."""
     variables = {declared.variable: key for key, declared in known.items()}
     former_variables = {variable_of(former): former for former in _current_names(known)}
     values = {}

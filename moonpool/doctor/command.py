@@ -48,20 +48,20 @@ def doctor(
         list[Purpose] | None,
         typer.Option(
             "--for",
-            help="Intended use beyond serving on the CPU; makes its checks required. Repeatable.",
+            help="Intended use beyond serving on the CPU, whose checks become required. Repeatable.",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to serve at.")] = network.DEFAULT_PORT,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to serve on.")] = network.DEFAULT_PORT,
     pool_ssd_dir: Annotated[
-        Path | None, typer.Option(help="Folder for a pool node's SSD tier; checks that it is on a fast disk.")
+        Path | None, typer.Option(help="Folder for a pool node's SSD tier, to check that it is on a fast disk.")
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="HOST:PORT of another host's node; checks that it is reachable. Repeatable."),
+        typer.Option(help="HOST:PORT of a node on another host, to check that it is reachable. Repeatable."),
     ] = None,
     rdma_devices: Annotated[list[str] | None, typer.Option(help="RDMA device to use, e.g. mlx5_0. Repeatable.")] = None,
     registered: Annotated[
-        str, typer.Option(help="Memory that RDMA must register: a process's pools and caches, e.g. 64GiB.")
+        str, typer.Option(help="Memory that a process registers for RDMA, such as its pool or KV cache, e.g. 64GiB.")
     ] = f"{machine.DEFAULT_REGISTERED_NBYTES >> 30}GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     cluster: Annotated[
@@ -79,7 +79,7 @@ def doctor(
 ) -> None:
     """Check what this machine provides for serving, and advise on what is missing. Takes less than 5 seconds.
 
-    With --cluster it checks a running cluster: do its parts reach each other, fit together, and agree?
+    With --cluster it checks that the processes of a running cluster reach each other, are compatible, and agree.
     Changes nothing and needs no root. Exits with 1 if something required for serving is broken.
 
     Examples: moonpool doctor · moonpool doctor --for gpu --json · moonpool doctor --for pool --pool-ssd-dir /mnt/nvme
@@ -98,11 +98,18 @@ def doctor(
             needs=frozenset(needed or ()),
             peers=tuple(peer or ()),
             rdma_devices=tuple(rdma_devices or ()),
-            registered=parse_size(registered),
+            registered=_registered_nbytes(registered),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     _report(examine(all_checks(asked), asked.needs), "machine", as_json)
+
+
+def _registered_nbytes(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--registered {error}") from error
 
 
 def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> list[CheckResult]:
@@ -149,4 +156,4 @@ def _show(findings: Sequence[CheckResult], what: str, ok: bool) -> None:
         table.add_row(Text(finding.level, _STYLES[finding.level]), finding.check, Text(said))
     console.print(table)
     failed = [finding.check for finding in findings if finding.level is Level.FAIL]
-    console.print(f"This {what} can serve." if ok else f"This {what} cannot serve as asked: {', '.join(failed)}.")
+    console.print(f"This {what} can serve." if ok else f"This {what} cannot serve as requested: {', '.join(failed)}.")

@@ -34,17 +34,19 @@ def profile(
     out: Annotated[Path, typer.Option(metavar="FILE", help="File of the profile.")] = Path("cost-profile.json"),
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot of the fit: .svg or .png.")] = None,
     name: Annotated[str, typer.Option(help="Name under which the cluster serves the model. [the folder's]")] = "",
-    device: Annotated[str, typer.Option(help="As of `serve`.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="As of `serve`.")] = "auto",
+    device: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads of the engine.")] = 1,
-    block_tokens: Annotated[int, typer.Option(min=1, max=4096, help="As of `serve`.")] = 16,
-    capacity_tokens: Annotated[int, typer.Option(min=1, help="As of `serve`.")] = 32768,
-    max_batch: Annotated[int, typer.Option(min=1, max=65536, help="As of `serve`.")] = 64,
-    prefill_chunk_tokens: Annotated[int, typer.Option(min=1, help="As of `serve`.")] = 512,
-    repeats: Annotated[int, typer.Option(min=3, max=1000, help="Runs of each point, of which the median is used.")] = 7,
+    block_tokens: Annotated[int, typer.Option(min=1, max=4096, help="As for `serve`.")] = 16,
+    capacity_tokens: Annotated[int, typer.Option(min=1, help="As for `serve`.")] = 32768,
+    max_batch: Annotated[int, typer.Option(min=1, max=65536, help="As for `serve`.")] = 64,
+    prefill_chunk_tokens: Annotated[int, typer.Option(min=1, help="As for `serve`.")] = 512,
+    repeats: Annotated[int, typer.Option(min=3, max=1000, help="Runs of each point; the median is used.")] = 7,
     clock: Annotated[
         str,
-        typer.Option(help="wall, or cpu: CPU seconds of this process, for a busy machine; one thread, no GPU."),
+        typer.Option(
+            help="Clock: wall, or cpu (CPU seconds of this process) for a busy machine, with one thread and no GPU."
+        ),
     ] = "wall",
     transfers: Annotated[
         bool, typer.Option("--transfers/--no-transfers", help="Also measure transfers of KV between processes.")
@@ -74,7 +76,7 @@ def profile(
         }
         clocks = {"wall": time.perf_counter, "cpu": time.process_time}
         if clock not in clocks:
-            raise ConfigError(f"--clock is {clock!r}: expected {' or '.join(clocks)}")
+            raise ConfigError(f"--clock must be {' or '.join(clocks)}, got {clock!r}")
         work = _Work(path, name or name_of_folder(path), device, settings, repeats, clock, clocks[clock])
         made, prefills, steps = _measure(work, transfers)
         try:

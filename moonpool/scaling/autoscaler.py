@@ -31,14 +31,14 @@ def parse_bounds(given: Sequence[str], groups: Mapping[str, Group]) -> dict[str,
     for text in given:
         form = _FORM.fullmatch(text)
         if form is None:
-            raise ConfigError(f"--autoscale {text!r}: expected ROLE=MIN:MAX, for example decode=1:4")
+            raise ConfigError(f"--autoscale must be ROLE=MIN:MAX, for example decode=1:4, got {text!r}")
         name, least, most = form[1], int(form[2]), int(form[3])
         if name not in groups:
-            raise ConfigError(f"--autoscale {text!r}: {name!r} cannot be scaled: expected one of {', '.join(groups)}")
+            raise ConfigError(f"--autoscale must have a role of {', '.join(groups)}, got {text!r}")
         if name in found:
             raise ConfigError(f"--autoscale names {name} twice")
         if not 1 <= least <= most <= MAX_WORKERS:
-            raise ConfigError(f"--autoscale {text!r}: expected 1 <= MIN <= MAX <= {MAX_WORKERS}")
+            raise ConfigError(f"--autoscale must have 1 <= MIN <= MAX <= {MAX_WORKERS}, got {text!r}")
         found[name] = Bounds(least, most)
     return found
 

@@ -35,9 +35,9 @@ def changes(
     for name, count in wanted.items():
         if name not in groups:
             hint = "; every host with workers has one pool node" if name.startswith("pool") else ""
-            raise ScaleRefused(f"{name!r} cannot be scaled: expected one of {', '.join(groups)}{hint}")
+            raise ScaleRefused(f"role must be one of {', '.join(groups)}, got {name!r}{hint}")
         if not 0 <= count <= MAX_WORKERS:
-            raise ScaleRefused(f"{name}={count}: expected 0 to {MAX_WORKERS}")
+            raise ScaleRefused(f"{name} must be from 0 to {MAX_WORKERS}, got {count}")
     after = {name: wanted.get(name, len(present.get(name, []))) for name in groups}
     if not force:
         for model in sorted({groups[name].model.name for name in wanted}):

@@ -21,7 +21,7 @@ def read_objectives(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot read the objectives in {path}: {error.strerror}") from error
     if nbytes > _LARGEST_NBYTES:
-        raise ConfigError(f"{path} has {nbytes} bytes: expected at most {_LARGEST_NBYTES} for objectives")
+        raise ConfigError(f"a file of objectives must have at most {_LARGEST_NBYTES} bytes, got {nbytes} in {path}")
     return read_yaml(path, "file of objectives")
 
 

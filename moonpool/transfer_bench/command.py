@@ -48,14 +48,12 @@ def messenger(
     listen: Annotated[
         str,
         typer.Option(
-            help=f"Serve as the other side of a measurement; without a value at {ANYWHERE}.", metavar="[HOST:PORT]"
+            help=f"Serve as the other side of a measurement, by default at {ANYWHERE}.", metavar="[HOST:PORT]"
         ),
     ] = "",
-    to: Annotated[
-        str, typer.Option(help="Measure against the other side, which listens there.", metavar="HOST[:PORT]")
-    ] = "",
+    to: Annotated[str, typer.Option(help="Address of the other side to measure against.", metavar="HOST[:PORT]")] = "",
     local: Annotated[
-        bool, typer.Option("--local", help="Measure against a process on this host: the default.")
+        bool, typer.Option("--local", help="Measure against a process on this host; the default.")
     ] = False,
     size: Annotated[list[str] | None, typer.Option(help="Bytes per slice; repeatable. [64KiB, 1MiB, 16MiB]")] = None,
     slices: Annotated[list[int] | None, typer.Option(help="Slices per batch; repeatable. [1]")] = None,
@@ -92,7 +90,7 @@ def messenger(
         if sum(map(bool, (listen, to, local))) > 1:
             raise ConfigError("--listen, --to and --local conflict: one side listens, the other measures")
         if data_port and not listen:
-            raise ConfigError("--data-port belongs to the listening side: give it with --listen")
+            raise ConfigError("--data-port needs --listen: only the listening side has a port for the bytes")
         tls = tls_of(tls_cert, tls_key, tls_ca, tls_name)
         secure_from_environment()  # for join tokens; certificates are passed on explicitly, since flags override them
         try:
@@ -129,12 +127,12 @@ def host_and_port(text: str) -> tuple[str, int]:
     if not colon or (":" in host and not host.startswith("[")):
         host, port = text, str(DEFAULT_PORT)
     if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{port!r} in {text!r} is not a port: expected HOST:PORT, such as {ANYWHERE}, up to 65535")
+        raise ConfigError(f"address must be HOST:PORT, such as {ANYWHERE}, with a port up to 65535, got {text!r}")
     return host.strip("[]") or "0.0.0.0", int(port)
 
 
 def tls_of(cert: Path | None, key: Path | None, ca: Path | None, name: str) -> TlsSettings:
-    """The flags' values over MOONPOOL_TLS_* and the file of MOONPOOL_CONFIG, as for a role. Raises InvalidSetting."""
+    """Return the flags' values, otherwise those of MOONPOOL_TLS_* and MOONPOOL_CONFIG. Raises InvalidSetting."""
     said = settings_of_environment().tls
     return replace(
         said,
@@ -148,7 +146,7 @@ def tls_of(cert: Path | None, key: Path | None, ca: Path | None, name: str) -> T
 def _listen(host: str, port: int, data_port: int, tls: TlsSettings, as_json: bool) -> None:
     if port == 65535 and not data_port:
         raise ConfigError(
-            "there is no port after 65535 for the bytes: choose one with --data-port, or listen elsewhere"
+            "the port for the bytes must be at most 65535: choose one with --data-port, or listen on another port"
         )
     config = assemble(
         MessengerConfig,
@@ -158,7 +156,7 @@ def _listen(host: str, port: int, data_port: int, tls: TlsSettings, as_json: boo
         tls=tls,
     )
 
-    who = "Clients with a certificate of the CA" if tls.tls_cert else "All who reach these ports"
+    who = "Clients with a certificate of the CA" if tls.tls_cert else "All clients that can reach these ports"
 
     def on_listening(listening: Listening) -> None:
         if as_json:

@@ -28,7 +28,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 
 @dataclass(frozen=True)
 class BatchShape:
-    """A batch of slices; several slices lie apart in memory, like the layers of scattered blocks."""
+    """A batch of slices; several slices are not contiguous in memory, like the layers of scattered blocks."""
 
     slice_nbytes: int
     slices: int = 1
@@ -85,18 +85,18 @@ class BenchPlan:
         ):
             for value in values:
                 if value not in allowed:
-                    raise ConfigError(f"{flag} {value!r} is unknown: expected one of {', '.join(allowed)}")
+                    raise ConfigError(f"{flag} must be one of {', '.join(allowed)}, got {value!r}")
         for size in self.sizes:
             if size < 1 or (self.digests and size % DIGEST_UNIT):
-                least = f"multiples of {DIGEST_UNIT} bytes, for --digests" if self.digests else "1 byte or more"
-                raise ConfigError(f"--size is {size}: expected {least}")
+                least = f"a multiple of {DIGEST_UNIT} bytes with --digests" if self.digests else "at least 1 byte"
+                raise ConfigError(f"--size must be {least}, got {size}")
         for slices in self.slices:
             if not 1 <= slices <= MAX_SLICES:
-                raise ConfigError(f"--slices is {slices}: expected 1 to {MAX_SLICES}")
+                raise ConfigError(f"--slices must be from 1 to {MAX_SLICES}, got {slices}")
         if self.largest_span > MAX_REGION_NBYTES:
             raise ConfigError(
-                f"a batch would spread over {self.largest_span} bytes of memory: expected sizes and slices for which "
-                f"it is at most {MAX_REGION_NBYTES} (slices lie apart by their own size)"
+                f"a batch must span at most {MAX_REGION_NBYTES} bytes of memory, got {self.largest_span} (slices are "
+                "separated by gaps of their own size): reduce --size or --slices"
             )
 
     @property
@@ -105,7 +105,7 @@ class BenchPlan:
 
     @property
     def region_nbytes(self) -> int:
-        """Bytes of memory on each side: two of the largest batches, and more than fits into caches."""
+        """Bytes of memory on each side: room for two of the largest batches, and larger than CPU caches."""
         return min(max(2 * self.largest_span, LEAST_REGION_NBYTES), MAX_REGION_NBYTES)
 
     def cells(self) -> Iterator[Cell]:
@@ -119,9 +119,7 @@ def bytes_of(text: str) -> int:
     """Parse "64KiB", "1 MiB" or "4096" to bytes. Raises ConfigError."""
     found = _SIZE.fullmatch(text.strip().lower())
     if found is None or found[2] not in _UNITS:
-        raise ConfigError(
-            f"{text!r} is not a size: expected a number with B, KiB, MiB, GiB, kB, MB or GB, such as 64KiB"
-        )
+        raise ConfigError(f"--size must be a number with B, KiB, MiB, GiB, kB, MB or GB, such as 64KiB, got {text!r}")
     return int(float(found[1]) * _UNITS[found[2]])
 
 

@@ -42,7 +42,7 @@ def close() -> None:
 
 
 def is_on() -> bool:
-    """Return whether spans are sent."""
+    """Return True if spans are sent."""
     return _recorder is not None
 
 
@@ -54,8 +54,10 @@ def begin(name: str, traceparent: str, **about: str | int | float | bool) -> Spa
 
 
 def receive(name: str, headers: Mapping[str, str], **about: str | int | float | bool) -> Span:
-    """Begin the span of a request from outside: continues the trace named in the headers or begins one. OFF if the
-    sampler, or the trace's originator, does not sample it."""
+    """Begin the span of a client's request, in the trace named in the headers or in a new one.
+
+    OFF if the sampler, or the originator of the trace, does not sample it.
+    """
     if _recorder is None:
         return OFF
     return _recorder.begin(name, headers, about)

@@ -33,7 +33,7 @@ _KINDS: Final = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "clie
 _LAST_SPANS_S: Final = 2.0
 _QUEUE: Final = 2048
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
-# Nothing of the process's own context: a span's parent is the one it is given.
+# An empty context: a span's parent is always passed explicitly.
 _NO_CONTEXT: Final = set_span_in_context(NonRecordingSpan(INVALID_SPAN_CONTEXT))
 _PREFIXED: Final = ("http.", "url.", "gen_ai.", "server.", "client.", "network.", "error.")
 
@@ -46,8 +46,8 @@ class Recorder:
         protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
         if protocol not in (None, "", "http/protobuf"):
             raise BadTracing(
-                f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: only http/protobuf is spoken; name the collector's HTTP "
-                "port (4318 as a rule) in OTEL_EXPORTER_OTLP_ENDPOINT, and leave the protocol out"
+                f"OTEL_EXPORTER_OTLP_PROTOCOL must be http/protobuf, got {protocol!r}: unset it, and set "
+                "OTEL_EXPORTER_OTLP_ENDPOINT to the collector's HTTP port, usually 4318"
             )
         about = {"service.instance.id": node_id, "service.namespace": "moonpool", "service.version": _version()}
         if not os.environ.get("OTEL_SERVICE_NAME"):
@@ -58,7 +58,7 @@ class Recorder:
             self._queue = _Bounded(self._exporter, size)
             self._provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
         except ValueError as error:
-            raise BadTracing(f"traces cannot be sent as OpenTelemetry's variables (OTEL_…) say: {error}") from error
+            raise BadTracing(f"invalid OpenTelemetry variables (OTEL_…): {error}") from error
         self._provider.add_span_processor(self._queue)
         self._tracer = self._provider.get_tracer("moonpool")
 
@@ -79,7 +79,7 @@ class Recorder:
 
     def close(self) -> None:
         """Flush queued spans, for a moment at most."""
-        # The SDK waits half a minute for a collector that does not answer: the role's end does not.
+        # The SDK would wait half a minute for a collector that does not answer, and delay the end of the role.
         ending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         ending.start()
         ending.join(_LAST_SPANS_S)

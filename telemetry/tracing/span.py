@@ -9,8 +9,10 @@ Kind = Literal["internal", "server", "client"]
 
 
 class Span:
-    """A span that is not recorded; base class of recorded ones. Ends with its `with` block or by `end`; an exception
-    that leaves the block is recorded."""
+    """A span that is not recorded; base class of recorded ones.
+
+    It ends with its `with` block or by `end`; an exception that leaves the block is recorded.
+    """
 
     __slots__ = ()
 
@@ -32,8 +34,10 @@ class Span:
         """Add a child span that has ended; `time.monotonic()` instants of this process."""
 
     def note(self, **about: str | int | float | bool) -> None:
-        """Add attributes; names get the prefix moonpool., except those of OpenTelemetry's conventions, written with
-        double underscores for dots."""
+        """Add attributes, whose names get the prefix moonpool.
+
+        Names of OpenTelemetry's conventions are written with double underscores for dots, and get no prefix.
+        """
 
     def event(self, name: str) -> None:
         """Add an event that happens now."""

@@ -74,12 +74,12 @@ def test_a_folder_that_cannot_be_served_is_refused_before_anything_starts(
     ("arguments", "said"),
     [
         (["--prot", "80"], ["No such option: --prot", "--port"]),
-        (["--port", "many"], ["--port: must be an integer, got 'many'"]),
-        (["--port", "70000"], ["--port is 70000: expected 0 to 65535"]),
-        (["--transport", "ether"], ["--transport is 'ether': expected one of auto, rdma, tcp, shm"]),
-        (["--device", "tpu"], ["--device is 'tpu'", "cuda:N"]),
+        (["--port", "many"], ["--port must be an integer, got 'many'"]),
+        (["--port", "70000"], ["--port must be from 0 to 65535, got 70000"]),
+        (["--transport", "ether"], ["--transport must be one of auto, rdma, tcp, shm, got 'ether'"]),
+        (["--device", "tpu"], ["--device must be", "got 'tpu'", "cuda:N"]),
         (["--capacity-tokens", "1000", "--block-tokens", "16"], ["capacity_tokens", "1000", "multiple", "16"]),
-        (["--prefill-nodes", "0"], ["prefill_nodes is 0 and decode_nodes is 1", "--aggregated"]),
+        (["--prefill-nodes", "0"], ["prefill_nodes and decode_nodes must both", "got 0 and 1", "--aggregated"]),
         (["--api-key", ""], ["--api-key", "empty"]),
         (["--host", "192.0.2.1"], ["cannot listen at 192.0.2.1"]),
     ],
@@ -104,7 +104,7 @@ def test_an_unknown_key_of_the_file_is_refused_with_the_nearest(
     ("variable", "value", "said"),
     [
         ("MOONPOOL_PREFIL_NODES", "2", "did you mean MOONPOOL_PREFILL_NODES?"),
-        ("MOONPOOL_TTFT_SLO", "soon", "MOONPOOL_TTFT_SLO: must be a number, got 'soon'"),
+        ("MOONPOOL_TTFT_SLO", "soon", "MOONPOOL_TTFT_SLO must be a number, got 'soon'"),
     ],
 )
 def test_a_bad_variable_is_refused_by_name(

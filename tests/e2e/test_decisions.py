@@ -193,7 +193,7 @@ def test_explain_tells_a_person_why(cluster: Any, log: Path, moonpool: Command) 
     unknown = moonpool("explain", "nobody", *live)
     print(unknown.stdout)
     assert unknown.returncode == 1
-    assert "Nothing is known of request 'nobody'" in unknown.stdout
+    assert "No record of request 'nobody'" in unknown.stdout
     assert "starts with requests of 20" in unknown.stdout
     nowhere = moonpool("explain", "x", "--log", log.parent)
     assert nowhere.returncode == 1

@@ -127,7 +127,7 @@ async def test_an_encrypted_cluster_says_the_right_tokens_and_nothing_to_outside
 
     outsider = await asyncio.to_thread(encrypted.run, "status", *asked, encrypted=False)
     assert outsider.returncode == 1
-    assert "if it encrypts, this side must too: set tls_cert" in outsider.stderr
+    assert "if it uses TLS, set tls_cert" in outsider.stderr
     ports = encrypted.ports()
     assert len(ports) == 7  # all of them but the front door's: of gRPC, and of KV where there is any
     for port in ports:

@@ -140,6 +140,6 @@ async def test_the_pool_of_a_live_cluster_is_shown_verified_and_emptied(
         assert [tier["blocks"] for tier in node["tiers"].values()] == [0, 0]
         await cluster.validate()
 
-        assert "expected the first 4 to 32 hex digits" in await pool.run("inspect", "pool", expect=2)
-        assert "expected one of pool-0" in await pool.run("verify", "--node", "pool-7", expect=2)
+        assert "KEY must be the first 4 to 32 hex digits" in await pool.run("inspect", "pool", expect=2)
+        assert "must be one of pool-0" in await pool.run("verify", "--node", "pool-7", expect=2)
     assert "no cluster" in await pool.run("status", expect=1)

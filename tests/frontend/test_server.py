@@ -80,7 +80,7 @@ def test_url_is_one_that_a_client_can_use(host: str, start: str) -> None:
         ({"block_tokens": 0}, "block_tokens"),
         ({"request_timeout_s": float("nan")}, "request_timeout"),
         ({"drain_grace_s": -1.0}, "drain_grace"),
-        ({"api_key": ("a", "")}, "--api-key is empty"),
+        ({"api_key": ("a", "")}, "--api-key must not be empty"),
         ({"models": ()}, "models must hold at least one model"),
         ({"models": (ServedModelConfig(Path("a"), "m"), ServedModelConfig(Path("b"), "m"))}, "got 'm' twice"),
         (

@@ -261,7 +261,7 @@ def test_files_that_cannot_be_used_leave_the_old_certificate_in_force(
     before = identity.material()
     tls_settings("successor", key="node")
     assert identity.material() is before
-    assert "going on with the certificate from before: tls_key" in caplog.text
+    assert "keeping the previous certificate: tls_key" in caplog.text
     tls_settings("successor")
     assert identity.material() is not before
 
@@ -327,10 +327,10 @@ def test_nodes_tell_how_long_their_certificate_lasts(pair: tuple[Any, Any]) -> N
     ("given", "message"),
     [
         ({"key": "successor"}, "tls_key .* does not belong to the certificate in tls_cert"),
-        ({"key": "locked"}, "tls_key .* is encrypted, and nobody is there to give its password"),
-        ({"name": "expired"}, "certificate has expired: tls_cert .*; have a new one made"),
+        ({"key": "locked"}, "tls_key .* must not be encrypted: decrypt it"),
+        ({"name": "expired"}, "certificate has expired: tls_cert .*: issue a new one"),
         ({"name": "stranger"}, "is not signed by the CA in tls_ca"),
-        ({"name": "misnamed"}, "does not carry the DNS name 'moonpool' of this cluster"),
+        ({"name": "misnamed"}, "lacks the DNS name 'moonpool' of this cluster"),
     ],
 )
 def test_key_material_that_cannot_work_is_refused_at_the_start(
@@ -364,4 +364,4 @@ def test_a_key_that_others_can_read_is_warned_of(tls_settings: TlsSettings, capl
     settings = tls_settings()
     settings["tls_key"].chmod(0o644)
     Identity(TlsFiles(settings["tls_cert"], settings["tls_key"], settings["tls_ca"]))
-    assert "other users of this machine may read the private key: chmod 600" in caplog.text
+    assert "other users of this machine can read the private key; run chmod 600" in caplog.text

@@ -40,12 +40,18 @@ def test_a_worker_wants_the_adapters_nearest_to_its_gpu(device: str, gpu: int | 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"tls_cert": "c.pem"}, "tls_key, tls_ca not set: encryption needs tls_cert, tls_key and tls_ca together"),
-        ({"tls_cert": "c.pem", "tls_key": "k.pem"}, "tls_ca not set"),
-        ({"tls_name": " "}, "--tls-name is empty"),
-        ({"streams_per_peer": "4", "max_connections_per_peer": "3"}, "peers with the same settings would refuse some"),
-        ({"rdma_silence": "0"}, "--rdma-silence is 0.0: expected 0.5 to 600"),
-        ({"rdma_devices": ["mlx5_0", "mlx5_0"]}, r"rdma_devices is \['mlx5_0', 'mlx5_0'\]: expected different names"),
+        (
+            {"tls_cert": "c.pem"},
+            "tls_key, tls_ca must be set, too: encryption needs all of tls_cert, tls_key and tls_ca",
+        ),
+        ({"tls_cert": "c.pem", "tls_key": "k.pem"}, "tls_ca must be set"),
+        ({"tls_name": " "}, "--tls-name must not be empty"),
+        (
+            {"streams_per_peer": "4", "max_connections_per_peer": "3"},
+            r"must be at most max_connections_per_peer \(3\), got 4",
+        ),
+        ({"rdma_silence": "0"}, "--rdma-silence must be from 0.5 to 600, got 0.0"),
+        ({"rdma_devices": ["mlx5_0", "mlx5_0"]}, r"rdma_devices must be distinct names, .* got \['mlx5_0', 'mlx5_0'\]"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(flags: dict[str, Any], message: str) -> None:

@@ -92,7 +92,7 @@ async def test_a_caller_in_the_clear_gets_nowhere(target: Any, tls_settings: Tls
     address = await target()
     control.secure(None)
     async with control.open_channel(address) as channel:
-        with pytest.raises(Unavailable, match="if it encrypts, this side must too: set tls_cert, tls_key and tls_ca"):
+        with pytest.raises(Unavailable, match="if it uses TLS, set tls_cert, tls_key and tls_ca here"):
             await echo(channel, address)
 
 

@@ -109,7 +109,7 @@ def test_the_command_ends_with_a_line_of_json() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "value", "complaint"),
-    [("--routing", "nearest", "no routing 'nearest'"), ("--servers", "0", "servers must be above 0")],
+    [("--routing", "nearest", "got 'nearest'"), ("--servers", "0", "servers must be above 0")],
 )
 def test_the_command_refuses_what_cannot_be(flag: str, value: str, complaint: str) -> None:
     done = CliRunner().invoke(app, ["simulate", "dialogues", flag, value])

@@ -80,10 +80,10 @@ def test_it_draws_what_it_found(invoke: Invoke, trace: Path, tmp_path: Path, kin
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["TRACE", "--capacity", "0"], "--capacity '0': expected a whole number of blocks from 1"),
-        (["TRACE", "--capacity", "-5"], "--capacity '-5': expected"),
-        (["TRACE", "--capacity", "10,many"], "--capacity 'many': expected"),
-        (["TRACE", "--capacity", "10", "--policy", "mru"], "no policy 'mru'; choose from lru, lfu"),
+        (["TRACE", "--capacity", "0"], "--capacity must be a positive number of blocks"),
+        (["TRACE", "--capacity", "-5"], "got '-5'"),
+        (["TRACE", "--capacity", "10,many"], "got 'many'"),
+        (["TRACE", "--capacity", "10", "--policy", "mru"], "--policy must be lru, lfu"),
         (["nowhere.jsonl", "--capacity", "10"], "cannot open the trace nowhere.jsonl"),
         (["TRACE", "--capacity", "10", "--plot", "hits.gif"], "must end in one of .svg, .png"),
         (["TRACE", "--capacity", "10", "--plot", "nowhere/hits.svg"], "there is no folder nowhere"),

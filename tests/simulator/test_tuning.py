@@ -114,7 +114,7 @@ def test_the_command_shows_draws_and_tells(tmp_path: Path) -> None:
         (["--try-ttft", "1,fast"], "--try-ttft"),
         (["--try-prefill", "1.5"], "--try-prefill"),
         (["--try-prefill", "16"], "both need one"),
-        (["--rate", "0", "--try-ttft", "1"], "--rate is 0: expected a positive number"),
+        (["--rate", "0", "--try-ttft", "1"], "--rate must be positive, got 0"),
         (["--try-ttft", "1", "--plot", "tune.gif"], "tune.gif"),
     ],
 )

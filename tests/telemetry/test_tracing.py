@@ -134,7 +134,7 @@ def test_the_end_waits_for_a_silent_collector_for_a_moment_only(configure: Any, 
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "only http/protobuf"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "must be http/protobuf"),
         ({"OTEL_BSP_MAX_QUEUE_SIZE": "many"}, "many"),
         ({"OTEL_BSP_MAX_QUEUE_SIZE": "0"}, "max_queue_size"),
     ],

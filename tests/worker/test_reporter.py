@@ -198,7 +198,7 @@ async def test_of_many_decode_steps_the_usual_ones_are_told(tmp_path: Path, monk
 
 
 def test_a_conductor_that_cannot_be_one_is_named_at_once() -> None:
-    with pytest.raises(InvalidArgument, match=r"'head' is neither unix:/dir/name\.sock nor host:port"):
+    with pytest.raises(InvalidArgument, match=r"must be unix:/dir/name\.sock or host:port, got 'head'"):
         _reporter("127.0.0.1:7000", "head")
 
 

@@ -261,7 +261,7 @@ def test_a_server_that_is_not_there_is_told_with_what_to_do(chat: Chat, server: 
     wrong = chat("x\n", "--model", "huge")
     assert (wrong.returncode, "serves 'tiny', not 'huge'" in wrong.stderr) == (1, True)
     bad = chat("x\n", "--url", "ftp://x")
-    assert (bad.returncode, "expected http://HOST:PORT" in bad.stderr) == (2, True)
+    assert (bad.returncode, "must be http://HOST:PORT" in bad.stderr) == (2, True)
 
 
 INTERRUPTED_BETWEEN_LOOKS = """

@@ -95,9 +95,9 @@ def test_models_whose_names_clash_are_refused_before_anything_starts(run: Run) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("serve", "--port", "99999"), "--port is 99999: expected 0 to 65535"),
-        (("serve", "--prefill-nodes", "-1"), "--prefill-nodes is -1: expected 0 to 256"),
-        (("serve", "--transport", "pigeon"), "--transport is 'pigeon': expected one of auto, rdma, tcp, shm"),
+        (("serve", "--port", "99999"), "--port must be from 0 to 65535, got 99999"),
+        (("serve", "--prefill-nodes", "-1"), "--prefill-nodes must be from 0 to 256, got -1"),
+        (("serve", "--transport", "pigeon"), "--transport must be one of auto, rdma, tcp, shm, got 'pigeon'"),
         (("decode-node", "--pool", "x:1"), "--conductor is required"),
         (("serve", "--host", "no.such.host.invalid"), "cannot listen at no.such.host.invalid:8000"),
     ],

@@ -18,4 +18,4 @@ def test_a_record_of_another_form_ends_in_a_sentence(tmp_path: Path, more: dict[
     done = CliRunner().invoke(app, ["decisions", "explain", "x", "--log", str(tmp_path)])
     assert done.exit_code == 1
     said = done.output.replace("\n", " ")
-    assert ("of another version of this program" if more else "Nothing is known of request 'x'") in said
+    assert ("of another version of Moonpool" if more else "No record of request 'x'") in said

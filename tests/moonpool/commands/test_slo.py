@@ -169,5 +169,5 @@ def test_a_configured_file_holds_the_first_objectives_and_is_alone_in_that(tmp_p
 
 @pytest.mark.parametrize("path", ["/nowhere/slo.yaml", "x" * 5000])
 def test_a_configured_file_that_is_not_there_is_named(path: str) -> None:
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match="must be an existing file"):
         role(slo_file=path)

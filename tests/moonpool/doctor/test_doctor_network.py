@@ -354,7 +354,10 @@ def test_peers_are_tried_and_one_that_refuses_makes_the_command_fail() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [(("--peer", "nowhere"), "must be HOST:PORT, got 'nowhere'"), (("--registered", "much"), "'much' is not a size")],
+    [
+        (("--peer", "nowhere"), "must be HOST:PORT, got 'nowhere'"),
+        (("--registered", "much"), "--registered must be a number of bytes"),
+    ],
 )
 def test_flags_that_make_no_sense_are_refused_with_what_was_expected(flags: tuple[str, str], said: str) -> None:
     ended = doctor(*flags)

@@ -62,7 +62,7 @@ def test_the_address_is_read() -> None:
 
 @pytest.mark.parametrize("wrong", ["8081", ":8081", "a:b", "host:99999", "::1:80", "unix:/x"])
 def test_what_is_no_address_is_refused(wrong: str) -> None:
-    with pytest.raises(InvalidSetting, match="expected host:port"):
+    with pytest.raises(InvalidSetting, match="must be host:port"):
         HealthSettings(wrong)
 
 

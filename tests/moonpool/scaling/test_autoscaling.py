@@ -38,12 +38,12 @@ def test_bounds_are_read_by_group() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["decode"], "expected ROLE=MIN:MAX"),
-        (["decode=4"], "expected ROLE=MIN:MAX"),
+        (["decode"], "must be ROLE=MIN:MAX"),
+        (["decode=4"], "must be ROLE=MIN:MAX"),
         (["decode=0:4"], "1 <= MIN <= MAX"),
         (["decode=5:4"], "1 <= MIN <= MAX"),
         (["decode=1:999"], "<= 256"),
-        (["pool=1:4"], "cannot be scaled: expected one of prefill"),
+        (["pool=1:4"], "must have a role of prefill"),
         (["decode=1:4", "decode=1:5"], "names decode twice"),
     ],
 )

@@ -55,7 +55,7 @@ def test_both_phases_may_give_way_to_aggregated_workers() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
-    [({"prefil": 1}, "expected one of prefill"), ({"pool": 2}, "one pool node"), ({"decode": 999}, "0 to 256")],
+    [({"prefil": 1}, "must be one of prefill"), ({"pool": 2}, "one pool node"), ({"decode": 999}, "0 to 256")],
 )
 def test_what_cannot_be_is_refused_by_name(wanted: dict[str, int], said: str) -> None:
     with pytest.raises(ScaleRefused, match=said):

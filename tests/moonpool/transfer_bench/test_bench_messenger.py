@@ -284,7 +284,7 @@ def test_both_sides_encrypt_or_neither_does() -> None:
     try:
         for port, _ in listening(*flags):
             assert len(measured(replace(SMALL, slices=(1,)), port, WITH_TLS).results) == 2
-            with pytest.raises(TransferBenchFailed, match="if it encrypts, this side must too"):
+            with pytest.raises(TransferBenchFailed, match="if it uses TLS, set tls_cert"):
                 measured(SMALL, port)
     finally:
         secure(None)
@@ -292,7 +292,7 @@ def test_both_sides_encrypt_or_neither_does() -> None:
 
 def test_that_the_other_side_does_not_encrypt_is_said(port: int) -> None:
     try:
-        with pytest.raises(TransferBenchFailed, match="it does not encrypt, and this side does"):
+        with pytest.raises(TransferBenchFailed, match="it does not use TLS, but this side does"):
             measured(SMALL, port, WITH_TLS)
     finally:
         secure(None)
@@ -326,19 +326,19 @@ def test_interrupted_it_tells_what_it_has() -> None:
     ("flags", "said"),
     [
         (["--listen", "--to", "a"], "conflict"),
-        (["--size", "5x"], "'5x' is not a size"),
-        (["--size", "0"], "--size is 0"),
-        (["--size", "100", "--digests"], "multiples of 256 bytes"),
-        (["--slices", "0"], "--slices is 0"),
-        (["--size", "3GiB", "--slices", "2"], "expected sizes and slices for which it"),
-        (["--transport", "pigeon"], "--transport 'pigeon' is unknown"),
-        (["--direction", "up"], "--direction 'up' is unknown"),
-        (["--priority", "high"], "--priority 'high' is unknown: expected one of urgent, normal, background"),
-        (["--to", "host:x"], "'x' in 'host:x' is not a port"),
+        (["--size", "5x"], "such as 64KiB, got '5x'"),
+        (["--size", "0"], "--size must be at least 1 byte, got 0"),
+        (["--size", "100", "--digests"], "a multiple of 256 bytes"),
+        (["--slices", "0"], "--slices must be from 1 to"),
+        (["--size", "3GiB", "--slices", "2"], "reduce --size or --slices"),
+        (["--transport", "pigeon"], "got 'pigeon'"),
+        (["--direction", "up"], "got 'up'"),
+        (["--priority", "high"], "--priority must be one of urgent, normal, background, got 'high'"),
+        (["--to", "host:x"], "got 'host:x'"),
         (["--to", "host:99999"], "up to 65535"),
-        (["--listen", "127.0.0.1:65535"], "no port after 65535 for the bytes: choose one with --data-port"),
-        (["--to", "host", "--data-port", "7000"], "--data-port belongs to the listening side"),
-        (["--tls-cert", "node.pem", "--tls-key", "node.key"], "tls_ca not set"),
+        (["--listen", "127.0.0.1:65535"], "must be at most 65535: choose one with --data-port"),
+        (["--to", "host", "--data-port", "7000"], "--data-port needs --listen"),
+        (["--tls-cert", "node.pem", "--tls-key", "node.key"], "tls_ca must be set"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags: list[str], said: str) -> None:
