@@ -47,7 +47,7 @@ OWN = {
     *("prefill_nodes", "decode_nodes", "aggregated", "pool_nodes", "conductors"),
 }
 _SERVE_ONLY = {*group_settings(SupervisorSettings), *group_settings(RuntimeSettings)}
-_BEFORE = "The chart's values. Made from values.yaml"
+_BEFORE = "The chart's values. Generated from values.yaml"
 
 
 def settable() -> dict[str, Setting]:

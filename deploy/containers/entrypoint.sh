@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs a command with the image's compiled kernels where they can be read and added to: numba takes no folder that it
-# cannot write to. A second container of the pod that shares the folder finds them there.
+# Run a command with a writable copy of the image's compiled kernels: numba ignores a cache that it cannot write. Other
+# containers of the pod that share the folder use the same copy.
 set -eu
 kernels=${PRECOMPILED_KERNELS:-/opt/moonpool/kernels}
 if [ -d "$kernels" ] && [ ! -d "$NUMBA_CACHE_DIR" ]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/python3 -I
-"""Docker's health check: 0 as soon as one of the ports answers /live, at which roles do in these images.
+"""Health check of the images: exits with 0 if one of the ports answers /live.
 
 moonpool-healthcheck [PORT ...]
 """
@@ -9,12 +9,12 @@ import sys
 import urllib.error
 import urllib.request
 
-PORTS = ("8000", "8080", "8081")  # a front door's; those of --health in the Helm chart
+PORTS = ("8000", "8080", "8081")  # the API server's, and those of --health in the Helm chart
 
 
 def lives(url: str) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Whether a process of this container answers: its certificate is for clients to check.
+    # The certificate need not be valid for this address: only the answer matters.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with urllib.request.urlopen(f"{url}/live", timeout=3, context=context) as answer:

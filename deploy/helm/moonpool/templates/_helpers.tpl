@@ -1,10 +1,10 @@
-{{- /* Names, labels, and what the processes are told. */ -}}
+{{- /* Names, labels, and configuration of the processes. */ -}}
 
 {{- define "moonpool.fullname" -}}
 {{- .Values.fullnameOverride | default .Release.Name | trunc 30 | trimSuffix "-" -}}
 {{- end -}}
 
-{{- /* (root, component): what selects pods; never changes over a release's life. */ -}}
+{{- /* (root, component): labels that select pods; must not change within a release's life. */ -}}
 {{- define "moonpool.selector" -}}
 app.kubernetes.io/name: moonpool
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -18,7 +18,7 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
-{{- /* (root, name, component): metadata of an object; the name's suffix. */ -}}
+{{- /* (root, name, component): metadata of an object; `name` is a suffix. */ -}}
 {{- define "moonpool.metadata" -}}
 name: {{ include "moonpool.fullname" .root }}{{ with .name }}-{{ . }}{{ end }}
 namespace: {{ .root.Release.Namespace }}
@@ -26,7 +26,7 @@ labels:
   {{- include "moonpool.labels" . | nindent 2 }}
 {{- end -}}
 
-{{- /* A group's workers: one, where it does not say how many. */ -}}
+{{- /* Number of a group's workers, 1 by default. */ -}}
 {{- define "moonpool.replicas" -}}
 {{- if hasKey . "replicas" }}{{ int .replicas }}{{ else }}1{{ end -}}
 {{- end -}}
@@ -49,7 +49,7 @@ labels:
 {{- .Values.tls.existingSecret | default (printf "%s-tls" (include "moonpool.fullname" .)) -}}
 {{- end -}}
 
-{{- /* The conductors' addresses, in the same words everywhere, as a JSON list. */ -}}
+{{- /* The conductors' addresses as a JSON list, identical everywhere. */ -}}
 {{- define "moonpool.conductors" -}}
 {{- $service := printf "%s-conductor" (include "moonpool.fullname" .) -}}
 {{- $targets := list -}}
@@ -59,7 +59,7 @@ labels:
 {{- $targets | toJson -}}
 {{- end -}}
 
-{{- /* As the metrics name it. */ -}}
+{{- /* The model's name in metrics. */ -}}
 {{- define "moonpool.modelName" -}}
 {{- if .Values.model.servedNames -}}
 {{- first .Values.model.servedNames -}}
@@ -78,11 +78,11 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- end -}}
 {{- end -}}
 
-{{- /* moonpool.yaml: one file for all roles; each passes over the keys of others. */ -}}
+{{- /* moonpool.yaml: one file for all roles; each ignores the keys of others. */ -}}
 {{- define "moonpool.config" -}}
 {{- $config := dict "log_format" "json" -}}
 {{- range $key, $value := .Values.config -}}
-{{- /* Helm reads whole numbers as floats, and would write the large ones as 2e+06. */ -}}
+{{- /* Helm reads integers as floats, and would write large ones as 2e+06. */ -}}
 {{- if and (kindIs "float64" $value) (eq (floor $value) $value) -}}{{- $value = int64 $value -}}{{- end -}}
 {{- $_ := set $config $key $value -}}
 {{- end -}}
@@ -113,37 +113,37 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- toYaml $config -}}
 {{- end -}}
 
-{{- /* What cannot be said by the schema. */ -}}
+{{- /* Checks that the schema cannot express. */ -}}
 {{- define "moonpool.check" -}}
 {{- if and .Values.externalRedis.url .Values.redis.enabled -}}
-{{- fail "externalRedis.url and redis.enabled are both set: conductors share one Redis; set redis.enabled to false" -}}
+{{- fail "externalRedis.url and redis.enabled conflict: set redis.enabled to false" -}}
 {{- end -}}
 {{- if and .Values.externalRedis.existingSecret (not .Values.externalRedis.url) -}}
-{{- fail "externalRedis.existingSecret is set, but not externalRedis.url: say where that Redis is" -}}
+{{- fail "externalRedis.existingSecret needs externalRedis.url: set it to the address of that Redis" -}}
 {{- end -}}
 {{- if and .Values.tls.enabled (not .Values.tls.existingSecret) (not .Values.tls.certManager.enabled) -}}
-{{- fail "tls.enabled needs certificates: name a Secret in tls.existingSecret, or set tls.certManager.enabled and its issuerRef" -}}
+{{- fail "tls.enabled needs certificates: set tls.existingSecret, or tls.certManager.enabled and its issuerRef" -}}
 {{- end -}}
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) -}}
-{{- fail "tls.certManager.issuerRef.name is empty: name the Issuer of the cluster's own CA" -}}
+{{- fail "tls.certManager.issuerRef.name must not be empty: set it to the Issuer of the cluster's CA" -}}
 {{- end -}}
 {{- if and (hasKey .Values.config "colocated_prefill") (hasKey .Values.config "undivided") -}}
-{{- fail "config.undivided and config.colocated_prefill are two names of one setting: leave out config.undivided" -}}
+{{- fail "config.undivided and config.colocated_prefill are two names of one setting: omit config.undivided" -}}
 {{- end -}}
 {{- $needed := dict "pvc" "existingClaim" "hostPath" "hostPath" "imageVolume" "reference" -}}
 {{- with get $needed .Values.model.source -}}
 {{- if not (get $.Values.model .) -}}
-{{- fail (printf "model.source is %s, but model.%s is empty" $.Values.model.source .) -}}
+{{- fail (printf "model.source %s needs model.%s, which is empty" $.Values.model.source .) -}}
 {{- end -}}
 {{- end -}}
 {{- $roles := dict -}}
 {{- range $name, $group := .Values.workers -}}
 {{- if has $name (list "conductor" "frontend" "pool" "redis" "worker" "launcher" "ray" "ray-head" "config") -}}
-{{- fail (printf "workers.%s: this name is another role's; take another one" $name) -}}
+{{- fail (printf "workers.%s: this name is reserved for another role; choose another one" $name) -}}
 {{- end -}}
 {{- if $group -}}{{- $_ := set $roles $group.role true -}}{{- end -}}
 {{- end -}}
 {{- if not (or $roles.aggregated (and $roles.prefill $roles.decode)) -}}
-{{- fail "workers needs a group with the role prefill and one with the role decode, or one with the role aggregated" -}}
+{{- fail "workers must have a group with role prefill and one with role decode, or one with role aggregated" -}}
 {{- end -}}
 {{- end -}}

@@ -1,9 +1,9 @@
-{{- /* What pods of all roles are made of. Each template is given a dict with root (the chart's scope) and pod (values as
-frontend.pod); moves (whether KV is moved: workers and pool nodes). */ -}}
+{{- /* Parts of pods of all roles. Each template takes a dict with root (the chart's scope), pod (values as frontend.pod)
+and moves (true for workers and pool nodes, which transfer KV). */ -}}
 
 {{- define "moonpool.podMetadata" -}}
 labels:
-  {{- /* Without versions: a new chart alone restarts nobody. */}}
+  {{- /* Without versions, so that a new chart alone restarts no pod. */}}
   {{- include "moonpool.selector" . | nindent 2 }}
   {{- with .role }}
   llm-d.ai/role: {{ . }}
@@ -12,7 +12,7 @@ labels:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 annotations:
-  {{- /* The record of objectives is left out: its versions are changed in a running cluster. */}}
+  {{- /* Excludes the record of objectives, whose versions change in a running cluster. */}}
   checksum/config: {{ include "moonpool.config" .root | sha256sum }}
   {{- with .pod.annotations }}
   {{- toYaml . | nindent 2 }}
@@ -29,7 +29,7 @@ annotations:
 {{- $root := and $rdma .root.Values.rdma.runAsRoot -}}
 serviceAccountName: {{ include "moonpool.serviceAccount" .root }}
 automountServiceAccountToken: false
-{{- /* Kubernetes would set MOONPOOL_... variables for a service of that name, which the roles do not know and refuse. */}}
+{{- /* For a service named moonpool, Kubernetes would set MOONPOOL_... variables, which the roles reject. */}}
 enableServiceLinks: false
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
@@ -79,7 +79,7 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{- /* Of a container: image, rights, variables, resources. env: further variables. */ -}}
+{{- /* Image, privileges, variables and resources of a container. env: additional variables. */ -}}
 {{- define "moonpool.container" -}}
 {{- $rdma := and .moves .root.Values.rdma.enabled -}}
 image: {{ include "moonpool.image" .root }}
@@ -123,7 +123,7 @@ resources:
   {{- include "moonpool.resources" . | nindent 2 }}
 {{- end -}}
 
-{{- /* The pod's resources, and of those that move KV the RDMA devices; pool: huge pages, too. */ -}}
+{{- /* Resources of the pod, with RDMA devices for those that transfer KV. pool: with huge pages. */ -}}
 {{- define "moonpool.resources" -}}
 {{- $resources := deepCopy (.pod.resources | default dict) -}}
 {{- $further := dict -}}
@@ -139,7 +139,7 @@ resources:
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{- /* Probes over HTTP, or https: port, and how many seconds it may take until started answers 200. */ -}}
+{{- /* HTTP or HTTPS probes: port, and seconds until the start-up probe must succeed. */ -}}
 {{- define "moonpool.probes" -}}
 {{- $scheme := ternary ", scheme: HTTPS" "" (not (empty .https)) -}}
 startupProbe:
@@ -212,12 +212,12 @@ livenessProbe:
 {{- end }}
 {{- end -}}
 
-{{- /* A folder of the host for this release alone. */ -}}
+{{- /* A folder of the host for this release only. */ -}}
 {{- define "moonpool.socketPath" -}}
 {{ .Values.pool.sharedMemory.hostPath }}/{{ .Release.Namespace }}-{{ include "moonpool.fullname" . }}
 {{- end -}}
 
-{{- /* Kubernetes makes folders of hosts for root; this gives one to the user of the processes. */ -}}
+{{- /* Kubernetes creates host folders for root; this changes the owner to the processes' user. */ -}}
 {{- define "moonpool.prepareSockets" -}}
 {{- if and .root.Values.pool.sharedMemory.enabled .root.Values.pool.sharedMemory.prepare -}}
 initContainers:
