@@ -8,7 +8,7 @@ MoonpoolError               1
 │   ├── ModelFolderError    2  the model folder lacks what a model needs
 │   ├── RayUnusable         2  Ray is not installed, not reachable, or lacks resources
 │   └── ScaleRefused        2  an impossible number of workers
-├── RoleFailed              1  a role ended for good; 2 if it rejected its configuration
+├── RoleFailed              1  a role ended permanently; 2 if it rejected its configuration
 │   └── StartupFailed       1  the same during start-up, or it was not ready in time
 ├── DrainRefused            1  the node cannot be drained, or is unknown
 ├── ClusterNotFound         1  no running cluster was found, or it does not answer
@@ -32,7 +32,7 @@ class MoonpoolError(Exception):
 
 
 class ConfigError(MoonpoolError):
-    """The configuration is wrong; the message names the key, where it came from, and what is allowed."""
+    """Invalid configuration; the message names the key, its source, and the allowed values."""
 
     exit_code = 2
 
@@ -54,13 +54,13 @@ class ModelFolderError(ConfigError):
 
 
 class RoleFailed(MoonpoolError):
-    """A role's process ended for good. `log_tail` holds its last lines, `log_path` the whole log."""
+    """A role's process ended permanently. `log_tail` holds its last lines, `log_path` the whole log."""
 
     def __init__(
         self, reason: str, *, node_id: str, log_tail: Sequence[str], log_path: str, exit_code: int = 1
     ) -> None:
         tail = "\n".join(f"  {line}" for line in log_tail) or "  (no output)"
-        super().__init__(f"{node_id} {reason}; its last lines:\n{tail}\nThe whole log: {log_path}")
+        super().__init__(f"{node_id} {reason}; its last lines:\n{tail}\nFull log: {log_path}")
         self.node_id = node_id
         self.log_tail = tuple(log_tail)
         self.log_path = log_path
@@ -96,7 +96,7 @@ class ChatFileError(ChatFailed):
 
 
 class ChatCommandError(ChatFailed):
-    """Not a command of the chat; the message suggests the nearest."""
+    """Unknown or malformed command of the chat; the message suggests the nearest."""
 
 
 class RayUnusable(ConfigError):
@@ -108,7 +108,7 @@ class ScaleRefused(ConfigError):
 
 
 class DrainRefused(MoonpoolError):
-    """The conductor rejects the drain, or does not know the node."""
+    """The conductor rejects the drain, or the node is unknown."""
 
 
 class TransferBenchFailed(MoonpoolError):

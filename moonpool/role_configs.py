@@ -1,6 +1,6 @@
 """Conversion of a role's settings to the configuration object of the package that serves it.
 
-A package's configuration class is imported where it is made: a process imports only what its role needs.
+The configuration classes are imported inside the functions, so that a process imports only the package of its role.
 """
 
 import socket
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def node_id_of(node: NodeSettings, command: str) -> str:
-    """The configured node id, or one derived from the command and the host."""
+    """Return the configured node id, or one derived from the command and the host."""
     return node.node_id or f"{command.removesuffix('-node')}-{socket.gethostname()}"
 
 
@@ -51,14 +51,14 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
 
 
 def _objectives_of_file(config: ConductorRole) -> "SloRecord | None":
-    """The content of the objectives file; no other setting may give objectives beside it."""
+    """Return the content of the objectives file. Raises ConfigError if other settings give objectives, too."""
     path = config.slo.slo_file
     if path is None:
         return None
     given = {"--ttft-slo": config.policy.ttft_slo_s, "--tbt-slo": config.policy.tbt_slo_s}
     given |= {f"those of the model {entry.name!r}": entry.objectives != Objectives() for entry in config.further.models}
     if twice := [name for name, value in given.items() if value]:
-        raise ConfigError(f"--slo-file {path} holds all objectives: leave out {', '.join(twice)}, or write them there")
+        raise ConfigError(f"--slo-file {path} holds all objectives: omit {', '.join(twice)}, or write them to the file")
     return checked_objectives(path)
 
 
@@ -107,7 +107,7 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
 
 
 def choose_device(device: str, worker_index: int) -> str:
-    """The torch device of the host's `worker_index`-th worker: auto and a bare cuda take turns over the GPUs."""
+    """Return the torch device of worker number `worker_index` of the host; auto and cuda distribute over the GPUs."""
     if device not in ("auto", "cuda"):
         return device
     import torch
@@ -119,7 +119,7 @@ def choose_device(device: str, worker_index: int) -> str:
 
 
 def gpu_of(device: str) -> int | None:
-    """CUDA's number of a torch device; None for the CPU."""
+    """Return the CUDA index of a torch device; None for the CPU."""
     kind, _, number = device.partition(":")
     return int(number or 0) if kind == "cuda" else None
 

@@ -54,4 +54,4 @@ class ControlDeadlineExceeded(ControlError, DeadlineExceeded):
 
 
 class CallRefused(ControlError):
-    """The target answered with an error; retrying the same call changes nothing unless `code` says so."""
+    """The target answered with an error; a retry of the call is useful only for some values of `code`."""

@@ -36,7 +36,7 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
     return grpc.dynamic_ssl_server_credentials(
         _configuration(shown),
-        current,  # type: ignore[arg-type]  # None: no change, which the stubs do not know
+        current,  # type: ignore[arg-type]  # None means no change; the stubs lack it
         require_client_authentication=True,
     )
 

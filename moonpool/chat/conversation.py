@@ -7,7 +7,7 @@ from typing import Any, Final
 from moonpool.config.sources import nearest
 from moonpool.errors import ChatCommandError, ChatFileError
 
-COMMANDS: Final[dict[str, tuple[str, str]]] = {  # name: (argument, what it does)
+COMMANDS: Final[dict[str, tuple[str, str]]] = {  # name: (argument, effect)
     "/reset": ("", "clear the conversation; the system prompt stays"),
     "/system": ("[TEXT|off]", "show, set or remove the system prompt"),
     "/undo": ("", "remove the last question and its answer"),
@@ -43,12 +43,12 @@ def parse(line: str) -> ChatLine | None:
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)
         hint = f"did you mean {near}?" if near else "/help shows all"
-        raise ChatCommandError(f"there is no command {name}; {hint} (type // for a question that starts with /)")
+        raise ChatCommandError(f"unknown command {name}; {hint} (type // for a question that starts with /)")
     takes, what = COMMANDS[name]
     if argument and not takes:
-        raise ChatCommandError(f"{name} takes no argument, got {argument!r}: it is to {what}")
+        raise ChatCommandError(f"{name} ({what}) takes no argument, got {argument!r}")
     if takes and not takes.startswith("[") and not argument:
-        raise ChatCommandError(f"{name} needs a {takes}: it is to {what}")
+        raise ChatCommandError(f"{name} ({what}) needs the argument {takes}")
     return ChatLine(name, argument)
 
 
@@ -57,7 +57,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A question and its unchanged answer: its KV is reused only if it is sent back exactly."""
+    """A question and its answer, unchanged: KV is reused only if an answer is sent back exactly."""
 
     question: str
     answer: str
@@ -97,15 +97,15 @@ class Conversation:
             said = [(str(message["role"]), _content(message)) for message in messages]
         except (ValueError, KeyError, TypeError) as error:
             raise ChatFileError(
-                f"not a saved conversation ({error!r}): expected a JSON object with messages, each with a role "
-                "and a content"
+                f"a saved conversation must be a JSON object with messages that each have a role and a content, got "
+                f"{error!r}"
             ) from error
         system = said.pop(0)[1] if said and said[0][0] == "system" else ""
         roles = [role for role, _ in said]
         if roles != ["user", "assistant"] * (len(said) // 2):
             raise ChatFileError(
-                f"its messages are of {', '.join(roles)}: expected user and assistant alternating, after at most one "
-                "system message"
+                f"messages must alternate between user and assistant, after at most one system message, got "
+                f"{', '.join(roles)}"
             )
         contents = [content for _, content in said]
         return cls(system, [ChatTurn(q, a) for q, a in zip(contents[::2], contents[1::2], strict=True)])
@@ -114,5 +114,5 @@ class Conversation:
 def _content(message: dict[str, Any]) -> str:
     content = message["content"]
     if not isinstance(content, str):
-        raise TypeError(f"a content is {type(content).__name__}, not text")
+        raise TypeError(f"content must be text, got {type(content).__name__}")
     return content

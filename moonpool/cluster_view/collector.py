@@ -1,6 +1,6 @@
 """Collects the state of a running cluster from its conductors, nodes and API servers, for every view of it.
 
-It judges and prints nothing; `reply.py` reads the conductor's answer, and the views beside it make their figures of it.
+It judges and prints nothing. `reply.py` interprets the conductor's reply, from which the views compute their figures.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _CONCURRENT_PROBES: Final = 32
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """One process's answer to Validate; `problems` says why it failed or could not be asked."""
+    """One process's reply to Validate; `problems` are its failures, or the error of the call."""
 
     node_id: str
     role: str
@@ -44,7 +44,7 @@ class ValidationResult:
 
 @dataclass(frozen=True)
 class FrontendState:
-    """State of one API server: `trouble` says why it accepts no requests, "" if it does."""
+    """State of one API server; `trouble` is the reason why it accepts no requests, "" if it does."""
 
     url: str
     trouble: str
@@ -52,17 +52,17 @@ class FrontendState:
 
 @dataclass(frozen=True)
 class ClusterObservation:
-    """Everything observed of a cluster at about one moment; a text in place of a reply says why there is none."""
+    """Observations of a cluster at about the same time; a string in place of a reply is the error of the call."""
 
     conductors: Mapping[str, conductor_pb2.ClusterReply | str]  # by name
     objectives: conductor_pb2.ShowSloReply | str
-    unreachable: Mapping[str, str]  # nodes whose control port did not answer from here, and why
+    unreachable: Mapping[str, str]  # nodes whose control port does not answer from here, with the error
     kv_ports: Mapping[str, PeerProbe]  # probes of the nodes' KV ports, by node id
     frontends: Sequence[FrontendState]
 
     @property
     def reply(self) -> conductor_pb2.ClusterReply:
-        """The reply of the first conductor that answered. Raises ClusterNotFound if none did."""
+        """First conductor's reply. Raises ClusterNotFound if no conductor replied."""
         for reply in self.conductors.values():
             if not isinstance(reply, str):
                 return reply
@@ -92,7 +92,7 @@ async def ask_cluster(conductor: str) -> conductor_pb2.ClusterReply:
 
 
 def conductor_silent(error: ControlError) -> ClusterNotFound:
-    """Return the error to raise for a conductor whose call failed so."""
+    """Return the error to raise after a failed call of a conductor."""
     return ClusterNotFound(f"the conductor does not answer: {error}")
 
 
@@ -118,7 +118,7 @@ async def validate_cluster(located: Located, *, admin_key: str = "") -> list[Val
     answered = {answer.node_id for answer in answers}
     started = located.ready.nodes.items() if located.ready is not None else ()
     return answers + [
-        ValidationResult(node_id, node.role, node.target, ok=False, problems=("the conductor does not know it",))
+        ValidationResult(node_id, node.role, node.target, ok=False, problems=("unknown to the conductor",))
         for node_id, node in started
         if node_id not in answered
     ]
@@ -127,7 +127,7 @@ async def validate_cluster(located: Located, *, admin_key: str = "") -> list[Val
 async def observe_cluster(located: Located, further: Sequence[str] = ()) -> ClusterObservation:
     """Observe conductors, nodes, KV ports, objectives and API servers. Raises ClusterNotFound if no conductor answers.
 
-    `further`: gRPC addresses of other conductors.
+    `further`: gRPC addresses of additional conductors.
     """
     targets = conductors_of(located) | {target: target for target in further}
     replies = await asyncio.gather(
@@ -197,7 +197,7 @@ async def _validate_frontend(url: str, admin_key: str) -> ValidationResult:
     except urllib.error.HTTPError as error:
         error.close()
         hint = "; give an admin's API key with --admin-key-file" if error.code in (401, 403) else ""
-        problem = f"it answers {error.code}{hint}"
+        problem = f"HTTP status {error.code}{hint}"
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
         problem = f"no answer: {error}"
     else:
@@ -211,7 +211,7 @@ def _validation_result(node_id: str, role: str, target: str, text: str) -> Valid
         problems, counts = tuple(content["problems"]), dict(content["counts"])
         return ValidationResult(node_id, role, target, bool(content["ok"]), problems, counts)
     except (ValueError, KeyError, TypeError) as error:
-        problem = f"its answer is not a Validate reply: {error!r}"
+        problem = f"not a Validate reply: {error!r}"
         return ValidationResult(node_id, role, target, ok=False, problems=(problem,))
 
 
@@ -226,9 +226,9 @@ def _frontend_state(url: str) -> FrontendState:
             return FrontendState(url, "")
     except urllib.error.HTTPError as error:
         with error:
-            return FrontendState(url, _reason(error.read(1 << 16)) or f"answers with status {error.code}")
+            return FrontendState(url, _reason(error.read(1 << 16)) or f"HTTP status {error.code}")
     except (OSError, ValueError) as error:
-        return FrontendState(url, f"does not answer: {error}")
+        return FrontendState(url, f"no answer: {error}")
 
 
 def _reason(body: bytes) -> str:

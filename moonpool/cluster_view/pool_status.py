@@ -28,7 +28,7 @@ class TierStatus:
 
 @dataclass(frozen=True)
 class PoolNodeStatus:
-    """One pool node since its start. If it did not answer, `problem` says why, and its own figures are missing."""
+    """One pool node since its start. If it did not answer, `problem` is the error, and its own figures are missing."""
 
     node_id: str
     address: str
@@ -56,7 +56,7 @@ class PoolNodeStatus:
     puts: int = 0
     namespaces: dict[str, int] = field(default_factory=dict)  # blocks by KV namespace: one per model and storage
     memory_pages: str = ""  # kind of memory pages of the arena
-    door: str = ""  # socket for the host's processes; "" if there is none
+    door: str = ""  # socket for processes of the host; "" if there is none
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class NodeRow:
     capacity_tokens: int | None
     cached_share: float | None  # share of its prompt tokens whose KV was reused
     address: str
-    stand_in: str = ""  # the engine that computes nothing, if it has one
+    stand_in: str = ""  # name of its paced engine, if it has one
     version: str = ""  # of Moonpool; "" if unknown
 
     @property
@@ -38,7 +38,7 @@ class NodeRow:
 
     @property
     def model_text(self) -> str:
-        """The model, with the engine that stands in for its computation."""
+        """The model, with the name of a paced engine."""
         return f"{self.model} ({self.stand_in})" if self.stand_in else self.model
 
 
@@ -63,7 +63,7 @@ class ClusterStatus:
         return values
 
     def verdict(self) -> str:
-        """Return one sentence: is it ready, how much does the cache save, which nodes need attention."""
+        """Return one sentence on readiness, cache hits, and nodes that need attention."""
         missing = [model for model, is_ready in self.models.items() if not is_ready]
         of_models = f" of {' or '.join(missing)}" if missing else ""
         parts = ["ready" if self.ready else f"not ready: no node can serve a request{of_models}"]
@@ -126,7 +126,7 @@ def _row(
     process: ReadyNode | None,
     software: Software | None,
 ) -> NodeRow:
-    """Make a row of what is known of a node; `software` is that of a process that does not join."""
+    """Return a node's row; `software` is the version of a process that does not join the cluster."""
     node = item.node if item is not None else conductor_pb2.Node()
     report = item.report if item is not None and node.capacity_tokens else None
     return NodeRow(

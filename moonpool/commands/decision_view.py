@@ -14,7 +14,7 @@ _TERMS = {"transfer_s": "transfer", "queue_s": "queue", "prefill_s": "prefill"}
 _WHY_NOT = {
     "slows_others": "steps would take too long",
     "not_sooner": "it would not be early enough",
-    "unknown_chunks": "other prompts wait there, and the duration of their steps is unknown",
+    "unknown_chunks": "the duration of the steps of other prompts that wait there is unknown",
 }
 _FROM = {
     "header": "the request",
@@ -27,7 +27,7 @@ _OUTCOMES = {
     "open": "In progress.",
     "rejected": "Rejected.",
     "orphaned": "Released: no worker held it and no API server completed it.",
-    "unknown": "Its outcome was never reported.",
+    "unknown": "Its outcome was not reported.",
 }
 
 
@@ -38,7 +38,7 @@ def record_picture(record: Json) -> RenderableType:
     left_out = record.get("attempts_left_out", 0)
     for number, attempt in enumerate(attempts):
         if left_out and number == len(attempts) // 2:
-            parts += [Text(""), Text(f"({left_out} further decisions are not in the record)", style="dim")]
+            parts += [Text(""), Text(f"({left_out} more decisions are not in the record)", style="dim")]
         following = attempts[number + 1] if number + 1 < len(attempts) else None
         parts += [Text(""), *_attempt(record, attempt, following)]
     return Group(*parts)
@@ -63,7 +63,7 @@ def _head(record: Json) -> Iterator[Text]:
     who += [f"tenant {record[key]} (hashed)" for key in ("tenant",) if key in record]
     yield Text(f"Request {record['request_id']}", style="bold")
     yield Text(f"{day(record['at'])}, {', '.join(who)}")
-    asked = f"A prompt of {record['input_length']:,} tokens, at most {record['max_new_tokens']:,} wanted."
+    asked = f"A prompt of {record['input_length']:,} tokens, at most {record['max_new_tokens']:,} requested."
     yield Text(f"{asked} {_outcome(record)}")
 
 
@@ -177,21 +177,21 @@ def _prefill(considered: Json, decision: Json) -> Table:
 
 
 def _colocated(score: Json, decision: Json) -> Text:
-    """Return the evaluation of colocated prefill, and whether it was chosen."""
+    """Return the evaluation of colocated prefill, and the choice."""
     if score.get("why_not") == "no_room":
-        return Text(f"Not prefilled on {score['node_id']} itself, where it would decode: it has no free pages yet.")
+        return Text(f"No colocated prefill on the decode node {score['node_id']}: it has no free pages yet.")
     here_s = sum(score[term] for term in _TERMS)
-    text = f"Prefilled on {score['node_id']} itself, without a hand-over, its first token would come in "
+    text = f"With colocated prefill on {score['node_id']}, without a hand-off, its first token would come in "
     text += f"{seconds(here_s)}, not {seconds(score['divided_s'])}. "
     step_s, bound_s = score.get("step_s", 0.0), score.get("bound_s", 0.0)
     if step_s:
         text += f"Steps there would take up to {seconds(step_s)} meanwhile, with a limit of {seconds(bound_s)}. "
     if not score.get("is_better"):
         why = _WHY_NOT[score.get("why_not", "slows_others" if step_s else "not_sooner")]
-        return Text(f"{text}Not done: {why}.")
+        return Text(f"{text}Not chosen: {why}.")
     is_done = decision.get("prefill") == score["node_id"]
     return Text(
-        f"{text}{'It was done' if is_done else 'Not done: it is only advised'}.", style="bold" if is_done else ""
+        f"{text}{'It was chosen' if is_done else 'Not chosen: it is only advised'}.", style="bold" if is_done else ""
     )
 
 

@@ -27,7 +27,7 @@ from moonpool_proto.v1 import conductor_pb2
 from rpc.control import ControlError
 
 app = command_group("decisions", "Decisions of a running cluster's conductors, and of their logs.")
-_SEARCH_DEADLINE_S = 6 * ANSWER_DEADLINE_S  # files are read, perhaps many
+_SEARCH_DEADLINE_S = 6 * ANSWER_DEADLINE_S  # many files may have to be read
 
 
 @app.command()

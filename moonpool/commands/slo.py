@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ALL_VERSIONS = 1 << 20
 
-File = Annotated[Path, typer.Argument(help="YAML file with all objectives; those it omits are removed.")]
+File = Annotated[Path, typer.Argument(help="YAML file with all objectives; omitted ones are removed.")]
 Reason = Annotated[str, typer.Option("--reason", "-r", help="Reason of the change, stored with the version.")]
 Author = Annotated[
     str,
@@ -33,7 +33,7 @@ Author = Annotated[
 ]
 Expect = Annotated[int | None, typer.Option("--expect-version", min=0, help="Fail if another version is in force.")]
 Wait = Annotated[float, typer.Option(help="Seconds to wait until every conductor applies it; 0: do not wait.", min=0.0)]
-Force = Annotated[bool, typer.Option("--force", help="Accept tenants that no API server knows.")]
+Force = Annotated[bool, typer.Option("--force", help="Accept tenants that are unknown to all API servers.")]
 
 app = command_group("slo", "Versioned latency objectives of a running cluster.\n\n[bold]moonpool slo show[/bold]")
 
@@ -179,7 +179,7 @@ def check(
 
 @app.command()
 def tenant() -> None:
-    """Print the name of the tenant whose API key is on standard input, where the process list does not show it.
+    """Print the name of the tenant whose API key is on standard input, so that it does not appear in the process list.
 
     Example: moonpool slo tenant < key.txt
     """
@@ -224,11 +224,11 @@ def _readable(file: Path) -> Any:
     try:
         json.dumps(content, allow_nan=False)
     except ValueError as error:
-        raise ConfigError(f"{file}: a number is infinite or not a number, or a part contains itself") from error
+        raise ConfigError(f"{file} must not contain infinite numbers, NaN or cycles") from error
     except TypeError as error:
-        raise ConfigError(f"{file}: {error}; expected only texts, numbers, lists and mappings") from error
+        raise ConfigError(f"{file} must contain only strings, numbers, lists and mappings: {error}") from error
     for name in _other_names(content):  # JSON would turn it into a text, perhaps a different one
-        raise ConfigError(f"{file}: the name {name!r} is not a text in YAML: quote it")
+        raise ConfigError(f"{file}: the name {name!r} must be a string: quote it")
     return content
 
 
@@ -254,4 +254,4 @@ def _version(seen: "conductor_pb2.ShowSloReply", number: int) -> "conductor_pb2.
         if each.version == number:
             return each
     kept = f"{seen.history[-1].version} to {seen.history[0].version}" if seen.history else "none"
-    raise SloNotChanged(f"there is no version {number}; kept are {kept}")
+    raise SloNotChanged(f"version must be one of those kept ({kept}), got {number}")

@@ -79,9 +79,9 @@ def top(
         bool, typer.Option("--once", help="Sample twice, print the result, and exit; the default without a terminal.")
     ] = False,
 ) -> None:
-    """Watch a running cluster: throughput, load, objectives, rejections, KV tiers, and its nodes by what they do.
+    """Watch a running cluster: throughput, load, objectives, rejections, KV tiers, and the activity of its nodes.
 
-    Keys: q ends it, p holds the screen, s sorts the nodes by the next column, r reverses, arrows and page keys scroll.
+    Keys: q quits, p pauses, s sorts the nodes by the next column, r reverses the order, arrows and page keys scroll.
 
     Examples: moonpool top · moonpool top --url http://127.0.0.1:8080 · moonpool top --conductor 10.0.0.1:7000 --once
     """

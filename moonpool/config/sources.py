@@ -177,21 +177,21 @@ def _environment_values(
 
 
 def _current_names(known: Mapping[str, Setting]) -> dict[str, str]:
-    """Earlier YAML key -> today's."""
+    """Return the current YAML key by each earlier one."""
     return {former: key for key, declared in known.items() for former in declared.key.former_names}
 
 
 def _under_current_names(
     values: Mapping[str, tuple[Any, str]], known: Mapping[str, Setting]
 ) -> dict[str, tuple[Any, str]]:
-    """Return the values of one source with today's keys. Raises InvalidSetting if it gives a setting two names."""
+    """Return the values of one source by current key. Raises InvalidSetting if a setting is given by two names."""
     current = _current_names(known)
     found: dict[str, tuple[Any, str]] = {}
     for key in sorted(values, key=current.__contains__):
         name = current.get(key, key)
         if name in found:
             raise InvalidSetting(
-                f"{values[key][1]} and {found[name][1]} are two names of one setting: leave out {values[key][1]}"
+                f"{values[key][1]} and {found[name][1]} are two names of one setting: omit {values[key][1]}"
             )
         found[name] = values[key]
     return found

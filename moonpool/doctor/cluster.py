@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from moonpool_proto.v1 import conductor_pb2
 
 _MOST_NAMED: Final = 5
-_SLOW: Final = 1.5  # times the duration on a usual node
-_HELD_S: Final = 0.25  # that an event loop may block, which delays all its requests' tokens
+_SLOW: Final = 1.5  # relative to the typical node
+_HELD_S: Final = 0.25  # longest acceptable delay of an event loop
 _CERTIFICATE_S: Final = 14 * 86400.0
 _FULL: Final = 0.95
 _PREFILLS: Final = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_AGGREGATED)
@@ -32,13 +32,11 @@ def judge_cluster(seen: ClusterObservation) -> list[CheckResult]:
 def judge_conductors(seen: ClusterObservation) -> Verdict:
     away = [f"{name}: {reply}" for name, reply in seen.conductors.items() if isinstance(reply, str)]
     if away:
-        advice = (
-            "Check that it runs, and its log: API servers use the others meanwhile, and nodes rejoin by themselves."
-        )
+        advice = "Check its process and its log. API servers use the other conductors, and nodes rejoin by themselves."
         return Level.FAIL, _some(away), advice
     known = {name: _incarnations(reply) for name, reply in seen.conductors.items() if not isinstance(reply, str)}
     everyone = {node for nodes in known.values() for node in nodes}
-    missing = [f"{name} does not know {_some(sorted(everyone - nodes.keys()))}" for name, nodes in known.items()]
+    missing = [f"{name} lacks {_some(sorted(everyone - nodes.keys()))}" for name, nodes in known.items()]
     missing = [text for name, text in zip(known, missing, strict=True) if everyone - known[name].keys()]
     if missing:
         return (
@@ -59,7 +57,7 @@ def judge_models(seen: ClusterObservation) -> Verdict:
         return Level.FAIL, "no worker has joined", "Start prefill and decode nodes with this conductor's address."
     waiting = [model for model in models if model not in seen.reply.ready_models]
     if waiting:
-        advice = "A model needs a prefill and a decode node that are neither draining nor silent, and their pool node."
+        advice = "A model needs a prefill and a decode node that are neither draining nor silent, and their pool nodes."
         return Level.FAIL, f"no node can serve {_some(waiting)}", advice
     return Level.OK, f"{_some(models)} can be served", ""
 
@@ -76,7 +74,7 @@ def judge_spares(seen: ClusterObservation) -> Verdict:
         return (
             Level.NOTE,
             f"only one node for {_some(alone)}",
-            "With a second node, losing one costs time instead of service.",
+            "Add a second node, so that the loss of one does not interrupt service.",
         )
     return Level.OK, "no role depends on a single node", ""
 
@@ -85,10 +83,12 @@ def judge_nodes(seen: ClusterObservation) -> Verdict:
     silent = [item.node.node_id for item in seen.reply.nodes if item.suspect]
     leaving = [item.node.node_id for item in seen.reply.nodes if item.report.draining and not item.suspect]
     if silent:
-        advice = "It gets no work until it reports again: check its host, its log, and its connection to the conductor."
+        advice = (
+            "Silent nodes get no work until they report: check their hosts, logs, and connections to the conductor."
+        )
         return Level.FAIL, f"silent: {_some(silent)}", advice
     if leaving:
-        return Level.NOTE, f"draining: {_some(leaving)}", "They stop by themselves once nothing runs on them."
+        return Level.NOTE, f"draining: {_some(leaving)}", "They stop once their requests have finished."
     return Level.OK, "all report", ""
 
 
@@ -96,7 +96,7 @@ def judge_control(seen: ClusterObservation) -> Verdict:
     if seen.unreachable:
         suspects = {item.node.node_id for item in seen.reply.nodes if item.suspect}
         if seen.unreachable.keys() <= suspects:
-            return Level.FAIL, f"{_some(seen.unreachable)} do not answer either", "See the advice for their reports."
+            return Level.FAIL, f"{_some(seen.unreachable)} do not answer either", "See the advice on silent nodes."
         found = _some([f"{node}: {why}" for node, why in seen.unreachable.items()])
         advice = (
             "It reports to the conductor, but cannot be called from here. If API servers and workers cannot call it "
@@ -139,7 +139,7 @@ def judge_fit(seen: ClusterObservation) -> Verdict:
             if len(values) > 1:
                 wrong.append(f"workers of {model} differ in {what}")
     if wrong:
-        advice = "Start all of them with the same model folder, --dtype and --block-tokens; they exchange no KV now."
+        advice = "They cannot exchange KV: start all with the same model folder, --dtype and --block-tokens."
         return Level.FAIL, _some(wrong), advice
     short = [
         f"{model} {min(lengths)} to {max(lengths)}"
@@ -149,7 +149,7 @@ def judge_fit(seen: ClusterObservation) -> Verdict:
     if short:
         advice = "The shortest applies to all: start all with the same --max-model-len."
         return Level.WARN, f"longest sequences differ: {_some(short)}", advice
-    return Level.OK, "workers of each model fit together", ""
+    return Level.OK, "workers of each model are compatible", ""
 
 
 def judge_versions(seen: ClusterObservation) -> Verdict:
@@ -157,9 +157,9 @@ def judge_versions(seen: ClusterObservation) -> Verdict:
     versions = Counter(node.software.version for node in nodes if node.software.version)
     found = ", ".join(f"{count} nodes of {version}" for version, count in sorted(versions.items()))
     if len({node.software.kv_wire for node in nodes if node.software.kv_wire}) > 1:
-        return Level.FAIL, f"{found}: no KV goes between some of them", "Upgrade the older ones now."
+        return Level.FAIL, f"{found}: some of them cannot exchange KV", "Upgrade the older ones now."
     if len(versions) > 1:
-        return Level.NOTE, found, "They work together; finish the upgrade, or roll it back."
+        return Level.NOTE, found, "They are compatible; finish the upgrade, or roll it back."
     return Level.OK, found or "no versions are reported", ""
 
 
@@ -169,7 +169,7 @@ def judge_hosts(seen: ClusterObservation) -> Verdict:
     without = [node.node_id for node in workers if node.pool_node_id not in pools]
     if without:
         advice = "Start a pool node on its host: until then its KV is neither stored nor reused."
-        return Level.WARN, f"their pool node has not joined: {_some(without)}", advice
+        return Level.WARN, f"workers whose pool node has not joined: {_some(without)}", advice
     return Level.OK, f"each of {len(workers)} workers has its pool node", ""
 
 
@@ -194,7 +194,7 @@ def judge_pools(seen: ClusterObservation) -> Verdict:
         )
     if full:
         advice = (
-            "It evicts the least valuable blocks. More memory (--pool-bytes) or an SSD (--pool-ssd-dir) keeps more."
+            "They evict the least valuable blocks. To keep more, increase --pool-bytes or add an SSD (--pool-ssd-dir)."
         )
         return Level.NOTE, f"full, and without an SSD: {_some(full)}", advice
     return Level.OK, "the directory is complete, no SSD has failed", ""
@@ -203,13 +203,13 @@ def judge_pools(seen: ClusterObservation) -> Verdict:
 def judge_objectives(seen: ClusterObservation) -> Verdict:
     slo = seen.objectives
     if isinstance(slo, str):
-        return Level.WARN, f"not available: {slo}", "Try `moonpool slo show`."
+        return Level.WARN, f"not available: {slo}", "Run `moonpool slo show`."
     behind = [each.node_id for each in slo.acknowledged if each.digest != slo.current.digest]
     for level, found, advice in (
         (
             Level.WARN,
             [slo.trouble] if slo.trouble else [],
-            "They stay in force, and cannot be changed until the store answers again.",
+            "They stay in force, but cannot be changed until the store answers again.",
         ),
         (Level.WARN, list(slo.unmeetable), "Loosen the objective, or add faster nodes: its requests are rejected."),
         (Level.WARN, [f"{_some(behind)} apply another version"] if behind else [], "See `moonpool slo show`."),
@@ -253,7 +253,7 @@ def judge_loops(seen: ClusterObservation) -> Verdict:
         if each.value >= _HELD_S
     ]
     if held:
-        advice = "Its host has too few cores, or it is overloaded: give it a core, or start another process."
+        advice = "The process is overloaded or its host has too few cores: free a core, or start another process."
         return Level.WARN, f"blocked recently: {_some(held)}", advice
     return Level.OK, "event loops respond", ""
 
@@ -267,7 +267,7 @@ def judge_certificates(seen: ClusterObservation) -> Verdict:
     ending = [f"{node} in {seconds / 86400:.1f} days" for node, seconds in left.items() if seconds < _CERTIFICATE_S]
     if ending:
         ended = any(left[node] <= 0 for node in left)
-        advice = "Write the new certificate to its file: it is reloaded without a restart."
+        advice = "Replace the certificate file: it is reloaded without a restart."
         return Level.FAIL if ended else Level.WARN, f"expiring: {_some(ending)}", advice
     return (
         Level.OK,
@@ -279,9 +279,9 @@ def judge_certificates(seen: ClusterObservation) -> Verdict:
 def judge_frontends(seen: ClusterObservation) -> Verdict:
     troubled = [f"{front.url}: {front.trouble}" for front in seen.frontends if front.trouble]
     if troubled:
-        return Level.FAIL, _some(troubled), "It reports why it accepts no requests; see its log."
+        return Level.FAIL, _some(troubled), "See the API server's log."
     if not seen.frontends:
-        return Level.NOTE, "none is known here", "Query /ready of each."
+        return Level.NOTE, "none is known here", "Check /ready of each API server."
     return Level.OK, f"{len(seen.frontends)} accept requests", ""
 
 

@@ -45,8 +45,8 @@ def grid_of(max_model_len: int, max_batch: int, capacity_tokens: int) -> WorkGri
     steps = {(batch, each) for batch in batches for each in contexts if batch * (each + 1) <= capacity_tokens}
     if len(prefills) < 4 or len(steps) < 4:
         raise ConfigError(
-            f"prompts of up to {longest} tokens and {capacity_tokens} tokens of KV give too few points to fit costs: "
-            f"expected a --max-model-len and --capacity-tokens of {16 * _LEAST_NEW} or more"
+            f"--max-model-len and --capacity-tokens must be at least {16 * _LEAST_NEW} to fit costs, got prompts of "
+            f"up to {longest} tokens and a capacity of {capacity_tokens} tokens"
         )
     return WorkGrid(tuple(sorted(prefills)), tuple(sorted(steps)))
 

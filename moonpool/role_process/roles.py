@@ -49,7 +49,7 @@ def run_role(role: RoleCommand, config: Any) -> int:
     stop = asyncio.Event()
 
     def on_ready(target: str) -> None:
-        settle()  # objects made so far live until the end
+        settle()  # objects created so far live until the end
         announcement = {"node_id": node_id, "role": role.command, "target": target, "pid": os.getpid()}
         print(READY_PREFIX + json.dumps(announcement), flush=True)
 
@@ -71,7 +71,7 @@ def run_role(role: RoleCommand, config: Any) -> int:
 
 async def _serve(role: RoleCommand, config: Any, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool | None:
     """Serve the role, with health endpoints beside it if an address is configured."""
-    health = getattr(config, "health", None)  # the frontend has routes of its own
+    health = getattr(config, "health", None)  # the frontend serves these routes itself
     address = health.address if health is not None else None
     if address is None:
         return await role.serve(config, node_id, stop, on_ready)
@@ -83,7 +83,7 @@ async def _serve(role: RoleCommand, config: Any, node_id: str, stop: asyncio.Eve
             became_ready()
             on_ready(target)
 
-        log.info("answers /live and /ready at port %d", port)
+        log.info("serving /live and /ready on port %d", port)
         return await role.serve(config, node_id, stop, both_ready)
 
 

@@ -1,4 +1,4 @@
-"""Worker process: it can do all that workers do, and its role decides which requests the conductor sends it."""
+"""Worker process. It can run every phase; its role determines which requests the conductor sends it."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,8 +18,10 @@ _ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "aggregated": ROLE_AGG
 
 
 async def serve_worker(config: WorkerConfig, role: str, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
-    """Run a worker that begins as "prefill", "decode" or "aggregated" until `stop`, or until it is drained: whether it
-    was."""
+    """Run a worker with the initial role "prefill", "decode" or "aggregated" until `stop` is set or it is drained.
+
+    Returns True if it was drained.
+    """
     node = WorkerNode(config, _ROLES[role])
     prefill, decode = PrefillService(node), DecodeService(node)
     face = WorkerService(

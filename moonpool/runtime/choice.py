@@ -21,7 +21,7 @@ class ClusterRuntime(Runtime[RolePlan], Protocol):
 
     @property
     def found(self) -> tuple[str, ...]:
-        """Node ids of workers that already run, and are taken over."""
+        """Node ids of running workers that are adopted."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class ClusterRuntime(Runtime[RolePlan], Protocol):
 
 @contextmanager
 def chosen_runtime(config: ServeConfig, run_dir: Path) -> Iterator[ClusterRuntime]:
-    """Yield the configured runtime; what it started itself is stopped on exit. Raises RayUnusable."""
+    """Yield the configured runtime; processes that it started are stopped on exit. Raises RayUnusable."""
     if not config.runtime.is_ray:
         yield Processes(run_dir)
         return

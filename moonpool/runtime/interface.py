@@ -49,7 +49,7 @@ class Running(Protocol):
         ...
 
     def terminate(self) -> None:
-        """Ask for a clean stop."""
+        """Request a clean stop."""
 
     def kill(self) -> None:
         """Kill it and all that it started. Does nothing if it has ended."""

@@ -1,8 +1,8 @@
 """Ray actor that runs one role as a child process. Imports no ray: the runtime makes the class an actor.
 
-The actor's death ends the role by the parent-death signal. The role's end leaves the actor idle until it is told to
-start the role again. The role's output is kept until it is fetched. The caller may go away, and another one may take
-over the running role. An actor without a caller drains its role after a while and leaves Ray (`watch`).
+The actor's death ends the role by the parent-death signal. After the role's end the actor is idle until a call starts
+the role again. The role's output is kept until it is fetched. The caller may disappear, and another one may adopt the
+running role. An actor without a caller drains its role after a while and leaves Ray (`watch`).
 
 Threads: Ray calls the actor's methods on several threads; the loop's thread owns the child process; a watching thread
 ends an orphan. `_starting` serialises starts; `_Life._news` guards a life's events.
@@ -98,7 +98,7 @@ def _leave(rule: Orphanhood) -> None:
         if rule.group:
             remove_placement_group(get_placement_group(rule.group))
     except ValueError:
-        pass  # it is gone already
+        pass  # it no longer exists
     ray.kill(ray.get_actor(rule.actor), no_restart=True)
 
 
@@ -163,7 +163,7 @@ class RoleActor:
         return self._host
 
     def listens(self) -> str:
-        """Return the gRPC address at which the role was told to listen; "" if it never started."""
+        """Return the gRPC address on which the role listens; "" if it never started."""
         return str(self._start[0][2].get("listen", "")) if self._start else ""
 
     def silent_s(self) -> float:

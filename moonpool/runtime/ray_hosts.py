@@ -69,13 +69,15 @@ def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, RayH
         wanted.update({name: int(units) for name, units in bundle.items()})
     offered = {name: sum(host.resources.get(name, 0) for host in found.values()) for name in wanted}
     short = [
-        f"{name}: {units} wanted, {offered[name]:g} offered" for name, units in wanted.items() if units > offered[name]
+        f"{name}: {units} required, {offered[name]:g} offered"
+        for name, units in wanted.items()
+        if units > offered[name]
     ]
     if short:
         example = ", ".join(f'"{name}": {units}' for name, units in wanted.items() if name != GPU)
         raise RayUnusable(
             f"the Ray cluster lacks resources for these workers ({'; '.join(short)}; hosts: {_offers(found)}). "
-            f"Each host says how many workers of each role it takes: "
+            f"Declare on each host how many workers of each role it runs: "
             f"ray start --address=HEAD:6379 --resources='{{{example}, \"{POOL_RESOURCE}\": 1}}'"
         )
     poolless = [

@@ -59,7 +59,7 @@ async def ask_to_scale(run_dir: Path, wanted: Mapping[str, int], *, force: bool)
             reason = control_error(error, what="Supervisor.Scale", target=target)
             raise ClusterNotFound(f"no `moonpool serve` answers in {run_dir}: {reason}") from error
     if not changed:
-        print("nothing to do: the counts are as requested")
+        print("nothing to do: the cluster has the requested counts")
 
 
 async def drain_and_wait(conductor: str, node_id: str, *, force: bool, wait_s: float) -> None:
@@ -73,7 +73,7 @@ async def drain_and_wait(conductor: str, node_id: str, *, force: bool, wait_s: f
         return f"{node_id} has left" if node is None else ""
 
     if not await _wait_for(conductor, node_id, has_left, wait_s) and wait_s:
-        raise DrainRefused(f"{node_id} is still there after {wait_s:g} s; it goes on draining")
+        raise DrainRefused(f"{node_id} has not left after {wait_s:g} s; it continues to drain")
 
 
 async def switch_and_wait(conductor: str, node_id: str, role: str, *, wait_s: float) -> None:
@@ -91,8 +91,8 @@ async def switch_and_wait(conductor: str, node_id: str, role: str, *, wait_s: fl
 
     if not await _wait_for(conductor, node_id, has_switched, wait_s) and wait_s:
         raise ScaleRefused(
-            f"{node_id} is not a {role} node after {wait_s:g} s: a prefill node whose prompts are not finished within "
-            "its --worker-drain-grace keeps its role; try again"
+            f"{node_id} is not a {role} node after {wait_s:g} s: a prefill node keeps its role if its prompts are not "
+            "finished within --worker-drain-grace; try again"
         )
 
 

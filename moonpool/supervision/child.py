@@ -97,7 +97,7 @@ class Child:
         return child
 
     def terminate(self) -> None:
-        """Ask for a clean stop."""
+        """Request a clean stop."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:

@@ -46,9 +46,7 @@ class ClusterRun(TerminalView):
         if runtime.outlives:
             self._supervisor.let_go()
         if config.supervisor.autoscale and config.policy.role_switching == "act":
-            raise ConfigError(
-                "--autoscale and --role-switching act conflict, since both react to demand: leave one out"
-            )
+            raise ConfigError("--autoscale and --role-switching act conflict, since both react to demand: omit one")
         self._groups = planner.groups
         self._bounds = parse_bounds(config.supervisor.autoscale, planner.groups)
         self._surplus = {  # workers that an earlier `serve` left running

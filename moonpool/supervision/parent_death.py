@@ -23,4 +23,4 @@ def die_with_supervisor() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != int(supervisor):
         # The supervisor died before the prctl above, so no signal will come.
-        sys.exit("the supervisor is gone; ending")
+        sys.exit("the supervisor has ended; exiting")

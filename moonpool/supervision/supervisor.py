@@ -3,7 +3,7 @@
 It depends neither on the nodes' roles nor on the runtime that runs the processes. Everything here runs on one event
 loop. Each node has a keeper task (`_keep`), which lives from `add` until the node is forgotten or given up. A node's
 `starting` lock is held from the decision to launch until the process is known, so that `stop` and `remove` always see
-a process that is being born. `_changed` is replaced by a new event at each change and wakes all who wait.
+a process that is being started. `_changed` is replaced by a new event at each change and wakes all waiting tasks.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class GaveUp(Exception):
 
 
 _CANNOT_START_EXIT_CODE = 126  # the shell's for a command that cannot be executed
-_KILLED_S = 30.0  # a killed process is gone within this
+_KILLED_S = 30.0  # limit for the end of a killed process
 
 
 class Supervisor(Generic[P]):
@@ -178,7 +178,7 @@ class Supervisor(Generic[P]):
         self._forget(node)
 
     def terminate(self, node_id: str) -> None:
-        """Ask a node's process for a clean stop."""
+        """Request a clean stop of a node's process."""
         node = self._nodes.get(node_id)
         if node is not None and node.running is not None:
             node.running.terminate()
@@ -249,7 +249,7 @@ class Supervisor(Generic[P]):
         self._stopping.set()
         nodes = list(self._nodes.values())
         for node in nodes:
-            async with node.starting:  # what follows must see a process that is being launched
+            async with node.starting:  # wait for a launch in progress
                 pass
         tiers = [] if self._let_go and not self._hurry.is_set() else sorted({node.plan.tier for node in nodes})
         for tier in reversed(tiers):

@@ -112,7 +112,7 @@ def probe(host: str, port: int, advice: str) -> None:
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
     except socket.gaierror as error:
-        raise TransferBenchFailed(f"there is no host {host!r}: {error.strerror}") from error
+        raise TransferBenchFailed(f"unknown host {host!r}: {error.strerror}") from error
     except ConnectionRefusedError as error:
         raise TransferBenchFailed(f"nothing listens at {where}: {advice}") from error
     except TimeoutError as error:
@@ -130,7 +130,7 @@ MAX_PLACES = 4096
 PROGRESS_EVERY_S = 0.1
 
 OnProgress = Callable[[str, Cell, float], None]
-"""(transport, cell, share done): called periodically on the measuring thread."""
+"""Called with (transport, cell, share done) periodically, on the measuring thread."""
 
 
 class BenchClient:

@@ -33,7 +33,7 @@ EXIT_INTERRUPTED = 130
 
 
 class ListenByDefault(TyperCommand):
-    """Command whose `--listen` without a value listens at every address."""
+    """Command whose `--listen` without a value listens on all addresses."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Add the default value to a bare --listen."""

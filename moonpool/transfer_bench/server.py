@@ -1,7 +1,7 @@
 """Server of the transfer benchmark: grants memory to clients, one region per session, and verifies what arrives.
 
 A session is one stream of JSON messages over gRPC; its memory is freed when the stream ends. The bytes go through a
-real messenger with its own port. Slices carry the digests that the cluster makes of a block's layers.
+real messenger with its own port. Slices carry the digests that the cluster computes of a block's layers.
 
 Threads: gRPC handlers run on the event loop, notifications on the messenger's thread, and each session compares digests
 on an executor thread of its own.
@@ -178,7 +178,7 @@ class BenchServer:
         if caller in self._sessions or len(self._sessions) >= MAX_SESSIONS:
             raise SessionRefused(f"{len(self._sessions)} sessions are open, of at most {MAX_SESSIONS}: try again later")
         if not 0 < nbytes <= MAX_REGION_NBYTES:
-            raise SessionRefused(f"{nbytes} bytes of memory were asked for, of at most {MAX_REGION_NBYTES}")
+            raise SessionRefused(f"a session must request at most {MAX_REGION_NBYTES} bytes of memory, got {nbytes}")
         self._sessions[caller] = None
         return caller, nbytes
 

@@ -181,7 +181,10 @@ def test_a_log_that_is_not_there_is_named_as_it_was_given(tmp_path):
         ('{"timestamp":1}', "this is no event log"),
         ('{"version":1}', "version 1: this Moonpool reads version 2"),
         ('{"version":2,"life":1,"part":1}', 'no "config"'),
-        ('{"version":2,"life":1,"part":1,"config":{"balancing_threshold":0}}', "balancing_threshold is 0"),
+        (
+            '{"version":2,"life":1,"part":1,"config":{"balancing_threshold":0}}',
+            "balancing_threshold must be at least 1, got 0",
+        ),
         ('{"version":2,"life":1,"part":1,"config":{"mood":0}}', "unknown fields mood"),
         ('{"version":2,"life":1,"part":1,"config":{"admission":"perhaps"}}', "perhaps"),
     ],

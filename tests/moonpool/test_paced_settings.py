@@ -53,7 +53,7 @@ def test_a_paced_worker_takes_no_gpu(short_path: Path) -> None:
 
 
 def test_an_approximation_of_checked_kv_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--kv-storage is int8 and --engine paced"):
+    with pytest.raises(ConfigError, match="--kv-storage must be exact with --engine paced, got int8"):
         served({"engine": "paced", "kv_storage": "int8"})
 
 

@@ -146,7 +146,7 @@ def test_an_orphan_does_not_start() -> None:
         env={**os.environ, "MOONPOOL_SUPERVISOR_PID": "1"},
     )
     assert ended.returncode == 1
-    assert "the supervisor is gone" in ended.stderr
+    assert "the supervisor has ended" in ended.stderr
 
 
 @pytest.mark.parametrize(
