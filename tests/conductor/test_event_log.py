@@ -286,5 +286,5 @@ def test_a_configuration_that_cannot_work_is_refused_by_name(values):
     "name", ["decision_log_size", "decision_log_files", "decision_log_block_tokens", "decision_log_candidates"]
 )
 def test_a_log_that_cannot_be_is_refused_by_name(tmp_path, name):
-    with pytest.raises(InvalidSetting, match=f"{name} is 0"):
+    with pytest.raises(InvalidSetting, match=f"{name} must be .* got 0"):
         DecisionLogSettings(tmp_path, **{group_settings(DecisionLogSettings)[name].field: 0})

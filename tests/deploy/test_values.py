@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
         ({"pool": {"bytes": "64 elephants"}}, "'/pool/bytes': '64 elephants' does not match pattern"),
         ({"externalRedis": {"url": "redis://:secret@h"}}, "'/externalRedis/url': "),
         ({"externalRedis": {"url": "redis://h"}}, "externalRedis.url and redis.enabled conflict"),
-        ({"redis": {"enabled": False}, "externalRedis": {"existingSecret": "s"}}, "but not externalRedis.url"),
+        ({"redis": {"enabled": False}, "externalRedis": {"existingSecret": "s"}}, "needs externalRedis.url"),
         ({"tls": {"enabled": True}}, "tls.enabled needs certificates: set tls.existingSecret"),
         ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "issuerRef.name must not be empty"),
         (
@@ -99,12 +99,12 @@ def test_a_group_says_otherwise_for_itself_alone(render: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "warning"),
     [
-        ({}, "The bundled model is for trials only"),
-        ({}, "No API key is asked for"),
+        ({}, "The bundled model is tiny and for trials only"),
+        ({}, "The API requires no key"),
         ({}, "neither encrypted nor authenticated"),
-        ({}, "The bundled Redis is a single one"),
-        ({"tls": {"enabled": True, "existingSecret": "s"}, "rdma": {"enabled": True}}, "RDMA does not encrypt"),
-        ({"slo": {"record": {"headers": "any"}}, "redis": {"enabled": False}}, "in the conductors' pods alone"),
+        ({}, "The bundled Redis is a single instance"),
+        ({"tls": {"enabled": True, "existingSecret": "s"}, "rdma": {"enabled": True}}, "RDMA cannot be encrypted"),
+        ({"slo": {"record": {"headers": "any"}}, "redis": {"enabled": False}}, "only in the conductors' pods"),
     ],
 )
 def test_what_is_not_for_production_is_said(render: Any, values: dict[str, Any], warning: str) -> None:

@@ -298,7 +298,7 @@ async def test_malformed_calls_are_refused_by_name(cluster: Any, undisturbed: No
         told = f"{node} {method}: {caught.value.code()} {caught.value.details()}"
         assert caught.value.code().name in codes, told
         assert said in str(caught.value.details()), told
-    await wait_logged(cluster, "pool-0", "malformed call of /moonpool.v1.Pool/Allocate refused", 1)
+    await wait_logged(cluster, "pool-0", "malformed call of /moonpool.v1.Pool/Allocate rejected", 1)
     assert not [node for node in ("conductor", *WORKERS, *POOLS) if "Traceback" in log_of(cluster, node)]
 
 

@@ -105,7 +105,7 @@ async def test_a_call_that_is_no_protobuf_is_one_warning_without_a_traceback(
     await server.stop(None)
     (line,) = stream.getvalue().splitlines()
     assert " WARNING " in line
-    assert "malformed call of /x.Y/Call refused: Error parsing message" in line
+    assert "malformed call of /x.Y/Call rejected: Error parsing message" in line
 
 
 def test_unknown_level_is_refused_by_name() -> None:

@@ -48,7 +48,7 @@ def test_help_names_every_command_and_an_example(run: Run) -> None:
 def test_serves_help_shows_every_flag_with_its_default(run: Run) -> None:
     shown = run("serve", "--help").stdout
     assert "--prefill-nodes" in shown
-    assert "Port to listen at; 0 takes a free one [8000]" in shown
+    assert "Port to listen on; 0 selects a free one [8000]" in shown
     assert "moonpool serve ./my-llama" in shown
 
 
