@@ -32,7 +32,7 @@ help:
 	@echo "make test-nightly  the tests that take long; records its outcome in tests/nightly.json"
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
 	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
-	@echo "make check   format, lint, import rules, types, generated code, every test importable"
+	@echo "make check   format, lint, import rules, house rules, types, generated code, every test importable"
 	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
 	@echo "make format  apply the formatter and the safe fixes"
 	@echo "make proto   generate Python from proto/"
@@ -81,6 +81,7 @@ static: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/generate_protos.py check
 	$(BIN)/python .ci/check_types.py
+	$(BIN)/python tools/house.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .
