@@ -22,10 +22,10 @@ from moonpool.supervision.ready_file import ReadyFile
 from moonpool.supervision.run_dir import default_run_dir
 
 BLOCK_TOKENS = 8
-# The replay computes about 600 MB of KV. The workers' pages and the pool's memory each hold a small part of it, the SSD
+# The replay computes about 260 MB of KV. The workers' pages and the pool's memory each hold a small part of it, the SSD
 # all of it: the ideal hit rate is that of an infinite cache.
 CAPACITY_TOKENS = 12288
-POOL_BYTES = "96MiB"
+POOL_BYTES = "64MiB"
 POOL_SSD_BYTES = "1GiB"
 MAX_QUEUE_S = 600  # a slow machine takes longer, but must not reject
 MIN_VERIFIED = 50
@@ -42,6 +42,9 @@ def demo(
     speed: Annotated[
         float, typer.Option(min=0.01, help="Factor by which arrivals are closer together than in the trace.")
     ] = 20.0,
+    duration: Annotated[
+        float, typer.Option(min=0, help="Seconds of the trace to replay from its start; 0: all.")
+    ] = 1500.0,
     sample_families: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the trace's prefix families.")
     ] = 0.1,
@@ -59,7 +62,7 @@ def demo(
         report = out / "report.json"
         report.unlink(missing_ok=True)
         with ssd_folder(out) as ssd, _cluster(ssd) as cluster:
-            status = _replay(cluster.url, out, speed, sample_families)
+            status = _replay(cluster.url, out, speed, duration, sample_families)
             leaks = subprocess.run(
                 [*_MOONPOOL, "validate", "--ready-file", str(Path(cluster.run_dir) / "serve.json"), "--wait", "15"],
                 check=False,
@@ -177,13 +180,14 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def _replay(url: str, out: Path, speed: float, sample_families: float) -> int:
+def _replay(url: str, out: Path, speed: float, duration: float, sample_families: float) -> int:
     """Run the replay in the foreground, where it receives the terminal's Ctrl-C; return its exit code."""
     flags = {
         "url": url,
         "out": out,
         "tokens-per-block": BLOCK_TOKENS,
         "sample-families": sample_families,
+        "duration": duration,
         "speed": speed,
     }
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
