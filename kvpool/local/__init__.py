@@ -1,5 +1,12 @@
-"""The pool for processes of its own host: a mapped index and arena that are read without a call, and puts in one round
+"""Shared-memory access to this host's pool node: a mapped index and arena, read without a call, and puts in one round
 trip.
+
+    pool node's process    server.py         LocalPoolServer: the unix socket and puts
+                           shared_index.py   SharedIndex: the only writer of the index
+    client's process       client.py         LocalPoolClient: gets, puts, touches
+    both                   index_layout.py   the index in memory, and its synchronisation
+                           protocol.py       messages on the socket
+                           block_copy.py     copies and digests of blocks; *_kernels.py: compiled loops
 """
 
 from kvpool.local.client import LocalPoolClient, RegisteredBlocks

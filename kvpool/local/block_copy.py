@@ -1,4 +1,4 @@
-"""Memories as the compiled copies take them, and checked copies and digests of blocks between memories."""
+"""Copies of blocks between memories and digests of blocks, with checked arguments; compiled, without the GIL."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ from kvpool.errors import SpecError
 from kvpool.spec import GROUP_LAYOUT, KvSpec
 
 _NO_WORDS = np.empty(0, np.uint32)
-_NOT_TOLD = np.empty((0, 0), np.uint64)
+_NO_DIGESTS = np.empty((0, 0), np.uint64)
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class SpecLayout:
 
     @cached_property
     def proto_bytes(self) -> bytes:
-        """Serialised spec, as PutBlocks carries it."""
+        """The serialised spec, for PutBlocks."""
         return self.spec.to_proto().SerializeToString()
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Per group, the end of its digests among a block's digests, in bytes."""
+        """End offset of each group's digests within a block's digests, in bytes."""
         return tuple(8 * end for end in itertools.accumulate(len(group.layers) for group in self.spec.groups))
 
     @cached_property
@@ -89,14 +89,15 @@ def copy_blocks(
     num_tokens: NDArray[np.uint32],
     expected: NDArray[np.uint64] | None,
 ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-    """Copy slots from `starts` to `targets`, both [groups, n], its first `num_tokens` [n] tokens each (0: all).
+    """Copy blocks from byte offsets `starts` of `source` to `targets` of `target`, both int64 [groups, n].
 
-    Returns whether each block has the `expected` digests [n, layers of all groups] (None: any will do), and the digests
-    of what was written. Runs without the GIL. Raises SpecError, before anything is copied, when a slot lies outside or
-    the arrays do not fit.
+    Of each block, the first `num_tokens` uint32 [n] tokens are copied (0: all). Returns (bool [n], True if the written
+    bytes have the `expected` digests uint64 [n, layers of all groups] or these are None; the digests of the written
+    bytes, of the same shape). Releases the GIL. Raises SpecError, before anything is copied, if a slot is out of
+    bounds, a block has too many tokens, or shapes do not match.
     """
     n, shape = len(num_tokens), (len(num_tokens), layout.num_layers)
-    told = _NOT_TOLD if expected is None else expected
+    wanted = _NO_DIGESTS if expected is None else expected
     if starts.shape != (layout.spec.num_groups, n) or targets.shape != starts.shape:
         raise SpecError(
             f"slots {starts.shape} and {targets.shape} of {n} blocks: expected [{layout.spec.num_groups}, n]"
@@ -104,7 +105,7 @@ def copy_blocks(
     if expected is not None and expected.shape != shape:
         raise SpecError(f"digests of shape {expected.shape}: expected [{n}, {layout.num_layers}]")
     right, digests = np.empty(n, np.uint8), np.empty(shape, np.uint64)
-    done = _kernels()[0](source.both, starts, target.both, targets, layout.groups, num_tokens, told, (digests, right))
+    done = _kernels()[0](source.both, starts, target.both, targets, layout.groups, num_tokens, wanted, (digests, right))
     if done:
         raise _not_done(done, f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to", layout)
     return right.view(np.bool_), digests
@@ -113,10 +114,10 @@ def copy_blocks(
 def digest_blocks(
     memory: MappedBytes, offsets: NDArray[np.int64], layout: SpecLayout, num_tokens: NDArray[np.uint32]
 ) -> NDArray[np.uint64]:
-    """Return digests [n, layers of all groups] of blocks at `offsets` [groups, n], over the first `num_tokens` tokens
-    (0: all).
+    """Return the digests, uint64 [n, layers of all groups], of blocks at byte `offsets` int64 [groups, n] of `memory`.
 
-    Same as `kvpool.digest.layer_digests_at` of each group, in one call. Releases the GIL. Raises SpecError.
+    The first `num_tokens` uint32 [n] tokens of each block count (0: all). Equals `kvpool.digest.layer_digests_at` of
+    each group, in one call. Releases the GIL. Raises SpecError as `copy_blocks`.
     """
     if offsets.shape != (layout.spec.num_groups, len(num_tokens)):
         raise SpecError(f"offsets of shape {offsets.shape}: expected [{layout.spec.num_groups}, {len(num_tokens)}]")
@@ -128,13 +129,14 @@ def digest_blocks(
 
 
 def warm_up() -> None:
-    """Compile, or load from the cache, the kernels that copies and digests run on."""
+    """Compile the kernels of copies and digests, or load them from the cache."""
     _kernels()
 
 
 @functools.cache
 def _kernels() -> tuple[Any, Any]:
-    """Copy and digest. Numba takes half a second to import: only who copies waits for it."""
+    """Return the kernels (copy, digest)."""
+    # Imported late: numba takes half a second to import, and only processes that copy need it.
     from kvpool.local.copy_kernels import copy_kernel, digest_kernel
 
     return copy_kernel(), digest_kernel()
@@ -145,4 +147,4 @@ def _not_done(why: int, space: str, layout: SpecLayout) -> SpecError:
 
     if why == OUT_OF_BOUNDS:
         return SpecError(f"a slot lies beyond memory of {space}")
-    return SpecError(f"a block of more than {layout.spec.block_tokens} tokens, which are a full one")
+    return SpecError(f"num_tokens must be at most block_tokens ({layout.spec.block_tokens})")

@@ -1,17 +1,18 @@
-"""Client of this host's shared-memory pool: gets straight from the mapped arena without a message, and puts.
+"""Client of this host's shared-memory pool: gets, directly from the mapped arena without a message, and puts.
 
 A get looks the blocks up in the shared index, copies them and computes their digests in one pass, and then checks that
 the index entries have not changed. Entries that changed meanwhile, or that cannot be read consistently, count as
-misses. Blocks whose digest differs are reported to the pool node and never count as read. The pool node learns of uses
-from touches, sent in batches.
+misses. Blocks whose digests differ are reported to the pool node and do not count as read. Uses are reported to the
+pool node by touches, sent in batches.
 
 Locks and lifetimes, for any number of threads:
 
     LocalPoolConnection._lock   one request and its reply on the socket at a time; `try_send` skips instead of waiting
-    LocalPoolClient._moving     one thread maps a new index at a time
+    LocalPoolClient._moving     one thread maps a new index at a time; taken before `_lock`
     gets and matches            no lock: they read the index by its versions (`kvpool.local.index_layout`)
-    mapped arena and index      live as long as an array of them is referenced, even after `close`; after the node's
-                                death they are not read any more, because each call first checks that it is alive
+    touches, cached layouts     no lock: concurrent threads may lose a touch or compute a layout twice
+    mapped arena and index      live as long as an array over them is referenced, even after `close`. Each call first
+                                checks that the node is alive, so they are not read after its end was noticed
 """
 
 import contextlib
@@ -65,18 +66,21 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class LocalPoolConnection:
-    """Connection to the pool node. Every call but `alive` raises LocalPoolUnavailable once it is lost; it does not
-    reconnect.
+    """Connection to the pool node, which does not reconnect. Once it is lost, all calls but `alive` raise
+    LocalPoolUnavailable.
     """
 
     def __init__(self, path: Path, *, owner: str, owner_incarnation: int, deadline_s: float) -> None:
-        """Connect and identify the owner. `deadline_s` bounds every reply, including the first."""
+        """Connect to the unix socket `path` and identify the owner. `deadline_s` bounds every reply.
+
+        Raises LocalPoolUnavailable.
+        """
         self.path = path
         self._lock = threading.Lock()
         self._fds: list[int] = []
         self._sock = socket.socket(socket.AF_UNIX)
         try:
-            # The kernel's own time limits: Python's cost a call more per call.
+            # The kernel's time limits: Python's cost one more system call per call.
             limit = struct.pack("@ll", int(deadline_s), int(deadline_s % 1 * 1e6))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -94,7 +98,7 @@ class LocalPoolConnection:
             raise
 
     def alive(self) -> bool:
-        """Return True if the pool node has neither ended nor closed the connection. Only asks the kernel."""
+        """Return True if the pool node has neither ended nor closed the connection, as far as the kernel knows."""
         try:
             return bool(self._sock.recv(1, _LOOK))
         except BlockingIOError:
@@ -103,7 +107,10 @@ class LocalPoolConnection:
             return False
 
     def ask(self, request: Message, answer_type: type[Answer], fd: int | None = None) -> Answer:
-        """Send a request and return its reply; raises the KvPoolError that the node replied with."""
+        """Send a request, with descriptor `fd` if given, and return its reply.
+
+        Raises the KvPoolError that the node replied with, or LocalPoolUnavailable.
+        """
         with self._lock:
             self._send(request, fd)
             answer = self._receive(answer_type in _WITH_DESCRIPTORS)
@@ -120,7 +127,7 @@ class LocalPoolConnection:
             self._send(message, None)
 
     def try_send(self, message: Message) -> bool:
-        """Send a message as `tell`, unless another thread has a request in flight; return True if it was sent."""
+        """Send a message as `tell`, unless another thread has a request in flight. Returns True if it was sent."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -130,13 +137,13 @@ class LocalPoolConnection:
         return True
 
     def renew_index(self) -> PeerMemory:
-        """Map and return the index that is in use now."""
+        """Map and return the current index."""
         answer = self.ask(GetIndex(), IndexReply)
         self.index = self._mapped(answer.nbytes)
         return self.index
 
     def close(self) -> None:
-        """Hang up. Closing twice is allowed."""
+        """Disconnect. May be called twice."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -152,7 +159,7 @@ class LocalPoolConnection:
             return PeerMemory(self._fds.pop(0), nbytes)
         except ProtocolError as error:
             self.close()
-            raise LocalPoolUnavailable(f"the pool node at {self.path} sent no memory: {error}") from error
+            raise LocalPoolUnavailable(f"the pool node at {self.path} sent a bad descriptor: {error}") from error
 
     def _send(self, message: Message, fd: int | None) -> None:
         data = memoryview(encode(message))
@@ -181,7 +188,7 @@ class LocalPoolConnection:
             else:
                 part = self._sock.recv(_READ_NBYTES)
             if not part:
-                raise ConnectionResetError("it hung up")
+                raise ConnectionResetError("it closed the connection")
             data += part
         return data
 
@@ -194,18 +201,18 @@ def _refusal(answer: ErrorReply) -> KvPoolError:
     kind = getattr(errors, answer.kind, None)
     if isinstance(kind, type) and issubclass(kind, KvPoolError):
         return kind(answer.reason)
-    return LocalPoolUnavailable(f"the pool node sent this caller away: {answer.reason}")
+    return LocalPoolUnavailable(f"the pool node rejected the connection: {answer.reason}")
 
 
-_TOUCHES, _TOUCHES_S = 256, 0.5  # how many blocks' uses, or how long, are kept before the pool node is told
+_TOUCHES, _TOUCHES_S = 256, 0.5  # most touches, and longest time, before they are sent to the pool node
 _NO_PLAN = SpecLayout(KvSpec((KvGroup("full", 0, (0,), 1, 1, "float32"),), 1))
-_PUT_ROOM_NBYTES = 4096  # in a Put's frame, for all but the blocks
-_MOVES = 16  # how often the index may have moved during one call
+_PUT_ROOM_NBYTES = 4096  # of a PutBlocks frame, for all fields but those of the blocks
+_MOVES = 16  # most replacements of the index during one call
 
 
 @dataclass(frozen=True, eq=False)
 class _Index:
-    """A mapped index: its words, and what its header says, checked once."""
+    """A mapped index: its words, and the shape in its header, checked once."""
 
     words: NDArray[np.uint64]
     shape: NDArray[np.int64]  # buckets, entries, words of an entry
@@ -213,24 +220,27 @@ class _Index:
 
 @dataclass(frozen=True, eq=False)
 class RegisteredBlocks:
-    """Blocks in memory that was registered with the pool node, as the source of a put."""
+    """Blocks in memory registered with the pool node, as the source of a put."""
 
     region_id: int  # from `LocalPoolClient.register_memory`
     offsets: NDArray[np.int64]  # [groups, n], in bytes from the start of the registered memory
-    digests: NDArray[np.uint64] | None = None  # [n, layers of all groups]; None: computed as the pool node copies
+    digests: NDArray[np.uint64] | None = None  # [n, layers of all groups]; None: computed by the pool node's copy
 
 
 class LocalPoolClient:
     """Client of this host's pool node, for any number of threads. Raises LocalPoolUnavailable once the node is gone."""
 
-    def __init__(self, door: str, *, owner: str, owner_incarnation: int, deadline_s: float = 10) -> None:
-        """Connect to the socket that `DescribeReply.door` names. `deadline_s` bounds every reply."""
-        # Numba takes half a second to import: only who opens a door waits for it.
+    def __init__(self, local_socket: str, *, owner: str, owner_incarnation: int, deadline_s: float = 10) -> None:
+        """Connect to a node's socket (`PoolDescription.local_socket`). `deadline_s` bounds every reply.
+
+        Raises LocalPoolUnavailable.
+        """
+        # Imported late: numba takes half a second to import, and only processes with a local pool need it.
         from kvpool.local.index_kernels import index_kernels
 
         self._kernels = index_kernels()
         self._caller = LocalPoolConnection(
-            Path(door), owner=owner, owner_incarnation=owner_incarnation, deadline_s=deadline_s
+            Path(local_socket), owner=owner, owner_incarnation=owner_incarnation, deadline_s=deadline_s
         )
         self.node_id, self.incarnation = self._caller.node_id, self._caller.incarnation
         self._arena = MappedBytes.of(self._caller.arena.array)
@@ -238,7 +248,7 @@ class LocalPoolClient:
         self._moving = threading.Lock()
         self._plans: dict[KvSpec, SpecLayout] = {}
         self._last_plan: tuple[KvSpec | None, SpecLayout] = None, _NO_PLAN
-        self._last = self._arena  # the caller's memory, as it was given last
+        self._last = self._arena  # the caller's memory of the last call
         self._offered: dict[int, MappedBytes] = {}
         self._regions = 0
         self._touched: dict[bytes, list[bytes]] = {}
@@ -258,7 +268,7 @@ class LocalPoolClient:
         self._caller.close()
 
     def match(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> int:
-        """Return the number of leading blocks of `chain` [n, 16] in the pool's DRAM."""
+        """Return the number of leading blocks of `chain` uint8 [n, 16] in the pool's DRAM."""
         name, keys = _words(kv_namespace, chain)
         for _ in range(_MOVES):
             self._check_alive()
@@ -267,7 +277,7 @@ class LocalPoolClient:
             if why != index_layout.STALE:
                 return int(count)
             self._renew_index(index)
-        raise LocalPoolUnavailable("the pool node's index moves all the time")
+        raise LocalPoolUnavailable(f"the pool node's index was replaced {_MOVES} times during one call")
 
     def contains(self, kv_namespace: bytes, key: NDArray[np.uint8]) -> bool:
         """Return True if the block of chain key [16] is in the pool's DRAM."""
@@ -286,8 +296,9 @@ class LocalPoolClient:
         """Copy leading blocks of `chain` [n, 16] to byte `offsets` [groups, n] of `memory` uint8 [nbytes].
 
         Returns the number of blocks copied and valid; the contents of later slots are undefined. Of a partial block,
-        its tokens are copied. With `verify` false, digests are not computed and whole slots are copied: only the index
-        proves that a block stayed in place meanwhile. Releases the GIL. Raises SpecError if a slot lies out of bounds.
+        only its tokens are copied. Without `verify`, digests are not computed and whole slots are copied; then only the
+        index proves that a block stayed in place meanwhile. Releases the GIL. Raises SpecError if a slot of `memory`
+        is out of bounds.
         """
         layout, target = self._layout(spec), self._mapped(memory)
         name, keys = _words(kv_namespace, chain)
@@ -320,10 +331,10 @@ class LocalPoolClient:
         offsets: NDArray[np.int64],
         num_tokens: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.bool_]:
-        """Copy blocks under a lease of this pool node from `leased` to `offsets`, both [groups, n], in one pass.
+        """Copy leased blocks from byte offsets `leased` of the arena to `offsets` of `memory`, both int64 [groups, n].
 
-        Returns bool [n]: True if the copied bytes have the block's `digests` [n, layers of all groups]. Of each block
-        the first `num_tokens` [n] tokens are copied, all for 0 or None. Raises SpecError if a slot lies out of bounds.
+        Returns bool [n], True if the copied bytes match the `digests` uint64 [n, layers of all groups]. Of each block,
+        the first `num_tokens` [n] tokens are copied, all for 0 or None. Raises SpecError if a slot is out of bounds.
         """
         self._check_alive()
         lengths = np.zeros(len(digests), np.uint32) if num_tokens is None else num_tokens
@@ -332,7 +343,7 @@ class LocalPoolClient:
         return right
 
     def register_memory(self, memory: SharedMemory) -> int:
-        """Let the pool node map `memory`, as a source of puts. Returns its region id."""
+        """Register `memory` with the pool node, which maps it, as a source of puts. Returns its region id."""
         self._regions += 1
         region_id = self._regions
         self._caller.ask(RegisterMemory(region_id, memory.nbytes), MemoryRegistered, memory.fd)
@@ -340,15 +351,15 @@ class LocalPoolClient:
         return region_id
 
     def unregister_memory(self, region_id: int) -> None:
-        """Let the pool node unmap this memory."""
+        """Unregister memory; the pool node unmaps it."""
         del self._offered[region_id]
         self._caller.tell(UnregisterMemory(region_id))
 
     def digests(
         self, spec: KvSpec, region_id: int, offsets: NDArray[np.int64], num_tokens: NDArray[np.uint32] | None = None
     ) -> NDArray[np.uint64]:
-        """Return digests [n, layers of all groups] of blocks at `offsets` [groups, n] of registered memory, for
-        `put`.
+        """Return the digests, uint64 [n, layers of all groups], of blocks at `offsets` int64 [groups, n] of registered
+        memory, for `put`.
         """
         lengths = np.zeros(offsets.shape[1], np.uint32) if num_tokens is None else num_tokens
         return digest_blocks(self._offered[region_id], np.ascontiguousarray(offsets), self._layout(spec), lengths)
@@ -366,10 +377,10 @@ class LocalPoolClient:
     ) -> NDArray[np.uint8]:
         """Store the blocks `chain` [n, 16] of registered memory, in one round trip.
 
-        `parents` [n, 16] are the keys of the blocks before. Given digests are verified as the pool node copies.
-        `num_tokens` [n] is given if any block is partial (0: full); `compute_s` is the time that computing all of them
-        took, 0 = unknown. The memory may be reused when this returns. Returns a PutStatus per block. Raises
-        SpecMismatch, SpecError, PoolRefused, PutLost or LocalPoolUnavailable.
+        `parents` [n, 16] are the keys of the blocks before. If `source` has digests, the pool node verifies them as it
+        copies. `num_tokens` [n] is given if any block is partial (0: full). `compute_s` is the time that computing all
+        blocks took, 0 = unknown. The memory may be reused when this returns. Returns a PutStatus per block, uint8 [n].
+        Raises SpecMismatch, SpecError, PoolRefused, PutLost or LocalPoolUnavailable.
         """
         n, layout = len(check_chain(chain)), self._layout(spec)
         check_chain(parents)
@@ -393,19 +404,19 @@ class LocalPoolClient:
         return np.frombuffer(b"".join(answers), np.uint8)
 
     def report_corrupt(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
-        """Report blocks [n, 16] whose bytes do not match their digests; the pool node removes them."""
+        """Report blocks [n, 16] whose bytes do not match their digests. The pool node removes them."""
         self.corrupt_blocks += len(chain)
         self._caller.tell(ReportCorrupt(kv_namespace, chain.tobytes()))
 
     def send_touches(self) -> None:
-        """Report the blocks read since the last report; skipped while another thread has a request in flight."""
+        """Send the touches since the last call; they are dropped if another thread has a request in flight."""
         touched, self._touched = self._touched, {}
         self._num_touched, self._told_s = 0, time.monotonic()
         for kv_namespace, keys in touched.items():
             self._caller.try_send(TouchBlocks(kv_namespace, b"".join(keys)))
 
     def touch(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
-        """Record a use of blocks [n, 16] that were not read here; it is reported with the next touches."""
+        """Record a use of blocks [n, 16], to be reported with the next touches."""
         if not len(chain):
             return
         self._touched.setdefault(kv_namespace, []).append(chain.tobytes())
@@ -415,9 +426,7 @@ class LocalPoolClient:
 
     def _check_alive(self) -> None:
         if not self._caller.alive():
-            raise LocalPoolUnavailable(
-                f"pool node {self.node_id!r} is gone, and what its memory holds must not be used"
-            )
+            raise LocalPoolUnavailable(f"pool node {self.node_id!r} is gone; its memory must not be used any more")
 
     def _layout(self, spec: KvSpec) -> SpecLayout:
         asked, layout = self._last_plan
@@ -431,7 +440,7 @@ class LocalPoolClient:
         if last.array is not memory:
             self._last = last = MappedBytes.of(memory)
             if not memory.flags.writeable:
-                raise SpecError("memory to get blocks into cannot be written to")
+                raise SpecError("the memory to copy blocks to is not writable")
         return last
 
     def _renew_index(self, old: _Index) -> None:
@@ -456,13 +465,13 @@ class LocalPoolClient:
         if not (known and whole) or header[index_layout.AT_INCARNATION] != self.incarnation:
             self._caller.close()
             raise LocalPoolUnavailable(
-                f"pool node {self.node_id!r} has an index of another form: run one version everywhere"
+                f"pool node {self.node_id!r} has an index of another format: run one version of Moonpool everywhere"
             )
         return _Index(words, np.array([buckets, entries, entry_words], np.int64))
 
 
 def _words(kv_namespace: bytes, chain: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Return a namespace as words [2] and chain keys as words [n, 2]."""
+    """Return a namespace as uint64 [2] and chain keys as uint64 [n, 2]. Raises AddressError."""
     if len(kv_namespace) != KEY_NBYTES:
         raise AddressError(f"a namespace of {len(kv_namespace)} bytes: expected {KEY_NBYTES}")
     chain = check_chain(chain)

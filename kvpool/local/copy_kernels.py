@@ -1,6 +1,7 @@
-"""The compiled loops that copy blocks between mappings and compute their digests on the way: one pass over the bytes.
+"""Compiled loops that copy blocks between mappings and compute their digests in the same pass over the bytes.
 
-What a digest is stands in `kvpool.digest`. Moves check no bounds: callers do. `layout` is a `SpecLayout`'s array.
+`kvpool.digest` defines the digests. The inner loops check no bounds; their callers do. `layout` is
+`SpecLayout.groups`, GROUP_LAYOUT [groups].
 """
 
 import functools
@@ -27,7 +28,7 @@ memcpy: Any = types.ExternalFunction("memcpy", types.uint64(types.uint64, types.
 
 
 def _move_words_of(source: Any, start: Any, target: Any, to: Any, count: Any, first: Any) -> Any:
-    """Copy `count` words and return the sum of their mixes, the first one's index being `first`."""
+    """Copy `count` words. Returns the sum of their mixes; `first` is the index of the first word in its layer."""
     total = np.uint64(0)
     row, out = source[start : start + count], target[to : to + count]
     for k in range(len(row)):
@@ -38,7 +39,7 @@ def _move_words_of(source: Any, start: Any, target: Any, to: Any, count: Any, fi
 
 
 def _move_row_of(source: Any, start: Any, target: Any, to: Any, count: Any, first: Any) -> Any:
-    """As `_move_words` of one token row of `count` bytes, which fills its last word with zeros."""
+    """Copy a token row of `count` bytes, as `_move_words`. The last word is padded with zeros for its mix."""
     total = np.uint64(0)
     for w in range((count + 3) // 4):
         word = np.uint64(0)
@@ -57,10 +58,10 @@ _move_row = numba.njit(_move_row_of)
 def _move_group(
     source: Any, start: Any, target: Any, to: Any, group: Any, tokens: Any, in_words: Any, digests: Any
 ) -> None:
-    """Copy the first `tokens` tokens of one slot from byte `start` to byte `to`; write its layers' digests.
+    """Copy the first `tokens` tokens of one slot from byte `start` to byte `to`, and set its layers' `digests`.
 
-    `source` and `target` are (bytes, words), `group` is a GROUP_LAYOUT, `digests` is uint64 [layers]. `in_words`:
-    both offsets and the row length are multiples of 4.
+    `source` and `target` are (bytes, words), `group` is a GROUP_LAYOUT, `digests` is uint64 [layers]. `in_words` is
+    True if both offsets and the row length are multiples of 4.
     """
     block_tokens, row_nbytes = group.block_tokens, group.row_nbytes
     whole = tokens == block_tokens
@@ -169,11 +170,10 @@ _TOKENS = types.Array(types.uint32, 1, "C", readonly=True)
 
 @functools.cache
 def digest_kernel() -> Any:
-    """Return the compiled digest of blocks where they lie; it releases the GIL.
+    """Return the compiled digest of blocks in place; it releases the GIL.
 
     Arguments: memory (bytes, words); byte offsets int64 [groups, n]; GROUP_LAYOUT [groups]; tokens per block uint32
-    [n], 0 = all; the digests, uint64 [n, layers of all groups], which it writes. Returns DONE, OUT_OF_BOUNDS or
-    TOO_MANY_TOKENS.
+    [n], 0 = all; the output, digests uint64 [n, layers of all groups]. Returns DONE, OUT_OF_BOUNDS or TOO_MANY_TOKENS.
     """
     out = types.Array(types.uint64, 2, "C")
     return compiled(_digest_blocks, types.int64(SOURCE, OFFSETS, LAYOUT, _TOKENS, out))
@@ -184,9 +184,9 @@ def copy_kernel() -> Any:
     """Return the compiled copy of blocks; it releases the GIL.
 
     Arguments: source (bytes, words), byte offsets int64 [groups, n]; target likewise; GROUP_LAYOUT [groups]; tokens
-    per block uint32 [n], 0 = all; expected digests uint64 [n, layers of all groups], or [0, 0] for none; and what it
-    writes: (digests of the copied bytes, of the same shape; uint8 [n], 1 where they equal the expected ones). Returns
-    DONE, or OUT_OF_BOUNDS or TOO_MANY_TOKENS, and then nothing was copied.
+    per block uint32 [n], 0 = all; expected digests uint64 [n, layers of all groups], or [0, 0] for none; the output
+    (digests of the copied bytes uint64 [n, layers of all groups]; uint8 [n], 1 where they equal the expected ones).
+    Returns DONE; or OUT_OF_BOUNDS or TOO_MANY_TOKENS, having copied nothing.
     """
     expected, digests = types.Array(types.uint64, 2, "C", readonly=True), types.Array(types.uint64, 2, "C")
     results = types.Tuple((digests, types.Array(types.uint8, 1, "C")))  # type: ignore[no-untyped-call]

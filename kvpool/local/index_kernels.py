@@ -1,7 +1,7 @@
 """Compiled loops over the shared index: the pool node's writes, and its readers' look-ups and gets.
 
 Readers run while the pool node writes, or after it died in the middle of a write. They treat an inconsistent read as a
-miss and check every field of an entry before they follow it. The protocol is in `kvpool.local.index_layout`.
+miss and check every field of an entry before they use it. `kvpool.local.index_layout` describes the synchronisation.
 """
 
 import functools
@@ -31,7 +31,7 @@ from kvpool.local.index_layout import (
 )
 from messenger.native.atomics import fence_acquire, fence_release, load_acquire, store_release
 
-_TRIES = 256  # of a look-up that the pool node's writes disturb; a writer that died leaves a miss
+_TRIES = 256  # of a look-up that concurrent writes disturb; then a miss, for example if the writer died
 _HIGH = np.uint64(32)
 _LOW_MASK = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
@@ -47,7 +47,7 @@ def _find_entry(words: Any, shape: Any, name: Any, key: Any) -> Any:
     mask = buckets - 1
     for _ in range(_TRIES):
         before = load_acquire(words, AT_BUCKETS_VERSION)
-        torn = before & _ONE != np.uint64(0)  # buckets are being moved: what is found there stands, what is not may
+        torn = before & _ONE != np.uint64(0)  # buckets are being moved: a hit is valid, a miss is not
         position = np.int64(key_hash & np.uint64(mask))
         for _ in range(buckets):
             word = load_acquire(words, HEADER_WORDS + position)
@@ -75,7 +75,7 @@ _find = numba.njit(_find_entry)
 
 
 def _write(words: Any, buckets: Any, entry_words: Any, entry: Any, record: Any) -> None:
-    """Write a free entry and give it the first empty bucket from its hash on. `record` starts with the key."""
+    """Write a free entry, and point the first empty bucket from its hash on to it. `record` starts with the key."""
     at = HEADER_WORDS + buckets + entry * entry_words
     version = words[at + ENTRY_VERSION]
     store_release(words, at + ENTRY_VERSION, version + _ONE)
@@ -91,7 +91,7 @@ def _write(words: Any, buckets: Any, entry_words: Any, entry: Any, record: Any) 
 
 
 def _erase(words: Any, buckets: Any, entry_words: Any, entry: Any) -> None:
-    """Void an entry, then close the gap that its bucket leaves, so that no later one is hidden behind it."""
+    """Void an entry, then move later buckets into the gap, so that linear probing still finds them."""
     at = HEADER_WORDS + buckets + entry * entry_words
     version = words[at + ENTRY_VERSION]
     store_release(words, at + ENTRY_VERSION, version + _ONE)
@@ -124,7 +124,7 @@ def _erase(words: Any, buckets: Any, entry_words: Any, entry: Any) -> None:
 
 
 def _state(words: Any, otherwise: Any) -> Any:
-    """Return STALE if the index was replaced or closed and is not updated any more, `otherwise` if it is live."""
+    """Return STALE if the index was replaced or closed, and `otherwise` if it is live."""
     if load_acquire(words, AT_STATE) != np.uint64(LIVE):
         return np.int64(STALE)
     return np.int64(otherwise)
@@ -134,7 +134,7 @@ _if_live = numba.njit(_state)
 
 
 def _match(words: Any, shape: Any, name: Any, chain: Any) -> Any:
-    """Return (number of leading blocks of chain [n, 2] found, reason it ended there)."""
+    """Return (number of leading blocks of `chain` [n, 2] found, reason for ending there)."""
     for i in range(len(chain)):
         at, _ = _find(words, shape, name, chain[i])
         if at < 0:
@@ -145,10 +145,10 @@ def _match(words: Any, shape: Any, name: Any, chain: Any) -> Any:
 def _get(
     index: Any, name: Any, chain: Any, layout: Any, source: Any, destination: Any, first_block: Any, verify: Any
 ) -> Any:
-    """Copy blocks of `chain` from `first_block` on; return (number of leading blocks copied so far, reason it ended).
+    """Copy blocks of `chain` from `first_block` on. Returns (number of leading blocks copied, reason for ending).
 
     `index` is (words, shape); `source` is (bytes, words) of the arena; `destination` is ((bytes, words), byte offsets
-    int64 [groups, n]). Returns (-1, _), having copied nothing, if a slot of the destination lies out of bounds.
+    int64 [groups, n]). Returns (-1, _), having copied nothing, if a slot of the destination is out of bounds.
     """
     words, shape = index
     target, targets = destination
@@ -192,7 +192,7 @@ def _get(
                     np.uint64(nbytes),
                 )
             first = end
-        # Slots are reused only after their entry was voided: an unchanged entry means that the bytes were its own.
+        # Slots are reused only after their entry was voided, so an unchanged version proves that the bytes were valid.
         fence_acquire()
         still = load_acquire(words, at + ENTRY_VERSION) == version
         why = _if_live(words, FOUND if still else MISSING)
@@ -204,7 +204,11 @@ def _get(
 
 
 class IndexKernels(NamedTuple):
-    """The compiled loops, without the GIL."""
+    """Compiled loops over the index; all release the GIL.
+
+    `write(words, buckets, entry_words, entry, record)` and `erase(words, buckets, entry_words, entry)` are for the one
+    writer; `match(words, shape, name, chain)` and `get(...)` as `_match` and `_get`.
+    """
 
     write: Any
     erase: Any
@@ -214,7 +218,7 @@ class IndexKernels(NamedTuple):
 
 @functools.cache
 def index_kernels() -> IndexKernels:
-    """Compiled or loaded at the first call."""
+    """Return the kernels, compiled or loaded from the cache at the first call."""
     words, read_words = types.Array(types.uint64, 1, "C"), types.Array(types.uint64, 1, "C", readonly=True)
     shape = types.Array(types.int64, 1, "C", readonly=True)
     chain = types.Array(types.uint64, 2, "C", readonly=True)

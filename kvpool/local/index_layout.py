@@ -2,7 +2,7 @@
 
 The index is an array of little-endian uint64 words, written by the pool node alone:
 
-    [0, 8)          header: see the names below
+    [0, 8)          header, with the fields AT_... below
     [64, 64 + b)    b = 2**k buckets: 0 (empty) or tag << 32 | entry + 1; linear probing from hash & (b - 1)
     then            entries of `entry_words` words each: version, namespace (2), chain key (2), shape, offsets of the
                     groups, digests of all groups' layers
@@ -25,21 +25,21 @@ MAGIC, FORMAT = 0x58444E494C4F4F50, 1  # "POOLINDX"
 HEADER_WORDS = 64
 AT_MAGIC, AT_FORMAT, AT_INCARNATION, AT_STATE, AT_BUCKETS, AT_ENTRIES, AT_ENTRY_WORDS, AT_BUCKETS_VERSION = range(8)
 
-FOUND, MISSING, CORRUPT, STALE = 0, 1, 2, 3  # why a look-up or get ended where it did
+FOUND, MISSING, CORRUPT, STALE = 0, 1, 2, 3  # reasons for which a look-up or get ended
 
-LIVE, MOVED, CLOSED = 0, 1, 2  # AT_STATE: in use; a larger index took its place; the pool node has stopped
+LIVE, MOVED, CLOSED = 0, 1, 2  # AT_STATE: in use; replaced by a larger index; the pool node has stopped
 
-# Of an entry.
+# Offsets of fields within an entry, in words.
 ENTRY_VERSION, ENTRY_KEY, ENTRY_SHAPE, ENTRY_OFFSETS = 0, 1, 5, 6
 # Shape: num_tokens << 32 | groups << 16 | layers over all groups.
 SHAPE_TOKENS_SHIFT, SHAPE_GROUPS_SHIFT = 32, 16
 
 
 def index_words(num_buckets: int, num_entries: int, entry_words: int) -> int:
-    """Return the number of words of a whole index."""
+    """Return the number of words of an index."""
     return HEADER_WORDS + num_buckets + num_entries * entry_words
 
 
 def entry_words(num_groups: int, num_layers: int) -> int:
-    """Return the number of words of an entry, in whole cache lines."""
+    """Return the number of words of an entry, rounded up to whole cache lines."""
     return -(-(ENTRY_OFFSETS + num_groups + num_layers) // 8) * 8

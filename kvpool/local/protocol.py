@@ -1,7 +1,7 @@
-"""Messages between LocalPoolClient and LocalPoolServer and their bytes; sans I/O.
+"""Messages between LocalPoolClient and LocalPoolServer, and their encoding; no I/O.
 
-Frames are those of `messenger.frames`. The client begins with Attach and sends one request at a time; requests marked
-"no reply" have none. Descriptors travel with the first byte of their frame (SCM_RIGHTS).
+Frames have the format of `messenger.frames`. The client begins with Attach and sends one request at a time; requests
+marked "no reply" have none. Descriptors are passed with the first byte of their frame (SCM_RIGHTS).
 """
 
 import enum
@@ -18,9 +18,9 @@ class PutStatus(enum.IntEnum):
     """Result of one block of PutBlocks."""
 
     STORED = 1
-    EXISTS = 2  # it is here already, in DRAM or on SSD, or is just being put by another
+    EXISTS = 2  # stored already, in DRAM or on SSD, or being written by another put
     NO_SPACE = 3  # nothing (more) could be evicted for it
-    WRONG = 4  # its bytes are not those of its digests
+    WRONG = 4  # its bytes do not match its digests
 
 
 class Attach(NamedTuple):
@@ -31,7 +31,7 @@ class Attach(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """Reply to Attach, with the arena's and the index's descriptors."""
+    """Reply to Attach, with the descriptors of arena and index."""
 
     node_id: str
     incarnation: int
@@ -40,7 +40,7 @@ class Attached(NamedTuple):
 
 
 class GetIndex(NamedTuple):
-    """Request for the current index, after the known one was replaced."""
+    """Request for the current index, after the mapped one was replaced."""
 
 
 class IndexReply(NamedTuple):
@@ -50,7 +50,7 @@ class IndexReply(NamedTuple):
 
 
 class RegisterMemory(NamedTuple):
-    """Registers the client's memory `region_id`, a source of puts, with its descriptor."""
+    """Request to map the client's memory `region_id`, whose descriptor comes with it, as a source of puts."""
 
     region_id: int
     nbytes: int
@@ -61,7 +61,7 @@ class MemoryRegistered(NamedTuple):
 
 
 class UnregisterMemory(NamedTuple):
-    """Ends the use of the client's memory `region_id`; no reply."""
+    """Notice that the client's memory `region_id` is to be unmapped; no reply."""
 
     region_id: int
 
@@ -92,22 +92,22 @@ class PutReply(NamedTuple):
 
 
 class TouchBlocks(NamedTuple):
-    """Reports blocks that were read; no reply."""
+    """Report of blocks that were read; no reply."""
 
     kv_namespace: bytes
     chain: bytes
 
 
 class ReportCorrupt(NamedTuple):
-    """Reports blocks whose bytes do not match their digests; no reply."""
+    """Report of blocks whose bytes do not match their digests; no reply."""
 
     kv_namespace: bytes
     chain: bytes
 
 
 class ErrorReply(NamedTuple):
-    """Replaces a reply. `kind` is the name of an error in kvpool.errors, or ProtocolError, after which the node
-    disconnects.
+    """Error in place of a reply. `kind` is the name of an error in kvpool.errors, or ProtocolError, after which the
+    node disconnects.
     """
 
     kind: str
@@ -119,7 +119,7 @@ Message = (
     | UnregisterMemory | PutBlocks | PutReply | TouchBlocks | ReportCorrupt | ErrorReply
 )  # fmt: skip
 
-# A message's number on the wire is its place in this tuple: append new ones at the end.
+# A message's number on the wire is its position in this tuple: append new ones at the end.
 _KINDS = (
     Attach, Attached, GetIndex, IndexReply, RegisterMemory, MemoryRegistered,
     UnregisterMemory, PutBlocks, PutReply, TouchBlocks, ReportCorrupt, ErrorReply,

@@ -69,27 +69,26 @@ from moonpool_proto.v1 import common_pb2
 from rpc import unix_socket
 from rpc.errors import BindFailed
 
-# Up to so many bytes a copy is over sooner than a thread has begun it.
-_QUICK_NBYTES = 1 << 20
-_PUT_TTL_NS = 60 * 10**9  # the longest that copying may take
+_QUICK_NBYTES = 1 << 20  # largest copy in the event loop: handing it to a thread would take longer
+_PUT_TTL_NS = 60 * 10**9  # longest time of a copy
 
 
 @dataclass(frozen=True)
 class LocalOwner:
-    """Owner of a client's puts, for accounting."""
+    """Owner of a client's puts, for accounting and for cleaning up after it."""
 
     owner: str
     owner_incarnation: int
 
 
 class _CheckedPut(NamedTuple):
-    """Validated PutBlocks message, except for its offsets."""
+    """Decoded PutBlocks message. Its offsets are not checked yet."""
 
     layout: SpecLayout
     chain: list[bytes]
     parents: list[bytes]
     offsets: NDArray[np.int64]  # [groups, n]
-    digests: NDArray[np.uint64] | None  # [n, layers of all groups]; None: those of the bytes as they are copied
+    digests: NDArray[np.uint64] | None  # [n, layers of all groups]; None: computed from the copied bytes
     num_tokens: NDArray[np.uint32]  # [n], 0 for a full block
 
 
@@ -102,7 +101,7 @@ class _PutCopy(NamedTuple):
 
 
 class PutHandler:
-    """Executes puts at one pool node, in its event loop and `threads`."""
+    """Executor of puts at one pool node, in its event loop and in `threads`."""
 
     def __init__(self, node: PoolNode, arena: MappedBytes, threads: Executor) -> None:
         self._node = node
@@ -112,9 +111,9 @@ class PutHandler:
     def put(
         self, caller: LocalOwner, message: PutBlocks, source: MappedBytes, is_there: Callable[[], bool]
     ) -> bytes | Awaitable[bytes]:
-        """Return a PutStatus per block, directly, or later if there is much to copy. Raises KvPoolError.
+        """Execute a put. Returns a PutStatus per block, or an awaitable of it for more than 1 MiB. Raises KvPoolError.
 
-        `is_there()` returns True while the client waits; blocks without expected digests are stored only then.
+        `is_there()` returns True while the client is connected; blocks without expected digests are stored only then.
         """
         request = _checked(message)
         put = PutRequest(
@@ -128,7 +127,7 @@ class PutHandler:
         allocation = self._node.allocate(
             put, owner=caller.owner, owner_incarnation=caller.owner_incarnation, ttl_ns=_PUT_TTL_NS
         )
-        status = bytearray(allocation.status)  # PutStatus begins with SlotStatus's values
+        status = bytearray(allocation.status)  # PutStatus starts with the values of SlotStatus
         if not allocation.new_blocks:
             return bytes(status)
         new = [i for i, each in enumerate(allocation.status) if each is SlotStatus.NEW]
@@ -163,7 +162,7 @@ class PutHandler:
     def _copy(
         self, request: _CheckedPut, copy: _PutCopy, source: MappedBytes
     ) -> tuple[list[bool], list[tuple[bytes, ...]]]:
-        """Return (whether each NEW block is valid, their digests in the form that a seal takes)."""
+        """Copy the NEW blocks. Returns (True per valid block, digests per block and group, as `PoolNode.seal`)."""
         starts, expected, num_tokens = request.offsets, request.digests, request.num_tokens
         if len(copy.new) < len(request.chain):
             starts, num_tokens = np.ascontiguousarray(starts[:, copy.new]), num_tokens[copy.new]
@@ -183,7 +182,7 @@ class PutHandler:
 def _check_certain(request: _CheckedPut, is_there: Callable[[], bool]) -> None:
     """Raise PoolRefused if the copied bytes are uncertain: a client that disconnected may have overwritten them."""
     if request.digests is None and not is_there():
-        raise PoolRefused("the caller hung up while its memory was being copied, and had told no digests")
+        raise PoolRefused("the client disconnected while its memory was being copied, and had sent no digests")
 
 
 def _checked(message: PutBlocks) -> _CheckedPut:
@@ -227,13 +226,13 @@ def _keys(data: bytes) -> list[bytes]:
 
 _log = logging.getLogger(__name__)
 
-_MAX_REGIONS = 64  # mapped per caller
-_MAX_UNSENT_NBYTES = 1 << 20  # of answers that a caller does not take
+_MAX_REGIONS = 64  # mapped per client
+_MAX_UNSENT_NBYTES = 1 << 20  # of replies that a client does not receive
 LANDING_NBYTES = 1 << 18
 _MAX_FDS = 4
 _FD = struct.Struct("@i")
 _ANCILLARY_NBYTES = socket.CMSG_LEN(_MAX_FDS * _FD.size)
-_ATTACH_S = 10.0  # until when a caller must have said who it is
+_ATTACH_S = 10.0  # time in which a client must send Attach
 
 
 class ClientConnection:
@@ -248,9 +247,7 @@ class ClientConnection:
         landing: memoryview,
         on_close: "Callable[[ClientConnection], None]",
     ) -> None:
-        """Serve `sock`. `landing` is the receive buffer; all connections share it, because bytes are moved out of it at
-        once.
-        """
+        """Serve `sock`. All connections share the receive buffer `landing`: bytes are copied out of it at once."""
         sock.setblocking(False)
         self._sock = sock
         self._node, self._index, self._intake = node, index, intake
@@ -262,9 +259,9 @@ class ClientConnection:
         self._received = bytearray()
         self._fds: list[int] = []
         self._unsent = bytearray()
-        self.putting: asyncio.Task[None] | None = None  # a put that takes its time
+        self.putting: asyncio.Task[None] | None = None  # a put whose copy runs in a thread
         self._loop.add_reader(sock.fileno(), self._readable)
-        self._silent = self._loop.call_later(_ATTACH_S, self._refuse, "ProtocolError", "no Attach came")
+        self._silent = self._loop.call_later(_ATTACH_S, self._refuse, "ProtocolError", "no Attach was received in time")
 
     def close(self) -> None:
         """Release the client and its memory. A put in flight completes without a reply."""
@@ -301,15 +298,15 @@ class ClientConnection:
             self._work()
 
     def _work(self) -> None:
-        """Execute the received messages, until one must be waited for."""
+        """Execute the received messages in order, until one runs in a thread."""
         try:
             while self.putting is None and (message := self._next()) is not None:
                 self._do(message)
         except ProtocolError as error:
-            _log.warning("a caller of the host door was sent away: %s", error)
+            _log.warning("the local pool server disconnected a client: %s", error)
             self._refuse("ProtocolError", str(error))
         except Exception:
-            _log.exception("a request of a process of this host failed")
+            _log.exception("a request of a client of the local pool server failed")
             self.close()
 
     def _next(self) -> Message | None:
@@ -356,18 +353,18 @@ class ClientConnection:
                 node.core.quarantine(*_address(message))
                 node.publish_changes()
             case _:
-                raise ProtocolError(f"{type(message).__name__} is no request")
+                raise ProtocolError(f"{type(message).__name__} is not a request")
 
     def _take_offer(self, message: RegisterMemory) -> None:
         if not self._fds or len(self._regions) >= _MAX_REGIONS:
-            raise ProtocolError(f"memory without a descriptor, or beyond the {_MAX_REGIONS} that a caller may offer")
+            raise ProtocolError(f"RegisterMemory without a descriptor, or for more than {_MAX_REGIONS} regions")
         self._regions[message.region_id] = MappedBytes.of(PeerMemory(self._fds.pop(0), message.nbytes).array)
         self._send(MemoryRegistered())
 
     def _put(self, message: PutBlocks) -> None:
         source = self._regions.get(message.region_id)
         if source is None or self._caller is None:
-            raise ProtocolError(f"a put from memory {message.region_id}, which was never offered")
+            raise ProtocolError(f"a put from memory {message.region_id}, which is not registered")
         stored = self._intake.put(self._caller, message, source, self._is_there)
         if isinstance(stored, bytes):
             self._send(PutReply(stored))
@@ -391,7 +388,7 @@ class ClientConnection:
         except KvPoolError as error:
             answer = ErrorReply(type(error).__name__, str(error))
         except Exception:
-            _log.exception("a put of a process of this host failed")
+            _log.exception("a put of a client of the local pool server failed")
             self.close()
             return
         self.putting = None
@@ -417,7 +414,7 @@ class ClientConnection:
         if sent == len(data):
             return
         if (fds and not sent) or len(self._unsent) > _MAX_UNSENT_NBYTES:
-            _log.warning("a caller of the host door was sent away: it takes no answers")
+            _log.warning("the local pool server disconnected a client: it does not receive replies")
             self.close()
             return
         self._unsent += data[sent:]
@@ -447,39 +444,39 @@ def _address(message: TouchBlocks | ReportCorrupt) -> tuple[bytes, list[bytes]]:
 
 _MAX_CALLERS = 256
 _COPY_THREADS = 2
-_AGAIN_S = 1.0  # after which callers are taken again when there was no room for another descriptor
+_AGAIN_S = 1.0  # pause of accepting after an error, such as a lack of descriptors
 
 
 async def start_local_pool_server(node: PoolNode) -> "LocalPoolServer | None":
-    """Start the server of a started node, in the folder of its messenger's socket; return None if it has none (tcp
-    only).
+    """Start the server of a started node, with a socket in the folder of its messenger's unix socket.
 
-    Raises AddressInUse or BindFailed.
+    Returns None if the messenger has no unix socket (tcp only). Raises AddressInUse or BindFailed.
     """
     shm_socket = node.messenger.endpoint.shm_socket
     if not shm_socket:
         return None
-    door = LocalPoolServer(node, await asyncio.to_thread(_ready_index, node.incarnation), Path(shm_socket).parent)
-    door.open()
-    return door
+    index = await asyncio.to_thread(_ready_index, node.incarnation)
+    server = LocalPoolServer(node, index, Path(shm_socket).parent)
+    server.open()
+    return server
 
 
 class LocalPoolServer:
-    """Serves one PoolNode to processes of its host, from `open` to `close`."""
+    """Server of one PoolNode for processes of its host, from `open` to `close`."""
 
     def __init__(self, node: PoolNode, index: SharedIndex, folder: Path) -> None:
         self.node = node
         self.index = index
         name = hashlib.blake2b(node.config.node_id.encode(), digest_size=8).hexdigest()
         self.path = folder / f"d-{name}.sock"
-        self.threads = ThreadPoolExecutor(_COPY_THREADS, "moonpool-door")
+        self.threads = ThreadPoolExecutor(_COPY_THREADS, "moonpool-local-put")
         self.intake = PutHandler(node, MappedBytes.of(node.memory.array), self.threads)
         self.callers: set[ClientConnection] = set()
         self._landing = memoryview(bytearray(LANDING_NBYTES))
         self._identity: tuple[int, int] | None = None
 
     def open(self) -> None:
-        """Listen. Raises AddressInUse or BindFailed."""
+        """Listen, and keep the index up to date from now on. Raises AddressInUse or BindFailed."""
         unix_socket.claim_socket(self.path)
         self._listener = socket.socket(socket.AF_UNIX)
         try:
@@ -499,7 +496,7 @@ class LocalPoolServer:
         self.node.publish_changes()
 
     async def close(self) -> None:
-        """Disconnect all clients; readers see at once that the index is closed."""
+        """Disconnect all clients, wait for their puts, and mark the index as closed, which readers see at once."""
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._listener.close()
         if unix_socket.identity(self.path) == self._identity:
@@ -517,11 +514,11 @@ class LocalPoolServer:
             sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EINTR, errno.ECONNABORTED):
-                _log.warning("the host door could not take a caller: %s", error)
+                _log.warning("the local pool server could not accept a client: %s", error)
                 self._pause()
             return
         if len(self.callers) >= _MAX_CALLERS:
-            _log.warning("the host door turned a caller away: %d are here", len(self.callers))
+            _log.warning("the local pool server rejected a client: %d are connected", len(self.callers))
             sock.close()
             return
         self.callers.add(
@@ -540,6 +537,6 @@ class LocalPoolServer:
 
 
 def _ready_index(incarnation: int) -> SharedIndex:
-    """Return an empty index, after compiling all that the server needs (once per installation)."""
+    """Return an empty index, after compiling the server's kernels (once per installation)."""
     warm_up()
     return SharedIndex(incarnation)

@@ -1,7 +1,11 @@
 """Writer of the shared index: the blocks in DRAM, their slots and their digests.
 
-There is one writer, in the pool node's event loop, and any number of readers in processes that have mapped the index. A
-full index is replaced by a larger one and marked, so that readers map the new one.
+There is one writer, in the pool node's event loop, and any number of readers in processes that have mapped the index;
+`kvpool.local.index_layout` describes their synchronisation.
+
+Lifetime of a block's entry: written after the block's bytes are complete, erased before its slots may be written again.
+Lifetime of an index: when it is full, its entries are copied to a larger one, and only then is it marked as MOVED.
+Readers keep their mapping until they find the mark.
 """
 
 import struct
@@ -18,7 +22,7 @@ _FIRST_ENTRIES, _FIRST_LAYERS = 1024, 32
 
 
 class SharedIndex:
-    """Index of one pool node incarnation. `memory` is the one in use; it changes when the index grows."""
+    """Index of one incarnation of a pool node. `memory` is the current one; it changes when the index grows."""
 
     def __init__(self, incarnation: int, num_entries: int = _FIRST_ENTRIES) -> None:
         self._incarnation = incarnation
@@ -36,7 +40,7 @@ class SharedIndex:
         return self.memory.nbytes
 
     def apply(self, changes: Iterable[tuple[bool, Block]]) -> None:
-        """Add or remove blocks, in order. Slots of a block may be rewritten only after its removal here."""
+        """Add (True) or remove (False) blocks, in order. Must precede any write to slots of the removed blocks."""
         last = {block.key: (added, block) for added, block in changes}
         for key in last:
             self._remove(key)
@@ -45,20 +49,20 @@ class SharedIndex:
                 self._add(key, _record(block))
 
     def close(self) -> None:
-        """Mark the index as closed, which readers see at their next look-up."""
+        """Mark the index as closed, which readers see at their next look-up, and release it."""
         self._words[index_layout.AT_STATE] = index_layout.CLOSED
         self.memory.close()
 
     def validate(self, blocks: Iterable[Block]) -> list[str]:
-        """Return the differences from the blocks in DRAM that should be found, as text."""
+        """Return descriptions of all differences from `blocks`, those in DRAM; empty if there are none."""
         expected = {block.key: _record(block) for block in blocks}
         problems = []
         if self._entry_of.keys() != expected.keys():
-            problems.append(f"{len(self._entry_of)} blocks are in the shared index, {len(expected)} should be")
+            problems.append(f"the shared index has {len(self._entry_of)} blocks, expected {len(expected)}")
         for key in self._entry_of.keys() & expected.keys():
             at = self._at(self._entry_of[key]) + index_layout.ENTRY_KEY
             if not np.array_equal(self._words[at : at + len(expected[key])], expected[key]):
-                problems.append(f"the shared index tells something else of block {key[16:].hex()}")
+                problems.append(f"the shared index has a wrong entry for block {key[16:].hex()}")
         if len(self._free) + len(self._entry_of) != self._num_entries:
             problems.append("the shared index has lost entries")
         return problems
@@ -77,7 +81,7 @@ class SharedIndex:
             self._free.append(entry)
 
     def _grow(self, record_words: int) -> None:
-        """Move all entries to an index with twice the entries, or with larger ones."""
+        """Replace the index by one with twice the entries, or with larger entries of `record_words`."""
         old, words, at_of = self.memory, self._words, {key: self._at(entry) for key, entry in self._entry_of.items()}
         record_words = max(record_words, self._entry_words)
         num_entries = self._num_entries * (1 if self._free else 2)
@@ -108,7 +112,7 @@ class SharedIndex:
 
 
 def _record(block: Block) -> NDArray[np.uint64]:
-    """Return an entry's words, from its key on."""
+    """Return the words of a block's entry, from its key on, uint64 [words]."""
     digests, offsets = b"".join(block.digests), block.offsets
     groups, layers = len(offsets), len(digests) // 8
     shape = block.num_tokens << index_layout.SHAPE_TOKENS_SHIFT | groups << index_layout.SHAPE_GROUPS_SHIFT | layers

@@ -55,9 +55,9 @@ BAD: dict[str, Callable[[], bytes]] = {
     "not valid msgpack": lambda: frame(10, b"\xc1\xc1"),
     "number or type": lambda: frame(10, msgpack.packb([1, 2])),
     "Attach was sent already": lambda: encode(Attach("again", 1)),
-    "no request": lambda: encode(Attached("n", 1, 2, 3)),
+    "not a request": lambda: encode(Attached("n", 1, 2, 3)),
     "without a descriptor": lambda: encode(RegisterMemory(1, 4096)),
-    "never offered": lambda: encode(PutBlocks(bytes(16), b"", 9, b"", b"", b"", b"", b"", 0.0)),
+    "not registered": lambda: encode(PutBlocks(bytes(16), b"", 9, b"", b"", b"", b"", b"", 0.0)),
     "a namespace of": lambda: encode(TouchBlocks(b"short", bytes(16))),
 }
 
