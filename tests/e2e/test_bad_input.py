@@ -33,7 +33,7 @@ from messenger.frames import (
 from messenger.sockets import SocketLink
 from moonpool_proto.v1 import common_pb2, conductor_pb2, pool_pb2, worker_pb2
 from rpc.control import CallRefused
-from tests.e2e.strangers import GREETING, NOISES, answer, dialled, greeted, reason_of_rejection, rows
+from tests.e2e.unauthorised_peer import GREETING, NOISES, answer, dialled, greeted, reason_of_rejection, rows
 
 Moonpool = Callable[..., subprocess.CompletedProcess[str]]
 AssertRefused = Callable[..., None]

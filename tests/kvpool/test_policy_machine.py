@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpool.errors import PutLost
 from kvpool.policy import LoadOutcome, PoolCore, PoolLimits, PutRequest, SlotStatus, SsdBlock, TierLoad, TierWrite
 from kvpool.policy.eviction import POLICIES
-from tests.kvpool import pool_sight
-from tests.kvpool.pool_sight import DIGESTS, NAMESPACES, ROOT, SPEC, SPECS, Address, Told, address, key, path
+from tests.kvpool import policy_views
+from tests.kvpool.policy_views import DIGESTS, NAMESPACES, ROOT, SPEC, SPECS, Address, Told, address, key, path
 
 QUOTA = {b"b" * 16: 0.5}
 OPERATION_NS = 20
@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
         return slots
 
     def seen(self) -> dict[Address, tuple[bool, bool]]:
-        return pool_sight.seen(self.core)
+        return policy_views.seen(self.core)
 
     @rule(ns=namespaces, leaf=leaves, ttl=spans, owner=owners, tail=st.integers(0, 4))
     def allocate(self, ns: bytes, leaf: int, ttl: int, owner: str, tail: int) -> None:
@@ -351,7 +351,7 @@ class PoolMachine(RuleBasedStateMachine):
     def no_chain_breaks(self) -> None:
         after = self.seen()
         if not self.is_broken:
-            pool_sight.check_chains(self.before, after, self.parents)
+            policy_views.check_chains(self.before, after, self.parents)
         self.before, self.is_broken = after, False
 
     @invariant()
@@ -367,7 +367,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def quotas_are_kept(self) -> None:
         for ns, share in QUOTA.items():
-            assert pool_sight.dram_nbytes(self.core, ns) <= share * self.limits.arena_nbytes
+            assert policy_views.dram_nbytes(self.core, ns) <= share * self.limits.arena_nbytes
 
     def teardown(self) -> None:
         """At rest nothing is held; and when all is flushed, nothing is left."""
@@ -383,7 +383,7 @@ class PoolMachine(RuleBasedStateMachine):
         for put_id in self.unrevoked:
             self.core.fence_revoked(put_id)
         self.core.expire(self.now + 10_000)
-        pool_sight.check_emptied(self.core, self.now, sorted(self.extents))
+        policy_views.check_emptied(self.core, self.now, sorted(self.extents))
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -63,7 +63,7 @@ class HostProcess:
         return all(np.array_equal(a[:n], b[:n]) for a, b in zip(landed, put, strict=True))
 
 
-async def door_of(target: str) -> str:
+async def local_socket_of(target: str) -> str:
     client = PoolClient(target, owner="asks", owner_incarnation=1)
     try:
         return (await client.describe()).local_socket
@@ -72,18 +72,18 @@ async def door_of(target: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def door_at() -> Callable[[str], Awaitable[str]]:
-    """The door of the pool node at a target."""
-    return door_of
+def local_socket_at() -> Callable[[str], Awaitable[str]]:
+    """Function that returns the local socket of the pool node at a target."""
+    return local_socket_of
 
 
 @pytest.fixture
 async def enter(spec: KvSpec) -> AsyncIterator[Callable[..., Awaitable[HostProcess]]]:
-    """Go through the door of the pool node at a target."""
+    """Function that connects to the local socket of the pool node at a target."""
     entered: list[HostProcess] = []
 
     async def through(target: str, of: KvSpec | None = None) -> HostProcess:
-        door = await door_of(target)
+        door = await local_socket_of(target)
         entered.append(await asyncio.to_thread(HostProcess, door, of or spec))
         return entered[-1]
 

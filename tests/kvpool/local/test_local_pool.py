@@ -224,9 +224,9 @@ async def test_after_the_pool_nodes_death_no_get_succeeds_and_a_successor_can_be
     assert again.put(chain) == [PutStatus.STORED] * 2
 
 
-async def test_a_node_that_speaks_tcp_alone_has_no_door(start_pool: Any, door_at: Any, tmp_path: Path) -> None:
+async def test_a_node_that_speaks_tcp_alone_has_no_door(start_pool: Any, local_socket_at: Any, tmp_path: Path) -> None:
     pool = await start_pool(messenger=assemble(MessengerConfig, transport="tcp"))
-    assert await door_at(pool.target) == ""
+    assert await local_socket_at(pool.target) == ""
     with pytest.raises(LocalPoolUnavailable, match="no pool node answers"):
         LocalPoolClient(f"{tmp_path}/nothing.sock", owner="host", owner_incarnation=1)
 

@@ -31,10 +31,10 @@ sys.path.pop(0)
 
 @pytest.mark.parametrize("verify", [True, False])
 async def test_eviction_under_a_readers_feet_never_gives_other_bytes(
-    start_process: Any, door_at: Any, tmp_path: Path, verify: bool
+    start_process: Any, local_socket_at: Any, tmp_path: Path, verify: bool
 ) -> None:
     node = await start_process(f"unix:{tmp_path}/p.sock")
-    door = await door_at(node.target)
+    door = await local_socket_at(node.target)
     (tmp_path / "progress").write_bytes(bytes(8))
     writer = await asyncio.create_subprocess_exec(
         sys.executable, str(HERE / "writer_process.py"), door, str(tmp_path / "progress")
