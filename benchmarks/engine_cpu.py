@@ -27,7 +27,7 @@ BLOCK_TOKENS = 16
 CONTEXT = 256
 
 
-class Engine:
+class EngineUnderTest:
     """The engine, with one slot table per sequence."""
 
     def __init__(self, model: Model, batch: int, length: int) -> None:
@@ -96,7 +96,7 @@ def measure(
     rng = np.random.default_rng(1)
     for batch in (1, 8):
         prompts = rng.integers(0, model.config.vocab_size, (batch, CONTEXT))
-        ours, theirs = Engine(model, batch, CONTEXT + steps), Transformers(reference)
+        ours, theirs = EngineUnderTest(model, batch, CONTEXT + steps), Transformers(reference)
         first = ours.prefill(prompts)
         theirs.prefill(prompts)
         seconds = alternate(
@@ -107,7 +107,7 @@ def measure(
         yield f"decode_b{batch}", batch * steps / seconds[0], batch * steps / seconds[1]
     length = min(1024, model.config.max_positions)
     prompt = rng.integers(0, model.config.vocab_size, (1, length))
-    ours, theirs = Engine(model, 1, length), Transformers(reference)
+    ours, theirs = EngineUnderTest(model, 1, length), Transformers(reference)
     if (ours.prefill(prompt) != theirs.prefill(prompt)).any():
         print("note: the two sides differ in the greedy token after the long prompt (a near-tie)", flush=True)
     seconds = alternate(lambda: ours.prefill(prompt), lambda: theirs.prefill(prompt), repetitions)

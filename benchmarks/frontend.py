@@ -33,7 +33,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.front_door.load import Stream, ask, gaps, many, percentile
+from benchmarks.front_door.load import StreamedAnswer, ask, gaps, many, percentile
 from benchmarks.front_door.processes import Served, door, floor, long_folder
 
 Figures = dict[str, Any]
@@ -132,7 +132,7 @@ async def long_prompts(served: Served, each: int) -> Figures:
     return found
 
 
-def check(answers: list[Stream]) -> None:
+def check(answers: list[StreamedAnswer]) -> None:
     """Every answer is whole. (Its events may be fewer than its tokens: those that wait together go out together.)"""
     wrong = [one for one in answers if not (one.status == 200 and one.is_whole and one.at)]
     if wrong:

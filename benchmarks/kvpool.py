@@ -166,7 +166,7 @@ class Ours:
         self._folder.cleanup()
 
 
-class Mooncake:
+class MooncakeStore:
     """Mooncake Store's master, and its client in a Python that has it (peers/mooncake_store.py)."""
 
     def __init__(self, python: str) -> None:
@@ -216,7 +216,7 @@ def measure(sizes: Sequence[int], rounds: int, mooncake_python: str | None) -> d
         stack.callback(ours.close)
         peer = None
         if mooncake_python is not None:
-            peer = Mooncake(mooncake_python)
+            peer = MooncakeStore(mooncake_python)
             stack.callback(peer.close)
         ours.fill()
         by_size = {name_of(nbytes): one_size(ours, peer, nbytes, rounds) for nbytes in sizes}
@@ -234,7 +234,7 @@ def measure(sizes: Sequence[int], rounds: int, mooncake_python: str | None) -> d
     return result
 
 
-def one_size(ours: Ours, peer: Mooncake | None, nbytes: int, rounds: int) -> dict[str, Any]:
+def one_size(ours: Ours, peer: MooncakeStore | None, nbytes: int, rounds: int) -> dict[str, Any]:
     """Rounds of all, in turn; the first is not counted: it touches memory for the first time."""
     ours.flush()
     ours.size(nbytes)

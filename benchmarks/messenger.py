@@ -38,7 +38,7 @@ from typing import Any
 # A script's own folder comes first on the path, where this file would hide the package that it measures.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.transfers.contenders import Contender, Iperf3, Turn, TurnFailed, has, has_iperf3  # noqa: E402
+from benchmarks.transfers.contenders import ContenderScript, Iperf3, Turn, TurnFailed, has, has_iperf3  # noqa: E402
 from benchmarks.transfers.figures import DIRECTIONS, PAIRS, Rounds, slices_vs_one_piece, summary  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -55,7 +55,7 @@ NOTIFIED = "_notified"
 BORROW = "shm_borrow"
 LATENCY_SHARE = 8  # so many batches under way for one that is awaited alone
 
-AnyContender = Contender | Iperf3
+AnyContender = ContenderScript | Iperf3
 Begin = Callable[[], AnyContender]
 
 
@@ -65,7 +65,7 @@ def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[di
     found: dict[str, Begin] = {}
 
     def add(name: str, script: str, *arguments: str, **how: str) -> None:
-        found[name] = lambda: Contender(name, script, *arguments, **how)
+        found[name] = lambda: ContenderScript(name, script, *arguments, **how)
 
     add("plain_socket", "plain_stream.py")
     add("memcpy", "memory_copy.py")

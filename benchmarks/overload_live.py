@@ -26,7 +26,7 @@ from benchmarks.front_door.overload_load import (
     slow_profile,
     write_rows,
 )
-from benchmarks.front_door.overload_outcome import Objectives
+from benchmarks.front_door.overload_outcome import OverloadObjectives
 from benchmarks.front_door.overload_picture import draw
 from benchmarks.front_door.overload_run import each_mode, given, options, show
 from worker.policy.cost_profile import save_profile
@@ -56,7 +56,9 @@ def main() -> None:
         flags += ["--paced-profile", str(work / "slow.json"), "--capacity-tokens", "32768"]
         flags += ["--max-batch", str(MAX_BATCH)]
         flags += ["--cost-profile", f"moonpool={work / 'slow.json'}", "--pool-bytes", "128MiB"]
-        found = each_mode(args, work, work / "trace.jsonl", flags, Objectives(TTFT_S, TBT_S), verified=len(load.rows))
+        found = each_mode(
+            args, work, work / "trace.jsonl", flags, OverloadObjectives(TTFT_S, TBT_S), verified=len(load.rows)
+        )
     result = {
         "load": args.load,
         "nodes": args.nodes,

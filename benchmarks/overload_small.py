@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.front_door.overload_load import poisson_rows, write_rows
-from benchmarks.front_door.overload_outcome import Objectives
+from benchmarks.front_door.overload_outcome import OverloadObjectives
 from benchmarks.front_door.overload_run import each_mode, given, options, replayed, show
 from benchmarks.front_door.processes import BUNDLED, cluster
 from traces import load_trace
 
-OBJECTIVES = Objectives(ttft_s=1.0, tbt_s=0.05)
+OBJECTIVES = OverloadObjectives(ttft_s=1.0, tbt_s=0.05)
 FLAGS = ("--prefill-nodes", "1", "--decode-nodes", "1", "--max-batch", "16")
 _FLOOD = 150  # requests
 _VERIFIED = 40  # answers of each mode: each takes as long as to compute it again

@@ -43,7 +43,7 @@ SLICES, SLICE_NBYTES = 2000, 1024
 
 
 @dataclass(frozen=True)
-class Turn:
+class WriteBurst:
     """`count` writes of `nbytes`, `depth` of them under way."""
 
     nbytes: int
@@ -52,10 +52,10 @@ class Turn:
 
 
 SIZES = {
-    "64KiB": Turn(MIB // 16, 400, 8),
-    "1MiB": Turn(MIB, 120, 8),
-    "4MiB": Turn(4 * MIB, 32, 8),
-    "16MiB": Turn(16 * MIB, 12, 4),
+    "64KiB": WriteBurst(MIB // 16, 400, 8),
+    "1MiB": WriteBurst(MIB, 120, 8),
+    "4MiB": WriteBurst(4 * MIB, 32, 8),
+    "16MiB": WriteBurst(16 * MIB, 12, 4),
 }
 FEWEST = 5  # writes that ib_write_bw can be told to do
 
@@ -91,7 +91,7 @@ def gid_index() -> int:
     raise SystemExit(f"{DEVICE} has no GID for {ADDRESS}")
 
 
-def perftest(turn: Turn) -> tuple[float, float]:
+def perftest(turn: WriteBurst) -> tuple[float, float]:
     """(MiB per second as ib_write_bw has it, CPU seconds of the VM) for one run of server and client."""
     command = ["ib_write_bw", "-d", DEVICE, "-x", str(gid_index()), "-m", "4096", "-F", "-p", str(PORT)]
     command += ["-s", str(turn.nbytes), "-n", str(turn.count), "-Q", "1", "-t", str(min(turn.depth, turn.count))]
@@ -124,7 +124,7 @@ def wait_for_listener(port: int) -> None:
     raise SystemExit(f"nobody listens at port {port}")
 
 
-def perftest_figure(turn: Turn) -> Figure:
+def perftest_figure(turn: WriteBurst) -> Figure:
     """ib_write_bw's figure; the CPU time is of what it does beyond its start and the fewest writes."""
     speed, cost_s = perftest(turn)
     _, start_s = perftest(dataclasses.replace(turn, count=FEWEST))
@@ -132,13 +132,13 @@ def perftest_figure(turn: Turn) -> Figure:
     return Figure(speed, (cost_s - start_s) / gib)
 
 
-class Pair:
+class MessengerPair:
     """A messenger here and one in a process beside it."""
 
     def __init__(self, messenger: Any, region: Any, peer: Any, key: Any) -> None:
         self._messenger, self._region, self._peer, self._key = messenger, region, peer, key
 
-    def write(self, turn: Turn) -> Figure:
+    def write(self, turn: WriteBurst) -> Figure:
         """The turn's figure."""
         under_way: deque[Any] = deque()
         before_s, began_s = cpu_s(), time.monotonic()
@@ -180,7 +180,7 @@ def config() -> Any:
 
 
 @contextmanager
-def pair() -> Iterator[Pair]:
+def pair() -> Iterator[MessengerPair]:
     """Caller and owner, connected."""
     from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
 
@@ -194,7 +194,7 @@ def pair() -> Iterator[Pair]:
         messenger.start()
         peer = messenger.connect(Endpoint(**ready["endpoint"]))
         key = RemoteKey.unpack(bytes.fromhex(ready["key"]))
-        yield Pair(messenger, messenger.register(memory), peer, key)
+        yield MessengerPair(messenger, messenger.register(memory), peer, key)
     finally:
         messenger.close()
         memory.close()
@@ -221,7 +221,7 @@ def measure(rounds: int) -> dict[str, Any]:
     figures: dict[str, dict[str, list[Figure]]] = {size: {"messenger": [], "ib_write_bw": []} for size in SIZES}
     per_slice = []
     with pair() as messengers:
-        messengers.write(Turn(MIB, 8, 4))
+        messengers.write(WriteBurst(MIB, 8, 4))
         for number in range(rounds):
             for size, turn in SIZES.items():
                 for name, run in (("messenger", messengers.write), ("ib_write_bw", perftest_figure)):

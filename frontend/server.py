@@ -14,7 +14,7 @@ import uvicorn
 from frontend.api.app import build_app
 from frontend.config import FrontendConfig
 from frontend.errors import FrontendConfigError, HttpPortInUse
-from frontend.http.acceptor import Acceptor
+from frontend.http.acceptor import HttpAcceptor
 from frontend.http.connections import BoundedProtocol, ConnectionLimits, ConnectionMonitor, HttpConnection
 from frontend.http.tls import Certificate, certificate_of
 from frontend.service import Service, load_tokenizers
@@ -128,7 +128,7 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that reports when it is up, uses `Acceptor`, and leaves signals to the process."""
+    """uvicorn server that reports when it is up, uses `HttpAcceptor`, and leaves signals to the process."""
 
     def __init__(self, service: Service, certificate: Certificate | None, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -142,7 +142,7 @@ class _Server(uvicorn.Server):
         await super().startup([])
         protocol = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state, self.connections)
         acceptor = partial(
-            Acceptor,
+            HttpAcceptor,
             protocol=protocol,
             has_room=self.connections.has_room,
             certificate=self._certificate,

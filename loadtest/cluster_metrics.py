@@ -24,7 +24,7 @@ CounterKey = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class ClusterSample:
+class MetricsSample:
     """One sample of /metrics, at a time of the replay. `load`: workers' requests by (role, "running" | "waiting")."""
 
     at_s: float
@@ -32,7 +32,7 @@ class ClusterSample:
     counters: Mapping[CounterKey, float]
 
 
-def parse_metrics(text: str, at_s: float) -> ClusterSample:
+def parse_metrics(text: str, at_s: float) -> MetricsSample:
     """Parse a sample from Prometheus' text format. Raises ValueError.
 
     KV bytes are read from `moonpool:kv_bytes_moved{path=}` or from `moonpool:kv_PATH_bytes`; the suffix `_total` is
@@ -52,7 +52,7 @@ def parse_metrics(text: str, at_s: float) -> ClusterSample:
             if counter:
                 node = ",".join(f"{k}={v}" for k, v in sorted(metric.labels.items()) if k != "path")
                 counters[counter, node] = counters.get((counter, node), 0.0) + metric.value
-    return ClusterSample(at_s, load, counters)
+    return MetricsSample(at_s, load, counters)
 
 
 def _counter_of(name: str, labels: Mapping[str, str]) -> str:
@@ -71,12 +71,12 @@ class ClusterHistory:
     A counter that decreased belongs to a node that restarted and counts from 0 again.
     """
 
-    samples: list[ClusterSample] = field(default_factory=list)
+    samples: list[MetricsSample] = field(default_factory=list)
     increases: list[dict[str, float]] = field(default_factory=list)
     failed_polls: int = 0
     _latest: dict[CounterKey, float] = field(default_factory=dict, repr=False)
 
-    def add(self, sample: ClusterSample) -> None:
+    def add(self, sample: MetricsSample) -> None:
         """Append a sample."""
         totals = dict(self.increases[-1]) if self.increases else {}
         for key, value in sample.counters.items():

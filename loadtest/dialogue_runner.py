@@ -53,7 +53,7 @@ def run(config: DialogueConfig, console: Console | None = None) -> DialogueRepor
 
 
 @dataclass
-class _Live:
+class _LiveDialogues:
     """Results of the dialogues."""
 
     server: ServerInfo
@@ -63,7 +63,7 @@ class _Live:
     interrupted: bool
 
 
-async def _live(config: DialogueConfig, tokens: ModelTokens, display: ProgressDisplay) -> _Live:
+async def _live(config: DialogueConfig, tokens: ModelTokens, display: ProgressDisplay) -> _LiveDialogues:
     stop = asyncio.Event()
     with interrupts(stop):
         async with open_session(api_key=config.api_key) as session:
@@ -86,7 +86,7 @@ async def _live(config: DialogueConfig, tokens: ModelTokens, display: ProgressDi
                 await _all(config, common, tokens, stop)
             _tell(config, common, display)
     notices = [*paced_notice(server.stand_ins), *([notice] if notice else [])]
-    return _Live(server, reference, common.records, notices, stop.is_set())
+    return _LiveDialogues(server, reference, common.records, notices, stop.is_set())
 
 
 async def _all(config: DialogueConfig, common: Talk, tokens: ModelTokens, stop: asyncio.Event) -> None:
@@ -131,7 +131,9 @@ def _reference(config: DialogueConfig, server: ServerInfo) -> Reference:
     return load_reference(server, config.model_path, device=config.verify_device, threads=None)
 
 
-def _verify(config: DialogueConfig, reference: Reference, live: _Live, display: ProgressDisplay) -> Verification:
+def _verify(
+    config: DialogueConfig, reference: Reference, live: _LiveDialogues, display: ProgressDisplay
+) -> Verification:
     """Re-score a sample of the answers, each after the prompt ids that the server reported."""
     records = [turn.request for turn in live.turns if turn.completed]
     checkable = [record for record in records if record.prompt_ids and record.token_ids]

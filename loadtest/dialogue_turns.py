@@ -155,7 +155,7 @@ class Talk:
 
 
 @dataclass(frozen=True)
-class ChatTurn:
+class ChatDialect:
     """Dialect of /v1/chat/completions for one turn."""
 
     messages: tuple[dict[str, str], ...]
@@ -221,7 +221,7 @@ async def talk(common: Talk, dialogue: int, system: str, turns: Iterable[Planned
             common.server,
             timeout_s=common.timeout_s,
             clock=common.clock,
-            dialect=ChatTurn(tuple(messages), common.truncation),
+            dialect=ChatDialect(tuple(messages), common.truncation),
             retry=RetryPolicy(),
         )
         await client.send(_request(record), record, cache_salt=common.cache_salt)
@@ -248,7 +248,7 @@ def _record(common: Talk, planned: PlannedTurn) -> RequestRecord:
 
 
 def _request(record: RequestRecord) -> PlannedRequest:
-    """Return the turn as a planned request, with an empty prompt: ChatTurn provides the messages."""
+    """Return the turn as a planned request, with an empty prompt: ChatDialect provides the messages."""
     return PlannedRequest(
         index=record.index,
         arrival_s=record.due_s,

@@ -75,7 +75,7 @@ def _lead(report: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _ReportTile:
     """Headline figure. `kind` is a CSS class: "good", "bad" or ""."""
 
     name: str
@@ -84,27 +84,27 @@ class _Tile:
     kind: str = ""
 
 
-def _tiles(report: Mapping[str, Any]) -> list[_Tile]:
+def _tiles(report: Mapping[str, Any]) -> list[_ReportTile]:
     r = report
     lost = r["rejected"] + r["failed"]
     ideal = f"ideal {figures.share(r['ideal_prefix_hit_rate'])}"
     goodput = "–" if r["goodput_rps"] is None else f"{r['goodput_rps']:.2f}/s"
     tiles = [
-        _Tile("completed", figures.count(r["completed"]), f"of {r['requests']:,} sent"),
-        _Tile(
+        _ReportTile("completed", figures.count(r["completed"]), f"of {r['requests']:,} sent"),
+        _ReportTile(
             "rejected, failed",
             f"{r['rejected']:,}, {r['failed']:,}",
             "HTTP 429, errors",
             "bad" if r["failed"] else "" if lost else "good",
         ),
-        _Tile("prefix hit rate", figures.share(r["prefix_hit_rate"]), ideal),
-        _Tile("TTFT p50", figures.seconds(r["ttft_s"]["p50"]), f"p90 {figures.seconds(r['ttft_s']['p90'])}"),
-        _Tile("TBT p50", figures.seconds(r["tbt_s"]["p50"]), f"p90 {figures.seconds(r['tbt_s']['p90'])}"),
-        _Tile("goodput", goodput, f"{figures.share(r['slo_attainment'])} meet both objectives"),
-        _Tile("KV moved", figures.size(r["kv_bytes_moved"]), "pushed, pulled, loaded, stored"),
+        _ReportTile("prefix hit rate", figures.share(r["prefix_hit_rate"]), ideal),
+        _ReportTile("TTFT p50", figures.seconds(r["ttft_s"]["p50"]), f"p90 {figures.seconds(r['ttft_s']['p90'])}"),
+        _ReportTile("TBT p50", figures.seconds(r["tbt_s"]["p50"]), f"p90 {figures.seconds(r['tbt_s']['p90'])}"),
+        _ReportTile("goodput", goodput, f"{figures.share(r['slo_attainment'])} meet both objectives"),
+        _ReportTile("KV moved", figures.size(r["kv_bytes_moved"]), "pushed, pulled, loaded, stored"),
     ]
     if r["verification"] is not None:
         wrong = r["wrong_tokens"]
         looked_at = f"{r['verified_requests']:,} answers re-scored, {r['near_ties']} near-ties"
-        tiles.append(_Tile("wrong tokens", figures.count(wrong), looked_at, "bad" if wrong else "good"))
+        tiles.append(_ReportTile("wrong tokens", figures.count(wrong), looked_at, "bad" if wrong else "good"))
     return tiles

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from messenger.config import Endpoint
 from messenger.errors import EncryptionRefused, ProtocolError
-from messenger.frames import Hello, Reject, Welcome
+from messenger.frames import ConnectionReject, Hello, Welcome
 from messenger.link import Link
 from messenger.transport import NoPath, Requester, Transport
 
@@ -96,7 +96,7 @@ class Dialer:
             raise Unreachable(str(error)) from error
         except ProtocolError as error:
             raise Unreachable(f"no messenger of this protocol answers there: {error}") from error
-        if isinstance(answer, Reject):
+        if isinstance(answer, ConnectionReject):
             if answer.code == "restarted":
                 raise Restarted(answer.reason)
             if answer.code in ("full", "busy"):

@@ -142,7 +142,7 @@ class Welcome(NamedTuple):
     incarnation: int
 
 
-class Reject(NamedTuple):
+class ConnectionReject(NamedTuple):
     """Last message before the owner closes; `code` is restarted, transport, full, busy, tls or malformed."""
 
     code: str
@@ -253,7 +253,19 @@ class KeyInfo(NamedTuple):
 
 
 Message = (
-    Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye | Fabric | KeyQuery | KeyInfo
+    Hello
+    | Welcome
+    | ConnectionReject
+    | Write
+    | Notify
+    | Read
+    | Offer
+    | Ack
+    | Refused
+    | Goodbye
+    | Fabric
+    | KeyQuery
+    | KeyInfo
 )
 Frame = NewType("Frame", bytes)
 """An encoded message."""
@@ -344,7 +356,7 @@ _CODECS = {
 _FRAMING = Framing(
     MAGIC,
     VERSION,
-    (Hello, Welcome, Reject, Write, Notify, Read, Offer, Ack, Refused, Goodbye, Fabric, KeyQuery, KeyInfo),
+    (Hello, Welcome, ConnectionReject, Write, Notify, Read, Offer, Ack, Refused, Goodbye, Fabric, KeyQuery, KeyInfo),
     MAX_BODY_NBYTES,
     _CODECS,
 )

@@ -36,7 +36,7 @@ class AccessDenied(Exception):
     """A peer's access is refused; the message is sent to the peer."""
 
 
-class Window(Protocol):
+class AccessWindow(Protocol):
     """Opening through which a peer's hardware can touch memory."""
 
     @property
@@ -53,7 +53,7 @@ class _Grant:
     key: RemoteKey
     region: AnyRegion
     movers: list[Cuttable] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
+    windows: list[AccessWindow] = field(default_factory=list)
 
 
 class Access:
@@ -66,7 +66,7 @@ class Access:
         self._grant = grant
         self._mover = mover
 
-    def keep(self, window: Window) -> None:
+    def keep(self, window: AccessWindow) -> None:
         """Have the window closed when the key is revoked."""
         self._table._keep(self._grant, window)
 
@@ -265,7 +265,7 @@ class GrantTable:
             raise AccessDenied(f"the key for region {region_id} is unknown or revoked: ask the owner for a new one")
         return grant
 
-    def _keep(self, grant: _Grant, window: Window) -> None:
+    def _keep(self, grant: _Grant, window: AccessWindow) -> None:
         with self._changed:
             grant.windows = [one for one in grant.windows if not one.is_closed]
             grant.windows.append(window)

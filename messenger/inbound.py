@@ -23,6 +23,7 @@ from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import (
     MAX_SESSION_NBYTES,
     Ack,
+    ConnectionReject,
     Goodbye,
     Hello,
     KeyQuery,
@@ -31,7 +32,6 @@ from messenger.frames import (
     Offer,
     Read,
     Refused,
-    Reject,
     Welcome,
     Write,
     is_node_id,
@@ -313,6 +313,6 @@ class InboundConnection:
     def _reject(self, code: str, reason: str) -> None:
         try:
             self._link.set_timeout(1.0)
-            self._link.send(Reject(code, reason))
+            self._link.send(ConnectionReject(code, reason))
         except OSError:
             pass

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from messenger.alarms import AlarmClock
-from messenger.frames import Hello, Reject
+from messenger.frames import ConnectionReject, Hello
 from messenger.inbound import InboundConnection, ServerContext
 from messenger.link import Link
 from messenger.transport import Acceptor, Transport
@@ -188,7 +188,7 @@ class Server:
         _log.warning("turned away a connection from %s: %s", link.address, reason)
         try:
             link.set_timeout(0.1)
-            link.send(Reject("full", reason))
+            link.send(ConnectionReject("full", reason))
         except OSError:
             pass
         link.close()

@@ -30,7 +30,7 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
-class Group:
+class WorkerGroup:
     """Workers of one role and one model, the unit of scaling; their node ids are `name` and a number."""
 
     name: str  # the role, with a prefix for all models but the first
@@ -63,7 +63,7 @@ class Planner:
         entries = [entry.plain() for entry in config.served]
         self._models: dict[str, Any] = {"models": entries, "model": None, "served_model_name": []}
         self.groups = {
-            f"{prefix}{role}": Group(f"{prefix}{role}", role, entry)
+            f"{prefix}{role}": WorkerGroup(f"{prefix}{role}", role, entry)
             for entry, prefix in node_prefixes(config.served)
             for role, _ in _counts(TopologySettings())
         }

@@ -17,7 +17,7 @@ from worker.errors import RequestRefused, WorkerError, sequence_error
 from worker.grammar_matching import GrammarMatcher
 from worker.logprobs import PromptLogprobs
 from worker.policy.scheduling_order import ALWAYS_NEXT, QueueEntry, RequestKey
-from worker.sampling import SamplingParams
+from worker.sampling import ValidatedSamplingParams
 from worker.steering import Steering
 
 KEY_NBYTES = 16
@@ -37,7 +37,7 @@ class Request:
     generated: int
     keys: tuple[bytes, ...]  # chain key per full block of the prompt
     chain_seed: bytes
-    sampling: SamplingParams
+    sampling: ValidatedSamplingParams
     max_tokens: int  # over all attempts
     vocab_size: int
     placement: Placement
@@ -93,7 +93,7 @@ class Request:
             generated=submit.generated,
             keys=keys,
             chain_seed=submit.chain_seed,
-            sampling=SamplingParams.from_proto(submit.sampling, vocab_size=vocab_size),
+            sampling=ValidatedSamplingParams.from_proto(submit.sampling, vocab_size=vocab_size),
             max_tokens=min(submit.sampling.max_tokens, submit.generated + max_model_len - len(prompt)),
             vocab_size=vocab_size,
             placement=submit.placement,

@@ -22,7 +22,7 @@ _LEAST_REPETITION_PENALTY = 1e-30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SamplingParams:
+class ValidatedSamplingParams:
     """Validated sampling parameters; all ids are within the vocabulary."""
 
     temperature: float  # 0 = greedy
@@ -43,7 +43,7 @@ class SamplingParams:
     grammar: Grammar | None
 
     @classmethod
-    def from_proto(cls, asked: SamplingProto, *, vocab_size: int) -> SamplingParams:
+    def from_proto(cls, asked: SamplingProto, *, vocab_size: int) -> ValidatedSamplingParams:
         """Parse and validate. Raises RequestRefused, which names the field, the value and the expected value."""
         repetition = asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0
         _check_numbers(asked, repetition)

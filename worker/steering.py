@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine import Bias, LogitSteering, Penalties
 from moonpool_proto.v1.worker_pb2 import FINISH_NONE, Finish
 from worker.grammar_matching import GrammarMatcher
-from worker.sampling import SamplingParams
+from worker.sampling import ValidatedSamplingParams
 
 
 class SeenTokens:
@@ -54,7 +54,7 @@ class Steering:
 
     def __init__(
         self,
-        sampling: SamplingParams,
+        sampling: ValidatedSamplingParams,
         prompt: NDArray[np.int32],
         generated: int,
         *,
@@ -76,7 +76,7 @@ class Steering:
             self._seen = SeenTokens(own, prompt[split:], capacity=capacity, vocab_size=vocab_size)
 
     @staticmethod
-    def is_wanted(sampling: SamplingParams) -> bool:
+    def is_wanted(sampling: ValidatedSamplingParams) -> bool:
         """Return True if any of the parameters changes the logits."""
         return bool(
             sampling.has_penalties or len(sampling.bias_ids) or sampling.min_tokens or sampling.grammar is not None

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clients.cluster import running_cluster
-from benchmarks.clients.comparison import HEADINGS, Check, Row, markdown, summary
+from benchmarks.clients.comparison import HEADINGS, ClientCheck, Row, markdown, summary
 from benchmarks.clients.context import Context
 from benchmarks.clients.environments import ROOT, Environment
 from benchmarks.clients.errors import ClusterFailed, ToolFailed, ToolMissing
@@ -92,7 +92,7 @@ def _installed(name: str, home: Path, given: argparse.Namespace, rows: list[Row]
     except ToolMissing as error:
         print(error, file=sys.stderr)
         if not given.allow_missing:
-            rows.append(Check(name, "installation", False, str(error)))
+            rows.append(ClientCheck(name, "installation", False, str(error)))
         return False
     return True
 
@@ -103,7 +103,7 @@ def _run(name: str, context: Context, home: Path) -> list[Row]:
         return run_openai(context) if name == "openai" else TOOLS[name](context, Environment(name, home / name))
     except (ToolFailed, ToolMissing, OSError, LookupError, TypeError) as error:
         print(error, file=sys.stderr)
-        return [Check(name, "run", False, f"{type(error).__name__}: {error}".splitlines()[0])]
+        return [ClientCheck(name, "run", False, f"{type(error).__name__}: {error}".splitlines()[0])]
 
 
 def _report(rows: Sequence[Row], folder: Path, clients: Sequence[str], loads: Sequence[float]) -> None:

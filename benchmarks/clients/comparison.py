@@ -63,7 +63,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Check:
+class ClientCheck:
     """Something that works or does not."""
 
     client: str
@@ -82,7 +82,7 @@ class Check:
         return {**asdict(self), "agrees": self.agrees}
 
 
-Row = Comparison | Check
+Row = Comparison | ClientCheck
 HEADINGS = ("client", "what", "theirs", "ours", "our source", "ratio", "allowed", "verdict")
 
 

@@ -9,7 +9,7 @@ from benchmarks.clients.comparison import Allowed, Comparison, Row
 from benchmarks.clients.context import Context, run_tool
 from benchmarks.clients.environments import Environment
 from benchmarks.clients.errors import ToolFailed
-from benchmarks.clients.served import Served, read_served
+from benchmarks.clients.served import ServedTotals, read_served
 
 REQUESTS = 40
 STREAMS = 2
@@ -27,7 +27,7 @@ def run_guidellm(context: Context, environment: Environment) -> list[Row]:
     ]
 
 
-def _benchmark(context: Context, environment: Environment, endpoint: str) -> tuple[dict[str, Any], Served]:
+def _benchmark(context: Context, environment: Environment, endpoint: str) -> tuple[dict[str, Any], ServedTotals]:
     report = context.work / f"guidellm{endpoint.replace('/', '-')}.json"
     groups = {
         "backend": f"kind=openai_http,target={context.url},model={context.name},request_format={endpoint}",
@@ -48,7 +48,7 @@ def _benchmark(context: Context, environment: Environment, endpoint: str) -> tup
     return benchmark["metrics"], served
 
 
-def _rows(endpoint: str, metrics: dict[str, Any], served: Served) -> list[Row]:
+def _rows(endpoint: str, metrics: dict[str, Any], served: ServedTotals) -> list[Row]:
     client = f"guidellm {endpoint}"
 
     def of(name: str, key: str = "mean") -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from benchmarks.clients.comparison import Allowed, Check, Comparison, Row
+from benchmarks.clients.comparison import Allowed, ClientCheck, Comparison, Row
 from benchmarks.clients.context import Context
 from benchmarks.clients.served import read_served
 from engine import load_model
@@ -44,7 +44,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-class Failed(Exception):
+class WrongResult(Exception):
     """A call returned a wrong result."""
 
 
@@ -69,11 +69,11 @@ async def _run(context: Context) -> list[Row]:
     return rows
 
 
-async def _checked(name: str, check: Callable[[], Awaitable[str]]) -> Check:
+async def _checked(name: str, check: Callable[[], Awaitable[str]]) -> ClientCheck:
     try:
-        return Check("openai", name, True, await check())
-    except (openai.OpenAIError, Failed, LookupError, TypeError, ValueError, AttributeError) as error:
-        return Check("openai", name, False, f"{type(error).__name__}: {error}"[:200])
+        return ClientCheck("openai", name, True, await check())
+    except (openai.OpenAIError, WrongResult, LookupError, TypeError, ValueError, AttributeError) as error:
+        return ClientCheck("openai", name, False, f"{type(error).__name__}: {error}"[:200])
 
 
 async def _log_probability_rows(session: OpenAIChecks) -> list[Row]:
@@ -81,7 +81,7 @@ async def _log_probability_rows(session: OpenAIChecks) -> list[Row]:
         gap = await session.log_probability_gap()
     except (openai.OpenAIError, LookupError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"[:200]
-        return [Check("openai", "log-probabilities against the model", False, why)]
+        return [ClientCheck("openai", "log-probabilities against the model", False, why)]
     name = "log-probabilities of prompt and answer, furthest apart"
     return [Comparison("openai", name, gap, 0.0, "Model.score, one process", "", Allowed(slack=2e-3))]
 
@@ -238,7 +238,7 @@ class OpenAIChecks:
             except expected as error:
                 _require(bool(error.message), f"{expected.__name__} without a message")
             else:
-                raise Failed(f"{arguments} gave no {expected.__name__}")
+                raise WrongResult(f"{arguments} gave no {expected.__name__}")
         return f"{len(calls)} errors"
 
     async def closed_stream(self) -> str:
@@ -293,4 +293,4 @@ def _checked_call(name: str, arguments: str) -> str:
 
 def _require(condition: bool, otherwise: str) -> None:
     if not condition:
-        raise Failed(otherwise)
+        raise WrongResult(otherwise)

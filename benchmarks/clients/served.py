@@ -11,7 +11,7 @@ TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedTotals:
     """Totals since the front door's start."""
 
     totals: dict[str, float]
@@ -19,8 +19,8 @@ class Served:
     by_reason: dict[str, float]
     """How requests ended -> how many."""
 
-    def __sub__(self, earlier: Served) -> Served:
-        return Served(_minus(self.totals, earlier.totals), _minus(self.by_reason, earlier.by_reason))
+    def __sub__(self, earlier: ServedTotals) -> ServedTotals:
+        return ServedTotals(_minus(self.totals, earlier.totals), _minus(self.by_reason, earlier.by_reason))
 
     def count(self, name: str) -> float:
         """A counter, by its name without vLLM's prefix."""
@@ -42,7 +42,7 @@ class Served:
         return sum(self.by_reason.values()) - self.completed
 
 
-def read_served(url: str) -> Served:
+def read_served(url: str) -> ServedTotals:
     """Ask the front door at `url`. Raises OSError when it does not answer."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as response:
         text = response.read().decode()
@@ -54,7 +54,7 @@ def read_served(url: str) -> Served:
             if sample.name == "vllm:request_success_total":
                 reason = sample.labels["finished_reason"]
                 reasons[reason] = reasons.get(reason, 0.0) + sample.value
-    return Served(totals, reasons)
+    return ServedTotals(totals, reasons)
 
 
 def _minus(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 
 @dataclass
-class Stream:
+class StreamedAnswer:
     """One streamed answer. `at`: when each event with a choice came, on the monotonic clock."""
 
     began: float = 0.0
@@ -21,7 +21,7 @@ class Stream:
     is_whole: bool = False  # the last event came
 
 
-async def ask(url: str, body: dict[str, Any]) -> Stream:
+async def ask(url: str, body: dict[str, Any]) -> StreamedAnswer:
     """POST /v1/completions and read the stream to its end."""
     parts = urlsplit(url)
     data = json.dumps(body).encode()
@@ -29,7 +29,7 @@ async def ask(url: str, body: dict[str, Any]) -> Stream:
         f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
     )
-    stream = Stream(began=time.monotonic())
+    stream = StreamedAnswer(began=time.monotonic())
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
     try:
         writer.write(head.encode() + data)
@@ -48,11 +48,11 @@ async def ask(url: str, body: dict[str, Any]) -> Stream:
         writer.close()
 
 
-async def many(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> list[Stream]:
+async def many(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> list[StreamedAnswer]:
     """All of them, so many at a time."""
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(body: dict[str, Any]) -> Stream:
+    async def one(body: dict[str, Any]) -> StreamedAnswer:
         async with gate:
             return await ask(url, body)
 
@@ -65,6 +65,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def gaps(streams: Sequence[Stream]) -> list[float]:
+def gaps(streams: Sequence[StreamedAnswer]) -> list[float]:
     """Times between one stream's events."""
     return [b - a for stream in streams for a, b in zip(stream.at, stream.at[1:], strict=False)]

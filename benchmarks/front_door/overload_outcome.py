@@ -14,7 +14,7 @@ WINDOW_S = 30.0
 
 
 @dataclass(frozen=True)
-class Objectives:
+class OverloadObjectives:
     """Seconds; TBT is the mean of the longest tenth of an answer's intervals."""
 
     ttft_s: float
@@ -30,7 +30,7 @@ class Objectives:
 
 
 def counted(
-    records: Sequence[dict[str, Any]], objectives: Objectives, *, from_s: float, until_s: float
+    records: Sequence[dict[str, Any]], objectives: OverloadObjectives, *, from_s: float, until_s: float
 ) -> dict[str, Any]:
     """Summarise the requests due between the two times: goodput per second, ends, prompt tokens computed and wasted.
 

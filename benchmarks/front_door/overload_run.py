@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.front_door.overload_load import TOKENS_PER_BLOCK
-from benchmarks.front_door.overload_outcome import Objectives, counted
+from benchmarks.front_door.overload_outcome import OverloadObjectives, counted
 from benchmarks.front_door.processes import BUNDLED, Served, cluster
 
 MODES = ("none", "early", "predicted-uniform", "predicted")
@@ -44,7 +44,13 @@ def given(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def each_mode(
-    args: argparse.Namespace, work: Path, trace: Path, flags: Sequence[str], objectives: Objectives, *, verified: int
+    args: argparse.Namespace,
+    work: Path,
+    trace: Path,
+    flags: Sequence[str],
+    objectives: OverloadObjectives,
+    *,
+    verified: int,
 ) -> dict[str, dict[str, Any]]:
     """Run the trace under each mode in a fresh cluster with `flags`; print each result as it comes."""
     found = {}
@@ -58,7 +64,14 @@ def each_mode(
 
 
 def run(
-    served: Served, trace: Path, out: Path, objectives: Objectives, *, from_s: float, until_s: float, verified: int
+    served: Served,
+    trace: Path,
+    out: Path,
+    objectives: OverloadObjectives,
+    *,
+    from_s: float,
+    until_s: float,
+    verified: int,
 ) -> dict[str, Any]:
     """Replay, and what came of the requests due between the two; so many answers are verified."""
     report, records, cores_used = replayed(served, trace, out, objectives, verified)
@@ -78,7 +91,7 @@ def run(
 
 
 def replayed(
-    served: Served, trace: Path, out: Path, objectives: Objectives, verified: int
+    served: Served, trace: Path, out: Path, objectives: OverloadObjectives, verified: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
     """The replay's report and records, and how many processors all processes together had."""
     command = [sys.executable, "-m", "moonpool", "replay", str(trace), "--url", served.url, "--out", str(out)]

@@ -39,14 +39,14 @@ class Served:
         """Resident bytes of a process."""
         return int(psutil.Process(self.pids[name]).memory_info().rss)
 
-    def held(self, since_s: float) -> dict[str, Held]:
+    def held(self, since_s: float) -> dict[str, LoopDelays]:
         """How long each watched loop did not come round, from `since_s` (monotonic clock) until now."""
         time.sleep(0.1)  # the last look is written down
-        return {name: Held.of(path, since_s) for name, path in self.loops.items()}
+        return {name: LoopDelays.of(path, since_s) for name, path in self.loops.items()}
 
 
 @dataclass(frozen=True)
-class Held:
+class LoopDelays:
     """Milliseconds. `lag`: as passed, of which other processes may have had some; `held`: what of it the process
     computed; `own`: what the loop's own thread did."""
 
@@ -56,7 +56,7 @@ class Held:
     own_max: float
 
     @classmethod
-    def of(cls, path: Path, since_s: float) -> Held:
+    def of(cls, path: Path, since_s: float) -> LoopDelays:
         """From what `watched` wrote."""
         rows = [[float(value) for value in line.split()] for line in path.read_text().splitlines()]
         late = [row[1:] for row in rows if len(row) == 4 and row[0] >= since_s]

@@ -26,7 +26,7 @@ def engine_with(memory: np.ndarray) -> TransferEngine:
     return engine
 
 
-class Mooncake(Contender):
+class MooncakeEngine(Contender):
     def __init__(self) -> None:
         self._owner = Owner(__file__)
         self.local = np.empty(REGION_NBYTES, np.uint8)
@@ -66,4 +66,4 @@ def own() -> None:
 
 
 if __name__ == "__main__":
-    own() if sys.argv[1:] == ["owner"] else serve(Mooncake())
+    own() if sys.argv[1:] == ["owner"] else serve(MooncakeEngine())

@@ -37,7 +37,7 @@ class Turn:
         return self.shape[0] * self.shape[1] * self.batches
 
 
-class Contender:
+class ContenderScript:
     """A script of benchmarks/peers in a Python that can run it."""
 
     def __init__(self, name: str, script: str, *arguments: str, python: str = sys.executable, **env: str) -> None:

@@ -15,7 +15,7 @@ DIRECTIONS = ("write", "read")
 
 
 @dataclass(frozen=True)
-class Pair:
+class SpeedRatio:
     """A ratio that is told: how much faster `ours` is than `theirs`, from batches of `from_nbytes` up."""
 
     name: str
@@ -25,24 +25,24 @@ class Pair:
 
 
 PAIRS = (
-    Pair("tcp_vs_mooncake", "tcp", "mooncake"),
-    Pair("tcp_vs_nixl_tcp", "tcp", "nixl_tcp"),
-    Pair("tcp_notified_vs_nixl_tcp_notified", "tcp_notified", "nixl_tcp_notified"),
-    Pair("tcp_vs_iperf3", "tcp", "iperf3", 1 << 20),
-    Pair("shm_vs_nixl", "shm", "nixl"),
-    Pair("shm_notified_vs_nixl_notified", "shm_notified", "nixl_notified"),
-    Pair("shm_vs_memcpy", "shm", "memcpy", 1 << 20),
-    Pair("tcp_vs_plain_socket", "tcp", "plain_socket"),
-    Pair("tcp_encrypted_vs_tcp", "tcp_encrypted", "tcp"),
-    Pair("tcp_digests_vs_tcp", "tcp_digests", "tcp"),
-    Pair("tcp_digests_vs_mooncake", "tcp_digests", "mooncake"),
-    Pair("shm_digests_vs_shm", "shm_digests", "shm"),
-    Pair("shm_digests_vs_nixl", "shm_digests", "nixl"),
+    SpeedRatio("tcp_vs_mooncake", "tcp", "mooncake"),
+    SpeedRatio("tcp_vs_nixl_tcp", "tcp", "nixl_tcp"),
+    SpeedRatio("tcp_notified_vs_nixl_tcp_notified", "tcp_notified", "nixl_tcp_notified"),
+    SpeedRatio("tcp_vs_iperf3", "tcp", "iperf3", 1 << 20),
+    SpeedRatio("shm_vs_nixl", "shm", "nixl"),
+    SpeedRatio("shm_notified_vs_nixl_notified", "shm_notified", "nixl_notified"),
+    SpeedRatio("shm_vs_memcpy", "shm", "memcpy", 1 << 20),
+    SpeedRatio("tcp_vs_plain_socket", "tcp", "plain_socket"),
+    SpeedRatio("tcp_encrypted_vs_tcp", "tcp_encrypted", "tcp"),
+    SpeedRatio("tcp_digests_vs_tcp", "tcp_digests", "tcp"),
+    SpeedRatio("tcp_digests_vs_mooncake", "tcp_digests", "mooncake"),
+    SpeedRatio("shm_digests_vs_shm", "shm_digests", "shm"),
+    SpeedRatio("shm_digests_vs_nixl", "shm_digests", "nixl"),
 )
 
 
 @dataclass(frozen=True, order=True)
-class Cell:
+class ComparisonCell:
     """A comparison: batches of one label (size) in one direction, by their throughput or by their latency."""
 
     label: str
@@ -54,18 +54,20 @@ class Cell:
 class Rounds:
     """Per cell and contender one value a round: 1e9 bytes per second, or the median seconds of a batch."""
 
-    values: dict[Cell, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    values: dict[ComparisonCell, dict[str, list[float]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
     batch_nbytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, label: str, contender: str, turn: Turn, seconds: list[float]) -> None:
         direction = DIRECTIONS[not turn.write]
         if turn.window == 1:
-            self.values[Cell(label, direction, LATENCY)][contender].append(statistics.median(seconds))
+            self.values[ComparisonCell(label, direction, LATENCY)][contender].append(statistics.median(seconds))
         else:
-            self.values[Cell(label, direction, THROUGHPUT)][contender].append(turn.nbytes / seconds[0] / 1e9)
+            self.values[ComparisonCell(label, direction, THROUGHPUT)][contender].append(turn.nbytes / seconds[0] / 1e9)
         self.batch_nbytes[label] = turn.shape[0] * turn.shape[1]
 
-    def ratio(self, cell: Cell, ours: str, theirs: str) -> float | None:
+    def ratio(self, cell: ComparisonCell, ours: str, theirs: str) -> float | None:
         """Median over rounds of how many times faster; None where one of them took no part."""
         found = self.values[cell]
         if ours not in found or theirs not in found:
@@ -75,7 +77,7 @@ class Rounds:
         )
         return statistics.median(ratios)
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[ComparisonCell]:
         return [cell for cell, found in self.values.items() if found]
 
 
@@ -117,8 +119,8 @@ def slices_vs_one_piece(rounds: Rounds, slices: str, piece: str, contenders: Ite
     """{"<contender>_<direction>": ratio} of throughput between two labels of equal bytes."""
     told = {}
     for direction in DIRECTIONS:
-        many = rounds.values[Cell(slices, direction, THROUGHPUT)]
-        one = rounds.values[Cell(piece, direction, THROUGHPUT)]
+        many = rounds.values[ComparisonCell(slices, direction, THROUGHPUT)]
+        one = rounds.values[ComparisonCell(piece, direction, THROUGHPUT)]
         for contender in contenders:
             if many[contender] and one[contender]:
                 ratios = (a / b for a, b in zip(many[contender], one[contender], strict=True))

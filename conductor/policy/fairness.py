@@ -30,7 +30,7 @@ __all__ = [
     "Prices",
     "Shares",
     "Usage",
-    "VirtualClock",
+    "VirtualTime",
     "advanced_ns",
 ]
 
@@ -78,7 +78,7 @@ class Account:
 
 
 @dataclass(slots=True)
-class VirtualClock:
+class VirtualTime:
     """Virtual time of one class, in ns; it never decreases."""
 
     now_ns: int = 0
@@ -112,17 +112,17 @@ class Shares:
         self._max_accounts = max_accounts
         self._weight_of = weight_of
         self._accounts: dict[str, Account] = {}  # least recently used first
-        self._clocks: dict[int, VirtualClock] = {}
+        self._clocks: dict[int, VirtualTime] = {}
         self._others = self._new(OTHERS)
 
     def __iter__(self) -> Iterator[Account]:
         """Iterate over all accounts, the shared one last."""
         return iter([*(self._accounts[name] for name in sorted(self._accounts)), self._others])
 
-    def clock(self, level: int) -> VirtualClock:
+    def clock(self, level: int) -> VirtualTime:
         """Return the clock of the class of this level."""
         if level not in self._clocks:
-            self._clocks[level] = VirtualClock()
+            self._clocks[level] = VirtualTime()
         return self._clocks[level]
 
     def account(self, tenant: str, is_live: Callable[[int], bool]) -> Account:

@@ -64,7 +64,7 @@ ARRIVAL: Final = np.dtype(
         ("due_ns", np.int64),
         ("arrived_ns", np.int64),
         ("ages_ns", np.int64),
-        ("clock_ns", np.int64),  # of its class's `VirtualClock`, as is the next one
+        ("clock_ns", np.int64),  # of its class's `VirtualTime`, as is the next one
         ("started_ns", np.int64),
         ("finish_ns", np.int64),  # of its account
         ("prompt_tokens", np.int64),

@@ -10,7 +10,7 @@ from conductor.policy.config import NS
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import QueueKey, RequestArrived
-from conductor.policy.fairness import OTHERS, Account, Charge, Prices, Shares, Usage, VirtualClock
+from conductor.policy.fairness import OTHERS, Account, Charge, Prices, Shares, Usage, VirtualTime
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.kernels import LATEST_NS, prefill_kernels
 from conductor.policy.placement.context import PlacementContext
@@ -68,7 +68,7 @@ class QueuePosition:
 
 def ordering_key(
     context: PlacementContext, reusable_tokens: Callable[[], int]
-) -> tuple[Shares, Account, VirtualClock, OrderingKey]:
+) -> tuple[Shares, Account, VirtualTime, OrderingKey]:
     """Return the tenant's shares and account, the clock of the class, and the request's ordering key.
 
     `reusable_tokens` is called only where the objective depends on the reusable tokens of the prompt.

@@ -14,7 +14,7 @@ ALL = ""  # key of all models together
 
 
 @dataclass(slots=True)
-class TrafficCounts:
+class ConsoleCounts:
     """Counts of requests of one model, or of all. Durations are counted by bucket value, in seconds."""
 
     arrived: int = 0
@@ -39,7 +39,7 @@ class TrafficCounts:
         self.tbt.update(dict(flow["tbt"]))
         self.attained.update({(a, b, c): count for a, b, c, count in flow["attained"]})
 
-    def include(self, other: "TrafficCounts") -> None:
+    def include(self, other: "ConsoleCounts") -> None:
         """Add another object's counts."""
         self.arrived += other.arrived
         self.prompt_tokens += other.prompt_tokens
@@ -63,37 +63,37 @@ class TrafficCounts:
 
 
 @dataclass(slots=True)
-class TimeSlice:
+class ConsoleSlice:
     """Counts of a slice of time by model; `ALL` has all models together."""
 
     number: int  # index of the slice since 1970
-    flows: dict[str, TrafficCounts] = field(default_factory=dict)
+    flows: dict[str, ConsoleCounts] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data for the page."""
         return {"number": self.number, "models": {model: flow.to_json() for model, flow in self.flows.items()}}
 
 
-def merged_slices(overviews: Sequence[Json]) -> list[TimeSlice]:
+def merged_slices(overviews: Sequence[Json]) -> list[ConsoleSlice]:
     """Merge the conductors' slices, oldest first. They begin at different times and are aligned by their start."""
-    found: dict[int, TimeSlice] = {}
+    found: dict[int, ConsoleSlice] = {}
     for overview in overviews:
         for each in overview["slices"]:
             number = int(each["at_s"] // overview["slice_s"])
-            merged = found.setdefault(number, TimeSlice(number))
+            merged = found.setdefault(number, ConsoleSlice(number))
             for model, flow in each["flows"].items():
-                merged.flows.setdefault(ALL, TrafficCounts()).add(flow)
+                merged.flows.setdefault(ALL, ConsoleCounts()).add(flow)
                 if model != ALL:  # requests for models that are not served have this key
-                    merged.flows.setdefault(model, TrafficCounts()).add(flow)
+                    merged.flows.setdefault(model, ConsoleCounts()).add(flow)
     return [found[number] for number in sorted(found)]
 
 
-def window(slices: Iterable[TimeSlice]) -> dict[str, Any]:
+def window(slices: Iterable[ConsoleSlice]) -> dict[str, Any]:
     """Return the sum of all slices by model: quantiles, rejections by reason, attainment of objectives."""
-    flows: dict[str, TrafficCounts] = {}
+    flows: dict[str, ConsoleCounts] = {}
     for each in slices:
         for model, flow in each.flows.items():
-            flows.setdefault(model, TrafficCounts()).include(flow)
+            flows.setdefault(model, ConsoleCounts()).include(flow)
     return {
         model: {
             **flow.to_json(),

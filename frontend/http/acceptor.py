@@ -20,7 +20,7 @@ _PER_ITERATION: Final = 8  # each takes some tenths of a millisecond
 _PAUSE_S: Final = 0.5  # after an error such as having no file descriptor left
 
 
-class Acceptor:
+class HttpAcceptor:
     """Acceptor of a listening socket's connections. It replaces the asyncio server that uvicorn expects."""
 
     def __init__(

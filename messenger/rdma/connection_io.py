@@ -50,7 +50,7 @@ class Movement:
 
 
 @dataclass(eq=False, slots=True)
-class _Batch:
+class _PostedBatch:
     movement: Movement | None
     frame: bytes | None
 
@@ -84,7 +84,7 @@ class ConnectionIO:
         self._far_address = far_address
         self._counters = counters
         self._on_trouble = on_trouble
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, _PostedBatch] = {}
         self._posts: dict[int, Post] = {}
         self._flows: dict[tuple[int, int], Flow] = {}  # by rail and opcode; the stream counts the same bytes by peer
         self._moving_nbytes = 0
@@ -112,7 +112,7 @@ class ConnectionIO:
     def submit(self, movement: Movement | None, frame: bytes | None) -> None:
         """Move the bytes, then send the frame, in the order of submission. Bytes, a frame or both must be given."""
         number = self.rails.submit(_NO_ROWS if movement is None else movement.rows, announce=frame is not None)
-        self._batches[number] = _Batch(movement, frame)
+        self._batches[number] = _PostedBatch(movement, frame)
         if frame is None:
             self.num_unframed += 1
         else:

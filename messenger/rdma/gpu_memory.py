@@ -63,7 +63,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Span:
+class PageSpan:
     """Whole pages around a piece of memory: `start` and `nbytes` of the pages, `offset` of the memory within them."""
 
     start: int
@@ -132,7 +132,7 @@ class CudaDriver:
         with self._context(gpu):
             self._call("cuFlushGPUDirectRDMAWrites", _OF_CONTEXT, _TO_OWNER)
 
-    def export(self, span: Span, gpu: int) -> int:
+    def export(self, span: PageSpan, gpu: int) -> int:
         """Return a dmabuf descriptor of the pages; the caller closes it."""
         descriptor = ctypes.c_int(-1)
         arguments = (ctypes.c_uint64(span.start), ctypes.c_size_t(span.nbytes), _AS_DMABUF, ctypes.c_ulonglong(0))
@@ -198,11 +198,11 @@ def ways(exports_dmabuf: bool, peer_memory: bool) -> tuple[ExportMethod, ...]:
     return found
 
 
-def page_span(memory: GpuMemory, page_nbytes: int = mmap.PAGESIZE) -> Span:
+def page_span(memory: GpuMemory, page_nbytes: int = mmap.PAGESIZE) -> PageSpan:
     """Return the whole host pages around the memory; an exported range must start and end at a page."""
     start = memory.address // page_nbytes * page_nbytes
     end = -(-(memory.address + memory.nbytes) // page_nbytes) * page_nbytes
-    return Span(start, end - start, memory.address - start)
+    return PageSpan(start, end - start, memory.address - start)
 
 
 def first_that_works(

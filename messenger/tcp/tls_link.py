@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from socket import MSG_DONTWAIT, SO_RCVLOWAT, SOL_SOCKET, socket
 
 from messenger.errors import EncryptionRefused, ProtocolError
-from messenger.frames import MAGIC, PREFIX, Frame, Message, Reject, decode_body, decode_prefix, encode
+from messenger.frames import MAGIC, PREFIX, ConnectionReject, Frame, Message, decode_body, decode_prefix, encode
 from messenger.link import LOW_WATER_MIN_NBYTES, BufferedLink, LinkClosed
 from rpc.tls import Material, carries, dns_names
 
@@ -112,11 +112,11 @@ class TlsLink(BufferedLink):
         return True
 
     def _reject_in_the_clear(self, message: Message | Frame) -> None:
-        """Send a Reject unencrypted, to a caller that is rejected before the handshake or does not use TLS.
+        """Send a ConnectionReject unencrypted, to a caller that is rejected before the handshake or does not use TLS.
 
         Nothing else is ever sent unencrypted.
         """
-        if self._is_shaking or not isinstance(message, Reject):
+        if self._is_shaking or not isinstance(message, ConnectionReject):
             raise LinkClosed(f"nothing can be sent to {self.address} before the TLS handshake is done")
         self._sock.sendall(encode(message))
 
@@ -130,7 +130,7 @@ class TlsLink(BufferedLink):
             message = decode_body(kind, frame[PREFIX.size : PREFIX.size + nbytes])
         except ProtocolError:
             message = None
-        if isinstance(message, Reject) and message.code == "full":
+        if isinstance(message, ConnectionReject) and message.code == "full":
             return LinkClosed(f"{self.address} turned the connection away: {message.reason}")
         return EncryptionRefused(
             f"{self.address} does not speak TLS, and the other side speaks nothing else: set tls_cert, tls_key and "

@@ -32,7 +32,7 @@ class ClusterSample:
 
 
 @dataclass(frozen=True)
-class Attainment:
+class WindowAttainment:
     """Requests in the window that had an objective."""
 
     model: str
@@ -73,7 +73,7 @@ class ClusterActivity:
     generated_rate: float
     reused_share: float | None  # of the prompt tokens in the window
     loads: Mapping[tuple[str, str], float]  # by model and phase; above 1 is overload
-    attained: tuple[Attainment, ...]
+    attained: tuple[WindowAttainment, ...]
     rejected: Mapping[str, int]  # in the window, by reason, of all models
     pools: tuple[PoolUsage, ...]
     prompt_rates: tuple[float, ...]  # one for each interval, oldest first
@@ -152,7 +152,7 @@ def _figures(
     )
 
 
-def _attained(counts: Mapping[CounterKey, int]) -> tuple[Attainment, ...]:
+def _attained(counts: Mapping[CounterKey, int]) -> tuple[WindowAttainment, ...]:
     met: Counter[tuple[str, str, str]] = Counter()
     judged: Counter[tuple[str, str, str]] = Counter()
     for (name, labels), count in counts.items():
@@ -161,7 +161,7 @@ def _attained(counts: Mapping[CounterKey, int]) -> tuple[Attainment, ...]:
             key = (of["model_name"], of["slo_class"], of["objective"])
             judged[key] += count
             met[key] += count if of["result"] == "met" else 0
-    return tuple(Attainment(*key, met[key], judged[key]) for key in sorted(judged))
+    return tuple(WindowAttainment(*key, met[key], judged[key]) for key in sorted(judged))
 
 
 def _rejected(counts: Mapping[CounterKey, int]) -> dict[str, int]:

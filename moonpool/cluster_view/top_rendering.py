@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moonpool.cluster_view.activity import Attainment, ClusterActivity, PoolUsage, TierUsage
+from moonpool.cluster_view.activity import ClusterActivity, PoolUsage, TierUsage, WindowAttainment
 from moonpool.cluster_view.formatting import count_text, percent_text, plain_table, size_text, state_text
 from moonpool.cluster_view.status import NodeRow
 
@@ -96,7 +96,7 @@ def _objectives(seen: ClusterActivity, few: int) -> list[Table | Text]:
     if not seen.attained:
         return []
     table = _top_table("objectives of", "class", "TTFT", "TBT", "both", "judged")
-    by_class: dict[tuple[str, str], dict[str, Attainment]] = {}
+    by_class: dict[tuple[str, str], dict[str, WindowAttainment]] = {}
     for each in seen.attained:
         by_class.setdefault((each.model, each.slo_class), {})[each.objective] = each
     most = sorted(by_class.items(), key=lambda item: -_judged(item[1]))[:few]
@@ -106,11 +106,11 @@ def _objectives(seen: ClusterActivity, few: int) -> list[Table | Text]:
     return [table, *_hidden(len(by_class) - len(most), "classes of fewer requests")]
 
 
-def _judged(found: Mapping[str, Attainment]) -> int:
+def _judged(found: Mapping[str, WindowAttainment]) -> int:
     return max(each.judged for each in found.values())
 
 
-def _share(of: Attainment | None) -> str:
+def _share(of: WindowAttainment | None) -> str:
     return "–" if of is None or not of.judged else f"{of.met / of.judged:.1%}"
 
 

@@ -148,7 +148,7 @@ _MOST_SHOWN = 40  # fields of two decisions that differ
 
 
 @dataclass
-class Comparison:
+class ReplayComparison:
     """Result of replaying one life of a conductor."""
 
     life: RecordedRun
@@ -212,8 +212,8 @@ def replay_decisions(
         raise typer.Exit(0 if changed or not any(one.num_different for one in compared) else 1)
 
 
-def _compare(life: RecordedRun, changed: dict[str, Any]) -> Comparison:
-    compared = Comparison(life)
+def _compare(life: RecordedRun, changed: dict[str, Any]) -> ReplayComparison:
+    compared = ReplayComparison(life)
     config = _with(life.config, changed) if changed else None
     for step in replay(life, config, own_objectives=bool(_OBJECTIVES & changed.keys())):
         compared.take(step, ignore_why=bool(changed))
@@ -281,7 +281,7 @@ def _kind(logged: Sequence[Decision], made: Sequence[Decision]) -> str:
     return "not about a request"
 
 
-def _told(compared: Sequence[Comparison], changed: dict[str, Any]) -> dict[str, Any]:
+def _told(compared: Sequence[ReplayComparison], changed: dict[str, Any]) -> dict[str, Any]:
     return {
         "open_loop": bool(changed),
         "set": changed,
@@ -309,7 +309,7 @@ def _step_told(step: ReplayStep) -> dict[str, Any]:
     }
 
 
-def _print(console: Console, compared: Sequence[Comparison], num_cut: int, changed: dict[str, Any]) -> None:
+def _print(console: Console, compared: Sequence[ReplayComparison], num_cut: int, changed: dict[str, Any]) -> None:
     if num_cut:
         console.print(f"{num_cut} earlier lives are skipped: their first files were rotated away.", style="yellow")
     for one in compared:

@@ -134,9 +134,9 @@ def _greeted(address: tuple[str, int], name: str, material: "Material | None", w
 
 def _interpreted(answer: object) -> Greeting:
     """Interpret the reply to a greeting of `_NOBODY`, which a messenger rejects with its own name as the reason."""
-    from messenger.frames import VERSION, Reject
+    from messenger.frames import VERSION, ConnectionReject
 
-    if not isinstance(answer, Reject):
+    if not isinstance(answer, ConnectionReject):
         return Greeting(PeerProtocol.OTHER, f"answers {answer!r}")
     if answer.code == "tls":
         return Greeting(PeerProtocol.CIPHER, answer.reason)

@@ -9,7 +9,7 @@ from typing import Any
 from moonpool.cluster_view.collector import ask_conductor
 from moonpool.cluster_view.reply import desired_nodes
 from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.plan import Group
+from moonpool.plan import WorkerGroup
 from moonpool.scaling.counts import MAX_WORKERS
 from rpc.control import ControlError
 
@@ -25,7 +25,7 @@ class Bounds:
     most: int
 
 
-def parse_bounds(given: Sequence[str], groups: Mapping[str, Group]) -> dict[str, Bounds]:
+def parse_bounds(given: Sequence[str], groups: Mapping[str, WorkerGroup]) -> dict[str, Bounds]:
     """Parse texts such as `prefill=1:4` to bounds by group. Raises ConfigError."""
     found: dict[str, Bounds] = {}
     for text in given:
@@ -44,7 +44,7 @@ def parse_bounds(given: Sequence[str], groups: Mapping[str, Group]) -> dict[str,
 
 
 def autoscaled(
-    bounds: Mapping[str, Bounds], groups: Mapping[str, Group], present: Mapping[str, int], told: Sequence[Desired]
+    bounds: Mapping[str, Bounds], groups: Mapping[str, WorkerGroup], present: Mapping[str, int], told: Sequence[Desired]
 ) -> dict[str, int]:
     """Return the number of workers that each bounded group should have.
 
@@ -69,7 +69,7 @@ Scale = Callable[[Mapping[str, int]], Any]  # returns an awaitable of the change
 
 async def autoscale(
     bounds: Mapping[str, Bounds],
-    groups: Mapping[str, Group],
+    groups: Mapping[str, WorkerGroup],
     *,
     conductors: Sequence[str],
     present: Callable[[], Mapping[str, int]],

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moonpool.errors import ScaleRefused
-from moonpool.plan import WORKER_TIER, Group, RolePlan
+from moonpool.plan import WORKER_TIER, RolePlan, WorkerGroup
 from moonpool.supervision.supervisor import NodeState
 
 MAX_WORKERS = 256  # of one role; the limit of the settings
@@ -29,7 +29,7 @@ def workers(states: Iterable[NodeState], plans: Mapping[str, RolePlan]) -> dict[
 
 
 def changes(
-    present: Mapping[str, list[str]], wanted: Mapping[str, int], groups: Mapping[str, Group], *, force: bool
+    present: Mapping[str, list[str]], wanted: Mapping[str, int], groups: Mapping[str, WorkerGroup], *, force: bool
 ) -> list[CountChange]:
     """Return the changes from the present workers to the wanted counts. Raises ScaleRefused."""
     for name, count in wanted.items():

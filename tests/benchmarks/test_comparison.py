@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.clients.comparison import Allowed, Check, Comparison, markdown, summary
+from benchmarks.clients.comparison import Allowed, ClientCheck, Comparison, markdown, summary
 
 
 def compared(theirs: float | None, ours: float | None, **allowed: float) -> Comparison:
@@ -33,7 +33,11 @@ def test_figures_agree_within_what_is_allowed(
 
 
 def test_the_table_names_every_row_with_its_verdict() -> None:
-    rows = [compared(10.0, 20.0), Check("openai", "chat", True, "a | b"), Check("guidellm", "run", False, "why")]
+    rows = [
+        compared(10.0, 20.0),
+        ClientCheck("openai", "chat", True, "a | b"),
+        ClientCheck("guidellm", "run", False, "why"),
+    ]
     lines = markdown(rows).splitlines()
     assert len(lines) == 2 + len(rows)
     assert lines[2].endswith("| 10 ms | 20 ms | /metrics | 0.500 | equal | DISAGREES |")

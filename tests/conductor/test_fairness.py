@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.errors import ObjectivesError
-from conductor.policy.fairness import CREDIT_NS, OTHERS, Account, Charge, Prices, Shares, VirtualClock, advanced_ns
+from conductor.policy.fairness import CREDIT_NS, OTHERS, Account, Charge, Prices, Shares, VirtualTime, advanced_ns
 from conductor.policy.objectives import ObjectiveBook, parse_record, record_to_plain
 
 S = 1_000_000_000
@@ -90,7 +90,7 @@ def test_who_used_the_cluster_alone_is_not_held_to_it_later() -> None:
 
 
 def test_one_that_cannot_be_served_holds_up_virtual_time_for_so_long_and_no_longer() -> None:
-    clock = VirtualClock()
+    clock = VirtualTime()
     clock.begin(5 * S)
     assert advanced_ns(0, clock.started_ns, 2 * S) == 2 * S
     clock.begin(1000 * S)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from messenger.frames import PREFIX, Hello, Reject, decode_body, decode_prefix, encode
+from messenger.frames import PREFIX, ConnectionReject, Hello, decode_body, decode_prefix, encode
 from moonpool.supervision.child import READY_PREFIX
 
 BLOCK_TOKENS = 8
@@ -155,7 +155,7 @@ def is_rejection(answer: bytes) -> bool:
         return True
     kind, nbytes = decode_prefix(answer)
     message = decode_body(kind, answer[PREFIX.size :])
-    return isinstance(message, Reject) and message.code == "tls" and len(answer) == PREFIX.size + nbytes
+    return isinstance(message, ConnectionReject) and message.code == "tls" and len(answer) == PREFIX.size + nbytes
 
 
 def answer_without_certificate(port: int) -> bytes:

@@ -15,10 +15,10 @@ from messenger.frames import (
     MAX_BODY_NBYTES,
     PREFIX,
     VERSION,
+    ConnectionReject,
     Hello,
     Message,
     Offer,
-    Reject,
     Welcome,
     encode,
 )
@@ -65,7 +65,7 @@ def rows(offset: int, nbytes: int) -> bytes:
 def reason_of_rejection(link: SocketLink) -> str:
     """Return what the node sends before it closes the connection."""
     reject = answer(link)
-    assert isinstance(reject, Reject)
+    assert isinstance(reject, ConnectionReject)
     with pytest.raises(OSError):
         link.receive()
     return reject.reason

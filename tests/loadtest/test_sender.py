@@ -12,7 +12,7 @@ from aiohttp import web
 
 from loadtest.bench.dialects import BenchDialect
 from loadtest.client import CompletionClient, take_event
-from loadtest.dialogue_turns import ChatTurn
+from loadtest.dialogue_turns import ChatDialect
 from loadtest.errors import StreamFailed
 from loadtest.record import RequestRecord, SendOutcome
 from loadtest.sender import SendTally, new_record, send_open_loop
@@ -226,7 +226,7 @@ async def test_stopping_gives_up_what_is_in_flight(serve, send, make_request) ->
     assert tally.sent == 2
 
 
-@pytest.mark.parametrize("dialect", [ChatTurn((), "disabled"), BenchDialect("/v1/chat/completions", True, False)])
+@pytest.mark.parametrize("dialect", [ChatDialect((), "disabled"), BenchDialect("/v1/chat/completions", True, False)])
 def test_a_chats_event_may_have_no_delta_but_none_of_another_kind(make_request, dialect: Any) -> None:
     request = make_request(0)
     record = new_record(request, 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from messenger import PeerRestarted, TransferDeadlineExceeded
-from messenger.frames import PREFIX, Hello, Reject, Welcome, decode_body, decode_prefix, encode
+from messenger.frames import PREFIX, ConnectionReject, Hello, Welcome, decode_body, decode_prefix, encode
 from messenger.link import DEAD_AFTER_S
 from messenger.sockets import SocketLink
 
@@ -54,7 +54,7 @@ def test_one_peer_cannot_take_the_connections_of_all(make_node: MakeNode, dial: 
         assert isinstance(answer_on(dial(owner, session)), Welcome)
     refusal = answer_on(dial(owner, 3))
     reason = "greedy has as many connections here as max_connections_per_peer allows"
-    assert refusal == Reject("full", reason)
+    assert refusal == ConnectionReject("full", reason)
     assert owner.messenger.counters()["connections_turned_away"] == 1
     other.messenger.connect(owner.endpoint).notify(b"t", b"").result()
     assert owner.notes == [("b", b"t", b"")]

@@ -13,7 +13,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from messenger import RemoteKey, SharedMemory
-from messenger.frames import PREFIX, Ack, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write, encode
+from messenger.frames import (
+    PREFIX,
+    Ack,
+    ConnectionReject,
+    Hello,
+    Message,
+    Notify,
+    Offer,
+    Read,
+    Refused,
+    Welcome,
+    Write,
+    encode,
+)
 from messenger.inbound import InboundConnection
 from messenger.link import LinkClosed
 from messenger.native.responder_loop import MAX_BUFFER_NBYTES, CompiledLoop
@@ -56,7 +69,7 @@ class Caller:
         try:
             while True:
                 answers.append(self.link.receive())
-                if isinstance(answers[-1], Reject) or answers[-1] == Ack(LAST.seq, 0):
+                if isinstance(answers[-1], ConnectionReject) or answers[-1] == Ack(LAST.seq, 0):
                     break
                 if self.link.is_unix and isinstance(answers[-1], Offer):
                     os.close(self.link.take_fd())
@@ -356,6 +369,6 @@ def test_the_prefix_is_all_that_a_loop_needs_to_leave_a_frame_to_python(
     caller = Caller(owners["compiled"], transport, source)
     caller.sock.sendall(PREFIX.pack(b"MPMS", 1, 4, 0, 64))
     (reject,) = caller.answers()
-    assert isinstance(reject, Reject)
+    assert isinstance(reject, ConnectionReject)
     assert "version 1" in reject.reason
     caller.close()

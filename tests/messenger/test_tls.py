@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from messenger import Messenger, MessengerConfig, PeerUnreachable, TransferDeadlineExceeded
-from messenger.frames import PREFIX, Hello, Reject, decode_body, decode_prefix, encode
+from messenger.frames import PREFIX, ConnectionReject, Hello, decode_body, decode_prefix, encode
 from messenger.tcp import tls_link
 from rpc import tls
 from rpc.errors import InvalidArgument
@@ -192,7 +192,7 @@ def test_a_certificate_of_the_ca_for_another_name_is_not_let_in(make_node: MakeN
     b = make_node("b", **tls_settings())
     with context.wrap_socket(dial(b)) as outsider:
         answer = frame_from(outsider.recv(1 << 16))
-    assert answer == Reject("tls", answer.reason)
+    assert answer == ConnectionReject("tls", answer.reason)
     assert "is for elsewhere, not for 'moonpool'" in answer.reason
 
 

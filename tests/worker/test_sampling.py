@@ -11,7 +11,7 @@ import pytest
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.common_pb2 import Sampling as SamplingProto
 from worker.errors import RequestRefused
-from worker.sampling import SamplingParams
+from worker.sampling import ValidatedSamplingParams
 
 VOCAB = 32
 
@@ -21,7 +21,7 @@ def asked(**fields: Any) -> SamplingProto:
 
 
 def test_what_is_not_asked_for_is_off() -> None:
-    sampling = SamplingParams.from_proto(asked(), vocab_size=VOCAB)
+    sampling = ValidatedSamplingParams.from_proto(asked(), vocab_size=VOCAB)
     assert (sampling.repetition_penalty, sampling.has_penalties, sampling.min_p, sampling.choice) == (1.0, False, 0, 0)
     assert (sampling.logprobs, sampling.prompt_logprobs, sampling.grammar) == (None, None, None)
     assert len(sampling.bias_ids) == 0
@@ -44,7 +44,7 @@ def test_all_fields_come_through() -> None:
         prompt_logprobs=20,
         grammar=Grammar(kind=Grammar.KIND_REGEX, source="a"),
     )
-    sampling = SamplingParams.from_proto(proto, vocab_size=VOCAB)
+    sampling = ValidatedSamplingParams.from_proto(proto, vocab_size=VOCAB)
     assert (sampling.min_p, sampling.choice, sampling.repetition_penalty, sampling.min_tokens) == (0.25, 4, 1.5, 8)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.has_penalties) == (-2.0, 2.0, True)
     assert (sampling.bias_ids.tolist(), sampling.bias_values.tolist()) == ([3, 7], [1.5, -100.0])
@@ -79,10 +79,10 @@ def test_all_fields_come_through() -> None:
 )
 def test_what_is_out_of_range_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(RequestRefused, match=told) as caught:
-        SamplingParams.from_proto(asked(**fields), vocab_size=VOCAB)
+        ValidatedSamplingParams.from_proto(asked(**fields), vocab_size=VOCAB)
     assert caught.value.code == "bad_sampling"
 
 
 def test_the_smallest_repetition_penalty_keeps_logits_finite() -> None:
-    sampling = SamplingParams.from_proto(asked(repetition_penalty=5e-324), vocab_size=VOCAB)
+    sampling = ValidatedSamplingParams.from_proto(asked(repetition_penalty=5e-324), vocab_size=VOCAB)
     assert np.isfinite(np.float32(1e4) / np.float32(sampling.repetition_penalty))

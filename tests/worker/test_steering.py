@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moonpool_proto.v1.common_pb2 import Sampling as SamplingProto
 from moonpool_proto.v1.worker_pb2 import FINISH_NONE
-from worker.sampling import SamplingParams
+from worker.sampling import ValidatedSamplingParams
 from worker.steering import Steering
 
 VOCAB = 20
@@ -27,11 +27,13 @@ class OnlyTheEnd:
         return np.arange(VOCAB) == 1
 
 
-def sampling(**fields: Any) -> SamplingParams:
-    return SamplingParams.from_proto(SamplingProto(**({"top_p": 1.0, "max_tokens": 50} | fields)), vocab_size=VOCAB)
+def sampling(**fields: Any) -> ValidatedSamplingParams:
+    return ValidatedSamplingParams.from_proto(
+        SamplingProto(**({"top_p": 1.0, "max_tokens": 50} | fields)), vocab_size=VOCAB
+    )
 
 
-def steering(asked: SamplingParams, ids: list[int], generated: int, matcher: Any = None) -> Steering:
+def steering(asked: ValidatedSamplingParams, ids: list[int], generated: int, matcher: Any = None) -> Steering:
     prompt = np.array(ids, np.int32)
     return Steering(asked, prompt, generated, capacity=len(ids) + 50, vocab_size=VOCAB, matcher=matcher)
 

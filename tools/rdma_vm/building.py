@@ -19,7 +19,7 @@ _CLEARING_LIMIT_S = 20.0
 def bootstrap(work: Path, tools: Tools, deadline: Deadline) -> None:
     """Write the root filesystem, with kernel and initramfs in boot/, to `work`/root.tar.
 
-    Raises BuildFailed, DeadlineExceeded, NotPermitted.
+    Raises BuildFailed, VmDeadlineExceeded, NotPermitted.
     """
     (work / "tmp").mkdir(mode=0o777)
     (work / "tmp").chmod(0o777)
@@ -86,7 +86,7 @@ def unpack(archive: Path, root: Path) -> None:
 
 
 def make_disk(make_filesystem: Path, root: Path, disk: Path, deadline: Deadline) -> None:
-    """Write an ext4 image of the tree below `root`. Raises BuildFailed, DeadlineExceeded."""
+    """Write an ext4 image of the tree below `root`. Raises BuildFailed, VmDeadlineExceeded."""
     used = sum(path.lstat().st_size + 4096 for path in root.rglob("*"))
     command = [str(make_filesystem), "-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d", str(root), str(disk)]
     try:

@@ -6,7 +6,7 @@ VmError
 ├── NotPermitted         no right to make a root filesystem, or to write to the cache folder
 ├── NoSpace              the cache folder's disk is too full
 ├── BuildFailed          a build step failed (usually a download)
-├── DeadlineExceeded     the deadline for build, boot and command passed
+├── VmDeadlineExceeded   the deadline for build, boot and command passed
 └── BootFailed           the VM ended, or ran out of time, before it was ready for the command
 """
 
@@ -35,7 +35,7 @@ class BuildFailed(VmError):
     """A step of the build ended with an error."""
 
 
-class DeadlineExceeded(VmError):
+class VmDeadlineExceeded(VmError):
     """The one deadline for build, boot and command has passed."""
 
 

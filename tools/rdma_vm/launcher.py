@@ -64,14 +64,14 @@ class SoftRoceVm:
             for number in range(shape.num_machines)
         ]
         jobs = [qemu.job_script(command, REPOSITORY, _environment(guest, shape)) for guest in guests]
-        plan = machine.Plan(guests, jobs, _mounts(shape), self.image, self.tools, self.cache)
+        plan = machine.VmPlan(guests, jobs, _mounts(shape), self.image, self.tools, self.cache)
         say(f"booting {len(guests)} VM{'s' if len(guests) > 1 else ''}")
         outcome = _run(plan, deadline)
         say(f"booted in {outcome.boot_s:.1f} s, ran {outcome.command_s:.1f} s, status {outcome.status}")
         return outcome.status
 
 
-def _run(plan: machine.Plan, deadline: Deadline) -> machine.VmOutcome:
+def _run(plan: machine.VmPlan, deadline: Deadline) -> machine.VmOutcome:
     """Boot with KVM where it works, which only a boot can show; else, or when counting instructions, without."""
     accelerator = "tcg" if plan.guests[0].counts else os.environ.get("RDMA_VM_ACCEL", "auto")
     if accelerator == "kvm" or (accelerator == "auto" and machine.kvm_is_usable()):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from tools.rdma_vm import qemu
-from tools.rdma_vm.errors import BootFailed, DeadlineExceeded
+from tools.rdma_vm.errors import BootFailed, VmDeadlineExceeded
 from tools.rdma_vm.image import Image
 from tools.rdma_vm.progress import Deadline, say
 from tools.rdma_vm.tools import Tools, require_program
@@ -86,7 +86,7 @@ class VmOutcome:
 
 
 @dataclass(frozen=True)
-class Plan:
+class VmPlan:
     """Guests to boot, and the job, a shell script, to run in each."""
 
     guests: Sequence[qemu.Guest]
@@ -97,12 +97,12 @@ class Plan:
     cache: Path
 
 
-def run(plan: Plan, kvm: bool, deadline: Deadline, output: IO[bytes]) -> VmOutcome:
+def run(plan: VmPlan, kvm: bool, deadline: Deadline, output: IO[bytes]) -> VmOutcome:
     """Boot the guests together and run a job in each; end when all have ended, or soon after one has failed.
 
     Raises:
         BootFailed: a VM ended or ran out of time before it was ready.
-        DeadlineExceeded: `deadline` passed.
+        VmDeadlineExceeded: `deadline` passed.
     """
     (plan.cache / "runs").mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -176,7 +176,7 @@ def _watch(machines: Sequence[_Running], boot_limit_s: float, deadline: Deadline
                     break
                 for machine in machines:
                     _forward(machine, b"", output)
-                raise DeadlineExceeded(
+                raise VmDeadlineExceeded(
                     "\n".join(_story(machine, f"was not done within {deadline.given_s:g} s") for machine in machines)
                 )
     boot_s = max(machine.ready_s or 0.0 for machine in machines)

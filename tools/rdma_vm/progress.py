@@ -4,7 +4,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from tools.rdma_vm.errors import DeadlineExceeded
+from tools.rdma_vm.errors import VmDeadlineExceeded
 
 
 def say(text: str) -> None:
@@ -32,8 +32,8 @@ class Deadline:
         """Return True if no time is left."""
         return self.left() == 0.0
 
-    def error(self, doing: str) -> DeadlineExceeded:
+    def error(self, doing: str) -> VmDeadlineExceeded:
         """Return the error to raise when the deadline passed while `doing` something."""
-        return DeadlineExceeded(
+        return VmDeadlineExceeded(
             f"{doing} was not done within the {self.given_s:g} s given for all: --timeout gives more"
         )

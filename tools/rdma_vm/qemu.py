@@ -21,7 +21,7 @@ class Mount:
 
 
 @dataclass(frozen=True)
-class Rail:
+class GuestRail:
     """A soft-RoCE device of the guest, on an interface and a subnet of its own."""
 
     device: str
@@ -42,11 +42,11 @@ class Guest:
     """Its clock counts instructions, one a nanosecond: whatever else the host does, the same work takes as long. Not
     with KVM, and on one processor."""
 
-    def rails(self, number: int | None = None) -> list[Rail]:
+    def rails(self, number: int | None = None) -> list[GuestRail]:
         """Return this guest's rails, or those of guest `number`."""
         host = (self.number if number is None else number) + 1
         kind = "eth" if self.peers == 2 else "dummy"
-        return [Rail(f"rxe{rail}", f"{kind}{rail}", f"10.77.{rail}.{host}") for rail in range(self.num_rails)]
+        return [GuestRail(f"rxe{rail}", f"{kind}{rail}", f"10.77.{rail}.{host}") for rail in range(self.num_rails)]
 
     def environment(self) -> dict[str, str]:
         """Return the variables that describe the VM to the command.
@@ -61,7 +61,7 @@ class Guest:
         return found
 
 
-def _listed(rails: Sequence[Rail]) -> str:
+def _listed(rails: Sequence[GuestRail]) -> str:
     return ",".join(f"{rail.device}={rail.address}" for rail in rails)
 
 

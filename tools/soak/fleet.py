@@ -57,7 +57,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Generation:
+class PeerProcess:
     """One process of a peer, as its callers see it."""
 
     number: int
@@ -82,7 +82,7 @@ class Member:
         self._proxy: FaultProxy | None = None
         self.generation = self._start(1)
 
-    def ask(self, generation: Generation, *command: Any) -> Any:
+    def ask(self, generation: PeerProcess, *command: Any) -> Any:
         """Return the answer of that generation's process. Raises PeerGone."""
         with self._talking:
             process = self._process
@@ -100,7 +100,7 @@ class Member:
             raise PeerGone(self.node_id)
         return json.loads(answer)
 
-    def next_generation(self, known: Generation, timeout_s: float) -> Generation:
+    def next_generation(self, known: PeerProcess, timeout_s: float) -> PeerProcess:
         """Wait for a process after the given one. Raises PeerGone when none comes in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.generation is not known, timeout_s):
@@ -222,7 +222,7 @@ class Member:
         finally:
             self._calm_s = time.monotonic() + 2.0 * self._settings.patience
 
-    def _start(self, number: int) -> Generation:
+    def _start(self, number: int) -> PeerProcess:
         settings = self._settings
         given = {
             "messenger": settings.messenger(self.transport) | {"data_port": self._port},
@@ -252,7 +252,7 @@ class Member:
         if self._proxy is not None:
             host, port = self._proxy.address
             endpoint = dataclasses.replace(endpoint, tcp_host=host, tcp_port=port)
-        return Generation(number, endpoint, tuple(RemoteKey.unpack(bytes.fromhex(key)) for key in ready["keys"]))
+        return PeerProcess(number, endpoint, tuple(RemoteKey.unpack(bytes.fromhex(key)) for key in ready["keys"]))
 
 
 class Trouble:

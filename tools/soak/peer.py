@@ -1,7 +1,7 @@
 """Process of one peer: a messenger, a region of slots with a key each, and a digest check at every notification.
 
 It prints its address and keys as a line of JSON, then answers each command, a JSON list, with a line. The commands are
-the methods of Peer. On SIGUSR1 it writes the stacks of its threads to stderr.
+the methods of SoakPeer. On SIGUSR1 it writes the stacks of its threads to stderr.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def configured(settings: dict[str, Any]) -> MessengerConfig:
     return assemble(MessengerConfig, **typed)
 
 
-class Peer:
+class SoakPeer:
     def __init__(self, config: MessengerConfig, node_id: str, incarnation: int, slots: int, slot_nbytes: int) -> None:
         self._slot_nbytes = slot_nbytes
         self._memory = SharedMemory.create(slots * slot_nbytes, node_id)
@@ -92,7 +92,7 @@ class Peer:
 def main(settings: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     given = json.loads(settings)
-    peer = Peer(
+    peer = SoakPeer(
         configured(given["messenger"]), given["node_id"], given["incarnation"], given["slots"], given["slot_nbytes"]
     )
     commands: dict[str, Callable[..., Any]] = {

@@ -27,7 +27,7 @@ from messenger import (
     TransferResult,
 )
 from rpc.errors import NetworkError
-from tools.soak.fleet import Generation, Member, PeerGone, Settings
+from tools.soak.fleet import Member, PeerGone, PeerProcess, Settings
 from tools.soak.peer import SLOT, digest
 from tools.soak.shapes import Bytes, Rows, applied, first_difference, random_rows
 
@@ -42,7 +42,7 @@ LOANS = 20
 _OF_TROUBLE = (PeerLost, TransferDeadlineExceeded, InvalidArgument)
 
 
-class Failed(Exception):
+class ContractViolated(Exception):
     """The messenger violated its contract."""
 
 
@@ -118,7 +118,7 @@ class Worker:
         except PeerGone:
             self._meet(self.member.next_generation(self._generation, PATIENCE_S * self._patience))
 
-    def _meet(self, generation: Generation) -> None:
+    def _meet(self, generation: PeerProcess) -> None:
         """Attach to a new process, whose slot is all zeros."""
         self._generation = generation
         self._peer = self.messenger.connect(generation.endpoint)
@@ -176,7 +176,9 @@ class Worker:
                 self._compare("a loan", found, self._expected[first : first + nbytes])
                 return
         if not self.member.was_disturbed_since(self._began_s):
-            raise Failed(f"{self.name}: of {LOANS} loans none is confirmed, and nothing happened to their owner")
+            raise ContractViolated(
+                f"{self.name}: of {LOANS} loans none is confirmed, and nothing happened to their owner"
+            )
 
     def _many_at_once(self) -> None:
         rows, after = self._fresh_rows()
@@ -224,7 +226,7 @@ class Worker:
             return
         self._compare("the slot", found, self._expected)
         if self.member.ask(self._generation, "digest", self._slot) != digest(self._expected).hex():
-            raise Failed(f"{self.name}: its owner's digest is another")
+            raise ContractViolated(f"{self.name}: its owner's digest is another")
 
     # Helpers.
 
@@ -292,23 +294,25 @@ class Worker:
             return True
         except TransferError as error:
             if error.peer != self.member.node_id or not error.address:
-                raise Failed(f"{self.name}: an error that does not tell who and where: {error}") from error
+                raise ContractViolated(f"{self.name}: an error that does not tell who and where: {error}") from error
             self._excuse(error, allowed)
             return False
         except TimeoutError as error:
-            raise Failed(f"{self.name}: an operation outlives its deadline") from error
+            raise ContractViolated(f"{self.name}: an operation outlives its deadline") from error
         finally:
             self.waits_since_s = None
 
     def _excuse(self, error: NetworkError, allowed: type[TransferError] | None = None) -> None:
-        """Raise Failed for an error without a cause."""
+        """Raise ContractViolated for an error without a cause."""
         name = type(error).__name__
         self.errors[name] += 1
         asked_for = allowed is not None and isinstance(error, allowed)
         excused = isinstance(error, _OF_TROUBLE) and self.member.was_disturbed_since(self._began_s)
         if not asked_for and not excused:
             lately = self.member.lately()
-            raise Failed(f"{self.name}: an error out of nothing (lately {lately}): {name}: {error}") from error
+            raise ContractViolated(
+                f"{self.name}: an error out of nothing (lately {lately}): {name}: {error}"
+            ) from error
 
     def _renew(self, value: int | None) -> None:
         packed = self.member.ask(self._generation, "renew", self._slot, value)
@@ -322,7 +326,7 @@ class Worker:
             if self.member.generation is not self._generation:
                 raise PeerGone(self.member.node_id)
             if time.monotonic() > end_s:
-                raise Failed(f"{self.name}: of no use for {PATIENCE_S * self._patience:.0f} s")
+                raise ContractViolated(f"{self.name}: of no use for {PATIENCE_S * self._patience:.0f} s")
             time.sleep(0.05)
         self._compare("what a failed operation left", found, *self._possible)
         self._expected = found
@@ -339,4 +343,4 @@ class Worker:
         self.checked_nbytes += len(found)
         difference = first_difference(found, *allowed)
         if difference is not None:
-            raise Failed(f"{self.name}: {what}: {difference}")
+            raise ContractViolated(f"{self.name}: {what}: {difference}")

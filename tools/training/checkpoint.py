@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tools.training.errors import CheckpointMismatch
-from tools.training.model import Llama, Shape
+from tools.training.model import Llama, ModelShape
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where the run stands; with the seed, ``step`` alone decides the next batch."""
 
     seed: int
@@ -22,7 +22,7 @@ class Progress:
     tokenizer_sha256: str
 
 
-def save(path: Path, progress: Progress, model: Llama, optimisers: list[torch.optim.Optimizer]) -> None:
+def save(path: Path, progress: TrainingProgress, model: Llama, optimisers: list[torch.optim.Optimizer]) -> None:
     """Replace ``path`` by the new state; a crash leaves the old one."""
     state = {
         "shape": asdict(model.shape),
@@ -35,15 +35,15 @@ def save(path: Path, progress: Progress, model: Llama, optimisers: list[torch.op
     os.replace(partial, path)
 
 
-def read(path: Path) -> tuple[Progress, Llama, list[dict[str, Any]]]:
+def read(path: Path) -> tuple[TrainingProgress, Llama, list[dict[str, Any]]]:
     """Progress, the model in float32, and the optimisers' states."""
     state = torch.load(path, map_location="cpu", weights_only=True)
-    model = Llama(Shape(**state["shape"]))
+    model = Llama(ModelShape(**state["shape"]))
     model.load_state_dict(state["model"])
-    return Progress(**state["progress"]), model, state["optimisers"]
+    return TrainingProgress(**state["progress"]), model, state["optimisers"]
 
 
-def require_same_run(progress: Progress, *, seed: int, tokenizer_sha256: str, path: Path) -> None:
+def require_same_run(progress: TrainingProgress, *, seed: int, tokenizer_sha256: str, path: Path) -> None:
     """Raise CheckpointMismatch when the checkpoint belongs to another seed or tokenizer."""
     if (progress.seed, progress.tokenizer_sha256) != (seed, tokenizer_sha256):
         raise CheckpointMismatch(

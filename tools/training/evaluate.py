@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from tools.training import tokenizer as bpe
 from tools.training.facts import Fact, draw_fact, values_of
-from tools.training.model import Llama, Shape
+from tools.training.model import Llama, ModelShape
 from tools.training.prepare import CACHE
 from tools.training.sources import SOURCES
 from tools.training.windows import Corpus, Recall
@@ -36,7 +36,7 @@ SEED = 7
 def load(folder: Path) -> Llama:
     """The exported weights in float32."""
     config = json.loads((folder / "config.json").read_text())
-    shape = Shape(
+    shape = ModelShape(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
         heads=config["num_attention_heads"],

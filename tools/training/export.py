@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 
 from tools.training import checkpoint
 from tools.training import tokenizer as bpe
-from tools.training.model import Shape
+from tools.training.model import ModelShape
 from tools.training.prepare import CACHE
 from tools.training.sources import sha256_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def config_of(shape: Shape) -> dict[str, object]:
+def config_of(shape: ModelShape) -> dict[str, object]:
     """config.json of LlamaForCausalLM; the rotary base stands in the old and in the new (transformers 5) place."""
     return {
         "architectures": ["LlamaForCausalLM"],

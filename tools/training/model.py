@@ -10,7 +10,7 @@ EMBEDDING_DEVIATION = 0.1
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of the model; embeddings are tied."""
 
     layers: int = 8
@@ -26,8 +26,8 @@ class Shape:
 
 
 PRESETS = {
-    "bundled": Shape(),
-    "nano": Shape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128),
+    "bundled": ModelShape(),
+    "nano": ModelShape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128),
 }
 """The model that Moonpool serves by default, and the one its tests use: the smallest that holds the lookup circuit."""
 
@@ -35,7 +35,7 @@ PRESETS = {
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
         self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
@@ -74,7 +74,7 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """Pre-norm attention and MLP with residuals."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.self_attn = Attention(shape)
@@ -91,7 +91,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """state_dict() has the names of LlamaForCausalLM with tied embeddings (no ``lm_head.weight``)."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
@@ -129,7 +129,7 @@ class Llama(nn.Module):
         return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
 
-def rotary_tables(shape: Shape) -> tuple[Tensor, Tensor]:
+def rotary_tables(shape: ModelShape) -> tuple[Tensor, Tensor]:
     """cos and sin, [positions, head_dim], halves repeated (the layout of Hugging Face's rotate_half)."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(shape.positions, dtype=torch.float32), shape.rope_theta**-steps)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tools.training import checkpoint, runlog, schedule
-from tools.training.checkpoint import Progress
+from tools.training.checkpoint import TrainingProgress
 from tools.training.lookup import write_lookup
-from tools.training.model import PRESETS, Llama, Shape
+from tools.training.model import PRESETS, Llama, ModelShape
 from tools.training.prepare import CACHE, SEED
 from tools.training.sources import sha256_of
 from tools.training.windows import Corpus, batch
@@ -31,7 +31,7 @@ LOG_EVERY_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Where data and run live, when the run ends, and how often it saves."""
 
     cache: Path
@@ -39,7 +39,7 @@ class Plan:
     deadline_s: float
     steps: int
     save_every_s: float
-    shape: Shape
+    shape: ModelShape
     seed: int = SEED
 
 
@@ -60,7 +60,7 @@ def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def train(plan: Plan, now: Callable[[], float] = time.time) -> Progress:
+def train(plan: TrainingPlan, now: Callable[[], float] = time.time) -> TrainingProgress:
     """Train until the schedule ends; returns the final progress, which is also saved. ``now`` gives Unix seconds."""
     tokenizer_path = plan.cache / "tokenizer" / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
@@ -90,8 +90,8 @@ def train(plan: Plan, now: Callable[[], float] = time.time) -> Progress:
 
 
 def _begin(
-    plan: Plan, path: Path, tokenizer_sha256: str, now_s: float
-) -> tuple[Progress, Llama, list[torch.optim.Optimizer]]:
+    plan: TrainingPlan, path: Path, tokenizer_sha256: str, now_s: float
+) -> tuple[TrainingProgress, Llama, list[torch.optim.Optimizer]]:
     if path.exists():
         progress, model, states = checkpoint.read(path)
         checkpoint.require_same_run(progress, seed=plan.seed, tokenizer_sha256=tokenizer_sha256, path=path)
@@ -102,7 +102,7 @@ def _begin(
     model = Llama(plan.shape)
     model.initialise(plan.seed)
     write_lookup(model, plan.seed)
-    progress = Progress(plan.seed, 0, 0, now_s, tokenizer_sha256)
+    progress = TrainingProgress(plan.seed, 0, 0, now_s, tokenizer_sha256)
     return progress, model, build_optimisers(model)
 
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--save-every-s", type=float, default=180.0)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    train(Plan(given.cache, given.run, given.deadline, given.steps, given.save_every_s, PRESETS[given.preset]))
+    train(TrainingPlan(given.cache, given.run, given.deadline, given.steps, given.save_every_s, PRESETS[given.preset]))
 
 
 if __name__ == "__main__":

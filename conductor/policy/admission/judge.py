@@ -15,7 +15,7 @@ from conductor.policy.events import DecodeAsked, RequestArrived
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.decode import tbt_now_s, wait_for_tbt_s
-from conductor.policy.placement.plan import Plan
+from conductor.policy.placement.plan import PlacementPlan
 from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState
 
@@ -46,7 +46,7 @@ def asks_again(config: PolicyConfig) -> bool:
     return config.admission_mode == "load" and config.admission != "off"
 
 
-def forecast_of(state: ClusterState, request: RequestArrived, plan: Plan) -> Forecast:
+def forecast_of(state: ClusterState, request: RequestArrived, plan: PlacementPlan) -> Forecast:
     """Return the inputs of the admission rule for a request, as planned."""
     margins, decode = state.tally_of(request.model).margins, plan.decode
     return Forecast(
@@ -59,7 +59,9 @@ def forecast_of(state: ClusterState, request: RequestArrived, plan: Plan) -> For
     )
 
 
-def judge(context: PlacementContext, plan: Plan, forecast: Forecast, objectives: EffectiveObjectives) -> Judgement:
+def judge(
+    context: PlacementContext, plan: PlacementPlan, forecast: Forecast, objectives: EffectiveObjectives
+) -> Judgement:
     """Admit or reject an arriving request by the predictions for its plan and by its objectives (`rule.unmet`).
 
     A request whose client has received tokens is never rejected for load.
@@ -114,7 +116,7 @@ def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) ->
 
 
 def _refused(
-    context: PlacementContext, plan: Plan, forecast: Forecast, objectives: EffectiveObjectives
+    context: PlacementContext, plan: PlacementPlan, forecast: Forecast, objectives: EffectiveObjectives
 ) -> Reject | None:
     request = context.request
     ttft_objective_s, tbt_objective_s = usable_s(objectives.ttft_s), usable_s(objectives.tbt_s)

@@ -27,7 +27,7 @@ from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.decode import DecodeChoice, peak_tokens, tbt_each_s
-from conductor.policy.placement.plan import DecodePlan, Plan, considered_in
+from conductor.policy.placement.plan import DecodePlan, PlacementPlan, considered_in
 from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, score_candidates
 from conductor.policy.state import ClusterState
 
@@ -42,8 +42,8 @@ _MOST_STEPS: Final = 4.0  # that a step beside a chunk may take, in usual steps
 
 
 def consider_colocated(
-    context: PlacementContext, plan: Plan, objectives: EffectiveObjectives
-) -> tuple[Plan, Considered, ColocatedOutcome]:
+    context: PlacementContext, plan: PlacementPlan, objectives: EffectiveObjectives
+) -> tuple[PlacementPlan, Considered, ColocatedOutcome]:
     """Return the plan to follow, what both were judged by, and the outcome; "" if there is nothing to weigh."""
     state, request = context.state, context.request
     considered = considered_in(context, plan, objectives)
@@ -78,14 +78,16 @@ class _Scored:
     scores: PrefillScores
 
 
-def _alone(plan: Plan, score: ColocatedScore, here: DecodePlan, scored: _Scored, need_tokens: int) -> Plan:
+def _alone(
+    plan: PlacementPlan, score: ColocatedScore, here: DecodePlan, scored: _Scored, need_tokens: int
+) -> PlacementPlan:
     """The plan whose only candidate is the one node, which does both."""
     index = here.choice.index
     node = replace(here.nodes.only(index), is_aggregated=np.ones(1, bool), has_aggregated=True, kept={})
     ttft_s = score.transfer_s + score.queue_s + score.prefill_s
     candidate = scored.scores.candidates[index : index + 1].copy()
     candidate["prefill_s"] = score.prefill_s  # with the steps beside it, during which the node is busy
-    return Plan(
+    return PlacementPlan(
         FittingNodes(node, node, need_tokens),
         plan.curve,
         plan.loads,
@@ -103,7 +105,11 @@ def _told(state: ClusterState, considered: Considered, score: ColocatedScore) ->
 
 
 def _best(
-    context: PlacementContext, plan: Plan, decode: DecodePlan, need_tokens: int, objectives: EffectiveObjectives
+    context: PlacementContext,
+    plan: PlacementPlan,
+    decode: DecodePlan,
+    need_tokens: int,
+    objectives: EffectiveObjectives,
 ) -> tuple[ColocatedScore, DecodePlan, _Scored] | None:
     """Choose among the few decode nodes with room whose first token would come soonest.
 
@@ -138,7 +144,7 @@ def _best(
 
 def _judged(
     context: PlacementContext,
-    plan: Plan,
+    plan: PlacementPlan,
     node_id: str,
     candidate: np.void,
     decode_s: float,

@@ -15,7 +15,7 @@ from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.prefill import PrefillScores
 
-__all__ = ["PrefillGroup", "form_group"]
+__all__ = ["PrefillGroupPlan", "form_group"]
 
 Floats = NDArray[np.float64]
 
@@ -27,7 +27,7 @@ _SAME_S = 1e-6  # sums of the same times in floats and in ns differ by less
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillGroup:
+class PrefillGroupPlan:
     """Helpers for a prompt, best first, and what is predicted with them."""
 
     helpers: tuple[str, ...]
@@ -38,7 +38,7 @@ class PrefillGroup:
 
 def form_group(
     context: PlacementContext, places: FittingNodes, scores: PrefillScores, work_s: Floats
-) -> PrefillGroup | None:
+) -> PrefillGroupPlan | None:
     """The group that reaches the first token soonest, if sooner than the chosen node alone; of equals the smallest.
 
     `work_s`: per candidate, all prefill work at hand there, whoever's turn it is. A helper has nobody in its line who
@@ -56,7 +56,7 @@ def form_group(
     free = np.flatnonzero(is_free)
     head = state.nodes.get(nodes.ids[chosen])
     assert head is not None
-    best: PrefillGroup | None = None
+    best: PrefillGroupPlan | None = None
     best_s = alone_s
     helpers: list[str] = []
     slowest = own_slowdown = slowdowns.of(PREFILL, int(nodes.slots[chosen]))
@@ -71,7 +71,7 @@ def form_group(
         group_s = lag_s + share_s * (1 + _OVERHEAD_SHARE) + _OVERHEAD_S
         if group_s < best_s:
             best_s = group_s
-            best = PrefillGroup(tuple(helpers), share_s, group_s, scores.ttft_s - alone_s + group_s)
+            best = PrefillGroupPlan(tuple(helpers), share_s, group_s, scores.ttft_s - alone_s + group_s)
         if len(helpers) + 1 >= config.prefill_group_size:
             break
     return best

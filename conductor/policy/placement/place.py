@@ -20,7 +20,7 @@ from conductor.policy.placement.candidates import find_candidates
 from conductor.policy.placement.colocated import consider_colocated
 from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.copying import copy_after
-from conductor.policy.placement.plan import Plan, extrapolated, make_plan, ttft_with_s
+from conductor.policy.placement.plan import PlacementPlan, extrapolated, make_plan, ttft_with_s
 from conductor.policy.placement.prefill import holders, replicas_used, without_replicas
 from conductor.policy.queue_position import join_queue, reject_endless
 from conductor.policy.requests import NONE, Claim
@@ -83,7 +83,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
 
 def _judged_request(
     context: PlacementContext,
-    plan: Plan,
+    plan: PlacementPlan,
     forecast: Forecast,
     judgement: Judgement,
     objectives: EffectiveObjectives,
@@ -124,7 +124,7 @@ def _withdraw_former(state: ClusterState, request: RequestArrived) -> Claim | No
     return former
 
 
-def _idle_s(request: RequestArrived, plan: Plan, costs: ModelCosts) -> tuple[float, float]:
+def _idle_s(request: RequestArrived, plan: PlacementPlan, costs: ModelCosts) -> tuple[float, float]:
     """TTFT and TBT without a queue, at the best node, with what it can reuse; in a batch of its own."""
     ttft_s = float((plan.scores.transfer_s + plan.scores.prefill_s).min())
     return ttft_s, tbt_s(*costs.decode, 1, request.prompt_tokens, 1)
@@ -140,7 +140,7 @@ def _objectives(
     return wanted.effective(request.ttft_objective_s, request.tbt_objective_s, *idle_s)
 
 
-def _credit_replica(context: PlacementContext, plan: Plan) -> None:
+def _credit_replica(context: PlacementContext, plan: PlacementPlan) -> None:
     """Credit a copied prefix that the request reuses with the time that it would have taken longer without any copy."""
     if not context.request.matches.replicas:
         return
@@ -152,7 +152,11 @@ def _credit_replica(context: PlacementContext, plan: Plan) -> None:
 
 
 def placed_by(
-    state: ClusterState, request: RequestArrived, plan: Plan, considered: Considered, extrapolated: tuple[str, ...]
+    state: ClusterState,
+    request: RequestArrived,
+    plan: PlacementPlan,
+    considered: Considered,
+    extrapolated: tuple[str, ...],
 ) -> Place:
     """The plan as a decision."""
     nodes, scores, decode = plan.places.prefill, plan.scores, plan.decode
@@ -179,7 +183,7 @@ def placed_by(
 
 def book(
     context: PlacementContext,
-    plan: Plan,
+    plan: PlacementPlan,
     placed: Place,
     objectives: EffectiveObjectives,
     unwanted: Reason | Literal[""],
@@ -226,7 +230,7 @@ def book(
 
 
 def case_of(
-    now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, objectives: EffectiveObjectives
+    now_ns: int, request: RequestArrived, reason: Reason, plan: PlacementPlan, objectives: EffectiveObjectives
 ) -> RejectedCase:
     """Return the case of a rejected request for the admission evaluation."""
     return RejectedCase(

@@ -19,7 +19,7 @@ from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.decode import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
-from conductor.policy.placement.grouping import PrefillGroup, form_group, work_at_hand_s
+from conductor.policy.placement.grouping import PrefillGroupPlan, form_group, work_at_hand_s
 from conductor.policy.placement.prefill import (
     PrefillScores,
     Prefixes,
@@ -31,7 +31,7 @@ from conductor.policy.queue_position import QueuePosition
 
 __all__ = [
     "DecodePlan",
-    "Plan",
+    "PlacementPlan",
     "considered_in",
     "extrapolated",
     "make_plan",
@@ -57,7 +57,7 @@ class DecodePlan:
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """The best place for a request. `decode` None: it ends with its first token, on a prefill node."""
 
     places: FittingNodes
@@ -67,7 +67,7 @@ class Plan:
     prefixes: Prefixes
     scores: PrefillScores
     decode: DecodePlan | None
-    group: PrefillGroup | None  # who helps the chosen node; None: nobody
+    group: PrefillGroupPlan | None  # who helps the chosen node; None: nobody
     ttft_s: float  # with the wait for decode pages
 
     @property
@@ -101,7 +101,7 @@ class Plan:
         return self.decode.wait_s if self.decode is not None else 0.0
 
 
-def make_plan(context: PlacementContext, places: FittingNodes) -> Plan:
+def make_plan(context: PlacementContext, places: FittingNodes) -> PlacementPlan:
     """Plan the request, which takes its ticket (`choose_prefill`)."""
     state, config = context.state, context.state.config
     curve, places = _expect(context, places)
@@ -115,7 +115,7 @@ def make_plan(context: PlacementContext, places: FittingNodes) -> Plan:
         if group_s is not None:
             queue_s += group_s[places.prefill.slots]
         scores = score_candidates(context, prefixes, queue_s)
-    group: PrefillGroup | None = None
+    group: PrefillGroupPlan | None = None
     if config.prefill_group_size > 1:
         group = form_group(context, places, scores, work_at_hand_s(places, loads, group_s))
     ttft_s = scores.ttft_s if group is None else group.ttft_s
@@ -123,10 +123,10 @@ def make_plan(context: PlacementContext, places: FittingNodes) -> Plan:
     if decode is not None:
         # Prefill begins only once the decode node has the pages.
         ttft_s += max(0.0, decode.wait_s - float(scores.best["queue_s"]))
-    return Plan(places, curve, loads, found.position, prefixes, scores, decode, group, ttft_s)
+    return PlacementPlan(places, curve, loads, found.position, prefixes, scores, decode, group, ttft_s)
 
 
-def considered_in(context: PlacementContext, plan: Plan, objectives: EffectiveObjectives) -> Considered:
+def considered_in(context: PlacementContext, plan: PlacementPlan, objectives: EffectiveObjectives) -> Considered:
     """The best candidates and what was predicted, where the policy explains."""
     count = context.state.config.explain
     if not count:
@@ -148,7 +148,7 @@ def considered_in(context: PlacementContext, plan: Plan, objectives: EffectiveOb
     )
 
 
-def ttft_with_s(context: PlacementContext, matches: PoolMatches, plan: Plan) -> float:
+def ttft_with_s(context: PlacementContext, matches: PoolMatches, plan: PlacementPlan) -> float:
     """TTFT at the best place, but for waiting for decode pages, had the pool nodes held `matches` instead."""
     prefixes = find_prefixes(context, matches, plan.places.prefill, plan.loads)
     return score_candidates(context, prefixes, plan.scores.queue_s).ttft_s
@@ -203,7 +203,7 @@ def _plan_decode(
     return DecodePlan(nodes, choice, _room_wait_s(context, nodes, choice.index, missing) if missing > 0 else 0.0)
 
 
-def extrapolated(context: PlacementContext, plan: Plan) -> tuple[str, ...]:
+def extrapolated(context: PlacementContext, plan: PlacementPlan) -> tuple[str, ...]:
     """Return which of "prefill", "decode", "load", "fetch" and "ssd_read" are predicted beyond what was measured."""
     request, model, transfers, found = context.request, context.model, context.state.transfers, []
     best, block_nbytes = plan.scores.best, model.block_nbytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from frontend.event_loop import LoopThrottle
-from frontend.http.acceptor import Acceptor
+from frontend.http.acceptor import HttpAcceptor
 
 
 class Greeter(asyncio.Protocol):
@@ -40,7 +40,7 @@ def crowd(listener: socket.socket, count: int) -> list[socket.socket]:
 
 async def test_a_crowd_is_taken_over_several_turns_of_the_loop(listener: socket.socket) -> None:
     clients = crowd(listener, 40)
-    accepting = Acceptor(listener, Greeter)
+    accepting = HttpAcceptor(listener, Greeter)
     most = 0
     async with asyncio.timeout(10):
         while Greeter.made < 40:
@@ -56,7 +56,7 @@ async def test_a_crowd_is_taken_over_several_turns_of_the_loop(listener: socket.
 
 
 async def test_nobody_is_taken_after_the_end(listener: socket.socket) -> None:
-    accepting = Acceptor(listener, Greeter)
+    accepting = HttpAcceptor(listener, Greeter)
     accepting.close()
     await accepting.wait_closed()
     (client,) = crowd(listener, 1)
@@ -83,7 +83,7 @@ async def test_without_file_descriptors_it_tries_again_later(
     with Exhausted(fileno=listener.dup().detach()) as exhausted:
         exhausted.setblocking(False)
         (client,) = crowd(listener, 1)
-        accepting = Acceptor(exhausted, Greeter)
+        accepting = HttpAcceptor(exhausted, Greeter)
         with client:
             assert await asyncio.wait_for(asyncio.to_thread(client.recv, 16), 10) == b"hello"
         accepting.close()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from messenger import TransferDeadlineExceeded, alarms
-from messenger.frames import Reject, encode
+from messenger.frames import ConnectionReject, encode
 
 
 def test_a_connection_dropped_while_idle_is_made_again(make_node: Any, wait_until: Callable[..., None]) -> None:
@@ -140,7 +140,7 @@ def test_a_caller_turned_away_before_it_could_greet_is_told_why(make_node: Any, 
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = listener.accept()
-                connection.sendall(encode(Reject("full", "there is no room")))
+                connection.sendall(encode(ConnectionReject("full", "there is no room")))
                 connection.close()
 
     thread = threading.Thread(target=turn_away)

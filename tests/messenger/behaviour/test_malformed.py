@@ -23,11 +23,11 @@ from messenger.frames import (
     PREFIX,
     VERSION,
     Ack,
+    ConnectionReject,
     Hello,
     Notify,
     Offer,
     Read,
-    Reject,
     Welcome,
     Write,
     encode,
@@ -75,7 +75,7 @@ def dial(owner: Any, transport: str, patience: float) -> Iterator[Callable[[], s
 def ends(link: Link) -> str:
     """The reason of the rejection after which the owner closed."""
     reject = link.receive()
-    assert isinstance(reject, Reject)
+    assert isinstance(reject, ConnectionReject)
     with pytest.raises(OSError):
         link.receive()
     return reject.reason

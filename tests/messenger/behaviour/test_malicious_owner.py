@@ -26,6 +26,7 @@ from messenger import (
 from messenger.config import boot_id
 from messenger.frames import (
     Ack,
+    ConnectionReject,
     Fabric,
     Goodbye,
     Hello,
@@ -35,7 +36,6 @@ from messenger.frames import (
     Offer,
     Read,
     Refused,
-    Reject,
     Welcome,
     Write,
     encode,
@@ -329,7 +329,7 @@ lies = st.one_of(
     st.builds(Refused, st.one_of(st.just(-1), numbers), st.text(max_size=20)),
     st.builds(Offer, st.sampled_from([PAGE_ID, 7, 8]), st.sampled_from([0, 100, PAGE_NBYTES, NBYTES, 1 << 62])),
     st.builds(Welcome, st.just("liar"), st.integers(0, 3)),
-    st.builds(Reject, st.sampled_from(["restarted", "full", "?"]), st.text(max_size=20)),
+    st.builds(ConnectionReject, st.sampled_from(["restarted", "full", "?"]), st.text(max_size=20)),
     st.builds(Notify, numbers, small, small),
     st.builds(Read, numbers, numbers, st.integers(0, 99), numbers, small),
     st.builds(Fabric, small),

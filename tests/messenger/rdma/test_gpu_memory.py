@@ -22,7 +22,7 @@ from messenger.rdma.gpu_memory import (
     Allocation,
     CudaDriver,
     ExportMethod,
-    Span,
+    PageSpan,
     first_that_works,
     has_peer_memory,
     page_span,
@@ -114,8 +114,8 @@ def test_the_peer_memory_module_is_found_under_both_names(tmp_path: Path, module
 
 
 def test_memory_is_exported_in_whole_pages() -> None:
-    assert page_span(GpuMemory(0x7F0000201200, 100), 4096) == Span(0x7F0000201000, 4096, 0x200)
-    assert page_span(GpuMemory(0x7F0000201000, 4096), 4096) == Span(0x7F0000201000, 4096, 0)
+    assert page_span(GpuMemory(0x7F0000201200, 100), 4096) == PageSpan(0x7F0000201000, 4096, 0x200)
+    assert page_span(GpuMemory(0x7F0000201000, 4096), 4096) == PageSpan(0x7F0000201000, 4096, 0)
 
 
 @given(st.integers(1, 1 << 47), st.integers(1, 1 << 36), st.sampled_from([4096, 16384, 65536]))
@@ -152,7 +152,7 @@ def test_a_driver_in_trouble_is_quoted(driver: Callable[..., CudaDriver]) -> Non
 
 def test_a_driver_too_old_to_export_is_named(driver: Callable[..., CudaDriver]) -> None:
     with pytest.raises(GpuMemoryUnsupported, match="too old: it has no cuMemGetHandleForAddressRange"):
-        driver(export=False).export(Span(BASE, 4096, 0), 3)
+        driver(export=False).export(PageSpan(BASE, 4096, 0), 3)
 
 
 def test_memory_is_exported_in_the_gpus_own_context(driver: Callable[..., CudaDriver]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from messenger import Messenger, MessengerConfig
-from messenger.frames import PREFIX, VERSION, Reject, encode
+from messenger.frames import PREFIX, VERSION, ConnectionReject, encode
 from moonpool.doctor.checks import Level
 from moonpool.doctor.peers import PeerProtocol, greet, judge_greeting
 from rpc.control import start_server
@@ -149,7 +149,7 @@ def test_a_way_that_loses_full_packets_is_told(port_of: Callable[..., int]) -> N
 
 def test_what_a_stranger_says_is_shown_as_letters_and_in_few() -> None:
     words = "\x1b[2J\\[/x] [bold]all is well" + "x" * 50_000
-    with speaker(lambda _: encode(Reject("other", words))) as port:
+    with speaker(lambda _: encode(ConnectionReject("other", words))) as port:
         command = [sys.executable, "-m", "moonpool", "doctor", "--peer", f"{HERE}:{port}"]
         environ = {**os.environ, "COLUMNS": "200"}
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)

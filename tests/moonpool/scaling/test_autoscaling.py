@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moonpool.config import ModelEntry
 from moonpool.errors import ConfigError, StartupFailed
-from moonpool.plan import Group
+from moonpool.plan import WorkerGroup
 from moonpool.scaling import autoscaler
 from moonpool.scaling.autoscaler import Bounds, autoscaled, parse_bounds
 from moonpool_proto.v1 import conductor_pb2
@@ -22,7 +22,7 @@ from rpc.control import start_server
 
 LARGE, SMALL = ModelEntry("large", Path("/large")), ModelEntry("small", Path("/small"))
 GROUPS = {
-    f"{prefix}{role}": Group(f"{prefix}{role}", role, model)
+    f"{prefix}{role}": WorkerGroup(f"{prefix}{role}", role, model)
     for prefix, model in (("", LARGE), ("small-", SMALL))
     for role in ("prefill", "decode", "aggregated")
 }

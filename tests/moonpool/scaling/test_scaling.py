@@ -8,14 +8,14 @@ import pytest
 from moonpool.commands.nodes import parse_counts
 from moonpool.config import ModelEntry, ServeConfig
 from moonpool.errors import ConfigError, ScaleRefused
-from moonpool.plan import Group, Planner
+from moonpool.plan import Planner, WorkerGroup
 from moonpool.scaling.counts import CountChange, changes
 from moonpool.scaling.scaler import Scaler, ScalingStep
 from moonpool.supervision.supervisor import Supervisor
 
 FIRST, SECOND = ModelEntry("first", Path("/first")), ModelEntry("second", Path("/second"))
 GROUPS = {
-    f"{prefix}{role}": Group(f"{prefix}{role}", role, model)
+    f"{prefix}{role}": WorkerGroup(f"{prefix}{role}", role, model)
     for prefix, model in (("", FIRST), ("second-", SECOND))
     for role in ("prefill", "decode", "aggregated")
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tools.rdma_vm import image
-from tools.rdma_vm.errors import BuildFailed, DeadlineExceeded, NoSpace
+from tools.rdma_vm.errors import BuildFailed, NoSpace, VmDeadlineExceeded
 from tools.rdma_vm.progress import Deadline
 
 ROOT_FILESYSTEM = """
@@ -113,7 +113,7 @@ def test_a_build_that_fails_says_what_was_said_and_leaves_nothing(set_tools: Mak
 
 def test_a_build_has_to_keep_the_deadline_and_ends_with_it(set_tools: MakeTools, cache: Path) -> None:
     set_tools("sleep 600;")
-    with pytest.raises(DeadlineExceeded, match="root filesystem"):
+    with pytest.raises(VmDeadlineExceeded, match="root filesystem"):
         image.provide(cache, Deadline.after(1))
     _wait_until(lambda: not _processes_about(cache))
     assert _left_in(cache) == []

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tools.rdma_vm import machine, qemu
-from tools.rdma_vm.errors import BootFailed, DeadlineExceeded
+from tools.rdma_vm.errors import BootFailed, VmDeadlineExceeded
 from tools.rdma_vm.image import Image
 from tools.rdma_vm.progress import Deadline
 from tools.rdma_vm.tools import Tools
@@ -22,26 +22,26 @@ from tools.rdma_vm.tools import Tools
 BOOTS = "echo 3.2 >$run/ready"
 RUNS = f"{BOOTS}; sh $run/job; echo $? >$run/status"
 
-MakePlan = Callable[..., machine.Plan]
+MakePlan = Callable[..., machine.VmPlan]
 
 
 @pytest.fixture
 def make_plan(tmp_path: Path) -> MakePlan:
     """`make_plan(*jobs, guest=...)`: a guest per job, whose life is the shell script `guest`."""
 
-    def make(*jobs: str, guest: str = RUNS) -> machine.Plan:
+    def make(*jobs: str, guest: str = RUNS) -> machine.VmPlan:
         program = tmp_path / "qemu"
         find = "for word; do case $word in *mount_tag=run,*) run=${word#*path=}; run=${run%%,*} ;; esac; done"
         program.write_text(f"#!/bin/sh\n{find}\n{guest}\n")
         program.chmod(0o755)
         guests = [qemu.Guest(number, len(jobs), 1, 64, 1) for number in range(len(jobs))]
         tools = Tools(program, (), Path("mmdebstrap"), dict(os.environ))
-        return machine.Plan(guests, jobs, [], Image.at(tmp_path), tools, tmp_path)
+        return machine.VmPlan(guests, jobs, [], Image.at(tmp_path), tools, tmp_path)
 
     return make
 
 
-def _run(plan: machine.Plan, timeout_s: float = 60.0) -> tuple[int, str]:
+def _run(plan: machine.VmPlan, timeout_s: float = 60.0) -> tuple[int, str]:
     output = io.BytesIO()
     outcome = machine.run(plan, False, Deadline.after(timeout_s), output)
     return outcome.status, output.getvalue().decode()
@@ -76,7 +76,7 @@ def test_a_machine_that_never_gets_ready_failed_to_boot(make_plan: MakePlan, mon
 
 
 def test_the_deadline_ends_a_command_that_does_not_end(make_plan: MakePlan, tmp_path: Path) -> None:
-    with pytest.raises(DeadlineExceeded, match="within 1 s"):
+    with pytest.raises(VmDeadlineExceeded, match="within 1 s"):
         _run(make_plan("sleep 600", guest=f"echo $$ >{tmp_path}/pid; {BOOTS}; exec sh $run/job"), timeout_s=1.0)
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
     assert not list((tmp_path / "runs").iterdir())
@@ -106,7 +106,7 @@ def test_no_machine_outlives_the_one_who_started_it(make_plan: MakePlan, tmp_pat
         "from tools.rdma_vm.tools import Tools\n"
         f"folder = Path({str(tmp_path)!r}); machine.end_on_signals()\n"
         "tools = Tools(folder / 'qemu', (), Path(), dict(os.environ))\n"
-        "plan = machine.Plan([qemu.Guest(0, 1, 1, 64, 1)], ['true'], [], Image.at(folder), tools, folder)\n"
+        "plan = machine.VmPlan([qemu.Guest(0, 1, 1, 64, 1)], ['true'], [], Image.at(folder), tools, folder)\n"
         "machine.run(plan, False, Deadline.after(600), sys.stdout.buffer)\n"
     )
     runner = subprocess.Popen([sys.executable, "-c", program], cwd=Path(machine.__file__).parents[2])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tools.training.model import Shape
+from tools.training.model import ModelShape
 from tools.training.sources import SOURCES
-from tools.training.train import Plan
+from tools.training.train import TrainingPlan
 
 BUNDLED = Path(__file__).parents[3] / "moonpool" / "data" / "model"
 
@@ -51,11 +51,11 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make_plan(cache: Path) -> Callable[..., Plan]:
+def make_plan(cache: Path) -> Callable[..., TrainingPlan]:
     """A plan of a few steps of a three-layer model with windows of 64 tokens."""
 
-    def make(run: str, **changes: object) -> Plan:
-        shape = Shape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=64, positions=64)
+    def make(run: str, **changes: object) -> TrainingPlan:
+        shape = ModelShape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=64, positions=64)
         settings: dict[str, object] = {
             "cache": cache,
             "run": cache / run,
@@ -65,6 +65,6 @@ def make_plan(cache: Path) -> Callable[..., Plan]:
             "shape": shape,
             **changes,
         }
-        return Plan(**settings)  # type: ignore[arg-type]
+        return TrainingPlan(**settings)  # type: ignore[arg-type]
 
     return make

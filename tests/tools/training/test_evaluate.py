@@ -8,10 +8,10 @@ import torch
 from tokenizers import Tokenizer
 
 from tools.training.evaluate import DISTANCES, Question, build_question, is_exact, text_losses
-from tools.training.model import Llama, Shape
+from tools.training.model import Llama, ModelShape
 from tools.training.windows import Corpus
 
-TINY = Shape(layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, positions=64)
+TINY = ModelShape(layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, positions=64)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from tools.training.errors import UnsuitableShape
 from tools.training.lookup import write_lookup
-from tools.training.model import Llama, Shape
+from tools.training.model import Llama, ModelShape
 
 
 def repeated_loss(model: Llama) -> tuple[float, float]:
@@ -19,7 +19,7 @@ def repeated_loss(model: Llama) -> tuple[float, float]:
 
 
 def test_a_repeated_sequence_is_expected_from_the_first_step() -> None:
-    model = Llama(Shape())
+    model = Llama(ModelShape())
     model.initialise(20)
     first, again = repeated_loss(model)
     assert abs(first - again) < 0.1
@@ -30,4 +30,4 @@ def test_a_repeated_sequence_is_expected_from_the_first_step() -> None:
 
 def test_a_shape_without_room_for_the_circuit_is_refused() -> None:
     with pytest.raises(UnsuitableShape, match="2 key/value heads"):
-        write_lookup(Llama(Shape(kv_heads=1)), 20)
+        write_lookup(Llama(ModelShape(kv_heads=1)), 20)

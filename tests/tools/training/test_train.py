@@ -13,7 +13,7 @@ from tools.training.errors import CheckpointMismatch
 from tools.training.export import export
 from tools.training.model import Llama
 from tools.training.plot import draw
-from tools.training.train import Plan, train
+from tools.training.train import TrainingPlan, train
 
 
 class PowerCut(Exception):
@@ -21,7 +21,9 @@ class PowerCut(Exception):
 
 
 @pytest.mark.nightly
-def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_plan: Callable[..., Plan]) -> None:
+def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(
+    make_plan: Callable[..., TrainingPlan],
+) -> None:
     whole, cut = make_plan("whole"), make_plan("cut", save_every_s=0.0)
     train(whole)
     calls = itertools.count()
@@ -43,7 +45,7 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_p
 
 
 @pytest.mark.nightly
-def test_training_lowers_the_loss(make_plan: Callable[..., Plan]) -> None:
+def test_training_lowers_the_loss(make_plan: Callable[..., TrainingPlan]) -> None:
     plan = make_plan("run", steps=20)
     train(plan)
     rows = runlog.read(plan.run / "log.jsonl")
@@ -51,14 +53,14 @@ def test_training_lowers_the_loss(make_plan: Callable[..., Plan]) -> None:
     assert rows[-1].loss < rows[0].loss - 0.3
 
 
-def test_a_checkpoint_of_another_seed_is_refused(make_plan: Callable[..., Plan]) -> None:
+def test_a_checkpoint_of_another_seed_is_refused(make_plan: Callable[..., TrainingPlan]) -> None:
     plan = make_plan("run", steps=1)
     train(plan)
     with pytest.raises(CheckpointMismatch, match=r"seed 20 .* this run has seed 21"):
         train(replace(plan, seed=21))
 
 
-def test_a_resumed_log_forgets_the_steps_after_the_checkpoint(make_plan: Callable[..., Plan]) -> None:
+def test_a_resumed_log_forgets_the_steps_after_the_checkpoint(make_plan: Callable[..., TrainingPlan]) -> None:
     plan = make_plan("run")
     plan.run.mkdir()
     path = plan.run / "log.jsonl"
@@ -72,7 +74,7 @@ def test_a_resumed_log_forgets_the_steps_after_the_checkpoint(make_plan: Callabl
     assert "tokens seen" in (plan.run / "loss.svg").read_text()
 
 
-def test_transformers_computes_the_exported_model_as_training_did(make_plan: Callable[..., Plan]) -> None:
+def test_transformers_computes_the_exported_model_as_training_did(make_plan: Callable[..., TrainingPlan]) -> None:
     plan = make_plan("run", steps=2)
     train(plan)
     folder = plan.run / "hf"

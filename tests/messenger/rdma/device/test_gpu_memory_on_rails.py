@@ -14,7 +14,7 @@ import pytest
 
 from messenger import GpuMemory, GpuMemoryUnsupported, SharedMemory
 from messenger.rdma import gpu_memory
-from messenger.rdma.gpu_memory import Allocation, Span
+from messenger.rdma.gpu_memory import Allocation, PageSpan
 
 pytestmark = pytest.mark.transports("rdma")
 
@@ -27,7 +27,7 @@ class HostsGpu:
     def __init__(self, *, exports: bool, flushes: bool = False) -> None:
         self.memory = SharedMemory.create(2 * NBYTES, "gpu")
         self.exports, self.flushes = exports, flushes
-        self.exported: list[Span] = []
+        self.exported: list[PageSpan] = []
         self.num_flushes = 0
 
     @property
@@ -54,7 +54,7 @@ class HostsGpu:
     def keep_in_order(self, memory: GpuMemory, gpu: int) -> None:
         """There are no streams."""
 
-    def export(self, span: Span, gpu: int) -> int:
+    def export(self, span: PageSpan, gpu: int) -> int:
         self.exported.append(span)
         return os.dup(self.memory.fd)
 
