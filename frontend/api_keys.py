@@ -147,7 +147,7 @@ class KeysFileWatcher:
         except KeysFileError as error:
             raise FrontendConfigError(f"--api-keys-file {path}: {error}") from error
         self._seen: bytes | None = _mark(raw)
-        self._took()
+        self._report_loaded()
 
     def start(self) -> None:
         """Start watching."""
@@ -164,7 +164,7 @@ class KeysFileWatcher:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             try:
-                found = await asyncio.to_thread(self._look)
+                found = await asyncio.to_thread(self._read_if_changed)
                 if found is None:
                     continue
                 self._keys.replace(found)
@@ -176,10 +176,10 @@ class KeysFileWatcher:
                 self._failed()
                 _log.error("keeping the previous API keys: %s: %s", self._path, type(error).__name__)
             else:
-                self._took()
+                self._report_loaded()
                 self._on_change()
 
-    def _look(self) -> list[tuple[KeyEntry, ApiCaller]] | None:
+    def _read_if_changed(self) -> list[tuple[KeyEntry, ApiCaller]] | None:
         """Return the file's keys if its content has changed, else None.
 
         Raises KeysFileError once per invalid content.
@@ -200,7 +200,7 @@ class KeysFileWatcher:
         self._metrics.keys_bad.inc()
         self._metrics.keys_current.set(0)
 
-    def _took(self) -> None:
+    def _report_loaded(self) -> None:
         num_user, num_admin = self._keys.num_keys(admin=False), self._keys.num_keys(admin=True)
         self._metrics.keys_good.inc()
         self._metrics.keys_current.set(1)

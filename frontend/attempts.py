@@ -216,7 +216,7 @@ class Placer:
         self._avoided_nodes = avoided
         self._frontend_id = frontend_id
         self._grace_s = grace_s
-        self._asked_s: float | None = None  # time of the first call to the conductor
+        self._first_call_s: float | None = None  # time of the first call to the conductor
         self._stream: ConductorStream | None = None  # to the conductor that answered; None while any may have placed it
         self._attempt = 0  # number of the last attempt that was scheduled: 0, 1, ...
 
@@ -227,13 +227,13 @@ class Placer:
         """
         started_s, pause_s = monotonic(), _FIRST_PAUSE_S
         self._attempt = self._facts.attempts
-        self._asked_s = started_s if self._asked_s is None else self._asked_s
+        self._first_call_s = started_s if self._first_call_s is None else self._first_call_s
         excluded = self._avoided_nodes.nodes()
         while True:
             self.is_known, self._stream = True, None
             with span.child("schedule", "client") as asking:
-                asked = self._schedule(excluded, asking.traceparent)
-                reply, self._stream = await self._conductor.schedule(asked, deadline_s=deadline_s)
+                requested = self._schedule(excluded, asking.traceparent)
+                reply, self._stream = await self._conductor.schedule(requested, deadline_s=deadline_s)
             if isinstance(reply, conductor_pb2.Placement):
                 break
             self.is_known = False
@@ -259,7 +259,9 @@ class Placer:
         """
         request, stats = self._request, self._facts
         # Further choices wait for the first choice's first token. That wait is not part of the predicted TTFT.
-        since_s = self._asked_s if request.sampling.choice and self._asked_s is not None else request.arrival_s
+        since_s = (
+            self._first_call_s if request.sampling.choice and self._first_call_s is not None else request.arrival_s
+        )
         ttft_s = 0.0 if stats.first_token_s is None else stats.first_token_s - since_s
         await self._conductor.complete(
             conductor_pb2.CompleteRequest(

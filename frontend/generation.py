@@ -87,9 +87,9 @@ class Generation:
         self._failure: AttemptFailure | None = None  # end of the last attempt, until the next one begins
         self._outcome: RequestOutcome = "cancelled"
         self._finish_reason: FinishReason | None = None
-        self._told: list[str] = []
+        self._texts: list[str] = []
         self._closed = False
-        self._asked_s = 0.0  # time of the last call of `next`
+        self._next_called_s = 0.0  # time of the last call of `next`
         self._placed_s = 0.0  # time of the last attempt's placement
         self._began_s: float | None = None
         self._ended_by: ApiError | None = None
@@ -124,7 +124,7 @@ class Generation:
         The deadline of an endless request moves with each token and with each call of `next`.
         """
         last_s, idle_s = self.stats.last_token_s, self.request.idle_s
-        return self.request.deadline_s if not idle_s or last_s is None else max(last_s, self._asked_s) + idle_s
+        return self.request.deadline_s if not idle_s or last_s is None else max(last_s, self._next_called_s) + idle_s
 
     async def next(self) -> OutputChunk:
         """Return the next tokens.
@@ -134,7 +134,7 @@ class Generation:
         if self._ended_by is not None:
             raise self._ended_by
         try:
-            self._asked_s = monotonic()
+            self._next_called_s = monotonic()
             while True:
                 attempt = self._attempt if self._attempt is not None else await self._begin_in_time()
                 if attempt is not None and (step := await self._follow(attempt)) is not None:
@@ -272,10 +272,10 @@ class Generation:
         pieces: list[OutputChunk] = []
         for arrived in tokens:
             piece = self._accept(arrived)
-            self._told.append(piece.text)
+            self._texts.append(piece.text)
             pieces.append(piece)
             if piece.finish_reason is not None:
-                kept = self._context.remember(self.request, self.stats.token_ids, "".join(self._told))
+                kept = self._context.remember(self.request, self.stats.token_ids, "".join(self._texts))
                 # Stop strings are detected here, unknown to the worker, so the worker must be cancelled.
                 goes_on = arrived.token.finish == worker_pb2.FINISH_NONE
                 self._leave(attempt, cancel=goes_on, keep_kv=True, kept_tokens=kept)
@@ -300,7 +300,7 @@ class Generation:
         stats.token_ids.append(token.token_id)
         metrics.generation_tokens.inc()
         if token.HasField("timing"):
-            self._note(token.timing)
+            self._record_timing(token.timing)
         # An unknown finish reason, of a newer worker, also ends the answer.
         finish = None if token.finish == worker_pb2.FINISH_NONE else _FINISH.get(token.finish, "length")
         if finish is None and len(stats.token_ids) >= self.request.sampling.max_tokens:
@@ -323,7 +323,7 @@ class Generation:
             lost_s=stats.lost_s,
         )
 
-    def _note(self, timing: worker_pb2.Timing) -> None:
+    def _record_timing(self, timing: worker_pb2.Timing) -> None:
         """Record the timing of a prefill or hand-off, which arrives with the token after it.
 
         Only the first prefill counts for `usage`: a later attempt reuses the request's own KV.
@@ -421,14 +421,14 @@ class RequestSession:
         Further choices of a prompt begin when the first one has a token, so that they reuse the prompt's KV.
         """
         if len(self.generations) == 1:  # the common case needs no task per token
-            return self._took(0, await self.generations[0].next())
+            return self._record_step(0, await self.generations[0].next())
         for index in sorted(self._running.difference(self._pending.values())):
             if not self.generations[index].may_begin:
                 continue
             self._pending[asyncio.create_task(self.generations[index].next())] = index
         done, _ = await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
         task = min(done, key=self._pending.__getitem__)
-        return self._took(self._pending.pop(task), task.result())
+        return self._record_step(self._pending.pop(task), task.result())
 
     async def collect(self) -> list[OutputChunk]:
         """Run to the end and return one chunk per choice. Raises the first ApiError of any choice."""
@@ -455,7 +455,7 @@ class RequestSession:
         served = not all(generation.was_refused for generation in self.generations)
         self._stay.leave(used_tokens=sum([each.used_tokens for each in self.generations]), served=served)
 
-    def _took(self, index: int, step: OutputChunk) -> tuple[int, OutputChunk]:
+    def _record_step(self, index: int, step: OutputChunk) -> tuple[int, OutputChunk]:
         if step.finish_reason is not None:
             self._running.discard(index)
         return index, step

@@ -78,41 +78,41 @@ def grammar_of(body: GenerationBody) -> tuple[Grammar, str] | None:
 
     Raises InvalidRequest for two grammars and for invalid JSON. The grammar itself is checked elsewhere.
     """
-    asked = [*_of_format(body.response_format), *_of_structured(body.structured_outputs), *_of_guided(body)]
-    if len(asked) > 1:
-        names = ", ".join(name for _, name in asked)
-        raise InvalidRequest(f"at most one of {names} may be given", param=asked[1][1])
-    return asked[0] if asked else None
+    requested = [*_of_format(body.response_format), *_of_structured(body.structured_outputs), *_of_guided(body)]
+    if len(requested) > 1:
+        names = ", ".join(name for _, name in requested)
+        raise InvalidRequest(f"at most one of {names} may be given", param=requested[1][1])
+    return requested[0] if requested else None
 
 
-def _of_format(asked: ResponseFormat | None) -> list[tuple[Grammar, str]]:
-    if asked is None or asked.type == "text":
+def _of_format(requested: ResponseFormat | None) -> list[tuple[Grammar, str]]:
+    if requested is None or requested.type == "text":
         return []
-    if asked.type == "json_object":
+    if requested.type == "json_object":
         return [(_any_object(), "response_format")]
-    if asked.json_schema is None:
+    if requested.json_schema is None:
         raise InvalidRequest(
             "response_format of type json_schema requires the field json_schema with name and schema",
             param="response_format.json_schema",
         )
-    return [(_json(asked.json_schema.schema_, "response_format.json_schema.schema"), "response_format")]
+    return [(_json(requested.json_schema.schema_, "response_format.json_schema.schema"), "response_format")]
 
 
-def _of_structured(asked: StructuredOutputs | None) -> list[tuple[Grammar, str]]:
-    if asked is None:
+def _of_structured(requested: StructuredOutputs | None) -> list[tuple[Grammar, str]]:
+    if requested is None:
         return []
     name = "structured_outputs"
     found: list[tuple[Grammar, str]] = []
-    if asked.json_ is not None:
-        found.append((_json(asked.json_, f"{name}.json"), f"{name}.json"))
-    if asked.json_object:
+    if requested.json_ is not None:
+        found.append((_json(requested.json_, f"{name}.json"), f"{name}.json"))
+    if requested.json_object:
         found.append((_any_object(), f"{name}.json_object"))
-    if asked.regex is not None:
-        found.append((Grammar(REGEX, asked.regex), f"{name}.regex"))
-    if asked.choice is not None:
-        found.append((_choice(asked.choice), f"{name}.choice"))
-    if asked.grammar is not None:
-        found.append((Grammar(LARK, asked.grammar), f"{name}.grammar"))
+    if requested.regex is not None:
+        found.append((Grammar(REGEX, requested.regex), f"{name}.regex"))
+    if requested.choice is not None:
+        found.append((_choice(requested.choice), f"{name}.choice"))
+    if requested.grammar is not None:
+        found.append((Grammar(LARK, requested.grammar), f"{name}.grammar"))
     return found
 
 

@@ -51,7 +51,7 @@ def parse_keys(text: str) -> list[KeyEntry]:
     content = _plain(text)
     if not isinstance(content, dict) or set(content) != {"keys"} or not isinstance(content["keys"] or [], list):
         raise KeysFileError("expected a mapping with the single key `keys` and a list of entries")
-    entries = [_entry(said, f"entry {number}") for number, said in enumerate(content["keys"] or [], start=1)]
+    entries = [_entry(fields, f"entry {number}") for number, fields in enumerate(content["keys"] or [], start=1)]
     for what in ("name", "digest"):
         seen: dict[Any, str] = {}
         for entry in entries:
@@ -94,13 +94,13 @@ def callers_of(entries: Sequence[KeyEntry]) -> list[tuple[KeyEntry, ApiCaller]]:
 
 def plain(entry: KeyEntry) -> dict[str, Any]:
     """Return the entry in the form of the file."""
-    said: dict[str, Any] = {"name": entry.name, "hash": f"sha256:{entry.digest.hex()}", "tenant": entry.tenant}
-    said["scope"] = _SCOPES[entry.is_admin]
+    fields: dict[str, Any] = {"name": entry.name, "hash": f"sha256:{entry.digest.hex()}", "tenant": entry.tenant}
+    fields["scope"] = _SCOPES[entry.is_admin]
     if entry.expires_s is not None:
-        said["expires"] = datetime.datetime.fromtimestamp(entry.expires_s, datetime.UTC).isoformat()
+        fields["expires"] = datetime.datetime.fromtimestamp(entry.expires_s, datetime.UTC).isoformat()
     if entry.cache_salt:
-        said["cache_salt"] = entry.cache_salt
-    return said | {name: value for name, value in asdict(entry.quota).items() if value is not None}
+        fields["cache_salt"] = entry.cache_salt
+    return fields | {name: value for name, value in asdict(entry.quota).items() if value is not None}
 
 
 def check_name(text: Any, where: str) -> str:
@@ -113,26 +113,26 @@ def check_name(text: Any, where: str) -> str:
     return text
 
 
-def _entry(said: Any, where: str) -> KeyEntry:
-    if not isinstance(said, dict):
+def _entry(fields: Any, where: str) -> KeyEntry:
+    if not isinstance(fields, dict):
         raise KeysFileError(f"{where}: expected a mapping with {', '.join(_FIELDS[:4])}")
-    name = check_name(said.get("name"), f"{where}: name")
+    name = check_name(fields.get("name"), f"{where}: name")
     where = f"{where} ({name})"
-    if unknown := [key for key in said if key not in _FIELDS]:
+    if unknown := [key for key in fields if key not in _FIELDS]:
         raise KeysFileError(f"{where}: {len(unknown)} unknown fields; expected only {', '.join(_FIELDS)}")
-    found = _HASH.fullmatch(str(said.get("hash")))
+    found = _HASH.fullmatch(str(fields.get("hash")))
     if found is None:
         raise KeysFileError(f"{where}: hash: expected sha256: and 64 hexadecimal digits (never the key itself)")
-    if said.get("scope", "user") not in _SCOPES:
+    if fields.get("scope", "user") not in _SCOPES:
         raise KeysFileError(f"{where}: scope: expected {' or '.join(_SCOPES)}")
     return KeyEntry(
         name,
         bytes.fromhex(found[1]),
-        check_name(said.get("tenant"), f"{where}: tenant"),
-        said.get("scope") == "admin",
-        expiry(said["expires"], where) if said.get("expires") is not None else None,
-        _salt(said.get("cache_salt", ""), where),
-        replace(Quota(), **dict(_limits(said, where))),
+        check_name(fields.get("tenant"), f"{where}: tenant"),
+        fields.get("scope") == "admin",
+        expiry(fields["expires"], where) if fields.get("expires") is not None else None,
+        _salt(fields.get("cache_salt", ""), where),
+        replace(Quota(), **dict(_limits(fields, where))),
     )
 
 
@@ -158,9 +158,9 @@ def _salt(value: Any, where: str) -> str:
     return value
 
 
-def _limits(said: dict[str, Any], where: str) -> Iterable[tuple[str, int]]:
+def _limits(fields: dict[str, Any], where: str) -> Iterable[tuple[str, int]]:
     for name in _QUOTAS:
-        value = said.get(name)
+        value = fields.get(name)
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:

@@ -46,12 +46,14 @@ class ScoredToken:
 
 def score_token(token: worker_pb2.Token, num_top: int, token_bytes: TokenBytes, text_offset: int) -> ScoredToken:
     """Return a generated token with its log-probabilities. Raises GenerationFailed if the worker sent none."""
-    told = token.logprobs
-    if not token.HasField("logprobs") or len(told.top_ids) != len(told.top_logprobs):
+    reported = token.logprobs
+    if not token.HasField("logprobs") or len(reported.top_ids) != len(reported.top_logprobs):
         raise GenerationFailed(f"token {token.index} came without its log-probabilities", code="no_logprobs")
-    top = _candidates(told.top_ids[:num_top], told.top_logprobs[:num_top], token_bytes)
+    top = _candidates(reported.top_ids[:num_top], reported.top_logprobs[:num_top], token_bytes)
     data = token_bytes(token.token_id)
-    return ScoredToken(token.token_id, data, text_offset, Candidate(token.token_id, data, told.logprob, told.rank), top)
+    return ScoredToken(
+        token.token_id, data, text_offset, Candidate(token.token_id, data, reported.logprob, reported.rank), top
+    )
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,19 @@ class PromptTokenScores:
     """
 
     prompt_ids: NDArray[np.int32]
-    told: worker_pb2.PromptLogProbs
+    reported: worker_pb2.PromptLogProbs
     num_top: int
     token_bytes: TokenBytes
     text_offsets: Sequence[int]
 
     def __post_init__(self) -> None:
-        told, num = self.told, len(self.prompt_ids) - 1
-        arrays = ((told.logprobs, 1), (told.ranks, 1), (told.top_ids, told.num_top), (told.top_logprobs, told.num_top))
+        reported, num = self.reported, len(self.prompt_ids) - 1
+        arrays = (
+            (reported.logprobs, 1),
+            (reported.ranks, 1),
+            (reported.top_ids, reported.num_top),
+            (reported.top_logprobs, reported.num_top),
+        )
         if any(len(raw) != 4 * num * width for raw, width in arrays):
             raise GenerationFailed(
                 "the worker's log-probabilities do not match the prompt's length", code="no_logprobs"
@@ -80,16 +87,16 @@ class PromptTokenScores:
 
         Slow for a long prompt: do not call it on the event loop.
         """
-        told, token_bytes = self.told, self.token_bytes
+        reported, token_bytes = self.reported, self.token_bytes
         first, *rest = self.prompt_ids.tolist()
-        shape = len(rest), told.num_top
+        shape = len(rest), reported.num_top
         rows = zip(
             rest,
             self.text_offsets[1:],
-            np.frombuffer(told.logprobs, "<f4").tolist(),
-            np.frombuffer(told.ranks, "<u4").tolist(),
-            np.frombuffer(told.top_ids, "<i4").reshape(shape)[:, : self.num_top].tolist(),
-            np.frombuffer(told.top_logprobs, "<f4").reshape(shape)[:, : self.num_top].tolist(),
+            np.frombuffer(reported.logprobs, "<f4").tolist(),
+            np.frombuffer(reported.ranks, "<u4").tolist(),
+            np.frombuffer(reported.top_ids, "<i4").reshape(shape)[:, : self.num_top].tolist(),
+            np.frombuffer(reported.top_logprobs, "<f4").reshape(shape)[:, : self.num_top].tolist(),
             strict=True,
         )
         found = [ScoredToken(first, token_bytes(first), self.text_offsets[0], None, ())]
@@ -212,7 +219,7 @@ class Output:
 
     def read_prompt(self) -> None:
         """Detokenise a prompt that is shown. Call it before the first token is fed; for a long prompt, in a thread."""
-        if self._prompt is None and self._request.tells_prompt:
+        if self._prompt is None and self._request.shows_prompt:
             options, prompt_ids = self._request.text, self._request.prompt_ids.tolist()
             pieces = [self._detokenizer.feed(token_id) if options.echo else "" for token_id in prompt_ids]
             starts = _starts(pieces)
@@ -270,8 +277,8 @@ class Output:
         self._num_chars += len(text)
         if num_top is None:
             return Echo(text, None)
-        told = prompt_logprobs or worker_pb2.PromptLogProbs()
-        return Echo(text, PromptTokenScores(request.prompt_ids, told, num_top, self._token_bytes, offsets))
+        reported = prompt_logprobs or worker_pb2.PromptLogProbs()
+        return Echo(text, PromptTokenScores(request.prompt_ids, reported, num_top, self._token_bytes, offsets))
 
 
 def _starts(pieces: Sequence[str]) -> list[int]:

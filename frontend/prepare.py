@@ -182,8 +182,8 @@ def check_prompt_scores(body: GenerationBody, config: FrontendConfig, prompts: S
     num_top = _prompt_logprobs(body)
     if num_top is None:
         return
-    num_tellings = 1 if isinstance(body, ChatBody) else body.num_choices
-    num_scores = num_tellings * (num_top + 1) * sum(map(len, prompts))
+    num_copies = 1 if isinstance(body, ChatBody) else body.num_choices
+    num_scores = num_copies * (num_top + 1) * sum(map(len, prompts))
     if num_scores > config.max_prompt_scores:
         raise InvalidRequest(
             f"a request must ask for at most {config.max_prompt_scores} log-probabilities of prompt tokens, got "
@@ -237,8 +237,8 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
             "prompt_logprobs cannot be streamed; use echo with logprobs instead", param="prompt_logprobs"
         )
     echoed = body.num_top if isinstance(body, CompletionBody) and body.echo else None
-    asked = [num for num in (echoed, body.prompt_logprobs) if num is not None]
-    return max(asked, default=None)
+    requested = [num for num in (echoed, body.prompt_logprobs) if num is not None]
+    return max(requested, default=None)
 
 
 class Preparer:
@@ -291,7 +291,7 @@ class Preparer:
             for ids in read:
                 max_tokens = self._max_tokens(
                     len(ids),
-                    self._asked(body, body.max_tokens),
+                    self._wanted_tokens(body, body.max_tokens),
                     MAX_TOKEN_ID if body.endless else self._config.completion_default_tokens,
                     param="prompt",
                 )
@@ -307,14 +307,14 @@ class Preparer:
             check_choices(body, self._config, 1)
             grammar = checked_chat_grammar(body)
             named = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-            asked = self._asked(body, named)
-            prompt, num_dropped = self._chat_prompt(body, arrival, asked)
+            requested = self._wanted_tokens(body, named)
+            prompt, num_dropped = self._chat_prompt(body, arrival, requested)
             self._metrics.answer_memory_hits.inc(prompt.num_recalled)
             self._metrics.answer_memory_misses.inc(prompt.num_forgotten)
             ids = prompt.token_ids
             check_prompt_scores(body, self._config, [ids])
             default = MAX_TOKEN_ID if body.endless else self._config.chat_default_tokens
-            max_tokens = self._max_tokens(len(ids), asked, default, param="messages")
+            max_tokens = self._max_tokens(len(ids), requested, default, param="messages")
             requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return [replace(request, place=prompt.place, dropped_messages=num_dropped) for request in requests]
 
@@ -339,14 +339,14 @@ class Preparer:
         self._reader.check_ids(token_ids, "tokens")
         return await self._threads.run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    def _chat_prompt(self, body: ChatBody, arrival: RequestContext, asked: int | None) -> tuple[ChatPrompt, int]:
+    def _chat_prompt(self, body: ChatBody, arrival: RequestContext, requested: int | None) -> tuple[ChatPrompt, int]:
         """Return (the chat's prompt, number of dropped messages)."""
         special, scope = body.add_special_tokens is True, (arrival.caller.tenant, body.cache_salt or "")
         limit = self.max_model_len
         if body.truncation != "auto" or not limit:
-            check = partial(self._check_length, wanted=asked or 1, param="messages", least=True)
+            check = partial(self._check_length, wanted=requested or 1, param="messages", least=True)
             return self._reader.chat(body.messages, body, add_special_tokens=special, scope=scope, check=check), 0
-        wanted = asked or min(self._config.chat_default_tokens, max(1, limit // 8))
+        wanted = requested or min(self._config.chat_default_tokens, max(1, limit // 8))
         return self._fitter.truncate(
             body.messages, body, limit=limit, wanted=wanted, add_special_tokens=special, scope=scope
         )
@@ -413,7 +413,7 @@ class Preparer:
         return ids[-keep:]
 
     @staticmethod
-    def _asked(body: GenerationBody, max_tokens: int | None) -> int | None:
+    def _wanted_tokens(body: GenerationBody, max_tokens: int | None) -> int | None:
         """Return the number of tokens to generate; None for the default.
 
         An echo without an answer still generates one hidden token. An endless answer gets as many as possible.
@@ -427,12 +427,12 @@ class Preparer:
             raise InvalidRequest("max_tokens must be at least 1; 0 is allowed only with echo", param="max_tokens")
         return 1
 
-    def _max_tokens(self, num_prompt: int, asked: int | None, default: int, *, param: str) -> int:
+    def _max_tokens(self, num_prompt: int, requested: int | None, default: int, *, param: str) -> int:
         limit = self.max_model_len
         if not limit:
-            return asked or default
-        self._check_length(num_prompt, asked or 1, param=param)
-        return asked or min(default, limit - num_prompt)
+            return requested or default
+        self._check_length(num_prompt, requested or 1, param=param)
+        return requested or min(default, limit - num_prompt)
 
     def _check_length(self, num_prompt: int, wanted: int, *, param: str, least: bool = False) -> None:
         """Raise ContextLengthExceeded if it does not fit. `least`: `num_prompt` is a lower bound."""

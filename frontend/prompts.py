@@ -89,12 +89,12 @@ class PromptReader:
             return ChatPrompt(self._ids(text, add_special_tokens=add_special_tokens))
         spans = self._spans(text, chat, render)
         trail = ChatDigest(self._secret, (self._model_name, self._tokenizer.identity, *scope))
-        asked, at = [], 0
+        requested, at = [], 0
         for span in spans:
-            asked.append((trail.extend(text[at : span.start]), text[span.start : span.end]))
+            requested.append((trail.extend(text[at : span.start]), text[span.start : span.end]))
             at = span.start
         place = trail.extend(text[at:])
-        found = self._answers.recall(asked)
+        found = self._answers.recall(requested)
         ids, num_recalled = self._spliced(text, spans, found)
         if not ids:
             raise _empty()

@@ -181,7 +181,7 @@ class GenerationRequest:
     span: Span = OFF  # span of the client's HTTP request
 
     @property
-    def tells_prompt(self) -> bool:
+    def shows_prompt(self) -> bool:
         """True if the answer includes the prompt or its log-probabilities."""
         return self.text.echo or self.sampling.prompt_logprobs is not None
 

@@ -31,7 +31,7 @@ def report_end(
     if request.span.is_on and not request.sampling.choice:
         _trace(request, stats, outcome)
     with logs.request(request.request_id, stats.attempts - 1 if stats.attempts else None):
-        _log.info("request %s", outcome, extra=_said(request, stats))
+        _log.info("request %s", outcome, extra=_log_fields(request, stats))
 
 
 def _count(
@@ -71,7 +71,7 @@ def _trace(request: GenerationRequest, stats: RequestStats, outcome: RequestOutc
         span.fail("the request failed after its first token")
 
 
-def _said(request: GenerationRequest, stats: RequestStats) -> dict[str, object]:
+def _log_fields(request: GenerationRequest, stats: RequestStats) -> dict[str, object]:
     return {
         "prompt_tokens": len(request.prompt_ids),
         "generated": len(stats.token_ids),
@@ -101,7 +101,7 @@ class RecentRequests:
     def ended(self, request: GenerationRequest, stats: RequestStats, outcome: str) -> None:
         """Record an ended answer."""
         self._ended.pop(request.request_id, None)
-        self._ended[request.request_id] = told(request, stats, outcome, self._clock())
+        self._ended[request.request_id] = answer_record(request, stats, outcome, self._clock())
         if len(self._ended) > self._most:
             del self._ended[next(iter(self._ended))]
 
@@ -110,7 +110,7 @@ class RecentRequests:
         return self._ended.get(request_id)
 
 
-def told(request: GenerationRequest, stats: RequestStats, outcome: str, now_s: float) -> Mapping[str, Any]:
+def answer_record(request: GenerationRequest, stats: RequestStats, outcome: str, now_s: float) -> Mapping[str, Any]:
     """Return an answer's current state as JSON data.
 
     The parts of TTFT and of the hand-off are in seconds; None if the answer has none.

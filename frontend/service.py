@@ -22,7 +22,7 @@ from frontend.generation import Generation, GenerationContext, RequestSession
 from frontend.output import Output
 from frontend.prepare import Preparer
 from frontend.request import GenerationRequest
-from frontend.request_reports import RecentRequests, told
+from frontend.request_reports import RecentRequests, answer_record
 from frontend.tokenizer import CONTEXT_TOKENS, Tokenizer
 from frontend.worker_streams import WorkerStreams
 from telemetry import (
@@ -133,7 +133,7 @@ class Service:
         self._keys_file = (
             None
             if config.http.api_keys_file is None
-            else KeysFileWatcher(config.http.api_keys_file, self.keys, self.access_metrics, self._tell_tenants)
+            else KeysFileWatcher(config.http.api_keys_file, self.keys, self.access_metrics, self._update_tenants)
         )
         self.quotas = TenantQuotas(self.access_metrics.quota_rejected)
         self.conductor = ConductorClient(config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants)
@@ -224,7 +224,7 @@ class Service:
             model.count_session(-1)
         if not self._sessions:
             self._is_idle.set()
-            asyncio.get_running_loop().call_soon(self._rest)
+            asyncio.get_running_loop().call_soon(self._notify_idle)
 
     async def drain(self) -> None:
         """Reject new requests, wait up to the grace period for running ones, then end the remaining ones with
@@ -261,7 +261,7 @@ class Service:
         for session in self._sessions:
             for each in session.generations:
                 if each.request.request_id == request_id:
-                    return told(each.request, each.stats, "open", time.time())
+                    return answer_record(each.request, each.stats, "open", time.time())
         return self._memory.find(request_id)
 
     def validate(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class Service:
         counts |= {"streams": self.streams.num_open, "last_words": len(self._background)}
         return {"ok": not problems, "problems": problems, "counts": counts}
 
-    def _tell_tenants(self) -> None:
+    def _update_tenants(self) -> None:
         self.conductor.set_tenants(self.keys.tenants)
 
     def _about(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class Service:
             ),
         ]
 
-    def _rest(self) -> None:
+    def _notify_idle(self) -> None:
         if not self._sessions:
             self._on_rest()
 

@@ -73,29 +73,29 @@ class WindowDetokenizer:
         # An incomplete character at the window's start would corrupt the bytes that follow it.
         starts = range(len(context) + 1)
         self._window = next(context[start:] for start in starts if REPLACEMENT not in decode(context[start:]))
-        self._num_told = len(self._window)  # leading tokens of the window whose text was returned
+        self._num_returned = len(self._window)  # leading tokens of the window whose text was returned
 
     @property
     def is_whole(self) -> bool:
-        return self._num_told == len(self._window)
+        return self._num_returned == len(self._window)
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
-        told, text = self._decode(self._window[: self._num_told]), self._decode(self._window)
-        num_pending = len(self._window) - self._num_told
+        before, text = self._decode(self._window[: self._num_returned]), self._decode(self._window)
+        num_pending = len(self._window) - self._num_returned
         # More pending tokens than any character has bytes are invalid UTF-8, and waiting would never end.
-        if len(text) <= len(told) or (text.endswith(REPLACEMENT) and num_pending < _MAX_UTF8_NBYTES):
+        if len(text) <= len(before) or (text.endswith(REPLACEMENT) and num_pending < _MAX_UTF8_NBYTES):
             return ""
-        self._window = self._window[self._num_told :]
-        self._num_told = len(self._window)
-        return text[len(told) :]
+        self._window = self._window[self._num_returned :]
+        self._num_returned = len(self._window)
+        return text[len(before) :]
 
     def flush(self) -> str:
-        told, text = self._decode(self._window[: self._num_told]), self._decode(self._window)
-        self._num_told = len(self._window)
-        return text[len(told) :]
+        before, text = self._decode(self._window[: self._num_returned]), self._decode(self._window)
+        self._num_returned = len(self._window)
+        return text[len(before) :]
 
 
 @cache

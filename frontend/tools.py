@@ -106,7 +106,7 @@ class ToolReader:
         while self._state():
             pass
         if is_last and self._state == self._read_text:
-            self._tell(self._buffer)
+            self._emit_text(self._buffer)
             self._buffer = ""
         delta = ToolDelta("".join(self._content), tuple(self._calls))
         self._content, self._calls = [], []
@@ -117,12 +117,12 @@ class ToolReader:
     def _read_text(self) -> bool:
         before, tag, after = self._buffer.partition(OPEN)
         if tag:
-            self._tell(before)
+            self._emit_text(before)
             self._buffer, self._state = after, self._read_head
             return True
         held = next((n for n in range(len(OPEN) - 1, 0, -1) if self._buffer.endswith(OPEN[:n])), 0)
         keep = len(self._buffer) - held
-        self._tell(self._buffer[:keep])
+        self._emit_text(self._buffer[:keep])
         self._buffer = self._buffer[keep:]
         return False
 
@@ -146,10 +146,10 @@ class ToolReader:
             elif char in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    self._argue(position)
+                    self._emit_arguments(position)
                     self._state = self._read_tail
                     return True
-        self._argue(len(self._buffer))
+        self._emit_arguments(len(self._buffer))
         return False
 
     def _read_tail(self) -> bool:
@@ -159,12 +159,12 @@ class ToolReader:
         self._buffer, self._state = after, self._read_text
         return True
 
-    def _tell(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         # Between calls there is only a line break, which is dropped.
         if self._num_calls == 0:
             self._content.append(text)
 
-    def _argue(self, length: int) -> None:
+    def _emit_arguments(self, length: int) -> None:
         if length:
             self._calls.append(CallDelta(self._num_calls - 1, None, self._buffer[:length]))
             self._buffer = self._buffer[length:]

@@ -90,7 +90,7 @@ class EngineLoop:
         self._decoding: list[EngineSequence] = []
         self._prefilling: list[EngineSequence] = []
         self._was_shared = False  # the last step was a chunk of a prefill group
-        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._thread_main, name="engine", daemon=True)
 
     def on_layer(self, hook: LayerHook) -> None:
         """Set `hook(layer, chunks)`; call before `start`. It runs on the engine thread when a layer's KV is written,
@@ -142,7 +142,7 @@ class EngineLoop:
         """Number of submitted sequences that have not left."""
         return len(self._inbox) + len(self._prefilling) + len(self._decoding)
 
-    def _live(self) -> None:
+    def _thread_main(self) -> None:
         try:
             self._run()
         except BaseException as error:

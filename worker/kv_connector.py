@@ -84,7 +84,7 @@ class KVConnector:
             )
         return self._clients[target]
 
-    async def meet(self) -> None:
+    async def wait_for_own_pool(self) -> None:
         """Request this host's pool node's identity until it answers, since all roles start at once."""
         while self._own_target:
             try:
@@ -121,12 +121,12 @@ class KVConnector:
                 task.add_done_callback(self._prefetching.discard)
 
     async def _prefetch(self, target: str, keys: Sequence[bytes], tail_keys: bytes) -> None:
-        if self._may_ask(target):
+        if self._may_call(target):
             try:
                 await self.client(target).prefetch(self._namespace, key_array(keys), tail_keys=tail_keys)
-                self._note(target)
+                self._record_call(target)
             except PoolErrors as error:
-                self._note(target, error)
+                self._record_call(target, error)
                 log.info("pool at %s rejected a prefetch: %s", target, error)
 
     def _tail_keys(self, request: Request, num_blocks: int) -> bytes:
@@ -153,7 +153,7 @@ class KVConnector:
         have = 0
         for i, (target, first, end) in enumerate(targets):
             is_own = i == 0  # it may hold a partial block even without a whole one
-            if not target or first > have or (end <= have and not is_own) or not self._may_ask(target):
+            if not target or first > have or (end <= have and not is_own) or not self._may_call(target):
                 continue
             lease = await self._pin(target, chain[have:end], tail_keys, request.time_left_s)
             if lease is not None:
@@ -181,10 +181,10 @@ class KVConnector:
                 tail_keys=tail_keys,
             )
         except PoolErrors as error:
-            self._note(target, error)
+            self._record_call(target, error)
             log.warning("no KV is reused from the pool at %s: %s", target, error)
             return None
-        self._note(target)
+        self._record_call(target)
         return lease
 
     async def unpin(self, pinned: Sequence[PinnedBlocks], *, superseded: bool = False) -> None:
@@ -194,14 +194,14 @@ class KVConnector:
         """
         for pin in pinned:
             self.num_pinned -= 1
-            if not self._may_ask(pin.client.target):
+            if not self._may_call(pin.client.target):
                 continue
             old = pin.tail.key if superseded and pin.tail is not None else b""
             try:
                 await pin.client.unpin(pin.lease, kv_namespace=self._namespace, superseded=old)
-                self._note(pin.client.target)
+                self._record_call(pin.client.target)
             except PoolErrors as error:
-                self._note(pin.client.target, error)
+                self._record_call(pin.client.target, error)
                 log.warning("lease %s was not returned and will expire: %s", pin.lease.lease_id, error)
 
     async def load(self, pinned: Sequence[PinnedBlocks], slots: Sequence[int], first: int) -> int:
@@ -222,7 +222,7 @@ class KVConnector:
             try:
                 right = await self._read(pin, rows, part)
             except NetworkError as error:
-                self._note(pin.client.target, error)
+                self._record_call(pin.client.target, error)
                 log.warning("reused blocks could not be read and will be computed: %s", error)
                 break
             nbytes = count * self._memory.spec.block_nbytes
@@ -272,13 +272,13 @@ class KVConnector:
         A failure is only logged and counted: the blocks cannot be reused then.
         """
         target = self._target_of(pool)
-        if first >= kept.num_blocks or not target or not self._may_ask(target):
+        if first >= kept.num_blocks or not target or not self._may_call(target):
             return
         try:
             await self._put(target, kept, slots, first, token_s)
-            self._note(target)
+            self._record_call(target)
         except PoolErrors as error:
-            self._note(target, error)
+            self._record_call(target, error)
             self._counters.add("store_failures", 1)
             log.warning("blocks were not stored in the pool: %s", error)
         except Exception:
@@ -298,13 +298,13 @@ class KVConnector:
     async def drop(self, superseded: bytes, pool: NodeRef) -> None:
         """Remove the partial block with key `superseded` (empty: none) from the pool, unless it is leased."""
         target = self._target_of(pool)
-        if not superseded or not target or not self._may_ask(target):
+        if not superseded or not target or not self._may_call(target):
             return
         try:
             await self.client(target).evict(self._namespace, key_array([superseded]))
-            self._note(target)
+            self._record_call(target)
         except PoolErrors as error:
-            self._note(target, error)
+            self._record_call(target, error)
             log.info("a superseded partial block remains at %s: %s", target, error)
 
     def _target_of(self, pool: NodeRef | None) -> str:
@@ -314,14 +314,14 @@ class KVConnector:
         elsewhere = pool is not None and pool.target and pool.node_id != self.own_node_id
         return pool.target if pool is not None and elsewhere else self._own_target
 
-    def _may_ask(self, target: str) -> bool:
+    def _may_call(self, target: str) -> bool:
         """Return True if the pool node may be called now.
 
         Otherwise loads are replaced by computing, stores are dropped and leases expire.
         """
         return self._breaker.try_pass(target, self._now_s())
 
-    def _note(self, target: str, error: Exception | None = None) -> None:
+    def _record_call(self, target: str, error: Exception | None = None) -> None:
         """Record the result of a call. Only a missed deadline counts as a hanging node."""
         if isinstance(error, DeadlineExceeded):
             self._breaker.failed(target, self._now_s())

@@ -122,7 +122,7 @@ class WorkerNode:
         """Start the engine and begin to join the conductors as the node at `target`."""
         self.engine.start()
         self.slots.start()
-        await self.kv_connector.meet()
+        await self.kv_connector.wait_for_own_pool()
         self.target = target
         self.reporter = ConductorReporter(
             self._description(), self.config.conductor_targets, self._fill_report, self._on_command
@@ -190,7 +190,7 @@ class WorkerNode:
             max_new_tokens=request.max_tokens - request.generated,
             decode_node=decode_node,
         )
-        self.reporter.took()
+        self.reporter.request_accepted()
         return held
 
     def _job_over(self, request: Request) -> None:

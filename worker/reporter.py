@@ -206,7 +206,7 @@ class ConductorReporter:
         for stream in self._streams:
             stream.hurry()
 
-    def took(self) -> None:
+    def request_accepted(self) -> None:
         """Report a new request at once, since only the conductor that placed it has seen it."""
         if len(self._streams) > 1:
             self.hurry()

@@ -121,11 +121,11 @@ class _Routes:
         ids = await model.preparer.tokens(body)
         limit = model.preparer.max_model_len
 
-        def told() -> Response:
+        def build() -> Response:
             strings = model.tokenizer.tokens(ids) if body.return_token_strs else None
             return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
-        return await self._service.threads.run(told)  # a body's text may have millions of tokens
+        return await self._service.threads.run(build)  # a body's text may have millions of tokens
 
     async def detokenize(self, http: Request) -> Response:
         self._caller(http)
@@ -265,7 +265,7 @@ class TracingMiddleware:
             return
         scope[_KEY] = span
 
-        async def told(message: Message) -> None:
+        async def send_traced(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["traceparent"] = span.traceparent
                 span.note(http__response__status_code=message["status"])
@@ -274,7 +274,7 @@ class TracingMiddleware:
             await send(message)
 
         with span:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, send_traced)
 
 
 def span_of(http: Request) -> tracing.Span:

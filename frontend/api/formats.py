@@ -179,27 +179,27 @@ _DIGITS: Final = 9  # decimal places of seconds: the rounded parts still sum to 
 def server_timing(generations: Sequence[Generation]) -> dict[str, str]:
     """Return the W3C header Server-Timing (milliseconds) of the first choice, as known when headers are sent."""
     stats = generations[0].stats
-    told = _metrics("", "ttft", stats.ttft) + _metrics("handoff-", "handoff", stats.handoff)
-    return {"server-timing": ", ".join(told)} if told else {}
+    metrics = _metrics("", "ttft", stats.ttft) + _metrics("handoff-", "handoff", stats.handoff)
+    return {"server-timing": ", ".join(metrics)} if metrics else {}
 
 
 def timing_of(stats: RequestStats) -> dict[str, Any]:
     """Return the time breakdowns in seconds; a part is None if the request has none."""
-    return {"ttft": _told(stats.ttft), "handoff": _told(stats.handoff)}
+    return {"ttft": _parts_in_s(stats.ttft), "handoff": _parts_in_s(stats.handoff)}
 
 
-def _told(parts: TtftBreakdown | HandoffBreakdown | None) -> dict[str, float] | None:
+def _parts_in_s(parts: TtftBreakdown | HandoffBreakdown | None) -> dict[str, float] | None:
     if parts is None:
         return None
-    told = {f"{name}_s": round(seconds, _DIGITS) for name, seconds in parts.parts().items()}
-    return {**told, "whole_s": round(parts.whole_s, _DIGITS)}
+    seconds_by_part = {f"{name}_s": round(seconds, _DIGITS) for name, seconds in parts.parts().items()}
+    return {**seconds_by_part, "whole_s": round(parts.whole_s, _DIGITS)}
 
 
 def _metrics(prefix: str, whole: str, parts: TtftBreakdown | HandoffBreakdown | None) -> list[str]:
     if parts is None:
         return []
-    told = {**{prefix + name: seconds for name, seconds in parts.parts().items()}, whole: parts.whole_s}
-    return [f"{name};dur={1000 * seconds:.3f}" for name, seconds in told.items()]
+    values = {**{prefix + name: seconds for name, seconds in parts.parts().items()}, whole: parts.whole_s}
+    return [f"{name};dur={1000 * seconds:.3f}" for name, seconds in values.items()]
 
 
 class ResponseFormatter(ABC):
@@ -215,12 +215,12 @@ class ResponseFormatter(ABC):
         self._opening = encode({**self._head, "object": self.chunk_object})[:-1] + b',"choices":'
         self._view = view
         self._started: set[int] = set()
-        self._num_told = [0] * len(generations)  # returned tokens by choice
+        self._num_sent = [0] * len(generations)  # returned tokens by choice
         self._num_running = len(generations)
 
     def whole(self, steps: Sequence[OutputChunk]) -> dict[str, Any]:
         """Return the response object of a request that does not stream."""
-        self._num_told = [len(step.token_ids) for step in steps]
+        self._num_sent = [len(step.token_ids) for step in steps]
         choices = [self._whole_choice(index, step) for index, step in enumerate(steps)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(), **self._facts()}
 
@@ -228,7 +228,7 @@ class ResponseFormatter(ABC):
         """Return the stream's events for one chunk, possibly none; the last choice's last chunk adds the usage."""
         opens, is_first = not self._started, index not in self._started
         self._started.add(index)
-        self._num_told[index] += len(step.token_ids)
+        self._num_sent[index] += len(step.token_ids)
         self._num_running -= step.finish_reason is not None
         chunks = [([choice], self._beside()) for choice in self._chunk_choices(index, step, is_first)]
         if opens:
@@ -285,7 +285,7 @@ class ResponseFormatter(ABC):
         """Return the usage of the tokens sent so far. A prompt counts once, regardless of its number of choices."""
         prompts = [generation for generation in self._generations if generation.leader is None]
         num_prompt = sum(len(generation.request.prompt_ids) for generation in prompts)
-        num_new = sum(self._num_told)
+        num_new = sum(self._num_sent)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
@@ -297,8 +297,8 @@ class ResponseFormatter(ABC):
         """Return Moonpool's extension: one object, or a list by choice if there are several."""
         stats = [_facts(generation) for generation in self._generations]
         if self._view.timing:
-            for told, generation in zip(stats, self._generations, strict=True):
-                told["timing"] = timing_of(generation.stats)
+            for facts, generation in zip(stats, self._generations, strict=True):
+                facts["timing"] = timing_of(generation.stats)
         return {"moonpool": stats[0] if len(stats) == 1 else stats}
 
 

@@ -51,18 +51,18 @@ async def answer(
                 body.model or model.name,  # the requested name: a request for an alias is answered with the alias
                 ResponseOptions.of(body, timing=timing),
             )
-            if sum(len(each.prompt_ids) for each in requests if each.tells_prompt) > _MANY_TOKENS:
+            if sum(len(each.prompt_ids) for each in requests if each.shows_prompt) > _MANY_TOKENS:
                 await service.threads.run(session.read_prompts)
             if not body.stream:
                 steps = await disconnect_watch.run(session.collect())
                 prompts = requests if body.return_token_ids else []
                 headers |= server_timing(session.generations) if timing else {}
-                content = await _told(service, steps, lambda: encode(shape.whole(steps)), prompts)
+                content = await _encoded(service, steps, lambda: encode(shape.whole(steps)), prompts)
                 return Response(content, media_type="application/json", headers=headers)
 
             async def more() -> bytes:
                 index, step = await session.next()
-                return await _told(service, [step], lambda: shape.events(index, step))
+                return await _encoded(service, [step], lambda: shape.events(index, step))
 
             # Await the first chunk before sending headers, so that an early error gets its HTTP status.
             first = await disconnect_watch.run(more())
@@ -91,15 +91,18 @@ async def _end(service: Service, session: RequestSession, disconnect_watch: Disc
     await service.close_session(session)
 
 
-async def _told(
-    service: Service, steps: Sequence[OutputChunk], tell: Callable[[], T], prompts: Sequence[GenerationRequest] = ()
+async def _encoded(
+    service: Service,
+    steps: Sequence[OutputChunk],
+    encode_steps: Callable[[], T],
+    prompts: Sequence[GenerationRequest] = (),
 ) -> T:
-    """Return `tell()`, which encodes the steps and the returned `prompts`; in a thread if it is slow."""
-    return await service.threads.run(tell) if _takes_long(steps, prompts) else tell()
+    """Return `encode_steps()`, which encodes the steps and the returned `prompts`; in a thread if it is slow."""
+    return await service.threads.run(encode_steps) if _takes_long(steps, prompts) else encode_steps()
 
 
 def _takes_long(steps: Sequence[OutputChunk], prompts: Sequence[GenerationRequest]) -> bool:
-    num_tokens = sum([len(told.prompt_ids) for told in prompts])
+    num_tokens = sum([len(prompt.prompt_ids) for prompt in prompts])
     for step in steps:
         num_tokens += len(step.token_ids)
         if step.echo is not None and step.echo.scores is not None:

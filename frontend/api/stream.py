@@ -66,16 +66,16 @@ class RecedingDeadline:
         self._loop = asyncio.get_running_loop()
         self._deadline_s = deadline_s
         self.reached: asyncio.Future[None] = self._loop.create_future()
-        self._timer = self._loop.call_at(deadline_s(), self._look)
+        self._timer = self._loop.call_at(deadline_s(), self._check)
 
     def close(self) -> None:
         """Cancel the timer."""
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         deadline_s = self._deadline_s()
         if self._loop.time() < deadline_s:
-            self._timer = self._loop.call_at(deadline_s, self._look)
+            self._timer = self._loop.call_at(deadline_s, self._check)
         else:
             self.reached.set_result(None)
 

@@ -129,7 +129,7 @@ class ConsoleRoutes:
         if http.method == "POST":
             caller = self._service.keys.admin(http.headers.get("authorization"))
             body = await self._body(http)
-            return _answer(await self._actions[name](body, _who(caller)))
+            return _answer(await self._actions[name](body, _author(caller)))
         if name != "about":
             self._check_reader(http)
         if name.startswith(_REQUEST):
@@ -192,7 +192,7 @@ def _name(path: str) -> str:
     return path.removeprefix(f"{CONSOLE}/")
 
 
-def _who(caller: ApiCaller) -> str:
+def _author(caller: ApiCaller) -> str:
     """Return the author for the audit log: the key's name, never the key."""
     return f"{caller.key_name or caller.tenant or 'admin'} (console)"
 

@@ -35,7 +35,7 @@ class ConsoleState:
 
 
 @dataclass
-class _Told:
+class _LastOverview:
     """Last overview of one conductor."""
 
     overview: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class ConsoleWatch:
         self._conductor = conductor
         self._cluster = cluster
         self._about = about
-        self._told: dict[str, _Told] = {}
+        self._last_overviews: dict[str, _LastOverview] = {}
         self._state: ConsoleState | None = None
         self._building: asyncio.Task[ConsoleState] | None = None
 
@@ -97,9 +97,9 @@ class ConsoleWatch:
         await asyncio.gather(*(self._ask(target) for target in targets))
         now_s, at_s = monotonic(), time.time()
         fresh = [
-            told.overview
+            last.overview
             for target in targets
-            if (told := self._told[target]).overview is not None and now_s - told.at_s < _FORGET_S
+            if (last := self._last_overviews[target]).overview is not None and now_s - last.at_s < _FORGET_S
         ]
         state = {
             "at_s": at_s,
@@ -115,32 +115,32 @@ class ConsoleWatch:
         return self._state
 
     async def _ask(self, target: str) -> None:
-        told = self._told.setdefault(target, _Told())
-        request = conductor_pb2.OverviewRequest(first_slice=told.first_slice)
+        last = self._last_overviews.setdefault(target, _LastOverview())
+        request = conductor_pb2.OverviewRequest(first_slice=last.first_slice)
         try:
             reply = await self._conductor.ask(
                 "Overview", lambda stub: stub.Overview(request), target=target, deadline_s=_ASK_S
             )
-            told.take(json.loads(reply.json, parse_constant=lambda _: None), monotonic())
+            last.take(json.loads(reply.json, parse_constant=lambda _: None), monotonic())
         except CallRefused as error:
-            told.problem = (
+            last.problem = (
                 "its version does not support overviews" if error.code == "UNIMPLEMENTED" else f"refused: {error}"
             )
         except ControlError as error:
-            told.problem = f"does not answer: {error}"
+            last.problem = f"does not answer: {error}"
         except (ValueError, KeyError, TypeError) as error:  # from another version
             _log.warning("the overview of the conductor at %s cannot be read: %r", target, error)
-            told.problem = f"its overview cannot be read: {error!r}"
+            last.problem = f"its overview cannot be read: {error!r}"
 
     def _conductor_figures(self, target: str, now_s: float) -> dict[str, Any]:
-        told = self._told[target]
-        overview = told.overview or {}
+        last = self._last_overviews[target]
+        overview = last.overview or {}
         slo = overview.get("slo") or {}
         return {
             "target": target,
             "is_asked": target == self._conductor.target,
-            "problem": told.problem,
-            "age_s": None if told.overview is None else now_s - told.at_s,
+            "problem": last.problem,
+            "age_s": None if last.overview is None else now_s - last.at_s,
             # A string, because JavaScript numbers have too few digits
             "incarnation": str(overview.get("incarnation", "")),
             "admission": overview.get("admission", ""),

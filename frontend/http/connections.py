@@ -86,7 +86,7 @@ class ConnectionMonitor:
         """Stop sweeping."""
         if self._timer is not None:
             self._timer.cancel()
-        self._tell()
+        self._log_closed()
 
     def refused(self, reason: str) -> None:
         """Count a refused connection; the log reports the counts in summary."""
@@ -122,10 +122,10 @@ class ConnectionMonitor:
                 self.refused("header_timeout")
                 each.leave()
         if (self.tick - self._told_tick) * self._tick_s >= _TOLD_EVERY_S:
-            self._tell()
+            self._log_closed()
         self.start()
 
-    def _tell(self) -> None:
+    def _log_closed(self) -> None:
         # One line for any number of connections: a flood of them must not fill the disk.
         if self._untold:
             what = ", ".join(f"{count} {reason}" for reason, count in sorted(self._untold.items()))
