@@ -16,7 +16,7 @@ from typing import Any, get_args
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.simulated import simulated_spec  # noqa: E402
-from conductor.policy.config import AdmissionMode  # noqa: E402
+from settings.conductor import AdmissionMode  # noqa: E402
 from simulator.serving.confidence import mean_of  # noqa: E402
 from simulator.serving.runs import RunSpec, ServingRun, run_all, worker_pool  # noqa: E402
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from conductor.policy.config import AdmissionMode
+from settings.conductor import AdmissionMode
 from simulator.serving.overload_spec import OverloadScenario, overload_spec
 from simulator.serving.runs import RunSpec, with_mode
 from worker.policy.cost_profile import MOONCAKE

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from conductor.core import Core
 from conductor.policy import history
-from conductor.policy.config import NS
+from conductor.policy.events import NS
 from conductor.policy.history import JudgedRequest
 from conductor.policy.objectives import objective_text
 from conductor.registry import Registry

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.codec import to_json
-from conductor.policy.config import NS
 from conductor.policy.decisions import Copy, Decision, Reject, ReleaseOrphan
-from conductor.policy.events import Event, NodeJoined, RequestArrived, RequestCompleted
+from conductor.policy.events import NS, Event, NodeJoined, RequestArrived, RequestCompleted
 
 _ID_NBYTES, _SPARE_BITS = 7, 4  # 52 bits: exact in whatever reads JSON's numbers as doubles
 

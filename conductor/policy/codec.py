@@ -7,9 +7,9 @@ from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from conductor.errors import LogFormatError
-from conductor.policy.config import PolicyConfig
 from conductor.policy.decisions import Considered, Decision
 from conductor.policy.events import Event, PoolMatch, PoolMatches
+from settings.conductor import PolicyConfig
 
 __all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_from_json", "to_json"]
 

@@ -8,11 +8,10 @@ import numpy as np
 
 from conductor.policy.admission.evaluation import AdmissionEvaluation, RejectedCase
 from conductor.policy.admission.judge import judge_after_prefill
-from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.costs import DECODE, PREFILL
 from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink, SwitchRole
-from conductor.policy.event_bounds import clamp_event
 from conductor.policy.events import (
+    NS,
     CopyFinished,
     CostsGiven,
     DecodeAsked,
@@ -26,6 +25,7 @@ from conductor.policy.events import (
     RequestCompleted,
     Tick,
     TransferSample,
+    clamp_event,
 )
 from conductor.policy.fairness import Account
 from conductor.policy.feasibility import longest_prompts, unmeetable
@@ -42,6 +42,7 @@ from conductor.policy.reports import complete, lose_node, mismatches, report
 from conductor.policy.requests import NONE
 from conductor.policy.role_plan import plan_roles, plan_sizes
 from conductor.policy.state import ClusterState, StateView
+from settings.conductor import PolicyConfig
 
 __all__ = ["Conductor"]
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from conductor.policy.events import NS
 from worker.policy.cost_formulas import prefill_s, tbt_s
 
 __all__ = [
@@ -180,7 +181,6 @@ class Shares:
         return False
 
 
-NS = 1_000_000_000
 _UNKNOWN = -1
 
 

@@ -13,9 +13,8 @@ from math import ceil, isfinite, log
 from typing import Any, Final, Literal
 
 from conductor.policy.admission.rule import Forecast
-from conductor.policy.config import NS
 from conductor.policy.decisions import Reason
-from conductor.policy.events import RequestCompleted
+from conductor.policy.events import NS, RequestCompleted
 from conductor.policy.objectives import EffectiveObjectives
 
 __all__ = [

@@ -18,7 +18,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from conductor.policy.config import NS
+from conductor.policy.events import NS
 from jit.compiling import compiled_with_gil
 
 __all__ = [

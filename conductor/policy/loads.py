@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import exp, sqrt
 from typing import Final
 
-from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
+from conductor.policy.events import NS
 from conductor.policy.nodes import ModelNodes
 from conductor.policy.placement.decode import mean_load
 from conductor.policy.state import ClusterState

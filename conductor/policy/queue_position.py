@@ -6,10 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.config import NS
 from conductor.policy.decisions import Place, Reject
-from conductor.policy.event_bounds import to_ns
-from conductor.policy.events import QueueKey, RequestArrived
+from conductor.policy.events import NS, QueueKey, RequestArrived, to_ns
 from conductor.policy.fairness import OTHERS, Account, Charge, Prices, Shares, Usage, VirtualTime
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.kernels import LATEST_NS, prefill_kernels

@@ -7,8 +7,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from math import exp
 
-from conductor.policy.config import NS
-from conductor.policy.events import CopyFinished
+from conductor.policy.events import NS, CopyFinished
 
 __all__ = [
     "CopiesInFlight",

@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import replace
 from math import isfinite
 
-from conductor.policy.config import NS
 from conductor.policy.costs import DECODE, PREFILL
-from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import (
+    NS,
     CostsGiven,
     DecodeSample,
     Held,
@@ -20,6 +19,7 @@ from conductor.policy.events import (
     Progress,
     RequestCompleted,
     TransferSample,
+    to_ns,
 )
 from conductor.policy.fitting import LONGEST_S
 from conductor.policy.placement.decode import peak_tokens

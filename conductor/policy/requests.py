@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.decisions import Reason
+from conductor.policy.events import NS
 from conductor.policy.fairness import Charge
 from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
@@ -142,9 +143,6 @@ class RequestTable:
         """Clear the pool node from the `sender` column of all rows."""
         sender = self.column("sender")
         sender[sender == slot] = NONE
-
-
-NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

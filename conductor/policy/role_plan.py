@@ -5,10 +5,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import SwitchRole
-from conductor.policy.events import RequestArrived
+from conductor.policy.events import NS, RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.roles import Demand, ModelSizing, RoleLoad, Split, Switching
 from conductor.policy.state import ClusterState

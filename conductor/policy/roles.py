@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import ceil, exp
 from typing import Final, Literal
 
-from conductor.policy.config import NS
+from conductor.policy.events import NS
 
 __all__ = [
     "Demand",

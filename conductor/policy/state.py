@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from conductor.policy.admission.evaluation import AdmissionEvaluation
 from conductor.policy.admission.rule import Margins
-from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.costs import MeanDuration, ModelCosts, NodeSlowdowns, TransferCosts
-from conductor.policy.events import CostsGiven
+from conductor.policy.events import NS, CostsGiven
 from conductor.policy.fairness import Shares
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.history import Attainment, PredictionErrors, RequestHistory
@@ -23,6 +22,7 @@ from conductor.policy.objectives import ObjectiveBook, configured_record
 from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
 from conductor.policy.roles import ModelSizing, Switching
+from settings.conductor import PolicyConfig
 
 __all__ = [
     "ClusterState",

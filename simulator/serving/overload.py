@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from conductor.policy.codec import config_to_json
-from conductor.policy.config import AdmissionMode
+from settings.conductor import AdmissionMode
 from simulator.errors import BadSetting
 from simulator.serving.capacity import Capacity, find_capacity
 from simulator.serving.confidence import Estimate, mean_of, share_of

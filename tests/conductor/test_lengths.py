@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.policy.config import NS
+from conductor.policy.events import NS
 from conductor.policy.lengths import ENDLESS, MAX_TENANTS, Lengths, grid
 
 answers = st.lists(

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from conductor.policy.admission.rule import Margin
-from conductor.policy.config import NS
+from conductor.policy.events import NS
 
 
 @pytest.mark.parametrize("met", [0.8, 0.95])

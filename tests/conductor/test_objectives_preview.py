@@ -8,9 +8,8 @@ from conductor.policy import PolicyConfig
 from conductor.policy import history as past_module
 from conductor.policy.admission.evaluation import preview
 from conductor.policy.admission.rule import Forecast
-from conductor.policy.config import NS
 from conductor.policy.decisions import Place, Reject
-from conductor.policy.events import DecodeAsked, NodeJoined, ObjectivesChanged, RequestCompleted
+from conductor.policy.events import NS, DecodeAsked, NodeJoined, ObjectivesChanged, RequestCompleted
 from conductor.policy.history import JudgedRequest, RequestHistory
 from conductor.policy.objectives import parse_record, record_text
 

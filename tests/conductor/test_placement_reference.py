@@ -8,10 +8,10 @@ import pytest
 
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.codec import event_from_json, to_json
-from conductor.policy.config import NS
 from conductor.policy.costs import fetch_s, read_s
 from conductor.policy.decisions import Place
 from conductor.policy.events import (
+    NS,
     DecodeSample,
     NodeJoined,
     NodeLost,

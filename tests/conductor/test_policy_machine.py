@@ -17,9 +17,9 @@ from conductor.policy.codec import (
     event_from_json,
     to_json,
 )
-from conductor.policy.config import NS
 from conductor.policy.decisions import Copy, Place, Reject, ReleaseOrphan
 from conductor.policy.events import (
+    NS,
     CopyFinished,
     DecodeAsked,
     DecodeSample,

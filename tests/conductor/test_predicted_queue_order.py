@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.policy import Conductor, PolicyConfig
-from conductor.policy.config import NS
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import (
+    NS,
     Held,
     NodeJoined,
     NodeLost,

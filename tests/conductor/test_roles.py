@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.policy.config import NS
 from conductor.policy.decisions import Place, Reject, SwitchRole
-from conductor.policy.events import Held, RequestCompleted, Tick
+from conductor.policy.events import NS, Held, RequestCompleted, Tick
 from conductor.policy.roles import Demand, Split, Switching, better_split
 
 loads = st.floats(0, 100)

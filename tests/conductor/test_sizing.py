@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.policy.config import NS
 from conductor.policy.decisions import Place
-from conductor.policy.events import RequestCompleted, Tick
+from conductor.policy.events import NS, RequestCompleted, Tick
 from conductor.policy.roles import RoleLoad, Sizing, node_counts
 
 busy = st.floats(0, 1000)

@@ -16,12 +16,12 @@ from math import sqrt
 from typing import Final, Literal, Protocol
 
 from conductor.policy.admission.rule import unmet, usable_s
-from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.decisions import Reason
-from conductor.policy.events import NodeReported, RequestCompleted
+from conductor.policy.events import NS, NodeReported, RequestCompleted
 from conductor.policy.history import JudgedRequest, RequestHistory
 from conductor.policy.objectives import EffectiveObjectives, ObjectiveBook, SloRecord
 from conductor.policy.requests import Claim
+from settings.conductor import PolicyConfig
 
 __all__ = [
     "MAX_OPEN_CASES",

@@ -9,7 +9,6 @@ from typing import Final, Literal
 from zlib import crc32
 
 from conductor.policy.admission.rule import Forecast, unmet, usable_s
-from conductor.policy.config import PolicyConfig
 from conductor.policy.decisions import Reason, Reject
 from conductor.policy.events import DecodeAsked, RequestArrived
 from conductor.policy.objectives import EffectiveObjectives
@@ -18,6 +17,7 @@ from conductor.policy.placement.decode import tbt_now_s, wait_for_tbt_s
 from conductor.policy.placement.plan import PlacementPlan
 from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState
+from settings.conductor import PolicyConfig
 
 __all__ = [
     "LONGEST_RETRY_S",

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, Literal
 
-from conductor.policy.config import NS
 from conductor.policy.decisions import Reason
+from conductor.policy.events import NS
 from conductor.policy.fast_dataclass import fast_dataclass
 
 __all__ = [

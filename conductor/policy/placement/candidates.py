@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conductor.policy.config import NS
 from conductor.policy.decisions import Reject
-from conductor.policy.events import RequestArrived
+from conductor.policy.events import NS, RequestArrived
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.placement.decode import peak_tokens

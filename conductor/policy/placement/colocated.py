@@ -19,9 +19,8 @@ from typing import Final, Literal, get_args
 import numpy as np
 
 from conductor.policy.admission.judge import asks_again
-from conductor.policy.config import NS
 from conductor.policy.decisions import ColocatedScore, Considered, WhyNot
-from conductor.policy.event_bounds import to_ns
+from conductor.policy.events import NS, to_ns
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import FittingNodes

@@ -17,10 +17,9 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from conductor.policy.config import NS, AdmissionMode
 from conductor.policy.costs import DECODE, ModelCosts
 from conductor.policy.decisions import DecodeScore
-from conductor.policy.event_bounds import to_ns
+from conductor.policy.events import NS, to_ns
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.kernels import NODE_LOAD
 from conductor.policy.lengths import survival
@@ -29,6 +28,7 @@ from conductor.policy.placement.context import PlacementContext
 from conductor.policy.requests import NONE, REQUEST
 from conductor.policy.state import ClusterState
 from jit.compiling import compiled_with_gil
+from settings.conductor import AdmissionMode
 from worker.policy import cost_formulas
 
 __all__ = [

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.config import NS
 from conductor.policy.costs import PREFILL
+from conductor.policy.events import NS
 from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.prefill import PrefillScores

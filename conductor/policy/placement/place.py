@@ -12,8 +12,7 @@ from conductor.policy.admission.judge import Judgement, asks_again, forecast_of,
 from conductor.policy.admission.rule import Forecast
 from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.decisions import Considered, Decision, Place, Reason, Reject
-from conductor.policy.event_bounds import to_ns
-from conductor.policy.events import RequestArrived
+from conductor.policy.events import RequestArrived, to_ns
 from conductor.policy.history import JudgedRequest
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import find_candidates

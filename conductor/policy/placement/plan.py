@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.decisions import NOTHING_CONSIDERED, Considered
-from conductor.policy.event_bounds import to_ns
-from conductor.policy.events import PoolMatches
+from conductor.policy.events import PoolMatches, to_ns
 from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.nodes import Candidates

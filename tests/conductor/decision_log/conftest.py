@@ -8,8 +8,7 @@ import pytest
 from conductor.config import ConductorConfig
 from conductor.core import Core
 from conductor.decision_log.files import numbered, read_lines
-from conductor.policy.config import NS
-from conductor.policy.events import NodeJoined
+from conductor.policy.events import NS, NodeJoined
 from settings.keys import assemble
 
 

@@ -7,8 +7,7 @@ import pytest
 from conductor.decision_log import find_records
 from conductor.decision_log.files import numbered
 from conductor.decision_log.journal import read_journal
-from conductor.policy.config import NS
-from conductor.policy.events import RequestCompleted, Tick
+from conductor.policy.events import NS, RequestCompleted, Tick
 from traces import read_trace
 
 BLOCK = 16
