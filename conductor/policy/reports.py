@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from math import isfinite
 
-from conductor.policy.costs import DECODE, PREFILL
+from conductor.policy.costs import DECODE, LONGEST_S, PREFILL
 from conductor.policy.events import (
     NS,
     CostsGiven,
@@ -21,7 +21,6 @@ from conductor.policy.events import (
     TransferSample,
     to_ns,
 )
-from conductor.policy.fitting import LONGEST_S
 from conductor.policy.placement.decode import peak_tokens
 from conductor.policy.queue_position import begun, restore_queue_key
 from conductor.policy.requests import NONE, Claim

@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts, prefill_s, tbt_s
+from conductor.policy.costs import CostFit, MeanDuration, ModelCosts, TransferCosts, prefill_s, tbt_s
 from conductor.policy.events import CostsGiven, DecodeSample, PathCosts, PrefillSample, TransferSample
-from conductor.policy.fitting import CostFit
 
 
 def prefill_time(new, reused):
