@@ -31,7 +31,6 @@ from conductor.policy.fairness import Account
 from conductor.policy.feasibility import longest_prompts, unmeetable
 from conductor.policy.history import ERROR_BOUNDS, Attainment, PredictionErrors, RequestHistory
 from conductor.policy.kernels import prefill_kernels
-from conductor.policy.loads import NodeLoads
 from conductor.policy.objectives import ObjectiveBook, SloRecord, objective_text, record_from_text
 from conductor.policy.placement.colocated import COLOCATED_OUTCOMES
 from conductor.policy.placement.decode import decode_kernels
@@ -40,7 +39,7 @@ from conductor.policy.queue_position import accounts, accrue_endless
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, mismatches, report
 from conductor.policy.requests import NONE
-from conductor.policy.role_plan import plan_roles, plan_sizes
+from conductor.policy.role_plan import NodeLoads, plan_roles, plan_sizes
 from conductor.policy.state import ClusterState, StateView
 from settings.conductor import PolicyConfig
 

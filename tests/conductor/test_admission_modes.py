@@ -10,7 +10,7 @@ from conductor.policy.admission.evaluation import MAX_OPEN_CASES, interval
 from conductor.policy.admission.judge import LONGEST_RETRY_S, retry_after_s
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NS, DecodeAsked, DecodeSample, Held, NodeLost, NodeReported, RequestCompleted, Tick
-from conductor.policy.loads import LoadSeries
+from conductor.policy.role_plan import LoadSeries
 
 
 @pytest.fixture
