@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conductor.decision_log.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
 from conductor.decision_log.files import json_line, numbered, read_lines
 from conductor.errors import LogFormatError, ObjectivesError
 from conductor.policy import Conductor, PolicyConfig
-from conductor.policy.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event, ObjectivesChanged
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.codec import to_json
+from conductor.decision_log.codec import to_json
 from conductor.policy.decisions import Copy, Decision, Reject, ReleaseOrphan
 from conductor.policy.events import NS, Event, NodeJoined, RequestArrived, RequestCompleted
 

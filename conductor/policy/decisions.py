@@ -1,4 +1,4 @@
-"""Decisions, the output of the policy, as plain data; `codec` converts them to JSON."""
+"""Decisions, the output of the policy, as plain data; `decision_log.codec` converts them to JSON."""
 
 from dataclasses import dataclass
 from typing import Literal

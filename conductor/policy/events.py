@@ -1,4 +1,4 @@
-"""Events of a cluster, the input of the policy, as plain data; `codec` converts them to JSON.
+"""Events of a cluster, the input of the policy, as plain data; `decision_log.codec` converts them to JSON.
 
 Events contain numbers of blocks, not block keys: the part of a prompt that is in the pool is described by arrays of
 prefix lengths over a roster of pool nodes, which may have a thousand entries.

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 
 from conductor.decision_log import RecordedRun, ReplayStep, find_records, recorded_runs, replay
+from conductor.decision_log.codec import LOGGED_NAMES, config_from_json, config_to_json, to_json
 from conductor.errors import LogFormatError
 from conductor.policy import PolicyConfig
-from conductor.policy.codec import LOGGED_NAMES, config_from_json, config_to_json, to_json
 from conductor.policy.decisions import Decision, Place, Reject
 from conductor.policy.events import RequestArrived
 from moonpool.cluster_view.collector import ANSWER_DEADLINE_S, call_conductor, conductors_of

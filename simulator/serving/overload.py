@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from conductor.policy.codec import config_to_json
+from conductor.decision_log.codec import config_to_json
 from settings.conductor import AdmissionMode
 from simulator.errors import BadSetting
 from simulator.serving.capacity import Capacity, find_capacity

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
+from conductor.decision_log.codec import event_from_json, to_json
 from conductor.metrics import cost_samples, costs_given
-from conductor.policy.codec import event_from_json, to_json
 from conductor.policy.events import (
     DecodeSample,
     NodeJoined,

@@ -9,9 +9,9 @@ import pytest
 from conductor.config import ConductorConfig
 from conductor.core import Core
 from conductor.decision_log import recorded_runs, replay
+from conductor.decision_log.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
 from conductor.errors import LogFormatError
 from conductor.policy import Objectives, PolicyConfig
-from conductor.policy.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
 from conductor.policy.decisions import ColocatedScore, Considered, Copy, Place, Reject
 from conductor.policy.events import NodeJoined, ObjectivesChanged, RequestCompleted, Tick
 from settings.conductor import DecisionLogSettings

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conductor.decision_log.codec import event_from_json, to_json
 from conductor.errors import ObjectivesError
-from conductor.policy.codec import event_from_json, to_json
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NodeLost, NodeReported, ObjectivesChanged, Progress, RequestCompleted
 from conductor.policy.objectives import (

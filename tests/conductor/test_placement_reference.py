@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from conductor.decision_log.codec import event_from_json, to_json
 from conductor.policy import Conductor, PolicyConfig
-from conductor.policy.codec import event_from_json, to_json
 from conductor.policy.costs import fetch_s, read_s
 from conductor.policy.decisions import Place
 from conductor.policy.events import (

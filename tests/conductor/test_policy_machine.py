@@ -8,15 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from conductor.decision_log.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
 from conductor.decision_log.records import Hashes, Records
 from conductor.policy import Conductor, PolicyConfig
-from conductor.policy.codec import (
-    config_from_json,
-    config_to_json,
-    decision_from_json,
-    event_from_json,
-    to_json,
-)
 from conductor.policy.decisions import Copy, Place, Reject, ReleaseOrphan
 from conductor.policy.events import (
     NS,

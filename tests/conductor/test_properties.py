@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conductor.decision_log.codec import decision_from_json, event_from_json, to_json
 from conductor.policy import Conductor, PolicyConfig
-from conductor.policy.codec import decision_from_json, event_from_json, to_json
 from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import Copy, Place, Reject
 from conductor.policy.events import (
