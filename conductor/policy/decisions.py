@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from conductor.policy.events import NO_QUEUE_KEY, QueueKey
-from conductor.policy.fast_dataclass import fast_dataclass
+from jit.fast_dataclass import fast_dataclass
 
 __all__ = [
     "ColocatedScore",

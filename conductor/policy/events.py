@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.fast_dataclass import fast_dataclass
+from jit.fast_dataclass import fast_dataclass
 
 __all__ = [
     "MOST_NS",

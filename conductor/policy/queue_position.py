@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NS, QueueKey, RequestArrived, to_ns
 from conductor.policy.fairness import OTHERS, Account, Charge, Prices, Shares, Usage, VirtualTime
-from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.kernels import LATEST_NS, prefill_kernels
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.requests import NONE
-from conductor.policy.state import ClusterState
+from conductor.policy.state import ClusterState, PlacementContext
+from jit.fast_dataclass import fast_dataclass
 
 __all__ = [
     "QueuePosition",

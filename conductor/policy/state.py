@@ -11,22 +11,23 @@ from numpy.typing import NDArray
 from conductor.policy.admission.evaluation import AdmissionEvaluation
 from conductor.policy.admission.rule import Margins
 from conductor.policy.costs import MeanDuration, ModelCosts, NodeSlowdowns, TransferCosts
-from conductor.policy.events import NS, CostsGiven
+from conductor.policy.events import NS, CostsGiven, RequestArrived
 from conductor.policy.fairness import Shares
-from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.history import Attainment, PredictionErrors, RequestHistory
 from conductor.policy.kernels import NODE_LOAD, prefill_kernels
 from conductor.policy.lengths import Lengths
-from conductor.policy.nodes import Liveness, NodeTable, unobserved_ns
+from conductor.policy.nodes import Liveness, ModelNodes, NodeTable, unobserved_ns
 from conductor.policy.objectives import ObjectiveBook, configured_record
 from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
 from conductor.policy.roles import ModelSizing, Switching
+from jit.fast_dataclass import fast_dataclass
 from settings.conductor import PolicyConfig
 
 __all__ = [
     "ClusterState",
     "ModelTally",
+    "PlacementContext",
     "Recent",
     "StateView",
 ]
@@ -203,6 +204,19 @@ class ClusterState:
         loads = self.node_loads()
         prefill_kernels().tally(self.requests.records, now_ns, loads)
         return loads
+
+
+@fast_dataclass
+@dataclass(frozen=True, slots=True)
+class PlacementContext:
+    """The request to place at `now_ns`, its model's nodes and costs, and the state of the cluster."""
+
+    now_ns: int
+    state: ClusterState
+    request: RequestArrived
+    model: ModelNodes
+    costs: ModelCosts
+    former: Claim | None  # of an earlier attempt
 
 
 _NEVER = 1 << 62

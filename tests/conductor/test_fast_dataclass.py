@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, asdict, dataclass, field, replace
 
 import pytest
 
-from conductor.policy.fast_dataclass import fast_dataclass
+from jit.fast_dataclass import fast_dataclass
 
 
 @fast_dataclass

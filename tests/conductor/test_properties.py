@@ -31,9 +31,8 @@ from conductor.policy.events import (
     TransferSample,
 )
 from conductor.policy.kernels import PREFILL_CANDIDATE
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.prefill import Prefixes, score_candidates
-from conductor.policy.state import ClusterState
+from conductor.policy.state import ClusterState, PlacementContext
 
 BLOCK = 16
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "both-0")

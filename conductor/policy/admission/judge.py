@@ -12,11 +12,10 @@ from conductor.policy.admission.rule import Forecast, unmet, usable_s
 from conductor.policy.decisions import Reason, Reject
 from conductor.policy.events import DecodeAsked, RequestArrived
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.decode import tbt_now_s, wait_for_tbt_s
 from conductor.policy.placement.plan import PlacementPlan
 from conductor.policy.requests import NONE
-from conductor.policy.state import ClusterState
+from conductor.policy.state import ClusterState, PlacementContext
 from settings.conductor import PolicyConfig
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from conductor.policy.decisions import Reason
 from conductor.policy.events import NS
-from conductor.policy.fast_dataclass import fast_dataclass
+from jit.fast_dataclass import fast_dataclass
 
 __all__ = [
     "Forecast",

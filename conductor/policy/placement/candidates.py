@@ -6,10 +6,10 @@ import numpy as np
 
 from conductor.policy.decisions import Reject
 from conductor.policy.events import NS, RequestArrived
-from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.placement.decode import peak_tokens
 from conductor.policy.state import ClusterState
+from jit.fast_dataclass import fast_dataclass
 
 __all__ = ["FittingNodes", "find_candidates"]
 

@@ -21,14 +21,13 @@ import numpy as np
 from conductor.policy.admission.judge import asks_again
 from conductor.policy.decisions import ColocatedScore, Considered, WhyNot
 from conductor.policy.events import NS, to_ns
-from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import FittingNodes
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.decode import DecodeChoice, peak_tokens, tbt_each_s
 from conductor.policy.placement.plan import DecodePlan, PlacementPlan, considered_in
 from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, score_candidates
-from conductor.policy.state import ClusterState
+from conductor.policy.state import ClusterState, PlacementContext
+from jit.fast_dataclass import fast_dataclass
 
 __all__ = ["COLOCATED_OUTCOMES", "consider_colocated"]
 

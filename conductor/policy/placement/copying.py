@@ -10,10 +10,9 @@ import numpy as np
 
 from conductor.policy.decisions import Copy
 from conductor.policy.nodes import Candidates
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.prefill import PrefillScores, Prefixes
 from conductor.policy.replication import PrefixExtent
-from conductor.policy.state import ClusterState
+from conductor.policy.state import ClusterState, PlacementContext
 
 __all__ = ["copy_after"]
 

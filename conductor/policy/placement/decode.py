@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from conductor.policy.costs import DECODE, ModelCosts
 from conductor.policy.decisions import DecodeScore
 from conductor.policy.events import NS, to_ns
-from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.kernels import NODE_LOAD
 from conductor.policy.lengths import survival
 from conductor.policy.nodes import Candidates
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.requests import NONE, REQUEST
-from conductor.policy.state import ClusterState
+from conductor.policy.state import ClusterState, PlacementContext
 from jit.compiling import compiled_with_gil
+from jit.fast_dataclass import fast_dataclass
 from settings.conductor import AdmissionMode
 from worker.policy import cost_formulas
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from conductor.policy.costs import PREFILL
 from conductor.policy.events import NS
 from conductor.policy.placement.candidates import FittingNodes
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.prefill import PrefillScores
+from conductor.policy.state import PlacementContext
 
 __all__ = ["PrefillGroupPlan", "form_group"]
 

@@ -17,14 +17,13 @@ from conductor.policy.history import JudgedRequest
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import find_candidates
 from conductor.policy.placement.colocated import consider_colocated
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.copying import copy_after
 from conductor.policy.placement.plan import PlacementPlan, extrapolated, make_plan, ttft_with_s
 from conductor.policy.placement.prefill import holders, replicas_used, without_replicas
 from conductor.policy.queue_position import join_queue, reject_endless
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.role_plan import arrived, turned_away
-from conductor.policy.state import ClusterState
+from conductor.policy.state import ClusterState, PlacementContext
 
 __all__ = [
     "book",

@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 
 from conductor.policy.decisions import NOTHING_CONSIDERED, Considered
 from conductor.policy.events import PoolMatches, to_ns
-from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.nodes import Candidates
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import FittingNodes
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.placement.decode import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.placement.grouping import PrefillGroupPlan, form_group, work_at_hand_s
 from conductor.policy.placement.prefill import (
@@ -27,6 +25,8 @@ from conductor.policy.placement.prefill import (
     score_candidates,
 )
 from conductor.policy.queue_position import QueuePosition
+from conductor.policy.state import PlacementContext
+from jit.fast_dataclass import fast_dataclass
 
 __all__ = [
     "DecodePlan",

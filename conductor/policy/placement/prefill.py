@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from conductor.policy.decisions import Holder, PrefillScore
 from conductor.policy.events import PoolMatch, PoolMatches
-from conductor.policy.fast_dataclass import fast_dataclass
 from conductor.policy.kernels import ARRIVAL, MATCH, PREFILL_CANDIDATE, PREFILL_COSTS, prefill_kernels
 from conductor.policy.nodes import Candidates
-from conductor.policy.placement.context import PlacementContext
 from conductor.policy.queue_position import QueuePosition, ordering_key
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE
+from conductor.policy.state import PlacementContext
+from jit.fast_dataclass import fast_dataclass
 
 __all__ = [
     "PrefillChoice",
