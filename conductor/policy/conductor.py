@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from conductor.policy.admission.evaluation import AdmissionEvaluation, RejectedCase
-from conductor.policy.admission.judge import judge_after_prefill
+from conductor.policy.admission import judge_after_prefill, longest_prompts, unmeetable
+from conductor.policy.admission_evaluation import AdmissionEvaluation, RejectedCase
 from conductor.policy.costs import DECODE, PREFILL
 from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink, SwitchRole
 from conductor.policy.events import (
@@ -28,7 +28,6 @@ from conductor.policy.events import (
     clamp_event,
 )
 from conductor.policy.fairness import Account
-from conductor.policy.feasibility import longest_prompts, unmeetable
 from conductor.policy.history import ERROR_BOUNDS, Attainment, PredictionErrors, RequestHistory
 from conductor.policy.kernels import prefill_kernels
 from conductor.policy.objectives import ObjectiveBook, SloRecord, objective_text, record_from_text

@@ -1,7 +1,7 @@
 """Request history and statistics: recent requests, traffic of the last 15 minutes, attainment of objectives, and
 prediction errors.
 
-Operators and `admission.evaluation.preview` read it; placement and admission do not use it. All of it is bounded.
+Operators and `admission_evaluation.preview` read it; placement and admission do not use it. All of it is bounded.
 """
 
 from bisect import bisect_left
@@ -12,7 +12,7 @@ from itertools import islice
 from math import ceil, isfinite, log
 from typing import Any, Final, Literal
 
-from conductor.policy.admission.rule import Forecast
+from conductor.policy.admission_rule import Forecast
 from conductor.policy.decisions import Reason
 from conductor.policy.events import NS, RequestCompleted
 from conductor.policy.objectives import EffectiveObjectives

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.admission.evaluation import AdmissionEvaluation
-from conductor.policy.admission.rule import Margins
+from conductor.policy.admission_evaluation import AdmissionEvaluation
+from conductor.policy.admission_rule import Margins
 from conductor.policy.costs import MeanDuration, ModelCosts, NodeSlowdowns, TransferCosts
 from conductor.policy.events import NS, CostsGiven, RequestArrived
 from conductor.policy.fairness import Shares
@@ -223,7 +223,7 @@ _NEVER = 1 << 62
 
 
 class StateView:
-    """Implementation of `evaluation.ClusterView`; caches per node, so it is valid only while the state is unchanged."""
+    """Implementation of `admission_evaluation.ClusterView`; caches per node, so the state must not change."""
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state

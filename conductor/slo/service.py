@@ -9,7 +9,7 @@ from conductor.config import ConductorConfig
 from conductor.core import Core
 from conductor.errors import ConductorConfigError, ConductorError, ObjectivesError, SharedStoreError, SloConflict
 from conductor.persistence import SharedStoreConnection
-from conductor.policy.admission.evaluation import preview
+from conductor.policy.admission_evaluation import preview
 from conductor.policy.objectives import SloRecord, configured_record, digest, record_text
 from conductor.slo import (
     FileVersions,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
 
-from conductor.policy.admission.evaluation import interval
+from conductor.policy.admission_evaluation import interval
 
 _Z = NormalDist().inv_cdf(0.975)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conductor.policy.admission.evaluation import MAX_OPEN_CASES, interval
-from conductor.policy.admission.judge import LONGEST_RETRY_S, retry_after_s
+from conductor.policy.admission import LONGEST_RETRY_S, retry_after_s
+from conductor.policy.admission_evaluation import MAX_OPEN_CASES, interval
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NS, DecodeAsked, DecodeSample, Held, NodeLost, NodeReported, RequestCompleted, Tick
 from conductor.policy.role_plan import LoadSeries

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from conductor.policy.admission.rule import Margin
+from conductor.policy.admission_rule import Margin
 from conductor.policy.events import NS
 
 

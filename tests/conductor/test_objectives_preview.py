@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from conductor.policy import PolicyConfig
 from conductor.policy import history as past_module
-from conductor.policy.admission.evaluation import preview
-from conductor.policy.admission.rule import Forecast
+from conductor.policy.admission_evaluation import preview
+from conductor.policy.admission_rule import Forecast
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NS, DecodeAsked, NodeJoined, ObjectivesChanged, RequestCompleted
 from conductor.policy.history import JudgedRequest, RequestHistory
@@ -136,7 +136,7 @@ def test_decode_load_that_is_judged_after_the_prefill_is_judged_again_there(pair
 @given(st.lists(st.tuples(st.floats(0.001, 4), st.floats(0, 0.4)), max_size=30), st.floats(0.002, 4))
 def test_the_same_record_changes_nothing_and_every_request_is_counted_once(requests, objective_s):
     """Whatever was predicted, judged by the rule itself and remembered with its answer."""
-    from conductor.policy.admission.rule import unmet
+    from conductor.policy.admission_rule import unmet
     from conductor.policy.objectives import ObjectiveBook
 
     record = parse_record({"cluster": {"ttft": f"{objective_s:.6f}s"}})

@@ -18,7 +18,7 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from conductor.policy.admission.judge import asks_again
+from conductor.policy.admission import asks_again
 from conductor.policy.decisions import ColocatedScore, Considered, WhyNot
 from conductor.policy.events import NS, to_ns
 from conductor.policy.objectives import EffectiveObjectives

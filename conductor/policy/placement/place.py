@@ -7,9 +7,9 @@ evaluation.
 from dataclasses import replace
 from typing import Literal
 
-from conductor.policy.admission.evaluation import RejectedCase
-from conductor.policy.admission.judge import Judgement, asks_again, forecast_of, judge
-from conductor.policy.admission.rule import Forecast
+from conductor.policy.admission import Judgement, asks_again, forecast_of, judge
+from conductor.policy.admission_evaluation import RejectedCase
+from conductor.policy.admission_rule import Forecast
 from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.decisions import Considered, Decision, Place, Reason, Reject
 from conductor.policy.events import RequestArrived, to_ns

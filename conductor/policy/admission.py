@@ -1,17 +1,28 @@
 """Admission: rejects a request if its predicted service misses its objectives, and chooses its Retry-After.
 
-docs/admission.md describes the modes.
+docs/admission.md describes the modes. `unmeetable` and `longest_prompts` examine a record of objectives by the
+predicted costs of an idle cluster; they omit models without measured costs and without a cost profile.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Final, Literal
 from zlib import crc32
 
-from conductor.policy.admission.rule import Forecast, unmet, usable_s
+from conductor.policy.admission_rule import Forecast, unmet, usable_s
+from conductor.policy.costs import DECODE, PREFILL, ModelCosts, prefill_s, tbt_s
 from conductor.policy.decisions import Reason, Reject
 from conductor.policy.events import DecodeAsked, RequestArrived
-from conductor.policy.objectives import EffectiveObjectives
+from conductor.policy.nodes import ModelNodes, NodeTable
+from conductor.policy.objectives import (
+    EffectiveObjectives,
+    Objective,
+    SloClass,
+    SloRecord,
+    TenantSlo,
+    objective_text,
+)
 from conductor.policy.placement.decode import tbt_now_s, wait_for_tbt_s
 from conductor.policy.placement.plan import PlacementPlan
 from conductor.policy.requests import NONE
@@ -25,7 +36,9 @@ __all__ = [
     "forecast_of",
     "judge",
     "judge_after_prefill",
+    "longest_prompts",
     "retry_after_s",
+    "unmeetable",
 ]
 
 
@@ -61,7 +74,7 @@ def forecast_of(state: ClusterState, request: RequestArrived, plan: PlacementPla
 def judge(
     context: PlacementContext, plan: PlacementPlan, forecast: Forecast, objectives: EffectiveObjectives
 ) -> Judgement:
-    """Admit or reject an arriving request by the predictions for its plan and by its objectives (`rule.unmet`).
+    """Admit or reject an arriving request by the predictions for its plan and its objectives (`admission_rule.unmet`).
 
     A request whose client has received tokens is never rejected for load.
     """
@@ -166,3 +179,78 @@ def retry_after_s(request_id: str, attempt: int, wait_s: float) -> float:
     spread = max(1, ceil(_SPREAD * soonest))
     later = crc32(f"{request_id}/{attempt}".encode()) % (spread + 1)
     return float(min(LONGEST_RETRY_S, soonest + later))
+
+
+def unmeetable(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> list[str]:
+    """Return one message per objective in seconds that is below the minimum of all nodes of a served model."""
+    found = []
+    for model, at in _served(nodes, costs):
+        for place, kind, objective in _absolute(record, model):
+            least_s, what = _least(kind, costs[model], at)
+            if objective.seconds < least_s:
+                found.append(
+                    f"{place} is {objective_text(objective)}, and no node of model {model!r} takes less than "
+                    f"{least_s * 1e3:.3g} ms for {what}"
+                )
+    return found
+
+
+def longest_prompts(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> list[str]:
+    """Return one message per TTFT objective in seconds, with the longest prompt for which an idle node meets it."""
+    found = []
+    for model, at in _served(nodes, costs):
+        factor = _least_slowdown(costs[model], PREFILL, at)
+        most = int(at.all_prefill.max_model_len.max(initial=0))
+        for place, kind, objective in _absolute(record, model):
+            if kind == "ttft" and factor:
+                longest = _longest_prompt(objective.seconds / factor, costs[model], most)
+                found.append(
+                    f"{place} is {objective_text(objective)}: an idle node of model {model!r} meets it for up to "
+                    f"{longest} prompt tokens without reuse, of at most {most}"
+                )
+    return found
+
+
+def _served(nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> Iterator[tuple[str, ModelNodes]]:
+    for model in sorted(costs):
+        at = nodes.model(model)
+        if at is not None:
+            yield model, at
+
+
+def _absolute(record: SloRecord, model: str) -> Iterator[tuple[str, str, Objective]]:
+    """Yield (place in the record, kind, objective) of all objectives in seconds that may apply to the model."""
+    others: dict[str, SloClass | TenantSlo] = {
+        **{f"classes.{name}": one for name, one in sorted(record.classes.items())},
+        **{f"tenants.{name}": one for name, one in sorted(record.tenants.items())},
+    }
+    for kind in ("ttft", "tbt"):
+        own = getattr(record.models.get(model), kind, None)
+        first = {f"models.{model}": own} if own is not None else {"cluster": getattr(record.cluster, kind)}
+        for place, objective in (first | {place: getattr(one, kind) for place, one in others.items()}).items():
+            if objective is not None and objective.seconds:
+                yield f"{place}.{kind}", kind, objective
+
+
+def _least(kind: str, costs: ModelCosts, at: ModelNodes) -> tuple[float, str]:
+    """Return the minimum in seconds, and the work that it is for; 0 s while nothing was measured."""
+    if kind == "ttft":
+        return prefill_s(*costs.prefill, 1, 0) * _least_slowdown(costs, PREFILL, at), "even a prompt of one new token"
+    return tbt_s(*costs.decode, 1, 1, 1) * _least_slowdown(costs, DECODE, at), "even a batch of one"
+
+
+def _least_slowdown(costs: ModelCosts, kind: int, at: ModelNodes) -> float:
+    """Return the smallest slowdown factor of the model's nodes; 0 while nothing was measured."""
+    most, candidates = (costs.prefill_most, at.all_prefill) if kind == PREFILL else (costs.decode_most, at.all_decode)
+    if not most[0]:
+        return 0.0
+    slots = candidates.slots if len(candidates) else at.all_prefill.slots
+    return float(costs.slowdowns.factors[kind, slots].min(initial=1.0))
+
+
+def _longest_prompt(seconds: float, costs: ModelCosts, most: int) -> int:
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if prefill_s(*costs.prefill, middle, 0) <= seconds else (low, middle - 1)
+    return low

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final, Literal, Protocol
 
-from conductor.policy.admission.rule import unmet, usable_s
+from conductor.policy.admission_rule import unmet, usable_s
 from conductor.policy.decisions import Reason
 from conductor.policy.events import NS, NodeReported, RequestCompleted
 from conductor.policy.history import JudgedRequest, RequestHistory

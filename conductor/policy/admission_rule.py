@@ -1,6 +1,7 @@
 """The admission rule, which compares a request's predictions with its objectives, and the margins that it applies.
 
-`judge` applies the rule to arriving requests, `evaluation.preview` to past ones with other objectives.
+`admission.judge` applies the rule to arriving requests; `admission_evaluation.preview` to past ones, with other
+objectives.
 
 A prediction is an expected value: if requests were admitted up to the objective itself, half of them would miss it,
 and more as later requests share the node. A margin is the share of the objective by which predictions must stay below
