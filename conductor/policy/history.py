@@ -305,15 +305,15 @@ class Attainment:
     """
 
     def __init__(
-        self, is_named: Callable[[str], bool], tell: Callable[[str, str, Mapping[str, Result]], None] | None = None
+        self, is_named: Callable[[str], bool], on_result: Callable[[str, str, Mapping[str, Result]], None] | None = None
     ) -> None:
         """Start with empty counts.
 
-        Tenants for which `is_named` returns True always have a label of their own. `tell(model, class, results)` is
-        called for each request.
+        Tenants for which `is_named` returns True always have a label of their own. `on_result(model, class, results)`
+        is called for each request.
         """
         self._is_named = is_named
-        self._tell = tell
+        self._on_result = on_result
         self._tenants: set[str] = set()
         self._by_class: Counter[tuple[str, str, str, Result]] = Counter()
         self._by_tenant: Counter[tuple[str, str, Result]] = Counter()
@@ -349,8 +349,8 @@ class Attainment:
     def _count(self, model: str, tenant: str, slo_class: str, results: dict[str, Result], whole: Result) -> None:
         label = self._label(tenant)
         results["all"] = whole
-        if self._tell is not None:
-            self._tell(model, slo_class, results)
+        if self._on_result is not None:
+            self._on_result(model, slo_class, results)
         for objective, result in results.items():
             self._by_class[model, slo_class, objective, result] += 1
             self._by_tenant[label, objective, result] += 1

@@ -251,14 +251,14 @@ def parse_record(value: Any) -> SloRecord:
 
     Raises ObjectivesError, which names the place in the record and the expected value.
     """
-    said = _mapping({} if value is None else value, "the record", ("cluster", "models", "classes", "tenants"), _REST)
+    fields = _mapping({} if value is None else value, "the record", ("cluster", "models", "classes", "tenants"), _REST)
     record = SloRecord(
-        cluster=_scope(said.get("cluster"), "cluster"),
-        models=_named(said, "models", _NAME, _scope),
-        classes=_named(said, "classes", _CLASS_NAME, _slo_class),
-        tenants=_named(said, "tenants", _NAME, _tenant),
-        default_class=_text(said.get("default_class", ""), "default_class"),
-        headers=_rule(said.get("headers", "any"), "headers"),
+        cluster=_scope(fields.get("cluster"), "cluster"),
+        models=_named(fields, "models", _NAME, _scope),
+        classes=_named(fields, "classes", _CLASS_NAME, _slo_class),
+        tenants=_named(fields, "tenants", _NAME, _tenant),
+        default_class=_text(fields.get("default_class", ""), "default_class"),
+        headers=_rule(fields.get("headers", "any"), "headers"),
     )
     wanted = {"default_class": record.default_class}
     wanted |= {f"tenants.{name}.class": tenant.slo_class for name, tenant in record.tenants.items()}
@@ -328,14 +328,14 @@ def _mapping(value: Any, where: str, *known: tuple[str, ...]) -> Mapping[str, An
     return value
 
 
-def _named(said: Mapping[str, Any], key: str, names: re.Pattern[str], parse: Callable[[Any, str], T]) -> dict[str, T]:
-    value = said.get(key)
+def _named(fields: Mapping[str, Any], key: str, names: re.Pattern[str], parse: Callable[[Any, str], T]) -> dict[str, T]:
+    value = fields.get(key)
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ObjectivesError(f"{key} is {_shown(value)}: expected a mapping from names")
+        raise ObjectivesError(f"{key} is {_shown(value)}: expected a mapping with names as keys")
     if len(value) > _MOST[key]:
-        raise ObjectivesError(f"{key} has {len(value)} entries: at most {_MOST[key]} are kept")
+        raise ObjectivesError(f"{key} has {len(value)} entries: at most {_MOST[key]} are allowed")
     for name in value:
         if not isinstance(name, str) or not names.fullmatch(name):
             quoted = "; YAML takes digits alone for a number: quote it" if isinstance(name, int) else ""
@@ -344,36 +344,36 @@ def _named(said: Mapping[str, Any], key: str, names: re.Pattern[str], parse: Cal
 
 
 def _scope(value: Any, where: str) -> Scope:
-    said = _mapping({} if value is None else value, where, _KINDS)
-    return Scope(**_objectives(said, where))
+    fields = _mapping({} if value is None else value, where, _KINDS)
+    return Scope(**_objectives(fields, where))
 
 
 def _slo_class(value: Any, where: str) -> SloClass:
-    said = _mapping({} if value is None else value, where, _KINDS, ("priority",))
-    priority = said.get("priority", 0)
+    fields = _mapping({} if value is None else value, where, _KINDS, ("priority",))
+    priority = fields.get("priority", 0)
     if type(priority) is not int or not abs(priority) <= _LARGEST_PRIORITY:
         raise ObjectivesError(
-            f"{where}.priority is {_shown(priority)}: expected a whole number from -{_LARGEST_PRIORITY} to "
+            f"{where}.priority is {_shown(priority)}: expected an integer from -{_LARGEST_PRIORITY} to "
             f"{_LARGEST_PRIORITY}; the lowest goes first"
         )
-    return SloClass(**_objectives(said, where), priority=priority)
+    return SloClass(**_objectives(fields, where), priority=priority)
 
 
 def _tenant(value: Any, where: str) -> TenantSlo:
-    said = _mapping({} if value is None else value, where, _KINDS, ("class", "headers", "weight"))
+    fields = _mapping({} if value is None else value, where, _KINDS, ("class", "headers", "weight"))
     return TenantSlo(
-        **_objectives(said, where),
-        slo_class=_text(said.get("class", ""), f"{where}.class"),
-        headers=_rule(said["headers"], f"{where}.headers") if said.get("headers") is not None else None,
-        weight=_weight(said.get("weight", 1), f"{where}.weight"),
+        **_objectives(fields, where),
+        slo_class=_text(fields.get("class", ""), f"{where}.class"),
+        headers=_rule(fields["headers"], f"{where}.headers") if fields.get("headers") is not None else None,
+        weight=_weight(fields.get("weight", 1), f"{where}.weight"),
     )
 
 
 _KINDS = ("ttft", "tbt")
 
 
-def _objectives(said: Mapping[str, Any], where: str) -> dict[str, Objective | None]:
-    return {kind: _objective(said.get(kind), kind, f"{where}.{kind}") for kind in _KINDS}
+def _objectives(fields: Mapping[str, Any], where: str) -> dict[str, Objective | None]:
+    return {kind: _objective(fields.get(kind), kind, f"{where}.{kind}") for kind in _KINDS}
 
 
 def _objective(value: Any, kind: str, where: str) -> Objective | None:
@@ -445,7 +445,7 @@ def _text(value: Any, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ObjectivesError(f"{where} is {_shown(value)}: expected a text")
+        raise ObjectivesError(f"{where} is {_shown(value)}: expected a string")
     return value
 
 
