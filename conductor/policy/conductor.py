@@ -86,7 +86,7 @@ class Conductor:
                     lose_node(now_ns, state, known)
                 state.nodes.add(node)
                 state.slowdowns.make_room(state.nodes.num_slots)
-                state.hear(node.node_id, now_ns)
+                state.mark_alive(node.node_id, now_ns)
                 if node.role != "pool":
                     state.costs_of(node.model)
                     self._compare(node)

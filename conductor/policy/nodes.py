@@ -261,7 +261,7 @@ class Liveness:
 
     def __init__(self, timeout_ns: int) -> None:
         self._timeout_ns = timeout_ns
-        self._heard_ns: dict[str, int] = {}  # time of the last report, oldest first, without suspects
+        self._reported_ns: dict[str, int] = {}  # time of the last report, oldest first, without suspects
         self._now_ns: int | None = None
         self.suspects: frozenset[str] = frozenset()
 
@@ -269,28 +269,30 @@ class Liveness:
         """Advance to `now_ns`; return the nodes that have just become suspect."""
         if not self._timeout_ns:
             return frozenset()
-        unheard_ns = 0 if self._now_ns is None else unobserved_ns(self._now_ns, now_ns, self._timeout_ns)
+        unobserved = 0 if self._now_ns is None else unobserved_ns(self._now_ns, now_ns, self._timeout_ns)
         self._now_ns = now_ns
-        if unheard_ns:
-            self._heard_ns = {node_id: heard_ns + unheard_ns for node_id, heard_ns in self._heard_ns.items()}
+        if unobserved:
+            self._reported_ns = {
+                node_id: reported_ns + unobserved for node_id, reported_ns in self._reported_ns.items()
+            }
         silent = []
-        for node_id, heard_ns in self._heard_ns.items():
-            if now_ns - heard_ns <= self._timeout_ns:
+        for node_id, reported_ns in self._reported_ns.items():
+            if now_ns - reported_ns <= self._timeout_ns:
                 break
             silent.append(node_id)
         for node_id in silent:
-            del self._heard_ns[node_id]
+            del self._reported_ns[node_id]
         if silent:
             self.suspects |= frozenset(silent)
         return frozenset(silent)
 
-    def hear(self, node_id: str, now_ns: int) -> None:
+    def mark_alive(self, node_id: str, now_ns: int) -> None:
         """Record that the node joined or reported; it is no longer suspect."""
         self.forget(node_id)
-        self._heard_ns[node_id] = now_ns
+        self._reported_ns[node_id] = now_ns
 
     def forget(self, node_id: str) -> None:
         """Remove a node that has left."""
-        self._heard_ns.pop(node_id, None)
+        self._reported_ns.pop(node_id, None)
         if node_id in self.suspects:
             self.suspects -= {node_id}

@@ -130,7 +130,7 @@ def report(now_ns: int, state: ClusterState, event: NodeReported) -> None:
     node = state.nodes.get(event.node_id)
     if node is None:
         return
-    state.hear(node.node_id, now_ns)
+    state.mark_alive(node.node_id, now_ns)
     state.nodes.set_draining(node.node_id, event.draining)
     event = learn(state, node, event)
     if node.role == "pool":

@@ -74,7 +74,7 @@ def plan_roles(now_ns: int, state: ClusterState) -> list[SwitchRole]:
         prefill = np.flatnonzero(~model.prefill.is_aggregated)
         if not len(prefill) or not len(model.decode) or not switching.demand.answers:
             continue  # the demand for decode is unknown until an answer has ended
-        switch = switching.look(now_ns, _split(now_ns, state, name, model, switching.demand, len(prefill)))
+        switch = switching.update(now_ns, _split(now_ns, state, name, model, switching.demand, len(prefill)))
         if switch is not None:
             nodes = model.prefill if switch.to == "decode" else model.decode
             among = prefill if switch.to == "decode" else np.arange(len(nodes))
@@ -94,7 +94,7 @@ def plan_sizes(now_ns: int, state: ClusterState) -> None:
         if sizing is None:
             sizing = ModelSizing(round(config.size_grow_hold_s * NS), round(config.size_shrink_hold_s * NS))
             state.sizing[name] = sizing
-        sizing.look(now_ns, _role_loads(now_ns, state, name, model))
+        sizing.update(now_ns, _role_loads(now_ns, state, name, model))
 
 
 def _role_loads(now_ns: int, state: ClusterState, name: str, model: ModelNodes) -> dict[str, RoleLoad]:

@@ -158,7 +158,7 @@ class Switching:
     _since_ns: int = 0
     _resting_until_ns: int | None = None
 
-    def look(self, now_ns: int, split: Split) -> Switch | None:
+    def update(self, now_ns: int, split: Split) -> Switch | None:
         """Return the change that is due now, if any; call this regularly."""
         to = better_split(split)
         if to != self._wanted:
@@ -206,7 +206,7 @@ class Sizing:
     _since_ns: int = 0  # since when more, or fewer, nodes have been needed without interruption
     _bound: int = 0  # minimum number needed since then (of more), or maximum (of fewer); 0: no change is pending
 
-    def look(self, now_ns: int, load: RoleLoad) -> int | None:
+    def update(self, now_ns: int, load: RoleLoad) -> int | None:
         """Return the number of nodes that the role should have now, at least 1; None if nothing is known yet."""
         if load.busy is None:  # demand is unknown: keep the present number
             self.wanted = load.nodes or self.wanted
@@ -255,8 +255,8 @@ class ModelSizing:
     shrink_ns: int
     roles: dict[str, Sizing] = field(default_factory=dict)
 
-    def look(self, now_ns: int, loads: Mapping[str, RoleLoad]) -> None:
+    def update(self, now_ns: int, loads: Mapping[str, RoleLoad]) -> None:
         """Update the sizing of each role in `loads`; roles that are not in it are dropped."""
         self.roles = {role: self.roles.get(role) or Sizing(self.grow_ns, self.shrink_ns) for role in loads}
         for role, load in loads.items():
-            self.roles[role].look(now_ns, load)
+            self.roles[role].update(now_ns, load)

@@ -154,16 +154,16 @@ class ClusterState:
         Time in which the conductor itself was stalled counts neither for nodes nor for orphaned requests.
         """
         before_ns, self._now_ns = self._now_ns if self._now_ns is not None else now_ns, now_ns
-        if unheard_ns := unobserved_ns(before_ns, now_ns, self._orphan_timeout_ns):
-            self.requests.column("seen_ns")[:] += unheard_ns
+        if unobserved := unobserved_ns(before_ns, now_ns, self._orphan_timeout_ns):
+            self.requests.column("seen_ns")[:] += unobserved
         self.history.traffic.pass_time(now_ns)
         if silent := self.liveness.pass_time(now_ns):
             self.counts["suspected"] += len(silent)
             self.nodes.set_suspects(self.liveness.suspects)
 
-    def hear(self, node_id: str, now_ns: int) -> None:
+    def mark_alive(self, node_id: str, now_ns: int) -> None:
         """Record that a joined node is alive."""
-        self.liveness.hear(node_id, now_ns)
+        self.liveness.mark_alive(node_id, now_ns)
         self.nodes.set_suspects(self.liveness.suspects)
 
     def forget_node(self, node_id: str) -> None:

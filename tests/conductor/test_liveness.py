@@ -143,7 +143,7 @@ def test_exactly_those_silent_for_longer_than_the_timeout_are_suspect(steps):
     for gap, node_id in steps:
         now += gap
         liveness.pass_time(now)
-        liveness.hear(node_id, now)
+        liveness.mark_alive(node_id, now)
         heard[node_id] = now
         assert liveness.suspects == {other for other, at in heard.items() if now - at > 9}
 

@@ -51,14 +51,14 @@ def test_nothing_changes_where_there_is_time_to_spare_or_nothing_to_give() -> No
 
 def test_a_wish_must_last_and_rests_once_it_was_granted() -> None:
     model = switching()
-    told = [model.look(second * NS, PRESSED) is not None for second in range(200)]
+    told = [model.update(second * NS, PRESSED) is not None for second in range(200)]
     assert [second for second, said in enumerate(told) if said] == [30, 150]
 
 
 def test_a_wish_that_was_given_up_begins_anew() -> None:
     model, calm = switching(), Split(2, 6, 0.1, 0.1)
     for second in range(100):
-        assert model.look(second * NS, calm if second % 25 == 24 else PRESSED) is None
+        assert model.update(second * NS, calm if second % 25 == 24 else PRESSED) is None
 
 
 def test_demand_is_what_arrives_per_second_and_fades() -> None:

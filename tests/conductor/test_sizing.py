@@ -37,7 +37,7 @@ def test_no_wish_goes_beyond_what_was_needed_or_below_what_was_enough(
     for pause_s, load in looks:
         now_s += pause_s
         before = own.wanted
-        wanted = own.look(now_s * NS, RoleLoad(nodes, load))
+        wanted = own.update(now_s * NS, RoleLoad(nodes, load))
         need, enough = node_counts(load)
         assert wanted is not None
         if before is not None and wanted > before:
@@ -51,7 +51,7 @@ def test_no_wish_goes_beyond_what_was_needed_or_below_what_was_enough(
 @given(busy, st.integers(1, 30))
 def test_a_steady_demand_is_met_and_then_nothing_changes(load: float, nodes: int) -> None:
     own = sizing()
-    wishes = [own.look(second * NS, RoleLoad(nodes, load)) for second in range(700)]
+    wishes = [own.update(second * NS, RoleLoad(nodes, load)) for second in range(700)]
     need, enough = node_counts(load)
     assert wishes[-1] is not None
     assert need <= wishes[-1] <= max(enough, need)
@@ -60,26 +60,26 @@ def test_a_steady_demand_is_met_and_then_nothing_changes(load: float, nodes: int
 
 def test_more_are_wanted_after_a_moment_and_fewer_after_long() -> None:
     own = sizing()
-    assert own.look(0, RoleLoad(2, 1.0)) == 2
-    up = [own.look(second * NS, RoleLoad(2, 3.4)) for second in range(1, 40)]
+    assert own.update(0, RoleLoad(2, 1.0)) == 2
+    up = [own.update(second * NS, RoleLoad(2, 3.4)) for second in range(1, 40)]
     assert up.index(5) == GROW_S
-    down = [own.look((40 + second) * NS, RoleLoad(5, 0.3)) for second in range(400)]
+    down = [own.update((40 + second) * NS, RoleLoad(5, 0.3)) for second in range(400)]
     assert down.index(1) == SHRINK_S
 
 
 def test_a_peak_within_the_hold_counts_and_a_dip_begins_it_anew() -> None:
     own = sizing()
-    own.look(0, RoleLoad(8, 5.0))
-    told = [own.look(second * NS, RoleLoad(8, 2.0 if second == 150 else 0.3)) for second in range(1, 302)]
+    own.update(0, RoleLoad(8, 5.0))
+    told = [own.update(second * NS, RoleLoad(8, 2.0 if second == 150 else 0.3)) for second in range(1, 302)]
     assert told[-1] == 4  # the most that was enough meanwhile
-    dips = [own.look((400 + second) * NS, RoleLoad(4, 0.3 if second % 10 == 9 else 9.0)) for second in range(100)]
+    dips = [own.update((400 + second) * NS, RoleLoad(4, 0.3 if second % 10 == 9 else 9.0)) for second in range(100)]
     assert set(dips) == {4}
 
 
 def test_without_a_known_demand_those_that_are_there_are_wanted() -> None:
     own = sizing()
-    assert own.look(0, RoleLoad(0, None)) is None
-    assert [own.look(1, RoleLoad(count, None)) for count in (1, 3, 0)] == [1, 3, 3]
+    assert own.update(0, RoleLoad(0, None)) is None
+    assert [own.update(1, RoleLoad(count, None)) for count in (1, 3, 0)] == [1, 3, 3]
 
 
 def drive(c: Any, make: Any, seconds: int, *, answer: int = 2) -> dict[str, int]:
