@@ -225,5 +225,5 @@ def test_the_record_of_objectives_gives_tenants_their_weights() -> None:
 
 @pytest.mark.parametrize("weight", [0, -1, 101, True, "3", float("nan")])
 def test_an_absurd_weight_is_refused_by_name(weight: object) -> None:
-    with pytest.raises(ObjectivesError, match=r"tenants\.a\.weight is .*: expected a share from 0\.01 to 100"):
+    with pytest.raises(ObjectivesError, match=r"tenants\.a\.weight is .*: expected a number from 0\.01 to 100"):
         parse_record({"tenants": {"a": {"weight": weight}}})
