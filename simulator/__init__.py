@@ -1,1 +1,1 @@
-"""Simulation under virtual time that drives the cluster's own policy classes; it never copies a policy."""
+"""Simulation under virtual time that runs the cluster's own policy classes rather than copies of them."""

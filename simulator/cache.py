@@ -1,10 +1,10 @@
 """Cache simulation: hit rates of one block pool over a whole trace, under the live pool's policies and Belady's limit.
 
-A prompt is looked up first: its leading run of present blocks is the hit. Then the run's blocks are used in order, and
-missing blocks are stored in order, each replacing a block that the policy evicts.
+A prompt is looked up first; its leading present blocks are the hits. They are marked as used in order, and the missing
+blocks are stored in order, each replacing a block that the policy evicts.
 
-Source of the limit: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966, with bypass: a
-block is stored only if it is used again before every block that it could replace.
+The limit is Belady's algorithm ("A study of replacement algorithms for a virtual-storage computer", 1966) with bypass:
+a block is stored only if it is used again before at least one of the blocks that it could replace.
 """
 
 import heapq
@@ -25,8 +25,8 @@ _MS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Blocks of one prompt. `blocks`: equal numbers have an equal prefix; `last_tokens`: of a partial last block, 0 =
-    full."""
+    """Blocks of one prompt. `blocks`: equal numbers mean equal prefixes; `last_tokens`: tokens of a partial last block,
+    0 if it is full."""
 
     now_ns: int
     blocks: tuple[int, ...]
@@ -43,12 +43,12 @@ class ChainedTrace:
 
     @cached_property
     def num_references(self) -> int:
-        """Return the number of blocks of all prompts."""
+        """Total number of blocks of all prompts."""
         return sum(len(chain.blocks) for chain in self.chains)
 
 
 def chained(trace: Trace) -> ChainedTrace:
-    """Number the blocks of `trace` by their whole prefix: the same id after another predecessor is another block."""
+    """Number the blocks of `trace` by their whole prefix: the same id after a different predecessor is a new block."""
     numbers: dict[tuple[int, int], int] = {}
     chains = []
     for row in trace:
@@ -74,8 +74,8 @@ class BeladyRun:
 def run_belady(trace: ChainedTrace, capacity: int) -> BeladyRun:
     """Run the whole trace through a pool of `capacity` blocks.
 
-    Evicts the block with the furthest next use, and among one prompt's blocks the deepest. A block's next use is never
-    later than that of the blocks that follow it, so no prefix loses its beginning first.
+    Evicts the block with the furthest next use, and the deepest of one prompt's blocks. A block's next use is never
+    later than that of its successors, so successors are evicted first.
     """
     next_requests = _next_requests(trace)
     never = len(trace.chains)
@@ -130,7 +130,7 @@ _PROGRESS_EVERY = 500
 
 @dataclass(frozen=True, slots=True)
 class CacheRun:
-    """Hits of a pool of `capacity` blocks on a trace. The halves are of the requests, in one run."""
+    """Hits of a pool of `capacity` blocks on a trace. The halves split the requests of the same run."""
 
     policy: str
     capacity: int
@@ -165,12 +165,12 @@ def simulate_cache(
 ) -> CacheRun:
     """Run the whole trace through a new pool of `capacity` blocks.
 
-    `leaf_first` None: the policy's default, which is leaf first for Moonpool's and unrestricted for the literature's;
-    Belady's keeps prefixes whole by itself. `progress(num_done)` is called after requests. Raises BadSetting,
-    PoolConfigError.
+    `leaf_first` None: the policy's default, which is True for Moonpool's policy and False for those of the literature.
+    Belady's algorithm evicts successors first in any case. `progress(num_done)` is called periodically with the number
+    of requests. Raises BadSetting, PoolConfigError.
     """
     if capacity < 1:
-        raise BadSetting(f"a capacity of {capacity} blocks holds nothing; give at least 1")
+        raise BadSetting(f"the capacity must be at least 1 block, got {capacity}")
     began = time.perf_counter()
     if policy == BELADY:
         leaf_first = True

@@ -16,8 +16,10 @@ from simulator.errors import BadSetting
 
 
 def cache_table(runs: Sequence[CacheRun], source: str) -> Group:
-    """Return a table: for one capacity a row per policy with all figures, for several a row per capacity. The best
-    policies are bold."""
+    """Return a table of hit rates: a row per policy for a single capacity, else a row per capacity.
+
+    The best policy of each capacity is bold.
+    """
     capacities = list(dict.fromkeys(run.capacity for run in runs))
     best = {
         capacity: max((run.hit_rate for run in runs if run.capacity == capacity and run.policy != BELADY), default=0.0)
@@ -86,11 +88,11 @@ _STYLE: Final[dict[Any, Any]] = {
 
 
 def check_plot_path(path: Path) -> None:
-    """Raise BadSetting if no plot could be written to the path; called before the simulation."""
+    """Raise BadSetting if a plot cannot be written to the path; called before the simulation."""
     if path.suffix not in _SUFFIXES:
-        raise BadSetting(f"cannot draw {path}: the name must end in one of {', '.join(_SUFFIXES)}")
+        raise BadSetting(f"cannot write the plot {path}: the name must end in one of {', '.join(_SUFFIXES)}")
     if not path.parent.is_dir():
-        raise BadSetting(f"cannot draw {path}: there is no folder {path.parent}")
+        raise BadSetting(f"cannot write the plot {path}: the folder {path.parent} does not exist")
 
 
 def plot_runs(runs: Sequence[CacheRun], source: str, path: Path) -> None:
@@ -119,7 +121,7 @@ def plot_runs(runs: Sequence[CacheRun], source: str, path: Path) -> None:
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         except OSError as error:
-            raise BadSetting(f"cannot draw {path}: {error.strerror or error}") from error
+            raise BadSetting(f"cannot write the plot {path}: {error.strerror or error}") from error
 
 
 def _apart(capacities: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from simulator.dialogues import Dialogue, DialogueSettings, Routing, make_dialog
 from simulator.pool import SimulatedPool
 
 BlockKey = tuple[int, int, int]
-"""(dialogue, or -1 - persona; place in the chain; 0, or the tokens of a partial block)."""
+"""(owner, index in the chain, tokens). The owner is the dialogue, or -1 - persona; tokens are 0 for a full block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,10 @@ class _Tail:
 
 
 class SimulatedServer:
-    """One server: a pool node's memory and its workers' queue. Turns run one after the other; a turn's blocks are
-    stored as soon as it is placed."""
+    """One server: a pool node's memory and the queue of its workers.
+
+    Turns run one at a time; a turn's blocks are stored as soon as it is placed.
+    """
 
     def __init__(self, settings: DialogueSettings) -> None:
         self.turns = 0
@@ -35,15 +37,14 @@ class SimulatedServer:
         self.pool = SimulatedPool(make_policy(settings.policy, settings.capacity), settings.capacity, leaf_first=True)
         self._settings = settings
         self._free_at_s = 0.0
-        self._tails: dict[int, _Tail] = {}  # by dialogue, the last one stored here
+        self._tails: dict[int, _Tail] = {}  # the last partial block stored here, by dialogue
 
     def queue_s(self, now_s: float) -> float:
-        """Return the wait of a turn that would arrive now, in seconds."""
+        """Return the queueing delay in seconds of a turn that arrives now."""
         return max(0.0, self._free_at_s - now_s)
 
     def held(self, chain: Sequence[BlockKey]) -> int:
-        """Return the number of leading blocks held. Looks at few blocks, since no block is held without its
-        predecessors."""
+        """Return the number of leading blocks held, by binary search: no block is held without its predecessors."""
         low, high = 0, len(chain)
         while low < high:
             middle = (low + high) // 2
@@ -54,7 +55,7 @@ class SimulatedServer:
         return low
 
     def reuse(self, dialogue: int, chain: Sequence[BlockKey], use: Use) -> int:
-        """Use the held blocks of a prompt with full blocks `chain`. Return the prompt tokens saved."""
+        """Mark the held blocks of a prompt with full blocks `chain` as used. Return the prompt tokens reused."""
         found = self.pool.look_up(chain, use)
         tail = self._tails.get(dialogue)
         if tail is not None and tail.place == found and tail.key in self.pool.present:
@@ -63,7 +64,7 @@ class SimulatedServer:
         return found * self._settings.block_tokens
 
     def keep(self, dialogue: int, chain: Sequence[BlockKey], tail_tokens: int, use: Use) -> None:
-        """Store prompt and answer: full blocks `chain` and a tail, which replaces the dialogue's earlier tail."""
+        """Store prompt and answer: full blocks `chain` and a partial block, replacing the dialogue's earlier one."""
         old = self._tails.pop(dialogue, None)
         if old is not None:
             self.pool.remove(old.key)
@@ -76,7 +77,7 @@ class SimulatedServer:
             self.pool.store(chain, start, use)
 
     def work(self, now_s: float, prefill_tokens: int, decode_tokens: int) -> float:
-        """Enqueue a turn. Return the time when its answer is complete."""
+        """Enqueue a turn and return the completion time of its answer in seconds."""
         work_s = (
             prefill_tokens / self._settings.prefill_tokens_per_s + decode_tokens / self._settings.decode_tokens_per_s
         )
@@ -91,7 +92,7 @@ _PROGRESS_EVERY = 2_000
 
 @dataclass(frozen=True, slots=True)
 class DialogueRun:
-    """Result of one run; tokens and blocks are totals of all servers and turns."""
+    """Result of one run; tokens and blocks are totals over all servers and turns."""
 
     routing: str
     policy: str
@@ -102,19 +103,19 @@ class DialogueRun:
     prompt_tokens: int
     reused_tokens: int
     reused: float
-    """Reused over prompt tokens."""
+    """Reused tokens over prompt tokens."""
     reused_limit: float
-    """The same if everything that ever had KV were there: what is left are each turn's new tokens."""
+    """The same with unlimited memory, where only each turn's new tokens are computed."""
     moved_turns: int
-    """Turns at another server than the dialogue's last one."""
+    """Turns served by a different server than the dialogue's previous turn."""
     evicted_blocks: int
     blocks_held: int
-    """What all servers hold together."""
+    """Total capacity of all servers in blocks."""
     blocks_made: int
     """Full blocks of all dialogues at their ends, each counted once."""
     turns_per_server: tuple[int, ...]
     busy_balance: float
-    """Working time of the busiest server over the mean."""
+    """Busy time of the busiest server over the mean."""
     mean_wait_s: float
     simulated_hours: float
     seconds: float
@@ -140,7 +141,7 @@ class _Talk:
 
 
 class _Router:
-    """Chooses a server for each turn."""
+    """Router of turns to servers."""
 
     def __init__(self, settings: DialogueSettings, servers: Sequence[SimulatedServer]) -> None:
         self._settings = settings
@@ -157,7 +158,7 @@ class _Router:
             return self._servers[self._turns % len(self._servers)]
         shortest = min(server.queue_s(now_s) for server in self._servers)
         near = [server for server in self._servers if server.queue_s(now_s) <= shortest + self._settings.balance_s]
-        # Of servers that have equally much, the one with the shortest queue, and of those the one with the least done.
+        # Ties are broken by the shortest queue, then by the least busy time.
         return max(near, key=lambda server: (server.held(chain), -server.queue_s(now_s), -server.busy_s))
 
 
@@ -227,8 +228,8 @@ def simulate_dialogues(
 
 _ROWS: tuple[tuple[str, Callable[[DialogueRun], str]], ...] = (
     ("prompt tokens reused", lambda run: f"{run.reused:.2%}"),
-    ("at most", lambda run: f"{run.reused_limit:.2%}"),
-    ("turns at another server than before", lambda run: f"{run.moved_turns / run.turns:.1%}"),
+    ("limit with unlimited memory", lambda run: f"{run.reused_limit:.2%}"),
+    ("turns moved to another server", lambda run: f"{run.moved_turns / run.turns:.1%}"),
     ("mean wait in the queue", lambda run: f"{run.mean_wait_s:.2f} s"),
     ("busiest server over the mean", lambda run: f"{run.busy_balance:.2f}"),
     ("blocks evicted", lambda run: f"{run.evicted_blocks:,}"),
@@ -240,7 +241,7 @@ def dialogue_table(runs: Sequence[DialogueRun]) -> Group:
     one = runs[0]
     title = Text(
         f"{one.dialogues:,} dialogues, {one.turns:,} turns, {one.mean_history_messages:.0f} messages before a turn\n"
-        f"{len(one.turns_per_server)} servers hold {one.blocks_held / one.blocks_made:.0%} of what the dialogues make",
+        f"{len(one.turns_per_server)} servers hold {one.blocks_held / one.blocks_made:.0%} of the dialogues' blocks",
         style="bold",
     )
     table = Table()

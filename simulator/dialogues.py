@@ -19,7 +19,7 @@ class Routing(enum.StrEnum):
     """Routing of turns to servers."""
 
     STICKY = "sticky"
-    """Where most of the dialogue's KV is, unless the queue there is longer than the shortest by more than a bound."""
+    """To the server with most of the dialogue's KV, unless its queue exceeds the shortest by more than `balance_s`."""
     RANDOM = "random"
     ROUND_ROBIN = "round-robin"
 
@@ -30,35 +30,35 @@ class DialogueSettings:
 
     dialogues: int = 2_000
     mean_history_messages: float = 180.0
-    """Messages (questions and answers) before a turn's question in its dialogue, mean over the turns of all."""
+    """Messages (questions and answers) before a turn's question in its dialogue, mean over all turns."""
     seed: int = 0
     start_hours: float = 8.0
-    """Dialogues begin at even chance in this time."""
+    """Dialogues start at uniformly random times in this period."""
     personas: int = 100
-    """Different beginnings (a character's description), shared by dialogues; the n-th is chosen with weight 1/n."""
+    """Distinct shared beginnings of dialogues (a character's description); the n-th is chosen with weight 1/n."""
     persona_tokens: float = 300.0
     question_tokens: float = 15.0
     answer_tokens: float = 50.0
-    """Means of log-normal lengths."""
+    """Mean length; lengths are log-normal, like those of personas and questions."""
     think_s: float = 30.0
     """Mean time from an answer's end to the next question, log-normal."""
     break_share: float = 0.02
-    """Share of questions that come after a break instead."""
+    """Fraction of questions that follow a break instead."""
     break_s: float = 3_000.0
-    """Its mean, log-normal."""
+    """Mean duration of a break, log-normal."""
     servers: int = 8
     capacity: int = 2_500
-    """Blocks that each server's pool holds."""
+    """Capacity of each server's pool in blocks."""
     block_tokens: int = 128
     policy: str = "lru"
     routing: Routing = Routing.STICKY
     balance_s: float = 2.0
-    """A dialogue leaves its server when the queue there is longer than the shortest by more than this."""
+    """Largest difference to the shortest queue at which a dialogue stays on its server."""
     tails: bool = True
-    """Whether a partial last block is kept too."""
+    """Store a partial last block, too."""
     prefill_tokens_per_s: float = 2_000.0
     decode_tokens_per_s: float = 125.0
-    """How fast one server works its queue off, one turn after the other."""
+    """Decode rate of a server, which runs one turn at a time."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -66,15 +66,15 @@ class DialogueSettings:
             if isinstance(value, bool | str) or field.name in ("seed", "break_share", "balance_s"):
                 continue
             if not 0 < value < math.inf or (field.type is int and value < 1):
-                raise BadSetting(f"{field.name} must be above 0, not {value}")
+                raise BadSetting(f"{field.name} must be above 0, got {value}")
         if self.mean_history_messages < 2:
-            raise BadSetting(f"mean_history_messages must be at least 2, not {self.mean_history_messages:g}")
+            raise BadSetting(f"mean_history_messages must be at least 2, got {self.mean_history_messages:g}")
         if not 0 <= self.break_share <= 1:
-            raise BadSetting(f"break_share is a share from 0 to 1, not {self.break_share:g}")
+            raise BadSetting(f"break_share must be from 0 to 1, got {self.break_share:g}")
         if not self.balance_s >= 0:
-            raise BadSetting(f"balance_s must be 0 or more seconds, not {self.balance_s:g}")
+            raise BadSetting(f"balance_s must be at least 0, got {self.balance_s:g}")
         if self.policy not in POLICIES:
-            raise BadSetting(f"there is no policy {self.policy!r}; choose one of {', '.join(POLICIES)}")
+            raise BadSetting(f"unknown policy {self.policy!r}; choose one of {', '.join(POLICIES)}")
 
 
 _TURNS_SIGMA = 0.8

@@ -6,7 +6,7 @@ SimulatorError
 
 
 class SimulatorError(Exception):
-    """Root of the package's errors."""
+    """Base class of the package's errors."""
 
 
 class BadSetting(SimulatorError, ValueError):

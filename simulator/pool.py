@@ -1,7 +1,7 @@
-"""Pool of equal blocks under one of the live pool's eviction policies, without bytes and leases.
+"""Pool of equal blocks under one of the live pool's eviction policies, without data and leases.
 
-With `leaf_first` the pool keeps the live pool's rule: a block is evicted only after its successors, and if a block does
-not fit, neither do its successors. Without, any block may be evicted, as the literature's policies assume.
+With `leaf_first` the pool follows the live pool's rule: a block is evicted only after its successors, and if a block
+cannot be stored, neither can its successors. Otherwise any block may be evicted, as policies of the literature assume.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -24,7 +24,7 @@ class SimulatedPool:
 
     def look_up(self, chain: Sequence[Hashable], use: Use) -> int:
         """Return the number of leading blocks present, and mark each as used."""
-        # Most of a simulation's time is spent in here.
+        # Hot path: most of a simulation's time is spent here.
         find, hit, now_ns = self.present.get, self._policy.hit, use.now_ns
         hits = 0
         for key in chain:
@@ -67,7 +67,7 @@ class SimulatedPool:
             else:
                 self._policy.insert(resident, use)
                 self._policy.offer(resident)
-        # As in the live pool, where blocks are written, then sealed together. Only the last is a leaf.
+        # As in the live pool, blocks are written first and then sealed together. Only the last is a leaf.
         for resident in added:
             self._policy.insert(resident, use)
         if added:
@@ -84,7 +84,7 @@ class SimulatedPool:
             self._forget(resident)
 
     def _try_add(self, resident: Resident, use: Use) -> bool:
-        # Before anything is evicted for it: the victim must not be the parent. `store` undoes it for a refused block.
+        # Counted before evicting, so that the parent cannot be the victim. `store` reverts it for a refused block.
         if self._leaf_first and resident.parent is not None:
             self._num_children[resident.parent] = self._num_children.get(resident.parent, 0) + 1
         if len(self.present) >= self._capacity and not self._make_room(resident, use):

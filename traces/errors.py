@@ -1,8 +1,8 @@
 """Errors of the package traces.
 
 TraceError
-├── TraceNotFound        the file is not there or cannot be opened
-├── TraceFormatError     a row (or the container around it) is not what the format says; carries the line number
+├── TraceNotFound        the file does not exist or cannot be opened
+├── TraceFormatError     a row or the container is malformed; carries the line number
 ├── BundledTraceDamaged  the bundled trace's bytes do not have the recorded sha256
 └── EmptySelection       sampling or limiting left no request
 """
@@ -15,11 +15,11 @@ class TraceError(Exception):
 
 
 class TraceNotFound(TraceError):
-    """The trace file is not there or cannot be opened."""
+    """The trace file does not exist or cannot be opened."""
 
 
 class TraceFormatError(TraceError):
-    """A line is not a valid row: names the source, the line (counted from 1), what was found and what was expected."""
+    """A line is not a valid row; the message names the source, the line (from 1), what was found and expected."""
 
     def __init__(self, source: str, line: int, *, found: str, expected: str) -> None:
         super().__init__(f"{source}, line {line}: found {found}; expected {expected}")
@@ -30,8 +30,8 @@ class TraceFormatError(TraceError):
 
 
 class BundledTraceDamaged(TraceError):
-    """The bundled trace does not have the checksum it was shipped with."""
+    """The bundled trace does not have the recorded checksum."""
 
 
 class EmptySelection(TraceError):
-    """Nothing is left to replay after sampling, --limit and --duration."""
+    """Sampling, --limit or --duration left no request."""

@@ -1,7 +1,7 @@
 """Reader of Mooncake's JSONL traces, plain or compressed, with a check of every row; includes the bundled trace.
 
-The container (plain, xz, zstd, gzip) is detected by its first bytes, so a misleading file name does no harm. The
-bundled trace is Mooncake's conversation trace (license: data/NOTICE).
+The container (plain, xz, zstd, gzip) is detected by its first bytes, not by the file name. The bundled trace is
+Mooncake's conversation trace (license: data/NOTICE).
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ def read_stream(raw: IO[bytes], *, source: str, block_tokens: int = BLOCK_TOKENS
     notices = []
     if order:
         notices.append(
-            f"{len(order)} rows came before their predecessor's time (first: line {order[0]}); they were sorted by time"
+            f"{len(order)} rows have an earlier timestamp than the row before them (first: line {order[0]}); the rows "
+            "were sorted by time"
         )
         rows.sort(key=lambda row: row.timestamp_ms)
     if unchained:
         notices.append(
-            f"{unchained} rows use an id after another predecessor than before: "
-            "their reuse is counted only as far as the prefix is the same"
+            f"{unchained} rows use an id with a different predecessor than earlier rows do: "
+            "their reuse is counted only up to the end of the common prefix"
         )
     return Trace(source=source, rows=tuple(rows), block_tokens=block_tokens, notices=tuple(notices))
 
@@ -84,10 +85,10 @@ def parse_row(text: bytes, *, index: int, source: str, line: int, block_tokens: 
             raise bad(f"no {name!r} among {_shown(sorted(row))}", f"the fields {', '.join(_FIELDS)}")
     for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
         if not _is_int(row[name]) or row[name] < least:
-            raise bad(f"{name} {_shown(row[name])}", f"a whole number, at least {least}")
+            raise bad(f"{name} {_shown(row[name])}", f"an integer, at least {least}")
     ids = row["hash_ids"]
     if not isinstance(ids, list) or not all(_is_int(i) and i >= 0 for i in ids):
-        raise bad(f"hash_ids {_shown(ids)}", "a list of whole numbers, none negative")
+        raise bad(f"hash_ids {_shown(ids)}", "a list of non-negative integers")
     blocks = -(-row["input_length"] // block_tokens)
     if len(ids) != blocks:
         raise bad(
@@ -100,7 +101,7 @@ def parse_row(text: bytes, *, index: int, source: str, line: int, block_tokens: 
 
 
 def _numbered_lines(raw: IO[bytes], source: str) -> Iterator[tuple[int, bytes]]:
-    """Non-blank lines with their numbers from 1; a damaged container is reported at the line it was reached."""
+    """Yield non-blank lines with their numbers from 1; a damaged container is reported with the current line."""
     line = 0
     lines = iter(_decompressed(raw))
     while True:
@@ -111,7 +112,7 @@ def _numbered_lines(raw: IO[bytes], source: str) -> Iterator[tuple[int, bytes]]:
             return
         except (lzma.LZMAError, zstandard.ZstdError, zlib.error, EOFError, OSError) as error:
             raise TraceFormatError(
-                source, line, found=f"a damaged or truncated file ({error})", expected="a whole compressed file"
+                source, line, found=f"a damaged or truncated file ({error})", expected="a complete compressed file"
             ) from error
         if len(text) > _MAX_LINE_BYTES:
             raise TraceFormatError(
@@ -127,7 +128,7 @@ def _decompressed(raw: IO[bytes]) -> Iterable[bytes]:
     kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "plain")
     stream: IO[bytes] | io.BufferedIOBase
     if kind == "xz":
-        stream = lzma.LZMAFile(raw)  # noqa: SIM115 - `raw` is the caller's to close
+        stream = lzma.LZMAFile(raw)  # noqa: SIM115 - the caller closes `raw`
     elif kind == "gz":
         stream = gzip.GzipFile(fileobj=raw)
     elif kind == "zst":
@@ -139,7 +140,7 @@ def _decompressed(raw: IO[bytes]) -> Iterable[bytes]:
 
 
 def _is_chained(ids: tuple[int, ...], chain: dict[int, tuple[int, int]]) -> bool:
-    """Return whether every id follows the same predecessor as before; records new ids in `chain`."""
+    """Return True if every id follows the same predecessor as before; records new ids in `chain`."""
     chained, parent = True, -1
     for position, block_id in enumerate(ids):
         chained &= chain.setdefault(block_id, (position, parent)) == (position, parent)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 BLOCK_TOKENS = 512
-"""Tokens that one hash id of Mooncake's traces stands for."""
+"""Tokens per hash id in Mooncake's traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +14,8 @@ class TraceRow:
     """One request of a trace.
 
     `timestamp_ms`: milliseconds from the start of the trace. `input_length`, `output_length`: tokens.
-    `hash_ids`: one id per block of the prompt, the last may be partial; ids are of chained hashes, so an equal id means
-    an equal prefix up to and including that block. `index`: place of the row in the trace it was read from.
+    `hash_ids`: one id per block of the prompt, the last may be partial; ids identify chained hashes, so equal ids mean
+    an equal prefix up to and including that block. `index`: position of the row in the trace file.
     """
 
     index: int
@@ -25,13 +25,13 @@ class TraceRow:
     hash_ids: tuple[int, ...]
 
     def full_blocks(self, block_tokens: int = BLOCK_TOKENS) -> int:
-        """Number of ids that stand for a whole block."""
+        """Return the number of full blocks of the prompt."""
         return self.input_length // block_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Rows in order of arrival. `notices`: what a reader of the report should know about how the rows came to be."""
+    """Rows in order of arrival. `notices`: how the rows were selected or corrected, for reports."""
 
     source: str
     rows: tuple[TraceRow, ...]
@@ -50,5 +50,5 @@ class Trace:
         return (self.rows[-1].timestamp_ms - self.rows[0].timestamp_ms) / 1000 if self.rows else 0.0
 
     def with_rows(self, rows: tuple[TraceRow, ...], notice: str) -> Trace:
-        """The same trace reduced to `rows`, with a notice that says how."""
+        """Return the trace reduced to `rows`, with `notice` added."""
         return replace(self, rows=rows, notices=(*self.notices, notice))

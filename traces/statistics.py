@@ -12,10 +12,10 @@ from traces.row import Trace
 class ReuseStatistics:
     """Prefix reuse of an infinite cache; every request's blocks are inserted at its arrival, in order.
 
-    `block_hit_rate`: hits over references, in blocks, the partial tails included.
-    `full_block_hit_rate`: the same over blocks that are full.
-    `token_hit_rate`: tokens of reused full blocks over all prompt tokens, one token of each prompt always computed
-    (without it there is no first output token): what a paged prefix cache can serve.
+    `block_hit_rate`: hits over references, in blocks, including partial last blocks.
+    `full_block_hit_rate`: the same over full blocks only.
+    `token_hit_rate`: tokens of reused full blocks over all prompt tokens. The last token of each prompt is always
+    computed, since the first output token depends on it. This is the limit of a paged prefix cache.
     """
 
     requests: int
@@ -29,14 +29,14 @@ class ReuseStatistics:
 
 
 class InfiniteCache:
-    """Prefix cache without eviction: the upper bound of every hit rate."""
+    """Prefix cache without eviction, whose hit rate is an upper bound."""
 
     def __init__(self) -> None:
-        # An id's value is its predecessor: equal ids of a trace that is not chained must not count as equal prefixes.
+        # Predecessor by id: in a trace whose ids are not chained, equal ids must not count as equal prefixes.
         self._parent: dict[int, int] = {}
 
     def match_and_insert(self, block_ids: Sequence[int]) -> int:
-        """Return the number of leading blocks known, then insert all."""
+        """Return the number of leading blocks present, then insert all."""
         hits, matching, parent = 0, True, -1
         for block_id in block_ids:
             matching = matching and self._parent.get(block_id) == parent

@@ -10,7 +10,7 @@ from simulator.serving.runs import RunSpec, ServingRun, with_mode
 ATTAINMENT = 0.9
 _LEAST, _MOST = 1e-3, 1e5
 _FIRST = 4.0
-_PRECISION = 1.03  # between a rate that is met and one that is not
+_PRECISION = 1.03  # largest ratio between the rate that fails and the rate that passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ def find_capacity(
     run: Callable[[list[RunSpec]], list[ServingRun]],
     on_trial: Callable[[float, float], None],
 ) -> Capacity:
-    """Find the capacity by bisection over rates, with admission mode "none" and the mean attainment of `seeds` seeds.
-    `on_trial(rate, attainment)` is called after each trial.
+    """Find the capacity by bisection over rates, with admission mode "none" and the mean attainment over `seeds` seeds.
 
-    Raises BadSetting if not even one request in a thousand seconds meets its objectives.
+    `on_trial(rate, attainment)` is called after each trial. Raises BadSetting if even one request in a thousand seconds
+    misses the objectives, or if no rate does.
     """
     tried: list[tuple[float, float]] = []
 
@@ -56,10 +56,10 @@ def _bracket(is_met: Callable[[float], bool]) -> tuple[float, float]:
         while is_met(rate * 2):
             rate *= 2
             if rate > _MOST:
-                raise BadSetting(f"{rate:g} requests a second are served in time: nothing limits this cluster")
+                raise BadSetting(f"the objectives are met even at {rate:g} requests/s: nothing limits this cluster")
         return rate, rate * 2
     while not is_met(rate / 2):
         rate /= 2
         if rate < _LEAST:
-            raise BadSetting("the objectives are met at no rate: they are too strict for this profile and trace")
+            raise BadSetting("the objectives are not met at any rate: they are too strict for this profile and trace")
     return rate / 2, rate

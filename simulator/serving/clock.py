@@ -1,6 +1,6 @@
-"""Virtual time and links. Events of one moment run in the order of their scheduling.
+"""Virtual clock and links. Events with equal times run in the order in which they were scheduled.
 
-Links have finite speed: a transfer waits for the earlier ones on its links. There is no other model of congestion.
+Links have finite bandwidth: a transfer waits for earlier ones on its links. There is no other model of congestion.
 """
 
 import heapq
@@ -23,11 +23,11 @@ class VirtualClock:
         heapq.heappush(self._heap, (max(time_ns, self.now_ns), self._asked, action))
 
     def after(self, delay_ns: int, action: Callable[[], None]) -> None:
-        """Schedule `action` in so many nanoseconds."""
+        """Schedule `action` after `delay_ns` nanoseconds."""
         self.at(self.now_ns + delay_ns, action)
 
     def run(self, keep_going: Callable[[], bool]) -> None:
-        """Run events in order while `keep_going()` is true and there are any."""
+        """Run events in order until none are left or `keep_going()` returns False."""
         heap = self._heap
         while heap and keep_going():
             self.now_ns, _, action = heapq.heappop(heap)
@@ -42,8 +42,7 @@ class SimulatedLink:
 
 
 def send(now_ns: int, links: tuple[SimulatedLink, ...], duration_ns: int) -> int:
-    """Transfer bytes that take `duration_ns` without contention over all `links`, starting when all are free. Return
-    the time of arrival."""
+    """Occupy all `links` for a transfer of `duration_ns`, starting when all are free; return the time of arrival."""
     begin_ns = max(now_ns, *(link.free_ns for link in links))
     for link in links:
         link.free_ns = begin_ns + duration_ns

@@ -1,5 +1,4 @@
-"""Simulated cluster: sends events to the live conductor's policy object and carries out its decisions on simulated
-nodes."""
+"""Simulated cluster: the live conductor's policy object receives events and its decisions run on simulated nodes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +28,8 @@ from worker.policy.scheduling_order import QueueEntry
 MODEL = "simulated"
 _FRONTEND = "frontend"
 OnReject = Callable[[SimulatedRequest, Callable[[], SimulatedRequest]], None]
-"""Told of a rejection before it is carried out, and given what would let the request in instead: which is then it."""
+"""Callback `(request, admit)` before a rejection takes effect; calling `admit` admits the request instead and returns
+it."""
 
 
 class SimulatedCluster:
@@ -81,7 +81,7 @@ class SimulatedCluster:
         self.clock.run(keep_going or self.is_busy)
 
     def is_busy(self) -> bool:
-        """Return whether any request has not ended yet."""
+        """Return True if any request has not ended yet."""
         return self.num_open > 0
 
     def admit(self, job: Arrival) -> SimulatedRequest:
@@ -93,7 +93,7 @@ class SimulatedCluster:
         return work
 
     def _remembered(self) -> int:
-        """Return how many prompts before the start may have left blocks in the pools: twice the pools' capacity."""
+        """Return how many earlier prompts to store in the pools before the start: up to twice the pools' capacity."""
         room = 2 * len(self.prefill) * (self.settings.pool_blocks + self.settings.ssd_blocks)
         for count, (_, blocks) in enumerate(reversed(self._workload.before), 1):
             room -= len(blocks)
@@ -172,7 +172,7 @@ class SimulatedCluster:
                 case Copy():
                     self._copy(decision, work.job.blocks[: decision.num_blocks])
                 case _:
-                    raise AssertionError(f"no decision to expect of an arrival: {decision}")
+                    raise AssertionError(f"unexpected decision for an arrival: {decision}")
 
     def _place(self, work: SimulatedRequest, place: Place) -> None:
         work.prefill_node, work.decode_node, work.holders = place.prefill, place.decode, place.holders
@@ -190,12 +190,12 @@ class SimulatedCluster:
             start_ns=turn.start_ns,
             priority=turn.priority,
         )
-        # To the frontend, and from there to the node.
+        # Two messages: to the frontend, and from there to the node.
         submit = self.prefill[place.prefill].submit if place.decode else self._keep_whole
         self.clock.after(2 * self._network_ns, lambda: submit(work))
 
     def _keep_whole(self, work: SimulatedRequest) -> None:
-        """Run a request without hand-over: its decode node also computes the prompt."""
+        """Run a request with colocated prefill: its decode node also computes the prompt."""
         self.decode[work.prefill_node].reserve(work, self._load_whole)
 
     def _load_whole(self, work: SimulatedRequest) -> None:
@@ -206,8 +206,11 @@ class SimulatedCluster:
         self.pools.store(self._host_of(work.prefill_node).pool_id, self.clock.now_ns, work.job.blocks)
 
     def _host_of(self, decode_node: str) -> SimulatedPrefillNode:
-        """Return the decode node's host. Decode nodes are assigned to the prefill nodes' hosts in turn; they use those
-        hosts' pool nodes over links of their own."""
+        """Return the prefill node on the decode node's host.
+
+        Decode nodes are assigned round-robin to the prefill nodes' hosts and use those hosts' pool nodes over separate
+        links.
+        """
         nodes = list(self.prefill.values())
         return nodes[int(decode_node.removeprefix("decode-")) % len(nodes)]
 
@@ -218,7 +221,7 @@ class SimulatedCluster:
             self._go_on(work)
 
     def _ask(self, work: SimulatedRequest) -> None:
-        """Ask the policy whether the prefilled request may decode; its client has no token yet."""
+        """Ask the policy whether the prefilled request may decode; its client has not received a token yet."""
         for decision in self._tell(DecodeAsked(work.job.name, 0)):
             if isinstance(decision, Reject):
                 work.reason = decision.reason

@@ -1,9 +1,8 @@
 """Simulated decode node: allocates pages for whole answers in scheduling order, and batches continuously with the live
 batch policy.
 
-Consecutive steps with the same batch are simulated together, at most as many as the plan is valid for. A request joins,
-as in the live engine, at the next step boundary. Prompts that are not handed over to the node are computed here, one
-chunk beside each step.
+Consecutive steps with the same batch are simulated together, as long as the plan is valid. As in the live engine, a
+request joins at the next step boundary. Prompts with colocated prefill are computed here, one chunk with each step.
 """
 
 from collections.abc import Callable
@@ -17,11 +16,11 @@ from simulator.serving.settings import SimulationContext
 from worker.policy import BatchLimits, BatchPlan, plan_step
 from worker.policy.scheduling_order import WaitQueue
 
-_MOST_STEPS = 32  # taken at once, so that the growing context is felt
+_MOST_STEPS = 32  # simulated together; more would neglect the growing context
 
 
 class SimulatedDecodeNode:
-    """Holds KV and generates tokens."""
+    """Decode node that holds KV and generates tokens."""
 
     def __init__(
         self,
@@ -44,18 +43,18 @@ class SimulatedDecodeNode:
         self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, context.block_tokens)
         self._over = over
         self._prefilled = prefilled
-        self._wait_queue = WaitQueue()  # of those that wait for pages
+        self._wait_queue = WaitQueue()  # requests that wait for pages
         self._waiting: list[tuple[SimulatedRequest, Callable[[SimulatedRequest], None]]] = []
         self._holding: dict[str, SimulatedRequest] = {}
         self._joining: list[SimulatedRequest] = []
         self._running: list[SimulatedRequest] = []
-        self._prompts: list[SimulatedRequest] = []  # computed here, in the order of turns at the last border
-        self._context_tokens = 0  # of those that run
+        self._prompts: list[SimulatedRequest] = []  # computed here, in scheduling order at the last step boundary
+        self._context_tokens = 0  # of the running requests
         self._plan: BatchPlan | None = None
-        self._steps = 0  # of the plan, under way
+        self._steps = 0  # number of steps of the current run
         self._step_ns = 0
         self._began_ns = 0
-        self._run = 0  # number of the run of steps under way; the end of an earlier one is void
+        self._run = 0  # number of the current run of steps; end events of earlier runs are ignored
 
     @property
     def step_s(self) -> float:
@@ -159,7 +158,7 @@ class SimulatedDecodeNode:
         self._context_tokens += steps * len(stepped)
         left: list[SimulatedRequest] = []
         for work in stepped:
-            # The first of its steps ends a gap that is longer: it joined, or others had their turn.
+            # The first interval may be longer than a step: the request has just joined, or was not in the batch.
             gap_ns = self._began_ns + self._step_ns - work.last_token_ns
             work.intervals.append((gap_ns, 1))
             if steps > 1:
@@ -168,7 +167,7 @@ class SimulatedDecodeNode:
             work.generated += steps
             if work.generated >= work.job.output_tokens:
                 left.append(work)
-        # As in the live engine, more sequences than rows take turns.
+        # As in the live engine, sequences take turns if there are more than batch rows.
         self._running = self._running[len(stepped) :] + stepped
         left += self._prompts_stepped(plan)
         if left:
@@ -188,7 +187,7 @@ class SimulatedDecodeNode:
             self._prompts.remove(work)
             work.first_token_ns = work.last_token_ns = self._clock.now_ns
             work.generated = 1
-            # As in the live node, it teaches nothing of what prefill nodes take.
+            # As on the live node, no prefill sample is reported: it would not describe prefill nodes.
             self.reporter.progress(work.job.name, "prefill_ended")
             self._prefilled(work)
             self._running.append(work)

@@ -91,27 +91,27 @@ class ServingOutcome:
     goodput: float
     rejected: int  # at arrival
     withheld: int  # rejected after prefill, the first token withheld
-    missed_ttft: int  # served, and late
-    missed_tbt: int  # served, in time, and slow
+    missed_ttft: int  # served, but TTFT missed
+    missed_tbt: int  # served, TTFT met, but TBT missed
     rejected_by: dict[str, int]
     computed_tokens: int
     wasted_withheld: int
     wasted_missed: int
     reused_share: float
-    undivided_share: float  # of the served: prefilled where they decoded
-    grouped_share: float  # of the served: computed by several prefill nodes together
+    undivided_share: float  # of the served: with colocated prefill
+    grouped_share: float  # of the served: computed by a prefill group
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
     tbt_p50_s: float
     tbt_p90_s: float
-    ttft_error_s: float  # mean |predicted - true|
-    tbt_bias: float  # true over predicted, mean
+    ttft_error_s: float  # mean |predicted - actual|
+    tbt_bias: float  # mean of actual over predicted
     swing: LoadSwing
 
     @property
     def attainment(self) -> float:
-        """Share of good requests among all that arrived."""
+        """Fraction of good requests among all that arrived."""
         return self.good / self.arrived if self.arrived else 0.0
 
     @property
@@ -120,7 +120,7 @@ class ServingOutcome:
 
 
 def is_good(work: SimulatedRequest, settings: ServingSettings) -> bool:
-    """Return whether the request was served within both objectives."""
+    """Return True if the request was served within both objectives."""
     return (
         work.end is RequestEnd.FINISHED
         and work.ttft_s <= settings.ttft_objective_s

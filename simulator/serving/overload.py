@@ -12,30 +12,30 @@ from simulator.serving.confidence import Estimate, mean_of, share_of
 from simulator.serving.runs import RunSpec, ServingRun, run_all, with_mode, worker_pool
 
 MODES: tuple[AdmissionMode, ...] = get_args(AdmissionMode)
-_PROBE_REQUESTS = 3000  # of a run that looks for the capacity
+_PROBE_REQUESTS = 3000  # of a run of the capacity search
 _PROBE_SEEDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ModeSummary:
     """Results of one mode over all seeds. Shares are of the requests that arrived; tokens are millions of prompt
-    tokens."""
+    tokens unless noted."""
 
     mode: AdmissionMode
     goodput: Estimate
-    goodput_over_best: Estimate  # paired: of each seed, this mode's over the reference mode's, less 1
+    goodput_over_best: Estimate  # paired by seed: this mode's over the reference mode's, minus 1
     attainment: Estimate
     rejected: Estimate
     withheld: Estimate
     missed_ttft: Estimate
     missed_tbt: Estimate
-    useful_tokens: Estimate  # computed for good requests, thousand a second
+    useful_tokens: Estimate  # computed for good requests, thousands per second
     wasted_tokens: Estimate
     wasted_withheld: Estimate
     wasted_share: Estimate  # of the tokens computed
-    false_rejects: Estimate | None  # of the rejected; None when none was looked into
+    false_rejects: Estimate | None  # of the evaluated rejections; None if none was evaluated
     rejects_tried: int
-    false_accepts: Estimate  # of the admitted: those that were not good
+    false_accepts: Estimate  # of the admitted requests: those that were not good
     prefill_swing: Estimate
     decode_swing: Estimate
     lag_correlation: Estimate
@@ -56,7 +56,7 @@ class Overload:
     runs: tuple[ServingRun, ...]
 
     def to_json(self, *, series: bool = False) -> dict[str, Any]:
-        """Return all results; load series of the first seed only, or of none."""
+        """Return all results. With `series`, the load series of the first seed are included."""
         found = asdict(self)
         found["spec"] = {**found["spec"], "profile": self.spec.profile.name, "policy": config_to_json(self.spec.policy)}
         for run in found["runs"]:
@@ -70,7 +70,7 @@ def modes_of(text: str) -> list[AdmissionMode]:
     found = {mode: mode for mode in MODES}
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in found]:
-        raise BadSetting(f"there is no admission mode {unknown[0]!r}; choose from {', '.join(MODES)}")
+        raise BadSetting(f"unknown admission mode {unknown[0]!r}; choose from {', '.join(MODES)}")
     return [found[name] for name in dict.fromkeys(names)]  # type: ignore[index]
 
 
@@ -87,12 +87,15 @@ def compare_modes(
 ) -> Overload:
     """Run every mode on the same `seeds` workloads, at `load` times the capacity, or at `rate_per_s` if given.
 
-    The others are compared with the last of `modes`. Raises BadSetting and the errors of `run_one`.
+    All modes are compared with the last of `modes`. Raises BadSetting and the errors of `run_one`.
     """
     if seeds < 1 or not modes:
-        raise BadSetting(f"{seeds} seeds of {len(modes)} modes; give at least one of each")
+        raise BadSetting(f"at least one seed and one mode are needed, got {seeds} seeds and {len(modes)} modes")
     if not 0 < load < 1000 or processes < 1:
-        raise BadSetting(f"a load of {load} on {processes} processes; both must be positive")
+        raise BadSetting(
+            f"the load must be above 0 and below 1000 and the processes at least 1, got a load of {load} and "
+            f"{processes} processes"
+        )
     capacity = None
     with worker_pool(processes) as pool:
         if rate_per_s is None:
@@ -101,7 +104,7 @@ def compare_modes(
                 _PROBE_SEEDS,
                 lambda specs: run_all(specs, pool),
                 lambda rate, attainment: on_progress(
-                    f"{rate:.2f} requests/s without rejection: {attainment:.1%} are good"
+                    f"{rate:.2f} requests/s without rejections: {attainment:.1%} meet the objectives"
                 ),
             )
             rate_per_s = load * capacity.rate_per_s

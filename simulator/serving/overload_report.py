@@ -38,25 +38,25 @@ def _false_rejects(row: ModeSummary) -> str:
 
 _ROWS: tuple[tuple[str, Cell], ...] = (
     ("goodput, requests/s", lambda row: _number(row.goodput, 2)),
-    ("goodput against the last", lambda row: _signed(row.goodput_over_best)),
-    ("good, of all that arrived", lambda row: _share(row.attainment)),
+    ("goodput relative to the last mode", lambda row: _signed(row.goodput_over_best)),
+    ("good, of all arrived", lambda row: _share(row.attainment)),
     ("rejected at arrival", lambda row: _share(row.rejected)),
     ("rejected after prefill", lambda row: _share(row.withheld)),
     ("served, TTFT missed", lambda row: _share(row.missed_ttft)),
     ("served, TBT missed", lambda row: _share(row.missed_tbt)),
     ("useful prefill, thousand tokens/s", lambda row: _number(row.useful_tokens, 1)),
     ("wasted prefill, million tokens", lambda row: _number(row.wasted_tokens, 1)),
-    ("of it, withheld", lambda row: _number(row.wasted_withheld, 1)),
-    ("wasted, of all that was computed", lambda row: _share(row.wasted_share)),
+    ("wasted prefill of requests rejected after prefill", lambda row: _number(row.wasted_withheld, 1)),
+    ("wasted, of all computed tokens", lambda row: _share(row.wasted_share)),
     ("false rejects, of the rejected", _false_rejects),
     ("false accepts, of the admitted", lambda row: _share(row.false_accepts)),
     ("swing of prefill load (std)", lambda row: _number(row.prefill_swing, 3)),
     ("swing of decode load (std)", lambda row: _number(row.decode_swing, 3)),
-    ("their lag correlation", lambda row: _number(row.lag_correlation, 2)),
-    ("at a lag of, s", lambda row: _number(row.lag_s, 0)),
-    ("TTFT of the served, mean s", lambda row: _number(row.ttft_mean_s, 1)),
-    ("TTFT of the served, P90 s", lambda row: _number(row.ttft_p90_s, 1)),
-    ("TBT of the served, P90 ms", lambda row: _number(_scaled(row.tbt_p90_s, 1000), 1)),
+    ("lag correlation of the loads", lambda row: _number(row.lag_correlation, 2)),
+    ("lag, s", lambda row: _number(row.lag_s, 0)),
+    ("TTFT of the served, mean, s", lambda row: _number(row.ttft_mean_s, 1)),
+    ("TTFT of the served, P90, s", lambda row: _number(row.ttft_p90_s, 1)),
+    ("TBT of the served, P90, ms", lambda row: _number(_scaled(row.tbt_p90_s, 1000), 1)),
 )
 
 
@@ -67,7 +67,7 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
 def overload_table(found: Overload) -> Table:
     """Return the comparison as a table for a terminal."""
     seeds = len({run.seed for run in found.runs})
-    title = f"{found.spec.rate_per_s:.2f} requests/s, {seeds} seeds, ± is the 95 % confidence interval"
+    title = f"{found.spec.rate_per_s:.2f} requests/s, {seeds} seeds, ±: 95 % confidence interval"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for row in found.summaries:
@@ -94,7 +94,7 @@ _ENDS: Final[tuple[tuple[str, str, Callable[[ModeSummary], float]], ...]] = (
     ("TTFT missed", "#cf222e", lambda row: row.missed_ttft.mean),
     ("TBT missed", "#8250df", lambda row: row.missed_tbt.mean),
 )
-_SHOWN_S = 400  # of the loads over time
+_SHOWN_S = 400  # duration of the plotted load series
 _HIGHEST_LOAD = 2.0
 _STYLE: Final[dict[Any, Any]] = {
     "svg.hashsalt": "overload",
@@ -131,7 +131,7 @@ def plot_overload(found: Overload, path: Path) -> None:
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         except OSError as error:
-            raise BadSetting(f"cannot draw {path}: {error.strerror or error}") from error
+            raise BadSetting(f"cannot write the plot {path}: {error.strerror or error}") from error
 
 
 def _bars(axes: Axes, modes: tuple[ModeSummary, ...], values: list[Estimate], title: str, colour: str) -> None:
@@ -155,7 +155,7 @@ def _stacked(axes: Axes, modes: tuple[ModeSummary, ...]) -> None:
         axes.barh(range(len(modes)), widths, left=begins, color=colour, height=0.62, label=name)
         begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
     axes.set_xlim(0, 100)
-    axes.set_title("what became of the requests, %")
+    axes.set_title("requests by outcome, %")
 
 
 def _loads(figure: Any, found: Overload) -> None:
@@ -176,4 +176,4 @@ def _loads(figure: Any, found: Overload) -> None:
         axes.grid(axis="y", color=_GRID, linewidth=0.7)
         axes.set_ylim(0, None)
     rows[0].legend(frameon=False, fontsize=8, loc="upper right", ncols=2, bbox_to_anchor=(1.0, 1.35))
-    rows[-1].set_xlabel("virtual seconds (one seed); load is a share of what the objective allows")
+    rows[-1].set_xlabel("virtual seconds (one seed); load relative to the objective")

@@ -20,15 +20,15 @@ class OverloadScenario:
     profile: Path  # cost profile of the nodes
     prefill_nodes: int
     decode_nodes: int
-    ttft_s: float  # objectives
-    tbt_s: float
+    ttft_s: float  # objective
+    tbt_s: float  # objective
     requests: int
     output_scale: float  # factor on the trace's output lengths
-    longest_prompt: int  # longer prompts are left out; 0 = none
-    longest_answer: int  # tokens that clients allow; 0 = as many as the longest answer has
+    longest_prompt: int  # longer prompts are left out; 0: no limit
+    longest_answer: int  # max_tokens of all requests; 0: the longest answer of the trace
     pool_blocks: int  # capacity of a pool node's memory
     ssd_blocks: int  # capacity of its SSD
-    look_into: float  # share of rejections that are evaluated by admitting the request in a forked run
+    look_into: float  # fraction of rejections that are evaluated by admitting the request in a forked run
     attained_share: float
 
 
@@ -39,7 +39,7 @@ def overload_spec(scenario: OverloadScenario) -> RunSpec:
     """
     rows, costs = load_trace(scenario.trace), load_profile(scenario.profile)
     if not 0 < scenario.output_scale < 1000:
-        raise BadSetting(f"output_scale is {scenario.output_scale}; give a number above 0 and below 1000")
+        raise BadSetting(f"output_scale must be above 0 and below 1000, got {scenario.output_scale}")
     longest_answer = scenario.longest_answer or max(
         1, round(scenario.output_scale * max(row.output_length for row in rows))
     )
@@ -66,8 +66,8 @@ def overload_spec(scenario: OverloadScenario) -> RunSpec:
     )
     if longest + longest_answer + rows.block_tokens > settings.capacity_tokens:
         raise BadSetting(
-            f"a node of profile {costs.name} holds {settings.capacity_tokens} tokens of KV; the longest request needs "
-            f"{longest} and {longest_answer} for its answer: leave it out with --longest-prompt"
+            f"a node of profile {costs.name} holds {settings.capacity_tokens} tokens of KV, but the longest request "
+            f"needs {longest} and {longest_answer} for its answer; leave it out with --longest-prompt"
         )
     try:
         policy = PolicyConfig(
@@ -95,5 +95,5 @@ def overload_spec(scenario: OverloadScenario) -> RunSpec:
 def _setting(costs: CostProfile, name: str, standard: int) -> int:
     value = costs.engine.get(name, standard)
     if type(value) is not int:
-        raise BadSetting(f"engine.{name} of profile {costs.name} is {value!r}; give a whole number")
+        raise BadSetting(f"engine.{name} of profile {costs.name} must be an integer, got {value!r}")
     return value

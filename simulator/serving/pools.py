@@ -1,7 +1,7 @@
 """Simulated pool nodes: blocks in memory and on SSD, under the live pool's own eviction policies.
 
-A tier keeps the live pool's rule that a block is evicted only after its successors. Blocks evicted from memory stay on
-SSD, as with the live node's write-behind; a use promotes them again.
+As in the live pool, a tier evicts a block only after its successors. Blocks evicted from memory stay on SSD, like with
+the live node's write-behind, and are promoted again when used.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ class SimulatedPools:
         self.roster = tuple(sorted(names))
         self._memory = {name: _tier(settings.eviction, settings.pool_blocks) for name in names}
         self._ssd = {name: _tier(settings.eviction, settings.ssd_blocks) for name in names if settings.ssd_blocks}
-        self._copied: dict[int, dict[str, int]] = {}  # by the last block of a copied prefix: target and match_key
+        self._copied: dict[int, dict[str, int]] = {}  # match_key by target, by the last block of a copied prefix
 
     def match(self, blocks: Sequence[int]) -> PoolMatches:
-        """Return the leading blocks of a prompt that every pool node holds."""
+        """Return the number of leading blocks of a prompt that each pool node holds."""
         held = [self.held(name, blocks) for name in self.roster]
         counts, on_ssd = np.array(held, np.int64).reshape(-1, 2).T
         replicas: dict[str, int] = {}
@@ -34,7 +34,7 @@ class SimulatedPools:
         return PoolMatches(self.roster, np.ascontiguousarray(counts), np.ascontiguousarray(on_ssd), replicas)
 
     def held(self, name: str, blocks: Sequence[int]) -> tuple[int, int]:
-        """Return the leading blocks that the pool node holds, and of these those on SSD only."""
+        """Return (number of leading blocks that the pool node holds, number of these on SSD only)."""
         memory = self._memory[name].present
         if name not in self._ssd:
             count = 0
@@ -61,7 +61,7 @@ class SimulatedPools:
                 tier.store(blocks, tier.look_up(blocks, use), use)
 
     def copied(self, target: str, blocks: Sequence[int], match_key: int) -> None:
-        """Store the blocks that a Copy decision brought to `target`."""
+        """Record a prefix copied to `target` by a Copy decision."""
         self._copied.setdefault(blocks[-1], {})[target] = match_key
 
     def drop_copy(self, target: str, match_key: int, keep_blocks: int, blocks: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class SimulatedPools:
             self._memory[target].remove(block)
 
     def validate(self, settings: ServingSettings) -> list[str]:
-        """Return the pool nodes that hold more than their capacity."""
+        """Describe the pool nodes that hold more blocks than their capacity."""
         tiers = [(self._memory, settings.pool_blocks), (self._ssd, settings.ssd_blocks)]
         return [
             f"{name} holds {len(tier.present)} blocks of at most {most}"

@@ -16,7 +16,7 @@ from worker.policy.scheduling_order import RequestKey, WaitQueue
 
 
 class SimulatedPrefillNode:
-    """Computes prompts. Holds its host's network, memory and SSD links, which its pool node uses, too."""
+    """Prefill node with its host's network, memory and SSD links, which its pool node shares."""
 
     def __init__(
         self,
@@ -28,13 +28,13 @@ class SimulatedPrefillNode:
         report: Callable[[NodeReported], object],
         prefilled: Callable[[SimulatedRequest], None],
     ) -> None:
-        """`pool_id`: its host's pool node. `prefilled(work)` is called when the first token is generated."""
+        """`pool_id`: pool node of the same host. `prefilled(work)` is called when the first token is generated."""
         clock, settings = context.clock, context.settings
         self.node_id = node_id
         self.pool_id = pool_id
         self.out, self.into, self.memory, self.ssd = SimulatedLink(), SimulatedLink(), SimulatedLink(), SimulatedLink()
-        self.hosts: Mapping[str, SimulatedPrefillNode] = {}  # by their pool nodes
-        self.others: Mapping[str, SimulatedPrefillNode] = {}  # by their own names
+        self.hosts: Mapping[str, SimulatedPrefillNode] = {}  # all prefill nodes by pool node
+        self.others: Mapping[str, SimulatedPrefillNode] = {}  # all prefill nodes by name
         self.reporter = SimulatedReporter(node_id, clock, settings, self._held, report)
         self._clock = clock
         self._settings = settings
@@ -45,11 +45,11 @@ class SimulatedPrefillNode:
         self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, context.block_tokens)
         self._prefilled = prefilled
         self._held_works: dict[str, SimulatedRequest] = {}
-        self._wait_queue = WaitQueue()  # of those that wait for their first token
+        self._wait_queue = WaitQueue()  # requests without a first token
         self._waiting: dict[RequestKey, SimulatedRequest] = {}
         self._ahead: set[RequestKey] = set()  # being loaded or computed
         self._computing: list[SimulatedRequest] = []
-        self._shared: list[tuple[SimulatedGroup, int]] = []  # chunks of prompts that several nodes compute
+        self._shared: list[tuple[SimulatedGroup, int]] = []  # enqueued chunks of prefill groups
         self._is_stepping = False
 
     def submit(self, work: SimulatedRequest) -> None:
@@ -60,12 +60,12 @@ class SimulatedPrefillNode:
         self._fill_places()
 
     def release(self, work: SimulatedRequest) -> None:
-        """Forget the request: its hand-over is complete or was cancelled."""
+        """Forget the request after its hand-over was completed or cancelled."""
         del self._held_works[work.job.name]
         self.reporter.progress(work.job.name, "ended")
 
     def backlog_s(self) -> float:
-        """Return the seconds of computation waiting or under way here, by actual costs."""
+        """Return the seconds of computation waiting or running on this node, by actual costs."""
         return sum(
             self._truth.chunk_s(self.node_id, work, work.computed or work.reused_tokens, work.job.prompt_tokens)
             for work in self._held_works.values()
@@ -84,14 +84,16 @@ class SimulatedPrefillNode:
         self._decode_nodes[work.decode_node].reserve(work, self._reserved)
 
     def load(self, work: SimulatedRequest, into: SimulatedLink, reporter: SimulatedReporter) -> int:
-        """Load the reused blocks of a request for this node, or for another one of this host with the link `into`.
-        Return the time when all have arrived."""
+        """Load the reused blocks of a request to the link `into` of this node or of a decode node on this host.
+
+        Returns the time when all have arrived.
+        """
         work.reused_tokens = 0
         loaded_ns = self._clock.now_ns
         for holder in work.holders:
             if holder.first_block * self._block_tokens > work.reused_tokens:
                 break
-            # What has left the pool since the decision is computed instead.
+            # Blocks evicted since the decision are computed instead.
             there, on_ssd = self._pools.held(holder.pool, work.job.blocks[: holder.first_block + holder.num_blocks])
             blocks = there - holder.first_block
             if blocks <= 0:
@@ -101,7 +103,7 @@ class SimulatedPrefillNode:
         return loaded_ns
 
     def _read(self, pool: str, blocks: int, on_ssd: int, into: SimulatedLink, reporter: SimulatedReporter) -> int:
-        """Return the time when so many blocks of a pool node have arrived here."""
+        """Read blocks of a pool node, `on_ssd` of them from its SSD; return the time when they have arrived."""
         now_ns, holder = self._clock.now_ns, self.hosts[pool]
         nbytes = blocks * self._block_tokens * self._truth.bytes_per_token
         if on_ssd:
@@ -163,13 +165,13 @@ class SimulatedPrefillNode:
             self._step()
 
     def _pass_on(self, work: SimulatedRequest, span: tuple[int, int], ready_ns: int) -> None:
-        """Send what a group computed to the decode node; like `_push`, only the last layer's bytes are late."""
+        """Send KV computed by a group to the decode node; as in `_push`, only the last layer's bytes arrive later."""
         alone_ns = self._truth.transfer_ns("push", (span[1] - span[0]) * self._truth.bytes_per_token)
         sent_ns = send(self._clock.now_ns, (self.out, self._decode_nodes[work.decode_node].into), alone_ns)
         work.sent_ns = max(work.sent_ns, sent_ns, ready_ns + alone_ns // self._settings.layers)
 
     def _share_step(self) -> bool:
-        """Compute a chunk of a group that may begin, if there is one."""
+        """Start a group's chunk that may begin; return False if there is none."""
         chosen = next((chunk for chunk in self._shared if chunk[0].may_begin(chunk[1])), None)
         if chosen is None:
             return False
@@ -228,7 +230,7 @@ class SimulatedPrefillNode:
         self._ahead.discard(work.key)
         job = work.job
         new = job.prompt_tokens - work.reused_tokens
-        if not work.helpers:  # of what several computed no node reports the time
+        if not work.helpers:  # prefill times of a group are not reported
             self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
         self.reporter.progress(job.name, "prefill_ended")
         self._pools.store(self.pool_id, self._clock.now_ns, job.blocks)

@@ -1,8 +1,8 @@
-"""A prefill group in virtual time: one prompt's chunks in a pipeline over the members' layers (docs/prefill-groups.md).
+"""Prefill group in virtual time: one prompt's chunks in a pipeline over the members' layers (docs/prefill-groups.md).
 
-Chunks are assigned as on the live nodes (`prefill_node.chunk_assignment`). A layer of a chunk waits for the same layer
-of all chunks before it, which travels to the members that need it while the next one is computed; layers of a chunk
-take equally long. So only a chunk's first and last layer can be late.
+Chunks are assigned as on the live nodes (`prefill_node.chunk_assignment`). A layer of a chunk needs the same layer of
+all earlier chunks, whose KV is sent to the members that need it while the next layer is computed. All layers of a chunk
+take equally long, so it suffices to track the arrival of the first and the last layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class SimulatedMember(Protocol):
 
 
 class SimulatedGroup:
-    """One prompt shared by several nodes. They call `may_begin`, `begin` when their engine is idle, and `ended`."""
+    """Prompt computed by several nodes, which call `may_begin`, `begin` when their engine is idle, and `ended`."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class SimulatedGroup:
         settings: ServingSettings,
         pushed: Callable[[TokenSpan, int], None],
     ) -> None:
-        """`chunks` in the prompt's order, the last one the head's. `pushed(span, ready_ns)` is called when the head has
-        these tokens' KV, or will have computed it at that time, and can pass it on."""
+        """`chunks`: in the prompt's order; the last belongs to the head. `pushed(span, ready_ns)` is called for each
+        chunk with the time at which the head has its KV and can send it on."""
         self.work = work
         self._chunks = chunks
         self._clock = clock
         self._truth = truth
         self._layers = settings.layers
         self._pushed = pushed
-        self._next = 0  # the chunk that begins next
+        self._next = 0  # index of the chunk that begins next
         asked_ns = clock.now_ns + 2 * round(settings.network_s * NS)
-        # By member: when the first and the last layer of all that was computed so far are there.
+        # By member: arrival times of the first and the last layer of all KV computed so far.
         self._first_ns = {member.node_id: asked_ns for member, _ in chunks}
         self._last_ns = dict(self._first_ns)
         self._share(asked_ns, asked_ns, 0, self._head, (0, work.reused_tokens))
@@ -63,11 +63,11 @@ class SimulatedGroup:
         return self._chunks[-1][0]
 
     def may_begin(self, number: int) -> bool:
-        """Return whether the previous chunk has begun and its first layer has arrived."""
+        """Return True if the previous chunk has begun and its first layer has arrived."""
         return number == self._next and self._clock.now_ns >= self._first_ns[self._chunks[number][0].node_id]
 
     def begin(self, number: int) -> int:
-        """Start computing the chunk. Return the time of its end."""
+        """Start computing the chunk and return the time of its end."""
         member, (start, end) = self._chunks[number]
         now_ns = self._clock.now_ns
         alone_ns = max(1, round(self._truth.chunk_s(member.node_id, self.work, start, end) * NS))
@@ -80,12 +80,12 @@ class SimulatedGroup:
         return end_ns
 
     def ended(self, number: int) -> bool:
-        """Record that the chunk is computed. Return whether it was the last."""
+        """Record that the chunk is computed; return True if it was the last."""
         self.work.computed = self._chunks[number][1][1]
         return number == len(self._chunks) - 1
 
     def _share(self, begin_ns: int, end_ns: int, layer_ns: int, member: SimulatedMember, span: TokenSpan) -> None:
-        """Send what the member computes from `begin_ns` to `end_ns`, layer by layer, to the members that need it."""
+        """Send KV that the member computes from `begin_ns` to `end_ns`, layer by layer, to the members that need it."""
         self._first_ns[member.node_id] = max(self._first_ns[member.node_id], begin_ns + layer_ns)
         self._last_ns[member.node_id] = max(self._last_ns[member.node_id], end_ns)
         nbytes = (span[1] - span[0]) * self._truth.bytes_per_token

@@ -1,5 +1,4 @@
-"""Reports of a simulated node: requests held and events, at the intervals and with the delays of the live workers'
-reporter."""
+"""Reports of a simulated node: requests held and events, with the intervals and delays of the live reporter."""
 
 from collections.abc import Callable
 
@@ -19,7 +18,7 @@ class SimulatedReporter:
         held: Callable[[], tuple[Held, ...]],
         send: Callable[[NodeReported], object],
     ) -> None:
-        """`held()`: requests that the node holds. `send(report)` is called when a report reaches the conductor."""
+        """`held()` returns the requests that the node holds; `send(report)` is called when a report arrives."""
         self._node_id = node_id
         self._clock = clock
         self._held = held
@@ -32,7 +31,7 @@ class SimulatedReporter:
         self._decodes: list[DecodeSample] = []
         self._transfers: list[TransferSample] = []
         self._is_due = False
-        self._round = 0  # of reports; the timer of an earlier one is void
+        self._round = 0  # number of reports; timers of earlier rounds are ignored
 
     def start(self) -> None:
         """Send an empty first report."""
@@ -71,8 +70,8 @@ class SimulatedReporter:
             transfers=tuple(self._transfers),
         )
         self._progress, self._prefills, self._decodes, self._transfers = [], [], [], []
-        self._clock.after(self._network_ns, lambda: self._tell_of(report))
+        self._clock.after(self._network_ns, lambda: self._deliver(report))
         self._later(self._every_ns)
 
-    def _tell_of(self, report: NodeReported) -> None:
+    def _deliver(self, report: NodeReported) -> None:
         self._send(report)

@@ -1,8 +1,8 @@
-"""Simulated requests: the workload, drawn from a trace's conversations for every seed, and the state of each request.
+"""Simulated requests: the workload, drawn from a trace's conversations for each seed, and the state of each request.
 
-A seed draws conversations (the trace's prefix families) with replacement, each with blocks of its own, and begins them
-at uniformly random times: a Poisson stream of conversations. Within one, turns keep the trace's lengths and pauses. A
-seed gives the same arrivals to any cluster.
+Conversations (the trace's prefix families) are drawn with replacement, each with distinct blocks, and start at
+uniformly random times, as a Poisson process. Within a conversation, turns keep the trace's lengths and pauses. The
+arrivals of a seed are the same for all clusters.
 """
 
 from collections import defaultdict
@@ -17,14 +17,14 @@ from simulator.serving.clock import NS
 from traces import Trace, TraceRow, family_keys
 from worker.policy.scheduling_order import ALWAYS_NEXT, QueueEntry, RequestKey
 
-_HISTORY_S = 1200.0  # conversations that began so long before the run go on in it; what they said then is in the pool
+_HISTORY_S = 1200.0  # conversations start up to this long before the run; their earlier turns' KV is in the pools
 _ANY = 1 << 40
-_SHARED = 1 << 40  # blocks of one drawn conversation are numbered within this
+_SHARED = 1 << 40  # size of the block number range of one drawn conversation
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of the workload. `blocks`: of the prompt's whole blocks; equal numbers have an equal prefix."""
+    """One request of the workload. `blocks`: the prompt's full blocks; equal numbers mean equal prefixes."""
 
     index: int
     arrival_ns: int
@@ -32,8 +32,8 @@ class Arrival:
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
-    luck: float  # standard normal: how far its prefill takes longer than expected
-    is_sampled: float  # uniform in [0, 1): chooses the requests that are looked into
+    luck: float  # standard normal noise of its prefill time
+    is_sampled: float  # uniform in [0, 1): selects the requests whose rejection is evaluated
 
     @property
     def name(self) -> str:
@@ -62,13 +62,15 @@ def draw_workload(
     longest_prompt: int = 0,
     longest_answer: int = 0,
 ) -> SimulatedWorkload:
-    """Draw about `requests` requests (a Poisson number), `rate_per_s` per second on average.
+    """Draw about `requests` requests (Poisson-distributed), `rate_per_s` per second on average.
 
     `output_scale` scales the answers, `longest_answer` truncates them; prompts longer than `longest_prompt` are left
-    out, 0: none. Raises BadSetting.
+    out (0: no limit). Raises BadSetting.
     """
     if not 0 < rate_per_s < 1e6 or requests < 1:
-        raise BadSetting(f"{requests} requests at {rate_per_s} a second; both must be positive")
+        raise BadSetting(
+            f"the number of requests and the rate must be positive, got {requests} requests at {rate_per_s} per second"
+        )
     families = _families(trace, longest_prompt)
     rng = np.random.default_rng([seed, 0x5E2])
     duration_s = requests / rate_per_s
@@ -116,24 +118,23 @@ def _families(trace: Trace, longest_prompt: int) -> list[list[TraceRow]]:
 
 
 def _blocks(row: TraceRow, conversation: int, block_tokens: int) -> tuple[int, ...]:
-    """Return a prompt's blocks. The first block of longer prompts (in the conversation trace: the system prompt) is
-    shared by all."""
+    """Return a prompt's full blocks. The first block (in the conversation trace: the system prompt) is shared."""
     whole = row.hash_ids[: row.full_blocks(block_tokens)]
     own = conversation * _SHARED
     return tuple(own + block + 1 if depth else block for depth, block in enumerate(whole))
 
 
 class RequestEnd(StrEnum):
-    """Outcome of a request; each request has exactly one."""
+    """How a request ended."""
 
     FINISHED = "finished"
     REJECTED = "rejected"  # at arrival
-    WITHHELD = "withheld"  # after its prefill, which was wasted: the first token was not delivered
+    WITHHELD = "withheld"  # rejected after its prefill; the first token was not delivered
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """State of a request. Times are virtual ns, 0 = not yet."""
+    """State of a request. Times are virtual nanoseconds; 0: not yet."""
 
     job: Arrival
     queue_entry: QueueEntry = ALWAYS_NEXT
@@ -144,20 +145,20 @@ class SimulatedRequest:
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
     reused_tokens: int = 0
-    computed: int = 0  # prompt tokens that are there, reused ones included
-    prefill_s: float = 0.0  # of compute, so far
+    computed: int = 0  # prompt tokens whose KV exists, including reused ones
+    prefill_s: float = 0.0  # computation time so far
     generated: int = 0
     committed_tokens: int = 0
     loaded: bool = False
     reserved: bool = False
-    asks_again: bool = False  # its first token is withheld until the conductor was asked once more
+    asks_again: bool = False  # the first token is withheld until the conductor admits the request to decoding
     first_token_ns: int = 0
-    sent_ns: int = 0  # when all KV will have arrived at the decode node
+    sent_ns: int = 0  # time at which all KV has arrived at the decode node
     last_token_ns: int = 0
     end: RequestEnd | None = None
     end_ns: int = 0
     reason: str = ""  # why it was rejected
-    intervals: list[tuple[int, int]] = field(default_factory=list)  # (ns between two tokens, how often in a row)
+    intervals: list[tuple[int, int]] = field(default_factory=list)  # (ns between tokens, number of repetitions)
 
     @property
     def key(self) -> RequestKey:
@@ -175,7 +176,7 @@ class SimulatedRequest:
 
     @property
     def tbt_s(self) -> float:
-        """Time between tokens as objectives define it; 0 for answers of one token."""
+        """TBT as defined by the objectives; 0 for answers of one token."""
         return slowest_tenth_s(self.intervals)
 
     @property
@@ -185,8 +186,10 @@ class SimulatedRequest:
 
 
 def slowest_tenth_s(intervals: list[tuple[int, int]]) -> float:
-    """Return the mean of the longest tenth of (ns, count) intervals, rounded up to whole ones: TBT in Mooncake's
-    evaluation."""
+    """Return the mean of the longest tenth (rounded up) of (ns, count) intervals, in seconds.
+
+    This is the TBT of a request in the evaluation of the Mooncake paper.
+    """
     count = sum(times for _, times in intervals)
     if not count:
         return 0.0

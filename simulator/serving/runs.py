@@ -1,7 +1,7 @@
-"""Simulated runs: one from its settings to its outcome, many in parallel processes, and the evaluation of rejections.
+"""Simulated runs: a single run, many runs in parallel processes, and the evaluation of rejections.
 
-A rejection is evaluated in a fork of the simulation in which the request is admitted. Both share their past, and random
-values belong to requests and nodes, so that the two differ only by this decision and its consequences. Needs an
+A rejection is evaluated in a fork of the simulation in which the request is admitted. Both have the same history, and
+random values belong to requests and nodes, so the two differ only by this decision and its consequences. Requires an
 operating system with fork.
 """
 
@@ -28,11 +28,13 @@ from worker.policy.cost_profile import load_profile
 
 
 class FalseRejects:
-    """Evaluates a share of the rejections of one run."""
+    """Evaluation of a sample of the rejections of one run."""
 
     def __init__(self, cluster: SimulatedCluster, share: float, from_ns: int) -> None:
-        """Evaluate about `share` of the rejected requests that arrived from `from_ns` on: the same ones in every run of
-        one workload."""
+        """Evaluate about `share` of the rejected requests that arrived from `from_ns` on.
+
+        The sampled requests are the same in all runs of a workload.
+        """
         self.num_tried = 0
         self.num_false = 0
         self._cluster = cluster
@@ -55,9 +57,9 @@ class FalseRejects:
 
 
 def in_a_copy(question: Callable[[], bool]) -> bool:
-    """Return the result of a function in a forked process, which may change anything without effect here.
+    """Call a function in a forked process, so that its side effects are discarded, and return its result.
 
-    Raises ChildProcessError if the process fails; the cause is on stderr.
+    Raises ChildProcessError if the process fails; its traceback is on stderr.
     """
     pid = os.fork()
     if pid == 0:
@@ -72,12 +74,12 @@ def in_a_copy(question: Callable[[], bool]) -> bool:
     _, ended = os.waitpid(pid, 0)
     status = os.waitstatus_to_exitcode(ended)
     if status not in (0, 1):
-        raise ChildProcessError(f"the copy of the simulation failed (status {status})")
+        raise ChildProcessError(f"the forked simulation failed (status {status})")
     return bool(status)
 
 
 _SAMPLE_S = 1.0
-WARM_UP = 0.15  # share of the arrivals' time that is not measured: queues fill, the pool and the costs settle
+WARM_UP = 0.15  # unmeasured fraction at the start, in which queues and pools fill and cost estimates converge
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,12 @@ class RunSpec:
     requests: int
     output_scale: float = 1.0
     longest_prompt: int = 0
-    look_into: float = 0.0  # share of the rejections of which the counterfactual is run
+    look_into: float = 0.0  # fraction of the rejections that are evaluated in a fork
 
 
 @dataclass(frozen=True, slots=True)
 class ServingRun:
-    """Results of a run. The series are loads, one sample per second, over the objectives: mean over the nodes."""
+    """Results of a run. The load series are means over the nodes, relative to the objectives, one sample per second."""
 
     mode: AdmissionMode
     seed: int
@@ -143,7 +145,7 @@ def run_one(spec: RunSpec) -> ServingRun:
 
 
 def worker_pool(processes: int) -> ProcessPoolExecutor:
-    """Return a pool of fresh processes: they fork for evaluations, so they must have no threads."""
+    """Return a pool of spawned processes. They fork for evaluations, so they must not have threads."""
     return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
 
 

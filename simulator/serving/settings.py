@@ -1,7 +1,7 @@
 """Settings of a simulated cluster, and the actual costs of its work: a cost profile with noise unknown to the policy.
 
-Each node has a constant speed; each request and each run of decode steps has its own noise. A request's noise is the
-same wherever and whenever it is served, so that two runs of one seed differ by decisions alone.
+Each node has a constant speed; each request and each run of decode steps has its own noise. A request's noise does not
+depend on where and when it is served, so two runs of the same seed differ only by decisions.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from worker.policy.cost_profile import CostProfile
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """A cluster of one model's prefill and decode nodes, with a host and a pool node per prefill node.
+    """Settings of a cluster of one model, with a host and a pool node per prefill node.
 
-    Protocol times are those of the live roles: a report `coalesce_s` after a request has progressed, otherwise every
-    `report_every_s`.
+    Protocol times are those of the live roles: a node reports `coalesce_s` after a request has progressed, otherwise
+    every `report_every_s`.
     """
 
     prefill_nodes: int = 8
@@ -30,16 +30,16 @@ class ServingSettings:
     capacity_tokens: int = 1_000_000  # KV pages of a node, in tokens
     max_batch: int = 256
     chunk_tokens: int = 8192
-    layers: int = 80  # pushed one by one: what is left to send after the last one's compute
-    lookahead: int = 3  # requests that a prefill node loads and reserves for ahead of the one it computes
-    pool_blocks: int = 6000  # that a pool node holds in memory
-    ssd_blocks: int = 0  # and on SSD besides; 0: it has none
+    layers: int = 80  # KV is pushed layer by layer; only the last layer's push does not overlap computation
+    lookahead: int = 3  # requests that a prefill node prepares (loads, reserves) ahead of the one it computes
+    pool_blocks: int = 6000  # capacity of a pool node's memory
+    ssd_blocks: int = 0  # capacity of a pool node's SSD; 0: no SSD
     eviction: str = "lru"
-    request_noise: float = 0.1  # sigma (log-normal) of a prefill's time about what the profile says
+    request_noise: float = 0.1  # sigma (log-normal) of prefill times relative to the profile
     step_noise: float = 0.05  # likewise, of decode steps
-    node_noise: float = 0.03  # likewise, of a node's speed as long as it lives
-    network_s: float = 0.001  # a message between roles
-    handoff_s: float = 0.005  # from the last KV that arrived to the decode batch
+    node_noise: float = 0.03  # likewise, of a node's constant speed
+    network_s: float = 0.001  # latency of a message between roles
+    handoff_s: float = 0.005  # from the arrival of the last KV to the decode batch
     report_every_s: float = 1.0
     coalesce_s: float = 0.02
     tick_s: float = 1.0
@@ -48,16 +48,18 @@ class ServingSettings:
         whole = ("prefill_nodes", "decode_nodes", "capacity_tokens", "max_batch", "chunk_tokens", "lookahead")
         for name in (*whole, "pool_blocks"):
             if getattr(self, name) < 1:
-                raise BadSetting(f"{name} is {getattr(self, name)}; give at least 1")
+                raise BadSetting(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_new_tokens < 2:
-            text = "give at least 2: an answer of one token needs no decode node"
-            raise BadSetting(f"max_new_tokens is {self.max_new_tokens}; {text}")
+            raise BadSetting(
+                f"max_new_tokens must be at least 2, got {self.max_new_tokens}: an answer of one token needs no decode "
+                "node"
+            )
         for name in ("ttft_objective_s", "tbt_objective_s", "report_every_s", "coalesce_s", "tick_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) <= 0:
-                raise BadSetting(f"{name} is {getattr(self, name)}; give a finite number above 0")
+                raise BadSetting(f"{name} must be finite and above 0, got {getattr(self, name)}")
         for name in ("ssd_blocks", "request_noise", "step_noise", "node_noise", "network_s", "handoff_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) < 0:
-                raise BadSetting(f"{name} is {getattr(self, name)}; give a finite number of at least 0")
+                raise BadSetting(f"{name} must be finite and at least 0, got {getattr(self, name)}")
 
 
 class ActualCosts:
@@ -77,7 +79,7 @@ class ActualCosts:
         return self._profile.prefill_s(end - start, start) * luck * self._node(node_id)
 
     def step_s(self, node_id: str, batch: int, context_tokens: int) -> float:
-        """Return the seconds of one decode step, the next of several equal ones."""
+        """Return the seconds of one decode step, with noise drawn for each call."""
         luck = exp(self._settings.step_noise * self._rolls(node_id).gauss(0, 1))
         return self._profile.decode_s(batch, context_tokens) * luck * self._node(node_id)
 

@@ -1,4 +1,4 @@
-"""Evaluation of other objectives or splits of the nodes under the same arrivals: one change at a time to a base."""
+"""Comparison of objectives and node splits under the same arrivals, varying one setting of a base at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +13,7 @@ Varied = Literal["ttft", "tbt", "split"]
 
 @dataclass(frozen=True, slots=True)
 class TuningPoint:
-    """Results of one setting over all seeds. Shares are of the requests that arrived. `is_base`: nothing is changed."""
+    """Results of one setting over all seeds. Shares are of the requests that arrived. `is_base`: unchanged settings."""
 
     varied: Varied
     is_base: bool
@@ -21,24 +21,24 @@ class TuningPoint:
     decode_nodes: int
     ttft_objective_s: float
     tbt_objective_s: float
-    goodput: Estimate  # requests a second that met both objectives
+    goodput: Estimate  # requests per second that met both objectives
     good: Estimate
     rejected: Estimate
-    missed: Estimate  # served, but one objective was not met
-    ttft_p90_s: Estimate  # of the served
+    missed: Estimate  # served, but missed an objective
+    ttft_p90_s: Estimate  # of the served requests
     tbt_p90_s: Estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """All points, by what was varied."""
+    """Result of a comparison."""
 
     spec: RunSpec
     seeds: int
     points: tuple[TuningPoint, ...]
 
     def of(self, varied: Varied) -> list[TuningPoint]:
-        """Return the points of one kind, in the order in which the values were given."""
+        """Return the points of one varied setting, in ascending order of its value."""
         return [point for point in self.points if point.varied == varied]
 
     def to_json(self) -> dict[str, Any]:
@@ -65,18 +65,20 @@ def tune(
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tuning:
-    """Run `spec` with each of these objectives instead of its own, and with so many of its nodes for prefill.
+    """Run `spec` with each of these objectives, and with each of these numbers of its nodes for prefill.
 
-    The base is among the points of each kind, in order of its value. Raises BadSetting and the errors of `run_one`.
+    The points of each varied setting include the base. Raises BadSetting and the errors of `run_one`.
     """
     if seeds < 1 or processes < 1:
-        raise BadSetting(f"{seeds} seeds on {processes} processes; give at least one of each")
+        raise BadSetting(f"at least one seed and one process are needed, got {seeds} seeds and {processes} processes")
     settings, spec = spec.settings, replace(spec, seed=0)
     total = settings.prefill_nodes + settings.decode_nodes
     if wrong := [count for count in prefill_nodes if not 0 < count < total]:
-        raise BadSetting(f"{wrong[0]} of {total} nodes for prefill leaves {total - wrong[0]} to decode; both need one")
+        raise BadSetting(
+            f"{wrong[0]} of {total} nodes for prefill leaves {total - wrong[0]} for decode; both need at least one"
+        )
     if wrong_s := [value for value in (*ttft_s, *tbt_s) if not 0 < value < 86400]:
-        raise BadSetting(f"an objective of {wrong_s[0]:g} seconds; give a positive number of seconds, below a day")
+        raise BadSetting(f"an objective must be above 0 s and below a day, got {wrong_s[0]:g} s")
     varied: list[tuple[Varied, RunSpec]] = [
         *(
             ("ttft", _objectives(spec, each, settings.tbt_objective_s))
@@ -88,7 +90,7 @@ def tune(
         ),
         *(("split", _split(spec, count)) for count in _with(settings.prefill_nodes, prefill_nodes)),
     ]
-    # The base stands in each kind, and is run once.
+    # The base is a point of each varied setting, but runs only once.
     others = [one for _, one in varied if one != spec]
     wanted = [replace(one, seed=seed) for one in (spec, *others) for seed in range(seeds)]
     with worker_pool(processes) as pool:
@@ -100,7 +102,7 @@ def tune(
 
 
 def _with(base: Any, values: Sequence[Any]) -> list[Any]:
-    """Return the values with the base's among them; empty if nothing is varied."""
+    """Return the sorted values including the base's; empty if there are no values."""
     return sorted({base, *values}) if values else []
 
 

@@ -72,7 +72,7 @@ def plot_tuning(found: Tuning, path: Path) -> None:
         settings = found.spec.settings
         figure.suptitle(
             f"{found.spec.rate_per_s:g} requests/s on {settings.prefill_nodes}+{settings.decode_nodes} nodes, TTFT "
-            f"{settings.ttft_objective_s:g} s, TBT {settings.tbt_objective_s:g} s (dark), and what else could be",
+            f"{settings.ttft_objective_s:g} s, TBT {settings.tbt_objective_s:g} s (dark), and alternatives",
             fontsize=10,
         )
         handles, labels = grid[1][0].get_legend_handles_labels()
@@ -80,7 +80,7 @@ def plot_tuning(found: Tuning, path: Path) -> None:
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         except OSError as error:
-            raise BadSetting(f"cannot draw {path}: {error.strerror or error}") from error
+            raise BadSetting(f"cannot write the plot {path}: {error.strerror or error}") from error
 
 
 def _goodput(axes: Axes, points: Sequence[TuningPoint]) -> None:

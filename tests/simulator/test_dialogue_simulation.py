@@ -81,12 +81,12 @@ def test_a_queue_that_is_too_long_makes_dialogues_move() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"servers": 0}, "servers must be above 0, not 0"),
+        ({"servers": 0}, "servers must be above 0, got 0"),
         ({"capacity": -1}, "capacity must be above 0"),
         ({"mean_history_messages": 1.0}, "mean_history_messages must be at least 2"),
         ({"mean_history_messages": float("nan")}, "mean_history_messages must be above 0, not nan"),
-        ({"break_share": 1.5}, "break_share is a share from 0 to 1"),
-        ({"balance_s": -1.0}, "balance_s must be 0 or more"),
+        ({"break_share": 1.5}, "break_share must be from 0 to 1"),
+        ({"balance_s": -1.0}, "balance_s must be at least 0"),
         ({"policy": "mru"}, "no policy 'mru'"),
     ],
 )

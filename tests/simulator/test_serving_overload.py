@@ -115,7 +115,7 @@ def test_where_no_prompt_is_short_enough_that_is_said(longest_prompt: int) -> No
 
 
 def test_answers_that_no_decode_node_would_have_a_part_in_are_refused() -> None:
-    with pytest.raises(BadSetting, match="max_new_tokens is 1; give at least 2"):
+    with pytest.raises(BadSetting, match="max_new_tokens must be at least 2, got 1"):
         overload_spec(OverloadScenario("conversation", MOONCAKE, **{**STANDARD, "longest_answer": 1}))
 
 
@@ -124,7 +124,7 @@ def test_a_profile_whose_machine_is_given_in_words_is_refused_by_the_field(tmp_p
     profile = load_profile(MOONCAKE)
     path = tmp_path / "profile.json"
     save_profile(replace(profile, engine={**profile.engine, name: "plenty"}), path)
-    with pytest.raises(BadSetting, match=rf"engine.{name} of profile .* is 'plenty'; give a whole number"):
+    with pytest.raises(BadSetting, match=rf"engine.{name} of profile .* must be an integer, got 'plenty'"):
         overload_spec(OverloadScenario("conversation", path, **STANDARD))
 
 
@@ -193,11 +193,11 @@ def test_the_command_compares_modes_draws_and_writes_json(invoke: Any, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--modes", "none,random"], "there is no admission mode 'random'; choose from none, load, early"),
+        (["--modes", "none,random"], "unknown admission mode 'random'; choose from none, load, early"),
         (["--profile", "nowhere.json"], "cost profile nowhere.json cannot be read"),
         (["--load", "-1"], "a load of -1.0"),
-        (["--tbt", "0"], "tbt_objective_s is 0.0; give a finite number above 0"),
-        (["--output-scale", "0"], "output_scale is 0.0"),
+        (["--tbt", "0"], "tbt_objective_s must be finite and above 0, got 0.0"),
+        (["--output-scale", "0"], "output_scale must be above 0 and below 1000, got 0.0"),
         (["--plot", "overload.gif"], "must end in one of .svg, .png"),
         (["--json", "nowhere/full.json"], "there is no folder nowhere"),
         (["nowhere.jsonl"], "cannot open the trace nowhere.jsonl"),

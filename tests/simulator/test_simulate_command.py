@@ -86,7 +86,7 @@ def test_it_draws_what_it_found(invoke: Invoke, trace: Path, tmp_path: Path, kin
         (["TRACE", "--capacity", "10", "--policy", "mru"], "--policy must be lru, lfu"),
         (["nowhere.jsonl", "--capacity", "10"], "cannot open the trace nowhere.jsonl"),
         (["TRACE", "--capacity", "10", "--plot", "hits.gif"], "must end in one of .svg, .png"),
-        (["TRACE", "--capacity", "10", "--plot", "nowhere/hits.svg"], "there is no folder nowhere"),
+        (["TRACE", "--capacity", "10", "--plot", "nowhere/hits.svg"], "the folder nowhere does not exist"),
     ],
 )
 def test_bad_input_is_named_and_ends_with_two(

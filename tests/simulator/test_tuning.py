@@ -79,7 +79,7 @@ def test_under_overload_a_stricter_objective_is_met_by_fewer(found: Tuning) -> N
     [
         ({"prefill_nodes": (4,)}, "leaves 0 to decode"),
         ({"prefill_nodes": (0,)}, "both need one"),
-        ({"ttft_s": (-1.0,)}, "an objective of -1 seconds"),
+        ({"ttft_s": (-1.0,)}, "an objective must be above 0 s and below a day, got -1 s"),
         ({"tbt_s": (float("nan"),)}, "an objective of nan seconds"),
         ({"seeds": 0}, "0 seeds"),
     ],

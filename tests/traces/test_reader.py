@@ -55,7 +55,7 @@ def test_every_container_is_known_by_its_bytes(tmp_path: Path, kind: str) -> Non
         ({"hash_ids": [0]}, "1 hash_ids for an input_length of 600", "2: one id per 512 tokens"),
         ({"hash_ids": [0, 1, 2]}, "3 hash_ids for an input_length of 600", "2: one id per 512 tokens"),
         ({"hash_ids": [0, -1]}, "hash_ids [0, -1]", "none negative"),
-        ({"hash_ids": [0, "1"]}, "hash_ids [0, '1']", "whole numbers"),
+        ({"hash_ids": [0, "1"]}, "hash_ids [0, '1']", "integers"),
         ({"hash_ids": [3, 3]}, "a repeated id", "different within a row"),
         ({"hash_ids": 5}, "hash_ids 5", "a list"),
     ],
@@ -136,4 +136,4 @@ def test_rows_out_of_order_are_sorted_with_a_notice(tmp_path: Path) -> None:
 def test_ids_that_are_not_chained_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(lines_of([GOOD, GOOD | {"hash_ids": [2, 1]}]))
-    assert "1 rows use an id after another predecessor" in read_trace(path).notices[0]
+    assert "1 rows use an id with a different predecessor" in read_trace(path).notices[0]
