@@ -1,12 +1,12 @@
-"""House rules of the code base: checks that always hold, and figures reported without judgement.
+"""Structural checks of the code base, and size figures.
 
     python tools/house.py [ROOT]
 
-Exits with 1 when a rule is broken: an import cycle, a function of more than eight parameters (those whose parameters
-are command-line flags excepted), a docstring that opens with a fragment, or a key declared in two classes.
-The last line of the output is one JSON object with all figures. How far a request and an objective spread over the
-code is measured by the shipped files that name a request's id, and a TTFT objective. ROOT is another checkout to
-measure; this one by default.
+The exit status is 1 if a rule is broken: an import cycle, a function of more than eight parameters (except commands,
+whose parameters are command-line flags), a docstring that opens with a fragment, or a key declared in two classes. The
+last line of output is a JSON object with all figures. They include the numbers of shipped files that name a request's
+id and a TTFT objective, which measure how far these spread over the code. ROOT: checkout to measure, by default this
+one.
 """
 
 import ast
@@ -63,7 +63,7 @@ def read_modules(root: Path) -> list[Module]:
 
 
 def import_cycles(modules: list[Module]) -> list[list[str]]:
-    """Return the groups of modules that import each other, at whatever depth an import statement stands."""
+    """Return the groups of modules that import each other; imports inside functions count, too."""
     names = {module.name for module in modules}
     graph = {module.name: set(_imported(module, names)) - {module.name} for module in modules}
     return sorted(sorted(group) for group in _strongly_connected(graph) if len(group) > 1)
@@ -83,7 +83,7 @@ def _imported(module: Module, names: set[str]) -> Iterator[str]:
 
 
 def _strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Tarjan's algorithm, iterative."""
+    """Return the strongly connected components, by an iterative version of Tarjan's algorithm."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -116,7 +116,7 @@ def _strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def long_signatures(modules: list[Module]) -> list[str]:
-    """Return the functions with more than `MAX_PARAMETERS` parameters, commands of the command line excepted."""
+    """Return the functions with more than `MAX_PARAMETERS` parameters, except commands of the command line."""
     found = []
     for module in modules:
         for node in ast.walk(module.tree):
@@ -130,7 +130,7 @@ def long_signatures(modules: list[Module]) -> list[str]:
 
 
 def _is_command(function: Function) -> bool:
-    """True if the parameters are command-line flags: typer's options stand in their annotations or defaults."""
+    """Return True if the parameters are command-line flags: their annotations or defaults contain typer options."""
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     texts = [ast.unparse(argument.annotation) for argument in named if argument.annotation is not None]
@@ -160,10 +160,10 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
 
 
 def keys_declared_twice(modules: list[Module]) -> list[str]:
-    """Return the configuration keys that more than one configuration class of the cluster declares, units aside.
+    """Return the configuration keys that more than one configuration class of the cluster declares, ignoring units.
 
     A key is a field annotated with a `Key`; a configuration class is named ...Config, ...Settings or ...Options,
-    or declares keys itself. Fields that contain another such class are no declarations.
+    or declares keys itself. Fields that contain another such class do not count as declarations.
     """
     keys: set[str] = set()
     declared: dict[str, set[str]] = defaultdict(set)
@@ -193,7 +193,7 @@ def _field(item: ast.AnnAssign) -> str:
 
 
 def _key(item: ast.AnnAssign) -> str:
-    """Return the YAML key of a field annotated with a `Key`: its name without the unit that the `Key` names."""
+    """Return the YAML key of a field annotated with a `Key`: the field's name without the unit given in the `Key`."""
     unit = re.search(r"\bunit='(\w+)'", ast.unparse(item.annotation))
     return _field(item).removesuffix(f"_{unit[1]}") if unit else _field(item)
 
@@ -203,7 +203,7 @@ def _without_unit(name: str) -> str:
 
 
 def lines_of_code(module: Module) -> int:
-    """Count the lines that hold code: no blank line, comment or docstring."""
+    """Count the lines of code, without blank lines, comments and docstrings."""
     held: set[int] = set()
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):

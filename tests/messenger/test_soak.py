@@ -44,9 +44,9 @@ def test_a_short_soak_finds_nothing(transport: str, patience: float) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--seconds", "-1"], "--seconds, --trouble-every-s and --patience must be more than 0"),
-        (["--workers", "0"], "--workers and --slot-kib must be 1 or more"),
-        (["--peers", "3"], "--peers: more than transports"),
+        (["--seconds", "-1"], "--seconds, --trouble-every-s and --patience must be above 0"),
+        (["--workers", "0"], "--workers and --slot-kib must be at least 1"),
+        (["--peers", "3"], "--peers must be above the number of transports"),
     ],
 )
 def test_flags_with_which_nothing_would_be_soaked_are_refused(

@@ -96,7 +96,7 @@ def test_nothing_finds_more_than_the_limit(
 
 
 def test_a_pool_of_nothing_is_refused(small_trace: SmallTrace) -> None:
-    with pytest.raises(BadSetting, match="capacity of 0 blocks"):
+    with pytest.raises(BadSetting, match="capacity must be at least 1 block, got 0"):
         simulate_cache(small_trace([[1]]), "lru", 0)
 
 

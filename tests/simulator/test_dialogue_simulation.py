@@ -84,10 +84,10 @@ def test_a_queue_that_is_too_long_makes_dialogues_move() -> None:
         ({"servers": 0}, "servers must be above 0, got 0"),
         ({"capacity": -1}, "capacity must be above 0"),
         ({"mean_history_messages": 1.0}, "mean_history_messages must be at least 2"),
-        ({"mean_history_messages": float("nan")}, "mean_history_messages must be above 0, not nan"),
+        ({"mean_history_messages": float("nan")}, "mean_history_messages must be above 0, got nan"),
         ({"break_share": 1.5}, "break_share must be from 0 to 1"),
         ({"balance_s": -1.0}, "balance_s must be at least 0"),
-        ({"policy": "mru"}, "no policy 'mru'"),
+        ({"policy": "mru"}, "unknown policy 'mru'"),
     ],
 )
 def test_settings_that_cannot_be_are_named(change: dict[str, Any], complaint: str) -> None:

@@ -77,10 +77,10 @@ def test_under_overload_a_stricter_objective_is_met_by_fewer(found: Tuning) -> N
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"prefill_nodes": (4,)}, "leaves 0 to decode"),
-        ({"prefill_nodes": (0,)}, "both need one"),
+        ({"prefill_nodes": (4,)}, "leaves 0 for decode"),
+        ({"prefill_nodes": (0,)}, "both need at least one"),
         ({"ttft_s": (-1.0,)}, "an objective must be above 0 s and below a day, got -1 s"),
-        ({"tbt_s": (float("nan"),)}, "an objective of nan seconds"),
+        ({"tbt_s": (float("nan"),)}, "an objective must be above 0 s and below a day, got nan s"),
         ({"seeds": 0}, "0 seeds"),
     ],
 )
@@ -113,7 +113,7 @@ def test_the_command_shows_draws_and_tells(tmp_path: Path) -> None:
         ([], "nothing to try"),
         (["--try-ttft", "1,fast"], "--try-ttft"),
         (["--try-prefill", "1.5"], "--try-prefill"),
-        (["--try-prefill", "16"], "both need one"),
+        (["--try-prefill", "16"], "both need at least one"),
         (["--rate", "0", "--try-ttft", "1"], "--rate must be positive, got 0"),
         (["--try-ttft", "1", "--plot", "tune.gif"], "tune.gif"),
     ],

@@ -36,28 +36,30 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.rdma_vm", description="A VM with soft-RoCE devices.")
     actions = parser.add_subparsers(dest="action", required=True)
-    build = actions.add_parser("build", help="build and cache the image, if it is not there")
-    test = actions.add_parser("test", help="the messenger's tests over rdma, in one VM and between two")
-    test.add_argument("--one", action="store_true", help="in one VM only")
-    soak = actions.add_parser("soak", help="load and faults for the messenger over rdma, in one VM")
-    soak.add_argument("--seconds", type=float, default=600.0, help="of load (%(default)g)")
-    soak.add_argument("--seed", type=int, help="of sizes, shapes and trouble; drawn if not given")
-    run = actions.add_parser("run", help="run a command in the VM, at the repository's root")
+    build = actions.add_parser("build", help="build the image if it is not cached")
+    test = actions.add_parser("test", help="run the messenger's tests over RDMA, in one VM and between two")
+    test.add_argument("--one", action="store_true", help="run the tests in one VM only")
+    soak = actions.add_parser("soak", help="run the messenger's soak test over RDMA, in one VM")
+    soak.add_argument("--seconds", type=float, default=600.0, help="duration of the load (%(default)g)")
+    soak.add_argument("--seed", type=int, help="random seed of sizes, shapes and faults; random if not given")
+    run = actions.add_parser("run", help="run a command in the VM, in the repository's root")
     for action in (build, test, soak, run):
-        beside = " beside the soak's own" if action is soak else ""
-        action.add_argument("--timeout", type=float, default=2400.0, help=f"seconds for all{beside} (%(default)g)")
+        beside = " in addition to --seconds" if action is soak else ""
+        action.add_argument(
+            "--timeout", type=float, default=2400.0, help=f"total timeout in seconds{beside} (%(default)g)"
+        )
     run.add_argument(
-        "--two", action="store_true", help="two VMs; each runs the command, RDMA_VM_ROLE tells which it is"
+        "--two", action="store_true", help="start two VMs that both run the command; RDMA_VM_ROLE distinguishes them"
     )
     run.add_argument(
         "--rails", type=int, default=2, help="soft-RoCE devices per VM, each in its own subnet (%(default)d)"
     )
     run.add_argument("--memory", type=int, default=1536, help="MiB per VM (%(default)d)")
     run.add_argument(
-        "--count", action="store_true", help="one processor, whose clock counts instructions, one a nanosecond"
+        "--count", action="store_true", help="use one CPU whose clock advances by one nanosecond per instruction"
     )
-    run.add_argument("--results", type=Path, help="a folder that the command may write to, as $RDMA_VM_RESULTS")
-    run.add_argument("command", nargs="+", help="the command, after --")
+    run.add_argument("--results", type=Path, help="folder writable by the command, as $RDMA_VM_RESULTS")
+    run.add_argument("command", nargs="+", help="command to run, after --")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Build steps of an image, each of which runs an external program."""
+"""Build steps of an image; each runs an external program."""
 
 import contextlib
 import os
@@ -24,9 +24,9 @@ def bootstrap(work: Path, tools: Tools, deadline: Deadline) -> None:
     (work / "tmp").mkdir(mode=0o777)
     (work / "tmp").chmod(0o777)
     package = Path(__file__).parent
-    hook = f'PYTHONPATH="{package.parent}" "{sys.executable}" -m tools.rdma_vm.guest_kernel "$1"'
+    hook = f'PYTHONPATH="{package.parents[1]}" "{sys.executable}" -m tools.rdma_vm.guest_kernel "$1"'
     isolation = _isolation()
-    # In a namespace of its own nothing outlives it; elsewhere mmdebstrap has to take its mounts away.
+    # In a separate PID and mount namespace nothing outlives mmdebstrap; otherwise it must unmount by itself.
     end = signal.SIGKILL if isolation else signal.SIGTERM
     command = [str(require_program("setpriv", "util-linux")), "--pdeathsig", end.name.removeprefix("SIG"), *isolation]
     command += ["perl", str(tools.mmdebstrap), "--variant=minbase"]
@@ -42,7 +42,7 @@ def bootstrap(work: Path, tools: Tools, deadline: Deadline) -> None:
         try:
             status = process.wait(deadline.left())
         except subprocess.TimeoutExpired:
-            raise deadline.error("making the root filesystem") from None
+            raise deadline.error("building the root filesystem") from None
         finally:
             for number in (end, signal.SIGKILL):
                 if process.poll() is None:
@@ -52,14 +52,14 @@ def bootstrap(work: Path, tools: Tools, deadline: Deadline) -> None:
     if status:
         raise BuildFailed(
             f"mmdebstrap ended with status {status}:\n{log.read_text(errors='replace')[-2000:]}\n"
-            "If a download failed: check the network, and apt's proxy if there is one, and run again."
+            "If a download failed, check the network and apt's proxy settings, and run again."
         )
 
 
 def _isolation() -> list[str]:
-    """Return the command prefix for mmdebstrap that keeps mounts and processes from outliving it.
+    """Return the command prefix for mmdebstrap that prevents mounts and processes from outliving it.
 
-    Raises NotPermitted for a user who is neither root nor has subordinate ids in a kernel with user namespaces.
+    Raises NotPermitted if the user is not root and has no subordinate ids, or the kernel has no user namespaces.
     """
     unshare = find_program("unshare")
     if os.geteuid() == 0:
@@ -69,14 +69,14 @@ def _isolation() -> list[str]:
     mapped = [str(unshare), "--map-root-user", "--map-auto", "true"]
     if not unshare or subprocess.run(mapped, capture_output=True).returncode:
         raise NotPermitted(
-            "making a root filesystem needs root, or user namespaces with subordinate ids (Debian's package uidmap and "
-            "an entry for this user in /etc/subuid and /etc/subgid)"
+            "building a root filesystem requires root, or user namespaces with subordinate ids (Debian's package "
+            "uidmap and an entry for this user in /etc/subuid and /etc/subgid)"
         )
     return []
 
 
 def unpack(archive: Path, root: Path) -> None:
-    """Unpack everything but devices. Owners are dropped: the guest has only root."""
+    """Unpack everything except devices, without owners, since the guest has only root."""
 
     def kept(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
         return None if member.isdev() else member
@@ -94,6 +94,6 @@ def make_disk(make_filesystem: Path, root: Path, disk: Path, deadline: Deadline)
             [*command, f"{(used * 12 // 10 >> 20) + 32}M"], capture_output=True, text=True, timeout=deadline.left()
         )
     except subprocess.TimeoutExpired:
-        raise deadline.error("making the disk image") from None
+        raise deadline.error("building the disk image") from None
     if done.returncode:
         raise BuildFailed(f"mke2fs ended with status {done.returncode}: {done.stderr.strip()[-500:]}")

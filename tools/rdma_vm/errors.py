@@ -1,9 +1,9 @@
-"""Errors of the test VM. Each says what is missing or went wrong and what to do about it.
+"""Errors of the test VM. Each message describes the problem and how to solve it.
 
 VmError
 ├── UnsupportedHost      not Linux on x86-64, or a Python that does not fit the guest's libraries
 ├── MissingTool          a required program that cannot be fetched
-├── NotPermitted         no right to make a root filesystem, or to write to the cache folder
+├── NotPermitted         not allowed to build a root filesystem or to write to the cache folder
 ├── NoSpace              the cache folder's disk is too full
 ├── BuildFailed          a build step failed (usually a download)
 ├── VmDeadlineExceeded   the deadline for build, boot and command passed
@@ -12,7 +12,7 @@ VmError
 
 
 class VmError(Exception):
-    """Root of the errors of the test VM."""
+    """Base class of the errors of the test VM."""
 
 
 class UnsupportedHost(VmError):
@@ -24,23 +24,23 @@ class MissingTool(VmError):
 
 
 class NotPermitted(VmError):
-    """No right to make a root filesystem, or to write to the cache folder."""
+    """Not allowed to build a root filesystem or to write to the cache folder."""
 
 
 class NoSpace(VmError):
-    """Too little room on the cache folder's disk."""
+    """Too little free space on the cache folder's disk."""
 
 
 class BuildFailed(VmError):
-    """A step of the build ended with an error."""
+    """A build step failed."""
 
 
 class VmDeadlineExceeded(VmError):
-    """The one deadline for build, boot and command has passed."""
+    """The deadline for build, boot and command has passed."""
 
 
 class BootFailed(VmError):
-    """The VM did not become ready. `reason` is the most significant line; the text has all that is known."""
+    """The VM did not become ready. `reason`: the most significant line; the message contains all available details."""
 
     def __init__(self, reason: str, story: str) -> None:
         super().__init__(story)

@@ -1,7 +1,7 @@
 """Installation of a kernel, modules and an initramfs in the root filesystem, run by mmdebstrap.
 
-`python -m tools.rdma_vm.guest_kernel ROOT` is a process of its own, because only mmdebstrap's (perhaps unprivileged)
-namespace may write there. It uses apt with the lists of the guest's suite, so the host's suite does not matter.
+`python -m tools.rdma_vm.guest_kernel ROOT` is a separate process because only mmdebstrap's (possibly unprivileged)
+namespace may write to ROOT. It uses apt with the lists of the guest's suite, so the host's suite does not matter.
 """
 
 import os
@@ -44,7 +44,7 @@ def _download(into: Path) -> str:
     )
     packages = [line.split()[-1] for line in depends.stdout.splitlines() if "Depends: linux-image-" in line]
     if not packages:
-        raise BuildFailed(f"apt knows no kernel behind {recipe.KERNEL_METAPACKAGE}: {depends.stdout!r}")
+        raise BuildFailed(f"apt lists no kernel package for {recipe.KERNEL_METAPACKAGE}: {depends.stdout!r}")
     subprocess.run(["apt-get", "download", "-qq", packages[0]], env=apt, check=True, cwd=into)
     (archive,) = into.glob("*.deb")
     subprocess.run(["dpkg-deb", "-x", archive, into], check=True)
@@ -58,7 +58,9 @@ def _install_modules(source: Path, target: Path) -> dict[str, Path]:
     builtin = {initramfs.module_name(Path(line).name) for line in (source / "modules.builtin").read_text().split()}
     missing = {*recipe.BOOT_MODULES, *recipe.MODULES} - files.keys() - builtin
     if missing:
-        raise BuildFailed(f"kernel {source.name} has no {', '.join(sorted(missing))}: mend tools/rdma_vm/recipe.py")
+        raise BuildFailed(
+            f"kernel {source.name} has no module {', '.join(sorted(missing))}; update tools/rdma_vm/recipe.py"
+        )
     installed = {}
     for module in initramfs.closure((*recipe.BOOT_MODULES, *recipe.MODULES), needs):
         copy = target / files[module].relative_to(source)

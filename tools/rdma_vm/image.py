@@ -1,4 +1,4 @@
-"""The VM image: built once per recipe, published atomically, shared by every run."""
+"""VM image: built once per recipe, published atomically, shared by all runs."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ _KEPT_IMAGES = 2
 
 @dataclass(frozen=True)
 class Image:
-    """Files of a built image, which are read-only."""
+    """Files of a built image; read-only."""
 
     root: Path
     kernel: Path
@@ -34,7 +34,7 @@ class Image:
 
 
 def provide(cache: Path, deadline: Deadline) -> tuple[Image, Tools]:
-    """Return the image of the current recipe and the tools; build and fetch them first where `cache` lacks them.
+    """Return the image of the current recipe and the tools, after building and fetching them if `cache` lacks them.
 
     Raises VmError.
     """
@@ -42,7 +42,7 @@ def provide(cache: Path, deadline: Deadline) -> tuple[Image, Tools]:
         cache.mkdir(parents=True, exist_ok=True)
         (cache / "lock").touch()
     except OSError as error:
-        raise NotPermitted(f"{cache} cannot be written to ({error}): name another folder by RDMA_VM_CACHE") from None
+        raise NotPermitted(f"cannot write to {cache} ({error}); set RDMA_VM_CACHE to another folder") from None
     folder = cache / f"image-{recipe.image_key()}"
     with _locked(cache / "lock", deadline):
         tools = obtain(cache, deadline)
@@ -63,9 +63,9 @@ def _locked(path: Path, deadline: Deadline) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if deadline.passed():
-                    raise deadline.error("waiting for another run that builds the image") from None
+                    raise deadline.error("waiting for another run to build the image") from None
                 if not told:
-                    say("another run is building the image: waiting for it")
+                    say("waiting for another run that is building the image")
                     told = True
                 time.sleep(0.2)
         yield
@@ -76,8 +76,8 @@ def _build(folder: Path, tools: Tools, deadline: Deadline) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < _NEEDED_BYTES:
         raise NoSpace(
-            f"{folder.parent} has {free >> 20} MiB free and the build needs {_NEEDED_BYTES >> 20}: "
-            "make room, or name another folder by RDMA_VM_CACHE"
+            f"{folder.parent} has {free >> 20} MiB free, but the build needs {_NEEDED_BYTES >> 20}: "
+            "free some space, or set RDMA_VM_CACHE to another folder"
         )
     make_filesystem = require_program("mke2fs", "e2fsprogs")
     began = time.monotonic()
@@ -103,7 +103,7 @@ def _build(folder: Path, tools: Tools, deadline: Deadline) -> None:
 
 
 def _forget_old(cache: Path, newest: Path) -> None:
-    """Delete all but the newest images. A running VM keeps its image open, so it loses nothing."""
+    """Delete all but the newest images; running VMs are unaffected because they keep their image open."""
     older = sorted((path for path in cache.glob("image-*") if path != newest), key=lambda path: path.stat().st_mtime)
     for folder in older[: max(len(older) - _KEPT_IMAGES + 1, 0)]:
         shutil.rmtree(folder)

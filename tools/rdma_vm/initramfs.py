@@ -1,6 +1,4 @@
-"""Preparation of the guest's kernel: module dependencies, the cpio archive of the initramfs, and the unpacked kernel.
-Pure.
-"""
+"""Preparation of the guest's kernel: module dependencies, cpio archive of the initramfs, decompressed kernel. Pure."""
 
 import lzma
 import stat
@@ -26,9 +24,7 @@ def needed_modules(module: bytes) -> list[str]:
 
 
 def closure(wanted: Iterable[str], needs: Mapping[str, list[str]]) -> list[str]:
-    """Return `wanted` and all dependencies in load order. Names that are not in `needs` are taken as built into the
-    kernel.
-    """
+    """Return `wanted` and all dependencies in load order. Names not in `needs` are assumed to be built in."""
     order: list[str] = []
 
     def add(name: str) -> None:
@@ -60,13 +56,13 @@ def cpio(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked_kernel(vmlinuz: bytes) -> bytes:
-    """Return the ELF image inside a compressed kernel, which an emulated guest then need not decompress.
+    """Return the ELF image inside a compressed kernel, to save an emulated guest the decompression.
 
-    Raises BuildFailed if the kernel is not compressed by xz, as Debian's is.
+    Raises BuildFailed if the kernel is not compressed with xz, as Debian's is.
     """
     at = vmlinuz.find(_XZ_MAGIC)
     if at < 0:
         raise BuildFailed(
-            "the kernel is not compressed by xz, as Debian's was: tools/rdma_vm/initramfs.py must learn how"
+            "the kernel is not compressed with xz; tools/rdma_vm/initramfs.py does not support other formats"
         )
     return lzma.LZMADecompressor().decompress(vmlinuz[at:])

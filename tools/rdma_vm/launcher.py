@@ -1,4 +1,4 @@
-"""One run of the test VM, from image to exit status: environment of the command, and boot of the VMs."""
+"""Run of a command in the test VM: image, environment, boot, and exit status."""
 
 import os
 import subprocess
@@ -15,27 +15,27 @@ from tools.rdma_vm.progress import Deadline, say
 from tools.rdma_vm.tools import Tools, check_host
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# What the tests need of pytest: to load every plugin that is installed takes an emulated machine half a minute.
+# The pytest plugins that the tests need; loading all installed ones takes half a minute in an emulated machine.
 _PYTEST_PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "tools.rdma_vm.strict_pytest")
 
 
 @dataclass(frozen=True)
 class VmShape:
-    """Number and kind of the VMs; `results` is a folder of the host that the command may write to."""
+    """Number and size of the VMs. `results`: folder of the host that the command may write to."""
 
     num_machines: int = 1
     num_rails: int = 2
     memory_mib: int = 1536
     results: Path | None = None
     num_cpus: int = 2
-    """One is emulated for a third less: two mostly wait for each other."""
+    """Two emulated CPUs mostly wait for each other; a single one saves a third of the time."""
     counts: bool = False
-    """Time is counted in instructions (`qemu.Guest`)."""
+    """The clock counts instructions (`qemu.Guest`)."""
 
 
 @dataclass(frozen=True)
 class SoftRoceVm:
-    """Image and tools, ready to boot."""
+    """Test VM that is ready to boot."""
 
     image: Image
     tools: Tools
@@ -43,9 +43,9 @@ class SoftRoceVm:
 
     @classmethod
     def made(cls, deadline: Deadline) -> "SoftRoceVm":
-        """Build and fetch what the cache folder lacks: `.rdma_vm` in the repository, or $RDMA_VM_CACHE.
+        """Build the image and fetch the tools if they are not in the cache folder.
 
-        Raises VmError.
+        The cache folder is $RDMA_VM_CACHE or `.rdma_vm` in the repository. Raises VmError.
         """
         check_host()
         cache = Path(os.environ.get("RDMA_VM_CACHE") or REPOSITORY / ".rdma_vm").resolve()
@@ -55,7 +55,7 @@ class SoftRoceVm:
     def run(self, command: Sequence[str], shape: VmShape, deadline: Deadline) -> int:
         """Boot, run the command in every VM with its output on standard output, and return its exit status.
 
-        With two VMs it is the first status that is not 0; 125 if a VM reported none. Raises VmError.
+        With two VMs, returns the first nonzero status; 125 if a VM reported none. Raises VmError.
         """
         _compile(deadline)
         cpus = 1 if shape.counts else min(os.cpu_count() or 1, shape.num_cpus)
@@ -72,7 +72,7 @@ class SoftRoceVm:
 
 
 def _run(plan: machine.VmPlan, deadline: Deadline) -> machine.VmOutcome:
-    """Boot with KVM where it works, which only a boot can show; else, or when counting instructions, without."""
+    """Boot with KVM, or without if a boot with KVM fails or the clock counts instructions."""
     accelerator = "tcg" if plan.guests[0].counts else os.environ.get("RDMA_VM_ACCEL", "auto")
     if accelerator == "kvm" or (accelerator == "auto" and machine.kvm_is_usable()):
         try:
@@ -80,12 +80,12 @@ def _run(plan: machine.VmPlan, deadline: Deadline) -> machine.VmOutcome:
         except BootFailed as error:
             if accelerator == "kvm":
                 raise
-            say(f"there is KVM but it does not work here, so without it: {error.reason}")
+            say(f"booting with KVM failed, retrying without: {error.reason}")
     return machine.run(plan, False, deadline, sys.stdout.buffer)
 
 
 def _compile(deadline: Deadline) -> None:
-    """Compile the Python modules here: the guest cannot store them and would spend seconds more on every process."""
+    """Compile the Python modules on the host; the guest cannot store them and would compile in every process."""
     folders = [REPOSITORY / "proto", *(path.parent for path in REPOSITORY.glob("*/__init__.py"))]
     try:
         subprocess.run([sys.executable, "-m", "compileall", "-q", *folders], timeout=deadline.left())

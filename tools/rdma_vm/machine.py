@@ -1,4 +1,4 @@
-"""Running VMs: one process each, streamed output, one deadline, an exit status, and complete clean-up."""
+"""Running VMs: one process each, with streamed output, a common deadline, an exit status, and complete clean-up."""
 
 import contextlib
 import fcntl
@@ -21,15 +21,15 @@ from tools.rdma_vm.image import Image
 from tools.rdma_vm.progress import Deadline, say
 from tools.rdma_vm.tools import Tools, require_program
 
-# With KVM a boot takes seconds; where it hangs there, as some nested ones do, the caller goes on without.
+# With KVM a boot takes seconds; if it hangs, as with some nested KVM, the caller retries without.
 _BOOT_LIMIT_S, _KVM_BOOT_LIMIT_S = 300.0, 40.0
-# Once one guest of two has failed, the other has this long to say why.
+# Time that the second guest has to end after the first has failed.
 _GRACE_S = 20.0
 _KVM_GET_API_VERSION, _KVM_CREATE_VM, _KVM_CREATE_VCPU = 0xAE00, 0xAE01, 0xAE41
 
 
 def kvm_is_usable() -> bool:
-    """Return True if KVM works: the device exists, may be opened, and creates a machine with a processor."""
+    """Return True if /dev/kvm can be opened and creates a machine with a CPU."""
     try:
         with open("/dev/kvm", "rb+", buffering=0) as device:
             fcntl.ioctl(device, _KVM_GET_API_VERSION, 0)
@@ -45,7 +45,7 @@ def kvm_is_usable() -> bool:
 
 @dataclass
 class _Running:
-    """A running VM: its process, its folder and its output."""
+    """Running VM with its process, folder and output."""
 
     guest: qemu.Guest
     process: subprocess.Popen[bytes]
@@ -78,7 +78,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class VmOutcome:
-    """Result of a run. `status` is the command's exit status, 125 if the VM reported none."""
+    """Result of a run. `status`: exit status of the command, 125 if the VM reported none."""
 
     status: int
     boot_s: float
@@ -87,7 +87,7 @@ class VmOutcome:
 
 @dataclass(frozen=True)
 class VmPlan:
-    """Guests to boot, and the job, a shell script, to run in each."""
+    """Guests to boot and the job (a shell script) to run in each."""
 
     guests: Sequence[qemu.Guest]
     jobs: Sequence[str]
@@ -98,10 +98,10 @@ class VmPlan:
 
 
 def run(plan: VmPlan, kvm: bool, deadline: Deadline, output: IO[bytes]) -> VmOutcome:
-    """Boot the guests together and run a job in each; end when all have ended, or soon after one has failed.
+    """Boot the guests and run a job in each, until all have ended or shortly after one has failed.
 
     Raises:
-        BootFailed: a VM ended or ran out of time before it was ready.
+        BootFailed: a VM ended or timed out before it was ready.
         VmDeadlineExceeded: `deadline` passed.
     """
     (plan.cache / "runs").mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ def run(plan: VmPlan, kvm: bool, deadline: Deadline, output: IO[bytes]) -> VmOut
 def _started(
     command: Sequence[str], tools: Tools, descriptors: Sequence[int], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that dies with this one, however this one ends."""
+    """Start a process that is killed when this one ends for any reason."""
     with log.open("wb") as errors:
         process = subprocess.Popen(
             [require_program("setpriv", "util-linux"), "--pdeathsig", "KILL", *command],
@@ -152,7 +152,7 @@ def _started(
 
 
 def _watch(machines: Sequence[_Running], boot_limit_s: float, deadline: Deadline, output: IO[bytes]) -> VmOutcome:
-    """Forward output until all machines have ended."""
+    """Forward output until all machines have ended, and return the result."""
     status, limit_s = 0, deadline.at_s
     with selectors.DefaultSelector() as selector:
         for machine in machines:
@@ -184,7 +184,7 @@ def _watch(machines: Sequence[_Running], boot_limit_s: float, deadline: Deadline
 
 
 def _forward(machine: _Running, chunk: bytes, output: IO[bytes]) -> None:
-    """Write the output; with a label, whole lines only."""
+    """Write the machine's output; with a label, in complete lines."""
     if machine.label:
         *lines, machine.partial = (machine.partial + chunk).split(b"\n")
         if not chunk and machine.partial:
@@ -213,12 +213,12 @@ def _ended(machine: _Running) -> int:
 
 def _boot_failed(machine: _Running, what: str) -> BootFailed:
     reason = (machine.errors() or [f"the VM {what}"])[-1]
-    advice = "RDMA_VM_ACCEL=tcg boots without KVM; a folder made anew by RDMA_VM_CACHE rules out a bad image."
+    advice = "RDMA_VM_ACCEL=tcg boots without KVM; an empty folder as RDMA_VM_CACHE excludes a damaged image."
     return BootFailed(reason, f"{_story(machine, what)}\n{advice}")
 
 
 def _story(machine: _Running, what: str) -> str:
-    """Describe what is known of a VM that failed."""
+    """Describe a failed VM: its own message, QEMU's errors and the end of its console."""
     told = machine.folder / "failed"
     lines = [f"the VM {what}", *([told.read_text().strip()] if told.exists() else [])]
     lines += [f"QEMU: {line}" for line in machine.errors()[-5:]]
@@ -226,7 +226,7 @@ def _story(machine: _Running, what: str) -> str:
 
 
 def end_on_signals() -> None:
-    """Make SIGTERM and SIGHUP end the program as Ctrl-C does, so that VMs and folders are removed."""
+    """Make SIGTERM and SIGHUP exit like Ctrl-C, so that VMs and temporary folders are removed."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

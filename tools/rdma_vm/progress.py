@@ -1,4 +1,4 @@
-"""Progress messages, and the one deadline that all steps share."""
+"""Progress messages, and the deadline shared by all steps."""
 
 import sys
 import time
@@ -8,13 +8,13 @@ from tools.rdma_vm.errors import VmDeadlineExceeded
 
 
 def say(text: str) -> None:
-    """Write a line to standard error, apart from the command's own output."""
+    """Write a line to standard error, separate from the command's output."""
     print(f"rdma_vm: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """A point in time, and the time that was available until then."""
+    """Deadline in monotonic seconds. `given_s`: the total time, for messages."""
 
     given_s: float
     at_s: float
@@ -35,5 +35,5 @@ class Deadline:
     def error(self, doing: str) -> VmDeadlineExceeded:
         """Return the error to raise when the deadline passed while `doing` something."""
         return VmDeadlineExceeded(
-            f"{doing} was not done within the {self.given_s:g} s given for all: --timeout gives more"
+            f"{doing} was not done within the total timeout of {self.given_s:g} s; raise --timeout"
         )

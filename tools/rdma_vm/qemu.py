@@ -1,4 +1,4 @@
-"""QEMU's command line, and the files that configure the guest. Pure."""
+"""QEMU's command line and the files that configure the guest. Pure."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ STATUS_NONE = 125
 
 @dataclass(frozen=True)
 class Mount:
-    """A folder of the host, mounted in the guest at `path`."""
+    """Folder of the host that is mounted in the guest at `path`."""
 
     source: Path
     path: Path
@@ -22,7 +22,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class GuestRail:
-    """A soft-RoCE device of the guest, on an interface and a subnet of its own."""
+    """Soft-RoCE device of the guest with a separate interface and subnet."""
 
     device: str
     interface: str
@@ -31,7 +31,7 @@ class GuestRail:
 
 @dataclass(frozen=True)
 class Guest:
-    """One VM: `number` is 0 or 1; with `peers` = 2 a wire per rail connects it to the other one."""
+    """One VM. `number`: 0 or 1; with `peers` = 2, a wire per rail connects it to the other VM."""
 
     number: int
     peers: int
@@ -39,8 +39,8 @@ class Guest:
     memory_mib: int
     num_cpus: int
     counts: bool = False
-    """Its clock counts instructions, one a nanosecond: whatever else the host does, the same work takes as long. Not
-    with KVM, and on one processor."""
+    """The clock advances by one nanosecond per instruction, so that timings do not depend on the host's load. Requires
+    one CPU and no KVM."""
 
     def rails(self, number: int | None = None) -> list[GuestRail]:
         """Return this guest's rails, or those of guest `number`."""
@@ -52,7 +52,7 @@ class Guest:
         """Return the variables that describe the VM to the command.
 
         RDMA_VM is 1 in every guest; RDMA_VM_RAILS is `device=address` per rail, separated by commas. With two guests,
-        RDMA_VM_ROLE is first or second, and RDMA_VM_PEER_RAILS has the other's rails.
+        RDMA_VM_ROLE is first or second, and RDMA_VM_PEER_RAILS lists the other guest's rails.
         """
         found = {"RDMA_VM": "1", "RDMA_VM_RAILS": _listed(self.rails())}
         if self.peers == 2:
@@ -90,13 +90,13 @@ def job_script(command: Sequence[str], folder: Path, environment: Mapping[str, s
 def arguments(
     guest: Guest, image: Image, tools: Tools, run: Path, mounts: Sequence[Mount], wires: Sequence[int], kvm: bool
 ) -> list[str]:
-    """QEMU's command line.
+    """Return QEMU's command line.
 
     Args:
-        run: the folder with `run_files`; the guest's console goes to console.log in it.
-        wires: a connected stream socket's descriptor for each rail, with two guests.
-        kvm: with the processor's help. The model is the same with and without: Nehalem has what today's compiled Python
-            packages need, is emulated quickly, and asks no hypervisor for what it may not have.
+        run: the folder with `run_files`; the guest's console is written to console.log in it.
+        wires: with two guests, the descriptor of a connected stream socket for each rail.
+        kvm: use hardware virtualisation. The CPU model is always Nehalem: it supports the instructions that compiled
+            Python packages need, is emulated quickly, and needs no features that a hypervisor may lack.
     """
     command = [str(tools.qemu)]
     for folder in tools.qemu_data:

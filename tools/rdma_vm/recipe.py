@@ -1,15 +1,15 @@
-"""Ingredients of the VM image, and the key under which it is cached. Data and arithmetic only.
+"""Contents of the VM image, and the key under which it is cached. Pure.
 
-The key is a hash over everything that determines the image, including this file: after a change the next run builds a
-new one. `guest/boot.sh`, which runs once the root filesystem is mounted, is not part of the image but sent with each
-run.
+The key is a hash of everything that determines the image, including this file, so the next run after a change builds a
+new image. `guest/boot.sh`, which runs once the root filesystem is mounted, is not part of the image but is passed to
+each run.
 """
 
 import hashlib
 from pathlib import Path
 
 SUITE = "bookworm"
-# The guest's Python has to be the one of the host's environment, whose packages it uses.
+# The guest uses the packages of the host's Python environment, so both need the same Python version.
 PYTHON = (3, 11)
 
 PACKAGES = (
@@ -26,13 +26,13 @@ PACKAGES = (
     "python3-pyverbs",
     "rdma-core",
 )
-# What nobody reads in there.
+# Not needed in the guest.
 EXCLUDED_PATHS = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 
-# Debian's metapackage of the generic kernel: its newest version is found out at build time. (The cloud kernel has no
+# Debian's metapackage of the generic kernel, resolved to the newest version at build time. (The cloud kernel has no
 # rdma_rxe.)
 KERNEL_METAPACKAGE = "linux-image-amd64"
-# Loaded by the initramfs, to reach the root filesystem and the folders of the host.
+# Loaded by the initramfs, to mount the root filesystem and the folders of the host.
 BOOT_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "crc32c_generic", "ext4", "overlay", "9pnet_virtio", "9p")
 # Loaded on demand.
 MODULES = (

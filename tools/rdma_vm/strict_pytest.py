@@ -1,6 +1,6 @@
-"""Pytest plugin for the inside of the VM: a skipped test counts as failed, since it can run nowhere else.
+"""Pytest plugin for runs inside the VM: skipped tests count as failed, since they cannot run anywhere else.
 
-A run that its time limit ended counts as interrupted, because some tests did not run.
+A run that reached its time limit counts as interrupted, because some tests did not run.
 """
 
 from collections.abc import Generator

@@ -1,4 +1,4 @@
-"""Runs behind `make test-rdma` and `make soak-rdma`: the messenger's tests in one VM, then between two; a soak."""
+"""Implementation of `make test-rdma` (the messenger's tests in one VM, then between two) and `make soak-rdma`."""
 
 import os
 import subprocess
@@ -7,12 +7,12 @@ import sys
 from tools.rdma_vm.launcher import REPOSITORY, SoftRoceVm, VmShape
 from tools.rdma_vm.progress import Deadline, say
 
-# Emulation is slow and machines are shared: every time limit of the tests times this.
+# Factor of the tests' time limits, since emulation is slow and machines are shared.
 _PATIENCE = 6
-# Each test has a limit of its own; this one ends a run of many slow tests in time to tell what failed.
+# Time limit of a test session, in addition to that of each test, so that failures are reported before the deadline.
 _SESSION_LIMIT_S = 900
 
-# As much as an emulated machine can move, and trouble that leaves it time to recover.
+# Load that an emulated machine can handle, and faults that leave it time to recover.
 _SOAKED = "--peers 3 --workers 1 --slot-kib 256 --trouble-every-s 6"
 
 
@@ -20,7 +20,7 @@ _PYTEST = (
     f"python3 -m pytest -v --tb=short --color=no --durations=10 --session-timeout={_SESSION_LIMIT_S} "
     f"--transport=rdma --patience={_PATIENCE}"
 )
-# What fails is run once more, in the same boot: what fails twice has failed.
+# Failed tests run once more in the same VM; only those that fail twice count.
 _ONE_HOST = f"""
 {_PYTEST} tests/messenger && exit 0
 [ $? = 1 ] || exit 1
@@ -37,17 +37,17 @@ esac
 
 
 def soak(vm: SoftRoceVm, deadline: Deadline, seconds: float, seed: int | None) -> int:
-    """Run the messenger's soak over rdma and return its exit status; its report is the last line of standard output.
+    """Run the messenger's soak over RDMA and return its exit status; the last line of standard output is its report.
 
     Raises VmError.
     """
     say(f"the messenger's soak over verbs devices, {seconds:g} s")
-    command = f"python3 -m soak --transport rdma --seconds {seconds:g} --patience {_PATIENCE} {_SOAKED}"
+    command = f"python3 -m tools.soak --transport rdma --seconds {seconds:g} --patience {_PATIENCE} {_SOAKED}"
     return vm.run([*command.split(), *([] if seed is None else ["--seed", str(seed)])], VmShape(), deadline)
 
 
 def run(vm: SoftRoceVm, deadline: Deadline, *, one: bool) -> int:
-    """Run the tests and return the first exit status that is not 0; `one` limits them to one VM.
+    """Run the tests and return the first nonzero exit status, else 0; `one` skips those between two VMs.
 
     Raises VmError.
     """
@@ -64,7 +64,7 @@ def run(vm: SoftRoceVm, deadline: Deadline, *, one: bool) -> int:
 
 
 def _compile(deadline: Deadline) -> None:
-    """Collect the tests here, so that pytest stores its compiled modules; an emulated machine would need a minute."""
+    """Collect the tests on the host, so that pytest caches compiled modules; this takes a minute when emulated."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/messenger"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     try:

@@ -1,4 +1,4 @@
-"""Programs that run on the host: found, or fetched into the cache folder. Nothing is installed."""
+"""Programs needed on the host: found on PATH, or fetched into the cache folder without installing them."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ _SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 
 @dataclass(frozen=True)
 class Tools:
-    """Paths of the tools. `environment` holds the variables they need; `qemu_data` is empty for an installed QEMU."""
+    """Paths of the tools. `environment`: variables that they need; `qemu_data`: empty if QEMU is installed."""
 
     qemu: Path
     qemu_data: tuple[Path, ...]
@@ -26,19 +26,19 @@ class Tools:
 
 
 def check_host() -> None:
-    """Raise UnsupportedHost where the test VM cannot work."""
+    """Raise UnsupportedHost if the test VM cannot run on this host."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise UnsupportedHost(f"the vm runs on Linux on x86-64 only, not on {sys.platform} on {platform.machine()}")
+        raise UnsupportedHost(f"the VM runs on Linux on x86-64 only, not on {sys.platform} on {platform.machine()}")
     if sys.version_info[:2] != recipe.PYTHON:
         wanted, found = (".".join(map(str, version)) for version in (recipe.PYTHON, sys.version_info[:2]))
         raise UnsupportedHost(
-            f"the guest's Python is {wanted} and uses this environment's compiled packages, which are for {found}: "
-            f"make the environment with `make distclean && make setup PYTHON=python{wanted}`"
+            f"the guest's Python {wanted} uses this environment's compiled packages, which are for {found}; "
+            f"recreate the environment with `make distclean && make setup PYTHON=python{wanted}`"
         )
 
 
 def find_program(name: str) -> Path | None:
-    """Return the path of a program on PATH or among the system's programs."""
+    """Return the path of a program on PATH or in the system's folders, or None."""
     found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_SYSTEM_PATHS}")
     return Path(found) if found else None
 
@@ -47,18 +47,18 @@ def require_program(name: str, package: str) -> Path:
     """Return the path of a program that cannot be fetched. Raises MissingTool, naming its Debian package."""
     found = find_program(name)
     if found is None:
-        raise MissingTool(f"{name} is missing: install Debian's package {package}")
+        raise MissingTool(f"{name} is missing; install Debian's package {package}")
     return found
 
 
 def obtain(cache: Path, deadline: Deadline) -> Tools:
     """Return QEMU and mmdebstrap from PATH, or from Debian's packages unpacked below `cache`.
 
-    The caller holds the cache's lock.
+    The caller must hold the cache's lock.
 
     Raises:
-        MissingTool: neither the tools nor apt are there.
-        BuildFailed: the download failed, or apt considers installed what is not on PATH.
+        MissingTool: neither the tools nor apt are installed.
+        BuildFailed: the download failed, or apt considers tools installed that are not on PATH.
     """
     environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATHS}"}
     qemu, mmdebstrap = find_program("qemu-system-x86_64"), find_program("mmdebstrap")
@@ -67,13 +67,13 @@ def obtain(cache: Path, deadline: Deadline) -> Tools:
     prefix = cache / f"tools-{recipe.tools_key()}"
     fetched = prefix / "usr/bin/qemu-system-x86_64", prefix / "usr/bin/mmdebstrap"
     if not _are_there(qemu or fetched[0], mmdebstrap or fetched[1]):
-        # Not fetched yet, or at a time when the machine had what it now lacks: apt leaves out what is installed.
+        # Not fetched yet, or fetched when another tool was installed: apt skips installed packages.
         shutil.rmtree(prefix, ignore_errors=True)
         _fetch(prefix, deadline)
     if not _are_there(qemu or fetched[0], mmdebstrap or fetched[1]):
         raise BuildFailed(
-            f"apt gives no {' or no '.join(recipe.TOOL_PACKAGES)}, as if they were installed, and they are not on "
-            "PATH: install them anew"
+            f"apt considers {' and '.join(recipe.TOOL_PACKAGES)} installed, but their programs are not on PATH; "
+            "reinstall them"
         )
     libraries = ":".join(str(prefix / folder / "x86_64-linux-gnu") for folder in ("usr/lib", "lib"))
     environment |= {"LD_LIBRARY_PATH": libraries, "PATH": f"{prefix}/usr/bin:{environment['PATH']}"}
@@ -105,7 +105,7 @@ def _fetch(prefix: Path, deadline: Deadline) -> None:
     try:
         done = _run([*install, *options], deadline)
         if done.returncode:
-            # The machine's package lists are old or missing: own ones are fetched, from the machine's sources.
+            # The machine's package lists may be outdated or missing: fetch separate ones from the machine's sources.
             lists = fresh / "lists"
             (lists / "partial").mkdir(parents=True)
             options += ["-o", f"Dir::State::lists={lists}"]
@@ -117,7 +117,7 @@ def _fetch(prefix: Path, deadline: Deadline) -> None:
     if done.returncode:
         raise BuildFailed(
             f"apt could not download {', '.join(recipe.TOOL_PACKAGES)}: {done.stderr.strip()[-500:]}\n"
-            "Mend the machine's apt sources or its network and try again, or install the packages."
+            "Check the machine's apt sources and network and try again, or install the packages."
         )
     for archive in sorted(archives.glob("*.deb")):
         subprocess.run([unpack, "-x", archive, fresh], check=True)

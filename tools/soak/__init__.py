@@ -1,6 +1,5 @@
-"""Soak test of the messenger: load and faults for any duration (`python -m tools.soak`), and the proxy that injects
-faults.
+"""Soak test of the messenger (`python -m tools.soak`): load and injected faults for any duration.
 
-A development tool, not shipped. It uses only the messenger's public names, except in `rails.py`, and needs no compiled
-code.
+Development tool, not shipped. It uses only the messenger's public interface, except in `rails.py`, and needs no
+compiled code.
 """

@@ -1,6 +1,6 @@
-"""Command line of the soak: load and faults for a number of seconds; the result is JSON on the last line.
+"""Command line of the soak test: load and faults for a number of seconds; the last line of output is the JSON report.
 
-The exit status is 1 when a byte was wrong, an error had no cause, an operation hung, or a resource grew or leaked.
+The exit status is 1 if a byte was wrong, an error was unexpected, an operation hung, or a resource grew or leaked.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 from messenger import Messenger
 from messenger.errors import RdmaUnavailable
-from tools.soak.diagnosis import tell
+from tools.soak.diagnosis import diagnose
 from tools.soak.fleet import Member, PeerGone, Settings, Trouble
 from tools.soak.peer import configured
 from tools.soak.watch import growth, open_descriptors, running_threads, usage, verbs_resources
@@ -34,30 +34,38 @@ TRANSPORTS = {
 PROGRESS_S = 5.0
 SAMPLE_S = 1.0
 STALL_S = 4.0
-"""What moves nothing for so long, while nothing happens to its peer, is looked at."""
+"""Seconds without progress after which an operation on an undisturbed peer is diagnosed."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m soak", description="Soak the messenger; JSON on the last line.")
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=None, help="of sizes, shapes and trouble; drawn if not given")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.soak", description="Soak test of the messenger; the last line of output is JSON."
+    )
+    parser.add_argument("--seconds", type=float, default=600.0, help="duration (%(default)g)")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="random seed of sizes, shapes and faults; random if not given"
+    )
     parser.add_argument(
         "--transport", choices=tuple(TRANSPORTS), default="auto", help="auto: tcp, shm and tcp with TLS in one run"
     )
-    parser.add_argument("--peers", type=int, help="processes; the first of each transport is never replaced")
-    parser.add_argument("--workers", type=int, default=2, help="threads of load per peer")
-    parser.add_argument("--slot-kib", type=int, default=1024, help="memory of a thread")
-    parser.add_argument("--trouble-every-s", type=float, default=2.0, help="mean time between faults")
-    parser.add_argument("--patience", type=float, default=1.0, help="factor for time limits on slow machines")
+    parser.add_argument(
+        "--peers", type=int, help="number of peer processes; the first of each transport is not replaced"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="load threads per peer (%(default)d)")
+    parser.add_argument("--slot-kib", type=int, default=1024, help="memory per thread in KiB (%(default)d)")
+    parser.add_argument("--trouble-every-s", type=float, default=2.0, help="mean time between faults (%(default)g)")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="factor of time limits on slow machines (%(default)g)"
+    )
     arguments = parser.parse_args()
     if arguments.seconds <= 0 or arguments.trouble_every_s <= 0 or arguments.patience <= 0:
-        parser.error("--seconds, --trouble-every-s and --patience must be more than 0")
+        parser.error("--seconds, --trouble-every-s and --patience must be above 0")
     if arguments.workers < 1 or arguments.slot_kib < 1:
-        parser.error("--workers and --slot-kib must be 1 or more")
+        parser.error("--workers and --slot-kib must be at least 1")
     if arguments.peers is None:
         arguments.peers = 2 * max(2, len(TRANSPORTS[arguments.transport]))
     if arguments.peers <= len(TRANSPORTS[arguments.transport]):
-        parser.error("--peers: more than transports, since the first of each transport is never replaced")
+        parser.error(f"--peers must be above the number of transports ({len(TRANSPORTS[arguments.transport])})")
     faulthandler.enable()
     if arguments.seed is None:
         arguments.seed = secrets.randbits(32)
@@ -120,13 +128,13 @@ class Soak:
         for what, opened in (("descriptors", open_descriptors), ("threads", running_threads)):
             if after[what] > before[what]:
                 self._failures.append(
-                    f"{after[what]} {what} at the end, {before[what]} at the start; now there are {opened()}"
+                    f"{after[what]} {what} at the end, {before[what]} at the start; now open: {opened()}"
                 )
         verbs_after = verbs_resources()
         if verbs_after != verbs_before:
-            self._failures.append(f"verbs resources were {verbs_before} and are {verbs_after}")
+            self._failures.append(f"verbs resources: {verbs_before} at the start, {verbs_after} at the end")
         if trouble.failure is not None:
-            self._failures.append(f"trouble itself failed: {trouble.failure!r}")
+            self._failures.append(f"the fault injection failed: {trouble.failure!r}")
         return {
             "seed": seed,
             "transport": self._arguments.transport,
@@ -145,7 +153,7 @@ class Soak:
         }
 
     def _callers(self) -> dict[str, Messenger]:
-        """Return callers by transport: one for all unencrypted transports, and one that encrypts."""
+        """Return the calling messengers by transport: one for all unencrypted transports and one with TLS."""
         plain = [transport for transport in self._settings.transports if transport != "tls"]
         spoken = {"tls": ["tls"]} if "tls" in self._settings.transports else {}
         if plain:
@@ -159,8 +167,9 @@ class Soak:
         return callers
 
     def _usage_at_rest(self, before: dict[str, int]) -> dict[str, int]:
-        """Return the usage once it is back at its start value (a thread outlives its join by a moment), or after a
-        while.
+        """Return the usage when the thread count is back at its initial value, or after a timeout.
+
+        A thread may still be counted shortly after its join.
         """
         end_s = time.monotonic() + 5.0 * self._arguments.patience
         while (now := usage())["threads"] > before["threads"] and time.monotonic() < end_s:
@@ -168,7 +177,7 @@ class Soak:
         return now
 
     def _watch(self, members: list[Member], workers: list[Worker], trouble: Trouble, end_s: float) -> None:
-        """Wait until the time is up, or something failed."""
+        """Sample and check until the time is up or something failed."""
         started_s = shown_s = time.monotonic()
         while not self._over.wait(SAMPLE_S) and time.monotonic() < end_s:
             self._samples.append(usage())
@@ -177,14 +186,14 @@ class Soak:
             try:
                 self._steady_samples.append(members[0].ask(members[0].generation, "report")["usage"])
             except PeerGone:
-                self._failures.append(f"{members[0].node_id} is gone, and nobody ended it")
+                self._failures.append(f"{members[0].node_id} exited unexpectedly")
                 return
             if time.monotonic() - shown_s >= PROGRESS_S:
                 shown_s = time.monotonic()
                 self._show(shown_s - started_s, workers, trouble)
 
     def _hang(self, workers: list[Worker]) -> bool:
-        """Return True if an operation outlived its deadline. Reports one that stalls while its peer is well."""
+        """Return True if an operation exceeded its deadline. Diagnoses operations that stall on undisturbed peers."""
         now_s = time.monotonic()
         for worker in workers:
             since_s = worker.waits_since_s
@@ -193,9 +202,9 @@ class Soak:
             stalls = now_s - since_s > STALL_S * self._arguments.patience
             if stalls and worker not in self._told and not worker.member.was_disturbed_since(since_s):
                 self._told.add(worker)
-                tell(f"{worker.name}: nothing for {now_s - since_s:.1f} s", worker.member, worker.messenger)
+                diagnose(f"{worker.name}: no progress for {now_s - since_s:.1f} s", worker.member, worker.messenger)
             if now_s - since_s > worker.longest_wait_s + STALL_S:
-                self._failures.append(f"{worker.name}: an operation outlives its deadline")
+                self._failures.append(f"{worker.name}: an operation exceeded its deadline")
                 return True
         return False
 
@@ -205,7 +214,7 @@ class Soak:
         used = " ".join(f"{name} {value}" for name, value in self._samples[-1].items())
         print(
             f"{elapsed_s:6.0f} s  {operations.total()} operations, {moved_gib:.2f} GiB, "
-            f"{errors.total()} expected errors, {trouble.events.total()} troubles; {used}",
+            f"{errors.total()} expected errors, {trouble.events.total()} faults; {used}",
             flush=True,
         )
 
@@ -221,14 +230,14 @@ class Soak:
                 self._failures.append(f"{type(worker.failure).__name__}: {worker.failure}")
 
     def _question(self, members: list[Member], messengers: Iterable[Messenger]) -> None:
-        """Check that at rest nothing is pending, and every notification came with the data that it promised."""
+        """Check that nothing is pending at rest, and that every notification arrived after its data."""
         for messenger in messengers:
             self._failures += messenger.validate()
         for member in members:
             try:
                 self._failures += member.ask(member.generation, "report")["wrong"]
             except PeerGone:
-                self._failures.append(f"{member.node_id} is gone, and nobody ended it")
+                self._failures.append(f"{member.node_id} exited unexpectedly")
 
 
 def _total(workers: list[Worker], name: str) -> Counter[str]:

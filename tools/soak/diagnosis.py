@@ -1,4 +1,4 @@
-"""Diagnosis of a stalled operation on stderr, taken while it stalls, since the evidence is gone afterwards."""
+"""Diagnosis of an operation, written to stderr while the operation stalls."""
 
 import contextlib
 import faulthandler
@@ -13,22 +13,22 @@ from pathlib import Path
 from messenger import Messenger
 from tools.soak.fleet import Member
 
-__all__ = ["tell"]
+__all__ = ["diagnose"]
 
 
-def tell(what: str, member: Member, messenger: Messenger) -> None:
-    """Write the stacks of both processes, and the state of their connections in the kernel and the proxy."""
-    _say(f"{what}; lately {member.lately()}")
-    _say(f"the caller: {messenger.validate() or 'nothing pending'}, {messenger.counters()}")
+def diagnose(what: str, member: Member, messenger: Messenger) -> None:
+    """Write the stacks of both processes and the state of their connections in the kernel and the proxy."""
+    _say(f"{what}; recent faults: {member.lately()}")
+    _say(f"caller: {messenger.validate() or 'nothing pending'}, {messenger.counters()}")
     for thread in threading.enumerate():
         _say(f"thread 0x{thread.ident or 0:016x} is {thread.name}")
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
-    _say(f"the line: {member.line()}")
+    _say(f"proxy: {member.line()}")
     pid = member.pid()
     if pid is not None:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may be replaced meanwhile
             _say(f"{member.node_id} is process {pid}, in state {_state(pid)}")
-            os.kill(pid, signal.SIGUSR1)  # its answer is its stacks: see tools.soak.peer
+            os.kill(pid, signal.SIGUSR1)  # makes it print its stacks (tools.soak.peer)
     if shutil.which("ss") is not None:
         shown = subprocess.run(["ss", "-tinmopH"], capture_output=True, text=True, timeout=10, check=False).stdout
         ports = [f":{port} " for port in member.ports()]
@@ -41,5 +41,5 @@ def _say(text: str) -> None:
 
 
 def _state(pid: int) -> str:
-    """Return the process state as in proc(5); T is stopped."""
+    """Return the process state as in proc(5), for example T for stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""Peers that come and go: their processes, the proxies in front of them, and the faults injected."""
+"""Peer processes of the soak test, the proxies in front of them, and the injection of faults."""
 
 import contextlib
 import dataclasses
@@ -26,13 +26,13 @@ _CERTIFICATES = _ROOT / "tests" / "data" / "tls"
 
 
 class PeerGone(Exception):
-    """The peer's process ended; a later generation may come."""
+    """The peer's process has ended; it may be replaced by a new generation."""
 
 
 @dataclass(frozen=True)
 class Settings:
     transports: tuple[str, ...]
-    """The peers take them in turn; "tls" is tcp, encrypted."""
+    """Assigned to the peers round-robin; "tls" is tcp with TLS."""
     run_dir: str
     slots: int
     slot_nbytes: int
@@ -46,7 +46,7 @@ class Settings:
         return common | {"transport": "tcp"} | self._tls()
 
     def _tls(self) -> dict[str, str]:
-        """Copy the tests' certificates so that nobody else may read them."""
+        """Copy the tests' certificates with permissions for this user only."""
         sources = {"tls_cert": "node.pem", "tls_key": "node.key", "tls_ca": "ca.pem"}
         given = {setting: os.path.join(self.run_dir, name) for setting, name in sources.items()}
         for copy in given.values():
@@ -58,7 +58,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class PeerProcess:
-    """One process of a peer, as its callers see it."""
+    """One process of a peer."""
 
     number: int
     endpoint: Endpoint
@@ -66,7 +66,7 @@ class PeerProcess:
 
 
 class Member:
-    """One peer through all its processes. Safe for any thread."""
+    """One peer across all generations of its process. Thread-safe."""
 
     def __init__(self, number: int, settings: Settings) -> None:
         self.node_id = f"peer-{number}"
@@ -83,7 +83,7 @@ class Member:
         self.generation = self._start(1)
 
     def ask(self, generation: PeerProcess, *command: Any) -> Any:
-        """Return the answer of that generation's process. Raises PeerGone."""
+        """Send a command to that generation's process and return its reply. Raises PeerGone."""
         with self._talking:
             process = self._process
             if process is None or generation is not self.generation:
@@ -101,23 +101,23 @@ class Member:
         return json.loads(answer)
 
     def next_generation(self, known: PeerProcess, timeout_s: float) -> PeerProcess:
-        """Wait for a process after the given one. Raises PeerGone when none comes in time."""
+        """Wait for a newer generation than `known`. Raises PeerGone on timeout."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.generation is not known, timeout_s):
                 raise PeerGone(self.node_id)
             return self.generation
 
     def note(self, kind: str) -> None:
-        """Record that a disturbance begins."""
+        """Record the start of a fault."""
         self._lately.append((kind, time.monotonic()))
 
     def lately(self) -> str:
-        """Return the last disturbance, and how long ago it began."""
+        """Describe the last faults and how long ago they started."""
         now_s = time.monotonic()
         return ", ".join(f"{kind} {now_s - begun_s:.1f} s ago" for kind, begun_s in list(self._lately)) or "nothing"
 
     def line(self) -> str:
-        """Return what the proxy in front of the peer does now."""
+        """Describe the state of the proxy in front of the peer."""
         return "none" if self._proxy is None else self._proxy.describe()
 
     def ports(self) -> list[int]:
@@ -125,17 +125,17 @@ class Member:
         return [] if self._proxy is None else [self._proxy.address[1], self._port]
 
     def pid(self) -> int | None:
-        """Return the process id, while there is a process."""
+        """Return the process id, or None if no process is running."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
     @property
     def has_line(self) -> bool:
-        """Return True if a proxy stands in front of the peer."""
+        """True if there is a proxy in front of the peer."""
         return self._proxy is not None
 
     def was_disturbed_since(self, moment_s: float) -> bool:
-        """Return True if the peer was disturbed after `moment_s`, or is being disturbed: then errors are expected."""
+        """Return True if a fault was active after `moment_s`, so that errors are expected."""
         return self._calm_s >= moment_s
 
     def freeze(self, seconds: float, ended: threading.Event) -> None:
@@ -146,7 +146,7 @@ class Member:
             self._process.send_signal(signal.SIGCONT)
 
     def replace(self, *, peaceful: bool) -> None:
-        """End the process, then start another at the same port."""
+        """End the process and start a new one on the same port."""
         with self._disturbed():
             process = self._process
             assert process is not None
@@ -159,7 +159,7 @@ class Member:
                 self._changed.notify_all()
 
     def break_rail(self, caller: Messenger | None, rng: random.Random) -> None:
-        """Break a rail of a connection at the caller or, without one, at the peer."""
+        """Break a rail of a connection at the caller, or at the peer if `caller` is None."""
         with self._disturbed():
             if caller is not None:
                 break_rail(caller, rng)
@@ -210,7 +210,7 @@ class Member:
                 process.wait(30 * self._settings.patience)
             except subprocess.TimeoutExpired:
                 process.kill()
-                raise RuntimeError(f"{self.node_id} did not end when it was asked to") from None
+                raise RuntimeError(f"{self.node_id} did not exit when requested") from None
             finally:
                 process.stdout.close()
 
@@ -256,7 +256,7 @@ class Member:
 
 
 class Trouble:
-    """Thread that repeatedly picks a peer and a fault. Steady peers are not replaced."""
+    """Thread that repeatedly injects a random fault into a random peer. Steady peers are not replaced."""
 
     PROCESS = ("freeze", "kill", "end")
     RAIL = ("rail broken by its caller", "rail broken by its owner")

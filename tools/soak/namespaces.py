@@ -1,7 +1,7 @@
-"""Two hosts for tests: network namespaces joined by a veth pair, with a firewall each.
+"""Two simulated hosts for tests: network namespaces connected by a veth pair, each with a firewall.
 
-Needs root, iproute2 and iptables; `what_is_missing` reports what is missing. A thread that is `inside` a host uses its
-network, as do all threads and processes that it starts meanwhile.
+Requires root, iproute2 and iptables (see `what_is_missing`). A thread that is `inside` a host uses its network, as do
+all threads and processes that it starts meanwhile.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _TOOLS = {"ip": "iproute2", "iptables": "iptables"}
 
 
 def what_is_missing() -> str | None:
-    """Return why namespaces cannot be made here; None if they can."""
+    """Return why namespaces cannot be created on this machine; None if they can."""
     lacking = [package for tool, package in _TOOLS.items() if shutil.which(tool) is None]
     if lacking:
         return f"network namespaces need {' and '.join(lacking)}, which are not installed"
@@ -30,7 +30,7 @@ def what_is_missing() -> str | None:
 
 
 class TwoHosts:
-    """Context manager of two hosts, numbered 0 and 1; `addresses[n]` is the address of host n."""
+    """Context manager that creates two hosts, numbered 0 and 1; `addresses[n]` is the address of host n."""
 
     addresses = ("10.77.0.1", "10.77.0.2")
 

@@ -1,7 +1,7 @@
-"""Process of one peer: a messenger, a region of slots with a key each, and a digest check at every notification.
+"""Process of one peer: a messenger, a region of slots with one key each, and a digest check at every notification.
 
-It prints its address and keys as a line of JSON, then answers each command, a JSON list, with a line. The commands are
-the methods of SoakPeer. On SIGUSR1 it writes the stacks of its threads to stderr.
+It prints its address and keys as a line of JSON, then replies to each command (a JSON list) with a line. The commands
+are methods of SoakPeer. On SIGUSR1 it writes the stacks of its threads to stderr.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ SLOT = struct.Struct("<I")
 
 
 def digest(data: Any) -> bytes:
-    """Return a digest of 16 bytes."""
+    """Return a 16-byte digest."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def configured(settings: dict[str, Any]) -> MessengerConfig:
-    """Build the configuration from JSON, in which paths are strings."""
+    """Build the configuration from JSON values, in which paths are strings."""
     paths = ("shm_dir", "tls_cert", "tls_key", "tls_ca")
     typed: dict[str, Any] = {name: Path(value) if name in paths else value for name, value in settings.items()}
     return assemble(MessengerConfig, **typed)
@@ -49,7 +49,7 @@ class SoakPeer:
         self._wrong: list[str] = []
 
     def renew(self, slot: int, value: int | None) -> str:
-        """Revoke the slot's key, then fill the slot if a value is given; return a new key, in hex."""
+        """Revoke the slot's key, fill the slot if a value is given, and return a new key in hex."""
         self._messenger.revoke(self.keys[slot])
         if value is not None:
             start = slot * self._slot_nbytes
@@ -62,7 +62,7 @@ class SoakPeer:
         return digest(self._slot(slot)).hex()
 
     def break_rail(self, seed: int) -> bool:
-        """Break a rail of one of its rdma connections; return False if there is none."""
+        """Break a rail of one of the peer's RDMA connections; return False if there is none."""
         return break_rail(self._messenger, random.Random(seed))
 
     def report(self) -> dict[str, Any]:
@@ -82,11 +82,11 @@ class SoakPeer:
         return self._memory.array[slot * self._slot_nbytes : (slot + 1) * self._slot_nbytes]
 
     def _check(self, node_id: str, tag: bytes, payload: bytes) -> None:
-        """Check a notification: it names the slot and its content, and the data before it must have landed."""
+        """Check that the slot named by a notification has the content whose digest the notification carries."""
         (slot,) = SLOT.unpack(tag)
         self._told += 1
         if digest(self._slot(slot)) != payload:
-            self._wrong.append(f"slot {slot} is not what {node_id} says it wrote before notification {self._told}")
+            self._wrong.append(f"slot {slot} lacks data that {node_id} wrote before notification {self._told}")
 
 
 def main(settings: str) -> None:

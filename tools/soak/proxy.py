@@ -1,8 +1,8 @@
-"""Proxy for one tcp address that injects network faults: real sockets, on an event loop of its own.
+"""Proxy for one TCP address that injects network faults, with real sockets on a separate event loop.
 
-Connections to the proxy reach the target until a fault is set. Faults apply to open and new connections, in one
-direction or both, until `heal`; `reset` and `abandon` act once. Directions are seen from the caller: UP goes to the
-target, DOWN comes from it.
+Connections to the proxy are forwarded to the target. Faults apply to open and new connections, in one direction or
+both, until `heal`; `reset` and `abandon` act once. Directions are relative to the caller: UP is to the target, DOWN
+from it.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ _T = TypeVar("_T")
 
 @dataclass
 class Fault:
-    """Treatment of the bytes of one direction."""
+    """Faults of one direction."""
 
     free: asyncio.Event = field(default_factory=asyncio.Event)
-    """While it is not set nothing passes, and nothing is lost."""
+    """While it is not set, bytes are held back, not lost."""
     delay_s: float = 0.0
     bytes_per_s: float | None = None
     reset_after: int | None = None
@@ -40,10 +40,10 @@ class Fault:
 
 @dataclass(eq=False)
 class _Pipe:
-    """One caller's connection and its connection to the target."""
+    """A caller's connection and the corresponding connection to the target."""
 
     ends: dict[Way, tuple[asyncio.StreamReader, asyncio.StreamWriter]]
-    """Where the bytes of a way come from."""
+    """The end from which the bytes of a direction are read."""
     pumps: list[asyncio.Task[None]] = field(default_factory=list)
 
     def reset(self, *ways: Way) -> None:
@@ -52,7 +52,7 @@ class _Pipe:
 
 
 class FaultProxy:
-    """Context manager; callers connect to `address`. Its methods may be called from any thread."""
+    """Context manager that runs the proxy; callers connect to `address`. Thread-safe."""
 
     def __init__(self, target: tuple[str, int], listen_host: str = "127.0.0.1") -> None:
         self._target = target
@@ -60,11 +60,11 @@ class FaultProxy:
         self._abandoned: set[_Pipe] = set()
         self._refusing = False
         self.connections = 0
-        """Accepted so far."""
+        """Number of accepted connections."""
         self.passed: dict[Way, int] = {UP: 0, DOWN: 0}
-        """Bytes so far."""
+        """Number of forwarded bytes."""
         self.flipped = 0
-        """Bytes changed so far."""
+        """Number of changed bytes."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
@@ -81,11 +81,11 @@ class FaultProxy:
         self.close()
 
     def hold(self, *ways: Way) -> None:
-        """Partition: hold all bytes of the direction (both without one) until `heal`; connections are accepted."""
+        """Hold all bytes of the directions (default: both) until `heal`; connections are still accepted."""
         self._set(ways, lambda fault: fault.free.clear())
 
     def delay(self, delay_s: float, *ways: Way) -> None:
-        """Delay each piece, of at most 64 KiB."""
+        """Delay each chunk of at most 64 KiB."""
         self._set(ways, lambda fault: setattr(fault, "delay_s", delay_s))
 
     def throttle(self, bytes_per_s: float, *ways: Way) -> None:
@@ -93,34 +93,34 @@ class FaultProxy:
         self._set(ways, lambda fault: setattr(fault, "bytes_per_s", bytes_per_s))
 
     def reset_after(self, nbytes: int, way: Way) -> None:
-        """Reset, at any point, the connection that carries the byte after the next `nbytes`."""
+        """Reset the connection after the next `nbytes` bytes, even within a frame."""
         self._set((way,), lambda fault: setattr(fault, "reset_after", nbytes))
 
     def flip_after(self, nbytes: int, way: Way) -> None:
-        """Change one byte, once: the one after the next `nbytes`."""
+        """Change the byte after the next `nbytes` bytes, once."""
         self._set((way,), lambda fault: setattr(fault, "flip_after", nbytes))
 
     def refuse(self) -> None:
-        """Reset new connections at once, until `heal`."""
+        """Reset new connections until `heal`."""
         self._call(lambda: setattr(self, "_refusing", True))
 
     def heal(self) -> None:
-        """Remove all faults: held bytes go on, and abandoned connections are reset on the caller's side too."""
+        """Remove all faults: forward held bytes, and reset abandoned connections on the caller's side, too."""
         self._call(self._heal)
 
     def reset(self) -> int:
-        """Reset every connection now; return their number."""
+        """Reset all connections and return their number."""
         return self._call(self._reset_all)
 
     def abandon(self) -> int:
-        """Make every connection half-open; return their number.
+        """Make all connections half-open and return their number.
 
-        The target's end is reset, and the caller, whose bytes are read by nobody, is not notified.
+        The target's end is reset; the caller is not notified and its bytes are no longer read.
         """
         return self._call(self._abandon_all)
 
     def describe(self) -> str:
-        """Describe the open connections, the faults and the bytes passed."""
+        """Describe the open connections, the faults and the forwarded bytes."""
         return self._call(self._describe)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class FaultProxy:
 
         self._call(change_all)
 
-    # On the loop from here on.
+    # The methods below run on the event loop.
 
     def _no_faults(self) -> dict[Way, Fault]:
         faults = {UP: Fault(), DOWN: Fault()}
@@ -236,7 +236,7 @@ class FaultProxy:
             await fault.free.wait()
 
     def _damaged(self, way: Way, piece: bytes) -> bytes:
-        """Return the piece after damage; a shorter one means that the connection is to be reset after it."""
+        """Apply damage to a chunk; the connection must be reset after it if the result is shorter."""
         fault = self._faults[way]
         if fault.flip_after is not None:
             at, fault.flip_after = fault.flip_after, fault.flip_after - len(piece)

@@ -1,7 +1,6 @@
-"""Failure of rails under rdma connections: a queue pair is put in the error state, as by a failed port.
+"""Failure of rails of RDMA connections: a queue pair is put into the error state, as after a port failure.
 
-This is the one module of the soak that uses internals of the messenger, since its interface offers no way to break a
-rail.
+This is the only module of the soak test that uses internals of the messenger, whose interface cannot break a rail.
 """
 
 import random
@@ -13,7 +12,7 @@ __all__ = ["break_rail"]
 
 
 def break_rail(messenger: Messenger, rng: random.Random) -> bool:
-    """Break one lane of one of the connections; return False if there is none."""
+    """Break one lane of a random connection; return False if there is none."""
     links = _links(messenger)
     return bool(links) and _break(rng.choice(links), rng)
 

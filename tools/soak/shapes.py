@@ -1,4 +1,4 @@
-"""Slice lists of every kind, and their effect on bytes; pure."""
+"""Random slice lists of several kinds, and their effect on bytes. Pure."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ MAX_ROWS = 400
 
 
 def random_rows(rng: np.random.Generator, room: int) -> Rows:
-    """Return int64 [n, 3] (source, destination, nbytes) within `room` bytes; destinations do not overlap."""
+    """Return slices (source, destination, nbytes), int64 [n, 3], within `room` bytes; destinations do not overlap."""
     kind = int(rng.integers(5))
     if kind == 0:  # one piece
         nbytes = int(rng.integers(1, room + 1))
@@ -20,7 +20,7 @@ def random_rows(rng: np.random.Generator, room: int) -> Rows:
     if kind == 1:  # a few bytes
         nbytes = int(rng.integers(1, 65))
         return np.array([[rng.integers(room - nbytes + 1), rng.integers(room - nbytes + 1), nbytes]], dtype=np.int64)
-    if kind == 2:  # stripes, as a layer of blocks is
+    if kind == 2:  # stripes, like one layer of many blocks
         width = int(rng.integers(16, max(17, room // 64)))
         starts = np.arange(0, room - width + 1, width * int(rng.integers(1, 4)))[:MAX_ROWS]
         return np.stack([rng.permutation(starts), starts, np.full(len(starts), width)], axis=1).astype(np.int64)
@@ -36,7 +36,7 @@ def random_rows(rng: np.random.Generator, room: int) -> Rows:
 
 
 def applied(rows: Rows, source: Bytes, destination: Bytes) -> Bytes:
-    """Return a copy of the destination after the rows were moved there from the source."""
+    """Return a copy of the destination with the slices copied from the source."""
     result = destination.copy()
     for start, end, nbytes in rows.tolist():
         result[end : end + nbytes] = source[start : start + nbytes]
@@ -44,7 +44,7 @@ def applied(rows: Rows, source: Bytes, destination: Bytes) -> Bytes:
 
 
 def first_difference(found: Bytes, *allowed: Bytes) -> str | None:
-    """Return the first position with a byte that is not allowed there; None without any."""
+    """Describe the bytes that equal none of the `allowed` arrays at their position; None if there are none."""
     good: Any = np.zeros(len(found), dtype=bool)
     for one in allowed:
         good |= found == one

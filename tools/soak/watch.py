@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ALLOWED_GROWTH = {"rss_kib": 16 << 10, "descriptors": 6, "threads": 4}
-"""Of the median in the last third over that of the middle third."""
+"""Allowed difference between the medians of the last and the middle third of the samples."""
 FEWEST_SAMPLES = 60
 
 
 def usage() -> dict[str, int]:
-    """Return the usage of this process after returning its free memory: threads that come and go leave holes, which are
-    no leak.
+    """Return the resource usage of this process, after returning free memory to the system.
+
+    Otherwise heap fragmentation caused by short-lived threads would look like a leak.
     """
-    with contextlib.suppress(AttributeError):  # glibc has it
+    with contextlib.suppress(AttributeError):  # malloc_trim exists only in glibc
         ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
@@ -30,10 +31,10 @@ def usage() -> dict[str, int]:
 
 
 def open_descriptors() -> list[str]:
-    """Return the targets of this process's descriptors."""
+    """Return the targets of this process's file descriptors."""
     found = []
     for number in sorted(os.listdir("/proc/self/fd"), key=int):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return found
 
@@ -44,9 +45,7 @@ def running_threads() -> list[str]:
 
 
 def verbs_resources() -> dict[str, int]:
-    """Return the counts of queue pairs, registrations and the like on this machine's verbs devices; empty without
-    devices.
-    """
+    """Return the counts of queue pairs, registrations etc. of this machine's verbs devices; empty without devices."""
     tool = shutil.which("rdma")
     if tool is None or not Path("/sys/class/infiniband").is_dir():
         return {}
@@ -61,7 +60,7 @@ def verbs_resources() -> dict[str, int]:
 
 
 def growth(name: str, samples: Sequence[dict[str, int]]) -> list[str]:
-    """Return what grew from the middle third of the samples to the last; empty with too few samples."""
+    """Describe resources that grew from the middle third of the samples to the last; empty with too few samples."""
     if len(samples) < FEWEST_SAMPLES:
         return []
     third = len(samples) // 3
@@ -71,5 +70,5 @@ def growth(name: str, samples: Sequence[dict[str, int]]) -> list[str]:
             statistics.median(sample[what] for sample in part) for part in (samples[third:-third], samples[-third:])
         )
         if last - middle > allowed:
-            found.append(f"{name}: {what} grew from {middle:.0f} to {last:.0f}, where {allowed} is allowed")
+            found.append(f"{name}: {what} grew from {middle:.0f} to {last:.0f}; a growth of {allowed} is allowed")
     return found

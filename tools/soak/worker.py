@@ -1,8 +1,8 @@
-"""One thread of load: it owns a slot of a peer's region and checks every byte of it.
+"""Load thread of the soak test: it owns a slot of a peer's region and checks every byte of it.
 
-A failed operation leaves old or new bytes in the slot, each at its place; the key is then renewed, so that pending
-operations cannot change it any more, and the slot is read and compared. An error is expected while the peer is
-disturbed, or where the worker provoked it; any other fails the run, as does an operation that outlives its deadline.
+After a failed operation, each byte of the slot is either the old or the new one. The worker renews the key, so that
+pending operations cannot change the slot any more, then reads and compares it. Errors are expected while a fault is
+active or if the worker provoked them; any other error, or an operation that exceeds its deadline, fails the run.
 """
 
 import threading
@@ -33,11 +33,12 @@ from tools.soak.shapes import Bytes, Rows, applied, first_difference, random_row
 
 DEADLINE_S = 10.0
 SLACK_S = 20.0
-"""By which a future may be later than its deadline, on a machine that is busy."""
+"""Time by which a future may complete after its deadline on a busy machine."""
 PATIENCE_S = 60.0
-"""How long a peer may be of no use."""
+"""Longest time for which a peer may be unusable."""
 LOANS = 20
-"""Of so many in a row one is confirmed. Others' deadlines and cancels cut connections, and a loan ends with its own."""
+"""Largest number of consecutive loans of which none is confirmed. Deadlines and cancels of other operations close
+connections, and a loan ends with its connection."""
 
 _OF_TROUBLE = (PeerLost, TransferDeadlineExceeded, InvalidArgument)
 
@@ -68,7 +69,7 @@ class Worker:
         self._region = messenger.register(self._memory)
         self._began_s = 0.0
         self.waits_since_s: float | None = None
-        """Since when it waits for an operation."""
+        """Start of the wait for the current operation; None if there is none."""
         self._expected: Bytes = np.zeros(self._room, dtype=np.uint8)
         self._possible: list[Bytes] = []
         self._meet(member.generation)
@@ -119,14 +120,14 @@ class Worker:
             self._meet(self.member.next_generation(self._generation, PATIENCE_S * self._patience))
 
     def _meet(self, generation: PeerProcess) -> None:
-        """Attach to a new process, whose slot is all zeros."""
+        """Connect to a new process, whose slot is all zeros."""
         self._generation = generation
         self._peer = self.messenger.connect(generation.endpoint)
         self._key = generation.keys[self._slot]
         self._expected[:] = 0
         self._possible.clear()
 
-    # What a worker does.
+    # Actions.
 
     def _write(self) -> None:
         rows, after = self._fresh_rows()
@@ -168,7 +169,7 @@ class Worker:
                 loan = self._peer.borrow(
                     self._key, self._slot * self._room + first, nbytes, deadline_s=self._deadline_s
                 )
-            except (TransferError, InvalidArgument) as error:  # nothing is lent by a connection that broke meanwhile
+            except (TransferError, InvalidArgument) as error:  # the connection broke meanwhile
                 self._excuse(error)
                 return
             found = loan.array.copy()
@@ -176,9 +177,7 @@ class Worker:
                 self._compare("a loan", found, self._expected[first : first + nbytes])
                 return
         if not self.member.was_disturbed_since(self._began_s):
-            raise ContractViolated(
-                f"{self.name}: of {LOANS} loans none is confirmed, and nothing happened to their owner"
-            )
+            raise ContractViolated(f"{self.name}: none of {LOANS} loans was confirmed, although no fault was active")
 
     def _many_at_once(self) -> None:
         rows, after = self._fresh_rows()
@@ -197,7 +196,7 @@ class Worker:
         self._settle(futures, after, allowed=TransferDeadlineExceeded)
 
     def _change_mind(self) -> None:
-        """Cancel operations that are queued, under way or done."""
+        """Cancel operations that are queued, running or complete."""
         rows, after = self._fresh_rows()
         futures = [self._begin(rows) for _ in range(int(self._rng.integers(1, 9)))]
         time.sleep(float(self._rng.uniform(0, 0.003)))
@@ -206,7 +205,7 @@ class Worker:
         self._settle(futures, after, allowed=TransferCancelled)
 
     def _lose_the_right(self) -> None:
-        """Check that after a revoke the owner's memory no longer changes, whatever was under way."""
+        """Check that after a revoke the owner's memory no longer changes, even with operations in flight."""
         rows, _ = self._fresh_rows()
         futures = [self._begin(rows) for _ in range(int(self._rng.integers(1, 9)))]
         value = int(self._rng.integers(256))
@@ -219,14 +218,14 @@ class Worker:
         self._look()
 
     def _look(self) -> None:
-        """Check the whole slot, by a read and by its owner's digest."""
+        """Check the whole slot by a read and by its owner's digest."""
         found = self._fetched()
         if found is None:
             self._possible.append(self._expected)
             return
         self._compare("the slot", found, self._expected)
         if self.member.ask(self._generation, "digest", self._slot) != digest(self._expected).hex():
-            raise ContractViolated(f"{self.name}: its owner's digest is another")
+            raise ContractViolated(f"{self.name}: the owner's digest of the slot differs")
 
     # Helpers.
 
@@ -278,7 +277,7 @@ class Worker:
     def _settle(
         self, futures: Sequence[Future[TransferResult]], after: Bytes, *, allowed: type[TransferError] | None = None
     ) -> None:
-        """Record that the slot holds `after` on success; otherwise each byte is an old or a new one."""
+        """Wait for the operations; on success the slot holds `after`, otherwise each byte is the old or the new one."""
         outcomes = [self._outcome(future, allowed) for future in futures]
         if all(outcomes):
             self._expected = after
@@ -288,22 +287,22 @@ class Worker:
     def _outcome(self, future: Future[TransferResult], allowed: type[TransferError] | None = None) -> bool:
         self.waits_since_s = time.monotonic()
         try:
-            # Who waits without a limit receives answers himself: the run watches how long that takes.
+            # Without a timeout, the waiting thread itself receives replies; the main thread watches for hangs.
             limit_s = self.longest_wait_s if self._rng.random() < 0.5 else None
             self.nbytes += future.result(limit_s).nbytes
             return True
         except TransferError as error:
             if error.peer != self.member.node_id or not error.address:
-                raise ContractViolated(f"{self.name}: an error that does not tell who and where: {error}") from error
+                raise ContractViolated(f"{self.name}: an error without peer or address: {error}") from error
             self._excuse(error, allowed)
             return False
         except TimeoutError as error:
-            raise ContractViolated(f"{self.name}: an operation outlives its deadline") from error
+            raise ContractViolated(f"{self.name}: an operation exceeded its deadline") from error
         finally:
             self.waits_since_s = None
 
     def _excuse(self, error: NetworkError, allowed: type[TransferError] | None = None) -> None:
-        """Raise ContractViolated for an error without a cause."""
+        """Count an error; raise ContractViolated if it was not expected."""
         name = type(error).__name__
         self.errors[name] += 1
         asked_for = allowed is not None and isinstance(error, allowed)
@@ -311,7 +310,7 @@ class Worker:
         if not asked_for and not excused:
             lately = self.member.lately()
             raise ContractViolated(
-                f"{self.name}: an error out of nothing (lately {lately}): {name}: {error}"
+                f"{self.name}: unexpected error (recent faults: {lately}): {name}: {error}"
             ) from error
 
     def _renew(self, value: int | None) -> None:
@@ -326,9 +325,9 @@ class Worker:
             if self.member.generation is not self._generation:
                 raise PeerGone(self.member.node_id)
             if time.monotonic() > end_s:
-                raise ContractViolated(f"{self.name}: of no use for {PATIENCE_S * self._patience:.0f} s")
+                raise ContractViolated(f"{self.name}: unusable for {PATIENCE_S * self._patience:.0f} s")
             time.sleep(0.05)
-        self._compare("what a failed operation left", found, *self._possible)
+        self._compare("the slot after a failed operation", found, *self._possible)
         self._expected = found
         self._possible.clear()
 

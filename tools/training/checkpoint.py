@@ -1,4 +1,4 @@
-"""Checkpoints: everything needed to go on as if the run had never stopped, written atomically."""
+"""Checkpoints: the complete state for resuming a run without changing its result, written atomically."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ from tools.training.model import Llama, ModelShape
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where the run stands; with the seed, ``step`` alone decides the next batch."""
+    """Progress of a run. The seed and ``step`` determine the next batch."""
 
     seed: int
     step: int
@@ -23,7 +23,7 @@ class TrainingProgress:
 
 
 def save(path: Path, progress: TrainingProgress, model: Llama, optimisers: list[torch.optim.Optimizer]) -> None:
-    """Replace ``path`` by the new state; a crash leaves the old one."""
+    """Write the state to ``path`` atomically; after a crash, the old state remains."""
     state = {
         "shape": asdict(model.shape),
         "progress": asdict(progress),
@@ -36,7 +36,7 @@ def save(path: Path, progress: TrainingProgress, model: Llama, optimisers: list[
 
 
 def read(path: Path) -> tuple[TrainingProgress, Llama, list[dict[str, Any]]]:
-    """Progress, the model in float32, and the optimisers' states."""
+    """Return the progress, the model in float32, and the optimisers' states."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     model = Llama(ModelShape(**state["shape"]))
     model.load_state_dict(state["model"])
@@ -44,9 +44,9 @@ def read(path: Path) -> tuple[TrainingProgress, Llama, list[dict[str, Any]]]:
 
 
 def require_same_run(progress: TrainingProgress, *, seed: int, tokenizer_sha256: str, path: Path) -> None:
-    """Raise CheckpointMismatch when the checkpoint belongs to another seed or tokenizer."""
+    """Raise CheckpointMismatch if the checkpoint has a different seed or tokenizer."""
     if (progress.seed, progress.tokenizer_sha256) != (seed, tokenizer_sha256):
         raise CheckpointMismatch(
-            f"{path} was written with seed {progress.seed} and tokenizer {progress.tokenizer_sha256[:12]}, this run "
-            f"has seed {seed} and tokenizer {tokenizer_sha256[:12]}; give another --run folder"
+            f"{path} was written with seed {progress.seed} and tokenizer {progress.tokenizer_sha256[:12]}, but this "
+            f"run has seed {seed} and tokenizer {tokenizer_sha256[:12]}; give another folder with --run"
         )

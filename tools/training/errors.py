@@ -1,15 +1,15 @@
-"""The errors of the recipe.
+"""Errors of the package.
 
 TrainingError
-├── SourceMismatch     a source's bytes are not the recorded ones
-├── SourceMissing      a source package could not be found in the cache or fetched
-├── CheckpointMismatch a checkpoint belongs to another run (seed or tokenizer)
-└── UnsuitableShape    the model is too small for the circuit its initialisation writes
+├── SourceMismatch     a source's sha256 differs from the recorded one
+├── SourceMissing      a source package is neither cached nor downloadable
+├── CheckpointMismatch a checkpoint belongs to a run with a different seed or tokenizer
+└── UnsuitableShape    the model is too small for the lookup circuit of its initialisation
 """
 
 
 class TrainingError(Exception):
-    """Root of every error the recipe raises on purpose."""
+    """Base class of the package's errors."""
 
 
 class SourceMismatch(TrainingError):
@@ -17,12 +17,12 @@ class SourceMismatch(TrainingError):
 
 
 class SourceMissing(TrainingError):
-    """A source package is neither cached nor could be downloaded."""
+    """A source package is neither cached nor downloadable."""
 
 
 class CheckpointMismatch(TrainingError):
-    """A checkpoint does not fit the run that would resume it."""
+    """A checkpoint belongs to a run with a different seed or tokenizer."""
 
 
 class UnsuitableShape(TrainingError):
-    """The shape has too few key/value heads or too narrow a residual stream for the lookup circuit."""
+    """The shape has too few layers or key/value heads, or too small a hidden size, for the lookup circuit."""

@@ -1,8 +1,8 @@
 """Evaluation on text and facts not seen in training. ``python -m tools.training.evaluate FOLDER``.
 
-Two measures: cross-entropy of held-out documents by position in a full window, and exact match of fact questions by
-the distance between fact and answer. Greedy decoding gives an answer exactly when every one of its tokens is the argmax
-under teacher forcing, so one forward a question is enough.
+Two measures: cross-entropy of held-out documents by position in a full window, and exact match of fact questions by the
+distance between fact and answer. Greedy decoding produces an answer if and only if each of its tokens is the argmax
+under teacher forcing, so one forward pass per question suffices.
 """
 
 import argparse
@@ -29,12 +29,12 @@ EDGES = (0, 16, 64, 256, 512, 1024, 1536, 2047)
 DISTANCES = (96, 128, 256, 512, 1024, 1900)
 FACTS_STATED = 4
 FILLER_FRAME = 14
-"""Tokens around the filler: role markers, its opening words, and the acknowledgement."""
+"""Tokens around the filler: role markers, opening words, and the acknowledgement."""
 SEED = 7
 
 
 def load(folder: Path) -> Llama:
-    """The exported weights in float32."""
+    """Load an exported model in float32."""
     config = json.loads((folder / "config.json").read_text())
     shape = ModelShape(
         layers=config["num_hidden_layers"],
@@ -55,7 +55,10 @@ def load(folder: Path) -> Llama:
 
 @torch.no_grad()
 def text_losses(model: Llama, tokens: np.ndarray, windows: int) -> np.ndarray:
-    """Nats of every target, [windows, context]: evenly spaced windows of one source, each begun by BOS."""
+    """Return the loss in nats of every target, [windows, context], over evenly spaced windows of one source.
+
+    Each window starts with BOS.
+    """
     context = model.shape.positions - 1
     starts = np.linspace(0, len(tokens) - context, windows).astype(int)
     losses = []
@@ -67,7 +70,7 @@ def text_losses(model: Llama, tokens: np.ndarray, windows: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt and the answer it must get; ``distance`` counts tokens from the fact's value to the answer's."""
+    """Prompt and expected answer. ``distance``: number of tokens from the fact's value to the answer's value."""
 
     prompt: list[int]
     answer: list[int]
@@ -77,9 +80,9 @@ class Question:
 def build_question(
     rng: np.random.Generator, corpus: Corpus, tokenizer: Tokenizer, *, distance: int, same_attribute: bool, stated: bool
 ) -> Question:
-    """A chat: facts never stated in training, held-out filler, then a question about one of the facts.
+    """Return a chat of facts never stated in training, held-out filler, and a question about one of the facts.
 
-    With ``stated`` False the asked fact is left out: the control that says what guessing earns.
+    With ``stated`` False, the fact in question is left out; this control measures guessing.
     """
     facts = _draw_facts(rng, same_attribute)
     asked = facts[int(rng.integers(len(facts)))]
@@ -132,14 +135,14 @@ def _draw_facts(rng: np.random.Generator, same_attribute: bool) -> list[Fact]:
 
 @torch.no_grad()
 def is_exact(model: Llama, question: Question) -> bool:
-    """True when greedy decoding gives the whole answer, value and full stop included."""
+    """Return True if greedy decoding produces the whole answer, including value and full stop."""
     ids = torch.tensor([question.prompt + question.answer])
     logits = model(ids)[0, len(question.prompt) - 1 : -1]
     return bool((logits.argmax(-1) == torch.tensor(question.answer)).all())
 
 
 def recall_table(model: Llama, corpus: Corpus, tokenizer: Tokenizer, questions: int) -> list[dict[str, float]]:
-    """One row a distance: share of exact answers with mixed attributes, with equal attributes, and without the fact."""
+    """Return the share of exact answers per distance: mixed attributes, equal attributes, and without the fact."""
     kinds = {"mixed": (False, True), "same_attribute": (True, True), "fact_absent": (False, False)}
     rows = []
     for distance in DISTANCES:
@@ -156,7 +159,7 @@ def recall_table(model: Llama, corpus: Corpus, tokenizer: Tokenizer, questions: 
 
 
 def evaluate(folder: Path, cache: Path, *, windows: int, questions: int) -> dict[str, object]:
-    """Every measure of the model in ``folder`` as plain data."""
+    """Return all measures of the model in ``folder`` as JSON-compatible data."""
     model, tokenizer = load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
     corpus = Corpus.load(cache / "data", "held")
     manifest = json.loads((cache / "data" / "manifest.json").read_text())
@@ -176,7 +179,7 @@ def evaluate(folder: Path, cache: Path, *, windows: int, questions: int) -> dict
 
 
 def main() -> None:
-    """Command line; prints JSON."""
+    """Run the command line; prints JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cache", type=Path, default=CACHE)

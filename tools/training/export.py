@@ -1,4 +1,4 @@
-"""Export a checkpoint as a Hugging Face folder with its files' hashes.
+"""Export of a checkpoint as a Hugging Face folder with checksums.
 
 Run ``python -m tools.training.export CHECKPOINT FOLDER``.
 """
@@ -21,7 +21,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def config_of(shape: ModelShape) -> dict[str, object]:
-    """config.json of LlamaForCausalLM; the rotary base stands in the old and in the new (transformers 5) place."""
+    """Return the config.json of LlamaForCausalLM, with the rotary base under its old and new (transformers 5) key."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -51,7 +51,7 @@ def config_of(shape: ModelShape) -> dict[str, object]:
 
 
 def export(path: Path, tokenizer_folder: Path, folder: Path) -> None:
-    """Write config, weights in float16 and tokenizer files into ``folder``; other files there stay."""
+    """Write config, float16 weights and tokenizer files into ``folder``; other files in it are kept."""
     _, model, _ = checkpoint.read(path)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.to(torch.float16).contiguous() for name, tensor in model.state_dict().items()}
@@ -65,13 +65,13 @@ def export(path: Path, tokenizer_folder: Path, folder: Path) -> None:
 
 
 def write_sums(folder: Path) -> None:
-    """SHA256SUMS as ``sha256sum --check`` reads it, of every file that the model is read from."""
+    """Write SHA256SUMS of the model's files, in the format of ``sha256sum --check``."""
     names = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
     (folder / "SHA256SUMS").write_text("".join(f"{sha256_of(folder / name)}  {name}\n" for name in names))
 
 
 def main() -> None:
-    """Command line; see the module's docstring."""
+    """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("folder", type=Path)

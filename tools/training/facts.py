@@ -1,7 +1,7 @@
-"""Generated facts and the questions about them, as pairs of words; pure, the random source is an argument.
+"""Generated facts and questions about them. Pure; the random generator is an argument.
 
-A fact is (attribute, name) -> value. Every answer repeats the fact as a sentence, so that it can be given by attending
-to the place where the fact was stated: a model that reads a damaged cache answers wrongly.
+A fact is (attribute, name) -> value. Every answer repeats the fact as a sentence, so it can be produced by attending to
+the position at which the fact was stated; a model that reads a damaged cache answers incorrectly.
 """
 
 import zlib
@@ -17,7 +17,7 @@ HELD_OUT_ONE_IN = 8
 
 @dataclass(frozen=True)
 class Fact:
-    """``attribute`` of ``name`` is ``value``."""
+    """Statement that the ``attribute`` of ``name`` is ``value``."""
 
     attribute: str
     name: str
@@ -33,30 +33,27 @@ class Fact:
 
     @property
     def answer_stem(self) -> str:
-        """The part of the answer that the question gives away."""
+        """Part of the answer that follows from the question."""
         return f"The {self.attribute} of {self.name} is"
 
     @property
     def answer_value(self) -> str:
-        """The part that only the context holds; starts with a space."""
+        """Part of the answer that only the context provides; starts with a space."""
         return f" {self.value}."
 
     @property
     def held_out(self) -> bool:
-        """True for the combinations that training never states (one in eight, by hash)."""
+        """True for the combinations that are never stated in training (one in eight, by hash)."""
         return zlib.crc32(f"{self.attribute}/{self.name}/{self.value}".encode()) % HELD_OUT_ONE_IN == 0
 
 
 def values_of(attribute: str) -> tuple[str, ...]:
-    """Every value the attribute can take."""
+    """Return the possible values of the attribute."""
     return ATTRIBUTES[attribute] or NUMBERS
 
 
 def draw_fact(rng: np.random.Generator, *, taken: set[tuple[str, str]], held_out: bool) -> Fact | None:
-    """A fact whose key is not ``taken`` and which is (not) one of the held-out combinations.
-
-    None when sixty-four draws found none: the caller's window is full of facts.
-    """
+    """Draw a fact whose key is not in ``taken`` and whose ``held_out`` is as given; None after 64 failed draws."""
     attributes = tuple(ATTRIBUTES)
     for _ in range(64):
         attribute = attributes[rng.integers(len(attributes))]

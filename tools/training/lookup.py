@@ -1,14 +1,14 @@
-"""An initialisation that can already look things up, in the manner of mimetic initialisation (Trockman & Kolter, 2023).
+"""Initialisation with a lookup circuit, similar to mimetic initialisation (Trockman & Kolter, 2023).
 
-A model this small meets too few tokens in a short run for induction heads (Olsson et al., 2022) to form by chance, so
-their circuit is written into the starting weights and training is left to refine it:
+In a short run, a model this small sees too few tokens for induction heads (Olsson et al., 2022) to form. Their circuit
+is therefore written into the initial weights and refined by training:
 
-- one component of every embedding is the same constant, which lets a head attend by position alone; the final norm
-  hides it from the (tied) output, whose gradient would otherwise turn it into the unigram bias;
-- layer 0: head 0 attends one token back, head 2 two tokens back; each writes a projection of the token it sees into
-  its own part of the residual stream (``ONE_BACK``, ``TWO_BACK``);
-- layers 1 and 2: head 0 matches the current token with the keys' one-back part, head 2 the one-back part with the
-  keys' two-back part; both copy the matched token towards the output.
+- One component of every embedding is a constant, which allows a head to attend by position alone. The final norm hides
+  it from the (tied) output, whose gradient would otherwise turn it into the unigram bias.
+- In layer 0, head 0 attends one token back and head 2 two tokens back. Each writes a projection of that token into a
+  separate part of the residual stream.
+- In layers 1 and 2, head 0 matches the current token with the keys' one-back part, and head 2 matches the one-back part
+  with the keys' two-back part. Both copy the matched token towards the output.
 """
 
 import torch
@@ -24,21 +24,21 @@ MATCH_GAIN = 2.3
 COPY_GAIN = 16.0
 MATCH_LAYERS = (1, 2)
 SLOW_PAIRS_FROM = 7
-"""Rotary pairs from this one on turn by less than a radian over most of a window, so content can be matched in them."""
+"""Index of the first rotary pair that rotates by less than a radian over most of a window and so can match content."""
 
 
 @torch.no_grad()
 def write_lookup(model: Llama, seed: int) -> None:
     """Overwrite parts of an initialised model's embedding and of the attention of layers 0, 1 and 2.
 
-    Raises UnsuitableShape when the model has fewer than three layers or two key/value heads, or when its residual
-    stream cannot hold both written parts beside the constant.
+    Raises UnsuitableShape if the model has fewer than three layers or two key/value heads, or if its hidden size is too
+    small for the constant and both written parts.
     """
     shape, generator = model.shape, torch.Generator().manual_seed(seed)
     if shape.layers <= max(MATCH_LAYERS) or shape.kv_heads < 2 or 2 * shape.head_dim >= shape.hidden:
         raise UnsuitableShape(
             f"the circuit needs {max(MATCH_LAYERS) + 1} layers, 2 key/value heads and a hidden size above "
-            f"{2 * shape.head_dim}, not {shape.layers}, {shape.kv_heads} and {shape.hidden}"
+            f"{2 * shape.head_dim}, got {shape.layers}, {shape.kv_heads} and {shape.hidden}"
         )
     size, slow = shape.head_dim, SLOW_PAIRS_FROM * shape.head_dim // 32
     model.model.embed_tokens.weight[:, 0] = CONSTANT * EMBEDDING_DEVIATION
@@ -81,7 +81,7 @@ def _orthonormal(size: int, generator: torch.Generator) -> Tensor:
 
 
 def _looking_back(back: int, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Query and key whose rotary score, the sum of cos(angle * (distance - back)), is greatest ``back`` tokens ago."""
+    """Return query and key whose rotary score, the sum of cos(angle * (distance - back)), peaks ``back`` tokens ago."""
     angles = theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     used = (torch.arange(size // 2) < size // 4).float()
     query = torch.cat((used * torch.cos(angles * back), -used * torch.sin(angles * back)))

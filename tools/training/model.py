@@ -1,4 +1,4 @@
-"""The training forward of a Llama model: its parameters carry the names Hugging Face's LlamaForCausalLM uses."""
+"""Llama model for training; its parameters have the names of Hugging Face's LlamaForCausalLM."""
 
 from dataclasses import dataclass
 
@@ -29,11 +29,11 @@ PRESETS = {
     "bundled": ModelShape(),
     "nano": ModelShape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128),
 }
-"""The model that Moonpool serves by default, and the one its tests use: the smallest that holds the lookup circuit."""
+"""``bundled``: the model that Moonpool serves by default; ``nano``: the smallest with the lookup circuit, for tests."""
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """Causal grouped-query attention with rotary position embedding."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [windows, tokens, hidden]; cos, sin: [tokens, head_dim]."""
+        """Return the attention output. x: [windows, tokens, hidden]; cos, sin: [tokens, head_dim]."""
         size = self.shape.head_dim
         query = rotate(self.q_proj(x).unflatten(-1, (-1, size)).transpose(1, 2), cos, sin)
         key = rotate(self.k_proj(x).unflatten(-1, (-1, size)).transpose(1, 2), cos, sin)
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward network."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
+        """Map [..., hidden] to [..., hidden]."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -82,7 +82,7 @@ class Layer(nn.Module):
         self.mlp = Mlp(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[windows, tokens, hidden] -> the same."""
+        """Map [windows, tokens, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """state_dict() has the names of LlamaForCausalLM with tied embeddings (no ``lm_head.weight``)."""
+    """Llama with tied embeddings; its state_dict() has the names of LlamaForCausalLM, without ``lm_head.weight``."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -110,7 +110,10 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def initialise(self, seed: int) -> None:
-        """Normal weights of deviation 0.02, residual outputs scaled down by depth, embeddings wider."""
+        """Initialise weights from a normal distribution.
+
+        The standard deviation is 0.02, scaled down by depth for residual outputs and larger for embeddings.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -121,7 +124,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=deviation, generator=generator)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: [windows, tokens] -> logits: [windows, tokens, vocabulary]."""
+        """Map ids [windows, tokens] to logits [windows, tokens, vocabulary]."""
         x = self.model.embed_tokens(ids)
         cos, sin = self.get_buffer("cos")[: ids.shape[1]], self.get_buffer("sin")[: ids.shape[1]]
         for layer in self.model.layers:
@@ -130,7 +133,7 @@ class Llama(nn.Module):
 
 
 def rotary_tables(shape: ModelShape) -> tuple[Tensor, Tensor]:
-    """cos and sin, [positions, head_dim], halves repeated (the layout of Hugging Face's rotate_half)."""
+    """Return cos and sin, [positions, head_dim], with repeated halves as in Hugging Face's rotate_half."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(shape.positions, dtype=torch.float32), shape.rope_theta**-steps)
     angles = torch.cat((angles, angles), dim=-1)
@@ -138,6 +141,6 @@ def rotary_tables(shape: ModelShape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of [..., tokens, head_dim]."""
+    """Apply rotary position embedding to [..., tokens, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

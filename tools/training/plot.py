@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture. ``python -m tools.training.plot LOG.jsonl PICTURE.svg``."""
+"""Plot of a run's loss. ``python -m tools.training.plot LOG.jsonl PICTURE.svg``."""
 
 import argparse
 from itertools import pairwise
@@ -17,7 +17,7 @@ SMOOTH_ROWS = 25
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Weighted training loss over tokens seen, each logged batch and a running mean; stages of context are marked."""
+    """Plot the weighted training loss over tokens seen, per logged batch and as a running mean, with context stages."""
     tokens = np.array([row.tokens for row in rows]) / 1e6
     losses = np.array([row.loss for row in rows])
     kernel = np.ones(min(SMOOTH_ROWS, len(rows)))
@@ -37,7 +37,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Command line; see the module's docstring."""
+    """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("log", type=Path)
     parser.add_argument("picture", type=Path)

@@ -1,7 +1,7 @@
 """Data preparation: packages -> tokenizer -> token files, with a manifest of hashes.
 
-The cache folder gets ``data/{source}.{train|held}.npy`` (uint16 tokens, each document ended by EOS),
-``tokenizer/`` and ``data/manifest.json``. Run once: ``python -m tools.training.prepare``.
+Writes ``data/{source}.{train|held}.npy`` (uint16 tokens, EOS after each document), ``tokenizer/`` and
+``data/manifest.json`` to the cache folder. Run once: ``python -m tools.training.prepare``.
 """
 
 import argparse
@@ -28,12 +28,12 @@ GENERATED_LINES = 30_000
 
 
 def is_held_out(document: str) -> bool:
-    """One document in fifty, by the hash of its text."""
+    """Return True for one document in fifty, by the hash of its text."""
     return int.from_bytes(hashlib.sha256(document.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def prepare(cache: Path) -> None:
-    """Do every step; raises SourceMissing or SourceMismatch when a package is not the recorded one."""
+    """Prepare tokenizer and token files. Raises SourceMissing, or SourceMismatch if a package's hash differs."""
     texts = {source.name: list(documents(source.name, fetch(source, cache))) for source in SOURCES}
     training = {name: [text for text in parts if not is_held_out(text)] for name, parts in texts.items()}
     held = {name: [text for text in parts if is_held_out(text)] for name, parts in texts.items()}
@@ -65,7 +65,7 @@ def _tokens(trained: Tokenizer, parts: list[str]) -> np.ndarray:
 
 
 def _tokenizer_texts(training: dict[str, list[str]]) -> Iterator[str]:
-    """A seeded sample of every source and of the generated sentences, so that names and values are one token each."""
+    """Yield a seeded sample of every source and generated sentences, so that names and values become single tokens."""
     shuffle = random.Random(SEED)
     for name, parts in training.items():
         budget = TOKENIZER_CHARS[name]
@@ -87,7 +87,7 @@ def _tokenizer_texts(training: dict[str, list[str]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Command line: ``python -m tools.training.prepare [--cache FOLDER]``."""
+    """Run the command line ``python -m tools.training.prepare [--cache FOLDER]``."""
     parser = argparse.ArgumentParser(description=prepare.__doc__)
     parser.add_argument("--cache", type=Path, default=CACHE)
     prepare(parser.parse_args().cache)

@@ -1,4 +1,4 @@
-"""The run's log: one JSON object a line, readable while the run goes on."""
+"""Log of a run: one JSON object per line, readable during the run."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,7 +8,8 @@ from typing import TextIO
 
 @dataclass(frozen=True)
 class Row:
-    """One logged step: tokens seen so far, weighted loss of that batch (nats), rate as a part of the full rate."""
+    """One logged step. ``tokens``: total so far; ``loss``: weighted, of that batch, in nats; ``rate``: relative to the
+    full learning rate."""
 
     step: int
     tokens: int
@@ -19,12 +20,12 @@ class Row:
 
 
 def read(path: Path) -> list[Row]:
-    """Every row of the log in order."""
+    """Return the rows of the log in order."""
     return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def resume(path: Path, step: int) -> TextIO:
-    """The log opened for appending, without the rows past ``step`` that came after the last checkpoint."""
+    """Open the log for appending, after removing rows past ``step``, which were written after the last checkpoint."""
     kept = [row for row in read(path) if row.step <= step] if path.exists() else []
     file = path.open("w", buffering=1)
     for row in kept:

@@ -10,28 +10,28 @@ COPY_STAGES = ((0.1, 0.25), (0.3, 0.1), (1.0, 0.03))
 
 @dataclass(frozen=True)
 class Clock:
-    """Progress by wall clock (``started_s`` to ``deadline_s``, Unix seconds) or, with ``steps``, by steps taken."""
+    """Progress by wall clock (from ``started_s`` to ``deadline_s``, Unix seconds), or by steps if ``steps`` is set."""
 
     started_s: float
     deadline_s: float
     steps: int = 0
 
     def progress(self, now_s: float, step: int) -> float:
-        """0 at the start, 1 at the end; never outside."""
+        """Return the progress from 0 to 1."""
         done = step / self.steps if self.steps else (now_s - self.started_s) / (self.deadline_s - self.started_s)
         return min(max(done, 0.0), 1.0)
 
 
 def rate(progress: float) -> float:
-    """Trapezoid: linear warm-up, constant, linear decay to zero over the last quarter."""
+    """Return the relative learning rate: linear warm-up, constant, linear decay to zero over the last quarter."""
     return min(progress / WARM_UP, 1.0, (1.0 - progress) / (1.0 - DECAY_FROM))
 
 
 def context(progress: float) -> int:
-    """Window length of the stage ``progress`` falls into."""
+    """Return the window length at ``progress``."""
     return next(length for end, length in STAGES if progress <= end)
 
 
 def copy_share(progress: float) -> float:
-    """Share of windows that only copy: large until the heads that look things up have formed."""
+    """Return the share of copy windows, which is larger at the beginning, while the lookup heads form."""
     return next(share for end, share in COPY_STAGES if progress <= end)

@@ -1,6 +1,6 @@
-"""The four Debian packages the text comes from: names, hashes, licences, and how to get at their files.
+"""The four Debian packages that contain the training text: names, hashes, licences, and download.
 
-Packages are downloaded and unpacked into a cache folder, never installed.
+Packages are downloaded and unpacked into a cache folder, not installed.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from tools.training.errors import SourceMismatch, SourceMissing
 
 @dataclass(frozen=True)
 class Source:
-    """One package: ``sha256`` is that of the .deb file, ``share`` its part of the plain-text windows."""
+    """One package. ``sha256``: of the .deb file; ``share``: fraction of the plain-text windows."""
 
     name: str
     package: str
@@ -60,15 +60,15 @@ SOURCES = (
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fetch(source: Source, cache: Path) -> Path:
-    """Folder with the unpacked package; downloads with ``apt-get download`` when the cache has no copy.
+    """Return the folder of the unpacked package, after downloading it with ``apt-get download`` if it is not cached.
 
-    Raises SourceMissing when no copy can be had and SourceMismatch when its hash is not the recorded one.
+    Raises SourceMissing if the download fails and SourceMismatch if the hash differs from the recorded one.
     """
     debs = cache / "deb"
     debs.mkdir(parents=True, exist_ok=True)
@@ -76,8 +76,8 @@ def fetch(source: Source, cache: Path) -> Path:
     found = sha256_of(archive)
     if found != source.sha256:
         raise SourceMismatch(
-            f"{archive} has sha256 {found}, the record says {source.sha256} ({source.package} {source.version}); "
-            "fetch that version from snapshot.debian.org or record the new hash and train anew"
+            f"{archive} has sha256 {found}, expected {source.sha256} ({source.package} {source.version}); "
+            "fetch that version from snapshot.debian.org, or record the new hash and train again"
         )
     folder = cache / "src" / source.package
     if not folder.exists():
@@ -93,5 +93,5 @@ def _download(source: Source, folder: Path) -> Path:
     )
     archive = next(folder.glob(f"{source.package}_*.deb"), None)
     if archive is None:
-        raise SourceMissing(f"apt-get download {wanted} left no file in {folder}: {result.stderr.strip()}")
+        raise SourceMissing(f"apt-get download {wanted} created no file in {folder}: {result.stderr.strip()}")
     return archive

@@ -1,4 +1,4 @@
-"""Plain documents out of the unpacked packages: one function a source, each yields cleaned text."""
+"""Extraction of plain-text documents from the unpacked packages, with one function per source."""
 
 import gzip
 import re
@@ -12,15 +12,15 @@ _PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "
 
 
 def documents(name: str, folder: Path) -> Iterator[str]:
-    """Documents of one source in file order; ``name`` is the source's short name."""
+    """Yield the documents of one source in file order; ``name`` is the source's short name."""
     yield from _READERS[name](folder)
 
 
 def read_kjv(folder: Path) -> Iterator[str]:
-    """One document a chapter, one verse a line (``Ge1:1 In the beginning ...``).
+    """Yield one document per chapter, with one verse per line (``Ge1:1 In the beginning ...``).
 
-    ``bible.data`` is 68 windows of 64 KiB, each a Unix ``compress`` stream (LZW, 16 bits) without its three-byte
-    header; the big-endian window offsets stand from byte 0x5c.
+    ``bible.data`` consists of 68 windows of 64 KiB, each a Unix ``compress`` stream (LZW, 16 bits) without its
+    three-byte header; the big-endian window offsets start at byte 0x5c.
     """
     data = (folder / "usr/lib/bible.data").read_bytes()
     count = int.from_bytes(data[0x58:0x5C], "big")
@@ -43,7 +43,7 @@ def _expand(window: bytes) -> bytes:
 
 
 def read_jargon(folder: Path) -> Iterator[str]:
-    """One document an entry, paragraphs unwrapped."""
+    """Yield one document per entry, with unwrapped paragraphs."""
     text = gzip.decompress((folder / "usr/share/doc/jargon-text/jargon.txt.gz").read_bytes()).decode("utf-8")
     text = text.translate(_PLAIN)
     start = text.index("\n   :")
@@ -55,7 +55,7 @@ def read_jargon(folder: Path) -> Iterator[str]:
 
 
 def read_wordnet(folder: Path) -> Iterator[str]:
-    """Sixteen synsets a document, each a line ``lemma, lemma: gloss``."""
+    """Yield documents of sixteen synsets, one per line as ``lemma, lemma: gloss``."""
     lines = list[str]()
     for part in ("noun", "verb", "adj", "adv"):
         for row in (folder / f"usr/share/wordnet/data.{part}").read_text("utf-8").splitlines():
@@ -70,7 +70,7 @@ def read_wordnet(folder: Path) -> Iterator[str]:
 
 
 def read_python(folder: Path) -> Iterator[str]:
-    """One document a page of the tutorial, reference, library, how-to and FAQ sources (reStructuredText)."""
+    """Yield one document per page of the tutorial, reference, how-to, FAQ and library sources (reStructuredText)."""
     root = folder / "usr/share/doc/python3.11/html/_sources"
     for part in ("tutorial", "reference", "howto", "faq", "library"):
         for path in sorted((root / part).glob("*.rst.txt")):

@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer: training, and the files transformers' AutoTokenizer reads."""
+"""Byte-level BPE tokenizer: training, and the files for transformers' AutoTokenizer."""
 
 import json
 from collections.abc import Iterable
@@ -25,11 +25,11 @@ CHAT_TEMPLATE = (
 )
 
 _SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""GPT-2's split with single digits: a line break always ends a word, so lines can be encoded one by one."""
+"""GPT-2's split with single digits. A line break always ends a word, so lines can be encoded separately."""
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer of VOCABULARY entries; the special tokens take ids 0-5, encode() puts BOS first."""
+    """Train a tokenizer with VOCABULARY entries; special tokens have ids 0-5 and encode() prepends BOS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -50,7 +50,7 @@ def train(texts: Iterable[str]) -> Tokenizer:
 
 
 def write_folder(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
     names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     config = {
         **names,
@@ -67,6 +67,6 @@ def write_folder(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of plain text, without BOS."""
+    """Return the token ids of plain text, without BOS."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids

@@ -1,6 +1,6 @@
-"""The training loop. ``python -m tools.training.train --deadline 13:45`` starts a run or goes on with it.
+"""Training loop. ``python -m tools.training.train --deadline 13:45`` starts or resumes a run.
 
-The run folder gets ``last.pt`` (resumable state) and ``log.jsonl`` (one object every few steps).
+Writes ``last.pt`` (resumable state) and ``log.jsonl`` (one object every few steps) to the run folder.
 """
 
 import argparse
@@ -32,7 +32,7 @@ LOG_EVERY_STEPS = 10
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Where data and run live, when the run ends, and how often it saves."""
+    """Folders, end, checkpoint interval and model shape of a run."""
 
     cache: Path
     run: Path
@@ -44,7 +44,7 @@ class TrainingPlan:
 
 
 def build_optimisers(model: Llama) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embedding and norms; ``base`` keeps each group's full rate."""
+    """Return Muon for the layers' matrices and AdamW for embedding and norms."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
@@ -55,13 +55,13 @@ def build_optimisers(model: Llama) -> list[torch.optim.Optimizer]:
 
 
 def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, each target by its weight."""
+    """Return the weighted mean cross-entropy in nats."""
     losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
 def train(plan: TrainingPlan, now: Callable[[], float] = time.time) -> TrainingProgress:
-    """Train until the schedule ends; returns the final progress, which is also saved. ``now`` gives Unix seconds."""
+    """Train until the schedule ends; save and return the final progress. ``now`` returns Unix seconds."""
     tokenizer_path = plan.cache / "tokenizer" / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
     corpus = Corpus.load(plan.cache / "data", "train")
@@ -122,17 +122,17 @@ def _step(model: Llama, optimisers: list[torch.optim.Optimizer], tensors: list[T
 
 
 def today_at(text: str) -> float:
-    """Unix seconds of HH:MM (UTC) today."""
+    """Return the Unix seconds of HH:MM (UTC) today."""
     hour, minute = (int(part) for part in text.split(":"))
     return datetime.now(UTC).replace(hour=hour, minute=minute, second=0, microsecond=0).timestamp()
 
 
 def main() -> None:
-    """Command line; see the module's docstring."""
+    """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, default=CACHE, help="folder python -m tools.training.prepare wrote")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder written by tools.training.prepare")
     parser.add_argument("--run", type=Path, default=CACHE / "run", help="folder of checkpoints and log")
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="bundled", help="sizes of a new run's model")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="bundled", help="model size of a new run")
     end = parser.add_mutually_exclusive_group(required=True)
     end.add_argument("--deadline", type=today_at, default=0.0, help="end of the schedule, HH:MM UTC today")
     end.add_argument("--steps", type=int, default=0, help="end of the schedule in steps (reproducible)")

@@ -1,7 +1,7 @@
 """Training windows: text from the token files, recall windows of facts, filler and questions, and copy windows.
 
-Every window begins with BOS at position 0, as every prompt does. Each token carries a loss weight:
-answers that only the context can give count more.
+Every window starts with BOS, like every prompt. Each token has a loss weight, which is larger for the parts of answers
+that only the context provides.
 """
 
 from collections.abc import Callable
@@ -31,24 +31,24 @@ class Corpus:
 
     @classmethod
     def load(cls, folder: Path, split: str) -> "Corpus":
-        """Map ``{source}.{split}.npy`` of every source."""
+        """Memory-map ``{source}.{split}.npy`` of every source."""
         arrays = tuple(np.load(folder / f"{source.name}.{split}.npy", mmap_mode="r") for source in SOURCES)
         return cls(arrays, tuple(source.share for source in SOURCES))
 
     def span(self, rng: np.random.Generator, length: int) -> list[int]:
-        """``length`` consecutive tokens of a source drawn by share."""
+        """Return ``length`` consecutive tokens of a random source."""
         tokens = self.tokens[rng.choice(len(self.tokens), p=self.shares)]
         start = int(rng.integers(len(tokens) - length))
         return [int(token) for token in tokens[start : start + length]]
 
     def filler(self, rng: np.random.Generator, length: int) -> list[int]:
-        """A span without document ends, for use inside a message."""
+        """Return a span without end-of-document tokens, for use inside a message."""
         return [token for token in self.span(rng, length) if token != bpe.EOS_ID]
 
 
 @dataclass
 class Recall:
-    """One recall window under construction: ids and loss weights grow together."""
+    """Builder of a recall window: token ids and their loss weights."""
 
     rng: np.random.Generator
     corpus: Corpus
@@ -93,7 +93,7 @@ class Recall:
         self.close()
 
     def state(self) -> None:
-        """One to three new facts in one message."""
+        """Add a message with one to three new facts."""
         taken = {fact.key for fact in self.facts}
         drawn = list[Fact]()
         for _ in range(int(self.rng.integers(1, 4))):
@@ -106,7 +106,7 @@ class Recall:
         self.acknowledge()
 
     def ask(self) -> None:
-        """A question about any fact stated so far."""
+        """Add a question about a random fact stated so far, and its answer."""
         if not self.facts:
             self.state()
         fact = self.facts[int(self.rng.integers(len(self.facts)))]
@@ -114,7 +114,7 @@ class Recall:
         self.answer(fact.answer_stem, fact.answer_value)
 
     def fill(self) -> None:
-        """A stretch of other text; its length is log-uniform up to a third of the window."""
+        """Add a message of filler text, of log-uniform length up to a third of the window."""
         length = int(np.exp(self.rng.uniform(np.log(12), np.log(self.length / 3))))
         self.open(bpe.USER_ID)
         self.text("Read this: ")
@@ -123,21 +123,21 @@ class Recall:
         self.acknowledge()
 
     def state_list(self) -> None:
-        """A list of four to ten words; the last one stated is the one that is asked for."""
+        """Add a list of four to ten words; `ask_list` refers to the last list stated."""
         words = self.rng.choice(_LISTABLE, size=int(self.rng.integers(4, 11)), replace=False)
         self.listed = f" {' '.join(words)}."
         self.message(bpe.USER_ID, f"The list is{self.listed}")
         self.acknowledge()
 
     def ask_list(self) -> None:
-        """The list again, word by word."""
+        """Add a question about the list, and its answer."""
         if not self.listed:
             self.state_list()
         self.message(bpe.USER_ID, "What is the list?")
         self.answer("The list is", self.listed)
 
     def echo(self) -> None:
-        """A span to be repeated at once."""
+        """Add a span and its immediate repetition."""
         span = self.corpus.filler(self.rng, int(self.rng.integers(8, 25)))
         self.open(bpe.USER_ID)
         self.text("Repeat:")
@@ -149,9 +149,9 @@ class Recall:
         self.close()
 
     def greet(self) -> None:
-        """Small talk."""
-        said, reply = GREETINGS[int(self.rng.integers(len(GREETINGS)))]
-        self.message(bpe.USER_ID, said)
+        """Add a greeting and its reply."""
+        greeting, reply = GREETINGS[int(self.rng.integers(len(GREETINGS)))]
+        self.message(bpe.USER_ID, greeting)
         self.message(bpe.ASSISTANT_ID, reply)
 
 
@@ -169,7 +169,7 @@ _TURNS: tuple[tuple[float, Callable[[Recall], None]], ...] = (
 def recall_window(
     rng: np.random.Generator, corpus: Corpus, tokenizer: Tokenizer, length: int
 ) -> tuple[list[int], list[float]]:
-    """``length`` ids and weights of facts, filler and questions at every distance the window allows."""
+    """Return ``length`` ids and weights of facts, filler and questions at random distances."""
     window = Recall(rng, corpus, tokenizer, chat=bool(rng.random() < CHAT_SHARE), length=length)
     if window.chat and rng.random() < 0.5:
         window.message(bpe.SYSTEM_ID, window.pick(SYSTEM_PROMPTS))
@@ -180,7 +180,7 @@ def recall_window(
 
 
 def copy_window(rng: np.random.Generator, corpus: Corpus, length: int) -> list[int]:
-    """A span of 8 to 128 tokens, in half of the windows shuffled, over and over: what teaches copying the fastest."""
+    """Return repetitions of a span of 8 to 128 tokens, shuffled in half of the windows; these teach copying quickly."""
     span = np.array(corpus.span(rng, int(np.exp(rng.uniform(np.log(8), np.log(128))))))
     if rng.random() < 0.5:
         rng.shuffle(span)
@@ -190,9 +190,9 @@ def copy_window(rng: np.random.Generator, corpus: Corpus, length: int) -> list[i
 def batch(
     rng: np.random.Generator, corpus: Corpus, tokenizer: Tokenizer, *, windows: int, context: int, copy_share: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs, targets (int64) and target weights (float32), each [windows, context].
+    """Return inputs, targets (int64) and target weights (float32), each [windows, context].
 
-    ``copy_share`` of the windows only copy; of the others RECALL_SHARE are recall windows and the rest text.
+    The fraction ``copy_share`` are copy windows; of the others, RECALL_SHARE are recall windows and the rest is text.
     """
     ids = np.empty((windows, context + 1), np.int64)
     weights = np.ones((windows, context + 1), np.float32)

@@ -1,4 +1,4 @@
-"""Closed word lists of the generated texts. Changing one changes the data: the tokenizer was trained on them."""
+"""Word lists of the generated texts. Changes require a new tokenizer, which was trained on them."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -19,7 +19,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "tool": _words("hammer saw knife rope lamp spade needle wheel ladder brush key clock mirror basket"),
     "number": (),
 }
-"""Attribute -> its possible values; ``number`` has none listed: its values are 10..99."""
+"""Possible values by attribute; those of ``number`` are 10 to 99 and not listed."""
 
 GREETINGS = (
     ("Hello.", "Hello. What can I do for you?"),

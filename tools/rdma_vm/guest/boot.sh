@@ -1,7 +1,8 @@
 #!/bin/sh
-# The guest's first process, from the run's share: mounts, rails, then the command. What it is to do lies beside it:
+# First process of the guest, run from the run's shared folder: mounts folders, creates the rails, runs the command.
+# Input files in that folder:
 #   mounts  TAG PATH ro|rw   rails  DEVICE INTERFACE ADDRESS   job  the command, a shell script
-# and it leaves there: ready (seconds since boot), status (the command's exit status).
+# Output files: ready (seconds since boot), status (exit status of the command), failed (error message).
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8
 run=/rdma_vm
 

@@ -1,5 +1,6 @@
 #!/bin/busybox sh
-# The initramfs' init: the image read-only below, a tmpfs above; then the run's own share, whose boot.sh goes on.
+# init of the initramfs: mounts an overlay of the read-only image and a tmpfs, and the run's shared folder, whose boot.sh
+# continues.
 b=/bin/busybox
 $b mkdir -p /proc /sys /dev /lower /upper /new
 $b mount -t proc proc /proc
