@@ -1,8 +1,8 @@
-"""Prefilling on the decode node where that is predicted to be faster and harmless: with it and without, paired.
+"""Comparison with and without colocated prefill on simulated clusters, on the same arrivals.
 
-Simulated clusters (those of `moonpool simulate overload`) on a bundled trace and the bundled 70B profile; the same
-arrivals for both. For each load: goodput, TTFT and TBT of both, and the mean of per-seed differences with its 95 %
-interval. The last line is JSON.
+The clusters are those of `moonpool simulate overload`, with a bundled trace and the bundled 70B profile. For each load:
+goodput, TTFT and TBT of both, and the mean of per-seed differences with its 95 % confidence interval. The last line of
+output is JSON.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
-# Scripts here may be named like packages: the repository's root comes first instead of this folder.
+# Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.simulated import simulated_spec  # noqa: E402

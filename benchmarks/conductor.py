@@ -1,15 +1,15 @@
-"""The conductor's speed: longest-prefix matches, whole decisions, and its directory at full size.
+"""Benchmark of the conductor: longest-prefix matching, complete decisions, and its directory at full size.
 
-*Index*: a chain's holders, against a plain dict and Dynamo's Rust RadixTree with equal contents (16 workers, 2,000
-sequences); each gives what its own router goes by. *Decisions*: four workers and prompts of 2,048 tokens, from
-block keys to a booked decision, against Dynamo's selector, which books nothing. *Scale*: 1,000 workers with a pool node
-each, ten million blocks, the conversation trace's prompts; a decision is a whole Schedule, from the message's bytes to
-the reply's, but for gRPC, and the Complete of an earlier request.
+*Index*: the holders of a chain, compared with a plain dict and Dynamo's Rust RadixTree with equal contents (16 workers,
+2,000 sequences); each returns what its router needs. *Decisions*: four workers and prompts of 2,048 tokens, from block
+keys to a booked decision, compared with Dynamo's selector, which books nothing. *Scale*: 1,000 workers with a pool node
+each, ten million blocks, the conversation trace's prompts; a decision is a complete Schedule from the serialised
+message to the serialised reply, without gRPC, and the Complete of an earlier request.
 
-Peers take turns with ours, round by round; a ratio is the median of the rounds' ratios. Times are CPU time, Dynamo's of
-all threads, and `_wall` says where they are not. On a machine with other work both are longer than on an idle one: its
-load average is told, and `decision_p10_us` is disturbed least. Dynamo takes part where `ai-dynamo-runtime` is
-importable; --peer-path adds a folder to look in. The last line is JSON.
+Moonpool and its peers alternate within each round; a ratio is the median of the rounds' ratios. Times are CPU times
+(for Dynamo, of all threads) unless marked by `_wall`. Both are longer on a machine with other work: its load average is
+reported, and `decision_p10_us` is affected least. Dynamo is included if `ai-dynamo-runtime` can be imported;
+--peer-path adds a folder to search. The last line of output is JSON.
 
     python benchmarks/conductor.py [--blocks 10000000] [--nodes 1000] [--live 4000] [--peer-path DIR]
 """
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-# Scripts here may be named like packages: the repository's root comes first instead of this folder.
+# Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.conducting.bench import Bench  # noqa: E402
@@ -47,7 +47,7 @@ PROMPT_TOKENS, PROMPT_BLOCK = 2048, 16
 
 
 async def measure_selector(rounds: int, per_round: int, live: int, peer_path: str) -> dict[str, Any]:
-    """Four workers; the directory has half of each prompt at one of them. Dynamo's index is empty."""
+    """Measure decisions with four workers, one of which holds half of each prompt. Dynamo's index is empty."""
     bench = Bench(4, PROMPT_BLOCK, live)
     num_blocks = PROMPT_TOKENS // PROMPT_BLOCK
     prompts = [mixed(i * num_blocks + 1, num_blocks) for i in range(256)]
@@ -74,7 +74,7 @@ async def measure_selector(rounds: int, per_round: int, live: int, peer_path: st
             "model_name": "m",
             "block_size": PROMPT_BLOCK,
             "endpoint": "http://127.0.0.1:1",
-            "kv_events_endpoint": f"tcp://127.0.0.1:{1 + number}",  # nobody is there: the index stays empty
+            "kv_events_endpoint": f"tcp://127.0.0.1:{1 + number}",  # no publisher exists, so the index stays empty
             "total_kv_blocks": 1 << 16,
         }
         record = await service.upsert_worker(worker)
@@ -120,7 +120,7 @@ async def measure_selector(rounds: int, per_round: int, live: int, peer_path: st
             if ratios:
                 result[f"decisions_vs_dynamo_selector_{kind}{clock}"] = statistics.median(ratios)
     if service is not None:
-        # From tokens: what a router is asked with. It hashes them itself; ours come hashed by the frontend.
+        # Dynamo's router receives tokens and hashes them; Moonpool's frontend sends hashes.
         result["decisions_vs_dynamo_selector"] = result["decisions_vs_dynamo_selector_tokens"]
     return result
 
@@ -160,13 +160,18 @@ async def measure_scale(block_tokens: int, args: argparse.Namespace) -> dict[str
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--blocks", type=int, default=10_000_000, help="known to the directory, at scale; 0: not at scale"
+        "--blocks",
+        type=int,
+        default=10_000_000,
+        help="blocks in the directory at scale; 0: skip the measurement at scale",
     )
     parser.add_argument("--nodes", type=int, default=1000, help="workers, each with a pool node")
     parser.add_argument("--live", type=int, default=4000, help="requests in the ledger at any time, at scale")
-    parser.add_argument("--decisions", type=int, default=12_000, help="measured at scale")
+    parser.add_argument("--decisions", type=int, default=12_000, help="measured decisions at scale")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--per-round", type=int, default=2000, help="decisions in a round against Dynamo's selector")
+    parser.add_argument(
+        "--per-round", type=int, default=2000, help="decisions per round in the comparison with Dynamo's selector"
+    )
     parser.add_argument("--block-tokens", type=int, nargs="*", default=[TRACE_BLOCK, 16], help="block sizes at scale")
     parser.add_argument("--peer-path", default="", help="folder where ai-dynamo-runtime is installed")
     args = parser.parse_args()

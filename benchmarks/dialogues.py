@@ -1,10 +1,10 @@
-"""Inter-turn reuse: 2,000 long dialogues on servers whose memory holds a fifth of what they make, sticky or not.
+"""Reuse between turns of 2,000 long simulated dialogues, with and without stickiness.
 
     python benchmarks/dialogues.py [--policy NAME] [--dialogues N]
 
-Virtual time, the pool's own eviction policies; the settings are the standard ones of `moonpool simulate dialogues`. The
-mean history of a turn is 180 messages: questions and answers that come before its question in its dialogue, mean over
-all turns. Figures are reused over prompt tokens. One JSON line at the end.
+Uses virtual time, the pool's eviction policies and the default settings of `moonpool simulate dialogues`, whose servers
+hold a fifth of the dialogues' KV. On average, a turn's question is preceded by 180 messages (questions and answers) in
+its dialogue. Figures are reused tokens over prompt tokens. The last line of output is JSON.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-# Scripts here may be named like packages: the repository's root comes first instead of this folder.
+# Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from simulator.dialogue_run import dialogue_table, simulate_dialogues  # noqa: E402
@@ -24,8 +24,8 @@ from simulator.dialogues import DialogueSettings, Routing  # noqa: E402
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default=DialogueSettings().policy, help="what leaves a full pool")
-    parser.add_argument("--dialogues", type=int, default=DialogueSettings().dialogues, help="fewer for a quick look")
+    parser.add_argument("--policy", default=DialogueSettings().policy, help="eviction policy of the pools")
+    parser.add_argument("--dialogues", type=int, default=DialogueSettings().dialogues, help="number of dialogues")
     settings = DialogueSettings(**vars(parser.parse_args()))
     sticky = simulate_dialogues(settings)
     no_tails = simulate_dialogues(replace(settings, tails=False))

@@ -1,9 +1,9 @@
-"""Prefill and decode tokens/s of the engine against transformers: the same weights, threads and run.
+"""Comparison of the engine's prefill and decode tokens/s with transformers, with equal weights and threads.
 
-Both sides do what serving does: greedy decode over a KV cache that starts at a context of about 256 tokens, at batch 1
-and 8; and a prefill of 1,024 tokens that fills the cache and yields the last position's logits. The transformers side
-is its own fast path (sdpa attention, inference mode, DynamicCache, `logits_to_keep=1`), its model called directly, not
-through `generate`. Repetitions of the two alternate, and ratios are of medians. The last line is JSON.
+Both sides do the work of serving: greedy decode over a KV cache from a context of 256 tokens on, at batch 1 and 8; and
+a prefill of 1,024 tokens that fills the cache and returns the logits of the last position. transformers uses its fast
+path (sdpa attention, inference mode, DynamicCache, `logits_to_keep=1`) and direct calls of its model instead of
+`generate`. Repetitions of both sides alternate, and ratios are of medians. The last line of output is JSON.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class EngineUnderTest:
         self._tables = [tuple(row for _ in model.kv_groups) for row in slots]
 
     def prefill(self, prompts: np.ndarray) -> np.ndarray:
-        """Greedy next token of each prompt [batch, n]."""
+        """Return the greedy next token of each prompt [batch, n]."""
         return self._forward(prompts.astype(np.int32), 0)
 
     def decode(self, tokens: np.ndarray, context: int, steps: int) -> None:
@@ -52,14 +52,14 @@ class EngineUnderTest:
 
 
 class Transformers:
-    """The same through transformers."""
+    """The same interface over transformers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._cache = DynamicCache(config=model.config)
 
     def prefill(self, prompts: np.ndarray) -> np.ndarray:
-        """Greedy next token of each prompt [batch, n], from an empty cache."""
+        """Return the greedy next token of each prompt [batch, n], from an empty cache."""
         self._cache = DynamicCache(config=self._model.config)
         return self._forward(torch.from_numpy(prompts)).numpy()
 
@@ -78,7 +78,7 @@ class Transformers:
 
 
 def alternate(ours: Callable[[], object], theirs: Callable[[], object], repetitions: int) -> tuple[float, float]:
-    """Median seconds of each, taken in turns after one untimed turn."""
+    """Return the median seconds of both, alternating, after one untimed repetition."""
     taken: tuple[list[float], list[float]] = ([], [])
     for repetition in range(repetitions + 1):
         for run, seconds in zip((ours, theirs), taken, strict=True):
@@ -92,7 +92,7 @@ def alternate(ours: Callable[[], object], theirs: Callable[[], object], repetiti
 def measure(
     model: Model, reference: PreTrainedModel, steps: int, repetitions: int
 ) -> Iterator[tuple[str, float, float]]:
-    """(name, our tokens/s, tokens/s of transformers), one figure after another."""
+    """Yield (name, tokens/s of the engine, tokens/s of transformers) for each measurement."""
     rng = np.random.default_rng(1)
     for batch in (1, 8):
         prompts = rng.integers(0, model.config.vocab_size, (batch, CONTEXT))
@@ -115,12 +115,12 @@ def measure(
 
 
 def main() -> None:
-    """Runs the comparison and prints it."""
+    """Run the comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model folder (default: the bundled one, else random weights)")
-    parser.add_argument("--threads", type=int, default=1, help="of both sides, default %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="threads of both sides, default %(default)s")
     parser.add_argument("--steps", type=int, default=48, help="decode steps per repetition, default %(default)s")
-    parser.add_argument("--repetitions", type=int, default=9, help="of each side, default %(default)s")
+    parser.add_argument("--repetitions", type=int, default=9, help="repetitions per side, default %(default)s")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or (BUNDLED if (BUNDLED / "config.json").is_file() else None)

@@ -1,6 +1,6 @@
-"""Hit rates of the eviction policies on workloads that differ: so that none is good at one trace alone.
+"""Hit rates of the eviction policies on several different workloads, to avoid tuning for a single trace.
 
-Each workload is drawn from a seed; the pool is too small for it. The last line is JSON: hit rates.
+Each workload is drawn from a seed and exceeds the pool's capacity. The last line of output is JSON with the hit rates.
 
     python benchmarks/eviction.py
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Scripts here may be named like packages: the repository's root comes first instead of this folder.
+# Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from simulator.cache import ChainedTrace, chained, simulate_cache  # noqa: E402
@@ -20,11 +20,11 @@ from traces import Trace, TraceRow  # noqa: E402
 
 POLICIES = ("lru", "arc", "moonpool")
 BLOCK_TOKENS = 512
-_Request = tuple[float, list[int]]  # when, the ids of its blocks
+_Request = tuple[float, list[int]]  # (time in seconds, block ids)
 
 
 class Ids:
-    """Ids that no prompt has had."""
+    """Generator of unused block ids."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -35,7 +35,7 @@ class Ids:
 
 
 def documents(rng: random.Random, ids: Ids) -> Iterator[_Request]:
-    """Questions about documents: 400 of them, Zipf's law, a new question each."""
+    """Yield new questions about 400 documents, chosen by Zipf's law."""
     texts = [ids.take(rng.randint(4, 40)) for _ in range(400)]
     weights = [1 / (rank + 1) for rank in range(len(texts))]
     for number in range(6000):
@@ -45,7 +45,7 @@ def documents(rng: random.Random, ids: Ids) -> Iterator[_Request]:
 def dialogues(
     rng: random.Random, ids: Ids, pause_s: float, turns: int, number: int, spacing_s: float
 ) -> list[_Request]:
-    """Conversations that begin `spacing_s` apart and grow by a few blocks a turn."""
+    """Return conversations that start `spacing_s` apart and grow by a few blocks per turn."""
     requests = []
     for start in range(number):
         when, prompt = start * spacing_s, ids.take(rng.randint(2, 16))
@@ -57,24 +57,24 @@ def dialogues(
 
 
 def chats(rng: random.Random, ids: Ids) -> Iterator[_Request]:
-    """Chats of six turns in the mean, half a minute apart."""
+    """Yield chats of six turns on average, half a minute apart."""
     yield from dialogues(rng, ids, 30, 6, 1200, 1.5)
 
 
 def agents(rng: random.Random, ids: Ids) -> Iterator[_Request]:
-    """Agents that call a tool every two seconds, thirty times in the mean."""
+    """Yield agents that call a tool every two seconds, thirty times on average."""
     yield from dialogues(rng, ids, 2, 30, 300, 5)
 
 
 def chats_and_batch(rng: random.Random, ids: Ids) -> Iterator[_Request]:
-    """Chats, and long prompts that never come back."""
+    """Yield chats and long prompts that are never repeated."""
     yield from dialogues(rng, ids, 30, 6, 800, 2)
     for number in range(1600):
         yield float(number), ids.take(rng.randint(20, 60))
 
 
 def recent(rng: random.Random, ids: Ids) -> Iterator[_Request]:
-    """Prompts used again soon or never, with no more to tell them by: what LRU is made for."""
+    """Yield prompts that are repeated soon or never, the best case for LRU."""
     last: list[list[int]] = []
     for number in range(6000):
         if last and rng.random() < 0.7:
@@ -86,7 +86,7 @@ def recent(rng: random.Random, ids: Ids) -> Iterator[_Request]:
 
 
 def loop(rng: random.Random, ids: Ids) -> Iterator[_Request]:
-    """The same 200 prompts in the same order, again and again: what LRU cannot do at all."""
+    """Yield the same 200 prompts in the same order repeatedly, the worst case for LRU."""
     texts = [ids.take(rng.randint(10, 20)) for _ in range(200)]
     for number in range(4000):
         yield number * 0.5, texts[number % len(texts)]
@@ -100,11 +100,11 @@ WORKLOADS: dict[str, tuple[Callable[[random.Random, Ids], Iterator[_Request]], i
     "recent": (recent, 400),
     "loop": (loop, 2000),
 }
-"""By name: the workload, and how many blocks the pool holds."""
+"""(workload, capacity of the pool in blocks) by name."""
 
 
 def build(name: str, seed: int) -> ChainedTrace:
-    """The workload's requests in the order of their times."""
+    """Return the workload's requests in order of time."""
     requests = sorted(WORKLOADS[name][0](random.Random(seed), Ids()), key=lambda request: request[0])
     rows = (
         TraceRow(number, int(when * 1000), BLOCK_TOKENS * len(ids), 1, tuple(ids))

@@ -1,10 +1,10 @@
-"""Write the figures of README.md and docs/performance.md from the stored results of the benchmarks.
+"""Generate the figures in README.md and docs/performance.md from the stored benchmark results.
 
     python -m benchmarks.figures write | check
 
-`benchmarks/results/NAME-DATE.json` holds what a benchmark printed; of each name the latest date counts. The generated
-parts of the pages stand between the lines `<!-- figures -->` and `<!-- end of figures -->`. `check` exits with 1 when a
-page differs from its results, so that no figure can be written by hand.
+`benchmarks/results/NAME-DATE.json` contains the output of a benchmark; the latest date of each name is used. The
+generated parts of the pages are between the lines `<!-- figures -->` and `<!-- end of figures -->`. `check` exits with
+status 1 if a page differs from the results.
 """
 
 import json
@@ -22,7 +22,7 @@ Result = dict[str, Any]
 
 
 def latest(name: str) -> tuple[Result, str]:
-    """Return the latest result of a benchmark and the name of its file. Raises FileNotFoundError without any."""
+    """Return the latest result of a benchmark and the name of its file. Raises FileNotFoundError if there is none."""
     paths = sorted(path for path in RESULTS.glob(f"{name}-20*.json") if re.fullmatch(rf"{name}-[\d-]+", path.stem))
     if not paths:
         raise FileNotFoundError(f"no result of {name} in {RESULTS}")
@@ -39,7 +39,7 @@ def source(command: str, file: str) -> str:
 
 
 def number(value: float) -> str:
-    """Format a figure with two significant digits at least."""
+    """Format a figure with at least two significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
@@ -262,7 +262,7 @@ memory for {result["memory_share"]:.0%} of their KV. Of the prompt tokens {resul
 
 
 def summary() -> str:
-    """The few figures of README.md."""
+    """Return the table of README.md."""
     engine_result, _ = latest("engine-cpu")
     pool_result, _ = latest("kvpool")
     messenger_result, _ = latest("messenger")
@@ -336,7 +336,7 @@ def _span(values: Iterable[float | None]) -> str:
 
 
 def _disaggregation() -> str:
-    """Ratios of medians at the lower speed; above 1 the disaggregated pair takes longer."""
+    """Return the ratios of medians at the lowest speed, disaggregated over aggregated."""
     result, _ = latest("disaggregation")
     speed = min(run["speed"] for run in result["runs"])
 

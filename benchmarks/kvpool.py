@@ -1,16 +1,16 @@
-"""The host's pool beside memcpy and Mooncake Store: gets into the caller's buffer, and puts, block by block.
+"""Comparison of the host's KV pool with memcpy and Mooncake Store: gets into the caller's buffer, and puts.
 
-Blocks of 4 KiB to 16 MiB. A get finds the block in the pool node's shared index and copies it out of the mapped arena,
-with its digests verified or not; a put is over when the pool node has copied the block, made its digests on the way
-and sealed it (put_verified: the caller makes the digests, too, and the pool node compares). memcpy is numpy's copy of
-as many bytes between two buffers of the same sizes. Mooncake Store (get_into, put_from, batch_put_from, registered
-buffers, its segment on this host, no checksum) runs in a Python of its own, with its master, where --mooncake-python
-names one that has it. All take turns in every round over the same number of blocks; a round's time is its median
-operation, ratios are medians over rounds. All memory was used before; Mooncake Store's blocks are removed after each
-round, the pool's are evicted when it is full. The SSD tier is measured by kvpool_ssd.py where --ssd-dir is given.
+Block sizes are 4 KiB to 16 MiB. A get finds the block in the pool node's shared index and copies it from the mapped
+arena, with or without verification of digests. A put ends when the pool node has copied the block, computed its digests
+and sealed it (put_verified: the caller computes the digests, too, and the pool node compares them). memcpy is numpy's
+copy of as many bytes between two buffers of the same sizes. Mooncake Store (get_into, put_from, batch_put_from,
+registered buffers, its segment on this host, no checksum) runs with its master in the Python given by
+--mooncake-python. All alternate in every round over the same number of blocks; a round's time is its median operation,
+and ratios are medians over rounds. All memory has been touched before. Mooncake Store's blocks are removed after each
+round; the pool's are evicted when it is full. With --ssd-dir, kvpool_ssd.py measures the SSD tier.
 
-Run: python benchmarks/kvpool.py [--mooncake-python PATH] [--ssd-dir FOLDER]; the last line is JSON. Each of its ratios
-is the least over the sizes (`..._vs_memcpy`: from 1 MiB up); all stands under `by_size`.
+Run: python benchmarks/kvpool.py [--mooncake-python PATH] [--ssd-dir FOLDER]; the last line of output is JSON. Each
+ratio is the minimum over the sizes (`..._vs_memcpy`: from 1 MiB up); all figures are under `by_size`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# A script's own folder comes first on the path, where this file would hide the package that it measures.
+# Replace this folder on the path by the repository root: this file would hide the package kvpool.
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)
 
@@ -54,13 +54,13 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
 ARENA_NBYTES = 512 * MIB
 BUFFER_NBYTES = 64 * MIB
-LAYER_NBYTES = 64 * KIB  # as in a block of a model's KV: larger blocks have more layers
+LAYER_NBYTES = 64 * KIB  # per layer; larger blocks have more layers, like blocks of a model's KV
 BATCH = 16
 READY = "READY"
 
 
 class Ours:
-    """The pool node in a process of its own, and this process going in through its door."""
+    """Pool node in a separate process, and a local client in this process."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="moonpool-bench-")
@@ -71,8 +71,8 @@ class Ours:
         while READY not in self._process.stdout.readline():
             if self._process.poll() is not None:
                 raise SystemExit("the pool node did not start")
-        door = next(Path(self._folder.name).glob("d-*.sock"))
-        self.pool = LocalPoolClient(str(door), owner="benchmark", owner_incarnation=1, deadline_s=60)
+        path = next(Path(self._folder.name).glob("d-*.sock"))
+        self.pool = LocalPoolClient(str(path), owner="benchmark", owner_incarnation=1, deadline_s=60)
         self.memory = SharedMemory.create(BUFFER_NBYTES, "benchmark")
         self.memory.array[:] = np.random.default_rng(0).integers(0, 256, BUFFER_NBYTES, np.uint8)
         self._region = self.pool.register_memory(self.memory)
@@ -80,7 +80,7 @@ class Ours:
         self._serial = 0
 
     def size(self, nbytes: int) -> None:
-        """Blocks of so many bytes from now on."""
+        """Use blocks of `nbytes` bytes from now on."""
         layers = max(1, nbytes // LAYER_NBYTES)
         tokens = nbytes // layers // (2 * 128)
         group = KvGroup("full", 0, tuple(range(layers)), kv_heads=1, head_dim=64, dtype="float16")
@@ -90,13 +90,13 @@ class Ours:
         self._places = BUFFER_NBYTES // nbytes
 
     def fill(self) -> None:
-        """Use all of the arena once, so that nobody waits for the kernel to find pages later."""
+        """Write to the whole arena once, so that page faults do not affect measurements."""
         self.size(MIB)
         for _ in range(0, ARENA_NBYTES, BUFFER_NBYTES):
             self.put(self.keys(BUFFER_NBYTES // MIB), BATCH)
 
     def flush(self) -> None:
-        """Empty the pool, so that one size's blocks need not make room for another's."""
+        """Empty the pool, so that blocks of one size are not evicted for those of another."""
 
         async def ask() -> None:
             client = PoolClient(f"unix:{self._folder.name}/pool.sock", owner="benchmark", owner_incarnation=1)
@@ -108,7 +108,7 @@ class Ours:
         asyncio.run(ask())
 
     def keys(self, count: int) -> NDArray[np.uint8]:
-        """Chain keys [count, 16] never given before."""
+        """Return unused chain keys [count, 16]."""
         self._serial += 1
         ids = np.zeros(count, np.int32)
         return chain_keys(chain_seed(str(self._serial), "benchmark", 1), ids, 1)
@@ -128,7 +128,7 @@ class Ours:
             )
             seconds.append(time.perf_counter() - began)
             if (status != PutStatus.STORED).any():
-                raise SystemExit(f"a put was answered {status}")
+                raise SystemExit(f"a put returned status {status}")
         return seconds
 
     def get(self, keys: NDArray[np.uint8], verify: bool) -> list[float]:
@@ -146,7 +146,7 @@ class Ours:
     def memcpy(self, count: int) -> list[float]:
         nbytes, seconds = self._spec.block_nbytes, []
         for i in range(count):
-            # Of other memory than a get has just touched.
+            # Use other memory than a get has just touched.
             start = (i + count) % self._places * nbytes
             source, target = self.memory.array[start : start + nbytes], self.landing[start : start + nbytes]
             began = time.perf_counter()
@@ -157,7 +157,7 @@ class Ours:
     def check(self, count: int) -> None:
         end = min(count, self._places) * self._spec.block_nbytes
         if not np.array_equal(self.landing[:end], self.memory.array[:end]):
-            raise SystemExit("other bytes came back than were put")
+            raise SystemExit("the bytes read differ from the bytes put")
 
     def close(self) -> None:
         self.pool.close()
@@ -167,7 +167,7 @@ class Ours:
 
 
 class MooncakeStore:
-    """Mooncake Store's master, and its client in a Python that has it (peers/mooncake_store.py)."""
+    """Mooncake Store's master, and its client in another Python (peers/mooncake_store.py)."""
 
     def __init__(self, python: str) -> None:
         ports = [str(port) for port in free_ports(4)]
@@ -210,7 +210,7 @@ class MooncakeStore:
 
 
 def measure(sizes: Sequence[int], rounds: int, mooncake_python: str | None) -> dict[str, Any]:
-    """Everything under `by_size`, and the least of each ratio."""
+    """Return all figures under `by_size`, and the minimum of each ratio."""
     with contextlib.ExitStack() as stack:
         ours = Ours()
         stack.callback(ours.close)
@@ -235,7 +235,7 @@ def measure(sizes: Sequence[int], rounds: int, mooncake_python: str | None) -> d
 
 
 def one_size(ours: Ours, peer: MooncakeStore | None, nbytes: int, rounds: int) -> dict[str, Any]:
-    """Rounds of all, in turn; the first is not counted: it touches memory for the first time."""
+    """Measure one size; all contenders alternate. The first round, in which memory is first touched, is discarded."""
     ours.flush()
     ours.size(nbytes)
     count = min(256, max(4, BUFFER_NBYTES // nbytes))
@@ -266,7 +266,7 @@ def one_size(ours: Ours, peer: MooncakeStore | None, nbytes: int, rounds: int) -
         rows.append(row)
     rows = rows[1:]
     if peer is not None:
-        time.sleep(1)  # what was got stays leased for half a second
+        time.sleep(1)  # blocks stay leased for half a second after a get
         peer.ask("remove", nbytes, count, 0)
 
     def ratio(theirs: str, mine: str) -> float:
@@ -288,7 +288,7 @@ def one_size(ours: Ours, peer: MooncakeStore | None, nbytes: int, rounds: int) -
 
 
 def serve(folder: str) -> None:
-    """The pool node's process."""
+    """Run the pool node's process."""
     config = assemble(
         PoolNodeConfig,
         node_id="benchmark",
@@ -328,13 +328,13 @@ def main() -> None:
     parser.add_argument("--sizes", type=lambda text: [int(part) for part in text.split(",")], default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--mooncake-python", help="a Python that has mooncake-transfer-engine; without it, no such peer"
+        "--mooncake-python", help="Python with mooncake-transfer-engine; without it, Mooncake Store is skipped"
     )
-    parser.add_argument("--ssd-dir", type=Path, help="a folder on a disk: measure the SSD tier there, too")
+    parser.add_argument("--ssd-dir", type=Path, help="folder on a disk in which to measure the SSD tier")
     args = parser.parse_args()
     result = measure(args.sizes, args.rounds, args.mooncake_python)
     if args.mooncake_python is None:
-        print("Mooncake Store is left out: name a Python that has it with --mooncake-python")
+        print("Mooncake Store was skipped; give a Python that has it with --mooncake-python")
     if args.ssd_dir is not None:
         from benchmarks import kvpool_ssd
 

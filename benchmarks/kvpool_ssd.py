@@ -1,16 +1,16 @@
-"""The pool node's SSD store against fio: same disk, size, depth, bytes and file size, O_DIRECT, random blocks.
+"""Comparison of the pool node's SSD store with fio: same disk, sizes, depth and file size, O_DIRECT, random blocks.
 
-Per size and depth, every round runs both in turn; ratios are medians over the rounds of the store's rate to that of fio
-in the same round, with the fastest of fio's engines (chosen per case in a first round of its own):
+Per size and depth, every round runs both; ratios are medians over the rounds of the store's rate to that of fio in the
+same round, with the fastest of fio's engines (determined per case in a preliminary round):
 
-- read: `SsdStore.read`, checksum of every byte included, against fio's random reads, which check nothing.
-- write: `SsdStore.write` into space that was freed before, as when the tier is full; data, journal, frees durable
-  when it returns. Against fio's random writes with an fdatasync after as many bytes (and one more I/O, without which
-  fio leaves it out).
-- write_unsynced: the same bytes through the store's I/O path alone, against fio without any sync.
+- read: `SsdStore.read`, including a checksum of every byte, compared with fio's random reads without checks.
+- write: `SsdStore.write` into freed space, as in a full tier; data, journal and frees are durable when it returns.
+  Compared with fio's random writes with an fdatasync after as many bytes (and one more I/O, without which fio omits
+  it).
+- write_unsynced: the same bytes through the store's I/O path only, compared with fio without sync.
 
-Run: python benchmarks/kvpool_ssd.py [--dir FOLDER] [--rounds N]; the last line is JSON. It writes some GB, into a
-temporary folder that it removes.
+Run: python benchmarks/kvpool_ssd.py [--dir FOLDER] [--rounds N]; the last line of output is JSON. It writes several GB
+to a temporary folder, which is removed at the end.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-# A script's own folder comes first on the path, where files could hide the packages that are measured.
+# Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from kvpool import KvGroup, KvSpec  # noqa: E402
@@ -54,9 +54,9 @@ NAMESPACE = b"benchmark".ljust(16, b"\0")
 def measure(
     folder: Path, rounds: int = 5, sizes: Sequence[int] = SIZES, depths: Sequence[int] = DEPTHS
 ) -> dict[str, Any]:
-    """Rates in bytes per second and ratios, as the last line prints them; ratios are absent where fio is not found.
+    """Return rates in bytes per second and ratios, for the last line of output; without fio, ratios are missing.
 
-    `folder` must be on a disk. `ssd_read_vs_fio` and `ssd_write_vs_fio` are the least over sizes at the greatest depth.
+    `folder` must be on a disk. `ssd_read_vs_fio` and `ssd_write_vs_fio` are minima over sizes at the largest depth.
     """
     by_size: dict[str, Any] = {}
     fio = shutil.which("fio")
@@ -74,14 +74,14 @@ def measure(
 
 
 class _Case:
-    """One size and depth: a store full of blocks of this size, and a file of fio's of the same length."""
+    """Measurement of one size and depth: a full store of blocks of this size, and fio's file of the same length."""
 
     def __init__(self, folder: Path, size: int, depth: int, fio: str | None) -> None:
         self._folder, self._size, self._depth, self._fio = folder, size, depth, fio
         self._round_blocks = ROUND_NBYTES[size] // size
         self._num_blocks = FILE_NBYTES // size
         self._rng = np.random.default_rng(0)
-        # Private memory, as fio's is: the system may make it of huge pages.
+        # Private memory like fio's, which the kernel may back with huge pages.
         memory = np.empty(ROUND_NBYTES[size] + 2 * MIB, np.uint8)
         start = -memory.ctypes.data % (2 * MIB)
         self._memory = memory[start : start + ROUND_NBYTES[size]]
@@ -100,7 +100,7 @@ class _Case:
                 blocks = range(start, min(start + self._round_blocks, self._num_blocks))
                 self._write(store, blocks)
                 self._write_bare(bare, blocks)
-            # As every role does when it is ready.
+            # Like every role when it is ready.
             gc.collect()
             gc.freeze()
             for _ in range(rounds):
@@ -161,10 +161,10 @@ class _Case:
         return max(rates, key=rates.__getitem__)
 
     def _run_fio(self, kind: str, engine: str) -> float:
-        """Bytes per second; 0 where the engine cannot run here."""
+        """Return bytes per second; 0 if the engine cannot run here."""
         jobs = self._depth if engine == "psync" else 1
         blocks = max(1, self._round_blocks // jobs)
-        # fio syncs before the I/O that follows, so a job needs one more to sync at all.
+        # fio syncs before the next I/O, so a job needs one more I/O.
         ios = blocks + (kind == "write")
         command = [
             str(self._fio), "--name=fio", f"--filename={self._folder}/fio.bin", f"--size={FILE_NBYTES}",
@@ -183,7 +183,7 @@ class _Case:
 
 
 class _BareFile:
-    """The store's I/O without the store."""
+    """The store's I/O path without the store."""
 
     def __init__(self, path: Path, depth: int) -> None:
         self._disk, self._threads = Disk(), IoThreads(depth, "bare")
@@ -215,9 +215,9 @@ def _name(size: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a folder on the disk to measure")
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="folder on the disk to measure")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes per block, of " + str(SIZES))
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes per block, from " + str(SIZES))
     parser.add_argument("--depths", default=",".join(map(str, DEPTHS)), help="I/Os in flight")
     options = parser.parse_args()
     sizes, depths = ([int(each) for each in text.split(",")] for text in (options.sizes, options.depths))

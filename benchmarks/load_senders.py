@@ -1,14 +1,14 @@
-"""Cost and capacity of a sender of the load generator, against a cheap HTTP server in a process of its own.
+"""Cost and capacity of a sender of the load generator, with a minimal HTTP server in a separate process.
 
-1. Processor time of one sender per request and per event of an answer, from two lengths of answers. It is what
-   loadtest/senders.py chooses the number of senders by, and varies little with what else the machine does.
-2. Requests per second when all are due at once, and how late requests leave at a rate, for each number of senders.
+1. CPU time of one sender per request and per event of an answer, from two lengths of answers. loadtest/senders.py
+   chooses the number of senders by it. It depends little on the machine's load.
+2. Requests per second when all are due at once, and the lateness of sending at a given rate, per number of senders.
 
-The server does next to nothing but write an event every 10 ms to each connection, as decoding does, so that every event
-is a read of its own for the sender. On a machine of few cores it and the senders compete all the same, and more senders
-than free cores gain nothing.
+The server only writes an event every 10 ms to each connection, like decoding, so that the sender reads every event
+separately. On a machine with few cores, the server and the senders still compete, and more senders than free cores have
+no benefit.
 
-The last line is JSON.
+The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EVENT_EVERY_S = 0.01
 
 
 class _Answers(asyncio.Protocol):
-    """Reads one request of a connection by its Content-Length and writes as many events as it asks for tokens."""
+    """Protocol that reads one request per connection and writes `max_tokens` events."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
@@ -71,7 +71,7 @@ class _Answers(asyncio.Protocol):
 
 
 def serve(port: Connection) -> None:
-    """Serve for ever, telling the port."""
+    """Serve until terminated; sends the port number through the pipe."""
 
     async def run() -> None:
         server = await asyncio.get_running_loop().create_server(_Answers, "127.0.0.1", 0, backlog=4096)
@@ -83,14 +83,14 @@ def serve(port: Connection) -> None:
 
 
 def load_of(port: int, count: int, tokens: int, *, rate: float = float("inf"), limit: int | None = None) -> LoadPlan:
-    """So many requests, evenly at a rate."""
+    """Return a load of `count` requests at a constant rate."""
     prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
     requests = [PlannedRequest(i, i / rate, prompt, (), tokens, 0.0, i, False) for i in range(count)]
     return LoadPlan(ServerInfo(f"http://127.0.0.1:{port}", "m"), requests, 120.0, limit=limit)
 
 
 def send(load: LoadPlan, senders: int) -> tuple[ValidityEvidence, float, float]:
-    """Return (the answers, seconds, this process's CPU seconds)."""
+    """Send the load; return (records, seconds, CPU seconds of this process)."""
 
     async def run() -> tuple[ValidityEvidence, float, float]:
         async with open_senders(load, senders) as opened:
@@ -108,7 +108,7 @@ def send(load: LoadPlan, senders: int) -> tuple[ValidityEvidence, float, float]:
 
 
 def costs(port: int, count: int) -> tuple[float, float]:
-    """Processor seconds of one sender per request and per event."""
+    """Return the CPU seconds of one sender per request and per event."""
     send(load_of(port, FEW, SHORT, limit=FEW), 1)
     short, long = (send(load_of(port, count, n, limit=FEW), 1)[2] / count for n in (SHORT, LONG))
     event = (long - short) / (LONG - SHORT)
@@ -118,8 +118,8 @@ def costs(port: int, count: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1500, help="per measurement")
-    parser.add_argument("--tokens", type=int, default=32, help="events of an answer")
-    parser.add_argument("--rate", type=float, default=100.0, help="requests per second at which lateness is taken")
+    parser.add_argument("--tokens", type=int, default=32, help="events per answer")
+    parser.add_argument("--rate", type=float, default=100.0, help="requests per second for measuring lateness")
     parser.add_argument("--senders", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
     allow_many_connections()
@@ -128,7 +128,7 @@ def main() -> None:
     server.start()
     port = ours.recv()
     request_s, event_s = costs(port, args.requests // 4)
-    print(f"one sender's processor time   {1e3 * request_s:.2f} ms a request, {1e6 * event_s:.1f} µs an event")
+    print(f"CPU time of one sender   {1e3 * request_s:.2f} ms per request, {1e6 * event_s:.1f} µs per event")
     result: dict[str, Any] = {"cores": os.cpu_count()}
     result |= {"request_cpu_ms": 1e3 * request_s, "event_cpu_us": 1e6 * event_s}
     for senders in args.senders:

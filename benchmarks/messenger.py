@@ -1,27 +1,26 @@
-"""The messenger over tcp and shm beside its peers: Mooncake's Transfer Engine, NIXL, iperf3, memcpy, a plain socket.
+"""Comparison of the messenger over tcp and shm with Mooncake's Transfer Engine, NIXL, iperf3, memcpy and plain sockets.
 
-Every contender is a process of its own that moves batches to and from an owner beside it (benchmarks/peers/), between
-regions of 128 MiB through which the batches walk, so that neither side finds them in its cache (iperf3 alone sends the
-same MiB again and again). All take turns of some tens of milliseconds in every round, so that whatever else the machine
-does falls on all alike; ratios are medians over rounds of two turns of the same round. A batch is over when its bytes
-are where they belong and the caller knows. Throughput is with several batches under way (1e9 bytes per second), latency
-is of one awaited at a time.
+Every contender is a process that moves batches to and from an owner process (benchmarks/peers/). The batches walk
+through regions of 128 MiB, so that they are not in a cache (only iperf3 sends the same MiB repeatedly). In every round,
+the contenders alternate in turns of some tens of milliseconds, so that other load on the machine affects all equally;
+ratios are medians over rounds of two turns of the same round. A batch is complete when its bytes have arrived and the
+caller is notified. Throughput (1e9 bytes per second) is measured with several batches in flight, latency with one.
 
-Batches: 64 KiB, 1 MiB, 16 MiB, and 2,000 slices of 16 KiB that touch on neither side. `tcp` and `shm` are without
-digests, as all peers are; `tcp_encrypted` is tcp with mutual TLS; `..._digests` make a digest of every 64 KiB where
-they write, tell the owner by a notification, and compare it where they read. With `..._notified` every write brings a
-notification: the messenger's is over when the owner's handler has returned, NIXL's when the bytes are there.
-`shm_borrow` is the hand-over of the owner's bytes where they lie: it moves none, so it has a latency only.
+Batches: 64 KiB, 1 MiB, 16 MiB, and 2,000 slices of 16 KiB that are not adjacent on either side. `tcp` and `shm` are
+without digests, like all peers; `tcp_encrypted` is tcp with mutual TLS. `..._digests` compute a digest of every 64 KiB
+of a write and send it in a notification to the owner, and compare digests after a read. With `..._notified`, every
+write has a notification: the messenger's is complete when the owner's handler has returned, NIXL's when the bytes have
+arrived. `shm_borrow` lends the owner's bytes in place: nothing is moved, so it has only a latency.
 
-Peers take part where they are found:
+Peers are included if they are installed:
     python -m venv mooncake && mooncake/bin/pip install mooncake-transfer-engine-non-cuda numpy   # --mooncake-python
         (Debian: libibverbs1 librdmacm1 libnuma1 ibverbs-providers liburing2 libcurl4)
     python -m venv nixl && nixl/bin/pip install nixl-cu12 numpy                                   # --nixl-python
     apt install iperf3
 
 Run: python benchmarks/messenger.py [--mooncake-python PATH] [--nixl-python PATH] [--rounds N] [--picture FILE]; the
-last line is JSON: each ratio `<ours>_vs_<theirs>` is the least throughput ratio over all sizes and both directions
-(`..._latency`: that of latency; iperf3 and memcpy: from 1 MiB up), and all of them stand under `by_size`.
+last line of output is JSON: each ratio `<ours>_vs_<theirs>` is the minimum throughput ratio over all sizes and both
+directions (`..._latency`: the latency ratio; iperf3 and memcpy: from 1 MiB up), and all of them are under `by_size`.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# A script's own folder comes first on the path, where this file would hide the package that it measures.
+# Replace this folder on the path by the repository root: this file would hide the package messenger.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.transfers.contenders import ContenderScript, Iperf3, Turn, TurnFailed, has, has_iperf3  # noqa: E402
@@ -53,14 +52,14 @@ SIZES = {
 OWN = ("tcp", "shm")
 NOTIFIED = "_notified"
 BORROW = "shm_borrow"
-LATENCY_SHARE = 8  # so many batches under way for one that is awaited alone
+LATENCY_SHARE = 8  # ratio of the batches for throughput to those for latency
 
 AnyContender = ContenderScript | Iperf3
 Begin = Callable[[], AnyContender]
 
 
 def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[dict[str, Begin], dict[str, str]]:
-    """How to begin all that are found, by name, and why the others are not."""
+    """Return functions that start the available contenders, by name, and the reasons why the others are absent."""
     absent: dict[str, str] = {}
     found: dict[str, Begin] = {}
 
@@ -91,7 +90,7 @@ def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[di
     if has_iperf3():
         found["iperf3"] = Iperf3
     else:
-        absent["iperf3"] = "it is not on the PATH"
+        absent["iperf3"] = "not found on PATH"
     return found, absent
 
 
@@ -106,7 +105,7 @@ def takes_part(contender: AnyContender, label: str, direction: str, *, latency: 
 
 
 def play(everyone: list[AnyContender], labels: list[str], count: int) -> Rounds:
-    """Round after round; each begins with another contender, and the first, which warms everything up, is left out."""
+    """Play `count` rounds, each with another contender first. A preceding warm-up round is discarded."""
     rounds = Rounds()
     began = time.monotonic()
     for number in range(count + 1):
@@ -128,7 +127,7 @@ def play(everyone: list[AnyContender], labels: list[str], count: int) -> Rounds:
 
 
 def zero_copy(told: dict[str, Any]) -> dict[str, Any]:
-    """{label: p50 in microseconds of a loan, confirmed, and of a read of as many bytes}."""
+    """Return by label the p50 in microseconds of a confirmed loan and of a read of as many bytes."""
     reads = {label: row["read"] for label, row in told["by_size"].items() if BORROW in row.get("read", {})}
     return {
         label: {"borrow_p50_us": row[BORROW]["p50_us"], "read_p50_us": row.get("shm", {}).get("p50_us")}
@@ -157,18 +156,18 @@ def print_table(told: dict[str, Any], names: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="measured rounds (default: %(default)s)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="batches (default: all)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these contenders alone, such as: tcp plain_socket")
-    parser.add_argument("--mooncake-python", default=sys.executable, help="a Python that has Mooncake's engine")
-    parser.add_argument("--nixl-python", default=sys.executable, help="a Python that has NIXL")
-    parser.add_argument("--picture", type=Path, help="draw the figures into this file (.svg or .png)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these contenders, such as: tcp plain_socket")
+    parser.add_argument("--mooncake-python", default=sys.executable, help="Python with Mooncake's Transfer Engine")
+    parser.add_argument("--nixl-python", default=sys.executable, help="Python with NIXL")
+    parser.add_argument("--picture", type=Path, help="file for a picture of the figures (.svg or .png)")
     arguments = parser.parse_args()
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         found, absent = contenders(arguments.mooncake_python, arguments.nixl_python, Path(folder))
         if unknown := set(arguments.only or ()) - found.keys():
-            parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(found)}")
+            parser.error(f"--only: unknown contender {', '.join(sorted(unknown))}; choose from {', '.join(found)}")
         everyone: list[AnyContender] = []
         try:
             everyone.extend(begin() for name, begin in found.items() if name in (arguments.only or found))
@@ -199,7 +198,7 @@ def main() -> None:
 
         draw(result, arguments.picture)
     for name, reason in absent.items():
-        print(f"{name} is left out: {reason}")
+        print(f"{name} was skipped: {reason}")
     print(json.dumps(result))
 
 

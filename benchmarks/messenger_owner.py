@@ -1,10 +1,10 @@
-"""Cost of a write for the owner of the memory: by the compiled loop and by the Python path, idle and busy.
+"""Cost of a write for the owner of the memory, with the compiled loop and the Python path, idle and busy.
 
-The caller is as bare as can be: a greeted connection on which this script sends ready-made Write frames of 64 KiB and
-waits for each answer. Owners are processes; per transport one with compiled loops and one whose responders have none,
-which is what TLS and rdma use. `cpu_us`: the owner process's CPU time per write; `us`: median and mean time until the
-answer; `busy`: while the owner's main thread computes in pure Python. While idle all take turns in every round, and
-figures are medians over rounds. Run: python benchmarks/messenger_owner.py [--rounds N]; the last line is JSON.
+The caller is minimal: a connection on which this script sends prepared Write frames of 64 KiB and waits for each reply.
+Owners are separate processes, per transport one with compiled loops and one without, as with TLS and RDMA. `cpu_us`:
+CPU time of the owner process per write; `us`, `mean_us`: median and mean time until the reply; `busy`: while the
+owner's main thread computes in pure Python. When idle, all alternate in every round, and figures are medians over
+rounds. Run: python benchmarks/messenger_owner.py [--rounds N]; the last line of output is JSON.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-# A script's own folder comes first on the path.
+# Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from messenger import Messenger, MessengerConfig, RemoteKey, SharedMemory  # noqa: E402
@@ -40,7 +40,7 @@ BUSY_S, MEASURED_S = 3.0, 2.0
 
 
 def own(transport: str, path: str, run_dir: str) -> None:
-    """The other process: answers "cpu" with its CPU seconds, and is busy from "busy" to the next line."""
+    """Run the owner process: reply to each line with the CPU seconds, then be busy for that many seconds."""
     if path == "python":
         for kind in (TcpResponder, ShmResponder):
             kind.compiled_loop = lambda *_: None  # type: ignore[method-assign]
@@ -62,7 +62,7 @@ def own(transport: str, path: str, run_dir: str) -> None:
 
 
 class Caller:
-    """A connection to an owner of its own."""
+    """Connection to a separate owner process."""
 
     def __init__(self, transport: str, path: str, folder: Path) -> None:
         run_dir = folder / f"{transport}-{path}"
@@ -95,14 +95,14 @@ class Caller:
         self._seq = 0
 
     def idle_turn(self, *, notify: bool) -> dict[str, float]:
-        """Writes awaited one by one."""
+        """Measure sequential writes to the idle owner."""
         before_s = self._cpu_s(0.0)
         took_us = [self._write(notify) for _ in range(WRITES)]
         cpu_us = (self._cpu_s(0.0) - before_s) / WRITES * 1e6
         return {"us": statistics.median(took_us), "mean_us": statistics.fmean(took_us), "cpu_us": cpu_us}
 
     def busy_turn(self, *, notify: bool) -> dict[str, float]:
-        """The same, as many as there is time for; returns once the owner is idle again."""
+        """Measure sequential writes for a fixed time while the owner is busy; returns when it is idle again."""
         self._cpu_s(BUSY_S)
         until_s, took_us = time.monotonic() + MEASURED_S, []
         while time.monotonic() < until_s:
@@ -146,7 +146,7 @@ class Caller:
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """{"tcp compiled write idle": {us, mean_us, cpu_us}, ...}"""
+    """Return {"tcp compiled write idle": {us, mean_us, cpu_us}, ...}."""
     taken: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         callers = {

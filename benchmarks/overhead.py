@@ -1,10 +1,10 @@
-"""Overhead of the cluster over one process: TTFT through frontend, conductor and prefill node, and of a bare engine.
+"""Overhead of the cluster over a single process: TTFT through frontend, conductor and prefill node, and of the engine.
 
     python benchmarks/overhead.py [--model FOLDER] [--requests N]
 
-Per prompt length, unloaded and without reuse (a salt per request): the client's TTFT, its parts as the cluster reports
-them (queue, load, prefill; the rest is HTTP, tokenising, scheduling, reservation and the way back), and the same prompt
-through `engine` in this process. Also the mean time between tokens of both. One JSON line at the end.
+Per prompt length, without load and reuse (a cache salt per request): the client's TTFT, its parts as reported by the
+cluster (queue, load, prefill; the rest is HTTP, tokenisation, scheduling, reservation and return), and the TTFT of the
+same prompt in `engine` in this process; also the mean time between tokens of both. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OUTPUT = 16
 
 
 def bare(model: Model, prompt: np.ndarray[Any, np.dtype[np.int32]]) -> tuple[float, float]:
-    """(TTFT, mean time between tokens) in seconds, in one process without a cluster."""
+    """Return (TTFT, mean time between tokens) in seconds of the engine in this process."""
     blocks = -(-(len(prompt) + OUTPUT) // BLOCK)
     cache = model.new_cache((blocks,) * len(model.kv_groups), BLOCK)
     tables = (np.arange(blocks, dtype=np.int32),) * len(model.kv_groups)
@@ -52,7 +52,7 @@ def bare(model: Model, prompt: np.ndarray[Any, np.dtype[np.int32]]) -> tuple[flo
 
 
 async def served(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, float]:
-    """One streamed request: client TTFT and TBT, and the cluster's own decomposition, in seconds."""
+    """Send a streaming request; return the client's TTFT and TBT, and the parts reported by the cluster, in seconds."""
     times: list[float] = []
     own: dict[str, Any] = {}
     began = time.perf_counter()

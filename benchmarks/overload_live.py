@@ -1,15 +1,14 @@
-"""Admission modes under overload, live: the real protocol at 8P+8D with paced engines, one mode after another.
+"""Live comparison of admission modes under overload: the real protocol at 8P+8D with paced engines.
 
     python -m benchmarks.overload_live [--load 2.0] [--seconds 240] [--uncounted 90] [--nodes 8] [--modes none ...]
 
-Each mode gets a fresh cluster and the very same requests at the very same times (`front_door/overload_load.py`): those
-of Mooncake's conversation trace as a Poisson stream, at `--load` times what the nodes can do. The profile is slow
-enough for one small machine to keep its pace; how far it did is told (`late_share`), with the processor time that all
-processes had, and so is every wrong token. One JSON line at the end.
+Each mode gets a fresh cluster and the same requests at the same times (`frontend/overload_load.py`): those of
+Mooncake's conversation trace as a Poisson stream, at `--load` times the nodes' capacity. The profile is slow enough for
+one small machine to keep pace; `late_share` is the lateness of the steps, and the CPU time of all processes and all
+wrong tokens are reported, too. The last line of output is JSON.
 
-What a request cost in vain: prompt tokens that were computed for requests that then missed an objective. A cluster that
-has just begun has lengths and margins to learn: the requests of the first `--uncounted` seconds are in no figure but
-`good_by_window`, which shows them.
+Wasted tokens are prompt tokens computed for requests that then missed an objective. A fresh cluster has to learn answer
+lengths and prediction margins: requests of the first `--uncounted` seconds are included only in `good_by_window`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from benchmarks.front_door.overload_load import (
+from benchmarks.frontend.overload_load import (
     MAX_BATCH,
     TBT_S,
     TTFT_S,
@@ -26,16 +25,16 @@ from benchmarks.front_door.overload_load import (
     slow_profile,
     write_rows,
 )
-from benchmarks.front_door.overload_outcome import OverloadObjectives
-from benchmarks.front_door.overload_picture import draw
-from benchmarks.front_door.overload_run import each_mode, given, options, show
+from benchmarks.frontend.overload_outcome import OverloadObjectives
+from benchmarks.frontend.overload_picture import draw
+from benchmarks.frontend.overload_run import each_mode, given, options, show
 from worker.policy.cost_profile import save_profile
 
 
 def main() -> None:
     parser = options(__doc__, seconds=240.0, uncounted=90.0)
-    parser.add_argument("--nodes", type=int, default=8, help="prefill nodes, and as many decode nodes")
-    parser.add_argument("--plot", type=Path, help="a picture of the result: SVG or PNG")
+    parser.add_argument("--nodes", type=int, default=8, help="number of prefill nodes and of decode nodes")
+    parser.add_argument("--plot", type=Path, help="file for a picture of the result: SVG or PNG")
     args = given(parser)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)

@@ -1,12 +1,11 @@
-"""Admission modes under overload on a small live cluster as it is: one prefill and one decode node, real engines, the
-bundled model, all processes on this machine.
+"""Live comparison of admission modes under overload on a small cluster: one prefill and one decode node with real
+engines and the bundled model, all on this machine.
 
     python -m benchmarks.overload_small [--load 2.0] [--capacity R] [--seconds 90] [--uncounted 30] [--modes none ...]
 
-What the cluster can do is measured first, by a flood of requests at once. Each mode then gets a fresh cluster and the
-very same requests at the very same times, `--load` times as many a second as were completed of the flood. Nodes, front
-door and the load itself share the processors: what a mode is worth here holds for such a machine. One JSON line at the
-end.
+The cluster's capacity is measured first, by a flood of requests. Each mode then gets a fresh cluster and the same
+requests at the same times, at `--load` times the measured capacity. Nodes, frontend and load generator share the CPU
+cores, so the results apply only to such a machine. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import json
 import tempfile
 from pathlib import Path
 
-from benchmarks.front_door.overload_load import poisson_rows, write_rows
-from benchmarks.front_door.overload_outcome import OverloadObjectives
-from benchmarks.front_door.overload_run import each_mode, given, options, replayed, show
-from benchmarks.front_door.processes import BUNDLED, cluster
+from benchmarks.frontend.overload_load import poisson_rows, write_rows
+from benchmarks.frontend.overload_outcome import OverloadObjectives
+from benchmarks.frontend.overload_run import each_mode, given, options, replayed, show
+from benchmarks.frontend.processes import BUNDLED, cluster
 from traces import load_trace
 
 OBJECTIVES = OverloadObjectives(ttft_s=1.0, tbt_s=0.05)
 FLAGS = ("--prefill-nodes", "1", "--decode-nodes", "1", "--max-batch", "16")
 _FLOOD = 150  # requests
-_VERIFIED = 40  # answers of each mode: each takes as long as to compute it again
+_VERIFIED = 40  # verified answers per mode; verifying takes as long as computing
 
 
 def capacity_rps(work: Path) -> float:
-    """Requests per second that are completed while there is always more to do."""
+    """Return the completed requests per second under a flood of requests."""
     rows = load_trace("conversation").rows[:_FLOOD]
     write_rows(poisson_rows(rows, rate=1000.0), work / "flood.jsonl")
     with cluster(BUNDLED, work / "flood", *FLAGS, "--admission-mode", "none") as served:
@@ -39,7 +38,7 @@ def capacity_rps(work: Path) -> float:
 
 def main() -> None:
     parser = options(__doc__, seconds=90.0, uncounted=30.0)
-    parser.add_argument("--capacity", type=float, help="requests/s that the cluster can do; else a flood tells")
+    parser.add_argument("--capacity", type=float, help="capacity in requests/s; measured if not given")
     args = given(parser)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)

@@ -1,13 +1,13 @@
-"""Gain of a prefill group: time to the first token of long prompts, computed by 1, 2, ... prefill nodes.
+"""Speed-up by prefill groups: TTFT of long prompts computed by 1, 2, ... prefill nodes.
 
     python benchmarks/prefill_group.py [--tokens N ...] [--sizes 1 2 ...] [--rounds N] [--paced PROFILE]
 
-A real cluster (`moonpool serve`) of one prefill node per member and one decode node; this script stands in for a
-frontend and says in each placement who helps, so that sizes are interleaved on the same processes. Prompts are random,
-so that nothing is reused. With a transformer of random weights every member needs a core of its own; a paced engine
-(delays of a cost profile) shows what the protocol costs where computing does not compete for cores. On a busy machine
-the prefill nodes' CPU time tells more than the time that passed: what a group takes beyond one node's is its overhead.
-Ratios are medians of per-round ratios to the first size. One JSON line at the end.
+Runs a real cluster (`moonpool serve`) with one prefill node per member and one decode node. This script acts as a
+frontend and sets the helpers in each placement, so that sizes alternate on the same processes. Prompts are random, so
+that nothing is reused. With a transformer of random weights, every member needs a CPU core; a paced engine (delays of a
+cost profile) shows the protocol's cost without competition for cores. On a busy machine the prefill nodes' CPU time is
+more informative than wall time: the excess of a group over one node is its overhead. Ratios are medians of per-round
+ratios to the first size. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-# A script's own folder comes first on the path, where kvpool.py would hide the package of that name.
+# Replace this folder on the path by the repository root: kvpool.py would hide the package of that name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from engine.random_model import RandomModelSpec, write_random_model  # noqa: E402
@@ -45,8 +45,8 @@ BLOCK = 16
 VOCAB = 2048
 
 
-class Door:
-    """Attached to all workers of a cluster as one more frontend."""
+class BenchFrontend:
+    """Additional frontend that is attached to all workers of a cluster."""
 
     def __init__(self, ready: dict[str, Any]) -> None:
         self.model = str(ready["model"])
@@ -81,7 +81,7 @@ class Door:
                     self._ended[token.request_id].set_result(None)
 
     async def ttft_s(self, name: str, prompt: np.ndarray[Any, np.dtype[np.int32]], size: int) -> float:
-        """Return the TTFT of a prompt that `size` nodes compute, once the whole answer has arrived."""
+        """Return the TTFT of a prompt computed by `size` nodes, after the answer is complete."""
         loop = asyncio.get_running_loop()
         self._first[name], self._ended[name] = loop.create_future(), loop.create_future()
         seed = chain_seed("", "bench", BLOCK)
@@ -108,12 +108,12 @@ class Door:
         return first - began
 
     def cpu_s(self) -> float:
-        """CPU time of all prefill nodes together."""
+        """Return the total CPU seconds of all prefill nodes."""
         fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._pids]
         return sum(int(one[11]) + int(one[12]) for one in fields) / os.sysconf("SC_CLK_TCK")
 
     async def counters(self) -> dict[str, float]:
-        """Return the CPU seconds of all prefill nodes together."""
+        """Return the sums of the prefill nodes' counters by name."""
         total: dict[str, float] = {}
         for name, channel in self._channels.items():
             if name.startswith("prefill"):
@@ -133,8 +133,8 @@ class Door:
 
 
 async def measure(ready: dict[str, Any], lengths: list[int], sizes: list[int], rounds: int) -> list[dict[str, Any]]:
-    door = Door(ready)
-    await door.attach()
+    frontend = BenchFrontend(ready)
+    await frontend.attach()
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
     try:
@@ -145,9 +145,9 @@ async def measure(ready: dict[str, Any], lengths: list[int], sizes: list[int], r
             for turn in range(rounds + 1):  # the first one warms up
                 for size in sizes if turn % 2 else sizes[::-1]:
                     prompt = rng.integers(5, VOCAB, length).astype(np.int32)
-                    before, cpu_before_s = await door.counters(), door.cpu_s()
-                    ttft_s = await door.ttft_s(f"{length}-{turn}-{size}", prompt, size)
-                    cpu_s, after = door.cpu_s() - cpu_before_s, await door.counters()
+                    before, cpu_before_s = await frontend.counters(), frontend.cpu_s()
+                    ttft_s = await frontend.ttft_s(f"{length}-{turn}-{size}", prompt, size)
+                    cpu_s, after = frontend.cpu_s() - cpu_before_s, await frontend.counters()
                     sent[size] = after.get("kv_group_bytes", 0.0) - before.get("kv_group_bytes", 0.0)
                     formed = after.get("prefill_groups", 0.0) - before.get("prefill_groups", 0.0)
                     lost = after.get("lost_groups", 0.0) - before.get("lost_groups", 0.0)
@@ -173,7 +173,7 @@ async def measure(ready: dict[str, Any], lengths: list[int], sizes: list[int], r
                     }
                 )
     finally:
-        await door.close()
+        await frontend.close()
     return rows
 
 
@@ -201,20 +201,20 @@ def start(folder: Path, arguments: argparse.Namespace) -> tuple[subprocess.Popen
     deadline = time.monotonic() + 240
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit("the cluster did not start: run the command by hand to see why: " + " ".join(command))
+            raise SystemExit("the cluster did not start; run this command to see why: " + " ".join(command))
         time.sleep(0.1)
     return process, json.loads(ready.read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192], help="lengths of prompts")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2], help="members, the first one to compare with")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192], help="prompt lengths")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2], help="group sizes; the first is the baseline")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chunk", type=int, default=512, help="most tokens of a chunk")
+    parser.add_argument("--chunk", type=int, default=512, help="maximum tokens of a chunk")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--paced", default="", help="a paced engine with this cost profile in place of computing")
+    parser.add_argument("--paced", default="", help="use a paced engine with this cost profile")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder:
         process, ready = start(Path(folder), arguments)

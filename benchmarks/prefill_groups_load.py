@@ -1,8 +1,8 @@
-"""Prefill groups under load: where they pay and where they cost. Simulated clusters, the same arrivals for every size.
+"""Effect of prefill groups by load, on simulated clusters with the same arrivals for every group size.
 
-Bundled conversation trace and bundled 70B profile. Loads are shares of the capacity without groups: the highest rate at
-which, with no rejection, 90 % of all requests meet both objectives. Per load and size: TTFT, goodput, and the mean over
-the seeds of paired differences with its 95 % interval. The last line is JSON.
+Uses the bundled conversation trace and the bundled 70B profile. Loads are relative to the capacity without groups: the
+highest rate at which, without rejections, 90 % of the requests meet both objectives. Per load and size: TTFT, goodput,
+and the mean of per-seed differences with its 95 % confidence interval. The last line of output is JSON.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# Scripts here may be named like packages: the repository's root comes first instead of this folder.
+# Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.simulated import simulated_spec  # noqa: E402
@@ -28,16 +28,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", default="conversation")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--requests", type=int, default=500, help="of each run, about")
+    parser.add_argument("--requests", type=int, default=500, help="approximate number per run")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9, 1.2])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4], help="nodes of a group at most; 1 first")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4], help="maximum group sizes, starting with 1")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
     parser.add_argument("--ttft", type=float, default=10.0)
     parser.add_argument("--tbt", type=float, default=0.1)
-    parser.add_argument("--rate", type=float, default=0.0, help="the capacity, where it is known; 0: find it")
+    parser.add_argument("--rate", type=float, default=0.0, help="capacity in requests/s; 0: find it")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--plot", type=Path, help="an SVG")
+    parser.add_argument("--plot", type=Path, help="SVG file for a plot")
     given = parser.parse_args()
     spec = simulated_spec(given, "predicted-uniform")
     with worker_pool(given.processes) as pool:
@@ -84,7 +84,7 @@ def _plot(loads: list[dict[str, Any]], path: Path) -> None:
     panels = (
         ("ttft_p90_s", "TTFT P90, s"),
         ("ttft_mean_s", "TTFT mean, s"),
-        ("attainment", "good, of all that arrived"),
+        ("attainment", "good, of all arrived"),
     )
     for axis, (name, title) in zip(axes, panels, strict=True):
         for size in loads[0]["sizes"]:
@@ -96,7 +96,7 @@ def _plot(loads: list[dict[str, Any]], path: Path) -> None:
             xs = [each["load"] for each in loads]
             axis.errorbar(xs, middle, bars, label=label, color=COLOURS.get(size), marker="o", capsize=3)
         axis.set_title(title)
-        axis.set_xlabel("arrivals, of the capacity without groups")
+        axis.set_xlabel("load relative to the capacity without groups")
         if name != "attainment":
             axis.set_ylim(bottom=0)
     axes[0].legend(frameon=False)

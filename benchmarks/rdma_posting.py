@@ -1,13 +1,13 @@
-"""CPU cost of a slice on its way to an RDMA adapter: decision, construction, posting, completion; registration.
+"""CPU cost of posting slices to an RDMA adapter: decision, construction, posting, completion; and of registration.
 
-Everything that needs no adapter is measured anywhere. pyverbs' own requests are measured beside where pyverbs imports,
-and posting, completing and registering where there is a verbs device (two queue pairs of this process, looped back):
+Steps without an adapter can be measured on any machine. pyverbs' request objects are measured for comparison if pyverbs
+can be imported; posting, completion and registration require a verbs device (two looped-back queue pairs):
 
     python benchmarks/rdma_posting.py
     python -m tools.rdma_vm run -- python3 benchmarks/rdma_posting.py
 
-Soft-RoCE does the adapter's work on the CPU, within the call that posts: its figure for posting is an upper bound.
-Prints medians of rounds, and all of it as JSON on the last line.
+Soft-RoCE does the adapter's work on the CPU within the posting call, so its figure for posting is an upper bound.
+Prints medians over rounds; the last line of output is JSON.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def decide(num_rails: int, *, num_parts: int) -> dict[str, float]:
-    """Parts of 8 MiB, 512 slices each, that come at once: submitted, spread, completed. Microseconds of each."""
+    """Measure submitting, distributing and completing parts of 512 slices (8 MiB), in microseconds per part."""
     rows = scattered(512, SLICE_NBYTES)
     rails = Rails([RailSpec(str(index), 400) for index in range(num_rails)], Limits(), 0)
     posts: list[int] = []
@@ -93,7 +93,7 @@ def decide(num_rails: int, *, num_parts: int) -> dict[str, float]:
 
 
 def frames() -> dict[str, float]:
-    """The frame that tells of a part and the one that acknowledges it: made and read, microseconds of both together."""
+    """Measure encoding and decoding of a part's notification and its acknowledgement, in microseconds for both."""
     note, ack = Notify(1, bytes(16), bytes(64)), Ack(1, 0)
 
     def one() -> None:
@@ -106,8 +106,10 @@ def frames() -> dict[str, float]:
 
 
 def build(*, together: bool) -> dict[str, float]:
-    """Work requests of slices, as arrays: nanoseconds per slice by how many are built at once; one by itself in a place
-    that is there already."""
+    """Measure building work requests as arrays, in nanoseconds per slice by batch size.
+
+    A single request is built in preallocated memory.
+    """
     singles = Singles(1)
 
     def one() -> None:
@@ -124,9 +126,10 @@ def build(*, together: bool) -> dict[str, float]:
 
 
 def gil() -> dict[str, float]:
-    """Calls that let other threads run, as posting and waiting do: wall time of one, alone and beside a thread that
-    computes. A short one is over before the other thread has woken up; after one that sleeps this thread must wait
-    until the other is made to let go."""
+    """Measure the wall time of calls that release the GIL, like posting and waiting, alone and beside a busy thread.
+
+    A short call ends before the other thread wakes up; after a sleeping call, this thread must wait for the GIL.
+    """
     libc = ctypes.CDLL(None)
     short = ctypes.CFUNCTYPE(ctypes.c_int)(("getppid", libc))
     sleep = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint)(("usleep", libc))
@@ -153,7 +156,7 @@ def gil() -> dict[str, float]:
 
 
 def pyverbs_objects() -> dict[str, float]:
-    """The same by pyverbs' own objects: an SGE and a SendWR for each slice, freed again."""
+    """Measure creating and freeing pyverbs' objects, an SGE and a SendWR per slice."""
     from pyverbs.wr import SGE, SendWR
 
     def one() -> None:
@@ -166,7 +169,7 @@ def pyverbs_objects() -> dict[str, float]:
 
 
 def device(rail: Rail) -> dict[str, Any]:
-    """Posting, completing and registering on a looped-back pair of queue pairs of the rail."""
+    """Measure posting, completion and registration on two looped-back queue pairs of the rail."""
     from messenger.rdma.verbs.completions import CompletionQueue
     from messenger.rdma.verbs.device import Device
     from messenger.rdma.verbs.queue_pair import QueuePair
@@ -181,7 +184,7 @@ def device(rail: Rail) -> dict[str, Any]:
     registered = opened.register_memory(address, memory.nbytes, _ACCESS)
 
     def posted(count: int, nbytes: int, *, together: bool) -> dict[str, float]:
-        """Chains of `count` slices in one call, the last signalled; time in the call, and until it is completed."""
+        """Measure posting a chain of `count` slices, the last signalled: time of the call, and until completion."""
         rows = in_one_run(count, nbytes) if together else scattered(count, nbytes)
         calls, wholes, requests = [], [], 0
         for _ in range(ROUNDS):
@@ -224,7 +227,7 @@ def device(rail: Rail) -> dict[str, Any]:
 
 
 def registering(opened: Any, mib: int) -> float:
-    """Microseconds to register memory whose pages are there already."""
+    """Return the microseconds to register memory whose pages are allocated."""
     memory = np.frombuffer(mmap.mmap(-1, mib << 20), dtype=np.uint8)
     memory[::4096] = 1
 
@@ -241,19 +244,19 @@ def work_of(rows: Rows) -> Work:
 
 
 def scattered(count: int, nbytes: int) -> Rows:
-    """Slices with gaps between them on both sides: one request each."""
+    """Return slices with gaps on both sides, which need one request each."""
     starts = np.arange(count, dtype=np.int64) * 2 * nbytes % (4 << 20)
     return np.stack([starts, starts, np.full(count, nbytes)], axis=1)
 
 
 def in_one_run(count: int, nbytes: int) -> Rows:
-    """Slices that are gathered locally into one run of the remote memory: as many to a request as the adapter takes."""
+    """Return slices that are gathered into one run of remote memory, so that a request can hold several."""
     starts = np.arange(count, dtype=np.int64) * nbytes
     return np.stack([starts * 2, starts, np.full(count, nbytes)], axis=1)
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    """Return this thread's CPU time for one call: the median of rounds of this many calls."""
+    """Return this thread's CPU seconds per call, as the median over rounds of `times` calls."""
     rounds = []
     for _ in range(ROUNDS):
         start_s = time.thread_time()

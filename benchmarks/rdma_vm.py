@@ -1,20 +1,21 @@
-"""The messenger's rdma transport beside perftest's ib_write_bw, in one boot of the test VM, turn by turn.
+"""Comparison of the messenger's RDMA transport with perftest's ib_write_bw, alternating in one boot of the test VM.
 
-Both write between two processes of one VM over the same device, over and over into the same place, with the same size
-and the same number of writes under way, and take a completion for each (ib_write_bw's -Q 1). The VM is emulated: only
-ratios mean something, and they are medians over rounds of two turns of the same round. ib_write_bw spins on its
-completion queue (it cannot sleep on a channel for writes), the messenger sleeps.
+Both write between two processes of a VM over the same device, repeatedly to the same address, with the same size and
+number of writes in flight, and a completion for each write (ib_write_bw's -Q 1). The VM is emulated, so only ratios are
+meaningful; they are medians over rounds of two turns of the same round. ib_write_bw spins on its completion queue (it
+cannot sleep on a channel for writes); the messenger sleeps.
 
-Emulation slows what Python does by more than what the kernel does, and the more the busier the host is. `--count`
-measures by instructions instead: one processor, whose clock goes on by a nanosecond with each, so that "MiB per second"
-are MiB per thousand million instructions. Then the host does not matter, and one round tells all.
+Emulation slows Python down more than the kernel, especially on a busy host. `--count` measures instructions instead:
+one CPU whose clock advances by one nanosecond per instruction, so that "MiB per second" means MiB per 10^9
+instructions. The result is then independent of the host's load, and one round suffices.
 
-CPU time is that of the whole VM, the kernel's share of soft-RoCE included, per GiB moved; ib_write_bw's is what a run
-costs more than one of the fewest writes. `cpu_us_per_slice` is what each of many small slices of one batch costs more
-than the same bytes in one piece, in the whole VM.
+CPU time is that of the whole VM, including soft-RoCE in the kernel, per GiB moved; for ib_write_bw, it is the
+difference to a run with the minimum number of writes. `cpu_us_per_slice` is the additional cost, in the whole VM, of
+each of many small slices of a batch over the same bytes in one piece.
 
-Run: python benchmarks/rdma_vm.py [--rounds N] [--count]; outside the VM it starts itself there. The last line is
-JSON: `write_vs_ib_write_bw` is the least ratio over the sizes from 1 MiB up, all stand under `by_size`.
+Run: python benchmarks/rdma_vm.py [--rounds N] [--count]; outside the VM, the script starts itself in the VM. The last
+line of output is JSON: `write_vs_ib_write_bw` is the minimum ratio over the sizes from 1 MiB up; all ratios are under
+`by_size`.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# A script's own folder comes first on the path, where its files would hide packages.
+# Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(ROOT)
 
 DEVICE, ADDRESS, PORT = "rxe0", "10.77.0.1", 18515
@@ -44,7 +45,7 @@ SLICES, SLICE_NBYTES = 2000, 1024
 
 @dataclass(frozen=True)
 class WriteBurst:
-    """`count` writes of `nbytes`, `depth` of them under way."""
+    """Turn of `count` writes of `nbytes`, with `depth` in flight."""
 
     nbytes: int
     count: int
@@ -57,12 +58,12 @@ SIZES = {
     "4MiB": WriteBurst(4 * MIB, 32, 8),
     "16MiB": WriteBurst(16 * MIB, 12, 4),
 }
-FEWEST = 5  # writes that ib_write_bw can be told to do
+FEWEST = 5  # minimum number of writes of ib_write_bw
 
 
 @dataclass(frozen=True)
 class Figure:
-    """How fast a turn was, and what it cost the VM."""
+    """Throughput of a turn and its CPU cost in the VM."""
 
     mib_per_s: float
     cpu_s_per_gib: float
@@ -76,13 +77,13 @@ def outside(rounds: int, *, count: bool) -> int:
 
 
 def cpu_s() -> float:
-    """CPU time that the VM has spent on anything so far."""
+    """Return the total CPU seconds of the VM so far."""
     user, nice, system, _idle, _iowait, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def gid_index() -> int:
-    """The place of the device's IPv4 address in its table."""
+    """Return the index of the device's IPv4 address in its GID table."""
     octets = [int(octet) for octet in ADDRESS.split(".")]
     wanted = "ffff:{:02x}{:02x}:{:02x}{:02x}".format(*octets)
     for path in Path(f"/sys/class/infiniband/{DEVICE}/ports/1/gids").iterdir():
@@ -92,7 +93,7 @@ def gid_index() -> int:
 
 
 def perftest(turn: WriteBurst) -> tuple[float, float]:
-    """(MiB per second as ib_write_bw has it, CPU seconds of the VM) for one run of server and client."""
+    """Run ib_write_bw's server and client; return (MiB per second as reported, CPU seconds of the VM)."""
     command = ["ib_write_bw", "-d", DEVICE, "-x", str(gid_index()), "-m", "4096", "-F", "-p", str(PORT)]
     command += ["-s", str(turn.nbytes), "-n", str(turn.count), "-Q", "1", "-t", str(min(turn.depth, turn.count))]
     before_s = cpu_s()
@@ -112,7 +113,7 @@ def perftest(turn: WriteBurst) -> tuple[float, float]:
 
 
 def wait_for_listener(port: int) -> None:
-    """Returns once somebody listens at the port; raises after a minute."""
+    """Wait until a process listens on the port; exits after a minute."""
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -121,11 +122,11 @@ def wait_for_listener(port: int) -> None:
                 if state == "0A" and int(local.rsplit(":", 1)[1], 16) == port:
                     return
         time.sleep(0.05)
-    raise SystemExit(f"nobody listens at port {port}")
+    raise SystemExit(f"no process listens on port {port}")
 
 
 def perftest_figure(turn: WriteBurst) -> Figure:
-    """ib_write_bw's figure; the CPU time is of what it does beyond its start and the fewest writes."""
+    """Return ib_write_bw's figure; the CPU time excludes its start and the minimum number of writes."""
     speed, cost_s = perftest(turn)
     _, start_s = perftest(dataclasses.replace(turn, count=FEWEST))
     gib = (turn.count - FEWEST) * turn.nbytes / (1 << 30)
@@ -133,13 +134,13 @@ def perftest_figure(turn: WriteBurst) -> Figure:
 
 
 class MessengerPair:
-    """A messenger here and one in a process beside it."""
+    """Messenger in this process that is connected to one in another process."""
 
     def __init__(self, messenger: Any, region: Any, peer: Any, key: Any) -> None:
         self._messenger, self._region, self._peer, self._key = messenger, region, peer, key
 
     def write(self, turn: WriteBurst) -> Figure:
-        """The turn's figure."""
+        """Perform a turn and return its figure."""
         under_way: deque[Any] = deque()
         before_s, began_s = cpu_s(), time.monotonic()
         for _ in range(turn.count):
@@ -152,8 +153,8 @@ class MessengerPair:
         return Figure(nbytes / MIB / taken_s, (cpu_s() - before_s) / nbytes * (1 << 30))
 
     def cpu_us_per_slice(self, batches: int = 5) -> float:
-        """Return the cost of a slice beside its bytes."""
-        # Apart by a byte, so that none of them can be joined.
+        """Return the CPU cost of a slice in addition to its bytes, in microseconds."""
+        # Separated by a byte, so that they cannot be merged.
         slices = [[n * (SLICE_NBYTES + 1), n * (SLICE_NBYTES + 1), SLICE_NBYTES] for n in range(SLICES)]
         costs = []
         for rows in (slices, [[0, 0, SLICES * SLICE_NBYTES]]):
@@ -165,7 +166,7 @@ class MessengerPair:
 
 
 def config() -> Any:
-    """Return the configuration of both sides: one device, as ib_write_bw has."""
+    """Return the configuration of both sides: one device, like ib_write_bw."""
     from messenger import MessengerConfig
     from settings.keys import assemble
 
@@ -181,7 +182,7 @@ def config() -> Any:
 
 @contextmanager
 def pair() -> Iterator[MessengerPair]:
-    """Caller and owner, connected."""
+    """Start an owner process and connect to it."""
     from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
 
     owner = subprocess.Popen([sys.executable, __file__, "--owner"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -203,7 +204,7 @@ def pair() -> Iterator[MessengerPair]:
 
 
 def own() -> None:
-    """The owner's process: until its input ends."""
+    """Run the owner process until its input ends."""
     from messenger import Messenger, SharedMemory
 
     messenger = Messenger(config(), node_id="owner", incarnation=1)
@@ -217,7 +218,7 @@ def own() -> None:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """All figures."""
+    """Return all figures."""
     figures: dict[str, dict[str, list[Figure]]] = {size: {"messenger": [], "ib_write_bw": []} for size in SIZES}
     per_slice = []
     with pair() as messengers:
@@ -242,7 +243,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def summary(found: dict[str, list[Figure]]) -> dict[str, Any]:
-    """Medians for one size, and the ratios of the messenger's turns to the others' of the same round."""
+    """Return medians for one size, and the median ratio of the messenger to ib_write_bw in the same round."""
     result: dict[str, Any] = {
         f"{name}_{field}": round(statistics.median(getattr(figure, field) for figure in figures), 2)
         for name, figures in found.items()
@@ -258,7 +259,7 @@ def summary(found: dict[str, list[Figure]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--count", action="store_true", help="measure by instructions: see above")
+    parser.add_argument("--count", action="store_true", help="measure instructions instead of time, see above")
     parser.add_argument("--owner", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if "RDMA_VM" not in os.environ:

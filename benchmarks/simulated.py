@@ -1,4 +1,4 @@
-"""The simulated cluster of benchmarks that try a scheduling option: Mooncake's 70B costs, whole prompts and answers."""
+"""Simulated cluster of the benchmarks of scheduling options: Mooncake's 70B cost profile, unscaled trace."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from worker.policy.cost_profile import MOONCAKE
 
 
 def simulated_spec(given: argparse.Namespace, mode: AdmissionMode) -> RunSpec:
-    """As their command lines say."""
+    """Return the run described by the benchmark's command line, under admission mode `mode`."""
     spec = overload_spec(
         OverloadScenario(
             given.trace,

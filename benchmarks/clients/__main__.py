@@ -1,10 +1,10 @@
-"""The field's clients, unmodified, against a live cluster: do they work, and do their figures agree with ours?
+"""Test of unmodified third-party clients against a live cluster: whether they work and whether their figures agree.
 
     python -m benchmarks.clients [--only aiperf,lm-eval] [--allow-missing] [--torch-index URL]
 
-Makes an environment for each tool under .clients/, starts `moonpool serve`, runs openai, aiperf, guidellm and lm-eval,
-and prints one table, which `clients-DATE.md` and `.json` keep in --results. Exit status: 0 when everything works and
-agrees, 1 when something does not or a tool could not be installed, 2 when the cluster did not start.
+Creates an environment for each tool under .clients/, starts `moonpool serve`, runs openai, aiperf, guidellm and
+lm-eval, and prints a table, which is also written to `clients-DATE.md` and `.json` in --results. Exit status: 0 if
+everything works and agrees, 1 if something does not or a tool could not be installed, 2 if the cluster did not start.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TOOLS: dict[str, Callable[[Context, Environment], list[Row]]] = {
     "lm-eval": run_lm_eval,
 }
 CLIENTS = ("openai", *TOOLS)
-# The longest wait admitted is far above what a slow machine needs: no request may be rejected here.
+# A large --max-queue, so that no request is rejected even on a slow machine.
 SERVE_FLAGS = ("--block-tokens=8", "--max-queue=600", "--pool-bytes=2GiB", "--prefill-nodes=1", "--decode-nodes=1")
 
 
 def main() -> int:
-    """Command line; see the module's docstring."""
+    """Run the command line; see the module's docstring."""
     given = _parse()
     rows: list[Row] = []
     home = given.folder.absolute()
@@ -70,10 +70,10 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=_clients, default=CLIENTS, help=f"comma-separated, of {', '.join(CLIENTS)}")
-    parser.add_argument("--allow-missing", action="store_true", help="a tool that cannot be installed is no failure")
+    parser.add_argument("--only", type=_clients, default=CLIENTS, help=f"comma-separated list of {', '.join(CLIENTS)}")
+    parser.add_argument("--allow-missing", action="store_true", help="do not fail if a tool cannot be installed")
     parser.add_argument("--torch-index", default="", help="package index of torch's CPU build")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".clients", help="environments and what the tools write")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".clients", help="folder of environments and tool output")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for clients-DATE.md and .json")
     return parser.parse_args()
 
@@ -81,7 +81,9 @@ def _parse() -> argparse.Namespace:
 def _clients(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := set(names) - set(CLIENTS):
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(CLIENTS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown client {', '.join(sorted(unknown))}; choose from {', '.join(CLIENTS)}"
+        )
     return names
 
 
@@ -98,7 +100,7 @@ def _installed(name: str, home: Path, given: argparse.Namespace, rows: list[Row]
 
 
 def _run(name: str, context: Context, home: Path) -> list[Row]:
-    """A client's rows; where it failed, one that says so."""
+    """Return a client's rows; if it failed, a single row with the error."""
     try:
         return run_openai(context) if name == "openai" else TOOLS[name](context, Environment(name, home / name))
     except (ToolFailed, ToolMissing, OSError, LookupError, TypeError) as error:
@@ -107,7 +109,7 @@ def _run(name: str, context: Context, home: Path) -> list[Row]:
 
 
 def _report(rows: Sequence[Row], folder: Path, clients: Sequence[str], loads: Sequence[float]) -> None:
-    table = Table(*HEADINGS, title="The field's clients against a live cluster")
+    table = Table(*HEADINGS, title="Third-party clients against a live cluster")
     for row in rows:
         table.add_row(*row.cells(), style=None if row.agrees else "red")
     width = None if sys.stdout.isatty() else 200
@@ -120,7 +122,7 @@ def _report(rows: Sequence[Row], folder: Path, clients: Sequence[str], loads: Se
     told = ", ".join(f"{name} {number}" for name, number in versions.items())
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"clients-{now:%Y-%m-%d}"
-    head = f"# The field's clients against a live cluster, {now:%Y-%m-%d %H:%M} UTC\n\n{machine}; {load}. {told}.\n"
+    head = f"# Third-party clients against a live cluster, {now:%Y-%m-%d %H:%M} UTC\n\n{machine}; {load}. {told}.\n"
     command = (
         "`python -m benchmarks.clients`: 1 prefill, 1 decode, 1 pool node, the bundled model; see docs/clients.md."
     )

@@ -1,4 +1,4 @@
-"""A cluster of `moonpool serve` on a free port, for as long as a `with` lasts."""
+"""Context manager that runs `moonpool serve` on a free port."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _POLL_S = 0.1
 
 @contextmanager
 def running_cluster(log: Path, *flags: str) -> Iterator[ReadyFile]:
-    """Start `moonpool serve` with `flags`, its output in `log`. Raises ClusterFailed.
+    """Run `moonpool serve` with `flags`, with its output in `log`. Raises ClusterFailed.
 
-    The kernel kills the cluster should this process be killed.
+    The kernel kills the cluster if this process is killed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="moonpool-clients-") as folder:

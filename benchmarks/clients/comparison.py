@@ -1,4 +1,4 @@
-"""One figure seen by two: what a client measured, what we say, how far apart they may lie, and the verdict. Pure."""
+"""Comparison of a client's figure with Moonpool's: both values, the allowed difference, and the verdict. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Allowed:
-    """The two may differ by `share` of ours plus `slack`, in the figure's unit."""
+    """Allowed difference: the fraction `share` of our value plus `slack`, in the figure's unit."""
 
     share: float = 0.0
     slack: float = 0.0
@@ -25,14 +25,14 @@ EQUAL = Allowed()
 
 @dataclass(frozen=True)
 class Comparison:
-    """`theirs` against `ours`. A figure that is missing or not finite never agrees."""
+    """Comparison of `theirs` with `ours`. Missing or non-finite values never agree."""
 
     client: str
     name: str
     theirs: float | None
     ours: float | None
     source: str
-    """Where our figure comes from."""
+    """Source of our value."""
     unit: str = ""
     allowed: Allowed = EQUAL
 
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """Theirs over ours; None where that says nothing."""
+        """Theirs over ours; None if either is missing or ours is 0."""
         return self.theirs / self.ours if self.theirs is not None and self.ours else None
 
     @property
@@ -52,7 +52,7 @@ class Comparison:
         return "agrees" if self.agrees else "DISAGREES"
 
     def cells(self) -> tuple[str, ...]:
-        """A row of the table."""
+        """Return the cells of the table row."""
         ratio = "–" if self.ratio is None else f"{self.ratio:.3f}"
         unit = f" {self.unit}" if self.unit else ""
         shown = (_shown(self.theirs) + unit, _shown(self.ours) + unit)
@@ -64,7 +64,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ClientCheck:
-    """Something that works or does not."""
+    """Check that passes or fails."""
 
     client: str
     name: str
@@ -87,13 +87,13 @@ HEADINGS = ("client", "what", "theirs", "ours", "our source", "ratio", "allowed"
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     lines = [HEADINGS, tuple("---" for _ in HEADINGS), *(row.cells() for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line: how many agree, and what does not."""
+    """Return one line with the number of agreeing rows and the names of the others."""
     bad = [f"{row.client}: {row.name}" for row in rows if not row.agrees]
     told = f"{len(rows) - len(bad)} of {len(rows)} agree or work"
     return f"{told}; not: {', '.join(bad)}" if bad else told

@@ -1,4 +1,4 @@
-"""Context of every client: the running cluster, a folder of its own, and its environment."""
+"""Context of a client run: the running cluster, the client's folder, and its environment."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _SHOWN_CHARS = 3000
 
 @dataclass(frozen=True)
 class Context:
-    """`work`: a folder for the client's files. `model`: the served model's folder, `name` its name at `url`."""
+    """Context of a client. `work`: folder of the client's files; `model`: folder of the model served as `name`."""
 
     url: str
     name: str
     model: Path
     work: Path
     home: Path
-    """Hugging Face's cache folder: holds the tokenizer, and nothing is fetched."""
+    """Hugging Face cache folder with the tokenizer; nothing is downloaded."""
 
 
 def run_tool(context: Context, environment: Environment, *arguments: str) -> Path:
-    """Run the tool to its end in `context.work`; returns its log. Raises ToolFailed, ToolMissing."""
+    """Run the tool in `context.work` and return the path of its log. Raises ToolFailed, ToolMissing."""
     context.work.mkdir(parents=True, exist_ok=True)
     log = context.work / f"{environment.tool}.log"
     with log.open("wb") as output:
@@ -39,7 +39,7 @@ def run_tool(context: Context, environment: Environment, *arguments: str) -> Pat
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=offline(context.home),
-            start_new_session=True,  # the tools start workers: they end together
+            start_new_session=True,  # so that the tool's worker processes can be killed with it
         )
         try:
             status = process.wait(RUN_S)

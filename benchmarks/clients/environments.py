@@ -1,7 +1,6 @@
-"""One virtual environment a tool, since their dependencies exclude each other: what is installed, and where.
+"""Virtual environments of the tools, one each because their dependencies conflict.
 
-The versions are pinned in `requirements/{tool}.txt`, whole: a newer release of anything changes nothing here. An
-environment is made once and made again when its file changes.
+All versions are pinned in `requirements/{tool}.txt`. An environment is created once, and again when its file changes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ INSTALL_S = 1800.0
 
 @dataclass(frozen=True)
 class Environment:
-    """A tool's environment; `folder` need not exist yet."""
+    """Environment of a tool; `folder` need not exist yet."""
 
     tool: str
     folder: Path
@@ -32,14 +31,14 @@ class Environment:
         return REQUIREMENTS / f"{self.tool}.txt"
 
     def command(self) -> str:
-        """Path of the tool's own command. Raises ToolMissing when the installation brought none."""
+        """Return the path of the tool's command. Raises ToolMissing if the installation contains none."""
         path = self.folder / "bin" / self.tool
         if not path.is_file():
             raise ToolMissing(f"{self.requirements.name} was installed, but there is no {path}")
         return str(path)
 
     def version(self) -> str:
-        """The pinned version of the tool itself."""
+        """Return the pinned version of the tool."""
         for line in self.requirements.read_text(encoding="utf-8").splitlines():
             name, _, version = line.partition("==")
             if name == self.tool:
@@ -47,7 +46,7 @@ class Environment:
         raise ToolMissing(f"{self.requirements} does not pin {self.tool}")
 
     def install(self, torch_index: str = "") -> None:
-        """Install what the requirements say, unless that is what is there. Raises ToolMissing."""
+        """Install the requirements unless they are installed already. Raises ToolMissing."""
         stamp, wanted = self.folder / ".requirements", fingerprint(self.requirements)
         if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
             return
@@ -73,7 +72,7 @@ def fingerprint(path: Path) -> str:
 
 
 def offline(folder: Path) -> dict[str, str]:
-    """Environment variables under which Hugging Face's libraries use only what lies in `folder`."""
+    """Return environment variables that make Hugging Face's libraries use only the cache in `folder`."""
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}

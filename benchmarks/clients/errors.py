@@ -1,22 +1,22 @@
-"""Errors of a run of the clients.
+"""Errors of the package.
 
 ClientsError
-├── ToolMissing       a tool is not installed and could not be
-├── ToolFailed        a tool ran and ended with an error, or wrote no figures
+├── ToolMissing       a tool could not be installed
+├── ToolFailed        a tool ended with an error, or wrote no figures
 └── ClusterFailed     the cluster did not start
 """
 
 
 class ClientsError(Exception):
-    """Root of the errors here."""
+    """Base class of the package's errors."""
 
 
 class ToolMissing(ClientsError):
-    """A tool is not installed and could not be."""
+    """A tool could not be installed."""
 
 
 class ToolFailed(ClientsError):
-    """A tool ran and ended with an error, or wrote no figures."""
+    """A tool ended with an error, or wrote no figures."""
 
 
 class ClusterFailed(ClientsError):

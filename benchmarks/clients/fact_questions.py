@@ -1,4 +1,4 @@
-"""Questions for lm-eval: notes that state facts, a question, and the answer begun. Pure but for the file it writes."""
+"""Questions for lm-eval: notes that state facts, a question, and the beginning of the answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class FactQuestion:
-    """`choices[answer]` is right; each begins with a space, as in the text."""
+    """Multiple-choice question. `choices[answer]` is correct; choices start with a space."""
 
     context: str
     choices: tuple[str, ...]
@@ -25,7 +25,7 @@ class FactQuestion:
 
 
 def draw_question(rng: np.random.Generator) -> FactQuestion:
-    """Facts that training never stated, one of them asked; the wrong choices are other values of its attribute."""
+    """Draw a question about one of several facts never stated in training; wrong choices are other values."""
     facts: dict[tuple[str, str], Fact] = {}
     while len(facts) < STATED:
         fact = draw_fact(rng, taken=set(facts), held_out=True)
@@ -42,7 +42,7 @@ def draw_question(rng: np.random.Generator) -> FactQuestion:
 
 
 def write_questions(path: Path, count: int) -> list[FactQuestion]:
-    """The same `count` questions every time, as a JSONL file too."""
+    """Write `count` questions to a JSONL file and return them; they are the same in every run."""
     rng = np.random.default_rng(SEED)
     questions = [draw_question(rng) for _ in range(count)]
     with path.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""A tokenizer in the layout of Hugging Face's cache, for tools that take a repository's name and no folder."""
+"""Storage of a tokenizer in the layout of Hugging Face's cache, for tools that accept only repository names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_toke
 
 
 def store_tokenizer(home: Path, model: Path) -> str:
-    """Put the model's tokenizer under `home` as REPOSITORY at its only revision; returns the repository's name."""
+    """Store the model's tokenizer under `home` as the only revision of REPOSITORY; return the repository's name."""
     digest = hashlib.sha1()
     for name in FILES:
         digest.update((model / name).read_bytes())

@@ -1,4 +1,4 @@
-"""NVIDIA's aiperf under a scaled Mooncake trace, held against the front door's metrics and our own replay."""
+"""Comparison of NVIDIA's aiperf on a scaled Mooncake trace with the frontend's metrics and `moonpool replay`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REPLAY = "moonpool replay, same trace"
 
 
 def run_aiperf(context: Context, environment: Environment) -> list[Row]:
-    """Both load generators, one after the other; raises ToolFailed, ToolMissing."""
+    """Run both load generators in sequence and compare them. Raises ToolFailed, ToolMissing."""
     scaled, ours = write_workload(context.work, requests=REQUESTS, speed=SPEED, max_prompt_tokens=MAX_PROMPT_TOKENS)
     replayed = _replay(context, ours)
     before = read_served(context.url)
@@ -96,7 +96,7 @@ def _profile(context: Context, environment: Environment, trace: Path) -> dict[st
 
 
 def _mean_interval(theirs: dict[str, Any]) -> float | None:
-    """Over all intervals, as ours is; aiperf's own mean is one over requests."""
+    """Return aiperf's mean over all intervals, like ours; its reported mean is over requests."""
     latency, first, tokens = (
         theirs.get(name) for name in ("request_latency", "time_to_first_token", "total_usage_completion_tokens")
     )

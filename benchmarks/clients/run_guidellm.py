@@ -1,4 +1,4 @@
-"""guidellm's closed loop over synthetic prompts, held against the front door's metrics."""
+"""Comparison of guidellm's closed loop over synthetic prompts with the frontend's metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METRICS = "/metrics, same run"
 
 
 def run_guidellm(context: Context, environment: Environment) -> list[Row]:
-    """One run against each endpoint; raises ToolFailed, ToolMissing."""
+    """Run guidellm against each endpoint and compare. Raises ToolFailed, ToolMissing."""
     return [
         row
         for endpoint in ("/v1/completions", "/v1/chat/completions")

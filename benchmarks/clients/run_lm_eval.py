@@ -1,7 +1,7 @@
-"""lm-eval's local-completions on tasks of our own, held against the same model in this process.
+"""Comparison of lm-eval's local-completions on custom tasks with the same model in this process.
 
-Its log-likelihoods come from prompts echoed with log-probabilities; ours from one dense forward a text, without a
-cluster or a cache.
+Its log-likelihoods come from prompts echoed with log-probabilities; ours from one dense forward pass per text, without
+cluster and cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _METRICS = "/metrics, same run"
 
 
 def run_lm_eval(context: Context, environment: Environment) -> list[Row]:
-    """Both tasks in one run; raises ToolFailed, ToolMissing."""
+    """Run both tasks and compare the results. Raises ToolFailed, ToolMissing."""
     context.work.mkdir(parents=True, exist_ok=True)
     questions = write_questions(context.work / "facts.jsonl", QUESTIONS)
     before = read_served(context.url)
@@ -59,7 +59,7 @@ def run_lm_eval(context: Context, environment: Environment) -> list[Row]:
 
 
 class Judge:
-    """The model without a cluster."""
+    """Reference model in this process."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
         self._model, self._tokenizer = model, tokenizer
@@ -72,12 +72,12 @@ class Judge:
         return float(normed[np.arange(len(tokens)), tokens].sum())
 
     def says(self, context: str, continuation: str) -> bool:
-        """Return True if greedy decoding gives the continuation."""
+        """Return True if greedy decoding produces the continuation."""
         scores, tokens = self._scores(context, continuation)
         return bool((scores.argmax(axis=1) == tokens).all())
 
     def _scores(self, context: str, continuation: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Logits [n, vocab] in float64 and the n tokens that they should name."""
+        """Return the float64 logits [n, vocab] for the n tokens of the continuation, and these tokens."""
         start = len(self._tokenizer.encode(context).ids)
         ids = np.array(self._tokenizer.encode(context + continuation).ids, np.int32)
         return self._model.score(ids)[start - 1 : -1].astype(np.float64), ids[start:]
@@ -123,7 +123,7 @@ def _evaluate(context: Context, environment: Environment) -> tuple[dict[str, Any
 
 
 def _log_likelihoods(samples: Sequence[dict[str, Any]], questions: Sequence[FactQuestion]) -> np.ndarray[Any, Any]:
-    """[questions, choices], in the questions' order. Raises ToolFailed when the samples are not of these questions."""
+    """Return log-likelihoods [questions, choices] in the questions' order. Raises ToolFailed for other questions."""
     ordered = sorted(samples, key=lambda sample: int(sample["doc_id"]))
     if [sample["doc"]["context"] for sample in ordered] != [question.context for question in questions]:
         raise ToolFailed(f"lm-eval's samples are not the {len(questions)} questions that were written")

@@ -1,4 +1,4 @@
-"""The openai package, unmodified: everything of it that this API serves, each call checked for what it must give."""
+"""Checks of all served endpoints and parameters with the unmodified openai package."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WrongResult(Exception):
 
 
 def run_openai(context: Context) -> list[Row]:
-    """Every check in turn, and two figures; an answer that is not what it must be is a row that says so."""
+    """Run all checks and two comparisons; a failed check is a row with the reason."""
     return asyncio.run(_run(context))
 
 
@@ -64,7 +64,7 @@ async def _run(context: Context) -> list[Row]:
         told = float(session.completion_tokens)
         rows.append(Comparison("openai", "completion tokens, by usage", told, output, "/metrics, same run"))
         rows += await _log_probability_rows(session)
-        # Last, since what is made for a client that is gone is told to nobody.
+        # Last, because tokens generated for a disconnected client are not reported in any usage.
         rows.append(await _checked("a stream that is closed early", session.closed_stream))
     return rows
 
@@ -87,14 +87,14 @@ async def _log_probability_rows(session: OpenAIChecks) -> list[Row]:
 
 
 class OpenAIChecks:
-    """Each method makes one call or two and tells in a word what came."""
+    """The checks; each method returns a short description of the result or raises Failed."""
 
     def __init__(self, client: openai.AsyncOpenAI, context: Context) -> None:
         self._client, self._context = client, context
         self.completion_tokens = 0
 
     def all(self) -> dict[str, Callable[[], Awaitable[str]]]:
-        """Name -> check."""
+        """Return the checks by name."""
         return {
             "models.list, models.retrieve": self.models,
             "chat": self.chat,
@@ -242,7 +242,7 @@ class OpenAIChecks:
         return f"{len(calls)} errors"
 
     async def closed_stream(self) -> str:
-        """The next call works."""
+        """Check that the next call works after a stream was closed early."""
         stream = await self._client.completions.create(
             model=self._context.name, prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
         )
@@ -253,7 +253,7 @@ class OpenAIChecks:
         return "and the next call works"
 
     async def log_probability_gap(self) -> float:
-        """Furthest that a log-probability of prompt or answer lies from the model's own, in nats."""
+        """Return the largest difference of a log-probability of prompt or answer to the model's own, in nats."""
         done = await self._complete(PROMPT, max_tokens=8, logprobs=1, echo=True, extra={"return_token_ids": True})
         choice = done.choices[0]
         ids = np.array([*choice.model_extra["prompt_token_ids"], *choice.model_extra["token_ids"]], np.int32)

@@ -1,4 +1,4 @@
-"""Requests served according to the cluster: differences of /metrics between two moments."""
+"""Requests served according to the cluster: differences of /metrics between two times."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class ServedTotals:
-    """Totals since the front door's start."""
+    """Totals since the frontend's start, or between two times."""
 
     totals: dict[str, float]
-    """Sample name -> sum over its labels."""
+    """Sum over all labels by sample name."""
     by_reason: dict[str, float]
-    """How requests ended -> how many."""
+    """Number of requests by finish reason."""
 
     def __sub__(self, earlier: ServedTotals) -> ServedTotals:
         return ServedTotals(_minus(self.totals, earlier.totals), _minus(self.by_reason, earlier.by_reason))
 
     def count(self, name: str) -> float:
-        """A counter, by its name without vLLM's prefix."""
+        """Return a counter by its name without the prefix `vllm:`."""
         return self.totals.get(f"vllm:{name}", 0.0)
 
     def mean_s(self, name: str) -> float:
-        """Mean of a histogram in seconds; NaN where nothing was observed."""
+        """Return the mean of a histogram in seconds; NaN without observations."""
         observed = self.count(f"{name}_count")
         return self.count(f"{name}_sum") / observed if observed else float("nan")
 
     @property
     def completed(self) -> float:
-        """Requests that ended as they should: at a stop or at their length."""
+        """Number of requests that ended at a stop or at their length."""
         return self.by_reason.get("stop", 0.0) + self.by_reason.get("length", 0.0)
 
     @property
     def failed(self) -> float:
-        """Requests that ended otherwise."""
+        """Number of requests that ended in another way."""
         return sum(self.by_reason.values()) - self.completed
 
 
 def read_served(url: str) -> ServedTotals:
-    """Ask the front door at `url`. Raises OSError when it does not answer."""
+    """Read /metrics of the frontend at `url`. Raises OSError if it does not answer."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as response:
         text = response.read().decode()
     totals: dict[str, float] = {}

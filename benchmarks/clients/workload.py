@@ -1,6 +1,6 @@
-"""The Mooncake trace cut to what a laptop serves: a file for the field's tools, and one of the same for our replay.
+"""Mooncake trace reduced to what a laptop can serve, as a file for third-party tools and one for `moonpool replay`.
 
-A block id must mean a whole block everywhere it stands, so prompts are rounded up to full blocks.
+A block id must always represent a full block, so prompts are rounded up to full blocks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ TOKENS_PER_BLOCK = 8
 
 
 def write_workload(folder: Path, *, requests: int, speed: float, max_prompt_tokens: int) -> tuple[Path, Path]:
-    """(scaled, ours): the first `requests` of a sample of the conversation trace whose prompts fit.
+    """Write the first `requests` rows of a sample of the conversation trace whose prompts fit; return (scaled, ours).
 
-    `scaled` has TOKENS_PER_BLOCK tokens a block, and times divided by `speed`; `ours` has the lengths of the trace, for
-    `moonpool replay --tokens-per-block 8`, and the same times.
+    `scaled` has TOKENS_PER_BLOCK tokens per block, and times divided by `speed`. `ours` has the same times and the
+    lengths of the trace, for `moonpool replay --tokens-per-block 8`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sampled = sample_families(load_trace("conversation"), FRACTION)

@@ -1,4 +1,4 @@
-"""A conductor as a server has it, but for the network."""
+"""Conductor with all components of the server except the network."""
 
 import itertools
 
@@ -21,7 +21,7 @@ __all__ = ["Bench"]
 
 
 class Bench:
-    """A conductor without its network: workers with a pool node each, and `live` placed requests."""
+    """Conductor without network, with workers that have a pool node each, and `live` placed requests."""
 
     def __init__(self, workers: int, block_tokens: int, live: int) -> None:
         self.spec = KvSpec((KvGroup("full", 0, tuple(range(8)), 2, 64, "float16"),), block_tokens)
@@ -50,13 +50,13 @@ class Bench:
         )
 
     def decide(self, request: conductor_pb2.ScheduleRequest, keys: Keys) -> None:
-        """From block keys to a booked decision; the request placed `live` requests ago completes."""
+        """Match and place a request with these block keys; complete the request placed `live` requests ago."""
         matches = self.pools.match(NAMESPACE, keys)
         self.core.handle(wire.request_arrived(request, NAMESPACE, matches, keys, {}))
         self.complete(request.request_id)
 
     def schedule(self, message: bytes) -> None:
-        """From the message's bytes to the reply's; the request placed `live` requests ago completes."""
+        """Handle a serialised Schedule call up to the serialised reply; complete the request `live` requests ago."""
         request = conductor_pb2.ScheduleRequest.FromString(message)
         reply = conductor_pb2.ScheduleReply()
         self.service.scheduling.schedule(request, reply)
@@ -68,7 +68,7 @@ class Bench:
         self.core.handle(RequestCompleted(f"r{int(request_id[1:]) - self.live}", 0, "finished"))
 
     def _join(self, node_id: str, role: int, pool: str = "") -> None:
-        # Not through Join: of a pool node that exists on paper nobody hears, and the directory is filled by hand.
+        # Bypasses Join, because the pool nodes do not exist; the directory is filled directly.
         member = self.registry.admit(
             conductor_pb2.Node(
                 node_id=node_id,

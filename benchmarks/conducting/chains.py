@@ -1,4 +1,4 @@
-"""Block keys for the conductor's benchmarks, as chains and as pool nodes tell of them; and where Dynamo is."""
+"""Block keys for the conductor's benchmarks, as chains and as events of pool nodes; and access to Dynamo."""
 
 import contextlib
 import gc
@@ -20,7 +20,7 @@ Keys = NDArray[np.uint64]
 
 
 def mixed(first: int, count: int) -> Keys:
-    """Keys `first`, `first` + 1, ... of an endless list (splitmix64), never twice the same."""
+    """Return the keys `first`, `first` + 1, ... of an endless sequence of distinct keys (splitmix64)."""
     x = (np.arange(count, dtype=np.uint64) + np.uint64(first)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -28,7 +28,7 @@ def mixed(first: int, count: int) -> Keys:
 
 
 def chain_bytes(keys: Keys) -> bytes:
-    """As on the wire: 16 bytes a key."""
+    """Return the keys in wire format, 16 bytes each."""
     full = np.zeros((len(keys), 2), np.uint64)
     full[:, 0] = keys
     return full.tobytes()
@@ -43,14 +43,14 @@ def stored(keys: Keys, tier: Tier = Tier.DRAM) -> tuple[BlockRun, ...]:
 
 
 def settle() -> None:
-    """Leave what is there out of the garbage collector's rounds."""
+    """Exclude all existing objects from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def dynamo(peer_path: str, kind: str) -> Any:
-    """A class of Dynamo's; None where it cannot be had."""
-    os.environ.setdefault("DYN_LOG", "warn")  # else it writes a line per selection, which would count against it
+    """Return a class of Dynamo, or None if Dynamo cannot be imported."""
+    os.environ.setdefault("DYN_LOG", "warn")  # otherwise it logs a line per selection, which would slow it down
     if peer_path and peer_path not in sys.path:
         sys.path.append(peer_path)
     with contextlib.suppress(ImportError):

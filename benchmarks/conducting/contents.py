@@ -1,4 +1,4 @@
-"""Pool contents of a large cluster, including the conversation trace's prompts, and the cost of changing them."""
+"""Directory contents of a large cluster, including the conversation trace's prompts, and the cost of changes."""
 
 import time
 from collections.abc import Callable
@@ -17,12 +17,15 @@ from traces.reader import load_conversation
 __all__ = ["TRACE_BLOCK", "Longest", "fill", "measure_directory", "prompts_of_trace", "resident_nbytes"]
 
 TRACE_BLOCK = 512
-CHAIN = 1000  # blocks of what fills the pools beside the trace's prompts
+CHAIN = 1000  # blocks per chain that fills the pools in addition to the trace's prompts
 
 
 def prompts_of_trace(block_tokens: int) -> tuple[list[tuple[Keys, int, int]], list[int]]:
-    """The conversation trace's prompts in blocks of so many tokens: (keys of full blocks, prompt, output); and whose
-    dialogue each is, by its second block (the first is everybody's)."""
+    """Return the conversation trace's prompts and their dialogues.
+
+    A prompt is (keys of full blocks, prompt tokens, output tokens). A dialogue is identified by its second block, since
+    the first is shared by all.
+    """
     per_id = TRACE_BLOCK // block_tokens
     table = mixed(1 << 44, (1 << 18) * per_id).reshape(1 << 18, per_id)
     prompts, dialogues = [], []
@@ -34,7 +37,7 @@ def prompts_of_trace(block_tokens: int) -> tuple[list[tuple[Keys, int, int]], li
 
 
 class Longest:
-    """CPU milliseconds of the longest call, and seconds of all, by kind."""
+    """CPU milliseconds of the longest call, and total CPU seconds, by kind of call."""
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}
@@ -54,7 +57,7 @@ def resident_nbytes() -> int:
 
 
 def fill(directory: Directory, blocks: int, nodes: int, block_tokens: int, longest: Longest) -> int:
-    """The trace's prompts, each dialogue's at one node, and chains up to `blocks`. Returns how many keys that is."""
+    """Add the trace's prompts (each dialogue at one node) and chains up to `blocks`; return the number of keys."""
     prompts, dialogues = prompts_of_trace(block_tokens)
     by_node: dict[int, list[Keys]] = {node: [] for node in range(nodes)}
     for (keys, _, _), dialogue in zip(prompts, dialogues, strict=True):
@@ -74,7 +77,7 @@ def fill(directory: Directory, blocks: int, nodes: int, block_tokens: int, longe
 
 
 def measure_directory(directory: Directory, longest: Longest) -> dict[str, Any]:
-    """Measure the cost of events, bursts of events, dumps and lost nodes."""
+    """Measure the cost of events, large events, dumps and lost nodes."""
     events = 20_000
     for i in range(events):
         run = stored(mixed((1 << 41) + i // 2 * 16, 16))

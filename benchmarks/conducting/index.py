@@ -1,4 +1,4 @@
-"""Longest-prefix matches: the directory, a plain dict and Dynamo's RadixTree with equal contents, in turns."""
+"""Longest-prefix matching: the directory, a plain dict and Dynamo's RadixTree with equal contents, in alternation."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ HOT_BLOCKS, HOT_NODES = 32, 900
 
 
 class DictIndex:
-    """The obvious implementation: key -> set of nodes."""
+    """Straightforward implementation: a dict from key to set of nodes."""
 
     def __init__(self) -> None:
         self._holders: dict[int, set[int]] = {}
@@ -45,8 +45,8 @@ class DictIndex:
 
 
 def index_contents(kind: str) -> tuple[Iterator[tuple[int, Keys]], list[Keys]]:
-    """(node, chain) for all that is held; the prompts to ask for."""
-    if kind == "hot":  # what nearly all of many nodes hold, and then something that nobody has
+    """Return (node, chain) of all contents, and the prompts to match."""
+    if kind == "hot":  # a prefix held by nearly all of many nodes, followed by keys that no node holds
         hot = mixed(1 << 40, HOT_BLOCKS)
         prompts = [np.concatenate([hot, mixed((1 << 43) + 1000 * i, 96)]) for i in range(200)]
         return ((node, hot) for node in range(HOT_NODES)), prompts

@@ -1,11 +1,11 @@
-"""Disaggregated or not: 1 prefill + 1 decode worker against 2 aggregated ones, live, on the same trace and cores.
+"""Live comparison of 1 prefill + 1 decode worker with 2 aggregated workers, on the same trace and cores.
 
     python -m benchmarks.disaggregation [--repeats 3] [--speeds 20,60] [--duration 1200]
 
-Each repeat starts a fresh cluster of either shape in turn (in the other order every second time) and replays the same
-requests of the Mooncake conversation trace at each speed. The table has the median over the repeats and their range. It
-names the better shape, whichever that is, only where the ranges do not overlap and the medians differ by two per cent.
-Written to --results as `disaggregation-DATE` .md, .json and .svg.
+Each repeat starts a fresh cluster of either shape (in alternating order) and replays the same requests of the Mooncake
+conversation trace at each speed. The table contains the median over the repeats and their range. It names a better
+shape only if the ranges do not overlap and the medians differ by at least two per cent. Results are written to
+--results as `disaggregation-DATE` .md, .json and .svg.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def main() -> int:
-    """Command line; see the module's docstring. Exit status 1 when a request failed or a run could not be made."""
+    """Run the command line; see the module's docstring. Returns 1 if a request or a run failed."""
     given = _parse()
     workload = Workload(given.sample_families, given.duration, given.slo_ttft, given.slo_tbt)
     runs: list[Run] = []
@@ -52,12 +52,14 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="clusters of each shape (default: %(default)s)")
-    parser.add_argument("--speeds", type=_speeds, default=(20.0, 60.0), help="of the trace, comma-separated")
-    parser.add_argument("--sample-families", type=float, default=0.1, help="of the trace (default: %(default)s)")
+    parser.add_argument("--speeds", type=_speeds, default=(20.0, 60.0), help="speeds of the trace, comma-separated")
+    parser.add_argument(
+        "--sample-families", type=float, default=0.1, help="fraction of the trace's families (default: %(default)s)"
+    )
     parser.add_argument("--duration", type=float, default=1200.0, help="seconds of the trace (default: %(default)s)")
     parser.add_argument("--slo-ttft", type=float, default=0.5, help="objective in seconds (default: %(default)s)")
     parser.add_argument("--slo-tbt", type=float, default=0.05, help="objective in seconds (default: %(default)s)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of what is written")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""One replay against one shape of cluster: its figures, and the CPU seconds that the cluster took for it."""
+"""Replay against one cluster shape: its figures and the CPU seconds of the cluster."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SHAPES = {
     "1 prefill + 1 decode": ("--prefill-nodes=1", "--decode-nodes=1"),
     "2 aggregated": ("--aggregated=2",),
 }
-# One thread an engine, so that both shapes compute on as many cores; nothing is rejected for a long queue alone.
+# One thread per engine, so that both shapes compute on as many cores; a large --max-queue avoids rejections.
 COMMON = (f"--block-tokens={TOKENS_PER_BLOCK}", "--threads=1", "--pool-nodes=1", "--pool-bytes=2GiB", "--max-queue=600")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Which part of the conversation trace is sent, how fast, and what counts as good."""
+    """Part of the conversation trace that is replayed, and the objectives."""
 
     families: float
     duration_s: float
@@ -38,14 +38,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Run:
-    """A replay's figures; times in seconds, None where nothing was measured."""
+    """Figures of one replay; times in seconds, None if nothing was measured."""
 
     shape: str
     speed: float
     repeat: int
     figures: dict[str, float | None]
     load_average: float
-    """The machine's, of the last minute, when the replay began."""
+    """One-minute load average of the machine at the start of the replay."""
     notices: tuple[str, ...]
     invalid_reasons: tuple[str, ...]
     """Why the replay's figures cannot be trusted; empty for a valid run."""
@@ -55,7 +55,7 @@ class Run:
 
 
 def run_shape(shape: str, repeat: int, speeds: tuple[float, ...], workload: Workload, out: Path) -> list[Run]:
-    """A fresh cluster of `shape`, and a replay at each speed. Raises ClusterFailed, ToolFailed."""
+    """Start a fresh cluster of `shape` and replay at each speed. Raises ClusterFailed, ToolFailed."""
     folder = out / f"{repeat}-{shape.replace(' ', '')}"
     with running_cluster(folder / "serve.log", *COMMON, *SHAPES[shape]) as cluster:
         return [
@@ -119,7 +119,7 @@ def tpot_percentiles(records: list[dict[str, Any]], percentiles: tuple[int, ...]
 
 
 def cpu_seconds(supervisor_pid: int) -> float:
-    """User and system time of every process of the cluster so far."""
+    """Return the total user and system time of all processes of the cluster, in seconds."""
     root = psutil.Process(supervisor_pid)
     total = 0.0
     for process in (root, *root.children(recursive=True)):

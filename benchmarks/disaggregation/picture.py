@@ -1,4 +1,4 @@
-"""The comparison as bars: medians over the repeats, whiskers from the least to the greatest."""
+"""Bar charts of the comparison: medians over the repeats, with whiskers from minimum to maximum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LABELS = {"request_rps": "completed", "goodput_rps": "within objectives"}
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """A row of panels a speed, as the file's ending says (SVG, PNG)."""
+    """Draw a row of panels per speed, in the format of the file's suffix (SVG, PNG)."""
     speeds = sorted({run.speed for run in runs})
     figure, grid = plt.subplots(len(speeds), len(PANELS), figsize=(11, 3.2 * len(speeds)), squeeze=False)
     for axes_row, speed in zip(grid, speeds, strict=True):

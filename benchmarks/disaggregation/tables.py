@@ -1,4 +1,4 @@
-"""The comparison's table: the median over the repeats and their range, and who is better. Pure."""
+"""Table of the comparison: median and range over the repeats, and the better shape. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from benchmarks.disaggregation.measure import SHAPES, Run
 
 NOTICEABLE = 0.02
-"""Medians closer than this are called equal, whatever the ranges: an open loop's throughput is its trace's."""
+"""Smallest relative difference of medians that counts: the throughput of an open loop is that of its trace."""
 HEADINGS = ("speed", "figure", *SHAPES, "ratio", "better")
-# name -> (words, factor for display, unit, whether more is better; None: neither)
+# name -> (label, factor for display, unit, True if more is better, None: no judgement)
 FIGURES: dict[str, tuple[str, float, str, bool | None]] = {
     "completed": ("completed requests", 1, "", None),
     "rejected": ("rejected (429)", 1, "", False),
@@ -31,7 +31,10 @@ FIGURES: dict[str, tuple[str, float, str, bool | None]] = {
 
 
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """One row a speed and figure, in the order of HEADINGS. "Better": ranges do not overlap, and it is NOTICEABLE."""
+    """Return a row per speed and figure.
+
+    A shape is better if the ranges do not overlap and the medians differ by at least NOTICEABLE.
+    """
     first, second = SHAPES
     table = []
     for speed in sorted({run.speed for run in runs}):
@@ -44,13 +47,13 @@ def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def values(runs: Sequence[Run], shape: str, speed: float, name: str) -> list[float]:
-    """The figure in every repeat that has it."""
+    """Return the figure's values over the repeats."""
     found = [run.figures[name] for run in runs if (run.shape, run.speed) == (shape, speed)]
     return [value for value in found if value is not None]
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     lines = [HEADINGS, tuple("---" for _ in HEADINGS), *rows(runs)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

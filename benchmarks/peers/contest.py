@@ -1,8 +1,8 @@
 """Common parts of the contenders of benchmarks/messenger.py: batches, turns, two kinds of timing, a check of bytes.
 
-A contender is a process that moves batches between its own memory and that of an owner, a process beside it. It reads
-one JSON object a line, does one turn, and answers with one JSON object a line. Needs numpy alone, so that contenders
-run in whatever Python has their package.
+A contender is a process that moves batches between its own memory and that of an owner process. It reads a JSON object
+per line, performs the turn, and replies with a line of JSON. This module needs only numpy, so that contenders can run
+in any Python that has their package.
 """
 
 import json
@@ -26,13 +26,13 @@ READY = "READY "
 Rows = list[tuple[int, int, int]]
 """(local offset, remote offset, bytes) of each slice of a batch."""
 Wait = Callable[[], None]
-"""Returns once the batch is over: its bytes are where they belong, and this side knows."""
+"""Function that returns when the batch is complete: its bytes have arrived, and this side has been notified."""
 Start = Callable[[], Wait]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch: so many slices of so many bytes. Slices lie apart on both sides, so that nobody can join them."""
+    """Shape of a batch. Several slices are not adjacent on either side, so that they cannot be merged."""
 
     slice_nbytes: int
     slices: int = 1
@@ -42,7 +42,7 @@ class Shape:
         return self.slice_nbytes * self.slices
 
     def places(self) -> list[Rows]:
-        """Every place of the regions at which such a batch fits: batches walk through them, as layers and blocks do."""
+        """Return all positions in the regions for such a batch; successive batches use successive positions."""
         stride = self.slice_nbytes * (2 if self.slices > 1 else 1)
         span = stride * self.slices
         return [
@@ -52,25 +52,28 @@ class Shape:
 
 
 class Contender(ABC):
-    """`local` is this side's memory, uint8 [REGION_NBYTES]; `drain` waits for what a turn's batches left to do."""
+    """Base class of contenders.
+
+    `local`: this side's memory, uint8 [REGION_NBYTES]. `drain`: waits for outstanding work of a turn's batches.
+    """
 
     local: NDArray[np.uint8]
     drain: Wait | None = None
 
     @abstractmethod
     def prepare(self, rows: Rows, *, write: bool) -> Start:
-        """Whatever can be done once for a batch that is moved many times; calling the result starts it."""
+        """Prepare a batch that is moved many times; return a function that starts it."""
 
     def turn(self, window: int) -> AbstractContextManager[None]:
-        """A turn with so many batches under way at a time; before and after it nothing may run."""
+        """Return a context manager around a turn with `window` batches in flight; outside it, nothing may run."""
         return nullcontext()
 
     @abstractmethod
     def close(self) -> None:
-        """Leave."""
+        """Release all resources."""
 
     def check(self) -> None:
-        """Bytes that are written and read back must be the same. Afterwards both memories are as they were."""
+        """Check that bytes written and read back are equal, and restore both memories."""
         half = REGION_NBYTES // 2
         for shape in (Shape(64 << 10), Shape(16 << 10, 200)):
             there = shape.places()[1]
@@ -80,7 +83,7 @@ class Contender(ABC):
             self.prepare(back, write=False)()()
             for local, _, nbytes in there:
                 if not np.array_equal(self.local[local : local + nbytes], self.local[half + local :][:nbytes]):
-                    raise SystemExit("other bytes came back than were written")
+                    raise SystemExit("the bytes read differ from the bytes written")
             self._invert(there)
             self.prepare(there, write=True)()()
             self.prepare([(remote + half, remote + half, nbytes) for _, remote, nbytes in there], write=False)()()
@@ -91,12 +94,12 @@ class Contender(ABC):
 
 
 def random_bytes(array: NDArray[np.uint8]) -> None:
-    """Fill memory, so that every page of it is there; both sides begin with the same bytes."""
+    """Fill memory, so that all pages are allocated; both sides start with the same bytes."""
     array[:] = np.random.default_rng(7).integers(0, 256, len(array), dtype=np.uint8)
 
 
 def serve(contender: Contender) -> None:
-    """Take turns until the standard input ends."""
+    """Perform turns until standard input ends."""
     with contender.turn(1):
         contender.check()
     walks: dict[tuple[Shape, bool], Iterator[Start]] = {}
@@ -122,7 +125,7 @@ def _walk(starts: list[Start]) -> Iterator[Start]:
 
 
 def _one_by_one(starts: list[Start]) -> list[float]:
-    """Seconds of each batch, awaited before the next begins."""
+    """Run the batches sequentially; return the seconds of each."""
     result = []
     for start in starts:
         began = time.perf_counter()
@@ -132,7 +135,7 @@ def _one_by_one(starts: list[Start]) -> list[float]:
 
 
 def _under_way(starts: list[Start], window: int, drain: Wait | None) -> float:
-    """Seconds of all batches together, up to `window` of them under way."""
+    """Run the batches with up to `window` in flight; return the total seconds."""
     waits: deque[Wait] = deque()
     began = time.perf_counter()
     for start in starts:
@@ -147,7 +150,7 @@ def _under_way(starts: list[Start], window: int, drain: Wait | None) -> float:
 
 
 class Owner:
-    """The process on the other side: this script again, with the argument "owner"."""
+    """Owner process: the same script with the argument "owner"."""
 
     def __init__(self, script: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -155,7 +158,7 @@ class Owner:
         )
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            # Some packages log to the standard output, too.
+            # Some packages also log to standard output.
             if line.startswith(READY):
                 self.told = json.loads(line.removeprefix(READY))
                 return
@@ -177,5 +180,5 @@ class Owner:
 
 
 def ready(told: object) -> None:
-    """An owner is ready, and tells what its contender needs to know."""
+    """Report to the contender that the owner is ready, with its parameters."""
     print(READY + json.dumps(told), flush=True)

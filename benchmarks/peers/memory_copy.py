@@ -1,7 +1,7 @@
-"""memcpy, for benchmarks/messenger.py: one process copies between two shared memories of the messenger's kind.
+"""Contender of benchmarks/messenger.py: memcpy between two shared memories of the messenger's kind in one process.
 
 The copy is numpy's, which is libc's memcpy without the GIL; slices are copied by one call, in a compiled loop over
-memcpy. Nobody is told. Usage: memory_copy.py [arrays]: with it, between two plain numpy arrays.
+memcpy. There are no notifications. Usage: memory_copy.py [arrays]; with `arrays`, between two plain numpy arrays.
 """
 
 import sys
@@ -42,7 +42,7 @@ class MemoryCopy(Contender):
         return start
 
     def close(self) -> None:
-        """There is no other side."""
+        """Do nothing, since there is no owner process."""
 
 
 if __name__ == "__main__":

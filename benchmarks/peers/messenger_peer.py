@@ -1,14 +1,14 @@
-"""The messenger itself, for benchmarks/messenger.py. Usage: messenger_peer.py tcp|shm RUN_DIR [HOW].
+"""Contender of benchmarks/messenger.py: the messenger. Usage: messenger_peer.py tcp|shm RUN_DIR [HOW].
 
-A write is over when its bytes have landed. HOW is one of
+A write is complete when its bytes have landed. HOW is one of
 
-- notified: every write brings a notification, and is over when the owner's handler has returned.
-- digests: the writer makes a batch's layer digests and sends them with a notification, and the owner compares them
-  with its own: one batch at a time, before the handler returns; with several under way, on a thread of its own, as
-  decode nodes do, and the turn lasts until all are compared. A read's digests were made long before, as in a pool, and
-  are compared after the read.
+- notified: every write has a notification, and is complete when the owner's handler has returned.
+- digests: the writer computes a batch's layer digests and sends them in a notification, and the owner compares them
+  with its own: with one batch in flight before the handler returns; with several on a separate thread, like decode
+  nodes, and the turn lasts until all are compared. Digests of reads are computed in advance, as in a pool, and compared
+  after the read.
 - encrypted: mutual TLS.
-- borrow: a read is the hand-over of the owner's own bytes: nothing is copied, the loan is confirmed.
+- borrow: a read lends the owner's bytes in place: nothing is copied, and the loan is confirmed.
 """
 
 import os
@@ -43,7 +43,7 @@ def started(role: str, transport: str, run_dir: str, how: str = "") -> tuple[Mes
 
 
 def encryption(folder: Path) -> dict[str, Any]:
-    """The tests' certificates, with a key that nobody else can read."""
+    """Return TLS settings with the tests' certificates and a private copy of the key."""
     key = folder / f"{os.getpid()}.key"
     key.touch(0o600)
     key.write_bytes((CERTIFICATES / "node.key").read_bytes())
@@ -136,9 +136,9 @@ class Borrowing(Messaging):
 
 
 def require(is_right: bool) -> None:
-    """Ends the process, on whatever thread, if bytes are not what they must be."""
+    """Exit the process, from any thread, if the bytes are wrong."""
     if not is_right:
-        print("a batch has other bytes than it should", file=sys.stderr, flush=True)
+        print("a batch has wrong bytes", file=sys.stderr, flush=True)
         os._exit(1)
 
 

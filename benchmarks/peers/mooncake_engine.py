@@ -1,7 +1,7 @@
-"""Mooncake's Transfer Engine on tcp, for benchmarks/messenger.py.
+"""Contender of benchmarks/messenger.py: Mooncake's Transfer Engine over tcp.
 
-Settings: its peer-to-peer handshake, registered memory, its connection pool, and a queue that takes as many slices as
-will be under way. Its asynchronous calls have no notification, and none is asked of it.
+Settings: peer-to-peer handshake, registered memory, connection pool, and a queue for as many slices as will be in
+flight. Its asynchronous calls have no notifications, so none are measured.
 """
 
 import os
@@ -43,7 +43,7 @@ class MooncakeEngine(Contender):
         def start() -> Wait:
             number = begin(host, here, there, lengths)
             if number <= 0:
-                raise ConnectionError("Mooncake's Transfer Engine refused a batch")
+                raise ConnectionError("Mooncake's Transfer Engine rejected a batch")
 
             def wait() -> None:
                 if engine.get_batch_transfer_status([number]):

@@ -1,9 +1,9 @@
-"""Mooncake Store, put and get, for benchmarks/kvpool.py: runs in whatever Python has the package, beside its master.
+"""Put and get with Mooncake Store for benchmarks/kvpool.py, in any Python that has the package.
 
-Usage: mooncake_store.py MASTER_PORT METADATA_PORT CLIENT_PORT REGION_NBYTES. Reads lines
-"OPERATION NBYTES COUNT FIRST" from stdin and answers each with one line of JSON: seconds per operation. Operations: put
-(put_from, keys FIRST..), put16 (batch_put_from, 16 at a time), get (get_into, of those keys; the first one's bytes are
-checked), remove. Everything is on one host: the segment is this process's own.
+Usage: mooncake_store.py MASTER_PORT METADATA_PORT CLIENT_PORT REGION_NBYTES. Reads lines "OPERATION NBYTES COUNT FIRST"
+from stdin and replies to each with a line of JSON: seconds per operation. Operations: put (put_from, keys from FIRST
+on), put16 (batch_put_from, 16 at a time), get (get_into; the first block's bytes are checked), remove. Everything is on
+one host; the segment is in this process.
 """
 
 import json
@@ -64,7 +64,7 @@ def main(master_port: int, metadata_port: int, client_port: int, region_nbytes: 
         if operation == "get" and not np.array_equal(
             target[first % places * nbytes :][:nbytes], source[first % places * nbytes :][:nbytes]
         ):
-            raise SystemExit("Mooncake Store gave other bytes than were put")
+            raise SystemExit("the bytes read from Mooncake Store differ from the bytes put")
         print(json.dumps(seconds), flush=True)
     store.close()
 

@@ -1,11 +1,10 @@
-"""NIXL's agent over UCX, for benchmarks/messenger.py; whatever UCX_TLS says is its transport.
+"""Contender of benchmarks/messenger.py: NIXL's agent over UCX, with the transport in UCX_TLS.
 
-Usage: nixl_agent.py [notified]: with it, every batch brings a notification.
+Usage: nixl_agent.py [notified]; with `notified`, every batch has a notification.
 
-Settings: the descriptors of all places are prepared once; a batch is a prepared transfer, posted, polled and released.
-The owner polls for notifications without a pause while it is its turn, which also drives UCX (on
-tcp a write needs both sides): with its own progress threads instead it is several times slower on few cores, and they
-would go on running in others' turns.
+The descriptors of all positions are prepared once; a batch is a prepared transfer that is posted, polled and released.
+During a turn, the owner polls for notifications continuously, which also drives UCX (on tcp a write needs both sides).
+UCX's progress threads are several times slower on few cores, and would also run during other contenders' turns.
 """
 
 import base64

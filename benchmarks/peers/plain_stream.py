@@ -1,7 +1,7 @@
-"""A plain Python socket stream, for benchmarks/messenger.py: what anyone would write first.
+"""Contender of benchmarks/messenger.py: a straightforward Python socket stream.
 
-A header of 17 bytes per slice, sendall of the bytes, recv_into on the other side, one byte back for the whole batch; a
-read asks by the headers alone. TCP_NODELAY on both sides, nothing else.
+Each slice has a header of 17 bytes; bytes are sent with sendall and received with recv_into, and one byte acknowledges
+the whole batch; a read sends only headers. Both sides use TCP_NODELAY.
 """
 
 import socket
@@ -11,7 +11,7 @@ import sys
 import numpy as np
 from contest import REGION_NBYTES, Contender, Owner, Rows, Start, Wait, random_bytes, ready, serve
 
-HEADER = struct.Struct("<QQ?")  # offset, bytes, whether it is the batch's last; bytes of reads are marked by READ
+HEADER = struct.Struct("<QQ?")  # offset, bytes (marked by READ for reads), True for the last slice of the batch
 READ = 1 << 63
 
 

@@ -1,4 +1,4 @@
-"""The processes that take turns: who there is, where they are found, and one turn of each."""
+"""Contender processes of benchmarks/messenger.py: detection, start, and turns."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ START_TIMEOUT_S = 120.0
 
 
 class TurnFailed(RuntimeError):
-    """A contender ended, or answered what it should not."""
+    """A contender ended, or sent an invalid reply."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """`batches` batches of `shape` (bytes per slice, slices), `window` of them under way; 1: each awaited alone."""
+    """Turn of `batches` batches of `shape` (bytes per slice, slices), with `window` in flight; 1: sequential."""
 
     shape: tuple[int, int]
     write: bool
@@ -38,13 +38,13 @@ class Turn:
 
 
 class ContenderScript:
-    """A script of benchmarks/peers in a Python that can run it."""
+    """Process of a script of benchmarks/peers, in a Python that has its package."""
 
     def __init__(self, name: str, script: str, *arguments: str, python: str = sys.executable, **env: str) -> None:
         self.name = name
         self._command = [python, str(PEERS / script), *arguments]
         own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])} if python == sys.executable else {}
-        # Warnings of other packages must not fill a pipe that nobody reads.
+        # A file instead of a pipe, which would block when full of other packages' warnings.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             self._command,
@@ -59,7 +59,7 @@ class ContenderScript:
         self._line(READY)
 
     def take(self, turn: Turn) -> list[float]:
-        """Seconds of each batch if one is awaited at a time, else of all together."""
+        """Perform a turn; return the seconds of each batch if sequential, else the total seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(vars(turn)) + "\n")
         self._process.stdin.flush()
@@ -79,7 +79,7 @@ class ContenderScript:
     def _line(self, start: str) -> str:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            # Some packages log to the standard output, too.
+            # Some packages also log to standard output.
             if line.startswith(start):
                 return line
         self._process.wait()
@@ -88,9 +88,9 @@ class ContenderScript:
 
 
 class Iperf3:
-    """A stream of as many bytes: out of one buffer into another, again and again, and nobody acknowledges them.
+    """iperf3: an unacknowledged stream of as many bytes, always between the same two buffers.
 
-    Its writes are as large as it allows, which is fastest; a turn has enough bytes for its start not to matter.
+    Its writes have the maximum size, which is fastest; a turn has enough bytes to make the start negligible.
     """
 
     name = "iperf3"
@@ -137,7 +137,7 @@ class Iperf3:
 
 
 def has(python: str, module: str) -> bool:
-    """Return True if that Python finds the module."""
+    """Return True if the module is installed in that Python."""
     probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([python, "-c", probe], check=False, capture_output=True).returncode == 0
 

@@ -1,4 +1,4 @@
-"""From the seconds of turns to figures: medians, and ratios within a round. Arithmetic only."""
+"""Figures from the seconds of turns: medians, and ratios within a round. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIRECTIONS = ("write", "read")
 
 @dataclass(frozen=True)
 class SpeedRatio:
-    """A ratio that is told: how much faster `ours` is than `theirs`, from batches of `from_nbytes` up."""
+    """Reported ratio: speed of `ours` over `theirs`, for batches of at least `from_nbytes`."""
 
     name: str
     ours: str
@@ -43,7 +43,7 @@ PAIRS = (
 
 @dataclass(frozen=True, order=True)
 class ComparisonCell:
-    """A comparison: batches of one label (size) in one direction, by their throughput or by their latency."""
+    """Throughput or latency of batches of one label (size) in one direction."""
 
     label: str
     direction: str
@@ -52,7 +52,7 @@ class ComparisonCell:
 
 @dataclass
 class Rounds:
-    """Per cell and contender one value a round: 1e9 bytes per second, or the median seconds of a batch."""
+    """Values per cell and contender, one per round: 1e9 bytes per second, or the median seconds of a batch."""
 
     values: dict[ComparisonCell, dict[str, list[float]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
@@ -68,7 +68,7 @@ class Rounds:
         self.batch_nbytes[label] = turn.shape[0] * turn.shape[1]
 
     def ratio(self, cell: ComparisonCell, ours: str, theirs: str) -> float | None:
-        """Median over rounds of how many times faster; None where one of them took no part."""
+        """Return the median over rounds of the speed ratio; None if either did not take part."""
         found = self.values[cell]
         if ours not in found or theirs not in found:
             return None
@@ -82,7 +82,7 @@ class Rounds:
 
 
 def summary(rounds: Rounds) -> dict[str, Any]:
-    """The pairs' least throughput ratio over sizes and directions, then everything `by_size`."""
+    """Return the pairs' minimum ratios over sizes and directions, and all figures under `by_size`."""
     told: dict[str, Any] = {}
     for pair in PAIRS:
         for metric in (THROUGHPUT, LATENCY):
@@ -99,7 +99,7 @@ def summary(rounds: Rounds) -> dict[str, Any]:
 
 
 def by_size(rounds: Rounds) -> dict[str, Any]:
-    """{label: {direction: {contender: {gbps, p50_us}, "ratios": {pair: {throughput, latency}}}}}"""
+    """Return {label: {direction: {contender: {gbps, p50_us}, "ratios": {pair: {throughput, latency}}}}}."""
     told: dict[str, Any] = {}
     for cell in rounds.cells():
         row = told.setdefault(cell.label, {}).setdefault(cell.direction, {})
@@ -116,7 +116,7 @@ def by_size(rounds: Rounds) -> dict[str, Any]:
 
 
 def slices_vs_one_piece(rounds: Rounds, slices: str, piece: str, contenders: Iterable[str]) -> dict[str, float]:
-    """{"<contender>_<direction>": ratio} of throughput between two labels of equal bytes."""
+    """Return {"<contender>_<direction>": ratio} of the throughputs of two labels of equal bytes."""
     told = {}
     for direction in DIRECTIONS:
         many = rounds.values[ComparisonCell(slices, direction, THROUGHPUT)]

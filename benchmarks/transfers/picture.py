@@ -1,4 +1,4 @@
-"""The benchmark as a picture: throughput and latency by size, between hosts' transports above, within a host below."""
+"""Picture of the benchmark: throughput and latency by size, of transports between hosts and within a host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         legend = axes_row[0].legend(
             fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(-0.02, -0.12), ncols=len(names)
         )
-        legend.set_in_layout(False)  # it reaches below the next panel
+        legend.set_in_layout(False)  # because it extends below the next panel
     figure.tight_layout(h_pad=4.0, rect=(0, 0.05, 1, 1))
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)

@@ -84,7 +84,7 @@ def test_contenders_that_do_not_exist_are_refused() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "messenger.py"), "--only", "pigeon"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
     assert done.returncode == 2
-    assert "there is no pigeon; there are plain_socket, memcpy, tcp" in done.stderr
+    assert "unknown contender pigeon; choose from plain_socket, memcpy, tcp" in done.stderr
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])

@@ -85,4 +85,4 @@ def test_a_trend_is_a_leak_and_noise_is_none() -> None:
     noise = [{"rss_kib": 100_000 + 9_000 * (n % 2), "descriptors": 20 + n % 5, "threads": 9 + n % 3} for n in range(90)]
     assert growth("it", noise) == []
     leak = [sample | {"descriptors": 20 + n // 3} for n, sample in enumerate(noise)]
-    assert growth("it", leak) == ["it: descriptors grew from 34 to 44, where 6 is allowed"]
+    assert growth("it", leak) == ["it: descriptors grew from 34 to 44; a growth of 6 is allowed"]

@@ -1,4 +1,4 @@
-"""The load of the live comparison of admission modes: its costs, its requests, and what nodes can do of them."""
+"""Load of the live comparison of admission modes: cost profile, requests, and the nodes' capacity for them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ TOKENS_PER_BLOCK = 32
 MAX_LEN = 2048
 TTFT_S, TBT_S = 20.0, 0.6
 MAX_BATCH = 16
-_SHORTEST, _LONGEST = 24, 96  # tokens of an answer: of much shorter ones the hand-over is most of the slowest tenth
-_ANSWERS_TIMES = 2  # as long as the trace's, so that prefill and decode are about equally scarce
+_SHORTEST, _LONGEST = 24, 96  # tokens of an answer; in shorter ones the hand-over would dominate the slowest tenth
+_ANSWERS_TIMES = 2  # factor on the trace's output lengths, so that prefill and decode are about equally scarce
 _SEED = 1
-_SCALE = BLOCK_TOKENS // TOKENS_PER_BLOCK  # tokens of the trace for one of the replay
+_SCALE = BLOCK_TOKENS // TOKENS_PER_BLOCK  # tokens of the trace per token of the replay
 
 
 @dataclass(frozen=True)
 class OverloadLoad:
-    """Requests as a trace file's rows, and what all nodes together can do of such requests, per second."""
+    """Requests as rows of a trace, and the nodes' total capacity for such requests per second."""
 
     rows: Sequence[TraceRow]
-    prefill_rps: float  # with everything reused that an endless pool would hold
+    prefill_rps: float  # with the reuse of an infinite pool
     decode_rps: float  # with every node at its TBT objective
 
     @property
     def capacity_rps(self) -> float:
-        """Return the rate that the scarcer of the two pools allows."""
+        """Capacity of the scarcer of the two kinds of nodes."""
         return min(self.prefill_rps, self.decode_rps)
 
 
 def write_rows(rows: Sequence[TraceRow], path: Path) -> None:
-    """As Mooncake's traces are."""
+    """Write a trace file in Mooncake's format."""
     lines = [
         json.dumps(
             {
@@ -55,7 +55,7 @@ def write_rows(rows: Sequence[TraceRow], path: Path) -> None:
 
 
 def poisson_rows(rows: Sequence[TraceRow], rate: float) -> list[TraceRow]:
-    """The trace's requests as a Poisson stream of `rate` a second, their answers scaled and cut."""
+    """Return the trace's requests as a Poisson stream of `rate` per second, with scaled and limited answers."""
     rng, at_s = random.Random(_SEED), 0.0
     made: list[TraceRow] = []
     for row in rows:
@@ -65,8 +65,10 @@ def poisson_rows(rows: Sequence[TraceRow], rate: float) -> list[TraceRow]:
 
 
 def slow_profile() -> CostProfile:
-    """So slow that one small machine keeps the pace of many nodes: some 2.5 s for a prompt of the trace, and steps that
-    reach their objective with some 10 sequences."""
+    """Return a profile slow enough for one small machine to simulate many nodes in real time.
+
+    A prompt of the trace takes about 2.5 s, and steps reach their objective at about 10 sequences.
+    """
     instant, prompts, contexts = profile_of("instant"), Range(1, MAX_LEN), Range(1, MAX_BATCH * MAX_LEN)
     prefill = PrefillCost(0.05, 0.0045, 0.0, new_tokens=prompts, prompt_tokens=prompts)
     decode = DecodeCost(0.15, 0.0425, 0.0, batch=Range(1, MAX_BATCH), context_tokens=contexts)
@@ -74,11 +76,13 @@ def slow_profile() -> CostProfile:
 
 
 def overload_load(times: float, nodes: int, profile: CostProfile, seconds: float) -> OverloadLoad:
-    """The conversation trace's requests at `times` the capacity of so many prefill and decode nodes, a Poisson stream
-    of about `seconds`; answers are scaled and cut so that decode matters as much as prefill."""
+    """Return the conversation trace's requests at `times` the capacity of `nodes` prefill and `nodes` decode nodes.
+
+    They are a Poisson stream of about `seconds`; answers are scaled and limited so that decode is as scarce as prefill.
+    """
     trace = load_trace("conversation")
     count, found = 200, _load(trace.rows, 200, nodes, profile, 1.0)
-    for _ in range(3):  # what can be reused depends on how many there are
+    for _ in range(3):  # iterate, because reuse and so the capacity depend on the number of requests
         count = round(times * found.capacity_rps * seconds)
         found = _load(trace.rows, count, nodes, profile, times * found.capacity_rps)
     return found
@@ -92,7 +96,7 @@ def _load(rows: Sequence[TraceRow], count: int, nodes: int, profile: CostProfile
 
 
 def _answer(row: TraceRow) -> int:
-    """Tokens of its answer."""
+    """Return the number of tokens of the request's answer."""
     return min(max(round(_ANSWERS_TIMES * row.output_length / _SCALE), _SHORTEST), _LONGEST)
 
 

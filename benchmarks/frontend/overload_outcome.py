@@ -1,5 +1,5 @@
-"""Outcome of a live run under overload: counts of its requests, without those of the time in which the cluster still
-learned the lengths of answers and its prediction errors.
+"""Outcome of a live run under overload, excluding an initial period in which the cluster learns answer lengths and
+prediction errors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ WINDOW_S = 30.0
 
 @dataclass(frozen=True)
 class OverloadObjectives:
-    """Seconds; TBT is the mean of the longest tenth of an answer's intervals."""
+    """Objectives in seconds; TBT is the mean of the longest tenth of an answer's intervals."""
 
     ttft_s: float
     tbt_s: float
 
     def end_of(self, record: dict[str, Any]) -> str:
-        """Return the end of a request: good, an objective missed, or the replay's own word."""
+        """Return how a request ended: good, an objective missed, or the replay's outcome."""
         if record["outcome"] != "completed":
             return str(record["outcome"])
         if record["ttft_s"] > self.ttft_s:
@@ -59,5 +59,5 @@ def counted(
 
 
 def _computed(record: dict[str, Any]) -> int:
-    """Prompt tokens."""
+    """Return the number of computed prompt tokens."""
     return int(record["prompt_tokens"] - record["cached_tokens"])

@@ -1,21 +1,20 @@
-"""Cost of HTTP and the conductor in front of nodes that take no time, and stalls of their event loops.
+"""Cost of frontend and conductor with nodes that compute nothing, and stalls of their event loops.
 
     python -m benchmarks.frontend [--requests N] [--streams N] [--rounds N]
 
-The conductor, with its decision log, and the front door are the real ones; the nodes join, take submits and tell tokens
-over the real protocol and compute nothing. Beside a bare uvicorn that streams events of the same size from nothing (the
-floor), in turns:
+The conductor (with its decision log) and the frontend are real; the nodes implement the real protocol and compute
+nothing. The baseline ("floor") is a bare uvicorn that streams events of the same size. Both alternate:
 
-- requests: short ones, 16 at a time: requests/s, CPU time per request of each process, and alone, one after another,
-  the time to the first token;
-- burst: 500 that arrive at once;
-- streams: 1,000 at once whose tokens come one per step: tokens/s, and by how much an interval between two of them is
-  longer than the step; memory, and answers that did not come whole;
-- long: prompts of 128k tokens as ids, as text and as a chat, alone and several at once, while short requests run, and
-  the time that scheduling takes by prompt length.
+- requests: short requests, 16 at a time: requests/s and CPU time per request of each process; and sequentially, the
+  time to the first token;
+- burst: 500 requests at once;
+- streams: 1,000 concurrent streams with one token per step: tokens/s, the excess of token intervals over the step,
+  memory, and incomplete answers;
+- long: prompts of 128k tokens as ids, text and chat, alone and several at once, beside short requests; and the
+  scheduling time by prompt length.
 
-For each, how long the event loops did not come round. Wall times are of the machine as it is; CPU time and what is held
-by own work do not depend on what else it does. One JSON line at the end.
+Each measurement includes the stalls of the event loops. Wall times depend on the machine's load; CPU times and stalls
+by the process's own work do not. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.front_door.load import StreamedAnswer, ask, gaps, many, percentile
-from benchmarks.front_door.processes import Served, door, floor, long_folder
+from benchmarks.frontend.load import StreamedAnswer, ask, gaps, many, percentile
+from benchmarks.frontend.processes import Served, floor, long_folder, scripted_cluster
 
 Figures = dict[str, Any]
 LONG = 128_000
@@ -42,13 +41,13 @@ WORDS = ["the", "of", "and", "people", "water", "before", "little", "because", "
 
 
 def short(model: str, tokens: int, seed: int) -> dict[str, Any]:
-    """A request of 64 prompt tokens, no two alike."""
+    """Return a request with a random prompt of 64 tokens."""
     ids = random.Random(seed).choices(range(5, 2000), k=64)
     return {"model": model, "prompt": ids, "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
 async def requests(served: Served, count: int, seed: int) -> Figures:
-    """Short requests: 16 at a time, then one after another."""
+    """Send short requests, 16 at a time, then sequentially."""
     bodies = [short(served.model, 8, seed + i) for i in range(count)]
     await many(served.url, bodies[:16], 16)  # warm: streams to the workers are attached
     cpu, began = served.cpu_s(), time.monotonic()
@@ -64,7 +63,7 @@ async def requests(served: Served, count: int, seed: int) -> Figures:
 
 
 async def burst(served: Served, count: int, seed: int) -> Figures:
-    """Short requests that all arrive at once."""
+    """Send short requests all at once."""
     began = time.monotonic()
     answers = await many(served.url, [short(served.model, 8, seed + i) for i in range(count)], count)
     took_s = time.monotonic() - began
@@ -74,7 +73,7 @@ async def burst(served: Served, count: int, seed: int) -> Figures:
 
 
 async def streams(served: Served, count: int, tokens: int, step_s: float) -> Figures:
-    """All at once, each with `tokens` tokens, one per step."""
+    """Run `count` concurrent streams of `tokens` tokens, one per step."""
     await many(served.url, [short(served.model, 2, i) for i in range(8)], 8)
     before, cpu, began = served.rss("frontend"), served.cpu_s(), time.monotonic()
     answers = await many(served.url, [short(served.model, tokens, 100 + i) for i in range(count)], count)
@@ -93,18 +92,18 @@ async def streams(served: Served, count: int, tokens: int, step_s: float) -> Fig
 
 
 async def held(served: Served, since_s: float) -> Figures:
-    """How long each watched loop was held."""
+    """Return the stalls of each watched event loop."""
     return {name: asdict(each) for name, each in (await asyncio.to_thread(served.held, since_s)).items()}
 
 
 async def long_prompts(served: Served, each: int) -> Figures:
-    """Long prompts beside short requests."""
+    """Send long prompts beside short requests."""
     found: Figures = {}
     rng = random.Random(7)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
 
         async def long(kind: str, tokens: int = LONG) -> float:
-            """Seconds that scheduling it took."""
+            """Send a long prompt and return its scheduling time in seconds."""
             body = {"model": served.model, "max_tokens": 4, "ignore_eos": True}
             if kind == "ids":
                 body |= {"prompt": rng.choices(range(5, 2000), k=tokens)}
@@ -133,10 +132,10 @@ async def long_prompts(served: Served, each: int) -> Figures:
 
 
 def check(answers: list[StreamedAnswer]) -> None:
-    """Every answer is whole. (Its events may be fewer than its tokens: those that wait together go out together.)"""
+    """Check that every answer is complete. An answer may have fewer events than tokens, as tokens are coalesced."""
     wrong = [one for one in answers if not (one.status == 200 and one.is_whole and one.at)]
     if wrong:
-        raise SystemExit(f"{len(wrong)} of {len(answers)} answers are not whole, the first: {wrong[0]}")
+        raise SystemExit(f"{len(wrong)} of {len(answers)} answers are incomplete, the first: {wrong[0]}")
 
 
 def main() -> None:
@@ -144,16 +143,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--burst", type=int, default=500)
     parser.add_argument("--streams", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=24, help="of each stream")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each stream")
     parser.add_argument("--step", type=float, default=0.5, help="seconds between two tokens of a stream")
-    parser.add_argument("--long", type=int, default=3, help="long prompts of each kind, one after another")
-    parser.add_argument("--rounds", type=int, default=3, help="of requests, cluster and floor in turns")
+    parser.add_argument("--long", type=int, default=3, help="sequential long prompts of each kind")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of requests")
     args = parser.parse_args()
     result: Figures = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         folder = long_folder(work / "long", 262_144)
-        with door(folder, work / "instant", 0) as served, floor(0) as bare:
+        with scripted_cluster(folder, work / "instant", 0) as served, floor(0) as bare:
             rounds = []
             for turn in range(args.rounds):
                 ours = asyncio.run(requests(served, args.requests, 10_000 * turn))
@@ -170,7 +169,7 @@ def main() -> None:
             print(json.dumps(result["burst"]), flush=True)
             result["long"] = asyncio.run(long_prompts(served, args.long))
             print(json.dumps(result["long"]), flush=True)
-        with door(folder, work / "steps", args.step) as served, floor(args.step) as bare:
+        with scripted_cluster(folder, work / "steps", args.step) as served, floor(args.step) as bare:
             ours = asyncio.run(streams(served, args.streams, args.tokens, args.step))
             theirs = asyncio.run(streams(bare, args.streams, args.tokens, args.step))
             over = ours["cpu_us_per_token"]["frontend"] / theirs["cpu_us_per_token"]["frontend"]

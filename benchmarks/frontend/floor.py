@@ -1,8 +1,8 @@
-"""The floor to compare the front door with: the same HTTP server, events of the same size, and nothing behind them.
+"""Baseline for the frontend: the same HTTP server and events of the same size, without anything behind it.
 
-    python -m benchmarks.front_door.floor PORT STEP_SECONDS
+    python -m benchmarks.frontend.floor PORT STEP_SECONDS
 
-Answers POST /v1/completions with `max_tokens` events, one every STEP_SECONDS (0: at once).
+Answers POST /v1/completions with `max_tokens` events, one every STEP_SECONDS (0: all at once).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 
 def app(step_s: float) -> Starlette:
-    """Knows how many tokens are asked for, and nothing else of the request."""
+    """Return an application that streams `max_tokens` events and ignores the rest of the request."""
 
     async def completions(http: Request) -> StreamingResponse:
         body = await http.json()

@@ -1,4 +1,4 @@
-"""Clients for the front door: streams whose every token is timed, read off the socket with as little work as can be."""
+"""Streaming clients with little overhead that record the time of every token."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 @dataclass
 class StreamedAnswer:
-    """One streamed answer. `at`: when each event with a choice came, on the monotonic clock."""
+    """One streamed answer. `at`: arrival of each event with a choice, on the monotonic clock."""
 
     began: float = 0.0
     at: list[float] = field(default_factory=list)
     status: int = 0
-    is_whole: bool = False  # the last event came
+    is_whole: bool = False  # the last event was received
 
 
 async def ask(url: str, body: dict[str, Any]) -> StreamedAnswer:
@@ -49,7 +49,7 @@ async def ask(url: str, body: dict[str, Any]) -> StreamedAnswer:
 
 
 async def many(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> list[StreamedAnswer]:
-    """All of them, so many at a time."""
+    """Send all requests, at most `concurrency` at a time."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(body: dict[str, Any]) -> StreamedAnswer:
@@ -60,11 +60,11 @@ async def many(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """By rank; 0 for none."""
+    """Return the value at that share of the sorted values; 0 if empty."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def gaps(streams: Sequence[StreamedAnswer]) -> list[float]:
-    """Times between one stream's events."""
+    """Return the times between successive events of the streams."""
     return [b - a for stream in streams for a, b in zip(stream.at, stream.at[1:], strict=False)]

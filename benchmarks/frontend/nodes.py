@@ -1,9 +1,9 @@
-"""Nodes that take no time: a prefill and a decode node of the real protocol that compute nothing, in one process.
+"""Scripted nodes: a prefill and a decode node that implement the real protocol and compute nothing, in one process.
 
-    python -m benchmarks.front_door.nodes CONDUCTOR_TARGET RUN_DIR MODEL MAX_LEN BLOCK_TOKENS STEP_SECONDS
+    python -m benchmarks.frontend.nodes CONDUCTOR_TARGET RUN_DIR MODEL MAX_LEN BLOCK_TOKENS STEP_SECONDS
 
-They join the conductor and report to it as workers do. Each request's first token comes from the prefill node at once,
-the others from the decode node, one message per step for all requests that decode.
+They join the conductor and report to it like workers. The prefill node sends each request's first token at once; the
+decode node sends the others, in one message per step for all decoding requests.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FIRST_ID, _IDS = 500, 100
 _CAPACITY_TOKENS = 1 << 30
 
 
-class ScriptedNode(WorkerServicer):  # the calls that it does not answer stay unimplemented
-    """One node's Attach streams and its stream to the conductor."""
+class ScriptedNode(WorkerServicer):  # other calls remain unimplemented
+    """Attach streams of one node and its stream to the conductor."""
 
     def __init__(self, node: conductor_pb2.Node, conductor: str) -> None:
         self.node = node
         self.joining = JoinStream(node, conductor, self._fill, lambda command: None)
-        self.decoding: dict[str, list[int]] = {}  # by request: index of the next token, how many there are, attempt
-        self.decoder = self  # where a request goes after its first token
+        self.decoding: dict[str, list[int]] = {}  # by request: [index of the next token, number of tokens, attempt]
+        self.decoder = self  # the node that decodes requests after their first token
         self._outbox: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue()
 
     async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # type: ignore[override]
@@ -70,7 +70,7 @@ class ScriptedNode(WorkerServicer):  # the calls that it does not answer stay un
         told(submit.request_id, submit.attempt, conductor_pb2.PHASE_ENDED)
 
     def step(self) -> None:
-        """One token for each request that decodes."""
+        """Send one token for each decoding request."""
         message = worker_pb2.WorkerMessage()
         for request_id, state in list(self.decoding.items()):
             index, wanted, attempt = state
@@ -120,7 +120,7 @@ def described(name: str, role: int, run_dir: str, model: str, max_len: int, bloc
 
 
 async def main(conductor: str, run_dir: str, model: str, max_len: int, block_tokens: int, step_s: float) -> None:
-    """Serve until told to stop; prints a line once both have joined."""
+    """Serve until SIGTERM; prints a line once both nodes have joined."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     nodes = [

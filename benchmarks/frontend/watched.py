@@ -1,9 +1,9 @@
-"""A role whose event loop is watched in full: every look at it is written down, not only the longest.
+"""Role process that logs every sample of its event loop's lag.
 
-    python -m benchmarks.front_door.watched FILE ROLE [FLAGS]
+    python -m benchmarks.frontend.watched FILE ROLE [FLAGS]
 
-Each line of FILE: when (monotonic clock), how late the loop came round, what of that its process computed, and what of
-it the loop's own thread did; seconds.
+Each line of FILE contains, in seconds: the time (monotonic clock), the lag of the event loop, the CPU time of the
+process during it, and the CPU time of the loop's thread during it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from telemetry import LoopWatch
 
 
 def write_down(path: str) -> None:
-    """Every note of this process's watch goes to the file at `path`, too."""
-    file = open(path, "w", buffering=1)  # noqa: SIM115  (as long as the process)
+    """Log every sample of this process's LoopWatch to the file at `path`."""
+    file = open(path, "w", buffering=1)  # noqa: SIM115  (open until the process ends)
     plain, before = LoopWatch.note, [0.0]
 
     def note(watch: LoopWatch, lag_s: float, cpu_s: float) -> None:

@@ -1,5 +1,4 @@
-"""The servers that are measured, as processes: a cluster with paced engines, conductor and front door before scripted
-nodes, and the floor."""
+"""Measured servers as processes: a cluster, conductor and frontend with scripted nodes, and the baseline."""
 
 from __future__ import annotations
 
@@ -18,37 +17,40 @@ from typing import Any
 import psutil
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
-_START_S = 900.0  # a cluster's 19 processes on two cores that others use, too
+_START_S = 900.0  # enough for the 19 processes of a cluster on two busy cores
 
 
 @dataclass
 class Served:
-    """A server and its processes by name."""
+    """Running server and its processes by name."""
 
     url: str
     model: str
     pids: dict[str, int]
-    loops: dict[str, Path] = field(default_factory=dict)  # what each watched process's loop did
+    loops: dict[str, Path] = field(default_factory=dict)  # event loop log of each watched process
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU time that each process has had."""
+        """Return the CPU seconds of each process."""
         times = {name: psutil.Process(pid).cpu_times() for name, pid in self.pids.items()}
         return {name: each.user + each.system for name, each in times.items()}
 
     def rss(self, name: str) -> int:
-        """Resident bytes of a process."""
+        """Return the resident memory of a process in bytes."""
         return int(psutil.Process(self.pids[name]).memory_info().rss)
 
     def held(self, since_s: float) -> dict[str, LoopDelays]:
-        """How long each watched loop did not come round, from `since_s` (monotonic clock) until now."""
-        time.sleep(0.1)  # the last look is written down
+        """Return the stalls of each watched event loop from `since_s` (monotonic clock) until now."""
+        time.sleep(0.1)  # until the last sample is written
         return {name: LoopDelays.of(path, since_s) for name, path in self.loops.items()}
 
 
 @dataclass(frozen=True)
 class LoopDelays:
-    """Milliseconds. `lag`: as passed, of which other processes may have had some; `held`: what of it the process
-    computed; `own`: what the loop's own thread did."""
+    """Event loop stalls in milliseconds.
+
+    `lag`: wall time, which includes preemption by other processes; `held`: CPU time of the process during it; `own`:
+    CPU time of the loop's thread during it.
+    """
 
     lag_max: float
     held_max: float
@@ -57,7 +59,7 @@ class LoopDelays:
 
     @classmethod
     def of(cls, path: Path, since_s: float) -> LoopDelays:
-        """From what `watched` wrote."""
+        """Read the log written by `watched`."""
         rows = [[float(value) for value in line.split()] for line in path.read_text().splitlines()]
         late = [row[1:] for row in rows if len(row) == 4 and row[0] >= since_s]
         lags, held, own = ([1e3 * value for value in column] for column in zip(*late, strict=True))
@@ -65,7 +67,7 @@ class LoopDelays:
 
 
 def long_folder(folder: Path, max_len: int) -> Path:
-    """The bundled model's configuration and tokenizer with a longer context; paced engines need no weights."""
+    """Copy the bundled model's configuration and tokenizer with a longer context; weights are not needed."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((BUNDLED / "config.json").read_text()) | {"max_position_embeddings": max_len}
     (folder / "config.json").write_text(json.dumps(config))
@@ -75,8 +77,8 @@ def long_folder(folder: Path, max_len: int) -> Path:
 
 
 @contextlib.contextmanager
-def door(folder: Path, work: Path, step_s: float) -> Iterator[Served]:
-    """A conductor with its decision log, a front door, and nodes that take no time but `step_s` per decode step."""
+def scripted_cluster(folder: Path, work: Path, step_s: float) -> Iterator[Served]:
+    """Run a conductor with its decision log, a frontend, and scripted nodes with `step_s` per decode step."""
     work.mkdir(parents=True, exist_ok=True)
     model, conductor = folder.name, f"unix:{work}/conductor.sock"
     roles = {
@@ -94,13 +96,13 @@ def door(folder: Path, work: Path, step_s: float) -> Iterator[Served]:
     with contextlib.ExitStack() as stack:
         pids, told = {}, {}
         for name, flags in roles.items():
-            command = [sys.executable, "-m", "benchmarks.front_door.watched", str(work / f"{name}.loop"), *flags]
+            command = [sys.executable, "-m", "benchmarks.frontend.watched", str(work / f"{name}.loop"), *flags]
             process = stack.enter_context(_running([*command, "--log-level", "warning"], work / f"{name}.log"))
             told[name] = json.loads(_line(process, "MOONPOOL_READY ", work / f"{name}.log"))
             pids[name] = process.pid
             if name == "conductor":
                 limits = [str(json.loads((folder / "config.json").read_text())["max_position_embeddings"]), "16"]
-                command = [sys.executable, "-m", "benchmarks.front_door.nodes", conductor, str(work), model, *limits]
+                command = [sys.executable, "-m", "benchmarks.frontend.nodes", conductor, str(work), model, *limits]
                 nodes = stack.enter_context(_running([*command, str(step_s)], work / "nodes.log"))
                 _line(nodes, "joined", work / "nodes.log")
                 pids["nodes"] = nodes.pid
@@ -110,7 +112,7 @@ def door(folder: Path, work: Path, step_s: float) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def cluster(folder: Path, work: Path, *flags: str) -> Iterator[Served]:
-    """`moonpool serve`, ended on exit."""
+    """Run `moonpool serve`."""
     work.mkdir(parents=True, exist_ok=True)
     ready = work / "ready.json"
     command = [sys.executable, "-m", "moonpool", "serve", str(folder), "--port", "0"]
@@ -129,11 +131,11 @@ def cluster(folder: Path, work: Path, *flags: str) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def floor(step_s: float) -> Iterator[Served]:
-    """The bare HTTP server."""
+    """Run the baseline HTTP server."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.front_door.floor", str(port), str(step_s)]
+    command = [sys.executable, "-m", "benchmarks.frontend.floor", str(port), str(step_s)]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     try:
         deadline = time.monotonic() + _START_S
@@ -149,7 +151,7 @@ def floor(step_s: float) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process whose standard output is read here, ended on exit."""
+    """Run a process whose standard output is read here."""
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:

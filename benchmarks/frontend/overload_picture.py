@@ -1,5 +1,5 @@
-"""The live comparison of admission modes as a picture: what became of the requests, goodput, prefill done in vain, and
-goodput over time."""
+"""Picture of the live comparison of admission modes: goodput, requests by outcome, wasted prefill, and goodput over
+time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.front_door.overload_outcome import WINDOW_S
+from benchmarks.frontend.overload_outcome import WINDOW_S
 
 ENDS = {
     "good": "#1a7f37",
@@ -26,11 +26,13 @@ LINES = {"none": "#8c959f", "early": "#bc4c00", "predicted-uniform": "#0969da", 
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """As the file's ending says (SVG, PNG)."""
+    """Draw the picture in the format of the file's suffix (SVG, PNG)."""
     modes = result["modes"]
     with plt.rc_context({"svg.hashsalt": "overload-live", "font.size": 9.0, "axes.titlelocation": "left"}):
         figure = plt.figure(figsize=(10.0, 3.9 + 0.45 * len(modes)), layout="constrained")
-        halves: Any = figure.subfigures(2, 1, height_ratios=(1.5 + 0.45 * len(modes), 2.4))  # typed as a single one
+        halves: Any = figure.subfigures(
+            2, 1, height_ratios=(1.5 + 0.45 * len(modes), 2.4)
+        )  # mypy assumes a single subfigure
         above, below = halves
         goodput, ends, prefill = above.subplots(1, 3, sharey=True, width_ratios=(1, 1.3, 1))
         _over_time(below.subplots(), modes, result["uncounted_s"])
@@ -47,7 +49,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             for name, colour in ENDS.items()
         ]
         _stack(ends, [share for share in assign_chunks if any(share[2])])
-        ends.set_title("what became of the requests, %")
+        ends.set_title("requests by outcome, %")
         tokens = [(row["computed_prompt_tokens"] / 1e3, row["wasted_prompt_tokens"] / 1e3) for row in modes.values()]
         useful = ("useful", USEFUL, [computed - wasted for computed, wasted in tokens])
         _stack(prefill, [useful, ("wasted", WASTED, [wasted for _, wasted in tokens])])
@@ -61,7 +63,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _over_time(axes: Axes, modes: dict[str, Any], uncounted_s: float) -> None:
-    """Goodput by window of arrivals, a line per mode; the windows that are not counted are shaded."""
+    """Draw goodput by window of arrivals, with a line per mode; excluded windows are shaded."""
     for mode, row in modes.items():
         windows = row["good_by_window"]
         middles = [(window + 0.5) * WINDOW_S for window in range(len(windows))]
@@ -77,7 +79,7 @@ def _over_time(axes: Axes, modes: dict[str, Any], uncounted_s: float) -> None:
 
 
 def _stack(axes: Axes, parts: list[tuple[str, str, list[float]]]) -> None:
-    """Horizontal bars, one per mode, made of `parts`: (name, colour, width by mode)."""
+    """Draw stacked horizontal bars, one per mode, from `parts`: (name, colour, width by mode)."""
     begins = [0.0] * len(parts[0][2])
     for name, colour, widths in parts:
         axes.barh(range(len(widths)), widths, left=begins, color=colour, height=0.62, label=name)

@@ -1,4 +1,4 @@
-"""One mode of admission under a load, live: the replay, and what came of it; and the table of all modes."""
+"""Live run of one admission mode under a load: replay and outcome; and the table of all modes."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.front_door.overload_load import TOKENS_PER_BLOCK
-from benchmarks.front_door.overload_outcome import OverloadObjectives, counted
-from benchmarks.front_door.processes import BUNDLED, Served, cluster
+from benchmarks.frontend.overload_load import TOKENS_PER_BLOCK
+from benchmarks.frontend.overload_outcome import OverloadObjectives, counted
+from benchmarks.frontend.processes import BUNDLED, Served, cluster
 
 MODES = ("none", "early", "predicted-uniform", "predicted")
 
 
 def options(description: str | None, *, seconds: float, uncounted: float) -> argparse.ArgumentParser:
-    """Options of every comparison of modes, with their defaults."""
+    """Return a parser with the options that all comparisons of modes share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=float, default=2.0)
-    parser.add_argument("--seconds", type=float, default=seconds, help="of arrivals")
-    parser.add_argument("--uncounted", type=float, default=uncounted, help="of these, at the beginning")
+    parser.add_argument("--seconds", type=float, default=seconds, help="duration of the arrivals")
+    parser.add_argument("--uncounted", type=float, default=uncounted, help="initial seconds excluded from the figures")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     return parser
 
 
 def given(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line; ends the program where it cannot be."""
+    """Parse and validate the command line; exits the program on errors."""
     args = parser.parse_args()
     if not 0 <= args.uncounted < args.seconds:
-        parser.error(f"--uncounted {args.uncounted:g} leaves none of --seconds {args.seconds:g}: give less")
+        parser.error(f"--uncounted must be at least 0 and below --seconds ({args.seconds:g}), got {args.uncounted:g}")
     return args
 
 
@@ -52,7 +52,7 @@ def each_mode(
     *,
     verified: int,
 ) -> dict[str, dict[str, Any]]:
-    """Run the trace under each mode in a fresh cluster with `flags`; print each result as it comes."""
+    """Run the trace under each mode in a fresh cluster with `flags`; print and return the results."""
     found = {}
     slo = ("--ttft-slo", str(objectives.ttft_s), "--tbt-slo", str(objectives.tbt_s))
     for mode in args.modes:
@@ -73,7 +73,7 @@ def run(
     until_s: float,
     verified: int,
 ) -> dict[str, Any]:
-    """Replay, and what came of the requests due between the two; so many answers are verified."""
+    """Replay the trace, verify `verified` answers, and summarise the requests due between `from_s` and `until_s`."""
     report, records, cores_used = replayed(served, trace, out, objectives, verified)
     reasons: Counter[str] = Counter()
     for each in report["reasons"]:
@@ -93,7 +93,7 @@ def run(
 def replayed(
     served: Served, trace: Path, out: Path, objectives: OverloadObjectives, verified: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
-    """The replay's report and records, and how many processors all processes together had."""
+    """Replay the trace; return its report and records, and the mean number of CPU cores used by all processes."""
     command = [sys.executable, "-m", "moonpool", "replay", str(trace), "--url", served.url, "--out", str(out)]
     command += ["--tokens-per-block", str(TOKENS_PER_BLOCK)]
     command += [
@@ -118,7 +118,7 @@ def replayed(
 
 
 def _children_cpu_s() -> float:
-    """Return the CPU seconds of ended processes: replays and earlier clusters."""
+    """Return the CPU seconds of ended child processes: replays and earlier clusters."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -130,7 +130,7 @@ def _sum(served: Served, name: str) -> float:
 
 
 def show(title: str, modes: dict[str, dict[str, Any]]) -> None:
-    """On the console, a row per mode."""
+    """Print a table with a row per mode."""
     table = Table(title=title)
     columns = ("goodput_rps", "slo_attainment", "rejected", "failed", "wasted_share", "ttft_p90_s", "late_share")
     for heading in ("mode", *columns, "cores_used"):
