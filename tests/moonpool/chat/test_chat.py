@@ -116,7 +116,7 @@ def test_a_line_is_a_question_or_a_command() -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("/rest", "did you mean /reset"), ("/save", "needs a FILE"), ("/undo 2", "takes no argument, got '2'")],
+    [("/rest", "did you mean /reset"), ("/save", "needs the argument FILE"), ("/undo 2", "takes no argument, got '2'")],
 )
 def test_a_wrong_command_is_told_what_was_expected(line: str, said: str) -> None:
     with pytest.raises(ChatCommandError, match=said):
@@ -142,7 +142,7 @@ def test_a_conversation_survives_its_file_to_the_letter() -> None:
     ],
 )
 def test_what_is_no_conversation_is_refused(text: str) -> None:
-    with pytest.raises(ChatFileError, match="expected"):
+    with pytest.raises(ChatFileError, match="must"):
         Conversation.from_json(text)
 
 

@@ -38,7 +38,7 @@ def test_dead_hosts_offer_nothing_and_the_missing_resource_is_named_with_what_to
     with pytest.raises(RayUnusable) as refused:
         check_offer([{"moonpool_prefill": 1.0}, {"moonpool_decode": 1.0}], hosts(NODES))
     said = str(refused.value)
-    assert "moonpool_decode: 1 wanted, 0 offered" in said
+    assert "moonpool_decode: 1 required, 0 offered" in said
     assert "moonpool_prefill" not in said.split(";")[0]
     assert "10.0.0.2 offers moonpool_prefill=2" in said
     assert "ray start --address=HEAD:6379 --resources=" in said
