@@ -1,4 +1,7 @@
-"""The messenger: one-sided moves of bytes between processes' registered memory."""
+"""The messenger: one-sided transfers of bytes between the registered memories of processes.
+
+`messenger.messenger` describes threads, locks and lifetimes.
+"""
 
 from messenger.config import Endpoint, MessengerConfig
 from messenger.errors import (

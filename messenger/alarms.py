@@ -1,7 +1,7 @@
 """One thread that calls back at given times: deadlines of operations and grace periods.
 
 Alarms are kept in buckets of `TICK_S`, so setting and clearing one costs a dictionary operation. The clock's lock is a
-leaf, held for no callback.
+leaf and not held during callbacks.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 TICK_S = 0.005
 _FOREVER_S = threading.TIMEOUT_MAX / 2
-"""A thread cannot wait for longer."""
+"""Longest delay; a thread cannot wait much longer."""
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Alarm:
 
 
 class AlarmClock:
-    """Thread of alarms. Callbacks run on it, must be brief, and run at most `TICK_S` late on an idle machine."""
+    """Thread of alarms. Callbacks run on it, at most `TICK_S` late on an idle machine, and must be brief."""
 
     def __init__(self, name: str) -> None:
         self._changed = threading.Condition()
@@ -72,7 +72,7 @@ class AlarmClock:
         return self._thread is threading.current_thread()
 
     def close(self) -> None:
-        """End the thread; alarms that are set never ring."""
+        """End the thread; pending alarms never ring."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -106,8 +106,8 @@ class EarliestAlarm:
     """One alarm for many deadlines: it rings when the earliest may have passed, and is then set to the next.
 
     Guarded by its user's lock. `ring` is called without that lock; it must call `rang` first, and then `watch` for each
-    deadline that is still open. A deadline that is met costs no call of the clock; instead, the alarm sometimes rings
-    without need.
+    deadline that is still open. A deadline that is met costs no call of the clock; in return, the alarm sometimes rings
+    unnecessarily.
     """
 
     def __init__(self, clock: AlarmClock, ring: Callable[[], None]) -> None:
@@ -129,7 +129,7 @@ class EarliestAlarm:
         self._due_s = math.inf
 
     def clear(self) -> None:
-        """Watch nothing, and do not ring."""
+        """Discard all deadlines; the alarm does not ring."""
         if self._alarm is not None:
             self._clock.clear(self._alarm)
         self.rang()

@@ -1,6 +1,6 @@
-"""Queues of one peer's parts: those that no stream has begun (Backlog), and those a stream has begun (InFlight). Pure.
+"""Queues of one peer's parts: those that no stream has begun (Backlog), and those that a stream has begun (InFlight).
 
-Both are guarded by the peer's traffic lock.
+No I/O, no clock. Both are guarded by the peer's traffic lock.
 """
 
 from collections import deque
@@ -48,7 +48,7 @@ class _PriorityQueues:
         self.spread: deque[Part] = deque()
         self.reads: deque[Part] = deque()
         self.spreading: dict[Operation, int] = {}
-        """Writes with spread parts that are queued or in flight, and the number of those parts; the oldest first."""
+        """Writes with spread parts that are queued or in flight, and the number of those parts; oldest first."""
 
     def queues(self) -> tuple[deque[Part], deque[Part], deque[Part]]:
         """Return the queues in the order of QueueKind."""
@@ -65,7 +65,7 @@ class _PriorityQueues:
     def _may_begin(self, part: Part) -> bool:
         if part.notification is None or not self.spreading:
             return True
-        # The operation's own parts come first: concurrent submitters may arrive here out of the order of numbers.
+        # The operation's own parts precede it. Concurrent submitters may arrive out of the order of numbers.
         return part.operation not in self.spreading and next(iter(self.spreading)).number > part.operation.number
 
 
@@ -101,7 +101,7 @@ class Backlog:
         self._queued += 1
 
     def take(self, role: StreamRole, *, background: bool) -> Part | None:
-        """Dequeue the next part for a stream of this role; one of BACKGROUND only if `background`."""
+        """Dequeue the next part for a stream of this role, a BACKGROUND one only if `background`; None without any."""
         if not self._queued:
             return None
         queues = [
@@ -176,9 +176,9 @@ class InFlight:
 
     def __init__(self) -> None:
         self.sent: deque[Part] = deque()
-        """On the wire, the oldest first; they are answered in this order."""
+        """Parts on the wire, oldest first; they are answered in this order."""
         self.repeats: deque[Part] = deque()
-        """To be begun again before anything new."""
+        """Parts to be sent again, before any new one."""
         self._next_seq = 1
 
     def begin(self, part: Part) -> None:
@@ -190,9 +190,9 @@ class InFlight:
         self.sent.append(part)
 
     def waiting(self, index: int = 0) -> Part | None:
-        """Return the part that is answered after `index` others.
+        """Return the part that is answered after `index` others; None if there is none.
 
-        With or without the lock; without it, the newest part may be taken back at any time.
+        With or without the lock; without it, the newest part may be removed at any time.
         """
         try:
             return self.sent[index]
@@ -222,7 +222,7 @@ class InFlight:
         self.repeats.appendleft(part)
 
     def connection_lost(self) -> None:
-        """Queue everything on the wire to be sent again, before everything else."""
+        """Queue all parts on the wire to be sent again, before all others."""
         for part in self.sent:
             part.copied = False
             part.operation.num_in_flight -= 1

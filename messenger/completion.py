@@ -1,7 +1,11 @@
 """A `concurrent.futures.Future` that is cheap to create, to settle and to wait for.
 
-The standard future creates a condition variable each time. This one creates what its observers need when they need it;
-`asyncio.wrap_future`, `concurrent.futures.wait` and `as_completed` work with it.
+The standard future always creates a condition variable. This one creates the objects that its observers need on
+demand; `asyncio.wrap_future`, `concurrent.futures.wait` and `as_completed` work with it.
+
+Locks: `_LOCK`, one for all completions and a leaf, guards outcome, gates and callbacks. A future observed by
+`concurrent.futures.wait` also has `_foreign`, a condition that these functions hold; it is taken before `_LOCK`.
+Callbacks run without either, on the thread that settles the future, or on the one that adds the callback afterwards.
 """
 
 import logging
@@ -15,12 +19,12 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# One lock for all completions, a leaf: held for a few instructions when one is settled or gets an observer.
+# Held for a few instructions when a completion is settled or gets an observer.
 _LOCK = threading.Lock()
 
 
 class Completion(Future[T]):
-    """Future that is settled once, by `settle`, with a result or a failure; never in the cancelled state."""
+    """Future that is settled once, by `settle`, with a result or an exception. It is never in the cancelled state."""
 
     # Class attributes hold the defaults, so that creating a completion does not set them.
     _state = RUNNING
@@ -43,7 +47,7 @@ class Completion(Future[T]):
     # Hooks of subclasses, called while the completion is not settled.
 
     def _on_observed(self) -> None:
-        """React to an observer that does not wait in `result` or `exception` without a time limit."""
+        """React to an observer other than a thread that waits in `result` or `exception` without a time limit."""
 
     def _before_wait(self) -> None:
         """Contribute to the outcome on the calling thread, which is about to wait without a time limit."""
@@ -77,7 +81,7 @@ class Completion(Future[T]):
 
     @property
     def settled(self) -> bool:
-        """True once the outcome is set; unlike `done`, does not count as observing."""
+        """True once the outcome is set. Unlike `done`, reading it does not count as observing."""
         return self._state == FINISHED
 
     def done(self) -> bool:

@@ -19,17 +19,17 @@ class MessengerConfig:
     transport: TransportSettings = field(default_factory=TransportSettings)
     """The transports to use and their limits, and the address that the tcp listener binds."""
     host: HostSettings = field(default_factory=HostSettings)
-    """Id of this host, port of the tcp listener and the address for peers; without an id, the machine's boot id."""
+    """Id of this host (default: the machine's boot id), port of the tcp listener, and the address that peers dial."""
     tls: TlsSettings = field(default_factory=TlsSettings)
-    """Key material; with it, tcp is encrypted and only peers with a certificate of the same CA are accepted."""
+    """Key material. If set, tcp is encrypted, and only peers with a certificate of the same CA are accepted."""
     shm_dir: Path | None = None
     """Directory of the unix socket for shm; None makes a private one."""
     default_deadline_s: float = 30.0
-    """Deadline of operations that are given none."""
+    """Deadline of operations for which none is given."""
     max_inbound_connections: int = 256
-    """Inbound connections at a time; more are refused with a reason."""
+    """Most inbound connections at a time; further ones are rejected with a reason."""
     gpu: int | None = None
-    """CUDA's number of the GPU that this process computes on: the RDMA devices nearest to it are used."""
+    """CUDA device number of the GPU that this process uses: the nearest RDMA devices are chosen."""
     handshake_timeout_s: float = 5.0
     """Longest time for connecting, and for the greeting after it."""
     revoke_grace_s: float = 0.2
@@ -59,7 +59,7 @@ class MessengerConfig:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one incarnation of a node's messenger listens; `tcp_port` 0 or `shm_socket` "" mean: not by that."""
+    """Address of one incarnation of a node's messenger. `tcp_port` is 0 without tcp, `shm_socket` is "" without shm."""
 
     node_id: str
     incarnation: int
@@ -68,7 +68,7 @@ class Endpoint:
     tcp_port: int
     shm_socket: str
     rdma: bool = False
-    """Whether it speaks rdma to those who connect at tcp_port."""
+    """True if peers that connect at tcp_port may use rdma."""
 
     def to_proto(self) -> common_pb2.Endpoint:
         return common_pb2.Endpoint(
@@ -95,5 +95,5 @@ class Endpoint:
 
 
 def boot_id() -> str:
-    """This machine's boot id: equal for all processes that may share memory."""
+    """Return this machine's boot id, which is equal for all processes that may share memory."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

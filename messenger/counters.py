@@ -1,8 +1,8 @@
-"""Counts of what a messenger did: flows (bytes by peer, transport, rail and direction) and events by name.
+"""Counters of a messenger: flows (bytes by peer, transport, rail and direction) and events by name.
 
 No lock is taken on the path of a transfer. Each thread adds to its own sums, and a reader adds them up: a reading may
-miss additions of the same moment, but none is ever lost. `Counters._lock` guards the totals and the list of open sums;
-when the user of sums is gone (a connection or a thread ended), the next reader folds them into the totals.
+miss concurrent additions, but none is ever lost. `Counters._lock` guards the totals and the list of open sums; when the
+user of sums is gone (a connection or a thread ended), the next reader folds them into the totals.
 
 Nodes report the counts under flat names (`reported`): bytes, slices, operations and their seconds per peer (of which
 the number is bounded) and per rail; latencies as histograms per transport and direction, and per rail.
@@ -43,8 +43,9 @@ Sums = list[float] | FloatSums
 
 @dataclass(frozen=True, order=True)
 class FlowKey:
-    """Labels of a flow: per peer (`rail` is ""), or per rail (`peer` is ""), which counts the same bytes once more by
-    the devices that carried them.
+    """Labels of a flow, per peer (`rail` is "") or per rail (`peer` is "").
+
+    The flows per rail count the same bytes again, by the devices that carried them.
     """
 
     peer: str
@@ -114,8 +115,8 @@ class Counters:
         self._lock = threading.Lock()
         self._flow_totals: dict[FlowKey, Sums] = {}
         self._event_totals: Counter[str] = Counter()
-        # By the identity of the weak reference to their user. Its callback can run in the middle of anything, where no
-        # lock may be taken: it only appends to `_ended`.
+        # By the identity of the weak reference to their user. Its callback may run at any point of any thread, where no
+        # lock may be taken, so it only appends to `_ended`.
         self._open_flows: dict[int, tuple[weakref.ref[Flow], FlowKey, Sums]] = {}
         self._open_events: dict[int, tuple[weakref.ref[_Events], dict[str, int]]] = {}
         self._ended: deque[weakref.ref[Flow] | weakref.ref[_Events]] = deque()
@@ -126,7 +127,7 @@ class Counters:
     ) -> Flow:
         """Return a new Flow, one for each connection and direction.
 
-        `sums`: zeros to which the Flow adds, for a compiled loop that adds to them as well, on the same thread.
+        `sums` [NUM_SUMS], if given, are zeros to which the Flow and, on the same thread, a compiled loop add.
         """
         sums = [0] * NUM_SUMS if sums is None else sums
         flow = Flow(sums)
@@ -195,7 +196,7 @@ class Counters:
                 self._event_totals.update(self._open_events.pop(ended)[1])
 
     def _label(self, peer: str) -> str:
-        """Return the peer's label: its own name while fewer than MAX_PEERS are counted."""
+        """Return the peer's label: its name, or OTHER_PEERS if MAX_PEERS others have open flows."""
         known = {key.peer for key in self._flow_totals} - {OTHER_PEERS}
         if peer in known or len(known) < MAX_PEERS:
             return peer

@@ -1,7 +1,7 @@
-"""Making one connection to a peer: connect, greet, and check that the expected incarnation answers.
+"""Setting up one connection to a peer: connect, greet, and check that the expected incarnation answers.
 
-A peer may be reachable by several transports. They are tried in order at every connection, and the next one only if no
-messenger answers by the one before: a unix socket may be invisible while its owner lives.
+A peer may be reachable by several transports. They are tried in order at every connection; the next one is tried only
+if no messenger answers by the one before. (A unix socket may be invisible although its owner lives.)
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Unreachable(Exception):
-    """Nothing, or another node, listens there: this incarnation never comes back."""
+    """Nothing, or another node, listens at the address; this incarnation will not return."""
 
 
 class Restarted(Exception):
@@ -32,10 +32,10 @@ class Busy(OSError):
 
 @dataclass(frozen=True)
 class Dialer:
-    """Makes the connections of one stream. `node_id` and `incarnation` are the caller's own."""
+    """Maker of the connections of one stream. `node_id` and `incarnation` are the caller's own."""
 
     transports: tuple[Transport, ...]
-    """Transports to try, at least one; the best first."""
+    """Transports to try, at least one, best first."""
     endpoint: Endpoint
     node_id: str
     incarnation: int
@@ -46,14 +46,14 @@ class Dialer:
         """Connect and greet. Returns the transport, the link and its requester.
 
         `opened` is called with each link before anything blocks, so that it can be cut. Raises Unreachable or Restarted
-        if trying again is useless, OSError if it is not.
+        if a retry is useless, OSError if it may succeed.
         """
         *better, last = self.transports
         for transport in better:
             try:
                 return self._dial(transport, opened)
             except (Unreachable, PermissionError, NoPath) as error:
-                _log.info("%s is not reached by %s: %s", self.endpoint.node_id, transport.name, error)
+                _log.info("%s cannot be reached by %s: %s", self.endpoint.node_id, transport.name, error)
         return self._dial(last, opened)
 
     def _dial(self, transport: Transport, opened: Callable[[Link], None]) -> tuple[Transport, Link, Requester]:
@@ -65,7 +65,7 @@ class Dialer:
             try:
                 link.connect(lambda sock: transport.connect(sock, self.endpoint))
             except (ConnectionRefusedError, FileNotFoundError) as error:
-                raise Unreachable("nothing listens there: the process is gone, ask for its successor") from error
+                raise Unreachable("nothing listens there: the process is gone; get the new endpoint") from error
             try:
                 link.open()
             except EncryptionRefused as error:
@@ -104,4 +104,4 @@ class Dialer:
             raise Unreachable(f"it rejects the greeting: {answer.reason}")
         expected = Welcome(self.endpoint.node_id, self.endpoint.incarnation)
         if answer != expected:
-            raise Unreachable(f"it answers {answer!r} where {expected!r} was expected")
+            raise Unreachable(f"expected {expected!r}, got {answer!r}")

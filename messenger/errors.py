@@ -3,13 +3,13 @@
 MessengerError             (a rpc.errors.NetworkError)
 ├── MessengerClosed          the messenger was closed while, or before, the operation ran
 ├── RdmaUnavailable          rdma was requested, and this process cannot use it
-├── PeerLost                 the connection died, or could not be made, before the operation was acknowledged
+├── PeerLost                 the connection broke, or could not be made, before the operation was acknowledged
 │   ├── PeerUnreachable      nothing answers at the peer's address
 │   └── PeerRestarted        another incarnation answers there: the endpoint, its regions and keys are void
 ├── TransferCancelled        the caller cancelled the operation; it cannot touch memory any more
 ├── RemoteAccessError        the owner refused: unknown or revoked key, missing right, out of bounds
-├── MemoryOutOfReach         the peer's transport cannot move the local memory, for example a GPU's by tcp
-├── GpuMemoryUnsupported     GPU memory cannot be registered here: a driver or module is missing, or refuses
+├── MemoryOutOfReach         the transport to the peer cannot move the local memory, for example GPU memory by tcp
+├── GpuMemoryUnsupported     GPU memory cannot be registered: a driver or module is missing or fails
 └── ProtocolError            bytes that are not a frame of this protocol and version
     └── EncryptionRefused    the other side does not speak TLS, or a certificate is not accepted
 
@@ -49,7 +49,7 @@ class TransferError(MessengerError):
 
 
 class PeerLost(TransferError):
-    """The connection died before the operation was acknowledged."""
+    """The connection broke before the operation was acknowledged."""
 
 
 class PeerUnreachable(PeerLost):
@@ -57,7 +57,7 @@ class PeerUnreachable(PeerLost):
 
 
 class PeerRestarted(PeerLost):
-    """Another incarnation of the node answers: ask for its new endpoint, regions and keys."""
+    """Another incarnation of the node answers: get its new endpoint, regions and keys."""
 
 
 class TransferDeadlineExceeded(TransferError, DeadlineExceeded):
@@ -65,7 +65,7 @@ class TransferDeadlineExceeded(TransferError, DeadlineExceeded):
 
 
 class TransferCancelled(TransferError):
-    """The caller cancelled the operation; what was on the wire is cut off as by a deadline."""
+    """The caller cancelled the operation; its connection is cut, as at a deadline, if parts were on the wire."""
 
 
 class RemoteAccessError(TransferError):
@@ -85,4 +85,4 @@ class ProtocolError(MessengerError):
 
 
 class EncryptionRefused(ProtocolError):
-    """Only one side uses TLS, or one rejects the other's certificate: trying again is useless."""
+    """Only one side uses TLS, or one rejects the other's certificate; a retry is useless."""

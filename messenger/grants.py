@@ -1,4 +1,4 @@
-"""The owner's table of regions and grants: the rights of peers, the accesses under way, and the fence of a revoke.
+"""The owner's table of regions and grants: the rights of peers, accesses in progress, and the fence of a revoke.
 
 Fence: every access by a peer happens in this process between entering and leaving it (on shm, too, the owner itself
 copies what a peer writes). `revoke` first makes later accesses fail, then waits for those under way; after a grace
@@ -67,7 +67,7 @@ class Access:
         self._mover = mover
 
     def keep(self, window: AccessWindow) -> None:
-        """Have the window closed when the key is revoked."""
+        """Register a window to be closed when the key is revoked."""
         self._table._keep(self._grant, window)
 
     def __enter__(self) -> "Access":
@@ -209,7 +209,7 @@ class GrantTable:
             self._changed.notify_all()
 
     def require(self, region: AnyRegion) -> None:
-        """Raises InvalidArgument unless the region is registered here."""
+        """Raise InvalidArgument unless the region is registered here."""
         # Without the lock: a single look-up, on the path of every operation.
         if self._regions.get(region.region_id) is not region:
             raise InvalidArgument(f"region {region.region_id} is not registered with this messenger")

@@ -29,20 +29,20 @@ class LinkClosed(ConnectionError):
 
 
 class Cuttable(Protocol):
-    """Moves bytes of an access to granted memory, and can be made to stop at once."""
+    """Object that moves the bytes of an access to granted memory, and can be stopped at once."""
 
     def cut(self) -> None: ...
 
 
 class Link(ABC):
-    """Connection to a peer; see the module for its threads."""
+    """Connection to a peer; the module's docstring describes its threads."""
 
     address: str
     """Name of the other side in errors and logs."""
 
     @abstractmethod
     def set_timeout(self, timeout_s: float | None) -> None:
-        """Limit the time of all that follows (the handshake); None: no limit, blocking calls end by `cut`."""
+        """Limit the total time of the following calls (the handshake). None: no limit, and only `cut` ends them."""
 
     def open(self) -> None:  # noqa: B027  (most links have nothing to agree on)
         """Negotiate what precedes the first frame, on both sides. Raises ProtocolError or OSError if it fails."""
@@ -76,18 +76,17 @@ class Link(ABC):
 
 
 LOW_WATER_MIN_NBYTES = 512 << 10
-"""Smaller payloads are received as they come: waiting for parts of them would take as many calls."""
+"""Smaller payloads are received as they arrive: waiting for parts of them would take as many calls."""
 _LOW_WATER_MAX_NBYTES = 1 << 20
 
 
 def low_water_mark(nbytes: int, buffer_nbytes: int) -> int:
-    """Return the low-water mark (SO_RCVLOWAT, socket(7)) to receive a payload with; 0: leave it.
+    """Return the low-water mark (SO_RCVLOWAT, socket(7)) for receiving a payload; 0 means leave it unchanged.
 
-    `nbytes` is the payload's size and `buffer_nbytes` the receive buffer's (SO_RCVBUF). A receiver that is woken for
-    every segment costs its sender, who has to wake it, as much as the copying does, and itself as much again. With the
-    mark, half a payload, or 1 MiB, is copied while the rest arrives. The mark is at most a quarter of the receive
-    buffer, so that the window never closes because of it; the buffer's automatic growth (tcp(7), tcp_moderate_rcvbuf)
-    is not affected.
+    `nbytes` is the payload's size and `buffer_nbytes` the receive buffer's (SO_RCVBUF). Waking a receiver for every
+    segment costs the sender as much time as the copying, and the receiver as much again. With the mark, half a payload,
+    or 1 MiB, is copied while the rest arrives. The mark is at most a quarter of the receive buffer, so that the window
+    never closes because of it; the buffer's automatic growth (tcp(7), tcp_moderate_rcvbuf) is not affected.
     """
     return 0 if nbytes < LOW_WATER_MIN_NBYTES else min(nbytes // 2, _LOW_WATER_MAX_NBYTES, buffer_nbytes // 4)
 
@@ -121,7 +120,7 @@ class BufferedLink(Link):
         self._begun: tuple[Frame, Sequence[memoryview]] | None = None
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """Limit the time of the handshake; payloads are moved by calls that block without limit, and end by `cut`."""
+        """Limit the time of the handshake. Calls that move payloads block without limit, and `cut` ends them."""
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._sock.settimeout(timeout_s)
 
@@ -264,7 +263,7 @@ class BufferedLink(Link):
             self._end += received
 
     def _left_s(self, until_s: float) -> float:
-        """Return the time left for the handshake, one limit for all of it: sending single bytes does not extend it."""
+        """Return the time left for the whole handshake; a peer that sends single bytes does not extend it."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"{self.address} has not greeted in time")

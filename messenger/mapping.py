@@ -1,4 +1,4 @@
-"""Mappings of shared memory: their alignment, and the pages that they are made of.
+"""Mappings of shared memory: their alignment, and the sizes of their pages.
 
 A mapping is aligned to huge pages, so that the kernel can map a huge page of the memory as one. System calls on pages
 run without the GIL.
@@ -15,13 +15,13 @@ import numpy.typing as npt
 __all__ = ["HUGE_NBYTES", "advise_huge", "can_collapse", "collapse", "mapped", "populate"]
 
 HUGE_NBYTES = 2 << 20
-"""Size of the huge pages that the kernel makes of small ones; reserved huge pages may be larger."""
+"""Size of transparent huge pages, which the kernel makes of small pages; reserved huge pages may be larger."""
 
 # From linux/mman.h; the mmap module of Python 3.11 names neither.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _MADV_COLLAPSE = 25  # since Linux 6.1
-_STEP_NBYTES = 32 << 20  # per call, each of which first waits for the other cores
+_STEP_NBYTES = 32 << 20  # per call; each call first synchronises with the other cores
 
 
 def mapped(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]:
@@ -56,11 +56,11 @@ def advise_huge(address: int, nbytes: int) -> None:
 
 
 def collapse(address: int, nbytes: int) -> int:
-    """Make huge pages of a writable mapping; returns of how many bytes. Both arguments are multiples of HUGE_NBYTES.
+    """Convert a writable mapping to huge pages; both arguments are multiples of HUGE_NBYTES. Returns converted bytes.
 
     Contents are kept. Pages that do not exist yet are only cleared, 10 times as fast as populating them with small
-    pages. It works under every setting of transparent huge pages. Fewer bytes are returned if the kernel has no such
-    call, or if it could not convert a whole step: no huge page was free, or a small one is pinned.
+    pages. Works under every setting of transparent huge pages. Fewer than `nbytes` are converted if the kernel does not
+    have the call, or cannot convert a whole step because no huge page is free or a small one is pinned.
     """
     joined = 0
     for at in range(address, address + nbytes, _STEP_NBYTES):

@@ -59,10 +59,10 @@ F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 2, 4, 16
 
 HugePages = Literal["auto", "on", "off"]
-"""on: use reserved huge pages, or fail; auto: use them if there are enough, else small pages, which the kernel joins
-as far as it can when they are committed; off: small pages."""
+"""on: reserved huge pages, or an error; auto: reserved huge pages if there are enough, otherwise small pages, which the
+kernel joins to transparent huge pages, as far as it can, when they are committed; off: small pages."""
 Pages = Literal["huge", "transparent", "small"]
-"""Pages that memory consists of: reserved huge pages, mostly pages that the kernel joined, or small ones."""
+"""Pages of a memory: reserved huge pages, mostly transparent huge pages, or small pages."""
 
 
 class SharedMemory:
@@ -129,10 +129,10 @@ class SharedMemory:
         return "transparent" if 2 * self._joined_nbytes > self._tried_nbytes else "small"
 
     def try_commit(self, start: int, nbytes: int) -> bool:
-        """Have the kernel allocate and clear the pages of [start, start + nbytes) now, keeping contents.
+        """Allocate the pages of [start, start + nbytes) now, keeping contents.
 
-        If huge pages are requested, those that the range touches are made. Runs without the GIL. Returns False if the
-        kernel is too old, or has too little memory.
+        If huge pages are requested, the pages that the range touches are joined. Runs without the GIL. Returns False if
+        the kernel is too old or has too little memory.
         """
         array = self.array  # keeps the mapping until the kernel is done, even if another thread closes the memory
         address = int(array.ctypes.data)
@@ -274,8 +274,8 @@ def views(region: AnyRegion, runs: Iterable[Sequence[int]]) -> list[memoryview]:
 class Loan:
     """Bytes of a peer's memory in place, without a copy.
 
-    `array` is uint8, read-only, in the owner's own memory, which may change at any time once the key is revoked: the
-    owner waits for no borrower. So read, then `confirm`, and only then use what was read.
+    `array` is uint8 [nbytes], read-only, in the owner's memory. It may change at any time once the key is revoked,
+    because a revoke does not wait for borrowers. So read, then call `confirm`, and only then use the data.
     """
 
     def __init__(self, array: Bytes, is_good: Callable[[], bool]) -> None:
@@ -283,8 +283,8 @@ class Loan:
         self._is_good = is_good
 
     def confirm(self) -> bool:
-        """Return True if the key was good, and the connection to its owner alive, from the borrowing until now.
+        """Return True if the key was valid, and the connection to its owner alive, from the borrowing until now.
 
-        If False, discard what was read; it never becomes True again.
+        Once it returns False, it always does, and the data must be discarded.
         """
         return self._is_good()

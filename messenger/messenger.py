@@ -55,10 +55,10 @@ _log = logging.getLogger(__name__)
 
 
 class Messenger:
-    """Moves bytes between registered memories. Safe to use from any thread, and from asyncio.
+    """Transfers of bytes between registered memories. Safe to use from any thread, and from asyncio.
 
-    No call blocks on a peer, except `revoke` and `deregister` (at most for the grace period and the end of the accesses
-    under way) and `close`. Handlers run on messenger threads and must be brief.
+    No call blocks on a peer, except `revoke` and `deregister` (at most for the grace period and the end of accesses in
+    progress) and `close`. Handlers run on messenger threads and must be brief.
     """
 
     def __init__(self, config: MessengerConfig, *, node_id: str, incarnation: int) -> None:
@@ -181,7 +181,7 @@ class Messenger:
         return region
 
     def deregister(self, region: AnyRegion) -> None:
-        """Revoke all grants of the region and remove it. Own operations under way keep its mapping until they end."""
+        """Revoke all grants of the region and remove it. Its mapping is kept until pending operations with it end."""
         self._grants.deregister(region, self._config.revoke_grace_s)
         for transport in self._transports.values():
             transport.deregister(region)
@@ -218,11 +218,11 @@ class Messenger:
         self._notify_handlers.append(handler)
 
     def on_peer_lost(self, handler: PeerLostHandler) -> None:
-        """Call `handler(node_id, incarnation)` once when a peer's process is found to be gone or unreachable."""
+        """Call `handler(node_id, incarnation)` once when a peer's process is gone or unreachable."""
         self._lost_handlers.append(handler)
 
     def counters(self) -> dict[str, int]:
-        """Return totals since the start, and what is open now (names ending in `_open`)."""
+        """Return totals since the start, and current counts under names that end in `_open`."""
         return self._counters.snapshot() | self._open_counts()
 
     def reported(self) -> dict[str, float]:
@@ -249,7 +249,7 @@ class Messenger:
         }
 
     def validate(self) -> list[str]:
-        """Describe operations pending here and transfers under way in granted memory; empty at rest."""
+        """Describe pending operations, and transfers in progress in granted memory; empty at rest."""
         with self._lock:
             peers = list(self._peers.values())
         return [*self._grants.problems(), *(problem for peer in peers for problem in peer.problems())]

@@ -84,7 +84,7 @@ class Operation(Completion[Any]):
     awaited = False
     """True if a thread waits in `result`: its next wait may receive the answer itself."""
     observed = False
-    """True if somebody looks at the future who cannot receive the answer: a callback, asyncio, a time limit."""
+    """True if the future has an observer that cannot receive the answer: a callback, asyncio, a limited wait."""
     stream: OperationStream | None = None
     """The stream that carries, or last carried, a part of it."""
     traffic: OperationTraffic | None = None
@@ -114,9 +114,9 @@ class Operation(Completion[Any]):
         self.stall_s = stall_s
 
     def cancel(self) -> bool:
-        """Drop queued parts and cut off those on the wire. Return True if it will end with TransferCancelled.
+        """Drop queued parts and cut off those on the wire. Returns True if it will end with TransferCancelled.
 
-        As always, local memory is free for reuse when the future is done, not when this returns.
+        Local memory may be reused when the future is done, not when this returns.
         """
         return self.traffic is not None and self.traffic.cancel(self)
 
@@ -175,7 +175,7 @@ class Part:
     """One request on the wire.
 
     `seq` is assigned when the part is first sent (0 before), and kept when it is sent again after a lost connection.
-    `copied` is the transport's: shm has copied the bytes of a read, and asks whether the key is still valid.
+    `copied` belongs to the transport: with shm, the bytes of a read are copied, and the request confirms the key.
     """
 
     __slots__ = ("copied", "nbytes", "notification", "operation", "seq", "transfer")

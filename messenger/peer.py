@@ -1,4 +1,4 @@
-"""A peer as the API's users see it: one-sided writes and reads, and ordered notifications, as futures."""
+"""The API towards one peer: one-sided writes and reads, and ordered notifications, as futures."""
 
 import itertools
 import time
@@ -44,10 +44,10 @@ class Peer:
     Invalid arguments raise InvalidArgument at once. Later errors are set on the future: PeerLost, PeerRestarted,
     PeerUnreachable, TransferDeadlineExceeded, TransferCancelled, RemoteAccessError, MemoryOutOfReach or
     MessengerClosed.
-    Local memory is free for other use when its future is done, not before. `cancel` requests an early end, which is
-    reported as TransferCancelled. (Cancelling an asyncio future that wraps one does not cancel the transfer.)
 
-    Order holds within a priority; there is none between operations of different priorities.
+    Local memory may be reused when the future is done, not before. `cancel` requests an early end, reported as
+    TransferCancelled. (Cancelling an asyncio future that wraps one does not cancel the transfer.) Operations are
+    ordered within a priority, but not across priorities.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Peer:
         deadline_s: float | None = None,
         priority: Priority = Priority.NORMAL,
     ) -> Future[TransferResult]:
-        """Copy slices of the key's region into local slices. After a failure the local contents are undefined."""
+        """Copy slices of the key's region into local slices. After a failure, the local contents are undefined."""
         return self._transfer(READ, key, region, slices, None, priority, deadline_s)
 
     def notify(
@@ -118,7 +118,7 @@ class Peer:
         """Write, and then notify; the notification is delivered only if the whole write landed.
 
         Also fails with TransferDeadlineExceeded once the peer has acknowledged nothing for `stall_s`, neither of this
-        write nor of others: a long queue that moves is no failure.
+        write nor of others; a long queue that makes progress is not a failure.
         """
         notification = _notification(tag, payload)
         return self._transfer(WRITE, key, region, slices, notification, priority, deadline_s, stall_s)
@@ -127,8 +127,8 @@ class Peer:
         """Return bytes [offset, offset + nbytes) of the key's region in place (shm only); see `Loan` for their use.
 
         The first loan from a region sends a request and waits for the answer, with the errors of a read; later ones
-        send none. Raises InvalidArgument if nothing can be lent: by another transport, or if the owner's grant page
-        has no room for the key; `read` works in either case.
+        send none. Raises InvalidArgument if the transport is not shm, or if the owner's grant page has no room for the
+        key; `read` works in both cases.
         """
         if not key.read or offset < key.offset or nbytes < 1 or offset + nbytes > key.offset + key.nbytes:
             raise InvalidArgument(f"[{offset}, {offset + nbytes}) cannot be borrowed under {key}")
@@ -160,7 +160,7 @@ class Peer:
 
     @property
     def transport(self) -> str:
-        """Name of the transport that writes used last; before the first, of the one to be tried first."""
+        """Name of the transport of the last connection for writes; before it, of the transport to be tried first."""
         return self._streams[0].transport
 
     def problems(self) -> list[str]:

@@ -1,6 +1,7 @@
-"""Priorities: which part begins next within a queue, and how background traffic yields to urgent operations.
+"""Priorities: the choice of the part that begins next, and how background traffic yields to urgent operations.
 
-All but TrafficGate is pure: time is an argument, and callers that share an object between threads lock it.
+Except in TrafficGate, there are no locks and no clock: time is an argument, and callers that share an object between
+threads lock it.
 """
 
 import threading
@@ -8,26 +9,26 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 MAX_PASSED = 8
-"""How often a waiting part of a lower priority is passed over before it is chosen all the same."""
+"""Number of times that a waiting part of a lower priority is passed over before it is chosen."""
 
 BACKGROUND_PART_NBYTES = 1 << 20
 MAX_BACKGROUND_PARTS = 4
-"""Background goes in small parts, few at a time per connection: an urgent part waits for at most these."""
+"""Most background parts in flight per connection, which, being small, delay an urgent part only briefly."""
 
 HELD_S = 0.05
-"""Longest time that background towards a peer is held back for urgent bytes before one part of it begins."""
+"""Longest time that background traffic to a peer is held back for urgent bytes before one part of it begins."""
 FRESH_S = 0.1
-"""Urgent bytes that have not progressed for this long hold nothing back: their peer is slow, or does not answer."""
+"""Urgent bytes without progress for this long hold nothing back, since their peer is slow or does not answer."""
 
 
 class Priority(IntEnum):
     """Priority of an operation; order and notifications hold within one priority."""
 
     URGENT = 0
-    """A user's next token waits for it."""
+    """A user's next token depends on it."""
     NORMAL = 1
     BACKGROUND = 2
-    """Nobody waits for it."""
+    """No request depends on it."""
 
 
 # Module constants for hot paths; see messenger.operation.Kind.
@@ -35,7 +36,7 @@ URGENT, BACKGROUND = Priority.URGENT, Priority.BACKGROUND
 
 
 class PriorityPicker:
-    """Chooses the priority that begins a part next: the highest, unless a lower one was passed over too often."""
+    """Choice of the priority that begins a part next: the highest, unless a lower one was passed over too often."""
 
     def __init__(self) -> None:
         self._passed = [0] * len(Priority)
@@ -59,7 +60,7 @@ class PriorityPicker:
 
 
 class BackgroundHold:
-    """Computes how long background is held back while urgent operations, to any peer, are pending."""
+    """State that determines how long background traffic is held back for pending urgent operations, to any peer."""
 
     def __init__(self) -> None:
         self._pending = 0
@@ -90,10 +91,10 @@ class BackgroundHold:
 
 
 class TrafficGate:
-    """Shared by the traffic of all peers: background yields to urgent operations, whichever peer they go to.
+    """Gate shared by the traffic of all peers: background traffic yields to urgent operations to any peer.
 
-    Safe to use from any thread; its lock is a leaf. Nobody blocks here: a caller that must wait gets the time at which
-    to ask again, and its callback runs if the last urgent operation ends earlier.
+    Safe to use from any thread; its lock is a leaf. No call blocks: a caller that must wait gets the time at which to
+    call again, and its callback runs if the last urgent operation ends earlier.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ Caller = tuple[str, int]
 
 
 class Server:
-    """Accepts connections.
+    """Listening sockets and accepted connections of one messenger.
 
     `on_lost(node_id, incarnation)` is called when a caller's last connection broke and it has not connected again
     within the grace period; `on_found` whenever a caller connects.
@@ -130,7 +130,7 @@ class Server:
 
     def _report_lost(self, caller: Caller, absence: object) -> None:
         with self._lock:
-            # If it was back meanwhile and is away again, that is another absence.
+            # The caller may have returned and left again, which is another absence.
             if self._gone.get(caller) is not absence or self._closing:
                 return
             del self._gone[caller]
@@ -174,13 +174,13 @@ class Server:
             self._turn_away(link, refusal)
 
     def _start(self, connection: InboundConnection, thread: threading.Thread) -> str:
-        """Start the thread; returns the reason if that is impossible, else an empty string. With the lock held."""
+        """Start the thread. Returns the reason if that fails, otherwise "". With the lock held."""
         self._connections[connection] = thread
         try:
             thread.start()
         except RuntimeError as error:
             del self._connections[connection]
-            return f"the system gives this process no thread for it: {error}"
+            return f"cannot start a thread for the connection: {error}"
         return ""
 
     def _turn_away(self, link: Link, reason: str) -> None:

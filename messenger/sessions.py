@@ -37,14 +37,14 @@ class Session:
         self._refusals: OrderedDict[int, str] = OrderedDict()
 
     def refuse(self, seq: int, reason: str) -> None:
-        """Keep the refusal, in case its answer is lost."""
+        """Keep the refusal, to repeat it if the answer is lost."""
         self._refusals[seq] = reason
         if len(self._refusals) > MAX_REFUSALS:
             self._refusals.popitem(last=False)
 
     def refuse_operation(self, operation: int) -> None:
         """Record that a part was refused: the operation's other parts and its notify must be refused as well."""
-        # Parts of operations of other priorities may come in between, and may be refused, too.
+        # Parts of operations of other priorities may arrive in between, and may be refused too.
         self._refused_operations[operation] = None
         self._refused_operations.move_to_end(operation)
         self.highest_refused = max(self.highest_refused, operation)

@@ -21,10 +21,10 @@ _INT64 = np.dtype(np.int64)
 
 
 class Slices:
-    """Slices of one request: checked, without empty ones, and neighbours that touch on both sides are merged.
+    """Slices of one request: checked, without empty ones, and with adjacent ones merged.
 
-    A few are kept as tuples, because most requests have one or two, and numpy would take longer over them than sending
-    them takes; many are kept as an array.
+    Up to FEW slices are kept as tuples, because most requests have one or two, for which numpy would take longer than
+    sending them; more are kept as an array.
     """
 
     __slots__ = ("_few", "_rows", "nbytes")
@@ -170,7 +170,7 @@ def within(offsets: Rows, nbytes: Rows, start: int, end: int) -> bool:
 
 
 def coalesced(rows: Rows) -> Rows:
-    """Merge neighbours that touch on both sides; keeps the order."""
+    """Merge consecutive rows that are adjacent on both sides; keeps the order."""
     if len(rows) < 2:
         return rows
     ends = rows[:-1, :NBYTES] + rows[:-1, NBYTES:]

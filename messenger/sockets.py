@@ -1,4 +1,7 @@
-"""Links over a plain socket: frames, scattered payloads and passed descriptors, by system calls outside the GIL."""
+"""Links over a plain socket: frames, scattered payloads and passed descriptors, by system calls without the GIL.
+
+Threads and lifetimes are those of `messenger.link`.
+"""
 
 import os
 import socket
@@ -79,12 +82,12 @@ class SocketLink(BufferedLink):
         """Keep received descriptors for `take_fd`. Raises ProtocolError if there are too many."""
         self._fds.extend(fds)
         if len(self._fds) > _MAX_PASSED_FDS:
-            raise ProtocolError(f"more than {_MAX_PASSED_FDS} descriptors came without an offer")
+            raise ProtocolError(f"received more than {_MAX_PASSED_FDS} descriptors without an offer")
 
     def take_fd(self) -> int:
         """Return the next received descriptor, which the caller then owns. Raises ProtocolError if there is none."""
         if not self._fds:
-            raise ProtocolError("an offer of memory came without its descriptor")
+            raise ProtocolError("received an offer of memory without its descriptor")
         return self._fds.popleft()
 
     def close(self, *, reset: bool = False) -> None:
@@ -110,7 +113,7 @@ class SocketLink(BufferedLink):
                 pending = _advanced(pending, received)
 
     def _receive_with_next(self, views: list[memoryview]) -> list[memoryview]:
-        """Receive what is there, up to the next frame's first bytes. Returns what is left of the views."""
+        """Receive what is there, including the next frame's first bytes. Returns the unfilled rest of the views."""
         nbytes = sum(map(len, views))
         received = self._sock.recvmsg_into([*views, self._buffer[:ACK_NBYTES]])[0]
         if not received:
@@ -131,7 +134,7 @@ class SocketLink(BufferedLink):
 
 
 def _advanced(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return what is left of the views after their first `nbytes` bytes."""
+    """Return the rest of the views after their first `nbytes` bytes."""
     for index, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[index + 1 :]]

@@ -1,14 +1,14 @@
 """One ordered stream of requests to a peer: its connection, the sending of requests, and the receiving of answers.
 
-Requests are sent, executed and answered in the order in which they begin. A connection that breaks is made again, and
-unanswered requests are repeated under the same numbers, which the owner recognises; a peer whose process is gone fails
-everything at once.
+Requests are sent, executed and answered in the order in which they begin. After a connection breaks, the stream
+connects again and repeats unanswered requests under the same numbers, which the owner recognises. If the peer's process
+is gone, everything fails at once.
 
 Threads:
 
     caller            a thread that submits an operation. If nothing is being sent, it sends its request itself, as far
                       as the link accepts it without blocking. In `result` it may also receive the answer itself.
-    "<name>-send"     one per stream, started on demand. Connects, sends what was queued, finishes requests that a
+    "<name>-send"     one per stream, started on demand. Connects, sends queued requests, finishes requests that a
                       caller could not send whole, copies mapped reads, and cleans up after a connection. It ends when
                       the stream closes, or when it cannot connect and nothing is left to send.
     "<name>-receive"  one per connection, started with it. Receives answers, except while a caller does (see Receiver).
@@ -29,7 +29,7 @@ Lifetimes of one connection (all transitions under the lock):
     _connect        _link        set before anything blocks, so that `cut` can end the dialing
                     _requester   set with _receiver when the receive thread runs; from then on parts may begin
     end_link        _link_ended  set by whichever thread finds the error; both sides of the link are cut
-    _clean_up       runs on the sending thread when nobody sends any more: cut, join the receiver, clear _requester and
+    _clean_up       runs on the sending thread once no thread sends: cut, join the receiver, clear _requester and
                     _link, close the link without the lock, then clear _receiver and _link_ended and move the parts in
                     flight to the repeat queue. Memory of a part is in use until then at the latest.
 
@@ -58,7 +58,7 @@ from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, SendStat
 from rpc.errors import InvalidArgument
 
 PARK_S = 0.02
-"""If nobody has received for this long, the receive thread takes the role."""
+"""If no thread has received for this long, the receive thread takes the role."""
 _MAX_FRUITLESS_LINKS = 4
 _BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _IDLE_CONNECT_ATTEMPTS = 3
@@ -89,7 +89,7 @@ class Stream:
         self.lock = traffic.lock
         self.in_flight = InFlight()
         self.cause = "it has not been connected yet"
-        """The connection's last trouble."""
+        """Cause of the connection's last failure."""
         self._dialer = dialer
         self._transport = dialer.transports[0]
         self.transport = self._transport.name
@@ -253,7 +253,7 @@ class Stream:
                 return
             sender = threading.Thread(target=self._run, name=f"{self._name}-send", daemon=True)
             sender.start()
-            self._sender = sender  # only now: the system may refuse a thread, and grant one later
+            self._sender = sender  # not before: starting may fail now and succeed later
         self._changed.notify_all()
 
     def num_background_locked(self) -> int:
@@ -422,7 +422,7 @@ class Stream:
             ):
                 receiver.stand_back_locked()
             self._wake_for_background_locked(parts)
-            parts.clear()  # drop the references to memory before its owners are told that it is free
+            parts.clear()  # drop the references to memory before the futures report that it is free
         self._traffic.settle(ended)
 
     def _all_landed_locked(self, parts: Iterable[Part]) -> list[Operation]:
@@ -626,21 +626,21 @@ class Stream:
 
 
 class Receiver:
-    """Receives the answers of one link, on a thread of its own or on a caller that waits for one of them anyway.
+    """Receiver of the answers of one link, on a thread of its own or on a caller that waits for one of them.
 
-    The holder of the receiving role alone touches the link's receiving side. The thread holds it at first. After an
-    answer for which a caller waited in `result`, and while nobody waits for another one, the thread stands back: the
-    next caller that waits in this way takes the role and is woken by its own answer, which saves a change of threads.
-    If somebody waits in another way (a callback, asyncio, a time limit, `result` on another thread), the thread is
-    requested and keeps the role. In any case it takes the role when nobody has held it for `PARK_S`: so an answer never
-    lies longer than that, and a connection's end is noticed although nobody waits. Messages that arrived together are
+    Only the holder of the receiving role uses the link's receiving side. The thread holds it at first. After an answer
+    for which a caller waited in `result`, and if no observer waits for another one, the thread gives up the role: the
+    next caller that waits in this way takes it and is woken by its own answer, which saves a change of threads. If an
+    operation has another kind of observer (a callback, asyncio, a time limit, `result` on another thread), the thread
+    is requested and keeps the role. In any case it takes the role when no thread has held it for `PARK_S`: this bounds
+    the delay of an answer, and detects the connection's end without an observer. Messages that arrived together are
     handled together.
 
-    State (guarded by the stream's lock; `_held` and who holds it):
+    States (guarded by the stream's lock):
 
         thread_holds, _held = True, True     the thread receives
         thread_holds, _held = False, True    the caller `_helper` receives
-        thread_holds, _held = False, False   nobody does; the thread waits for `_requested` or for PARK_S
+        thread_holds, _held = False, False   no thread does; the thread waits for `_requested` or for PARK_S
     """
 
     def __init__(self, stream: Stream, link: Link, requester: Requester, name: str) -> None:
@@ -658,7 +658,7 @@ class Receiver:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError if the system grants none."""
+        """Start the thread. Raises RuntimeError if the system cannot start one."""
         self._thread.start()
 
     def end_locked(self) -> None:
@@ -667,7 +667,7 @@ class Receiver:
         self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait until nobody receives. Must be called without the lock."""
+        """Wait until no thread receives. Must be called without the lock."""
         self._thread.join()
         with self._stream.lock:
             self._changed.wait_for(lambda: not self._held)
@@ -683,20 +683,20 @@ class Receiver:
         return own == self._helper or (self.thread_holds and own == self._thread.ident)
 
     def request_thread_locked(self) -> None:
-        """Have the thread receive, because somebody waits who does not receive."""
+        """Have the thread receive, because an observer waits that does not receive."""
         if not self.thread_holds:
             self._requested = True
             if not self._held:
                 self._changed.notify_all()
 
     def stand_back_locked(self) -> None:
-        """Make the thread leave the role to the next caller that waits in `result`."""
+        """Make the thread give up the role, for the next caller that waits in `result`."""
         if self.thread_holds:
             self.thread_holds = self._held = self._requested = False
             self._num_helped_seen = -1
 
     def receive_for(self, operation: Operation) -> None:
-        """Receive on the calling thread until the operation is over, unless somebody else receives. Without the lock.
+        """Receive on the calling thread until the operation is over, unless another thread receives. Without the lock.
 
         Raises InvalidArgument if the calling thread holds the role already (a callback waits for its own thread).
         """

@@ -1,10 +1,10 @@
 """Everything pending towards one peer, shared by its streams, from an operation's submission to its outcome.
 
-Streams take parts from the backlog as they have room. Anything that ends an operation early (a deadline, a cancel, a
-refusal, a lost peer, the end of the messenger) dooms it: its queued parts are dropped, links that carry others of its
-parts are cut, and it is settled once no part is left. From then on no byte of its local memory is read or written. In
-the owner's memory, bytes already on the wire may still land until the owner revokes the key (its own fence) or notices
-the cut, which it does before it delivers a notification. Other requests on a cut link are sent again.
+Streams take parts from the backlog as they have room. An event that ends an operation early (a deadline, a cancel, a
+refusal, a lost peer, the end of the messenger) dooms it: its queued parts are dropped, links that carry its other parts
+are cut, and it is settled once no part is left. From then on, no byte of its local memory is read or written. In the
+owner's memory, bytes already on the wire may still land until the owner revokes the key (its own fence) or notices the
+cut, which it checks before it delivers a notification. Other requests on a cut link are sent again.
 
 Locks (the same lock guards `stream.py`; see the map there):
 
@@ -43,10 +43,10 @@ from messenger.operation import NOTIFY, READ, Operation, OperationStream, Part, 
 from messenger.priority import BACKGROUND, MAX_BACKGROUND_PARTS, URGENT, Priority, TrafficGate
 
 SILENT_S = 1.0
-"""If a peer has acknowledged nothing for this long while something was due, all its connections may be half-open."""
+"""If a peer has acknowledged nothing for this long while answers were due, all its connections may be half-open."""
 INLINE_READ_NBYTES = 1 << 20
-"""Reads of mapped memory up to this size are copied at once by the calling thread: handing them to another thread
-would take it as long."""
+"""Reads of mapped memory up to this size are copied at once by the calling thread: passing them to another thread would
+take as long."""
 COPY_PART_NBYTES = 2 << 20
 """Longer reads of mapped memory are copied in parts of this size."""
 _CLAIM_WAIT_S = 0.002  # a single queued copy waits this long for a caller to claim it before a stream's thread does
@@ -187,7 +187,7 @@ class Traffic:
         return part
 
     def kick_locked(self, due_s: float) -> None:
-        """Wake the streams at this time (monotonic) if work is still queued by then."""
+        """Wake the streams at `due_s` (monotonic time) if parts are still queued then."""
         self._kicks.watch(due_s)
 
     def has_part_locked(self, stream: PeerStream) -> bool:
@@ -403,15 +403,15 @@ class Traffic:
 
 
 class MappedReads:
-    """Reads of memory that the owner has mapped into this process: any thread copies them, without a request.
+    """Reads of owners' memory that is mapped in this process: any thread copies the bytes, without a request.
 
     A short read is done when `Peer.read` returns. Parts of longer reads are queued here: a thread that waits in
-    `result` copies those of its own operation, and the thread of the first reading stream copies those for which no
-    thread waits, or that would have to wait. So no change of threads delays a read, and two cores copy if there is work
-    for two.
+    `result` copies the parts of its own operation, and the thread of the first reading stream copies those for which no
+    thread waits, or that would have to wait. So no change of threads delays a read, and two threads copy if there is
+    enough work.
 
-    The queue is guarded by the traffic's lock; copies run without it. A part is in the queue, or in `_claims` while a
-    thread copies it, or ended.
+    The traffic's lock guards the queue; copies run without it. A part is in the queue, or in `_claims` while a thread
+    copies it, or has ended.
     """
 
     def __init__(self, traffic: Traffic) -> None:

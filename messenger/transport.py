@@ -2,7 +2,11 @@
 
 A transport opens links to peers, and an acceptor accepts theirs. Each link has a Requester (the side that calls write,
 read and notify) and a Responder (the side that owns the memory). Sessions, order, deadlines, retries, grants and
-notifications are the same for every transport, and live in traffic.py, stream.py, server.py and inbound.py.
+notifications are the same for every transport, and are implemented in traffic.py, stream.py, server.py and inbound.py.
+
+Threads: the sending methods of a Requester belong to the thread that holds the stream's sending role, its receiving
+methods to the one that holds the receiving role, and `may_copy`, `try_copy` and `lend` to any; all methods of a
+Responder run on its connection's thread.
 """
 
 import socket
@@ -89,7 +93,7 @@ class Requester(ABC):
     def begin(self, part: Part) -> SendStatus:
         """Send as much of the part as possible without blocking. After PARTLY, `finish` must precede any other sending.
 
-        Runs on a caller's thread; a transport that can do nothing there does all of it in `finish`.
+        Runs on a caller's thread. By default sends nothing and leaves the part to `finish`.
         """
         self._begun = part
         return PARTLY
@@ -112,7 +116,7 @@ class Requester(ABC):
         return False
 
     def lend(self, key: RemoteKey, offset: int, nbytes: int) -> Loan | None:
-        """Return bytes of the owner's region in place; None if that is impossible, or not possible yet."""
+        """Return bytes of the owner's region in place; None if that is not possible, or not yet."""
         return None
 
     def always_answers(self, operation: Operation) -> bool:
@@ -120,7 +124,7 @@ class Requester(ABC):
         return True
 
     def receive(self, reads: bool) -> Message:
-        """Return the link's next message; blocks. `reads`: the part answered next is a read, as far as is known."""
+        """Return the link's next message; blocks. `reads`: the part answered next is a read, as far as known."""
         return self._link.receive()
 
     def try_receive(self) -> Message | None:
@@ -129,7 +133,7 @@ class Requester(ABC):
 
     @abstractmethod
     def accept(self, part: Part, ack: Ack) -> bool:
-        """Receive what follows the part's Ack. Returns False if the part must be sent once more, as its next step."""
+        """Receive the bytes after the part's Ack. Returns False if the part must be sent again, as its next step."""
 
     @abstractmethod
     def refused(self, part: Part) -> None:

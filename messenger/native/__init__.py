@@ -1,1 +1,1 @@
-"""Compiled loops that move the messenger's bytes without the GIL; numba is imported by what needs it, and when."""
+"""Compiled loops that move the messenger's bytes without the GIL. Imported on demand: importing numba is slow."""

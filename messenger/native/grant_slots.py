@@ -1,7 +1,7 @@
-"""The grants as compiled loops see them, and the fence between those loops and a revoke.
+"""The table of grants for compiled loops, and the fence between those loops and a revoke.
 
-A grant has one of the 8 slots of the bucket that its token's remainder names, or, if the bucket is full, none: a grant
-that the loops do not find is looked up by Python in the table of all grants. One thread at a time writes.
+A grant has one of the 8 slots of its bucket (token modulo the number of buckets) or, if the bucket is full, none: then
+the loops do not find it, and Python looks it up in the table of all grants. One thread at a time writes.
 
 The fence, for a loop that moves bytes under grant number N and a thread that revokes it (S: slot, I: the loop's word
 `inside`, W: `waiting`; every store is followed by a sequentially consistent fence):
@@ -9,8 +9,8 @@ The fence, for a loop that moves bytes under grant number N and a thread that re
     loop (enter)                        revoke (GrantTable._changed held)
       I = N                               S.placement = 0
       S.placement still the same?         I == N?
-        yes: inside, moves bytes            yes: W += 1, sleep until told, W -= 1
-        no:  I = 0, not let in              no:  no byte can move under N
+        yes: inside, moves bytes            yes: W += 1, sleep until notified, W -= 1
+        no:  I = 0, not admitted            no:  no byte can move under N
     loop (leave)
       I = 0
       W > 0?  yes: return to Python, which notifies the revoke
@@ -56,7 +56,7 @@ _slot_at = record_at(GRANT_SLOT)
 
 
 class _Loop(NamedTuple):
-    """A connection's loop: `inside` uint64 [8], its first word the number of the grant it moves bytes under, or 0."""
+    """A connection's loop. The first word of `inside` uint64 [8] is the number of the grant in use, or 0."""
 
     inside: Words
     mover: Cuttable
@@ -87,9 +87,9 @@ class GrantSlots:
         del self._loops[id(inside)]
 
     def place(self, number: int, key: RemoteKey, address: int) -> None:
-        """Make the grant visible to loops, if there is room.
+        """Make the grant visible to loops, if its bucket has room.
 
-        `number` > 0 is the grant's own, `address` that of its region.
+        `number` > 0 is the grant's number, `address` its region's address.
         """
         self._placements += 1
         rights = READ * key.read | WRITE * key.write
@@ -98,11 +98,11 @@ class GrantSlots:
         self._kernels.place(self.address, int(self._entry.ctypes.data))
 
     def remove(self, number: int, token: int) -> None:
-        """Hide the grant: no loop enters it after this. `movers_inside` returns those that still are inside."""
+        """Hide the grant: no loop enters it any more. `movers_inside` returns the loops that are still inside."""
         self._kernels.remove(self.address, number, token)
 
     def wait(self, amount: int) -> None:
-        """Count one revoke more (1) or less (-1) that waits for loops to leave."""
+        """Add `amount` (1 or -1) to the number of revokes that wait for loops to leave."""
         self.waiting[0] = int(self.waiting[0]) + amount
         self._kernels.fence()
 
@@ -169,8 +169,8 @@ def _first_slot(slots: Any, token: Any) -> Any:
 def enter(io: Any, token: Any, region_id: Any, right: Any) -> Any:
     """Enter an access under the token. `io` is the connection's SOCKET record.
 
-    Returns (address of the region, start, end) of the grant's window; address 0: there is no such grant, or it does not
-    give the right.
+    Returns (address of the region, start, end) of the grant's window; the address is 0 if there is no such grant, or if
+    it does not include the right.
     """
     inside = carray(pointer_u64(io.inside), 1)
     first = _first_slot(io.slots, token)

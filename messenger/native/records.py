@@ -1,7 +1,8 @@
 """Layouts of the memory that compiled loops share with Python, the kernel and the wire, as numpy record types.
 
-A compiled function gets the address of a record and names its fields (`messenger.native.libc.record_at`). Records that
-Linux or the wire define have exactly their layout: sizes are checked below. Addresses are int64 of this process.
+A compiled function takes the address of a record and accesses its fields by name (`messenger.native.libc.record_at`).
+Records defined by Linux or the wire have exactly that layout; sizes are checked below. Addresses are int64 of this
+process.
 """
 
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from messenger.counters import LATENCY_EDGES_S, NUM_SUMS
 from messenger.frames import PREFIX
 
-# Reasons for which the responder's loop returns to Python, and the result of a step that lets it go on.
+# Reasons for which the responder's loop returns to Python; CONTINUE is the result of a step after which it goes on.
 CONTINUE, FRAME, NOTE, LEFT, GROW, DESCRIPTORS, ENDED = range(7)
 """FRAME: the frame at `start` must be received by Python. NOTE: a notification must be delivered; its tag is [tag_at,
 payload_at) and its payload [payload_at, note_end) of the buffer, and the next call sends the answer (ack_seq,

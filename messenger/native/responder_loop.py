@@ -1,9 +1,9 @@
 """The compiled loop of an inbound connection: serves well-formed requests in order, and leaves all others to Python.
 
-It runs without the GIL and blocks in system calls. It does exactly what `messenger.inbound` does with a write, a notify
-or a read whose frame is well formed, comes for the first time, and is covered by a grant. Any other frame at the front
-of the connection it leaves there, untouched, for that code, which alone refuses, repeats answers and reports errors.
-The wire's layout is that of `messenger.frames`.
+It runs without the GIL and blocks in system calls. A write, notify or read whose frame is well formed, arrives for the
+first time and is covered by a grant has exactly the same effect as in `messenger.inbound`. Every other frame is left
+untouched at the front of the connection for that module, which alone refuses requests, repeats answers and reports
+errors. `messenger.frames` defines the layout of the wire.
 
 A loop's memory is its connection's SOCKET record (`messenger.native.records`), `io` below. The record, and the tables
 whose addresses it holds, live as long as the CompiledLoop; Python reads and writes them only between calls, except the
@@ -75,7 +75,7 @@ _sums_at = record_at(FLOW_SUMS)
 
 
 class Note(NamedTuple):
-    """A notification that is due: its write has landed, and it takes effect if the caller is still connected."""
+    """A notification to deliver: its write has landed, and it takes effect if the caller is still connected."""
 
     seq: int
     tag: bytes
@@ -83,7 +83,7 @@ class Note(NamedTuple):
 
 
 class CompiledLoop:
-    """A compiled loop at work on one connection. Used by the connection's thread alone."""
+    """The compiled loop of one connection. Used by the connection's thread alone."""
 
     def __init__(
         self, link: SocketLink, grants: GrantTable, mover: Cuttable, landed: FloatSums, served: FloatSums
@@ -111,7 +111,7 @@ class CompiledLoop:
         self._slots.close_loop(self._inside)
 
     def offered(self, memories: Iterable[tuple[int, PeerMemory]]) -> None:
-        """Set the memories that the caller has offered, by their numbers; the caller of this keeps them mapped."""
+        """Set the memories that the peer has offered, by region id. The calling code must keep them mapped."""
         self._sources = np.array([(number, memory.address, memory.nbytes) for number, memory in memories], SOURCE)
         fields = self._socket.fields
         fields.sources[0], fields.num_sources[0] = self._sources.ctypes.data, len(self._sources)
@@ -280,7 +280,7 @@ def _serve_notify(io, body_nbytes):  # type: ignore[no-untyped-def]
 
 @numba.njit
 def _hand_over_note(io, seq, nbytes, end, tag_nbytes, payload_nbytes):  # type: ignore[no-untyped-def]
-    """Set the place of the notification, which ends at `end` of the buffer, and the answer that follows it."""
+    """Set the position of the notification, which ends at `end` of the buffer, and the answer to send after it."""
     io.note_end = end
     io.payload_at = end - payload_nbytes
     io.tag_at = end - payload_nbytes - tag_nbytes

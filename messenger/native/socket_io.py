@@ -1,7 +1,7 @@
 """Socket I/O in compiled code, without the GIL: frames into a buffer, payloads into their rows, answers in batches.
 
-Every compiled function takes a connection's SOCKET record (`messenger.native.records`), called `io`, in which it finds
-the buffer and the memory for system calls' arguments. One thread at a time uses a record; a `shutdown` of the socket by
+Every compiled function takes a connection's SOCKET record (`messenger.native.records`), called `io`, which holds the
+buffer and the memory for arguments of system calls. One thread at a time uses a record; a `shutdown` of the socket by
 any thread ends its blocking calls.
 """
 
@@ -56,7 +56,7 @@ from messenger.native.records import (
 )
 
 _LONG_WAIT_MS = 500  # bounds the delay of a signal that arrives between two calls, which interrupts neither
-_AHEAD_NBYTES = 4096  # received beyond a frame; those bytes of a payload are copied once more
+_AHEAD_NBYTES = 4096  # bytes received beyond a frame; those of a payload are copied again
 _ACK_NBYTES = ACK_FRAME.itemsize
 _ROW_NBYTES = ROW.itemsize
 _OPTION_NBYTES = 4
@@ -87,7 +87,7 @@ class SocketState:
             fields.buffer[0] = np.frombuffer(buffer, np.uint8).ctypes.data
 
     def give_back(self) -> None:
-        """Return the buffer to the link, with what the compiled code has left in it."""
+        """Return the buffer to the link, with the bytes that the compiled code has not consumed."""
         self._link.return_buffer(self.fields.start[0], self.fields.end[0])
 
     def control(self, nbytes: int) -> bytes:
@@ -105,11 +105,11 @@ class SocketState:
 
 
 class RowReceiver:
-    """Receives payloads into their rows by one call without the GIL, for a thread that is no responder's loop.
+    """Receiver of payloads into their rows, by one call without the GIL, for threads other than a responder's.
 
-    So between the first byte of a payload and the last, the thread acquires the GIL once, however often it sleeps; and
-    additionally when a signal came or nothing arrived for half a second, so that Python can handle a Ctrl-C although
-    the sender is stalled. Used by one thread at a time.
+    The thread acquires the GIL only once per payload, however often it sleeps. It also does so after a signal, or if
+    nothing arrived for half a second, so that Python can handle a Ctrl-C although the sender is stalled. Used by one
+    thread at a time.
     """
 
     def __init__(self, link: BufferedLink) -> None:
@@ -158,9 +158,9 @@ def _receive(socket, address, rows, nbytes):  # type: ignore[no-untyped-def]
 
 @njit
 def fill(io, nbytes):  # type: ignore[no-untyped-def]
-    """Have at least `nbytes` in the buffer; sends pending answers before it blocks.
+    """Receive until the buffer has at least `nbytes`. Sends pending answers before it blocks.
 
-    Returns CONTINUE, or the reason why not: DESCRIPTORS or ENDED.
+    Returns CONTINUE, or DESCRIPTORS or ENDED if it has less.
     """
     unread = io.end - io.start
     if unread >= nbytes:
@@ -261,16 +261,17 @@ def _receive_buffer_nbytes(io):  # type: ignore[no-untyped-def]
 
 @njit
 def _set_low_water_mark(io, nbytes):  # type: ignore[no-untyped-def]
-    """Wake a thread that waits for bytes only when so many are there, or at the end. Ignored if not supported."""
+    """Set SO_RCVLOWAT: a thread that waits for bytes is woken when `nbytes` are there, or at the end."""
     io.option.value = np.int32(nbytes)
     setsockopt(io.fd, np.int32(SOL_SOCKET), np.int32(SO_RCVLOWAT), address_of(io.option), np.int32(_OPTION_NBYTES))
 
 
 @njit
 def _receive_views(io, num_views, mark, left):  # type: ignore[no-untyped-def]
-    """Fill the first views as bytes come, or, with a `mark`, by so many at a time of all that are `left`.
+    """Fill the first `num_views` views. With a `mark` > 0, wait for that many bytes at a time.
 
-    Returns the number of bytes left after them; -1 if the connection ended, or if it was interrupted.
+    `left` is the number of bytes of the payload still to come. Returns the number left after these views; -1 if the
+    connection ended or was interrupted.
     """
     first = 0
     while first < num_views:
@@ -280,7 +281,7 @@ def _receive_views(io, num_views, mark, left):  # type: ignore[no-untyped-def]
             if not ready and io.interruptible:
                 return _interrupted(io, left)
         _address_views(io, first, num_views)
-        # With a mark, never sleep in the call: after copying some bytes it would wait for the whole mark once more.
+        # With a mark, never sleep in the call: after copying some bytes it would wait for another whole mark.
         flags = np.int32(MSG_DONTWAIT if mark else MSG_WAITALL)
         moved = recvmsg(io.fd, address_of(io.message), flags)
         if moved <= 0:
@@ -387,6 +388,6 @@ def peer_is_gone(io):  # type: ignore[no-untyped-def]
 
 @njit
 def _await(io, events, timeout_ms):  # type: ignore[no-untyped-def]
-    """Wait for these events of the socket; -1: without limit. Returns False if none came."""
+    """Wait for these events of the socket, at most `timeout_ms` (-1: no limit). Returns False if none occurred."""
     io.poll.fd, io.poll.events, io.poll.revents = io.fd, np.int16(events), np.int16(0)
     return poll(address_of(io.poll), np.int64(1), np.int32(timeout_ms)) > 0

@@ -1,4 +1,4 @@
-"""The grant page: shared memory in which an owner lists the keys that allow reading, so that callers need no request.
+"""The grant page: shared memory in which an owner lists the keys that allow reading, so that reads need no request.
 
 A key is listed by its fingerprint, a hash of all its fields: the page reveals no token, and a modified key is not
 found. Fingerprints are kept in buckets of 8 words; a key whose bucket is full is not listed, and its readers send
@@ -8,7 +8,7 @@ Concurrency: one thread at a time of the owner writes (under the grant table's l
 lock, and the owner waits for none. A token is never granted twice, so a fingerprint appears once and disappears once:
 
     owner     show: word = fingerprint  ........  withdraw: word = 0, fence  ..  memory may change
-    reader              look up: found, copy the bytes, look up: found -> the key was good during the whole copy
+    reader              look up: found, copy the bytes, look up: found -> the key was valid during the whole copy
 
 Lifetime: the page is offered as region `PAGE_ID`, once per connection. A reader's mapping outlives the owner's process,
 so the reader must also check that its connection is alive after the copy.
@@ -81,7 +81,7 @@ class GrantReader:
         self._words: npt.NDArray[np.uint64] = page.array.view(np.uint64)
 
     def holds(self, fingerprint: int) -> bool:
-        """Return True if the key is listed now; True before and after a copy: it was listed during the whole copy."""
+        """Return True if the key is listed now. If True before and after a copy, it was listed during all of it."""
         return bool(self._kernels.holds(self._words, fingerprint))
 
     def copy(

@@ -1,7 +1,7 @@
 """Compiled functions of shm, without the GIL: copies between mappings, and the look-ups in a grant page.
 
-A grant page is uint64 [n] words in buckets of `WAYS`; a fingerprint is in the bucket that its remainder names, or not
-in the page.
+A grant page is uint64 [n] words in buckets of `WAYS`. A fingerprint is in its bucket (modulo the number of buckets) or
+not in the page.
 """
 
 import functools
@@ -40,8 +40,8 @@ class PageKernels(NamedTuple):
 
     `holds(words, fingerprint) -> bool`: return True if the page holds the fingerprint. Earlier reads happen before it,
     later ones after it.
-    `replace(words, old, new) -> bool`: store `new` in the place of `old`, in the bucket of the one that is not 0. The
-    store is visible to all threads and processes before any later access. Returns False if `old` is not there.
+    `replace(words, old, new) -> bool`: replace `old` by `new`, in the bucket of the one that is not 0. The store is
+    visible to all threads and processes before any later access. Returns False if `old` is not there.
     `copy_held(words, fingerprint, fd, destination, source, rows, destination_column, source_column) -> bool`: copy as
     CopyRows. Returns True if the page held the fingerprint before and after the copy, and the other side of the socket
     `fd` was alive after it.
@@ -120,7 +120,7 @@ def _replace(words, old, new):  # type: ignore[no-untyped-def]
 
 @numba.njit
 def _is_good(words, fingerprint, fd):  # type: ignore[no-untyped-def]
-    """Return True if the fingerprint is there and, looked at later, the other side is: the mapping outlives it."""
+    """Return True if the fingerprint is there and the peer, checked afterwards, is alive: its mapping outlives it."""
     events = np.empty(1, POLLFD)
     events[0].fd, events[0].events, events[0].revents = np.int32(fd), np.int16(POLLRDHUP), np.int16(0)
     return _is_held(words, fingerprint) and poll(events.ctypes.data, np.int64(1), np.int32(0)) == 0

@@ -3,18 +3,21 @@
 A region's descriptor crosses the unix socket once per connection, as an Offer. Then a write is a short frame, and the
 owner copies out of the caller's region into its own. A read copies out of the owner's region into the caller's:
 
-    key on the grant page    no request: the caller copies, and the key was on the page before and after
-    any other key            the caller sends a Read, whose Ack confirms the key and brings the mapping; it copies, and
-                             sends the Read again. The second Ack confirms that the key was good during the whole copy.
-                             The first is remembered as a consent, so that later reads under the key send one Read.
+    key on the grant page    no request: the caller copies, and checks that the key is on the page before and after
+    any other key            the caller sends a Read, whose Ack confirms the key and comes with the mapping; it copies,
+                             and sends the Read again. The second Ack confirms that the key was valid during the whole
+                             copy. The first is kept as a consent, so that later reads under the key send one Read.
 
-Thus only the owner changes its memory: a writer that is stopped or killed holds up no revoke, a revoke need not wait
-for readers (they learn that their copy is void), and a caller whose deadline passed reads nothing into its
-memory later.
+Thus only the owner changes its memory: a writer that is stopped or killed does not delay a revoke, a revoke need not
+wait for readers (they detect that their copy is void), and a caller whose deadline passed does not read into its memory
+afterwards.
 
-Lifetimes: an offered region stays mapped by the other side until its offer is withdrawn, which precedes the next frame
-that may need an offer after the region has gone here. A mapping outlives the peer's process: bytes read after its end
-are never confirmed.
+Threads: a Requester's sending and receiving sides belong to one thread each, copies to any thread; a Responder belongs
+to its connection's thread (see `messenger.transport`).
+
+Lifetimes: an offered region stays mapped by the other side until its offer is withdrawn. That happens before the next
+frame that may need an offer, once this side has dropped the region. A mapping outlives the peer's process: bytes read
+after its end are never confirmed.
 """
 
 import contextlib
@@ -69,7 +72,7 @@ _MAX_NUMBER = (1 << 63) - 1
 
 
 class Offers:
-    """Regions that this side has offered. Used by one thread at a time."""
+    """Regions offered by this side. Used by one thread at a time."""
 
     def __init__(self, link: SocketLink) -> None:
         self._link = link
@@ -96,7 +99,7 @@ class Offers:
         if len(self._made) >= MAX_OFFERED:
             self._withdraw(next(iter(self._made)))
         self._link.send(Offer(number, region.nbytes), fd=memory.fd)
-        # Every user of a region refers to it: when no reference is left, nobody needs the offer.
+        # Every user of a region holds a reference: once none is left, the offer is not needed any more.
         self._made[number] = weakref.ref(region, functools.partial(_note, self._gone, number))
 
     def _withdraw(self, number: int) -> None:
@@ -109,7 +112,7 @@ def _note(gone: deque[int], number: int, _region: object) -> None:
 
 
 class PeerMemories:
-    """Mapped regions that the other side has offered. Written by the receiving thread, read by any.
+    """Mapped regions offered by the other side. Written by the receiving thread, read by any.
 
     A memory stays mapped as long as it, or an array over it, is referenced.
     """
@@ -277,7 +280,7 @@ class ShmRequester(Requester):
         )
 
     def _is_open(self) -> bool:
-        """Return True if the descriptor just polled was the link's: once closed, its number may be reused."""
+        """Return True if the descriptor just polled was the link's; a closed link's number may be reused."""
         return self._link.fileno() == self._fd
 
     def _fingerprint_of(self, key: RemoteKey) -> int:
@@ -314,7 +317,7 @@ def _write(part: Part, transfer: Transfer) -> Frame:
 
 
 def _read(part: Part, transfer: Transfer) -> Frame:
-    require_host_region(transfer.region)  # fails before any byte comes
+    require_host_region(transfer.region)  # raises before anything is sent
     return read_request(part, transfer, transfer.slices.rows[:, REMOTE:].tobytes())
 
 
@@ -374,8 +377,8 @@ class ShmResponder(Responder):
 class ShmTransport(Transport, Acceptor):
     """The shm transport and its acceptor.
 
-    `path` is that of the unix socket, and derived from the node id: a restarted node replaces its predecessor's, and a
-    second node of the same id is detected.
+    `path` of the unix socket is derived from the node id, so that a restarted node replaces its predecessor's socket,
+    and a second node with the same id is detected.
     """
 
     name = "shm"
@@ -388,7 +391,7 @@ class ShmTransport(Transport, Acceptor):
         self._identity: tuple[int, int] | None = None
 
     def listen(self, backlog: int) -> socket.socket:
-        # Numba takes long to import, so only processes with shm import it.
+        # Imported late: numba takes long to import, and only processes with shm need it.
         from messenger.shm.kernels import copy_rows
 
         self._copy_rows = copy_rows()

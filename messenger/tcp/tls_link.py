@@ -1,9 +1,9 @@
 """Encrypted tcp links: TLS 1.3 with certificates of both sides, by Python's ssl over memory buffers.
 
 OpenSSL's object must not be used by two threads at once, but a link has one that sends and one that receives. So the
-object works on memory buffers, and `_tls_lock` guards it and them; the lock is never held while a thread waits for the
-socket. Received bytes are decrypted directly into the views that they are for; sent bytes are encrypted directly out of
-their views, small views joined first.
+object works on memory buffers, and `_tls_lock` guards both; the lock is never held while a thread waits for the socket.
+Received bytes are decrypted directly into their destination; sent bytes are encrypted directly from their views, after
+joining small ones.
 """
 
 import ssl
@@ -43,7 +43,7 @@ class TlsLink(BufferedLink):
     def open(self) -> None:
         """Do the TLS handshake.
 
-        Raises EncryptionRefused if the other side does not, or has no certificate of the cluster.
+        Raises EncryptionRefused if the other side does not use TLS, or has no certificate of the cluster.
         """
         while not self._shake():
             arrived = self._await_ciphertext()
@@ -163,7 +163,7 @@ class TlsLink(BufferedLink):
                 left -= received
                 if asleep and left < 3 * _CHUNK_NBYTES:
                     # Up to one record of the rest may have arrived already. A receiving call first copies what is
-                    # there, up to a chunk, and then sleeps until a whole chunk more has come: so much must be left.
+                    # there, up to a chunk, and then sleeps until another whole chunk is there, so that must be left.
                     asleep = False
                     self._set_low_water_mark(1)
                 if view and not self._take_in():
@@ -194,7 +194,7 @@ class TlsLink(BufferedLink):
         return len(arrived) > 0
 
     def _set_low_water_mark(self, nbytes: int) -> None:
-        """Set the socket's low-water mark: a thread that waits for ciphertext is woken by so much, or by the end."""
+        """Set SO_RCVLOWAT: a thread that waits for ciphertext is woken when `nbytes` are there, or at the end."""
         self._sock.setsockopt(SOL_SOCKET, SO_RCVLOWAT, nbytes)
 
     def _refused(self, error: ssl.SSLError | ssl.CertificateError) -> EncryptionRefused:
@@ -210,7 +210,7 @@ class TlsLink(BufferedLink):
 
 
 def _chunks(views: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the same bytes in chunks of similar size, because a record for each small view would cost too much."""
+    """Yield the same bytes in chunks of similar size, since one TLS record per small view would be expensive."""
     joined: list[memoryview] = []
     nbytes = 0
     for view in views:

@@ -93,7 +93,7 @@ def _write(part: Part, transfer: Transfer) -> tuple[Frame, Sequence[memoryview]]
 
 
 def _read(part: Part, transfer: Transfer) -> Frame:
-    require_host_region(transfer.region)  # fails before any byte comes
+    require_host_region(transfer.region)  # raises before anything is sent
     return read_request(part, transfer, transfer.slices.packed_runs(REMOTE))
 
 
@@ -106,7 +106,7 @@ class TcpResponder(Responder):
         self, grants: GrantTable, mover: Cuttable, landed: FloatSums, served: FloatSums
     ) -> "CompiledLoop | None":
         if not isinstance(self._link, SocketLink):
-            return None  # encrypted, which the loop cannot read
+            return None  # the compiled loop does not decrypt
         from messenger.native.responder_loop import CompiledLoop
 
         return CompiledLoop(self._link, grants, mover, landed, served)
@@ -168,11 +168,11 @@ def _asking(host: str, port: int) -> "Future[Address]":
                 answer.set_result(found)
 
         try:
-            # A daemon, so that the process can end while a name server does not answer.
+            # A daemon thread, so that the process can end while a name server does not answer.
             threading.Thread(target=ask, name=f"resolve-{host}", daemon=True).start()
         except RuntimeError as error:
             del _asked[key]
-            raise OSError(f"the system gives this process no thread to look {host!r} up: {error}") from error
+            raise OSError(f"cannot start a thread to look up {host!r}: {error}") from error
     return answer
 
 
@@ -199,7 +199,7 @@ class TcpTransport(Transport, Acceptor):
 
     def listen(self, backlog: int) -> socket.socket:
         if self._has_compiled_loops:
-            # Numba takes long to import, so only processes that use it import it.
+            # Imported late: numba takes long to import, and only some processes need it.
             from messenger.native.responder_loop import responder_loop
             from messenger.native.socket_io import receive_rows
 
@@ -221,7 +221,7 @@ class TcpTransport(Transport, Acceptor):
         return TlsLink(sock, address, self._identity.material(), caller=False)
 
     def clean_up(self) -> None:
-        """Do nothing: a port leaves nothing behind."""
+        """Do nothing: a port leaves nothing in the file system."""
 
     def address_of(self, endpoint: Endpoint) -> str:
         return f"{endpoint.tcp_host}:{endpoint.tcp_port}"
@@ -249,8 +249,8 @@ class TcpTransport(Transport, Acceptor):
 def _unpaced_within_host(sock: socket.socket) -> None:
     """Select a congestion control without pacing for connections within a host.
 
-    Within a host there is no other traffic to be fair to, and pacing, as BBR does it, only costs timers. Connections to
-    other hosts keep the administrator's choice.
+    Within a host there is no other traffic to share with, and pacing, as in BBR, only costs timers. Connections to
+    other hosts keep the system's setting.
     """
     with contextlib.suppress(OSError):
         if sock.getsockname()[0] == sock.getpeername()[0]:

@@ -187,7 +187,7 @@ def test_a_listener_outlives_a_shortage_of_threads(make_node: MakeNode, dial: Di
     finally:
         threading.stack_size(former)
     assert refusal.code == "full"
-    assert "gives this process no thread" in refusal.reason
+    assert "cannot start a thread" in refusal.reason
     peer.notify(b"t", b"").result()
     assert owner.notes == [("b", b"t", b"")]
 
