@@ -1,4 +1,4 @@
-"""Poll the completion queues of a connection's lanes, and sleep until one has a completion."""
+"""Polling of the completion queues of a connection's lanes, and sleeping until one has a completion."""
 
 import os
 import select
@@ -10,11 +10,11 @@ from messenger.rdma.verbs.completions import Completions
 
 _FRAMES_FIRST_S = 0.05
 """While threads wait for frames only, completions of sent work are collected with the next frame. After this time
-without a frame any completion wakes the leader, since it may be what holds the frames up."""
+without a frame, any completion wakes the leader, since it may be required for the next frame."""
 
 
 class WatchResult(NamedTuple):
-    """Completions by lane; whether the peer closed the connection; whether the sleep ended without any event."""
+    """Completions by lane. `peer_left`: the peer closed the connection. `overslept`: the sleep ended without event."""
 
     found: list[tuple[int, Completions]]
     peer_left: bool = False
@@ -22,8 +22,9 @@ class WatchResult(NamedTuple):
 
 
 class CompletionWatch:
-    """Wait for completions; one thread at a time polls, any thread may wake it. `sock_fd` becomes readable when the
-    peer leaves.
+    """Waiting for completions. One thread at a time calls `look`, any thread may wake it.
+
+    `sock_fd` becomes readable when the peer closes the connection.
     """
 
     def __init__(self, sock_fd: int) -> None:
@@ -46,8 +47,9 @@ class CompletionWatch:
         os.eventfd_write(self._wake, 1)
 
     def look(self, lanes: Sequence[Lane], timeout_s: float | None, *, frames_only: bool) -> WatchResult:
-        """Return the completions available now, or sleep until there are some. Completions that are no frames may be
-        returned later.
+        """Return the available completions; if there are none, sleep until there are some, or for `timeout_s`.
+
+        With `frames_only`, completions other than frames do not end the sleep at once.
         """
         found = _polled(lanes)
         if found:
@@ -66,7 +68,7 @@ class CompletionWatch:
             if lane.queue.fd in ready:
                 lane.queue.take_event()
         found = _polled(lanes)
-        # What arrived before the peer left still counts.
+        # Completions that arrived before the peer left are processed first.
         return WatchResult(found, self._sock_fd in ready and not found, frames_only and not ready)
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 Every method is called with the link's lock held, and none blocks. The policy (rdma/policy/rails.py) decides which
 slices go on which rail and when a frame may be sent; this module posts them.
+
+A batch: submit ── slices posted on lanes ── completions ── its frame sent in fragments, each with a credit ── done
 """
 
 import time
@@ -30,9 +32,7 @@ _NO_ROWS: Rows = np.empty((0, 3), dtype=np.int64)
 
 @dataclass(eq=False, slots=True)
 class Movement:
-    """Bytes to move between a local and a remote region. `keys` holds (lkey, rkey) for each lane, of one generation of
-    keys.
-    """
+    """Bytes to move between a local and a remote region. `keys` are (lkey, rkey) per lane, of one `generation`."""
 
     rows: Rows
     nbytes: int
@@ -42,7 +42,7 @@ class Movement:
     keys: Sequence[tuple[int, int]]
     generation: int
     held: object = None
-    """Objects that must live until the hardware has finished with them."""
+    """Objects that must stay alive until the hardware has finished with the memory."""
     left_nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,22 +56,24 @@ class _PostedBatch:
 
 
 class ConnectionIO:
-    """Send and receive over the lanes. `far_address` is the start of the peer's inbox, equal on every rail;
-    `on_trouble(lane, status)` is called when a lane fails.
+    """Sending and receiving over the lanes of one connection.
+
+    `inbox_address` is the start of the peer's inbox, equal on every rail. `on_trouble(lane, status)` is called when a
+    request on a lane fails.
     """
 
     def __init__(
         self,
         lanes: Sequence[Lane],
         memory: FrameMemory,
-        far_address: int,
+        inbox_address: int,
         counters: Counters,
         on_trouble: Callable[[int, int], None],
     ) -> None:
         depth = min(lane.pair.depth for lane in lanes)
         self.lanes = list(lanes)
         self.arrived: deque[bytes] = deque()
-        """Whole frames; call `taken` for each one removed."""
+        """Complete received frames; `taken` must be called for each one removed."""
         self.unsent_frames = 0
         self.num_unframed = 0
         """Unfinished movements without a frame: only their completions report them."""
@@ -81,7 +83,7 @@ class ConnectionIO:
             time.monotonic_ns(),
         )
         self._memory = memory
-        self._far_address = far_address
+        self._inbox_address = inbox_address
         self._counters = counters
         self._on_trouble = on_trouble
         self._batches: dict[int, _PostedBatch] = {}
@@ -96,12 +98,12 @@ class ConnectionIO:
 
     @property
     def has_room(self) -> bool:
-        """Return True if another batch may be submitted."""
+        """True if another batch may be submitted."""
         return self.unsent_frames < _MAX_UNSENT_FRAMES and self._moving_nbytes < _MAX_MOVING_NBYTES
 
     @property
     def is_held_up(self) -> bool:
-        """Return True if unsent work waits for a completion or a credit."""
+        """True if unsent work waits for a completion or a credit."""
         return bool(self._leaving) or self.rails.is_held_up
 
     @property
@@ -110,7 +112,10 @@ class ConnectionIO:
         return [number for number, batch in self._batches.items() if batch.movement and batch.movement.left_nbytes]
 
     def submit(self, movement: Movement | None, frame: bytes | None) -> None:
-        """Move the bytes, then send the frame, in the order of submission. Bytes, a frame or both must be given."""
+        """Submit a batch: move the bytes, then send the frame. At least one of the two must be given.
+
+        Frames are sent in the order of submission.
+        """
         number = self.rails.submit(_NO_ROWS if movement is None else movement.rows, announce=frame is not None)
         self._batches[number] = _PostedBatch(movement, frame)
         if frame is None:
@@ -121,7 +126,7 @@ class ConnectionIO:
         self.drive()
 
     def submit_at_once(self, frame: bytes) -> None:
-        """Send a frame that does not wait for the bytes of earlier batches."""
+        """Submit a frame that does not wait for the bytes of earlier batches."""
         self._leaving.append((None, fragments(frame)))
         self.unsent_frames += 1
         self.drive()
@@ -146,11 +151,11 @@ class ConnectionIO:
             self._send_fragment(limit_only())
 
     def take(self, index: int, completions: Completions) -> None:
-        """Process a lane's completions. Raises ProtocolError or InvalidArgument when the peer violates the protocol."""
+        """Process a lane's completions. Raises ProtocolError or InvalidArgument if the peer violates the protocol."""
         lane = self.lanes[index]
         received = [number for number, _, _ in completions].count(abi.RECEIVE_ID)
         if received:
-            # First, for what follows may break off: the receive requests are those of all connections.
+            # First, because the rest may raise: the receive requests are shared by all connections.
             lane.device.receive_again(received)
         for number, status, nbytes in completions:
             if number == abi.RECEIVE_ID:
@@ -205,11 +210,11 @@ class ConnectionIO:
         self._receive_credits.received()
         place = self._memory.inbox_place(self._assembly.num_fragments)
         limit, frame, _ = self._assembly.take(place, nbytes)
-        self._send_credits.told(limit)
+        self._send_credits.apply_limit(limit)
         if frame is None:
             self._receive_credits.freed()
         else:
-            self.arrived.append(frame)  # its last place is free when it was taken
+            self.arrived.append(frame)  # its last place is freed by `taken`
 
     def _post(self, post: Post) -> None:
         lane = self.lanes[post.rail]
@@ -262,7 +267,7 @@ class ConnectionIO:
         lane = self._frame_lane()
         assert lane is not None
         place, address = self._memory.outbox_place(self._num_sent)
-        nbytes = fragment.pack(place, self._num_sent, self._receive_credits.tell())
+        nbytes = fragment.pack(place, self._num_sent, self._receive_credits.take_limit())
         number = self._num_sent
         self._num_sent += 1
         return lane.pair.post_one(
@@ -270,6 +275,6 @@ class ConnectionIO:
             opcode=abi.WR_RDMA_WRITE_WITH_IMM,
             solicited=True,
             imm=number,
-            remote_address=self._far_address + number % SHARE * PLACE_NBYTES,
-            rkey=lane.far_rkey,
+            remote_address=self._inbox_address + number % SHARE * PLACE_NBYTES,
+            rkey=lane.remote_rkey,
         )

@@ -1,15 +1,15 @@
-"""Registering GPU memory with an RDMA device, so that the adapter reads and writes it without the host's memory.
+"""Registration of GPU memory with an RDMA device, so that the adapter accesses it without a copy in host memory.
 
-NOT YET PROVEN ON HARDWARE: written by the documented interfaces; no GPU with an RDMA adapter has run it.
+NOT YET TESTED ON HARDWARE: written to the documented interfaces, but not run on a GPU with an RDMA adapter.
 
-Two ways:
+There are two methods:
 - dmabuf: the driver exports a descriptor of the address range (cuMemGetHandleForAddressRange, CUDA 11.7 and the open
-  kernel modules), which the adapter's driver imports (ibv_reg_dmabuf_mr, Linux 5.12). Nothing else has to be loaded.
-- peer memory: a device pointer is registered like any other, and the module nvidia-peermem (formerly nv_peer_mem) tells
-  the adapter's driver where it is.
+  kernel modules), which the adapter's driver imports (ibv_reg_dmabuf_mr, Linux 5.12). No other module is needed.
+- peer memory: a device pointer is registered like any other, and the module nvidia-peermem (formerly nv_peer_mem)
+  translates it for the adapter's driver.
 
-dmabuf is tried first, being what both drivers are maintained for. Sources: CUDA driver API, "Virtual Memory Management"
-and "Unified Addressing"; NVIDIA, "GPUDirect RDMA", on SYNC_MEMOPS; rdma-core, ibv_reg_dmabuf_mr(3).
+dmabuf is tried first, because it is the method that both drivers maintain. Sources: CUDA driver API, "Virtual Memory
+Management" and "Unified Addressing"; NVIDIA, "GPUDirect RDMA", on SYNC_MEMOPS; rdma-core, ibv_reg_dmabuf_mr(3).
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class PageSpan:
 
 
 class CudaDriver:
-    """The calls of libcuda that registration needs. Each raises GpuMemoryUnsupported when it fails."""
+    """Calls of libcuda for registration. Each raises GpuMemoryUnsupported if it fails."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         try:
@@ -93,7 +93,7 @@ class CudaDriver:
         if not found.base <= memory.address <= memory.address + memory.nbytes <= found.base + found.nbytes:
             raise GpuMemoryUnsupported(
                 f"{memory.nbytes} bytes at {memory.address:#x} reach beyond their allocation of {found.nbytes} bytes "
-                f"at {found.base:#x}: register pieces of one allocation each"
+                f"at {found.base:#x}: register memory of one allocation at a time"
             )
         return found
 
@@ -107,33 +107,34 @@ class CudaDriver:
         return pci_place(text.value.decode(), root)
 
     def keep_in_order(self, memory: GpuMemory, gpu: int) -> None:
-        """Make the driver complete its own copies to and from the memory before it returns, since an adapter does not
-        wait for CUDA streams.
+        """Make the driver's copies to and from the memory synchronous, since an adapter does not wait for CUDA streams.
+
+        Sets CU_POINTER_ATTRIBUTE_SYNC_MEMOPS.
         """
         with self._context(gpu):
             flag = ctypes.c_uint(1)
             self._call("cuPointerSetAttribute", ctypes.byref(flag), _SYNC_MEMOPS, ctypes.c_uint64(memory.address))
 
     def needs_flush(self, gpu: int) -> bool:
-        """Return True if the GPU's later work sees an adapter's writes only after `flush`.
+        """Return True if later work of the GPU sees an adapter's writes only after `flush`.
 
-        Raises GpuMemoryUnsupported when a flush is needed and the host cannot do it.
+        Raises GpuMemoryUnsupported if a flush is needed and the host cannot do it.
         """
         if self._attribute(_WRITES_ORDERING, gpu) >= _ORDERED_FOR_OWNER:
             return False
         if not self._attribute(_FLUSH_OPTIONS, gpu) & _FLUSH_BY_HOST:
             raise GpuMemoryUnsupported(
-                f"GPU {gpu} does not keep adapters' writes in order, and its driver cannot be told to wait for them"
+                f"GPU {gpu} does not keep adapters' writes in order, and its driver cannot flush them"
             )
         return True
 
     def flush(self, gpu: int) -> None:
-        """Make all earlier writes of adapters visible to work that the GPU is given afterwards."""
+        """Make all earlier writes of adapters visible to work submitted to the GPU afterwards."""
         with self._context(gpu):
             self._call("cuFlushGPUDirectRDMAWrites", _OF_CONTEXT, _TO_OWNER)
 
     def export(self, span: PageSpan, gpu: int) -> int:
-        """Return a dmabuf descriptor of the pages; the caller closes it."""
+        """Return a dmabuf descriptor of the pages, which the caller must close."""
         descriptor = ctypes.c_int(-1)
         arguments = (ctypes.c_uint64(span.start), ctypes.c_size_t(span.nbytes), _AS_DMABUF, ctypes.c_ulonglong(0))
         with self._context(gpu):
@@ -142,7 +143,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _context(self, gpu: int) -> Iterator[None]:
-        """Make the GPU's primary context, which torch uses too, current on this thread."""
+        """Make the GPU's primary context, which torch also uses, current on this thread."""
         context, popped, device = ctypes.c_void_p(), ctypes.c_void_p(), self._device(gpu)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         try:
@@ -191,7 +192,7 @@ def has_peer_memory(root: Path = ROOT) -> bool:
 
 
 def ways(exports_dmabuf: bool, peer_memory: bool) -> tuple[ExportMethod, ...]:
-    """Return the methods to try, best first. Raises GpuMemoryUnsupported, naming what is missing, without any."""
+    """Return the methods to try, best first. Raises GpuMemoryUnsupported, with what is missing, if there is none."""
     found = (*((ExportMethod.DMABUF,) if exports_dmabuf else ()), *((ExportMethod.PEER_MEMORY,) if peer_memory else ()))
     if not found:
         raise GpuMemoryUnsupported(f"GPU memory cannot be registered for rdma: {_NO_DMABUF}, and {_NO_PEER_MODULE}")
@@ -199,7 +200,7 @@ def ways(exports_dmabuf: bool, peer_memory: bool) -> tuple[ExportMethod, ...]:
 
 
 def page_span(memory: GpuMemory, page_nbytes: int = mmap.PAGESIZE) -> PageSpan:
-    """Return the whole host pages around the memory; an exported range must start and end at a page."""
+    """Return the whole host pages around the memory, since an exported range must start and end at page boundaries."""
     start = memory.address // page_nbytes * page_nbytes
     end = -(-(memory.address + memory.nbytes) // page_nbytes) * page_nbytes
     return PageSpan(start, end - start, memory.address - start)
@@ -208,8 +209,9 @@ def page_span(memory: GpuMemory, page_nbytes: int = mmap.PAGESIZE) -> PageSpan:
 def first_that_works(
     attempts: dict[ExportMethod, Callable[[], list[Registered]]],
 ) -> tuple[ExportMethod, list[Registered]]:
-    """Return the result of the first method that succeeds. Raises GpuMemoryUnsupported with every method's reason when
-    none does.
+    """Return (method, registrations) of the first method that succeeds.
+
+    Raises GpuMemoryUnsupported with every method's reason if none does.
     """
     reasons = []
     for way, attempt in attempts.items():
@@ -225,8 +227,8 @@ def register(
 ) -> tuple[ExportMethod, list[Registered]]:
     """Register the memory with pyverbs protection domains, all by one method; `access` as for host memory.
 
-    Close the result before the memory is freed. With `peer_memory` None the kernel's modules are inspected. Raises
-    GpuMemoryUnsupported.
+    Returns (method, one registration per domain), which must be closed before the memory is freed. If `peer_memory` is
+    None, the loaded kernel modules are checked. Raises GpuMemoryUnsupported.
     """
     allocation = driver.allocation(memory)
     known = has_peer_memory() if peer_memory is None else peer_memory
@@ -274,8 +276,8 @@ def _by_dmabuf(
 
             mr = DmaBufMR(pd, memory.nbytes, access, dmabuf=descriptor, offset=span.offset)
     finally:
-        os.close(descriptor)  # the registration holds the buffer by itself
-    return Registered(mr, span.offset, settle)  # pyverbs gives the memory the addresses from its offset on
+        os.close(descriptor)  # the registration keeps the buffer
+    return Registered(mr, span.offset, settle)  # with pyverbs, the memory's addresses start at its offset
 
 
 def _by_peer_memory(pd: Any, memory: GpuMemory, access: int, settle: Callable[[], None]) -> Registered:

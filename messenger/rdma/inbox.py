@@ -1,8 +1,8 @@
-"""Frames in fragments: places of an inbox, fragment headers, and reassembly. Pure.
+"""Frames in fragments: slots of an inbox, fragment headers, and reassembly. No I/O.
 
-The n-th fragment of a connection goes to place n modulo the share, so both sides compute the place; credits ensure that
-it is free. The header carries the fragment's number, which must be the expected one, and a credit limit for the other
-direction.
+The n-th fragment of a connection goes to slot n modulo the share, so that both sides can compute the slot; credits
+ensure that it is free. The header has the fragment's number, which must be the expected one, and a credit limit for the
+other direction.
 """
 
 import struct
@@ -23,14 +23,14 @@ _MAX_FRAME_NBYTES = PREFIX.size + MAX_BODY_NBYTES
 
 
 class Fragment(NamedTuple):
-    """A piece of a frame; `is_last` marks its end. With `limit_only` it carries no piece, only a credit limit."""
+    """A piece of a frame; `is_last` marks the frame's end. With `limit_only` it has no piece, only a credit limit."""
 
     piece: bytes | memoryview
     is_last: bool = True
     limit_only: bool = False
 
     def pack(self, place: memoryview, number: int, limit: int) -> int:
-        """Write the fragment into a place and return the number of bytes used."""
+        """Write the fragment into the slot `place`. Returns the number of bytes used."""
         flags = (0 if self.is_last else _MORE) | (_LIMIT_ONLY if self.limit_only else 0)
         nbytes = len(self.piece)
         _HEADER.pack_into(place, 0, number % (1 << 32), limit, nbytes | flags)
@@ -55,23 +55,24 @@ def fragments(frame: bytes) -> deque[Fragment]:
 
 @dataclass
 class Assembly:
-    """Reassembles the fragments of one connection into frames."""
+    """Reassembly of the fragments of one connection into frames."""
 
     num_fragments: int = 0
     _pieces: bytearray = field(default_factory=bytearray)
 
     def take(self, place: memoryview, nbytes: int) -> tuple[int, bytes | None, bool]:
-        """Return (credit limit, the frame that this fragment completes or None, whether it carries only a limit).
+        """Process the fragment in the slot `place`; `nbytes` is the length that the hardware reported.
 
-        `nbytes` is the length that the hardware reported. Raises ProtocolError for an unexpected fragment.
+        Returns (credit limit, the frame that it completes or None, True if it has only a limit). Raises ProtocolError
+        for an unexpected fragment.
         """
         if not HEADER_NBYTES <= nbytes <= PLACE_NBYTES:
-            raise ProtocolError(f"a fragment of {nbytes} bytes, where {HEADER_NBYTES} to {PLACE_NBYTES} are possible")
+            raise ProtocolError(f"a fragment must have {HEADER_NBYTES} to {PLACE_NBYTES} bytes, got {nbytes}")
         number, limit, size = _HEADER.unpack_from(place)
         has_more, is_limit = bool(size & _MORE), bool(size & _LIMIT_ONLY)
         size &= _LIMIT_ONLY - 1
         if number != self.num_fragments % (1 << 32) or size != nbytes - HEADER_NBYTES:
-            raise ProtocolError(f"fragment {number} of {size} bytes came where number {self.num_fragments} was due")
+            raise ProtocolError(f"expected fragment {self.num_fragments}, got number {number} of {size} bytes")
         self.num_fragments += 1
         if is_limit:
             return limit, None, True
@@ -79,7 +80,7 @@ class Assembly:
             return limit, bytes(place[HEADER_NBYTES : HEADER_NBYTES + size]), False
         self._pieces += place[HEADER_NBYTES : HEADER_NBYTES + size]
         if len(self._pieces) > _MAX_FRAME_NBYTES:
-            raise ProtocolError(f"a frame of more than {_MAX_FRAME_NBYTES} bytes")
+            raise ProtocolError(f"a frame has more than {_MAX_FRAME_NBYTES} bytes")
         if has_more:
             return limit, None, False
         frame = bytes(self._pieces)
@@ -94,5 +95,5 @@ def decoded(frame: bytes) -> Message:
         return ack
     kind, length = decode_prefix(frame[: PREFIX.size])
     if length != len(frame) - PREFIX.size:
-        raise ProtocolError(f"a frame of {len(frame)} bytes that announces {length}")
+        raise ProtocolError(f"a frame of {len(frame)} bytes announces a body of {length} bytes")
     return decode_body(kind, memoryview(frame)[PREFIX.size :])

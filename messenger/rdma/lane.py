@@ -1,4 +1,8 @@
-"""Lane: one rail of one connection, as in UCX. This side's queue pair, completion queue and frame registration."""
+"""Lane: one rail of one connection, as in UCX: this side's queue pair, completion queue and frame registration.
+
+Used with the link's lock held, except `QueuePair.ring` and `QueuePair.fail`. Lifetime: created ── `connect` ── used ──
+`pair.fail` ── `drain` ── `close`; the device's share is released last.
+"""
 
 import contextlib
 import time
@@ -18,18 +22,18 @@ _FRAME_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_WRITE
 
 
 class Lane:
-    """This side's end of one rail. `far_rail`, `mtu` and `far_rkey` (key of the peer's inbox) are set by `connect`."""
+    """This side's end of one rail. `connect` sets `remote_rail`, `mtu` and `remote_rkey` (key of the peer's inbox)."""
 
-    far_rail: Rail
+    remote_rail: Rail
     mtu: int
 
     def __init__(self, device: Device, rail: Rail, memory: FrameMemory) -> None:
-        """Raises OSError when the device has no more resources; nothing is kept then."""
+        """Create the end's resources. Raises OSError, keeping nothing, if the device has no more resources."""
         self.device = device
         self.rail = rail
-        self.far_rkey = 0
+        self.remote_rkey = 0
         self.pending: deque[tuple[int, int]] = deque()
-        """(number of a request, number of the instruction that it ends), in order."""
+        """(number of a request, number of the instruction that it completes), in order."""
         self._connection = device.join(self)
         made: list[Any] = []
         try:
@@ -46,8 +50,8 @@ class Lane:
 
     @property
     def end(self) -> tuple[int, int, int]:
-        """Queue pair number, first packet and frame key, as the peer needs them."""
-        return self.pair.near.qp_num, self.pair.near.psn, int(self._frames.rkey)
+        """Queue pair number, first packet sequence number and frame key, for the peer."""
+        return self.pair.local.qp_num, self.pair.local.psn, int(self._frames.rkey)
 
     @property
     def lkey(self) -> int:
@@ -56,15 +60,15 @@ class Lane:
 
     @property
     def is_spare(self) -> bool:
-        return self.rail.is_spare or self.far_rail.is_spare
+        return self.rail.is_spare or self.remote_rail.is_spare
 
-    def connect(self, far_rail: Rail, far: RemoteQueuePair, rkey: int, mtu: int) -> None:
+    def connect(self, remote_rail: Rail, remote: RemoteQueuePair, rkey: int, mtu: int) -> None:
         """Connect to the remote queue pair. Raises OSError."""
-        self.pair.connect(self.rail, far_rail, far, mtu)
-        self.far_rail, self.mtu, self.far_rkey = far_rail, mtu, rkey
+        self.pair.connect(self.rail, remote_rail, remote, mtu)
+        self.remote_rail, self.mtu, self.remote_rkey = remote_rail, mtu, rkey
 
     def close(self) -> None:
-        """Release everything after the queue pair failed and no thread uses it. Raises OSError."""
+        """Release everything. The queue pair must have failed, and no thread may use it. Raises OSError."""
         with self.device.naming("end to a connection"), contextlib.ExitStack() as rest:
             rest.callback(self.device.leave, self._connection)
             rest.callback(self._frames.close)
@@ -73,7 +77,7 @@ class Lane:
             self.discard()
 
     def discard(self) -> None:
-        """Release only what completions must give back."""
+        """Discard all completions, after returning their receive requests and send queue entries."""
         while found := self.queue.poll():
             sent = [number for number, _, _ in found if number != abi.RECEIVE_ID]
             self.pair.done = max(self.pair.done, *sent, 0)

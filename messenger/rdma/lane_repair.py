@@ -1,10 +1,14 @@
-"""Repair of lanes that fail under a connection that goes on: both ends give the lane up and rebuild it after a rest.
+"""Repair of lanes that fail while the connection continues: both ends drop the lane and rebuild it after a rest.
 
-The caller leads. It sends DOWN for a lane whose requests failed or that fell silent. The owner stops its queue pair and
-replies IS_DOWN: from then on nothing that was under way there can land, and unfinished work is posted on other lanes.
-After the rest the caller sends UP with a new end, the owner replies IS_UP with its own, and an empty write tests the
-lane. Batches submitted later use it; earlier ones have no keys for it. The lane that carries the frames cannot be
-repaired, since it is unknown which frames arrived: the connection is made again, and the owner's session resolves them.
+    caller    lane fails ── DOWN            ── work goes to other lanes ── rest ── UP(end)          ── test ── in use
+    owner                       ── IS_DOWN                                            ── IS_UP(end)
+
+The caller leads. It sends DOWN for a lane whose requests failed or that is silent. The owner stops its queue pair and
+replies IS_DOWN: from then on, nothing that was in flight on the lane can land, and unfinished work is posted on other
+lanes. After the rest, the caller sends UP with a new end, the owner replies IS_UP with its own, and an empty write
+tests the lane. Batches submitted later use it; earlier ones have no keys for it. The lane that carries the frames
+cannot be repaired, because it is unknown which frames arrived: the stream connects again, and the owner's session
+resolves them.
 
 Every method is called with the link's lock held.
 """
@@ -31,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 class RepairMessage(IntEnum):
+    """Steps of the repair; the values are those of the wire."""
+
     DOWN = 1
     IS_DOWN = 2
     UP = 3
@@ -45,7 +51,7 @@ class LaneWatcher(Protocol):
 
 
 class LaneRepair:
-    """State of the lanes under repair. `renewed` is called when existing windows do not match the lanes any more."""
+    """State of the lanes under repair. `renewed` is called when existing windows no longer match the lanes."""
 
     def __init__(
         self,
@@ -64,12 +70,12 @@ class LaneRepair:
         self._renewed = renewed
         self._leads = leads
         self._going: set[int] = set()
-        self._trying: dict[int, int] = {}  # lane: the number of the empty write that tries it
-        self._returning: dict[int, int] = {}  # lane: the last batch without keys for it
-        self._heard: deque[tuple[RepairMessage, int, tuple[int, int, int] | None]] = deque()
+        self._trying: dict[int, int] = {}  # lane -> number of the empty write that tests it
+        self._returning: dict[int, int] = {}  # lane -> last batch without keys for it
+        self._received: deque[tuple[RepairMessage, int, tuple[int, int, int] | None]] = deque()
 
     def failed(self, index: int, reason: str) -> bool:
-        """Take a failed lane out of use. Return False if the connection cannot go on."""
+        """Take a failed lane out of use. Returns False if the connection cannot continue."""
         rails = self._io.rails
         if not self._leads:
             return False
@@ -82,8 +88,8 @@ class LaneRepair:
             self._io.lane_lost(index)
         else:
             self._going.add(index)
-            self._say(RepairMessage.DOWN, index)
-            self._tell_of(index, reason)
+            self._send(RepairMessage.DOWN, index)
+            self._report_failure(index, reason)
         return True
 
     def give_up(self, index: int) -> None:
@@ -91,30 +97,30 @@ class LaneRepair:
         self._io.lanes[index].pair.fail()
         self._going.discard(index)
         self._io.lane_lost(index)
-        self._say(RepairMessage.DOWN, index)
-        self._tell_of(index, "no answer")
+        self._send(RepairMessage.DOWN, index)
+        self._report_failure(index, "no answer")
 
-    def hear(self, message: Fabric) -> None:
+    def receive(self, message: Fabric) -> None:
         """Store a message of the other side for `work`. Raises ProtocolError."""
         try:
             step, index, end = msgpack.unpackb(message.payload, use_list=False)
-            heard = RepairMessage(step), index, end
+            received = RepairMessage(step), index, end
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"a step of repair that is none: {error}") from error
+            raise ProtocolError(f"invalid message of lane repair: {error}") from error
         is_end = end is None or (type(end) is tuple and len(end) == 3 and all(type(part) is int for part in end))
         if type(index) is not int or not 0 <= index < len(self._io.lanes) or not is_end:
-            raise ProtocolError("a step of repair on a lane that is not there, or with an end that cannot be")
-        if self._leads != (heard[0] in (RepairMessage.IS_DOWN, RepairMessage.IS_UP)):
-            raise ProtocolError(f"{heard[0].name} comes from the other side only")
-        self._heard.append(heard)
+            raise ProtocolError("a message of lane repair names an unknown lane or has an invalid end")
+        if self._leads != (received[0] in (RepairMessage.IS_DOWN, RepairMessage.IS_UP)):
+            raise ProtocolError(f"{received[0].name} must be sent by the other side")
+        self._received.append(received)
 
     def work(self) -> None:
         """Process received messages and due repairs, while no thread polls the lanes.
 
         Raises ProtocolError or OSError.
         """
-        while self._heard:
-            step, index, end = self._heard.popleft()
+        while self._received:
+            step, index, end = self._received.popleft()
             if step is RepairMessage.DOWN:
                 self._go_down(index)
             elif step is RepairMessage.IS_DOWN:
@@ -128,7 +134,7 @@ class LaneRepair:
             self._return()
 
     def wait_s(self) -> float | None:
-        """Seconds until `work` has something to do by itself; None if it has not."""
+        """Return the seconds until `work` is due even without messages; None if it is not."""
         rails = self._io.rails
         due_ns = None if rails.all_are_up or not self._leads else rails.next_probe_ns()
         return None if due_ns is None else max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
@@ -140,20 +146,20 @@ class LaneRepair:
         self._io.lane_lost(index)
         if self._io.rails.doubts or self._io.rails.is_stranded:
             raise ConnectionError("the lane that carried frames failed")
-        self._say(RepairMessage.IS_DOWN, index)
+        self._send(RepairMessage.IS_DOWN, index)
 
     def _come_up(self, index: int, end: tuple[int, int, int] | None) -> None:
         if self._io.rails.state(index) is RailState.UP:
-            raise ProtocolError("a new end for a lane that is not down")
+            raise ProtocolError("received a new end for a lane that is not down")
         try:
             lane = self._replace(index)
             self._connect(lane, end)
         except OSError as error:
             _log.info("rail %s stays down: %s", self._io.lanes[index].rail.name, error)
-            self._say(RepairMessage.IS_UP, index)
+            self._send(RepairMessage.IS_UP, index)
             return
         self._renewed()
-        self._say(RepairMessage.IS_UP, index, lane)
+        self._send(RepairMessage.IS_UP, index, lane)
 
     # The caller.
 
@@ -165,16 +171,16 @@ class LaneRepair:
     def _try_again(self) -> None:
         for index in self._io.rails.probes_due(time.monotonic_ns()):
             try:
-                self._say(RepairMessage.UP, index, self._replace(index))
+                self._send(RepairMessage.UP, index, self._replace(index))
             except OSError as error:
                 _log.info("rail %s stays down: %s", self._io.lanes[index].rail.name, error)
                 self._io.lane_lost(index)
 
     def _is_up(self, index: int, end: tuple[int, int, int] | None) -> None:
         lane = self._io.lanes[index]
-        # Else it may be in use, and what is under way there would land after it was posted again.
+        # Otherwise the lane may be in use, and work in flight on it would land after being posted again.
         if self._io.rails.state(index) is not RailState.PROBING or lane.pair.connected:
-            raise ProtocolError("an end for a lane that is not down")
+            raise ProtocolError("received an end for a lane that is not down")
         try:
             self._connect(lane, end)
             self._trying[index] = lane.pair.drain_mark()
@@ -202,9 +208,9 @@ class LaneRepair:
     def _replace(self, index: int) -> Lane:
         old = self._io.lanes[index]
         lane = Lane(old.device, old.rail, self._memory)
-        lane.far_rail, lane.mtu = old.far_rail, old.mtu
+        lane.remote_rail, lane.mtu = old.remote_rail, old.mtu
         self._watch.unwatch(old)
-        # First, for the device may not let go of the old one, of which nothing must be polled then.
+        # Before `close`, which may fail: the old lane must not be polled any more.
         self._io.lanes[index] = lane
         self._watch.watch(lane)
         old.close()
@@ -214,12 +220,12 @@ class LaneRepair:
         if end is None:
             raise ConnectionError("the other side could not build its end")
         qp_num, psn, rkey = end
-        lane.connect(lane.far_rail, RemoteQueuePair(qp_num, psn), rkey, lane.mtu)
+        lane.connect(lane.remote_rail, RemoteQueuePair(qp_num, psn), rkey, lane.mtu)
 
-    def _say(self, step: RepairMessage, index: int, lane: Lane | None = None) -> None:
+    def _send(self, step: RepairMessage, index: int, lane: Lane | None = None) -> None:
         self._io.submit_at_once(encode(Fabric(msgpack.packb((step, index, None if lane is None else lane.end)))))
 
-    def _tell_of(self, index: int, reason: str) -> None:
+    def _report_failure(self, index: int, reason: str) -> None:
         self._counters.add("rdma_failovers")
         name = self._io.lanes[index].rail.name
-        _log.warning("rail %s failed (%s): what it carried goes by the others", name, reason)
+        _log.warning("rail %s failed (%s): its work continues on the other rails", name, reason)

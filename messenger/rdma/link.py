@@ -1,8 +1,18 @@
 """A connection over lanes: frames go to the peer's inbox, data directly between the regions; the socket shows liveness.
 
 Threads: the link has none of its own. The first thread that waits (for a frame, room or a completion) becomes the
-leader: it polls the completion queues, sleeps on their channels and distributes what it found. `cut` wakes it. Locks:
-one lock guards all state and is never held while sleeping. Lifetimes: only the leader replaces lanes.
+leader: it polls the completion queues, sleeps on their channels and distributes the completions. Other waiting threads
+wait for it on the condition. `cut` wakes it.
+
+Locks:
+
+    _changed            guards all state of the link, its ConnectionIO, LaneRepair and LivenessWatch; never held while
+                        sleeping, nor in `look`, which only the leader (`_is_led`) calls
+    Window._lock        one per window, which any thread may close; taken under `_changed` or alone
+    Doorbell._ringing   one thread posts to a queue pair at a time; taken under the others or, by `_ring`, alone
+
+Lifetimes: only a thread that is about to lead (in `_pump`, under the lock) replaces lanes; the queue pairs of an ended
+link are stopped by `_end`, and freed by `close`, once no thread uses the link.
 """
 
 import contextlib
@@ -34,18 +44,18 @@ _log = logging.getLogger(__name__)
 
 _LAST_WORD_S = 1.0
 _LATECOMER_S = 1.0
-"""Factor of the first rail's answer time after which the connection drops a rail that has not answered."""
+"""Seconds after the first rail's answer after which a rail that has not answered is dropped."""
 
 
 class RdmaLink(Link):
-    """Link over RDMA lanes. `far_address` is the start of the peer's inbox, equal on every rail."""
+    """Link over RDMA lanes. `inbox_address` is the start of the peer's inbox, equal on every rail."""
 
     def __init__(
         self,
         sock: BufferedLink,
         lanes: Sequence[Lane],
         memory: FrameMemory,
-        far_address: int,
+        inbox_address: int,
         counters: Counters,
         *,
         caller: bool,
@@ -61,7 +71,7 @@ class RdmaLink(Link):
         self._hears_frames_only = False
         self._sleeps_on = False  # the leader, for as long as nothing happens
         self._overslept = False
-        self._io = ConnectionIO(lanes, memory, far_address, counters, self._trouble)
+        self._io = ConnectionIO(lanes, memory, inbox_address, counters, self._trouble)
         self._repairs = LaneRepair(self._io, memory, self, counters, self._renewed, leads=caller)
         self._liveness = LivenessWatch(self._io, self._fails)
         self._windows = Windows()
@@ -71,7 +81,7 @@ class RdmaLink(Link):
         for lane in lanes:
             self.watch(lane)
 
-    # What a Link is.
+    # The interface of Link.
 
     def set_timeout(self, timeout_s: float | None) -> None:
         self._sock.set_timeout(timeout_s)
@@ -92,7 +102,7 @@ class RdmaLink(Link):
         return self.receive_unless(_always) if self._io.arrived else None
 
     def receive_unless(self, is_over: Callable[[], bool]) -> Message | None:
-        """Receive a frame as `receive` does, or return None as soon as the condition becomes true by a completion."""
+        """Receive a frame as `receive` does, or return None once a completion makes the condition true."""
         while True:
             frame = self._receive_frame(is_over)
             self._ring()
@@ -102,14 +112,14 @@ class RdmaLink(Link):
             if not isinstance(message, Fabric):
                 return message
             with self._changed:
-                self._repairs.hear(message)
-                self._tell()
+                self._repairs.receive(message)
+                self._notify()
 
     def peer_is_gone(self) -> bool:
         return self._failure is not None or self._sock.peer_is_gone()
 
     def cut(self) -> None:
-        # The peer learns of it before anything else, and delivers nothing of this link from then on.
+        # First, so that the peer delivers nothing more of this link.
         self._sock.cut()
         with self._changed:
             self._end(LinkClosed(f"the connection to {self.address} was cut"))
@@ -125,7 +135,7 @@ class RdmaLink(Link):
                 self._end(LinkClosed(f"the connection to {self.address} was closed"))
                 drain(self.lanes)
 
-    # What the two sides of the transport need beside it.
+    # For the two sides of the transport.
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -138,7 +148,8 @@ class RdmaLink(Link):
     def move(self, movement: Movement | None, message: Message | Frame | None) -> bool:
         """Move the bytes, then send the frame, if any; the peer receives it after the bytes have landed (or were read).
 
-        Return False, having done nothing, if a lane was rebuilt for which the movement has no key.
+        Blocks while there is no room. Returns False, having done nothing, if a lane was rebuilt for which the movement
+        has no key. Raises OSError if the link has ended.
         """
         frame = None if message is None else encode(message)
         with self._changed:
@@ -150,8 +161,8 @@ class RdmaLink(Link):
         self._ring()
         return True
 
-    def tell(self, message: Message) -> None:
-        """Send a frame from any thread without waiting; no effect after the link ended."""
+    def send_soon(self, message: Message) -> None:
+        """Queue a frame, on any thread and without waiting. Does nothing if the link has ended."""
         with self._changed:
             if self._failure is None:
                 self._act(lambda: self._io.submit_at_once(encode(message)))
@@ -159,13 +170,14 @@ class RdmaLink(Link):
         self._ring()
 
     def finish(self, movement: Movement) -> None:
-        """Wait until the hardware has finished with the movement's local memory. Raises OSError when the link ended."""
+        """Wait until the hardware has finished with the movement's local memory. Raises OSError if the link ends."""
         if movement.left_nbytes:
             self.wait_for(lambda: not movement.left_nbytes)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition is true; another thread may make it true (see `wake`). Raises OSError when the link
-        ended.
+        """Wait until the condition is true; a thread that makes it true must call `wake`.
+
+        Raises OSError if the link has ended.
         """
         with self._changed:
             self._wait_for(condition)
@@ -174,7 +186,7 @@ class RdmaLink(Link):
     def wake(self) -> None:
         """Make waiting threads check their conditions again."""
         with self._changed:
-            self._tell()
+            self._notify()
 
     def probe(self, timeout_s: float) -> None:
         """Test every lane with an empty write and drop those that do not answer. Raises NoPath if none does."""
@@ -190,7 +202,7 @@ class RdmaLink(Link):
                 self._pump(deadline_s - now_s)
             if len(silent) == len(marks) or self._failure is not None or self._peer_left:
                 rails = ", ".join(lane.rail.name for lane in self.lanes)
-                raise NoPath(f"no way to {self.address} by {rails}: {self._failure or 'no answer'}")
+                raise NoPath(f"cannot reach {self.address} by {rails}: {self._failure or 'no answer'}")
             for index in silent:
                 self._repairs.give_up(index)
         self._ring()
@@ -220,10 +232,10 @@ class RdmaLink(Link):
         self._windows.close_on(lane)
         self._watch.remove(lane)
 
-    # Handing over what was posted under the lock, without it: soft devices send within the call.
+    # Posted work is handed to the device without the lock, because soft devices send within the call.
 
     def _ring(self) -> None:
-        """Hand posted work to the device; the leader or the next waiting thread posts what others add meanwhile."""
+        """Hand posted work to the device. If others keep adding work, the leader or the next waiting thread goes on."""
         while self._is_left_by_a_round():
             with self._changed:
                 if self._is_led:
@@ -258,12 +270,12 @@ class RdmaLink(Link):
                 io.drive()
                 self._listen_for_all()
                 if io.unsent_frames < unsent_frames:
-                    self._tell()
+                    self._notify()
             return frame
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise copy.copy(self._failure)  # what is raised keeps the frames it passed, and what they refer to
+            raise copy.copy(self._failure)  # a copy, since a raised exception keeps its traceback's frames alive
         if self._peer_left:
             raise LinkClosed(f"{self.address} closed the connection")
 
@@ -281,7 +293,7 @@ class RdmaLink(Link):
             self._num_waiting -= 1
 
     def _wait_sent(self) -> None:
-        """Wait until the last frame has reached the peer, or until the time is up."""
+        """Wait until the last frame has reached the peer, at most 1 s."""
         deadline_s = time.monotonic() + _LAST_WORD_S
         mark = 0
         with self._changed:
@@ -296,8 +308,8 @@ class RdmaLink(Link):
                         return
                 self._pump(left_s)
 
-    def _tell(self) -> None:
-        """Wake every waiting thread, the leader included, since its condition may have changed."""
+    def _notify(self) -> None:
+        """Wake every waiting thread, the leader included, because its condition may have changed."""
         self._changed.notify_all()
         if self._is_led:
             self._watch.wake()
@@ -307,7 +319,7 @@ class RdmaLink(Link):
         return self._num_waiting > 0 or self._io.num_unframed > 0 or self._io.is_held_up
 
     def _listen_for_all(self) -> None:
-        """Make a leader that sleeps for frames alone, or indefinitely, also wake for work now under way."""
+        """Wake a leader that sleeps for frames only, or indefinitely, so that it also waits for the new work."""
         if self._sleeps_on or (self._hears_frames_only and self._needs_all()):
             self._watch.wake()
 
@@ -368,11 +380,11 @@ class RdmaLink(Link):
     def _trouble(self, index: int, status: int) -> None:
         lane = self.lanes[index]
         if self._failure is not None or lane.pair.failed:
-            return  # flushed, as it should be
+            return  # flushed after the failure
         self._fails(index, abi.status_name(status), is_denied=status == abi.WC_REM_ACCESS_ERR)
 
     def _fails(self, index: int, reason: str, *, is_denied: bool = False) -> None:
-        """Handle a lane that does not work. With `is_denied` the failure was no fault of the lane."""
+        """Handle the failure of a lane. With `is_denied`, the peer denied the access, and the link ends."""
         self._counters.add("rdma_rail_errors")
         if is_denied or not self._repairs.failed(index, reason):
             self._end(LinkClosed(f"rail {self.lanes[index].rail.name} to {self.address}: {reason}"))
@@ -381,7 +393,7 @@ class RdmaLink(Link):
         self.generation += 1
 
     def _end(self, failure: Exception) -> None:
-        """End the link. On return the hardware moves nothing of it any more; if the device refuses, after `close`."""
+        """End the link. The hardware moves nothing of it afterwards; if the device fails, not before `close`."""
         if self._failure is None:
             self._failure = copy.copy(failure)
             self._sock.cut()
@@ -390,7 +402,7 @@ class RdmaLink(Link):
                 lane.pair.fail()
             except OSError as error:
                 _log.error("the connection to %s ends, but %s", self.address, str(error))
-        self._tell()
+        self._notify()
 
 
 def _never() -> bool:

@@ -20,7 +20,7 @@ from messenger.transport import NoPath
 
 @dataclass(frozen=True)
 class LinkSetup:
-    """This process's rails and their devices by name, from which links are made."""
+    """Maker of links from this process's rails and their devices by name."""
 
     rails: Sequence[Rail]
     devices: Mapping[str, Device]
@@ -28,18 +28,18 @@ class LinkSetup:
     timeout_s: float
 
     def call(self, sock: BufferedLink) -> RdmaLink:
-        """Set up the link as the caller. Raises NoPath, ProtocolError or OSError; then the caller closes `sock`."""
+        """Set up the link as the caller. Raises NoPath, ProtocolError or OSError; `sock` must then be closed."""
         nonce = handshake.new_nonce()
         rails = handshake.packed_rails(self.rails)
-        handshake.say(sock, handshake.HandshakeOffer(VERSION, handshake.fingerprint(), nonce, rails))
-        answer = handshake.hear(sock, handshake.HandshakeReply)
-        far_rails, pairs = handshake.check_answer(answer, nonce, len(self.rails))
+        handshake.send(sock, handshake.HandshakeOffer(VERSION, handshake.fingerprint(), nonce, rails))
+        answer = handshake.receive(sock, handshake.HandshakeReply)
+        remote_rails, pairs = handshake.check_answer(answer, nonce, len(self.rails))
         ends = handshake.check_ends(answer, len(pairs))
         memory, lanes = self._lanes([mine for mine, _ in pairs])
         try:
-            handshake.say(sock, handshake.HandshakeConfirm(answer.nonce, memory.address, _ends(lanes)))
-            _connect(lanes, [far_rails[theirs] for _, theirs in pairs], ends)
-            handshake.check_nonce(handshake.hear(sock, handshake.HandshakeReady).your_nonce, nonce)
+            handshake.send(sock, handshake.HandshakeConfirm(answer.nonce, memory.address, _ends(lanes)))
+            _connect(lanes, [remote_rails[theirs] for _, theirs in pairs], ends)
+            handshake.check_nonce(handshake.receive(sock, handshake.HandshakeReady).your_nonce, nonce)
             link = RdmaLink(sock, lanes, memory, answer.inbox_address, self.counters, caller=True)
         except BaseException:
             _give_up(lanes)
@@ -52,32 +52,32 @@ class LinkSetup:
         return link
 
     def answer(self, sock: BufferedLink) -> RdmaLink:
-        """Set up the link as the owner. Raises as `call` does; the caller receives the reason where possible."""
-        opening = handshake.hear(sock, handshake.HandshakeOffer)
+        """Set up the link as the owner. Raises as `call`; the reason is sent to the caller if possible."""
+        opening = handshake.receive(sock, handshake.HandshakeOffer)
         nonce = handshake.new_nonce()
         try:
-            far_rails = handshake.check_opening(opening)
-            pairs = pair(far_rails, self.rails)
+            remote_rails = handshake.check_opening(opening)
+            pairs = pair(remote_rails, self.rails)
             if not pairs:
-                raise NoPath("no rail of the one side reaches one of the other: other links or address families")
+                raise NoPath("no rail of one side reaches one of the other: link types or address families differ")
             memory, lanes = self._lanes([mine for _, mine in pairs])
         except OSError as error:
             with contextlib.suppress(OSError):
-                handshake.say(sock, handshake.HandshakeRefusal(str(error)))
+                handshake.send(sock, handshake.HandshakeRefusal(str(error)))
             raise
         try:
             rails, paired = handshake.packed_rails(self.rails), [list(both) for both in pairs]
-            said = handshake.HandshakeReply(opening.nonce, nonce, rails, paired, memory.address, _ends(lanes))
-            handshake.say(sock, said)
-            confirm = handshake.hear(sock, handshake.HandshakeConfirm)
+            reply = handshake.HandshakeReply(opening.nonce, nonce, rails, paired, memory.address, _ends(lanes))
+            handshake.send(sock, reply)
+            confirm = handshake.receive(sock, handshake.HandshakeConfirm)
             handshake.check_nonce(confirm.your_nonce, nonce)
-            _connect(lanes, [far_rails[theirs] for theirs, _ in pairs], handshake.check_ends(confirm, len(pairs)))
+            _connect(lanes, [remote_rails[theirs] for theirs, _ in pairs], handshake.check_ends(confirm, len(pairs)))
             link = RdmaLink(sock, lanes, memory, confirm.inbox_address, self.counters, caller=False)
         except BaseException:
             _give_up(lanes)
             raise
         try:
-            handshake.say(sock, handshake.HandshakeReady(opening.nonce))
+            handshake.send(sock, handshake.HandshakeReady(opening.nonce))
         except BaseException:
             link.close(reset=True)
             raise
@@ -96,9 +96,9 @@ class LinkSetup:
         return memory, lanes
 
 
-def _connect(lanes: Sequence[Lane], far_rails: Sequence[Rail], ends: Sequence[tuple[RemoteQueuePair, int]]) -> None:
-    for lane, far_rail, (far, rkey) in zip(lanes, far_rails, ends, strict=True):
-        lane.connect(far_rail, far, rkey, pair_mtu(lane.rail, far_rail))
+def _connect(lanes: Sequence[Lane], remote_rails: Sequence[Rail], ends: Sequence[tuple[RemoteQueuePair, int]]) -> None:
+    for lane, remote_rail, (remote, rkey) in zip(lanes, remote_rails, ends, strict=True):
+        lane.connect(remote_rail, remote, rkey, pair_mtu(lane.rail, remote_rail))
 
 
 def _ends(lanes: Sequence[Lane]) -> list[handshake.End]:

@@ -10,7 +10,7 @@ from messenger.rdma.verbs import abi
 
 
 class LivenessWatch:
-    """Call `on_silence(lane, reason)` for a lane with work under way that completes nothing."""
+    """Watch over a connection's lanes: `on_silence(lane, reason)` is called for one that completes none of its work."""
 
     def __init__(self, io: ConnectionIO, on_silence: Callable[[int, str], None]) -> None:
         self._io = io
@@ -19,7 +19,7 @@ class LivenessWatch:
         self._silence = SilenceDetector(int(self._limit_s * 1e9), time.monotonic_ns())
 
     def look(self) -> None:
-        """Give up silent lanes, and request a completion on lanes whose pending work would report none."""
+        """Report silent lanes, and request a completion on lanes whose pending work is all unsignalled."""
         now_ns = time.monotonic_ns()
         if now_ns < self._silence.next_ns:
             return
@@ -33,7 +33,7 @@ class LivenessWatch:
                 self._on_silence(index, f"nothing completed in {self._limit_s:g} s")
 
     def wait_s(self) -> float | None:
-        """Seconds until `look` has something to do by itself; None before something is posted."""
+        """Return the seconds until `look` is due; None if nothing is in flight."""
         if self._silence.is_at_rest and all(lane.pair.posted == lane.pair.done for lane in self._io.lanes):
             return None
         return max(0.0, (self._silence.next_ns - time.monotonic_ns()) / 1e9)

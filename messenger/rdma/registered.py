@@ -1,4 +1,4 @@
-"""Memory that is registered with an adapter. Pure, but for the objects it holds."""
+"""Registrations of memory with an adapter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from typing import Any
 
 
 def _is_settled() -> None:
-    """Do nothing: host memory holds an adapter's writes when they complete."""
+    """Do nothing: an adapter's writes to host memory are visible when they complete."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A registration. `mr` is pyverbs' object; the registration ends with its last reference.
+    """A registration. `mr` is the pyverbs object; the registration ends with its last reference.
 
     `first_address` is the address that verbs use for the memory's first byte: its address in this process, a GPU's
-    device pointer with peer memory, or an offset in the exported pages with dmabuf.
+    device pointer (peer memory), or an offset in the exported pages (dmabuf).
     """
 
     mr: Any

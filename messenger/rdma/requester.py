@@ -1,13 +1,16 @@
-"""Caller's side of rdma: obtains access once per key, then moves bytes itself and notifies the owner where needed.
+"""Caller's side of rdma: obtains access once per key, then moves bytes itself and notifies the owner if needed.
 
-An access is the owner's reply to KeyQuery: the region's address and a window key for each rail. With it bytes move
-without the owner's processor; the adapters' acknowledgement is the answer. A frame goes to the owner for a
-notification, for work that must precede visibility of the bytes, and when the key does not allow the request: then the
-bytes are not moved and the owner refuses the request by name. A write that the owner is known to have received (a later
-request was done, and its answer was lost with an earlier connection) is not repeated, since the memory may be in other
-use by now: the access states the number up to which that holds.
+An access is the owner's reply to KeyQuery: the region's address and a window key for each rail. With it, bytes move
+without the owner's processor; the adapters' acknowledgement is the answer. A frame is sent to the owner for a
+notification, for work that must precede the visibility of the bytes, and if the key does not allow the request: then no
+bytes are moved, and the owner refuses the request. A write that the owner is known to have received (a later request
+was done, and its answer was lost with an earlier connection) is not repeated, because the memory may be in other use by
+now: the access states the number up to which that holds.
 
-Answers are returned in the order of the requests.
+Threads and locks: the sending thread appends to `_unanswered`, the receiving one consumes it and alone uses `_early`
+(see `messenger.transport`). `_lock` guards changes of `_accesses`; single look-ups take none. The sending thread sets
+`_asked` before it sends a query, the receiving one clears it with the answer. Answers are returned in the order of the
+requests.
 """
 
 import struct
@@ -31,29 +34,29 @@ QUICK_ROWS = 256
 
 _ANSWERS = Ack, Refused
 _EXTENT = struct.Struct("<qq")
-"""(first byte, how many up to the last), within which all slices lie."""
+"""(first byte, number of bytes up to the last) of the range that contains all slices."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Request:
-    """A request under way. `movement` is None if no bytes move. With `is_told` the owner is notified and answers."""
+    """A request in flight. `movement` is None if no bytes move; with `has_frame`, the owner must answer a frame."""
 
     seq: int
     nbytes: int
     movement: Movement | None
-    is_told: bool
+    has_frame: bool
 
     @property
     def is_moved(self) -> bool:
-        """Return True if the request is done and no owner's answer is due."""
-        return not self.is_told and self.movement is not None and not self.movement.left_nbytes
+        """True if the request's bytes have moved and no answer of the owner is expected."""
+        return not self.has_frame and self.movement is not None and not self.movement.left_nbytes
 
 
 class RdmaRequester(Requester):
     _link: RdmaLink
 
     def __init__(self, link: RdmaLink, give_up: Callable[[str], None]) -> None:
-        """`give_up(reason)` is called when rdma cannot use the memory of either side."""
+        """Serve `link`. `give_up(reason)` is called if rdma cannot use the memory of one of the sides."""
         super().__init__(link)
         self._give_up = give_up
         self._lock = threading.Lock()
@@ -62,7 +65,7 @@ class RdmaRequester(Requester):
         self._asked: tuple[int, int] | None = None
         self._answers: list[KeyInfo] = []
         self._unanswered: deque[_Request] = deque()
-        self._early: Message | None = None  # an answer, of whose turn others' completions have not told yet
+        self._early: Message | None = None  # an answer received before the completions of requests before it
 
     def begin(self, part: Part) -> SendStatus:
         return WHOLE if self._link.has_room() and self._sent_at_once(part) else super().begin(part)
@@ -87,7 +90,7 @@ class RdmaRequester(Requester):
 
     def try_receive(self) -> Message | None:
         request = self._unanswered[0] if self._unanswered else None
-        if request is not None and not request.is_told:
+        if request is not None and not request.has_frame:
             return Ack(request.seq, request.nbytes) if request.is_moved else None
         if self._early is None:
             return self._link.try_receive()
@@ -98,10 +101,10 @@ class RdmaRequester(Requester):
         has_moved = self._answered()
         if part.transfer is not None and part.operation.kind is Kind.READ:
             if not has_moved:
-                raise ProtocolError(f"{self._link.address} allows a read of which nothing was read")
+                raise ProtocolError(f"{self._link.address} acknowledged a read of which nothing was read")
             self._link.lanes[0].device.settle(part.transfer.region)
         if ack.nbytes != part.nbytes:
-            raise ProtocolError(f"{self._link.address} acknowledges {ack.nbytes} bytes of {part.nbytes}")
+            raise ProtocolError(f"{self._link.address} acknowledged {ack.nbytes} bytes of {part.nbytes}")
         return True
 
     def refused(self, part: Part) -> None:
@@ -112,7 +115,7 @@ class RdmaRequester(Requester):
 
     def key_info(self, info: KeyInfo) -> None:
         if info.rkeys and len(info.rkeys) != 4 * len(self._link.lanes):
-            raise ProtocolError(f"{self._link.address} allows access on other rails than there are")
+            raise ProtocolError(f"{self._link.address} sent keys for another number of rails")
         name = info.region_id, info.token
         with self._lock:
             if name == self._asked:
@@ -127,7 +130,7 @@ class RdmaRequester(Requester):
         self._link.wake()
 
     def _sent_at_once(self, part: Part) -> bool:
-        """Send the request if that takes microseconds and cannot block."""
+        """Send the request if that takes microseconds and cannot block. Returns False if it may take longer."""
         transfer = part.transfer
         if transfer is None:
             self.send(part)
@@ -142,11 +145,11 @@ class RdmaRequester(Requester):
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
         while not self._writes(part, transfer, self._access(transfer.key)):
-            continue  # it is to be asked again
+            continue  # the access is outdated and must be queried again
 
     def _send_read(self, part: Part, transfer: Transfer) -> None:
         while not self._reads(part, transfer, self._access(transfer.key)):
-            continue  # it is to be asked again
+            continue  # the access is outdated and must be queried again
 
     def _writes(self, part: Part, transfer: Transfer, access: KeyInfo) -> bool:
         start, end = transfer.slices.extent(REMOTE)
@@ -165,7 +168,7 @@ class RdmaRequester(Requester):
         return self._move(part, None, read_request(part, transfer, _EXTENT.pack(start, end - start)))
 
     def _move(self, part: Part, movement: Movement | None, message: Frame | None) -> bool:
-        """Start the movement. Return False if lanes were rebuilt after the owner sent the keys."""
+        """Start the movement. Returns False if lanes were rebuilt after the owner sent the keys."""
         self._unanswered.append(_Request(part.seq, part.nbytes, movement, message is not None))
         if self._link.move(movement, message):
             return True
@@ -173,16 +176,16 @@ class RdmaRequester(Requester):
         return False
 
     def _answered(self) -> bool:
-        """Finish the oldest request, so that its local memory is free; return whether its bytes were moved."""
+        """Finish the oldest request, so that its local memory is free. Returns True if its bytes were moved."""
         if not self._unanswered:
-            raise ProtocolError(f"{self._link.address} answers a request that was not sent")
+            raise ProtocolError(f"{self._link.address} answered a request that was not sent")
         movement = self._unanswered.popleft().movement
         if movement is not None:
             self._link.finish(movement)
         return movement is not None
 
     def _await_next(self) -> None:
-        """Wait for the movements before the answered request; adapters report them last."""
+        """Wait for the oldest movement, which precedes the answered request and whose completion comes later."""
         movement = self._unanswered[0].movement
         assert movement is not None
         self._link.finish(movement)
@@ -209,9 +212,7 @@ class RdmaRequester(Requester):
         )
 
     def _access(self, key: RemoteKey) -> KeyInfo:
-        """Return the access under the key, requested from the owner at its first use. Raises OSError when the link
-        ended first.
-        """
+        """Return the access under the key, queried from the owner at its first use. Raises OSError if the link ends."""
         name = key.region_id, key.token
         if self._generation != self._link.generation:
             with self._lock:
@@ -219,19 +220,17 @@ class RdmaRequester(Requester):
                 self._accesses.clear()
         access = self._accesses.get(name)
         if access is None:
-            # It may be withdrawn as soon as it is given: the answer is taken, whatever came after it.
+            # The owner may withdraw the access right after granting it: use the answer all the same.
             self._asked, self._answers = name, []
             self._link.send(KeyQuery(*name))
             self._link.wait_for(lambda: bool(self._answers))
             access = self._answers[0]
         if access.trouble:
             self._give_up(access.trouble)
-            raise OSError(f"{self._link.address} cannot give access: {access.trouble}")
+            raise OSError(f"{self._link.address} cannot grant access: {access.trouble}")
         return access
 
 
 def _covers(access: KeyInfo, start: int, end: int) -> bool:
-    """Return True if the key covers [start, end), from the first byte touched to the last; the hardware checks each
-    slice.
-    """
+    """Return True if the key covers [start, end), which contains all slices; the hardware checks each slice."""
     return access.offset <= start and end <= access.offset + access.nbytes

@@ -1,4 +1,4 @@
-"""Owner's side of rdma: opens windows in its regions and counts what callers move through them."""
+"""Owner's side of rdma: opens windows to its regions, and settles and acknowledges what callers move through them."""
 
 import numpy as np
 
@@ -30,19 +30,19 @@ class RdmaResponder(Responder):
 
     def land(self, message: Write, rows: Rows, region: AnyRegion) -> None:
         if not message.source_id:
-            raise ProtocolError("a write under a good key of which nothing was moved")
+            raise ProtocolError("received a write under a valid key without moved bytes")
         self._link.lanes[0].device.settle(region)
 
     def skip(self, message: Write) -> None:
         """Skip nothing: the frame carries no bytes."""
 
     def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
-        raise ProtocolError("a read under a good key, of which nobody is told")
+        raise ProtocolError("received a read under a valid key, which needs no request")
 
     def key_queried(self, query: KeyQuery, access: Access, last_seq: int) -> None:
         key, region = access.key, access.region
         if self._generation != self._link.generation:
-            # They lack a lane that was built anew; they stay open for what is under way on the others.
+            # These windows lack a rebuilt lane. They stay open for work in flight on the other lanes.
             self._generation = self._link.generation
             self._windows.clear()
         window = self._windows.get(query.token)
@@ -58,7 +58,7 @@ class RdmaResponder(Responder):
                 mrs = [one.mr for one in registered]
                 window = self._link.bind(mrs, address + key.offset, key.nbytes, rights)
                 access.keep(window)
-                window.on_closed = lambda: self._link.tell(_nothing(query, 0))
+                window.on_closed = lambda: self._link.send_soon(_nothing(query, 0))
                 self._forget_closed()
                 self._windows[query.token] = window
         self._link.send(
@@ -86,16 +86,16 @@ class RdmaResponder(Responder):
 
 
 def _nothing(query: KeyQuery, last_seq: int) -> KeyInfo:
-    """Reply for a void key."""
+    """Return the reply for a void key."""
     rights = {"read": False, "write": False}
     return KeyInfo(query.region_id, query.token, last_seq, 0, 0, 0, **rights, rkeys=b"", trouble="", settles=False)
 
 
 def _extent(message: Write | Read) -> Rows:
-    """Return [[first byte, number of bytes up to the last]] that contains all slices."""
+    """Return the range that contains all slices, int64 [1, 2]: (first byte, number of bytes up to the last)."""
     rows: Rows = np.frombuffer(message.rows, dtype="<i8").reshape(-1, 2) if len(message.rows) == 16 else _NONE
     if not len(rows) or not 0 <= message.nbytes <= MAX_PART_NBYTES or int(rows[0, 1]) < 1:
-        raise ProtocolError("a transfer without an extent that can be")
+        raise ProtocolError("a transfer has an invalid extent")
     return rows
 
 

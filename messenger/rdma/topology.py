@@ -1,4 +1,4 @@
-"""Reads RDMA ports and PCI devices from sysfs: files to facts, without decisions or verbs.
+"""Detection of RDMA ports and PCI devices from sysfs, without decisions or verbs.
 
 Every function takes the root below which the kernel's file systems are mounted, so that a recorded machine can be read
 like the local one. Missing entries keep their defaults; no function raises for an unusual machine.
@@ -15,13 +15,13 @@ from messenger.rdma.policy.facts import ANYWHERE, ETHERNET, DeviceFacts, Gid, Pc
 
 ROOT = Path("/")
 _MAX_HOLES = 64
-"""Unused entries in a row after which the rest of a GID table, which may have thousands, is taken to be unused."""
+"""Number of unused entries in a row after which the rest of a GID table, which may have thousands, is not read."""
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
 
 def rdma_ports(root: Path = ROOT) -> tuple[DeviceFacts, ...]:
-    """Return every port of every RDMA device, by device and port."""
+    """Return every port of every RDMA device, in the order of devices and ports."""
     devices = _entries(root / "sys/class/infiniband")
     prefixes = _Prefixes(root)
     return tuple(
@@ -33,15 +33,18 @@ def rdma_ports(root: Path = ROOT) -> tuple[DeviceFacts, ...]:
 
 
 def pci_place(address: str, root: Path = ROOT) -> PciPosition:
-    """Return the position of the PCI device "0000:3b:00.0" (CUDA and NVML write longer domains and capitals); ANYWHERE
-    if it does not exist.
+    """Return the position of a PCI device, such as "0000:3b:00.0"; ANYWHERE if it does not exist.
+
+    The longer domains and capital letters of CUDA and NVML are accepted.
     """
     return _place(root / "sys/bus/pci/devices" / normal_pci_address(address))
 
 
 def bound_place(root: Path = ROOT, cpus: Set[int] | None = None) -> PciPosition:
-    """Return the NUMA node to which this process's memory is bound, by its memory policy (cpuset, numactl --membind) or
-    because all its CPUs are there; else ANYWHERE. `cpus` None means the CPUs it may run on.
+    """Return the NUMA node to which this process's memory is bound; ANYWHERE if it is not bound.
+
+    It is bound by its memory policy (cpuset, numactl --membind), or because all its CPUs belong to one node. `cpus`
+    defaults to the CPUs on which the process may run.
     """
     nodes = {
         int(folder.name[4:]): _numbers(_read(folder / "cpulist"))
@@ -61,7 +64,7 @@ def bound_place(root: Path = ROOT, cpus: Set[int] | None = None) -> PciPosition:
 
 
 def normal_pci_address(address: str) -> str:
-    """ "00000000:3B:00.0" as sysfs writes it: "0000:3b:00.0"."""
+    """Return a PCI address in the form of sysfs, such as "0000:3b:00.0" for "00000000:3B:00.0"."""
     domain, _, rest = address.strip().lower().partition(":")
     return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
 
@@ -88,14 +91,14 @@ def _port_facts(root: Path, device: Path, folder: Path, prefixes: "_Prefixes") -
 
 
 def _netdev(device: Path, port: int, gids: tuple[Gid, ...]) -> str:
-    """Return the Ethernet interface of a port: by its GIDs or, without any, by the common PCI device."""
+    """Return the Ethernet interface of a port, from its GIDs or, without any, from the common PCI device."""
     by_gid = next((gid.netdev for gid in gids if gid.netdev), "")
     siblings = _entries(device / "device/net")
     return by_gid or next((path.name for path in siblings if _number(_read(path / "dev_port")) == port - 1), "")
 
 
 def _gids(folder: Path, prefixes: "_Prefixes") -> Iterator[Gid]:
-    """Return the used entries of the GID table, by index; unused ones are zero, their type unreadable."""
+    """Yield the used entries of the GID table, by index. Unused ones are zero, and their type is unreadable."""
     last_used = -1
     for index in itertools.count():
         if index - last_used > _MAX_HOLES:
@@ -130,7 +133,7 @@ def _place(link: Path) -> PciPosition:
     path = [parts[bridge]]
     for part in parts[bridge + 1 :]:
         if not _PCI_ADDRESS.fullmatch(part):
-            break  # what hangs behind the PCI device: a virtio port, a bus of another kind
+            break  # not a PCI device any more: a virtio port, a bus of another kind
         path.append(part)
     return PciPosition(tuple(path), _numa_node(Path(*parts[: bridge + len(path)])))
 
@@ -141,7 +144,7 @@ def _numa_node(device: Path) -> int:
 
 
 def _bond(root: Path, netdev: str) -> str:
-    """Return the bond that the interface belongs to, or is."""
+    """Return the bond that the interface belongs to, or the interface if it is a bond; "" if there is none."""
     if not netdev:
         return ""
     folder = root / "sys/class/net" / netdev
@@ -166,7 +169,7 @@ class _Prefixes:
                 self._subnets.append((words[5], int(words[0], 16), int(words[2], 16)))
 
     def bits_of(self, netdev: str, address: IPv6Address) -> int:
-        """Return the length of the interface's longest prefix that contains the address; 0 without one."""
+        """Return the length of the interface's longest prefix that contains the address; 0 if there is none."""
         value = int(address)
         return max(
             (
@@ -179,7 +182,7 @@ class _Prefixes:
 
 
 def _speed_gbit(text: str) -> float:
-    """ "400 Gb/sec (4X NDR)" → 400.0."""
+    """Parse a rate such as "400 Gb/sec (4X NDR)" into 400.0; 0 if it is invalid."""
     found = re.match(r"[\d.]+", text)
     return float(found.group()) if found else 0.0
 
@@ -203,7 +206,7 @@ def _number(text: str) -> int:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the entries in the order of their names, numbers by value."""
+    """Return the entries in the order of their names, numbers by value; empty if the folder cannot be read."""
     try:
         found = list(folder.iterdir())
     except OSError:
@@ -218,7 +221,7 @@ def _words(path: Path) -> Iterator[list[str]]:
 
 def _read(path: Path) -> str:
     try:
-        with open(path, "rb", buffering=0) as file:  # a table has hundreds of files
+        with open(path, "rb", buffering=0) as file:  # unbuffered, because there are hundreds of small files
             return file.read().decode().strip()
     except (OSError, UnicodeDecodeError):
         return ""

@@ -1,4 +1,4 @@
-"""The rdma transport: connects like tcp, then uses rails. It imports pyverbs when it is created, not before."""
+"""The rdma transport: connects like tcp, then uses rails. It imports pyverbs only when it is created."""
 
 import logging
 import socket
@@ -33,7 +33,7 @@ class RdmaTransport(Transport):
     name = "rdma"
 
     def __init__(self, config: MessengerConfig, tcp: TcpTransport, counters: Counters) -> None:
-        """Raises RdmaUnavailable: no pyverbs, no suitable port, or an unusable device."""
+        """Choose and open the devices. Raises RdmaUnavailable without pyverbs, a suitable port or a usable device."""
         choice = choose(
             rdma_ports(), RailRequest(devices=config.transport.rdma_devices, memory=gpu_memory.place_of(config.gpu))
         )
@@ -72,7 +72,7 @@ class RdmaTransport(Transport):
     def connect(self, sock: socket.socket, endpoint: Endpoint) -> None:
         peer = f"{endpoint.node_id} at {self.address_of(endpoint)}"
         if self._given_up.get(peer, 0.0) > time.monotonic():
-            raise NoPath(f"there was no way to {peer} lately")
+            raise NoPath(f"{peer} could not be reached by rdma less than {_GIVEN_UP_S:g} s ago")
         self._tcp.connect(sock, endpoint)
 
     def adopt(self, link: Link, *, caller: bool) -> Link:
@@ -83,7 +83,7 @@ class RdmaTransport(Transport):
             return self._link_setup.call(link)
         except (ProtocolError, OSError) as error:
             if isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, NoPath):
-                raise  # the socket's trouble, not the rails'
+                raise  # an error of the socket, not of the rails
             self._give_up(link.address, str(error))
             raise NoPath(str(error)) from error
 
@@ -108,7 +108,7 @@ class RdmaTransport(Transport):
             device.deregister(region)
 
     def _give_up(self, peer: str, reason: str) -> None:
-        """Let other transports be tried for a while, if there are any."""
+        """Use other transports for this peer for 30 s, if there are any."""
         self._counters.add("rdma_given_up")
         now_s = time.monotonic()
         if peer not in self._given_up:

@@ -1,5 +1,7 @@
-"""Memory windows: ranges that a peer may access. The hardware checks each packet and revokes access when a window
-closes.
+"""Memory windows: ranges that a peer may access. The hardware checks each packet against the open windows.
+
+`Window._lock` guards a window's state and is held while the hardware closes it; a revoke closes windows on any thread.
+`on_closed` runs without it.
 """
 
 import contextlib
@@ -17,20 +19,20 @@ _log = logging.getLogger(__name__)
 
 
 class Window:
-    """One range of a region for one connection: a memory window for each of its lanes. Any thread may close it, once.
+    """One range of a region for one connection: a memory window for each of its lanes. Any thread may close it.
 
-    `on_closed` is called afterwards and notifies the peer.
+    `on_closed` is called after the first `close`, to notify the peer.
     """
 
     def __init__(self) -> None:
-        self.on_closed: Callable[[], None] = _nobody
+        self.on_closed: Callable[[], None] = _do_nothing
         self._lock = threading.Lock()
         self._windows: dict[Lane, Any] = {}
         self.rkeys: list[int] = []
         self.is_closed = False
 
     def open_on(self, lane: "Lane", registration: Any, address: int, nbytes: int, access: int) -> int:
-        """Bind a window on the lane; return the number of the request that does it. Raises OSError."""
+        """Bind a window on the lane. Returns the number of the binding request. Raises OSError."""
         from pyverbs.mr import MW
 
         with self._lock:
@@ -42,8 +44,9 @@ class Window:
             return number
 
     def close(self) -> None:
-        """Close the window. On return the hardware refuses all accesses under its keys and has finished earlier ones
-        (soft-RoCE on several processors may still be copying one packet).
+        """Close the window. On return, the hardware rejects accesses under its keys and has finished earlier ones.
+
+        (Soft-RoCE on several processors may still be copying one packet.)
         """
         with self._lock:
             was_closed, self.is_closed = self.is_closed, True
@@ -54,7 +57,7 @@ class Window:
             self.on_closed()
 
     def close_on(self, lane: "Lane") -> None:
-        """Close it on a lane before the lane's queue pair is destroyed: soft-RoCE waits a minute for bound windows."""
+        """Close it on one lane. Must precede the end of the lane's queue pair: soft-RoCE waits a minute for windows."""
         with self._lock:
             window = self._windows.pop(lane, None)
             if window is not None:
@@ -68,7 +71,7 @@ class Windows:
         self._open: list[Window] = []
 
     def open(self) -> Window:
-        """Create a further window, on no lane yet."""
+        """Create a window, on no lane yet."""
         self._open = [*(one for one in self._open if not one.is_closed), window := Window()]
         return window
 
@@ -79,21 +82,21 @@ class Windows:
                 rest.callback(window.close)
 
     def close_on(self, lane: "Lane") -> None:
-        """Call Window.close_on for all windows."""
+        """Close all windows on one lane, as `Window.close_on`."""
         for window in self._open:
             window.close_on(lane)
 
 
-def _nobody() -> None:
-    """Notify nobody."""
+def _do_nothing() -> None:
+    pass
 
 
 def _close(lane: "Lane", window: Any) -> None:
-    """Close by the window itself or, if the device keeps it, by the end of the queue pair that it is bound to."""
+    """Close the window or, if the device fails to, stop the queue pair to which it is bound."""
     from pyverbs.pyverbs_error import PyverbsError
 
     try:
         window.close()
     except PyverbsError as error:
-        _log.warning("%s closes no window, so its queue pair is stopped: %s", lane.device.name, error)
+        _log.warning("%s cannot close a memory window, so its queue pair is stopped: %s", lane.device.name, error)
         lane.pair.fail()

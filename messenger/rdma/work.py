@@ -1,6 +1,4 @@
-"""Work requests built from slice lists as arrays; pure. A thousand slices cost as many nanoseconds each as one call
-does.
-"""
+"""Work requests built from slice lists as arrays, at a few nanoseconds per slice. No calls of verbs."""
 
 import struct
 from dataclasses import dataclass
@@ -17,17 +15,17 @@ Requests = npt.NDArray[np.void]
 # A request (abi.SEND_WR), padded, and behind it its slice (abi.SGE).
 _SINGLE: Final = struct.Struct("<QQQiiI4sQI76xQII")
 _SLICE_AT: Final = abi.SEND_WR.itemsize
-# A request as 64-bit words, which are several times quicker to fill than fields: two of 32 bits share one, the first
-# in its lower half.
+# A request as 64-bit words, which are several times faster to fill than fields: two fields of 32 bits share a word, the
+# first one in its lower half.
 _WORDS: Final = abi.SEND_WR.itemsize // 8
 _NEXT, _SLICES, _COUNT_AND_OPCODE, _FLAGS, _REMOTE, _KEY = 1, 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A chain of requests (abi.SEND_WR), linked by address, with the slices (abi.SGE) they point to.
+    """A chain of requests (abi.SEND_WR), linked by address, with the slices (abi.SGE) that they point to.
 
-    Both must stay alive and in place until they are posted; then the device has its own copy.
+    Both must stay alive and in place until they are posted; afterwards the device has its own copy.
     """
 
     requests: Requests
@@ -69,9 +67,9 @@ class Work:
 
 
 class Singles:
-    """Ring of preallocated requests with at most one slice, the most frequent kind, at a tenth of the cost of arrays.
+    """Ring of preallocated requests with at most one slice, the most frequent kind; a tenth of the cost of arrays.
 
-    An entry is reused `depth` requests later, when the device has its own copy.
+    An entry is reused after `depth` requests, when the device has its own copy.
     """
 
     def __init__(self, depth: int) -> None:
@@ -91,7 +89,7 @@ class Singles:
         remote_address: int = 0,
         rkey: int = 0,
     ) -> int:
-        """Fill in the request with this number and return its address. `slice_`: (address, bytes, lkey)."""
+        """Fill in the request `number` and return its address. `slice_` is (address, bytes, lkey)."""
         place = number % self._depth * _SINGLE.size
         own = self._address + place
         address, nbytes, lkey = slice_ or (0, 0, 0)
@@ -103,8 +101,9 @@ class Singles:
 
 
 def _requests(rows: Rows, max_sge: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | int]:
-    """Return the rows at which requests begin (every row that does not follow its predecessor, and every `max_sge`-th
-    of a run) and the number of rows of each.
+    """Return (indices of the rows at which requests begin, number of rows per request).
+
+    A request begins at every row that is not adjacent to its predecessor, and at every `max_sge`-th row of a run.
     """
     index = np.arange(len(rows))
     follows = rows[1:, REMOTE] == rows[:-1, REMOTE] + rows[:-1, NBYTES]

@@ -1,5 +1,4 @@
-"""Decisions of the rdma transport: which ports to use, how to split batches over rails, how many frames may be under
-way.
+"""Decisions of the rdma transport: choice of ports, split of batches over rails, credits for frames.
 
 Pure: no verbs, clock, socket, thread or file; time is an argument in integer nanoseconds. Nothing here imports pyverbs.
 """

@@ -8,14 +8,14 @@ import numpy as np
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows
 
 CUT_NBYTES: Final = 4096
-"""A slice is cut at multiples of this only."""
+"""Slices are cut at multiples of this only."""
 
 
 def shares(nbytes: int, backlogs: Sequence[int], speeds: Sequence[float], least_nbytes: int) -> list[int]:
-    """Return the bytes for each rail, `nbytes` in total, so that all rails finish together, given their backlogs.
+    """Return the bytes for each rail, `nbytes` in total, so that all rails finish at the same time.
 
-    A rail whose share would be below `least_nbytes` gets none. A small batch goes to the one rail that would finish it
-    first; ties go to the lowest index.
+    `backlogs` are in bytes, `speeds` in bytes per second. A rail whose share would be below `least_nbytes` gets none. A
+    small batch goes to the one rail that would finish it first; ties go to the lowest index.
     """
     chosen = sorted(range(len(speeds)), key=lambda rail: ((backlogs[rail] + nbytes) / speeds[rail], rail))
     chosen = chosen[: max(1, nbytes // least_nbytes)]
@@ -30,8 +30,10 @@ def shares(nbytes: int, backlogs: Sequence[int], speeds: Sequence[float], least_
 
 
 def take(rows: Rows, nbytes: int, max_rows: int) -> tuple[Rows, Rows]:
-    """Return (the first of the rows, the rest): at most `max_rows` and at most `nbytes` >= CUT_NBYTES; a split may stay
-    below `nbytes` by less than CUT_NBYTES.
+    """Split rows int64 [n, 3] into (the first ones, the rest).
+
+    The first ones are at most `max_rows` rows of at most `nbytes` >= CUT_NBYTES in total, and may be less than
+    CUT_NBYTES short of that.
     """
     ends = np.cumsum(rows[:, NBYTES])
     whole = int(np.searchsorted(ends, nbytes, side="right"))

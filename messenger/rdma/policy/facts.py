@@ -1,4 +1,4 @@
-"""Facts about RDMA ports and PCI positions: plain data, and arithmetic on it."""
+"""Properties of RDMA ports and PCI positions: plain data, and arithmetic on it."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,13 +13,13 @@ ROCE_V2: Final = "RoCE v2"
 ACTIVE: Final = "ACTIVE"
 
 PATH_MTUS: Final = (256, 512, 1024, 2048, 4096)
-"""Bytes of payload that a packet can have."""
+"""Possible path MTUs: bytes of payload per packet."""
 ROCE_OVERHEAD_NBYTES: Final = 104
 """Excess of an Ethernet interface's MTU over the path MTU: drivers need 80 to 96, and 4200 is usual."""
 
 
 class Nearness(IntEnum):
-    """Distance of two PCI devices; less is nearer. UNKNOWN counts as far."""
+    """Distance of two PCI devices; smaller is nearer."""
 
     SAME_SWITCH = 0
     SAME_ROOT = 1
@@ -37,7 +37,7 @@ _NEARNESS_TEXTS: Final = {
     Nearness.SAME_ROOT: "behind the same root complex",
     Nearness.SAME_NUMA: "on the same NUMA node",
     Nearness.OTHER: "on another NUMA node",
-    Nearness.UNKNOWN: "somewhere unknown",
+    Nearness.UNKNOWN: "at an unknown distance",
 }
 
 
@@ -62,7 +62,7 @@ def nearness(one: PciPosition, other: PciPosition) -> Nearness:
         shared = 0
         while shared < min(len(one.pci_path), len(other.pci_path)) and one.pci_path[shared] == other.pci_path[shared]:
             shared += 1
-        # The host bridge is shared, and so is what sits behind it, unless the first bridges (root ports) differ.
+        # The host bridge is shared; a switch behind it is shared too, unless the first bridges (root ports) differ.
         return Nearness.SAME_SWITCH if shared > 1 else Nearness.SAME_ROOT
     if one.numa_node < 0 or other.numa_node < 0:
         return Nearness.UNKNOWN
@@ -89,7 +89,7 @@ class Gid:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One port of one RDMA device, as found.
+    """One port of one RDMA device, as reported by the system.
 
     `speed_gbit` is the link's speed, 0 if unknown. `active_mtu` is the greatest path MTU in bytes, 0 for InfiniBand
     ports until the port is queried. `netdev` and `netdev_mtu` belong to the Ethernet interface of a RoCE port, "" and 0
@@ -111,7 +111,7 @@ class DeviceFacts:
 
     @property
     def key(self) -> str:
-        """ "mlx5_0/1"."""
+        """Device and port, such as "mlx5_0/1"."""
         return f"{self.name}/{self.port}"
 
 
@@ -120,8 +120,8 @@ class Rail:
     """One port in use, with everything that a peer needs to reach it.
 
     `gid_index` is 0 on InfiniBand, where `lid` addresses the port within its subnet; RoCE has lid 0. `gid` is 16 bytes.
-    `mtu` 0 means that the port must be queried. `is_spare`: farther from the memory than others, used when none of
-    these works. `numa_node` is -1 if unknown.
+    `mtu` 0 means that the port must be queried. A spare (`is_spare`) is farther from the memory than others and is used
+    only if none of them works. `numa_node` is -1 if unknown.
     """
 
     device: str
@@ -138,7 +138,7 @@ class Rail:
 
     @property
     def name(self) -> str:
-        """ "mlx5_0/1": in logs, counters and errors."""
+        """Name for logs, counters and errors, such as "mlx5_0/1"."""
         return f"{self.device}/{self.port}"
 
     @property
@@ -147,7 +147,7 @@ class Rail:
 
     @property
     def address(self) -> str:
-        """The GID as text, an IPv4 address where it is one."""
+        """The GID as text; as an IPv4 address if it is IPv4-mapped."""
         parsed = IPv6Address(self.gid)
         return str(parsed.ipv4_mapped or parsed)
 
@@ -156,7 +156,7 @@ WireRail = tuple[str, int, str, int, bytes, int, int, int, float, int, bool]
 
 
 def rail_to_wire(rail: Rail) -> WireRail:
-    """Return the fields in order, as types of msgpack."""
+    """Return the fields in order, as types that msgpack encodes."""
     return (
         rail.device, rail.port, rail.link_layer, rail.gid_index, rail.gid, rail.prefix_bits, rail.lid, rail.mtu,
         rail.speed_gbit, rail.numa_node, rail.is_spare,
@@ -172,11 +172,11 @@ def rail_from_wire(value: object) -> Rail:
         raise ProtocolError("a rail has fields of wrong types")
     rail = Rail(*value)
     if len(rail.gid) != 16 or rail.link_layer not in (ETHERNET, INFINIBAND) or not 0 <= rail.prefix_bits <= 128:
-        raise ProtocolError(f"rail {rail.device[:64]!r} has no address that can be reached")
+        raise ProtocolError(f"rail {rail.device[:64]!r} has an invalid address")
     if not 1 <= rail.port <= 255 or not 0 <= rail.gid_index <= 255 or len(rail.device) > 64:
-        raise ProtocolError(f"rail {rail.device[:64]!r} has a port or GID index that cannot be")
+        raise ProtocolError(f"rail {rail.device[:64]!r} has an invalid port or GID index")
     if rail.mtu not in (0, *PATH_MTUS) or not 0 <= rail.lid < 1 << 16 or not rail.speed_gbit >= 0:
-        raise ProtocolError(f"rail {rail.device[:64]!r} has a path MTU, LID or speed that cannot be")
+        raise ProtocolError(f"rail {rail.device[:64]!r} has an invalid path MTU, LID or speed")
     return rail
 
 
@@ -186,7 +186,7 @@ def roce_mtu(netdev_mtu: int) -> int:
 
 
 def same_subnet(one: Rail, other: Rail) -> bool:
-    """Return True if both are known to be in one IP subnet (RoCE) or have one subnet prefix (InfiniBand)."""
+    """Return True if both are known to be in the same IP subnet (RoCE) or have the same subnet prefix (InfiniBand)."""
     if one.link_layer != other.link_layer:
         return False
     bits = 64 if one.is_infiniband else min(one.prefix_bits, other.prefix_bits)

@@ -1,4 +1,4 @@
-"""Construction parameters of `Rails`, and the instructions that it returns."""
+"""Parameters of `Rails`, and the instructions that it returns."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,11 +19,11 @@ class RailSpec:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on posted work. Raises InvalidArgument for impossible values.
+    """Bounds on posted work. Raises InvalidArgument for invalid values.
 
-    `least_share_nbytes`: the least number of bytes that each rail gets when a batch is spread. `window_nbytes` and
-    `window_rows`: bytes and slices under way on one rail. `post_nbytes` and `post_rows`: size of one Post, which
-    completes as one.
+    `least_share_nbytes` is the least number of bytes per rail when a batch is spread. `window_nbytes` and `window_rows`
+    limit the bytes and slices in flight on one rail, `post_nbytes` and `post_rows` those of one Post, which has one
+    completion.
     """
 
     least_share_nbytes: int = 256 << 10
@@ -35,7 +35,7 @@ class Limits:
     def __post_init__(self) -> None:
         sizes_fit = CUT_NBYTES <= self.least_share_nbytes <= self.post_nbytes <= self.window_nbytes
         if not sizes_fit or not 1 <= self.post_rows <= self.window_rows:
-            raise InvalidArgument(f"limits must grow from {CUT_NBYTES} bytes by share and post to the window: {self}")
+            raise InvalidArgument(f"limits must grow from {CUT_NBYTES} bytes over share and post to window, got {self}")
 
 
 class Post(NamedTuple):

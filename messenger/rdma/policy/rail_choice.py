@@ -23,15 +23,15 @@ from messenger.rdma.policy.facts import (
 )
 
 SLOW_FRACTION: Final = 0.25
-"""A port slower than this part of the fastest is left out unless it is asked for: a management port beside 400 Gb/s."""
+"""A port slower than this fraction of the fastest, such as a management port, is not used unless it is requested."""
 
 
 @dataclass(frozen=True)
 class RailRequest:
     """Criteria of the choice.
 
-    `devices`: exactly these ("mlx5_0", or "mlx5_0/1" for one port), in this order; () to choose freely. `memory`:
-    position of the registered memory, a GPU or a NUMA node; ANYWHERE if it is not fixed.
+    `devices` are the devices to use ("mlx5_0", or "mlx5_0/1" for one port), in this order; () means free choice.
+    `memory` is the position of the registered memory, a GPU or a NUMA node; ANYWHERE if it is not fixed.
     """
 
     devices: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class RailRequest:
 
 @dataclass(frozen=True)
 class PortVerdict:
-    """Decision on one port: `reason` continues a sentence that begins with its name."""
+    """Decision on one port. `reason` continues a sentence that begins with the port's name."""
 
     device: str
     port: int
@@ -62,25 +62,25 @@ class RailChoice:
 
     @property
     def why_none(self) -> str:
-        """Explanation, in one line, that no rail was chosen."""
+        """Reason for which no rail was chosen, in one line."""
         if not self.verdicts:
-            return "this machine shows no RDMA device"
+            return "this machine has no RDMA device"
         return "; ".join(verdict.text for verdict in self.verdicts if not verdict.is_taken)
 
 
 def choose(ports: Sequence[DeviceFacts], request: RailRequest) -> RailChoice:
     """Choose the rails of this process.
 
-    Requested by name: the ports that work, in the order of the names. Otherwise, of the ports that work and are not far
-    slower than the fastest: those nearest to the memory, and the farther ones as spares. Ties are broken by name and
-    number, so that every process of a host gets the same order.
+    If devices are requested by name, the rails are their working ports, in the order of the names. Otherwise they are
+    the working ports that are at least a quarter as fast as the fastest: those nearest to the memory, and the others as
+    spares. Ties are broken by name and number, so that every process of a host gets the same order.
     """
     ordered = sorted(ports, key=lambda facts: (_natural(facts.name), facts.port))
     return _named(ordered, request) if request.devices else _nearest(ordered, request.memory)
 
 
 def usable_gid(facts: DeviceFacts) -> Gid | None:
-    """Return the RoCE v2 GID to use: routable; IPv4 before IPv6; a known subnet before others; None without any."""
+    """Return the routable RoCE v2 GID to use, preferring IPv4 and known subnets; None if there is none."""
     usable = [gid for gid in facts.gids if gid.kind == ROCE_V2 and gid.is_routable]
     return min(usable, key=lambda gid: (gid.address.ipv4_mapped is None, not gid.prefix_bits, gid.index), default=None)
 
@@ -88,9 +88,9 @@ def usable_gid(facts: DeviceFacts) -> Gid | None:
 def pair(local: Sequence[Rail], remote: Sequence[Rail]) -> tuple[tuple[int, int], ...]:
     """Pair the rails of two peers; return pairs of indices, as many as the side with more rails has.
 
-    Rails of one subnet are paired first, then those of equal number (in rail-optimised networks rail n of every host is
-    attached to the same switch), then in order; on the side with fewer rails the pairs are spread evenly. A rail that
-    reaches nothing of the other side is in no pair. Pairs of spares come last.
+    Rails of the same subnet are paired first, then those of equal number (in rail-optimised networks, rail n of every
+    host is attached to the same switch), then in order; on the side with fewer rails, the pairs are spread evenly. A
+    rail that reaches no rail of the other side is in no pair. Pairs of spares come last.
     """
     reachable = sorted(
         (not same_subnet(mine, theirs), mine.is_spare + theirs.is_spare, abs(i - j), i, j)
@@ -123,16 +123,16 @@ def _named(ports: Sequence[DeviceFacts], request: RailRequest) -> RailChoice:
     for name in dict.fromkeys(request.devices):
         asked = [facts for facts in ports if name in (facts.name, facts.key)]
         if not asked:
-            there = ", ".join(facts.key for facts in ports) or "no device at all"
+            there = ", ".join(facts.key for facts in ports) or "no RDMA device"
             verdicts.append(PortVerdict(name, 0, False, f"there is no such device; this machine has {there}"))
         for facts in asked:
             problem = _problem(facts) or _shared_address(facts, rails)
             if not problem:
                 rails.append(_rail(facts))
-            verdicts.append(_verdict(facts, problem, f"asked for, {_what(facts)}"))
+            verdicts.append(_verdict(facts, problem, f"requested, {_what(facts)}"))
     named = {(verdict.device, verdict.port) for verdict in verdicts}
     verdicts += [
-        PortVerdict(facts.name, facts.port, False, "others are asked for by name (rdma_devices)")
+        PortVerdict(facts.name, facts.port, False, "others are requested by name (rdma_devices)")
         for facts in ports
         if (facts.name, facts.port) not in named
     ]
@@ -155,7 +155,7 @@ def _nearest(ports: Sequence[DeviceFacts], memory: PciPosition) -> RailChoice:
         where = "" if memory == ANYWHERE else f", {distance.text} as the memory"
         role = "as a spare, " if distance > nearest else ""
         verdicts[facts.key] = _verdict(facts, problem, f"{role}{_what(facts)}{where}")
-    slow = f"slower than a quarter of the fastest ({fastest_gbit:g} Gb/s); ask for it in rdma_devices if it is meant"
+    slow = f"slower than a quarter of the fastest ({fastest_gbit:g} Gb/s); name it in rdma_devices to use it"
     for facts in ports:
         if facts.key not in verdicts:
             verdicts[facts.key] = _verdict(facts, _problem(facts) or slow, "")
@@ -163,14 +163,14 @@ def _nearest(ports: Sequence[DeviceFacts], memory: PciPosition) -> RailChoice:
 
 
 def _distance(facts: DeviceFacts, memory: PciPosition) -> Nearness:
-    """Return the distance to the memory; all ports are equally far from memory that is not fixed."""
+    """Return the distance to the memory, which is the same for all ports if the memory is not fixed."""
     return Nearness.UNKNOWN if memory == ANYWHERE else nearness(facts.place, memory)
 
 
 def _problem(facts: DeviceFacts) -> str:
-    """Return why the port cannot be a rail; "" if it can."""
+    """Return the reason for which the port cannot be a rail; "" if it can."""
     if facts.link_layer not in (ETHERNET, INFINIBAND):
-        return f"its link layer is {facts.link_layer or 'not told'}"
+        return f"its link layer is {facts.link_layer or 'unknown'}"
     if facts.state != ACTIVE:
         return f"its link is {facts.state}: check cable and switch{_interface_hint(facts)}"
     if facts.link_layer == INFINIBAND:
@@ -180,7 +180,7 @@ def _problem(facts: DeviceFacts) -> str:
     if not facts.gids:
         return f"its GID table is empty: give {_interface(facts)} an IP address"
     if all(gid.kind != ROCE_V2 for gid in facts.gids):
-        return "it has GIDs of RoCE v1 only, which no router passes on: switch it to RoCE v2"
+        return "it has GIDs of RoCE v1 only, which is not routable: switch it to RoCE v2"
     return f"its RoCE v2 GIDs are all link-local: give {_interface(facts)} a routable IP address"
 
 
@@ -193,7 +193,10 @@ def _interface(facts: DeviceFacts) -> str:
 
 
 def _shared_address(facts: DeviceFacts, rails: Sequence[Rail]) -> str:
-    """Return True if two ports of a bond show the bond's address: its traffic arrives at one of them only."""
+    """Return the reason if a chosen rail has the same address, as ports of a bond do; otherwise "".
+
+    Traffic to that address arrives at one of the ports only.
+    """
     gid = usable_gid(facts)
     if facts.link_layer == INFINIBAND or gid is None:
         return ""
@@ -233,5 +236,5 @@ def _verdict(facts: DeviceFacts, problem: str, reason: str) -> PortVerdict:
 
 
 def _natural(name: str) -> tuple[tuple[str, int], ...]:
-    """ "mlx5_10" comes after "mlx5_9"."""
+    """Return a sort key that puts "mlx5_10" after "mlx5_9"."""
     return tuple((text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name))

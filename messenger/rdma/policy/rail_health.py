@@ -8,7 +8,7 @@ _MS: Final = 1_000_000
 FIRST_REST_NS: Final = 100 * _MS
 LONGEST_REST_NS: Final = 30_000 * _MS
 HEALED_AFTER_NS: Final = 60_000 * _MS
-"""Time of work after which the next rest is the shortest again."""
+"""Time without failures after which the next rest is the shortest again."""
 
 
 class RailState(Enum):
@@ -27,7 +27,7 @@ class RailHealth:
     rest_ns: int = 0
 
     def failed(self, now_ns: int) -> None:
-        """Start a rest, from UP or PROBING: twice as long as the last, unless the rail had worked for long."""
+        """Start a rest, from UP or PROBING: twice as long as the last, unless the rail worked for HEALED_AFTER_NS."""
         if self.state is RailState.RESTING:
             return
         if self.state is RailState.UP and now_ns - self.since_ns >= HEALED_AFTER_NS:
@@ -49,7 +49,7 @@ class RailHealth:
         self._become(RailState.PROBING, now_ns)
 
     def returned(self, now_ns: int) -> None:
-        """Enter UP. Earlier failures count until the rail has worked for long."""
+        """Enter UP. Earlier failures count until the rail has worked for HEALED_AFTER_NS."""
         self._become(RailState.UP, now_ns)
 
     def _become(self, state: RailState, now_ns: int) -> None:

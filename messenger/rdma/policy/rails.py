@@ -1,18 +1,18 @@
 """Scheduling of slices over the rails to one peer, and recovery when rails fail.
 
-Events in, instructions out. The shell submits batches, asks what is `due`, posts it, and reports what completed and
-what failed; after every event more may be due. Any thread may call, one at a time.
+Events in, instructions out. The shell submits batches, posts the instructions that are `due`, and reports completions
+and failures; after every event more may be due. Any thread may call, one at a time.
 
-Order. Bytes of a batch land in any order. A batch with a frame (its notification, or the message that it is done) has
-its Announce due only when nothing of it or of an earlier batch is unposted or under way on another rail than the one
-that carries the frames; what is under way on that rail is ahead of the frame in the same queue pair and lands first.
+Order. The bytes of a batch land in any order. A batch with a frame (its notification, or the message that it is done)
+has its Announce due only when nothing of it or of an earlier batch is unposted or in flight on another rail than the
+one that carries the frames; work in flight on that rail precedes the frame in the same queue pair and lands first.
 Announces follow the order of submission, and the frame rail changes only when it fails.
 
-Failure. `rail_failed` returns every unfinished slice of the rail for posting on another rail. The shell calls it only
-when neither end of the queue pair can write any more: bytes that land after their repetition would corrupt memory. If
-frames were under way on the rail, it is unknown whether the peer has them, and the peer may have reused the memory:
-then nothing is due until the shell has asked the peer and calls `resolve`. A failed rail rests, longer after each
-failure, is probed by the shell and returns.
+Failure. `rail_failed` queues every unfinished slice of the rail for another rail. The shell calls it only when neither
+end of the queue pair can write any more, since bytes that land after their repetition would corrupt memory. If frames
+were in flight on the rail, it is unknown whether the peer received them, and the peer may have reused the memory: then
+nothing is due until the shell has queried the peer and calls `resolve`. A failed rail rests, longer after each failure,
+is probed by the shell and returns.
 """
 
 import heapq
@@ -33,7 +33,7 @@ from rpc.errors import InvalidArgument
 _SAMPLE_NBYTES: Final = 1 << 20
 _SAMPLE_NS: Final = 100_000
 ANNOUNCE_DELAY_NS: Final = 20_000
-"""Cost of waiting for another rail's completion before a frame: the preference for the frame rail."""
+"""Cost of waiting for another rail's completion before a frame, by which the frame rail is preferred."""
 DEFAULT_GBIT: Final = 10.0
 """Assumed speed of a link that reports none."""
 
@@ -97,7 +97,7 @@ class Rails:
         self._find_usable()
         self._elect_frame_rail()
 
-    # What the shell asks.
+    # Queries.
 
     @property
     def frame_rail(self) -> int | None:
@@ -106,12 +106,12 @@ class Rails:
 
     @property
     def is_stranded(self) -> bool:
-        """True if no rail is up: unfinished work waits for a successful probe, or for the shell to give the peer up."""
+        """True if no rail is up; unfinished work then waits for a successful probe or the end of the connection."""
         return self._frame_rail is None
 
     @property
     def doubts(self) -> tuple[int, ...]:
-        """Batches whose frames may or may not have reached the peer; nothing is due until `resolve`."""
+        """Batches of whose frames it is unknown whether they reached the peer; nothing is due until `resolve`."""
         return tuple(announce.batch for announce in self._doubts)
 
     @property
@@ -156,7 +156,7 @@ class Rails:
         return batch.number
 
     def due(self, now_ns: int) -> list[Instruction]:
-        """Return what is to be posted now, in this order; it counts as under way."""
+        """Return the instructions to post now, in this order; they count as in flight from then on."""
         instructions: list[Instruction] = []
         if self._doubts or self._frame_rail is None:
             return instructions
@@ -168,8 +168,9 @@ class Rails:
         return instructions
 
     def completed(self, number: int, rail: int, now_ns: int) -> int | None:
-        """Process the completion of an instruction; return the batch if it is done. Raises InvalidArgument for one not
-        under way.
+        """Process the completion of an instruction. Returns its batch if that is done, otherwise None.
+
+        Raises InvalidArgument if the instruction is not in flight.
         """
         post = self._rails[rail].posts.get(number)
         if post is not None:
@@ -180,11 +181,11 @@ class Rails:
             batch = self._announced.pop(number)
             batch.announce = None
         else:
-            raise InvalidArgument(f"instruction {number} is not under way on rail {self._rails[rail].spec.name}")
+            raise InvalidArgument(f"instruction {number} is not in flight on rail {self._rails[rail].spec.name}")
         return self._finish(batch)
 
     def rail_failed(self, rail: int, now_ns: int) -> None:
-        """Process the failure of a rail, dead at both ends, or of its probe: its work is returned, and it rests."""
+        """Process the failure of a rail, stopped at both ends, or of its probe: requeue its work and let it rest."""
         failed = self._rails[rail]
         failed.health.failed(now_ns)
         for post in list(failed.posts.values()):
@@ -196,10 +197,10 @@ class Rails:
             self._elect_frame_rail()
 
     def resolve(self, last_delivered: int) -> list[int]:
-        """Resolve the doubtful batches: the peer has the frames up to this one (0: none). Return the batches that are
-        done.
+        """Resolve the doubtful batches: the peer has received the frames up to batch `last_delivered` (0: none).
 
-        The other frames are sent again. Raises InvalidArgument for a batch that is not in doubt.
+        The other frames are sent again. Returns the batches that are done. Raises InvalidArgument for a batch that is
+        not in doubt.
         """
         if last_delivered and last_delivered not in self.doubts:
             raise InvalidArgument(f"batch {last_delivered} is not in doubt")
@@ -208,7 +209,7 @@ class Rails:
             batch.announce, batch.is_unannounced = None, True
             self._to_announce.appendleft(batch.number)
         self._doubts = []
-        # All that was submitted before a frame had landed when the frame was sent.
+        # All batches submitted before a frame had landed when the frame was sent.
         done = [number for number in self._batches if number <= last_delivered]
         for number in done:
             batch = self._batches.pop(number)
@@ -217,14 +218,14 @@ class Rails:
         return done
 
     def probes_due(self, now_ns: int) -> list[int]:
-        """Return the rails whose rest is over: rebuild each and report `rail_returned` or `rail_failed`."""
+        """Return the rails whose rest is over. The caller rebuilds each and calls `rail_returned` or `rail_failed`."""
         rested = [rail for rail, each in enumerate(self._rails) if each.health.is_rested(now_ns)]
         for rail in rested:
             self._rails[rail].health.probe(now_ns)
         return rested
 
     def next_probe_ns(self) -> int | None:
-        """Return when the next rest ends; None if no rail rests."""
+        """Return the time at which the next rest ends; None if no rail rests."""
         resting = [rail.health for rail in self._rails if rail.health.state is RailState.RESTING]
         return min((health.rested_ns for health in resting), default=None)
 
@@ -261,10 +262,10 @@ class Rails:
     # Posting.
 
     def _post(self, batch: _Batch, instructions: list[Instruction], now_ns: int) -> bool:
-        """Post the batch's slices for which there is room; return False if some must wait."""
+        """Post the batch's slices for which there is room. Returns False if some must wait."""
         up = self._usable
         served = [(up[0], batch.waiting_nbytes)] if len(up) == 1 else self._spread(batch, now_ns)
-        spilt = 0  # what cutting slices at whole pages leaves over goes with the next rail's
+        spilt = 0  # bytes left over by cutting slices at whole pages, which go to the next rail
         for rail, nbytes in served:
             left = min(nbytes + spilt, batch.waiting_nbytes)
             spilt = 0
@@ -286,14 +287,14 @@ class Rails:
             self._rails[rail].in_flight_nbytes + int(speed * delay_ns / 1e9 if rail != self._frame_rail else 0)
             for rail, speed in zip(up, speeds, strict=True)
         ]
-        # Where a post for every rail waits behind it, cutting it finer ends nothing earlier and costs posts.
+        # If a post for every rail is queued behind the batch, smaller posts cost time and end nothing earlier.
         is_plenty = self._waiting_nbytes - batch.waiting_nbytes >= len(up) * self._limits.post_nbytes
         least_nbytes = self._limits.post_nbytes if is_plenty else self._limits.least_share_nbytes
         wanted = shares(batch.waiting_nbytes, backlogs, speeds, least_nbytes)
         return [(rail, nbytes) for rail, nbytes in zip(up, wanted, strict=True) if nbytes]
 
     def _room(self, rail: int, nbytes: int) -> int:
-        """Return how much of `nbytes` may be posted on the rail in one Post; 0 means wait."""
+        """Return the number of bytes, of `nbytes`, that may be posted on the rail in one Post; 0 means wait."""
         limits, state = self._limits, self._rails[rail]
         room = min(limits.window_nbytes - state.in_flight_nbytes, limits.post_nbytes)
         has_rows = state.in_flight_rows < limits.window_rows
@@ -318,7 +319,7 @@ class Rails:
         return post
 
     def _announce(self, instructions: list[Instruction]) -> None:
-        """Add the frames that nothing holds up any more."""
+        """Add the instructions for frames that need not wait any more."""
         while self._to_announce:
             number = self._to_announce[0]
             batch = self._batches.get(number)
@@ -343,7 +344,7 @@ class Rails:
             heapq.heappop(heap)
         return None
 
-    # Books.
+    # Accounting.
 
     def _release(self, post: Post) -> None:
         rail, batch = self._rails[post.rail], self._batches[post.batch]
@@ -366,7 +367,7 @@ class Rails:
         return batch.number
 
     def _sample(self, rail: _Rail, post: Post, now_ns: int) -> None:
-        """Sample the speed. Completions found together are no single samples: bytes and busy time are accumulated."""
+        """Sample the speed. Bytes and busy time are accumulated, because completions may be found together."""
         rail.sampled_ns += max(0, now_ns - max(post.posted_ns, rail.done_ns))
         rail.sampled_nbytes += post.nbytes
         rail.done_ns = now_ns
@@ -375,7 +376,7 @@ class Rails:
             rail.sampled_nbytes = rail.sampled_ns = 0
 
     def _find_usable(self) -> None:
-        """Return the rails that are up; spares only if no other is."""
+        """Update the usable rails: those that are up, spares only if no other is."""
         up = [rail for rail, each in enumerate(self._rails) if each.health.state is RailState.UP]
         self.all_are_up = len(up) == len(self._rails)
         self._usable = [rail for rail in up if not self._rails[rail].spec.is_spare] or up
@@ -389,7 +390,7 @@ class Rails:
 
 
 def _total(rows: Rows) -> int:
-    """Return the bytes of the rows, of which there is often one or none."""
+    """Return the bytes of the rows. Fast for the frequent cases of no row and one row."""
     if len(rows) == 1:
         return int(rows[0, NBYTES])
     return int(rows[:, NBYTES].sum()) if len(rows) else 0

@@ -1,11 +1,11 @@
-"""Detection of silent rails, which have work under way and complete nothing, as opposed to slow or idle ones. Pure.
+"""Detection of silent rails, which have work in flight and complete nothing, as opposed to slow or idle ones. Pure.
 
-Adapters give a request up after their own retries, but not all do in every case: soft-RoCE repeats some packets for
-ever. So the completions are watched as well. Work is posted in units of at most 4 MiB, each with a completion of its
-own, so a rail without a completion for ten seconds is not just slow.
+Adapters fail a request after their own retries, but not in every case: soft-RoCE repeats some packets indefinitely. So
+the completions are monitored as well. Work is posted in units of at most 4 MiB, each with its own completion, so a rail
+without a completion for ten seconds is not just slow.
 
-Time is counted in ticks between polls of the completions: a process that was stopped for a minute, or got no processor
-time, has not waited for its rails meanwhile.
+Time is counted in ticks between polls of the completions, so that time in which this process was stopped, or got no
+processor time, does not count.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,15 @@ class SilenceDetector:
         self.next_ns = now_ns + self._tick_ns
         """Time of the next tick."""
         self.is_at_rest = False
-        """True if at the last tick nothing was under way and nothing was done: the next one may wait for work."""
+        """True if at the last tick nothing was in flight and nothing had completed: no tick is needed without work."""
         self._books: dict[int, PostedCounts] = {}
         self._stuck: dict[int, int] = {}
 
     def tick(self, books: Sequence[PostedCounts | None], now_ns: int) -> tuple[list[int], list[int]]:
-        """Return (silent rails, rails from which a completion must be requested because no pending request reports
-        one). None stands for an unused rail.
+        """Process a tick; `books` has one entry per rail, None if it is unused.
+
+        Returns (silent rails, rails on which a completion must be requested because all pending requests are
+        unsignalled).
         """
         self.next_ns = now_ns + self._tick_ns
         silent, unasked = [], []

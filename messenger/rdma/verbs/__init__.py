@@ -1,1 +1,4 @@
-"""The verbs shell: devices, registrations, windows, queue pairs and completions. Only this package imports pyverbs."""
+"""Access to libibverbs: devices, registrations, queue pairs and completions.
+
+Besides this package, only `messenger.rdma.windows` and `messenger.rdma.gpu_memory` import pyverbs.
+"""

@@ -1,8 +1,9 @@
-"""Structures and numbers of libibverbs for work requests and completions; they are a stable ABI.
+"""Structures and constants of libibverbs for work requests and completions, which are a stable ABI.
 
-pyverbs creates and destroys every object. Work requests and completions, of which there are many, are built and read
-here as arrays: one call posts thousands of slices at a few nanoseconds each, where pyverbs creates two objects per
-slice (and, in the versions that distributions ship, never frees their lists). Source: infiniband/verbs.h, IBVERBS_1.1.
+pyverbs creates and destroys the long-lived objects. Work requests and completions, of which there are many, are built
+and read as arrays: one call posts thousands of slices at a few nanoseconds each, whereas pyverbs creates two objects
+per slice (and, in the versions that distributions ship, never frees their lists). Source: infiniband/verbs.h,
+IBVERBS_1.1.
 """
 
 import struct
@@ -36,7 +37,7 @@ ACCESS_REMOTE_READ: Final = 4
 ACCESS_MW_BIND: Final = 16
 
 RECEIVE_ID: Final = 1 << 63
-"""The wr_id of receive requests; those of send requests count up from 1."""
+"""The wr_id of all receive requests; send requests are numbered from 1."""
 
 WC_SUCCESS: Final = 0
 WC_REM_ACCESS_ERR: Final = 10
@@ -54,7 +55,7 @@ QP_STATE: Final = 1
 
 MTU_CODES: Final = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
 
-# Offsets of fields that pyverbs does not show.
+# Offsets of fields that pyverbs does not expose.
 CONTEXT_OPS: Final = 8
 OP_POLL_CQ, OP_REQ_NOTIFY_CQ, OP_POST_SEND = 11, 12, 25
 QP_CONTEXT, QP_NUM = 0, 52

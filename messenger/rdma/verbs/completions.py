@@ -1,4 +1,7 @@
-"""One completion queue with its channel: polled, or waited for by its descriptor."""
+"""One completion queue with its channel: polled, or waited for by its descriptor.
+
+One thread at a time uses it, usually the leader of the connection (`messenger.rdma.link`).
+"""
 
 import os
 from typing import Any, Final
@@ -19,7 +22,7 @@ _NOTHING: Final[Completions] = []
 
 class CompletionQueue:
     def __init__(self, device: Device, capacity: int) -> None:
-        """Raises OSError when the device has no more resources."""
+        """Create the queue and its channel. Raises OSError if the device has no more resources."""
         from pyverbs.cq import CQ, CompChannel
         from pyverbs.pyverbs_error import PyverbsError
 
@@ -35,7 +38,7 @@ class CompletionQueue:
         self._address = int(buffer.ctypes.data)
 
     def poll(self) -> Completions:
-        """Return the completions, empty if there is none. Raises OSError when the queue is broken."""
+        """Return the available completions, at most 64. Raises OSError if the queue is broken."""
         found = self._poll(_BATCH, self._address)
         if not found:
             return _NOTHING
@@ -44,8 +47,9 @@ class CompletionQueue:
         return [*abi.WC.iter_unpack(self._view[: found * abi.WC.size])]
 
     def arm(self, *, solicited: bool = False) -> None:
-        """Make the descriptor readable with the next completion, or with the next solicited or failed one; poll once
-        more afterwards. (Soft-RoCE does not count failures among the latter.)
+        """Make the descriptor readable with the next completion; the caller must poll once more afterwards.
+
+        With `solicited`, only solicited and failed completions count. (Soft-RoCE does not count failed ones.)
         """
         self._arm(solicited)
 

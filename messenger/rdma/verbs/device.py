@@ -1,4 +1,10 @@
-"""One opened device: limits, protection domain, shared receive queue and registrations."""
+"""One opened device: limits, protection domain, shared receive queue and registrations.
+
+Locks: `_lock` guards registrations, shares and users, and is held while memory is registered, which may take long;
+`_posting` guards the shared receive queue alone, so that connections never wait for a registration.
+
+Lifetime: a device is freed by `close`, or, if connections still have shares then, when the last one leaves.
+"""
 
 import contextlib
 import errno
@@ -39,7 +45,7 @@ class Device:
     """An opened device, until `close`. Safe for any thread."""
 
     def __init__(self, name: str, counters: Counters, silence_s: float) -> None:
-        """`silence_s`: seconds without a completion after which a connection drops the device.
+        """Open the device. A connection drops a lane of it after `silence_s` without a completion.
 
         Raises RdmaUnavailable.
         """
@@ -51,13 +57,13 @@ class Device:
         self.silence_s = silence_s
         self._counters = counters
         self._lock = threading.Lock()
-        self._posting = threading.Lock()  # not the other one, which a registration holds for as long as it takes
+        self._posting = threading.Lock()
         self._registered: dict[int, Registered] = {}
         try:
             self.context: Any = Context(name=name)
             attributes = self.context.query_device()
             if not attributes.device_cap_flags & abi.CAN_WINDOW_2:
-                raise RdmaUnavailable(f"{name} has no memory windows of type 2, without which no key can be revoked")
+                raise RdmaUnavailable(f"{name} has no memory windows of type 2, which are needed to revoke keys")
             self.limits = DeviceLimits(
                 max_sge=min(attributes.max_sge, 30),
                 max_qp_wr=attributes.max_qp_wr,
@@ -80,10 +86,9 @@ class Device:
         return 128 << int(self.context.query_port(port).active_mtu)
 
     def join(self, user: object) -> int:
-        """Allocate a share of the receive requests to a new connection; return its number. `user` is kept until it
-        leaves.
+        """Allocate a share of the receive requests to a new connection. Returns the connection's number.
 
-        Raises OSError when all shares are allocated.
+        `user` is kept alive until `leave`. Raises OSError if all shares are in use.
         """
         with self._lock:
             if self._is_closing:
@@ -97,41 +102,41 @@ class Device:
             return self._next_connection
 
     def leave(self, connection: int) -> None:
-        """Release the share of a connection whose queue pairs are gone."""
+        """Release the share of a connection whose queue pairs are destroyed."""
         with self._lock:
             self._shares.leave(connection)
             self._users.pop(connection, None)
             self._close_if_unused()
 
     def receive_again(self, count: int) -> None:
-        """Post as many receive requests as were used."""
+        """Post `count` receive requests, as many as were used."""
         with self._posting:
             for _ in range(count):
                 self.srq.post_recv(self._receive)
 
     def register(self, region: AnyRegion) -> Registered:
-        """Return the region's registration, made at its first use; that of GPU memory was passed to `keep`.
+        """Return the region's registration, created at its first use; for GPU memory, the one passed to `keep`.
 
-        It gives peers no access: they use windows. It lives while it is known here or referenced, but no longer than
-        the region. Raises OSError.
+        It does not grant access to peers, which use windows. It is kept until the region is deregistered or gone, and
+        as long as it is referenced. Raises OSError.
         """
         with self._lock:
             registered = self._registered.get(region.region_id)
             if registered is None:
                 if isinstance(region, GpuRegion):
-                    raise OSError(errno.ENOENT, f"{self.name} knows region {region.region_id} no more")
+                    raise OSError(errno.ENOENT, f"region {region.region_id} is not registered with {self.name}")
                 started_s = time.monotonic()
-                region.memory.try_commit(0, region.nbytes)  # pinned pages cannot be joined to huge ones any more
+                region.memory.try_commit(0, region.nbytes)  # before pinning: pinned pages cannot be joined
                 mr = self.register_memory(region.address, region.nbytes, REGION_ACCESS)
                 registered = self._registered[region.region_id] = Registered(mr, region.address)
-                # What was under way when the region was deregistered comes after it. Without the lock, which whoever
-                # sets off the garbage collector may hold.
+                # For registrations made after `deregister`, by operations that were in flight then. The callback takes
+                # no lock, because the garbage collector may run on a thread that holds it.
                 weakref.finalize(region, self._registered.pop, region.region_id, None).atexit = False
                 self._count(region, time.monotonic() - started_s)
             return registered
 
     def keep(self, region: GpuRegion, registered: Registered, took_s: float) -> None:
-        """Store the region's registration."""
+        """Store the registration of GPU memory, which took `took_s` seconds."""
         with self._lock:
             self._registered[region.region_id] = registered
             self._count(region, took_s)
@@ -147,7 +152,7 @@ class Device:
         self._counters.add("rdma_registration_us", int(took_s * 1e6))
 
     def deregister(self, region: AnyRegion) -> None:
-        """Drop the registration; the memory is unpinned when no operation refers to it any more."""
+        """Drop the registration. The memory is unpinned when no operation refers to it any more."""
         with self._lock:
             self._registered.pop(region.region_id, None)
 
@@ -160,17 +165,17 @@ class Device:
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Convert errors of pyverbs into OSErrors that name the missing resource."""
+        """Convert errors of pyverbs into OSErrors that name the resource `what`."""
         from pyverbs.pyverbs_error import PyverbsError
 
         try:
             yield
         except PyverbsError as error:
             code = getattr(error, "error_code", 0) or errno.EIO
-            raise OSError(code, f"{self.name} gives no {what}: {error}{_memlock_hint(error)}") from error
+            raise OSError(code, f"{self.name} cannot provide {what}: {error}{_memlock_hint(error)}") from error
 
     def close(self) -> None:
-        """Close after the last connection is gone; a messenger may be closed by a handler that runs on one of them."""
+        """Close now or, since a handler that runs on a connection may close the messenger, with the last connection."""
         with self._lock:
             if not self._is_closing:
                 self._is_closing = True
@@ -193,7 +198,7 @@ class Device:
         from pyverbs.wr import SGE, RecvWR
 
         srq = SRQ(self.pd, SrqInitAttr(SrqAttr(max_wr=self._receives, max_sge=1)))
-        # Frames arrive by writes into the inboxes: a receive request only tells of one, and holds no memory.
+        # Frames arrive by writes into the inboxes: receive requests only report them and have no memory.
         place = [SGE(0, 0, 0)]
         self._receive = RecvWR(wr_id=abi.RECEIVE_ID, num_sge=1, sg=place)
         chain = [RecvWR(wr_id=abi.RECEIVE_ID, num_sge=1, sg=place) for _ in range(_CHAIN)]
@@ -218,7 +223,7 @@ def require_pyverbs() -> None:
             "the Python that runs Moonpool, or rdma-core's sources from PyPI (pyverbs)"
         ) from error
     finally:
-        # It takes the liberty to set up the process's logging.
+        # Undo: importing pyverbs configures the process's logging.
         root.handlers[:] = handlers
         root.setLevel(level)
 

@@ -1,8 +1,12 @@
-"""Requests on their way to one queue pair: built with the connection's lock held, posted without it.
+"""Posting of requests to one queue pair: they are built with the connection's lock held, and posted without it.
 
-One call posts everything built so far as one chain. A thread that rings while another posts leaves its work to that
-thread, which checks again before it returns, a bounded number of times. A soft device sends within the call, for as
-long as the bytes take.
+One call posts everything built so far as one chain. A soft device sends within the call, for as long as the bytes take,
+so several threads share the work:
+
+    `made`       chains that no thread has begun to post: appended by `add` (under the connection's lock), removed by
+                 the thread that posts
+    `_ringing`   held by the thread that posts. A thread that calls `ring` meanwhile leaves its chains to that thread,
+                 which checks `made` again before it returns, a bounded number of times
 """
 
 import contextlib
@@ -16,12 +20,13 @@ from typing import Final
 
 _NEXT_AT: Final = 8  # in struct ibv_send_wr
 _ROUNDS: Final = 8
-"""Rounds in which a thread posts what others added while it posted."""
+"""Most rounds in which a thread posts chains that others added while it posted."""
 
 
 class Doorbell:
-    """Posting of request chains. `post(address of a chain)` returns an errno. `add` is for one thread at a time, the
-    other methods for any.
+    """Queue of request chains. `post(address of a chain)` returns an errno.
+
+    `add` is for one thread at a time, the other methods for any.
     """
 
     def __init__(self, post: Callable[[int], int], device: str) -> None:
@@ -33,14 +38,14 @@ class Doorbell:
         self._closed = False
 
     def add(self, first: int, last: int, memory: object) -> None:
-        """Add a chain by the addresses of its first and last request; the memory must live until it was posted."""
+        """Add a chain by the addresses of its first and last request; `memory` is kept alive until it was posted."""
         self.made.append((first, last, memory))
 
     def ring(self) -> bool:
-        """Post what was added, or leave it to the thread that is posting. Raises OSError when the queue pair rejects
-        it.
+        """Post the added chains, or leave them to the thread that is posting.
 
-        Return True if others have added so much meanwhile that another thread should continue, and none does.
+        Returns True if chains are left after the last round and no thread is posting them, so that another thread
+        should call `ring`. Raises OSError if the queue pair rejects a chain.
         """
         for _ in range(_ROUNDS):
             if not self.made or not self._ringing.acquire(blocking=False):
@@ -52,17 +57,17 @@ class Doorbell:
         return bool(self.made)
 
     def alone(self, post: Callable[[], None]) -> None:
-        """Post what was added, then run another action behind it. Raises what the action raises, and OSError."""
+        """Post the added chains, then call `post`. Raises OSError, and what `post` raises."""
         with self._ringing:
             self._post_all()
             post()
 
     def clear(self) -> None:
-        """Discard what was added."""
+        """Discard the added chains."""
         self.made.clear()
 
     def close(self) -> None:
-        """Post nothing from now on."""
+        """Discard the added chains and post nothing from now on."""
         with self._ringing:
             self._closed = True
             self.made.clear()

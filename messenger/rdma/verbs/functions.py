@@ -16,7 +16,7 @@ from messenger.errors import RdmaUnavailable
 from messenger.rdma.verbs import abi
 
 _Call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)  # releases the GIL
-# Too short to let go of the GIL: it costs more than the call, and may be long in coming back.
+# These keep the GIL: releasing it costs more than the call, and getting it back may take long.
 _Poll = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 _Notify = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
@@ -33,8 +33,8 @@ def check_layout(qp: Any, cq: Any) -> None:
     found = _peek(address_of(qp) + abi.QP_NUM), _peek(address_of(cq) + abi.CQ_CQE)
     if found != (qp.qp_num, cq.cqe):
         raise RdmaUnavailable(
-            "the installed pyverbs lays its objects out in a way that is not known here: install the "
-            "distribution's python3-pyverbs (44 or later), or use tcp"
+            "the installed pyverbs has an unknown object layout: install the distribution's python3-pyverbs (44 or "
+            "later), or use tcp"
         )
 
 

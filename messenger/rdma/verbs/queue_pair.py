@@ -1,4 +1,8 @@
-"""One reliable connection of a rail: its states from INIT to its end, and the accounting of its send queue."""
+"""One reliable connection of a rail: its states from INIT to its end, and the accounting of its send queue.
+
+The connection's lock guards all state, except that `ring` and `fail` are safe at any time before `close`. A request:
+built and numbered (`posted`) under the lock ── handed to the device (`ring`) ── completed (`done`), in order.
+"""
 
 import secrets
 from dataclasses import dataclass
@@ -18,30 +22,32 @@ from messenger.rdma.work import Singles, Work
 
 DEPTH = 1024
 _RETRIES = 6
-"""Retransmissions of unanswered packets before the rail is dead; soft-RoCE takes 7 for "for ever"."""
+"""Retransmissions of unanswered packets before the rail has failed; soft-RoCE interprets 7 as unlimited."""
 _TIMEOUT_UNIT_S = 4.096e-6
 _RNR_TIMER_CODE = 12
 _RNR_RETRIES = 6
-"""Retries when the peer has no receive request, which credits prevent: a faulty peer is not waited for long."""
+"""Retries if the peer has no receive request. Credits prevent that, so only a faulty peer uses them up."""
 
 
 @dataclass(frozen=True)
 class RemoteQueuePair:
-    """Number and first packet of the peer's queue pair."""
+    """Number and first packet sequence number of the peer's queue pair. Raises ProtocolError if out of range."""
 
     qp_num: int
     psn: int
 
     def __post_init__(self) -> None:
         if not (0 < self.qp_num < 1 << 24 and 0 <= self.psn < 1 << 24):
-            raise ProtocolError(f"no queue pair has the number {self.qp_num} and begins at {self.psn}")
+            raise ProtocolError(f"invalid queue pair: number {self.qp_num}, first packet {self.psn}")
 
 
 class QueuePair:
     """A queue pair for one thread at a time, except that `ring` and `fail` are safe at any time before `close`."""
 
     def __init__(self, device: Device, queue: CompletionQueue) -> None:
-        """Raises OSError when the device has no more resources, RdmaUnavailable for an incompatible pyverbs."""
+        """Create the queue pair. Raises OSError if the device has no more resources, RdmaUnavailable for an
+        incompatible pyverbs.
+        """
         from pyverbs.qp import QP, QPCap, QPInitAttr
 
         self.device = device
@@ -57,9 +63,9 @@ class QueuePair:
         check_layout(self._qp, queue.cq)
         self._doorbell = Doorbell(post_send_of(self._qp), device.name)
         self.unrung = self._doorbell.made
-        """Chains that `ring` would post."""
+        """Chains that `ring` will post."""
         self._singles = Singles(self.depth)
-        self.near = RemoteQueuePair(self._qp.qp_num, secrets.randbits(24))
+        self.local = RemoteQueuePair(self._qp.qp_num, secrets.randbits(24))
         self.posted = 0
         self.done = 0
         self.connected = False
@@ -81,7 +87,7 @@ class QueuePair:
         """Number of work requests that may be posted now."""
         return self.depth - (self.posted - self.done)
 
-    def connect(self, rail: Rail, far_rail: Rail, far: RemoteQueuePair, mtu: int) -> None:
+    def connect(self, rail: Rail, remote_rail: Rail, remote: RemoteQueuePair, mtu: int) -> None:
         """Move through INIT, RTR and RTS. Raises OSError."""
         from pyverbs.addr import GID, AHAttr, GlobalRoute
         from pyverbs.qp import QPAttr
@@ -90,13 +96,13 @@ class QueuePair:
             attributes = QPAttr(port_num=rail.port)
             attributes.qp_access_flags = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_WRITE | abi.ACCESS_REMOTE_READ
             if rail.is_infiniband:
-                attributes.ah_attr = AHAttr(dlid=far_rail.lid, port_num=rail.port)
+                attributes.ah_attr = AHAttr(dlid=remote_rail.lid, port_num=rail.port)
             else:
-                route = GlobalRoute(dgid=GID(_gid_text(far_rail.gid)), sgid_index=rail.gid_index, hop_limit=64)
+                route = GlobalRoute(dgid=GID(_gid_text(remote_rail.gid)), sgid_index=rail.gid_index, hop_limit=64)
                 attributes.ah_attr = AHAttr(gr=route, is_global=1, port_num=rail.port)
             attributes.path_mtu = abi.MTU_CODES[mtu]
-            attributes.dest_qp_num = far.qp_num
-            attributes.rq_psn, attributes.sq_psn = far.psn, self.near.psn
+            attributes.dest_qp_num = remote.qp_num
+            attributes.rq_psn, attributes.sq_psn = remote.psn, self.local.psn
             attributes.max_rd_atomic = attributes.max_dest_rd_atomic = self.device.limits.max_reads
             attributes.min_rnr_timer, attributes.rnr_retry = _RNR_TIMER_CODE, _RNR_RETRIES
             attributes.timeout, attributes.retry_cnt = timeout_code(self.device.silence_s), _RETRIES
@@ -104,11 +110,11 @@ class QueuePair:
         self.connected = True
 
     def post(self, work: Work) -> int:
-        """Add the requests, for which there is room, to the next `ring`; return the number of the last."""
+        """Add requests, for which there must be room, for the next `ring`. Returns the number of the last one."""
         requests = work.requests
         count = len(requests)
         requests["wr_id"] = np.arange(self.posted + 1, self.posted + 1 + count)
-        # An unsignalled request leaves the queue with the next signalled one.
+        # Unsignalled requests leave the queue with the next signalled one, so one must come in time.
         if self.posted + count - self._signalled >= self.depth // 4:
             requests["send_flags"][-1] |= abi.SEND_SIGNALED
         if requests["send_flags"][-1] & abi.SEND_SIGNALED:
@@ -129,7 +135,7 @@ class QueuePair:
         remote_address: int = 0,
         rkey: int = 0,
     ) -> int:
-        """Add a request of one slice (address, bytes, lkey), or of none, to the next `ring`; return its number.
+        """Add a request of one slice (address, bytes, lkey), or of none, for the next `ring`. Returns its number.
 
         `solicited` wakes a peer that sleeps for solicited completions only.
         """
@@ -146,14 +152,11 @@ class QueuePair:
         return number
 
     def ring(self) -> bool:
-        """Hand posted requests to the device, or leave that to the thread that is doing so. Raises OSError.
-
-        Return True if work is left and the caller has done its share.
-        """
+        """Hand posted requests to the device, as `Doorbell.ring`. Returns True if requests are left. Raises OSError."""
         return self._doorbell.ring()
 
     def bind(self, window: Any, registration: Any, address: int, nbytes: int, access: int) -> tuple[int, int]:
-        """Post the binding of a memory window; return (its key, the number of the request)."""
+        """Post the binding of a memory window. Returns (its key, the number of the request). Raises OSError."""
         from pyverbs.mr import MWBindInfo
         from pyverbs.wr import SendWR
 
@@ -170,15 +173,15 @@ class QueuePair:
         return key, self.posted
 
     def drain_mark(self) -> int:
-        """Post an empty signalled request, behind which nothing is under way; return its number. Raises OSError."""
+        """Post an empty signalled request, which completes after all earlier ones, and return its number."""
         number = self.post_one(None, opcode=abi.WR_RDMA_WRITE, signalled=True)
         self.ring()
         return number
 
     def fail(self) -> None:
-        """Move to ERR: from now on the hardware neither sends nor receives for it, and posted requests are flushed.
+        """Move to ERR: the hardware neither sends nor receives for it any more, and posted requests are flushed.
 
-        Raises OSError when the device does not do it.
+        Raises OSError if the device fails to do so.
         """
         from pyverbs.pyverbs_error import PyverbsError
         from pyverbs.qp import QPAttr
@@ -194,7 +197,7 @@ class QueuePair:
                 raise OSError(f"a queue pair of {self.device.name} cannot be stopped: {error}") from error
 
     def _is_at_rest(self) -> bool:
-        """Return True if it is still as created: it moves nothing, and cannot be stopped either."""
+        """Return True if it is in RESET, as created: then it moves nothing, and cannot be moved to ERR."""
         from pyverbs.pyverbs_error import PyverbsError
 
         try:
@@ -204,13 +207,13 @@ class QueuePair:
         return int(attributes.qp_state) == abi.QPS_RESET
 
     def close(self) -> None:
-        """Destroy it; nothing of it touches memory afterwards."""
+        """Destroy the queue pair; it does not touch memory afterwards."""
         self._doorbell.close()
         self._qp.close()
 
 
 def timeout_code(silence_s: float) -> int:
-    """Return the longest timeout, as 4.096 us * 2^code, with which all retries together take no longer than this."""
+    """Return the longest timeout, as the code of 4.096 us * 2^code, with which all retries take at most `silence_s`."""
     tries = silence_s / (_RETRIES + 1) / _TIMEOUT_UNIT_S
     return min(max(int(tries).bit_length() - 1, 1), 31)
 

@@ -31,9 +31,9 @@ def test_a_limit_gives_new_credits_and_says_so_once() -> None:
     credits = SendCredits(4)
     while credits.try_take():
         pass
-    assert credits.told(4) is False
-    assert credits.told(6) is True
-    assert credits.told(7) is False
+    assert credits.apply_limit(4) is False
+    assert credits.apply_limit(6) is True
+    assert credits.apply_limit(7) is False
     assert credits.available == 3
 
 
@@ -41,8 +41,8 @@ def test_an_older_limit_that_comes_late_takes_nothing_away() -> None:
     credits = SendCredits(8)
     for _ in range(6):
         credits.try_take()
-    credits.told(12)
-    credits.told(9)
+    credits.apply_limit(12)
+    credits.apply_limit(9)
     assert credits.available == 5
 
 
@@ -50,7 +50,7 @@ def test_a_limit_beyond_the_share_is_refused() -> None:
     credits = SendCredits(4)
     credits.try_take()
     with pytest.raises(InvalidArgument, match="share is 4"):
-        credits.told(6)
+        credits.apply_limit(6)
 
 
 def test_a_peer_that_sends_without_credit_is_found() -> None:
@@ -69,7 +69,7 @@ def test_a_limit_is_owed_when_half_of_the_share_is_free_again() -> None:
     assert not credits.owes
     credits.freed(1)
     assert credits.owes
-    assert credits.tell() == 12
+    assert credits.take_limit() == 12
     assert (credits.owes, credits.held) == (False, 1)
 
 
@@ -125,10 +125,10 @@ class Side:
         """Whatever may go: a frame, or a limit alone where one is owed."""
         if self.backlog and self.sends.try_take():
             self.backlog -= 1
-            self.wire.append((True, self.receives.tell()))
+            self.wire.append((True, self.receives.take_limit()))
             return True
         if self.receives.owes and self.sends.try_take_last():
-            self.wire.append((False, self.receives.tell()))
+            self.wire.append((False, self.receives.take_limit()))
             return True
         return False
 
@@ -137,7 +137,7 @@ class Side:
             return False
         is_frame, limit = other.wire.popleft()
         self.receives.received()
-        self.sends.told(limit)
+        self.sends.apply_limit(limit)
         self.frames_received += is_frame
         if is_frame:
             self.inbox += 1

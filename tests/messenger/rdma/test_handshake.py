@@ -43,10 +43,10 @@ def answer(**changes: Any) -> handshake.HandshakeReply:
 
 def test_what_is_said_is_heard() -> None:
     wire: Any = Wire()
-    handshake.say(wire, opening())
-    assert handshake.check_opening(handshake.hear(wire, handshake.HandshakeOffer)) == [RAIL]
-    handshake.say(wire, answer())
-    heard = handshake.hear(wire, handshake.HandshakeReply)
+    handshake.send(wire, opening())
+    assert handshake.check_opening(handshake.receive(wire, handshake.HandshakeOffer)) == [RAIL]
+    handshake.send(wire, answer())
+    heard = handshake.receive(wire, handshake.HandshakeReply)
     assert handshake.check_answer(heard, NONCE, 1) == ([RAIL], [(0, 0)])
     assert handshake.check_ends(heard, 1) == [(RemoteQueuePair(17, 5), 9)]
 
@@ -69,9 +69,9 @@ def test_no_two_nonces_are_alike() -> None:
 
 def test_why_the_other_side_cannot_is_told() -> None:
     wire: Any = Wire()
-    handshake.say(wire, handshake.HandshakeRefusal("no rail reaches you"))
+    handshake.send(wire, handshake.HandshakeRefusal("no rail reaches you"))
     with pytest.raises(NoPath, match=r"b at 10.0.0.2:1: no rail reaches you"):
-        handshake.hear(wire, handshake.HandshakeReply)
+        handshake.receive(wire, handshake.HandshakeReply)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_why_the_other_side_cannot_is_told() -> None:
 def test_anything_else_than_what_is_due_is_refused(message: Any) -> None:
     wire: Any = Wire(message)
     with pytest.raises(ProtocolError):
-        handshake.hear(wire, handshake.HandshakeReply)
+        handshake.receive(wire, handshake.HandshakeReply)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_bare_limit_is_no_frame() -> None:
 def test_a_fragment_out_of_turn_is_refused(number: int) -> None:
     place = memoryview(bytearray(PLACE_NBYTES))
     nbytes = fragments(b"frame")[0].pack(place, number, limit=0)
-    with pytest.raises(ProtocolError, match=r"number 0 was due"):
+    with pytest.raises(ProtocolError, match="expected fragment 0"):
         Assembly().take(place, nbytes)
 
 
@@ -52,13 +52,13 @@ def test_a_fragment_out_of_turn_is_refused(number: int) -> None:
 def test_a_fragment_of_another_length_than_the_hardware_wrote_is_refused(wrong: int) -> None:
     place = memoryview(bytearray(PLACE_NBYTES))
     nbytes = fragments(b"frame")[0].pack(place, 0, limit=0)
-    with pytest.raises(ProtocolError, match="was due"):
+    with pytest.raises(ProtocolError, match="expected fragment"):
         Assembly().take(place, nbytes + wrong)
 
 
 @pytest.mark.parametrize("nbytes", [0, HEADER_NBYTES - 1, PLACE_NBYTES + 1])
 def test_a_fragment_of_no_possible_length_is_refused(nbytes: int) -> None:
-    with pytest.raises(ProtocolError, match="are possible"):
+    with pytest.raises(ProtocolError, match="must have"):
         Assembly().take(memoryview(bytearray(PLACE_NBYTES)), nbytes)
 
 

@@ -22,7 +22,7 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self.pair = SimpleNamespace(depth=64, done=0, posted=0, failed=False, connected=True, is_usable=True)
-        self.rail = self.far_rail = SimpleNamespace(name=name, speed_gbit=100.0)
+        self.rail = self.remote_rail = SimpleNamespace(name=name, speed_gbit=100.0)
         self.mtu = 1024
         self.is_spare = False
         self.pending: deque[tuple[int, int]] = deque()
@@ -46,7 +46,7 @@ def test_a_lane_in_use_is_not_taken_away_by_an_answer_or_an_end_that_nobody_aske
     """Its queue pair goes on: what it still moves would land after the same bytes were sent by another lane."""
     repairs, io = repairs_of(leads=leads)
     lanes = list(io.lanes)
-    repairs.hear(Fabric(msgpack.packb((step, 1, end))))
+    repairs.receive(Fabric(msgpack.packb((step, 1, end))))
     with pytest.raises(ProtocolError, match="not down"):
         repairs.work()
     assert io.rails.state(1) is RailState.UP
@@ -59,7 +59,7 @@ def test_a_lane_that_answered_is_not_connected_again() -> None:
     rested_ns = io.rails.next_probe_ns()
     assert rested_ns is not None
     assert io.rails.probes_due(rested_ns) == [1]
-    repairs.hear(Fabric(msgpack.packb((RepairMessage.IS_UP, 1, END))))
+    repairs.receive(Fabric(msgpack.packb((RepairMessage.IS_UP, 1, END))))
     with pytest.raises(ProtocolError, match="not down"):
         repairs.work()
     assert io.rails.state(1) is RailState.PROBING

@@ -70,7 +70,7 @@ def test_a_port_that_cannot_be_used_is_left_out_with_its_reason(port: DeviceFact
 
 
 def test_without_devices_that_is_said() -> None:
-    assert choose([], RailRequest()).why_none == "this machine shows no RDMA device"
+    assert choose([], RailRequest()).why_none == "this machine has no RDMA device"
 
 
 def test_a_roce_rail_has_the_v2_gid_that_peers_can_reach() -> None:
@@ -106,7 +106,7 @@ def test_named_devices_are_taken_in_the_order_of_the_names(eight_by_eight: Any) 
     assert names(choice) == ["mlx5_8", "mlx5_2"]
     left_out = reasons(choice)
     assert "no such device; this machine has mlx5_0/1, mlx5_1/1" in left_out["mlx5_99/0"]
-    assert left_out["mlx5_3/1"] == "others are asked for by name (rdma_devices)"
+    assert left_out["mlx5_3/1"] == "others are requested by name (rdma_devices)"
 
 
 def test_a_named_device_that_is_down_is_no_rail() -> None:
