@@ -42,7 +42,7 @@ Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
 class Software(_message.Message):
-    """What a process runs, told where two processes meet. Who tells nothing is older than this: `wire` 1."""
+    """Version of a process's software, exchanged when two processes connect. Without it, a peer has `wire` 1."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -51,13 +51,13 @@ class Software(_message.Message):
     OLDEST_WIRE_FIELD_NUMBER: _builtins.int
     KV_WIRE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """of the package, for people"""
+    """of the package, for display"""
     wire: _builtins.int
-    """what is said in calls between roles; grows when an older peer would misunderstand it"""
+    """version of the calls between roles; increased if an older peer would misunderstand them"""
     oldest_wire: _builtins.int
-    """the oldest that is still understood and spoken with"""
+    """oldest version that is still supported"""
     kv_wire: _builtins.int
-    """of the messenger's frames: equal, or no KV goes between the two; 0: it moves none"""
+    """version of the messenger's frames; KV moves only between equal ones; 0: moves no KV"""
     def __init__(
         self,
         *,
@@ -76,7 +76,7 @@ Global___Software: _TypeAlias = Software  # noqa: Y015
 
 @_typing.final
 class Endpoint(_message.Message):
-    """Where a process's messenger listens. Peers with the same host_id may use shared memory."""
+    """Address of a process's messenger. Peers with the same host_id may use shared memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -89,14 +89,14 @@ class Endpoint(_message.Message):
     RDMA_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.int
-    """random at each process start: a restarted peer is another peer"""
+    """random per process start; a restarted process is a different peer"""
     host_id: _builtins.str
     tcp_host: _builtins.str
     tcp_port: _builtins.int
     shm_socket: _builtins.str
-    """path of a unix socket, empty when shm is off"""
+    """path of a unix socket; empty without shm"""
     rdma: _builtins.bool
-    """rdma is spoken to those who connect at tcp_port"""
+    """peers that connect at tcp_port may use rdma"""
     def __init__(
         self,
         *,
@@ -118,7 +118,7 @@ Global___Endpoint: _TypeAlias = Endpoint  # noqa: Y015
 
 @_typing.final
 class KvGroup(_message.Message):
-    """One group of layers whose KV is laid out and paged alike (kvpool.spec.KvGroup)."""
+    """Group of layers whose KV has the same layout (kvpool.spec.KvGroup)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -136,7 +136,7 @@ class KvGroup(_message.Message):
     head_dim: _builtins.int
     dtype: _builtins.str
     scale_group: _builtins.int
-    """> 0: so many values share a float16 scale, which stands behind the row's values"""
+    """> 0: number of values that share a float16 scale; scales follow the row's values"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -229,7 +229,7 @@ class Sampling(_message.Message):
     max_tokens: _builtins.int
     """total new tokens of the request, over all attempts"""
     choice: _builtins.int
-    """which of a prompt's parallel answers this is: its noise differs"""
+    """index among a prompt's parallel answers, whose noise differs"""
     min_p: _builtins.float
     """0 = off"""
     presence_penalty: _builtins.float
@@ -238,11 +238,11 @@ class Sampling(_message.Message):
     repetition_penalty: _builtins.float
     """over prompt and generated tokens; unset = 1 = off"""
     min_tokens: _builtins.int
-    """no stop token before so many new tokens"""
+    """number of new tokens before which no stop token is sampled"""
     logprobs: _builtins.int
-    """tell each token's log-probability and those of so many likeliest ids"""
+    """return each token's log-probability and those of this many likeliest ids"""
     prompt_logprobs: _builtins.int
-    """the same of the prompt's tokens: all of it is computed, nothing reused"""
+    """the same for the prompt's tokens, for which no KV is reused"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """with the model's eos ids unless the client ignores them"""
@@ -296,7 +296,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """A language that the answer's text is held to."""
+    """Language to which the answer's text is constrained."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -337,7 +337,7 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class JsonRequest(_message.Message):
-    """A request for a role's self-check or its state, answered as JSON."""
+    """Request for a role's self-check or its state; the reply is JSON."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -31,7 +31,7 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_PREFILL_ENDED: _Phase.ValueType  # 2
     PHASE_DECODE_JOINED: _Phase.ValueType  # 3
     PHASE_ENDED: _Phase.ValueType  # 4
-    """gone from this node, whatever the cause"""
+    """no longer on this node, for any reason"""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper): ...
 
@@ -40,7 +40,7 @@ PHASE_PREFILL_STARTED: Phase.ValueType  # 1
 PHASE_PREFILL_ENDED: Phase.ValueType  # 2
 PHASE_DECODE_JOINED: Phase.ValueType  # 3
 PHASE_ENDED: Phase.ValueType  # 4
-"""gone from this node, whatever the cause"""
+"""no longer on this node, for any reason"""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
@@ -49,7 +49,7 @@ class OverviewRequest(_message.Message):
 
     FIRST_SLICE_FIELD_NUMBER: _builtins.int
     first_slice: _builtins.int
-    """of the last quarter of an hour, those slices of time that are no older than this one"""
+    """oldest time slice to return, of those of the last 15 minutes"""
     def __init__(
         self,
         *,
@@ -116,17 +116,17 @@ class Node(_message.Message):
     kv_namespace: _builtins.bytes
     """16 bytes"""
     capacity_tokens: _builtins.int
-    """tokens of KV the engine's pages hold"""
+    """tokens of KV that fit into the engine's pages"""
     max_model_len: _builtins.int
     max_batch: _builtins.int
     prefill_chunk_tokens: _builtins.int
     kv_bytes_per_token: _builtins.int
     model_fingerprint: _builtins.str
-    """hex, over the weights and what of the configuration is computed with"""
+    """hex, over the weights and the configuration that affects the computation"""
     hardware: _builtins.str
-    """what computes, as cost profiles name it; empty for pool nodes and where nothing computes"""
+    """hardware's name in cost profiles; empty for pool nodes and without computation"""
     engine: _builtins.str
-    """what stands in for the model, as paced:PROFILE; empty: it is computed"""
+    """replacement of the model, such as paced:PROFILE; empty: the model is computed"""
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint: ...
     @_builtins.property
@@ -271,7 +271,7 @@ Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class Held(_message.Message):
-    """what a worker holds right now; lets a restarted conductor rebuild its ledger"""
+    """a request that a worker has now; lets a restarted conductor rebuild its ledger"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -290,10 +290,10 @@ class Held(_message.Message):
     prompt_tokens: _builtins.int
     max_new_tokens: _builtins.int
     decode_node: _builtins.str
-    """of a prefill node's: where the request decodes next"""
+    """reported by prefill nodes: the node that decodes the request next"""
     @_builtins.property
     def turn(self) -> Global___Turn:
-        """while it waits for its first token; times are as of this report"""
+        """while it waits for its first token; times are relative to this report"""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class NodeReport(_message.Message):
     draining: _builtins.bool
     @_builtins.property
     def node(self) -> Global___Node:
-        """set in the first message, and again when the node has changed its role"""
+        """in the first message, and after the node has switched its role"""
 
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
@@ -370,7 +370,7 @@ class NodeReport(_message.Message):
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferSample]: ...
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """monotonic, exported by the frontend with a node label"""
+        """counters and gauges, exported by the frontend with a node label"""
 
     def __init__(
         self,
@@ -465,7 +465,7 @@ Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class SwitchRole(_message.Message):
-    """finish what the old role asked for, then announce the node anew, in the same stream"""
+    """finish the old role's work, then report the new `node` in the same stream"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -510,26 +510,26 @@ class ScheduleRequest(_message.Message):
     frontend_id: _builtins.str
     model: _builtins.str
     prompt_tokens: _builtins.int
-    """prompt of this attempt: the client's prompt + tokens already generated"""
+    """of this attempt's prompt: the client's prompt and the tokens already generated"""
     max_new_tokens: _builtins.int
     """still to be generated"""
     chain: _builtins.bytes
     """16 bytes per full block of the prompt"""
     generated: _builtins.int
-    """tokens the client already has; > 0: never rejected for load"""
+    """tokens that the client has received; if > 0, the request is never rejected for load"""
     ttft_objective_s: _builtins.float
-    """0 = the cluster's"""
+    """0 = the cluster's objective"""
     tpot_objective_s: _builtins.float
     tenant: _builtins.str
     slo_class: _builtins.str
-    """"" = that of its tenant, or the default one"""
+    """"" = the tenant's class, or the default one"""
     priority: _builtins.int
-    """among its tenant's requests of its class: lower goes first"""
+    """among its tenant's requests of its class; lower values first"""
     endless: _builtins.bool
     waited_s: _builtins.float
-    """since it came to the front door"""
+    """since the frontend received it"""
     traceparent: _builtins.str
-    """W3C Trace Context: the sender's span; empty: it is not traced"""
+    """W3C Trace Context of the sender's span; empty: not traced"""
     @_builtins.property
     def exclude_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -588,7 +588,7 @@ Global___NodeRef: _TypeAlias = NodeRef  # noqa: Y015
 
 @_typing.final
 class Holder(_message.Message):
-    """blocks [first_block, first_block + num_blocks) of the prompt can be read here"""
+    """pool node that has blocks [first_block, first_block + num_blocks) of the prompt"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -599,7 +599,7 @@ class Holder(_message.Message):
     first_block: _builtins.int
     num_blocks: _builtins.int
     ssd_blocks: _builtins.int
-    """of them, those that are on SSD only"""
+    """number of these blocks that are on SSD only"""
     @_builtins.property
     def pool(self) -> Global___NodeRef: ...
     def __init__(
@@ -620,7 +620,7 @@ Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class Turn(_message.Message):
-    """when it is served among those that wait on a node; worker/policy/scheduling_order.py has it"""
+    """scheduling order of a request in a node's queue; see worker/policy/scheduling_order.py"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -632,19 +632,19 @@ class Turn(_message.Message):
     DUE_IN_S_FIELD_NUMBER: _builtins.int
     AGES_IN_S_FIELD_NUMBER: _builtins.int
     level: _builtins.int
-    """of its class: lower goes first"""
+    """of its class; lower values first"""
     account: _builtins.str
-    """who is charged"""
+    """account that is charged"""
     start_ns: _builtins.int
     """virtual start time among the accounts"""
     priority: _builtins.int
-    """among the account's own: lower goes first"""
+    """among the account's requests; lower values first"""
     waited_s: _builtins.float
-    """since it came to the front door"""
+    """since the frontend received it"""
     due_in_s: _builtins.float
-    """until its first token should be there; negative: overdue"""
+    """until its first token is due; negative: overdue"""
     ages_in_s: _builtins.float
-    """from then on nothing newer goes before it"""
+    """time until no newer request is scheduled before it"""
     def __init__(
         self,
         *,
@@ -682,18 +682,20 @@ class Placement(_message.Message):
     predicted_ttft_s: _builtins.float
     predicted_tbt_s: _builtins.float
     reserve_tokens: _builtins.int
-    """pages to take on the decode node before the prefill; more as they are needed. 0: for the most that the answer may take"""
+    """Tokens for which the decode node reserves pages before the prefill; more are taken as needed. 0: for the longest
+    possible answer.
+    """
     @_builtins.property
     def prefill(self) -> Global___NodeRef: ...
     @_builtins.property
     def decode(self) -> Global___NodeRef:
-        """unset: the prefill node decodes too"""
+        """unset: the prefill node also decodes"""
 
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]: ...
     @_builtins.property
     def pool(self) -> Global___NodeRef:
-        """the prefill node's: the answer's KV is stored there too, so that the next turn finds all in one place"""
+        """of the prefill node; the answer's KV is also stored there, so that the next turn finds both"""
 
     @_builtins.property
     def turn(self) -> Global___Turn: ...
@@ -736,7 +738,7 @@ class Rejection(_message.Message):
     message: _builtins.str
     retry_after_s: _builtins.float
     may_return: _builtins.bool
-    """of "no_nodes": nodes that are silent or draining, or left just now, could have served it: wait"""
+    """with "no_nodes": nodes that are silent, draining or just left could serve it; retry"""
     def __init__(
         self,
         *,
@@ -800,7 +802,7 @@ class CompleteRequest(_message.Message):
     generated: _builtins.int
     cached_tokens: _builtins.int
     slow_tbt_s: _builtins.float
-    """mean of the longest tenth of the times between its tokens; 0 = it has none"""
+    """mean of the longest tenth of the times between its tokens; 0 = none"""
     def __init__(
         self,
         *,
@@ -844,14 +846,14 @@ class FrontendCall(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """the answer's, too"""
+    """repeated in the answer"""
     @_builtins.property
     def schedule(self) -> Global___ScheduleRequest:
-        """place or reject one request (or one further attempt of it)"""
+        """place or reject a request, or a further attempt of it"""
 
     @_builtins.property
     def complete(self) -> Global___CompleteRequest:
-        """the last word on a request: finished, failed, cancelled; or on one failed attempt"""
+        """end of a request (finished, failed, cancelled) or of a failed attempt"""
 
     def __init__(
         self,
@@ -906,7 +908,7 @@ class ConductorAnswer(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     refused: _builtins.str
-    """what is wrong with the call"""
+    """error: the call is invalid"""
     @_builtins.property
     def schedule(self) -> Global___ScheduleReply: ...
     @_builtins.property
@@ -1042,7 +1044,7 @@ class SloVersion(_message.Message):
     origin: _builtins.str
     """"configuration" | "admin" | "rollback to N" """
     peer: _builtins.str
-    """who called; "" of none"""
+    """address of the caller; "" if there was none"""
     digest: _builtins.str
     """of the content"""
     def __init__(
@@ -1067,7 +1069,7 @@ Global___SloVersion: _TypeAlias = SloVersion  # noqa: Y015
 
 @_typing.final
 class SloAcknowledgement(_message.Message):
-    """a conductor goes by this version"""
+    """a conductor uses this version"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1101,7 +1103,7 @@ class ShowSloRequest(_message.Message):
 
     HISTORY_FIELD_NUMBER: _builtins.int
     history: _builtins.int
-    """how many versions to tell, the newest ones"""
+    """number of versions to return, newest first"""
     def __init__(
         self,
         *,
@@ -1127,12 +1129,12 @@ class ShowSloReply(_message.Message):
     DRIFT_FIELD_NUMBER: _builtins.int
     UNMEETABLE_FIELD_NUMBER: _builtins.int
     kept: _builtins.str
-    """where versions are kept"""
+    """store of the versions"""
     trouble: _builtins.str
-    """why that cannot be used now; "" when it can"""
+    """reason for which the store is not available; "" if it is"""
     @_builtins.property
     def current(self) -> Global___SloVersion:
-        """version 0: what is configured, while the store has never answered"""
+        """version 0: the configured objectives, if the store has never answered"""
 
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___SloVersion]:
@@ -1142,7 +1144,7 @@ class ShowSloReply(_message.Message):
     def acknowledged(self) -> _containers.RepeatedCompositeFieldContainer[Global___SloAcknowledgement]: ...
     @_builtins.property
     def drift(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """in what the configuration differs, if it says anything"""
+        """differences of the configuration's objectives, if it has any"""
 
     @_builtins.property
     def unmeetable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -1181,13 +1183,13 @@ class ChangeSloRequest(_message.Message):
     content: _builtins.str
     """JSON; or:"""
     rollback_to: _builtins.int
-    """the content of this version; 0: that of `content`"""
+    """version whose content to use; 0: use `content`"""
     expect_version: _builtins.int
-    """refused if another is in force"""
+    """rejected if another version is in force"""
     trial: _builtins.bool
-    """only say what would change"""
+    """only return what would change"""
     force: _builtins.bool
-    """also for tenants that no front door knows"""
+    """also accept tenants that no frontend knows"""
     def __init__(
         self,
         *,
@@ -1224,7 +1226,7 @@ class ChangeSloReply(_message.Message):
 
     @_builtins.property
     def differences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """none: nothing was to change, and no version was made"""
+        """empty: nothing changes, and no version was created"""
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -1253,7 +1255,7 @@ Global___ChangeSloReply: _TypeAlias = ChangeSloReply  # noqa: Y015
 
 @_typing.final
 class SloPreview(_message.Message):
-    """what the objectives would have done to the requests that this conductor judged last"""
+    """effect that the objectives would have had on the last requests that this conductor judged"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1267,7 +1269,7 @@ class SloPreview(_message.Message):
     span_s: _builtins.float
     """from the first of them until now"""
     forgotten: _builtins.int
-    """came before them, and are no longer known"""
+    """earlier requests, which are no longer recorded"""
     admission: _builtins.str
     """"enforce" | "shadow" | "off" """
     mode: _builtins.str
@@ -1294,7 +1296,7 @@ Global___SloPreview: _TypeAlias = SloPreview  # noqa: Y015
 
 @_typing.final
 class SloPreviewRow(_message.Message):
-    """of a model and a class, as the wanted objectives have it; conductor.policy.admission.evaluation says more"""
+    """for a model and a class; see conductor.policy.admission.evaluation"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1356,10 +1358,10 @@ class ClusterRequest(_message.Message):
     FRONTEND_ID_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     frontend_id: _builtins.str
-    """of a front door; "": somebody else asks"""
+    """"" if the caller is not a frontend"""
     @_builtins.property
     def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """that it knows; one "" where it asks for no API key"""
+        """known to the frontend; one "" if it requires no API key"""
 
     def __init__(
         self,
@@ -1389,7 +1391,7 @@ class ClusterReply(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @_builtins.property
     def ready_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """those of which a request can be placed"""
+        """models for which requests can be placed"""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
@@ -1416,7 +1418,7 @@ Global___ClusterReply: _TypeAlias = ClusterReply  # noqa: Y015
 
 @_typing.final
 class Sample(_message.Message):
-    """of the conductor's own numbers; frontends export those whose names they know, as moonpool:NAME"""
+    """a metric of the conductor; frontends export those whose names they know, as moonpool:NAME"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1470,7 +1472,7 @@ class NodeStatus(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     SUSPECT_FIELD_NUMBER: _builtins.int
     suspect: _builtins.bool
-    """joined, but silent for longer than the conductor's report timeout: it gets no work"""
+    """joined, but without reports for longer than the report timeout; gets no work"""
     @_builtins.property
     def node(self) -> Global___Node: ...
     @_builtins.property

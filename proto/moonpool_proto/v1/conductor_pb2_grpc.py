@@ -96,15 +96,15 @@ class ConductorServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request_iterator, context):
-        """One stream per node, open as long as the node lives. First message: `node`. The stream's end means the node is lost.
+        """One stream per node, open as long as the node runs. The first message has `node`. The node is lost when it ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Schedule(self, request_iterator, context):
-        """One stream per frontend, for all its requests: several calls and several answers go in one message. The first
-        message, without an answer, says that the stream is open. Each call is answered, in order, or the stream ends.
+        """One stream per frontend, for all its requests; a message may have several calls or answers. The first message, which
+        has no answers, confirms that the stream is open. Calls are answered in order, unless the stream ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,28 +117,28 @@ class ConductorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """Ask a node to take no new work, finish what it has and leave.
+        """Make a node accept no new work, finish its requests and leave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SwitchNode(self, request, context):
-        """Make a prefill node a decode node, or the other way round, without restarting it.
+        """Turn a prefill node into a decode node or vice versa, without restarting it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ShowSlo(self, request, context):
-        """The record of objectives: what is in force, its versions, and who goes by which.
+        """Return the objectives in force, their versions, and the version that each conductor uses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChangeSlo(self, request, context):
-        """Make a new version of it.
+        """Create a new version of the objectives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,14 +157,14 @@ class ConductorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Overview(self, request, context):
-        """The recent past and the present for people who look on: JSON, as conductor.overview tells it.
+        """Return the state and the recent history for the console, as JSON; see conductor.overview.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """What the decision log has on a request: JSON, as conductor.decision_log tells it.
+        """Return the decision log's records of a request, as JSON; see conductor.decision_log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

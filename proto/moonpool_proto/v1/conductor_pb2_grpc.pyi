@@ -33,51 +33,51 @@ class ConductorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ConductorAsyncStub: ...
     Join: _grpc.StreamStreamMultiCallable[_conductor_pb2.NodeReport, _conductor_pb2.NodeCommand]
-    """One stream per node, open as long as the node lives. First message: `node`. The stream's end means the node is lost."""
+    """One stream per node, open as long as the node runs. The first message has `node`. The node is lost when it ends."""
     Schedule: _grpc.StreamStreamMultiCallable[_conductor_pb2.FrontendCalls, _conductor_pb2.ConductorAnswers]
-    """One stream per frontend, for all its requests: several calls and several answers go in one message. The first
-    message, without an answer, says that the stream is open. Each call is answered, in order, or the stream ends.
+    """One stream per frontend, for all its requests; a message may have several calls or answers. The first message, which
+    has no answers, confirms that the stream is open. Calls are answered in order, unless the stream ends.
     """
     Cluster: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]
     DrainNode: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]
-    """Ask a node to take no new work, finish what it has and leave."""
+    """Make a node accept no new work, finish its requests and leave."""
     SwitchNode: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.SwitchNodeRequest, _conductor_pb2.SwitchNodeReply]
-    """Make a prefill node a decode node, or the other way round, without restarting it."""
+    """Turn a prefill node into a decode node or vice versa, without restarting it."""
     ShowSlo: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ShowSloRequest, _conductor_pb2.ShowSloReply]
-    """The record of objectives: what is in force, its versions, and who goes by which."""
+    """Return the objectives in force, their versions, and the version that each conductor uses."""
     ChangeSlo: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ChangeSloRequest, _conductor_pb2.ChangeSloReply]
-    """Make a new version of it."""
+    """Create a new version of the objectives."""
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Validate: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Overview: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.OverviewRequest, _common_pb2.JsonReply]
-    """The recent past and the present for people who look on: JSON, as conductor.overview tells it."""
+    """Return the state and the recent history for the console, as JSON; see conductor.overview."""
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]
-    """What the decision log has on a request: JSON, as conductor.decision_log tells it."""
+    """Return the decision log's records of a request, as JSON; see conductor.decision_log."""
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_conductor_pb2.NodeReport, _conductor_pb2.NodeCommand]  # type: ignore[assignment]
-    """One stream per node, open as long as the node lives. First message: `node`. The stream's end means the node is lost."""
+    """One stream per node, open as long as the node runs. The first message has `node`. The node is lost when it ends."""
     Schedule: _aio.StreamStreamMultiCallable[_conductor_pb2.FrontendCalls, _conductor_pb2.ConductorAnswers]  # type: ignore[assignment]
-    """One stream per frontend, for all its requests: several calls and several answers go in one message. The first
-    message, without an answer, says that the stream is open. Each call is answered, in order, or the stream ends.
+    """One stream per frontend, for all its requests; a message may have several calls or answers. The first message, which
+    has no answers, confirms that the stream is open. Calls are answered in order, unless the stream ends.
     """
     Cluster: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]  # type: ignore[assignment]
     DrainNode: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]  # type: ignore[assignment]
-    """Ask a node to take no new work, finish what it has and leave."""
+    """Make a node accept no new work, finish its requests and leave."""
     SwitchNode: _aio.UnaryUnaryMultiCallable[_conductor_pb2.SwitchNodeRequest, _conductor_pb2.SwitchNodeReply]  # type: ignore[assignment]
-    """Make a prefill node a decode node, or the other way round, without restarting it."""
+    """Turn a prefill node into a decode node or vice versa, without restarting it."""
     ShowSlo: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ShowSloRequest, _conductor_pb2.ShowSloReply]  # type: ignore[assignment]
-    """The record of objectives: what is in force, its versions, and who goes by which."""
+    """Return the objectives in force, their versions, and the version that each conductor uses."""
     ChangeSlo: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ChangeSloRequest, _conductor_pb2.ChangeSloReply]  # type: ignore[assignment]
-    """Make a new version of it."""
+    """Create a new version of the objectives."""
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Validate: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Overview: _aio.UnaryUnaryMultiCallable[_conductor_pb2.OverviewRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
-    """The recent past and the present for people who look on: JSON, as conductor.overview tells it."""
+    """Return the state and the recent history for the console, as JSON; see conductor.overview."""
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
-    """What the decision log has on a request: JSON, as conductor.decision_log tells it."""
+    """Return the decision log's records of a request, as JSON; see conductor.decision_log."""
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -86,7 +86,7 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_conductor_pb2.NodeReport],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_conductor_pb2.NodeCommand], _abc.AsyncIterator[_conductor_pb2.NodeCommand]]:
-        """One stream per node, open as long as the node lives. First message: `node`. The stream's end means the node is lost."""
+        """One stream per node, open as long as the node runs. The first message has `node`. The node is lost when it ends."""
 
     @_abc_1.abstractmethod
     def Schedule(
@@ -94,8 +94,8 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_conductor_pb2.FrontendCalls],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_conductor_pb2.ConductorAnswers], _abc.AsyncIterator[_conductor_pb2.ConductorAnswers]]:
-        """One stream per frontend, for all its requests: several calls and several answers go in one message. The first
-        message, without an answer, says that the stream is open. Each call is answered, in order, or the stream ends.
+        """One stream per frontend, for all its requests; a message may have several calls or answers. The first message, which
+        has no answers, confirms that the stream is open. Calls are answered in order, unless the stream ends.
         """
 
     @_abc_1.abstractmethod
@@ -111,7 +111,7 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.DrainNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.DrainNodeReply, _abc.Awaitable[_conductor_pb2.DrainNodeReply]]:
-        """Ask a node to take no new work, finish what it has and leave."""
+        """Make a node accept no new work, finish its requests and leave."""
 
     @_abc_1.abstractmethod
     def SwitchNode(
@@ -119,7 +119,7 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.SwitchNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.SwitchNodeReply, _abc.Awaitable[_conductor_pb2.SwitchNodeReply]]:
-        """Make a prefill node a decode node, or the other way round, without restarting it."""
+        """Turn a prefill node into a decode node or vice versa, without restarting it."""
 
     @_abc_1.abstractmethod
     def ShowSlo(
@@ -127,7 +127,7 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.ShowSloRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ShowSloReply, _abc.Awaitable[_conductor_pb2.ShowSloReply]]:
-        """The record of objectives: what is in force, its versions, and who goes by which."""
+        """Return the objectives in force, their versions, and the version that each conductor uses."""
 
     @_abc_1.abstractmethod
     def ChangeSlo(
@@ -135,7 +135,7 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.ChangeSloRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ChangeSloReply, _abc.Awaitable[_conductor_pb2.ChangeSloReply]]:
-        """Make a new version of it."""
+        """Create a new version of the objectives."""
 
     @_abc_1.abstractmethod
     def State(
@@ -157,7 +157,7 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.OverviewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]:
-        """The recent past and the present for people who look on: JSON, as conductor.overview tells it."""
+        """Return the state and the recent history for the console, as JSON; see conductor.overview."""
 
     @_abc_1.abstractmethod
     def Explain(
@@ -165,6 +165,6 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]:
-        """What the decision log has on a request: JSON, as conductor.decision_log tells it."""
+        """Return the decision log's records of a request, as JSON; see conductor.decision_log."""
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -90,7 +90,7 @@ class DescribeReply(_message.Message):
     ssd_bytes: _builtins.int
     """0: no SSD tier"""
     door: _builtins.str
-    """unix socket where processes of this host get the arena and its index mapped; empty: none"""
+    """unix socket of the local pool server, for processes of this host; empty: none"""
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint: ...
     def __init__(
@@ -126,21 +126,21 @@ class AllocateRequest(_message.Message):
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     kv_namespace: _builtins.bytes
     owner: _builtins.str
-    """node id, for accounting"""
+    """node id; the node's puts and leases end if it is lost"""
     owner_incarnation: _builtins.int
     chain: _builtins.bytes
     """16 bytes per block"""
     parents: _builtins.bytes
-    """16 bytes per block: the preceding block's chain key (zeros for the first)"""
+    """16 bytes per block: chain key of the block before; zeros for a prompt's first"""
     ttl_s: _builtins.float
     compute_s: _builtins.float
-    """what computing all these blocks took, 0 = not told"""
+    """time that computing all these blocks took; 0 = unknown"""
     @_builtins.property
     def spec(self) -> _common_pb2.KvSpec: ...
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """A partial block: tokens in it, 0 = full. Its key is the tail key of its tokens, its parent the last full block.
-        Empty: all are full.
+        """Per block, the tokens of a partial block, 0 = full; empty: all are full. The key of a partial block is the tail key
+        of its tokens, its parent the last full block.
         """
 
     def __init__(
@@ -175,7 +175,7 @@ class AllocateReply(_message.Message):
     put_id: _builtins.str
     @_builtins.property
     def key(self) -> _worker_pb2.RemoteKey:
-        """grants writing to the new slots"""
+        """for writing to the slots of NEW blocks"""
 
     @_builtins.property
     def status(self) -> _containers.RepeatedScalarFieldContainer[Global___SlotStatus.ValueType]:
@@ -297,12 +297,12 @@ class PinRequest(_message.Message):
     owner_incarnation: _builtins.int
     lease_s: _builtins.float
     wait_s: _builtins.float
-    """how long to wait for blocks that are on SSD only; 0: lease what is in DRAM"""
+    """longest wait for blocks that are on SSD only; 0: lease blocks in DRAM only"""
     tails: _builtins.bool
-    """lease partial blocks that follow the run's last block, too"""
+    """also lease partial blocks that follow the run's last block"""
     tail_keys: _builtins.bytes
-    """16 bytes each, best first: partial blocks that could be used after the run, if it is as long as expected. One that
-    is there is leased alone; else those that were used last are.
+    """16 bytes each, best first: partial blocks that the prompt could use after the run. The first one that exists is
+    leased; if none does, the most recently used ones are.
     """
     def __init__(
         self,
@@ -336,12 +336,12 @@ class PinReply(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     TAILS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """empty when nothing matched"""
+    """empty if nothing was leased"""
     ssd_blocks: _builtins.int
-    """of `blocks`, those that had to come from SSD for this"""
+    """number of `blocks` that were loaded from SSD and not used since"""
     @_builtins.property
     def key(self) -> _worker_pb2.RemoteKey:
-        """grants reading"""
+        """for reading"""
 
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.PullBlock]: ...
@@ -374,7 +374,7 @@ Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
 
 @_typing.final
 class Tail(_message.Message):
-    """a partial block right after the run: reusable if its tokens are the prompt's next ones"""
+    """a partial block right after the run; reusable if its tokens are the prompt's next ones"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -453,9 +453,9 @@ class UnpinRequest(_message.Message):
     KV_NAMESPACE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     superseded: _builtins.bytes
-    """keys of leased partial blocks that longer ones have taken the place of: removed if unused"""
+    """keys of leased partial blocks that longer ones have replaced; removed if not leased"""
     kv_namespace: _builtins.bytes
-    """theirs"""
+    """of the superseded blocks"""
     def __init__(
         self,
         *,
@@ -609,7 +609,7 @@ class PrefetchReply(_message.Message):
 
     LOADING_FIELD_NUMBER: _builtins.int
     loading: _builtins.int
-    """blocks on their way from SSD"""
+    """number of blocks being loaded from SSD"""
     def __init__(
         self,
         *,
@@ -673,7 +673,7 @@ class InspectRequest(_message.Message):
     KV_NAMESPACE_FIELD_NUMBER: _builtins.int
     KEY_PREFIX_FIELD_NUMBER: _builtins.int
     kv_namespace: _builtins.bytes
-    """empty: any"""
+    """empty: all"""
     key_prefix: _builtins.bytes
     """leading bytes of the chain key"""
     def __init__(
@@ -699,7 +699,7 @@ class FlushRequest(_message.Message):
     kv_namespace: _builtins.bytes
     """empty: all"""
     dram_only: _builtins.bool
-    """write what is not on SSD there, then empty DRAM; else remove the blocks everywhere here"""
+    """true: write blocks to SSD and drop them from DRAM; false: remove them from both tiers"""
     def __init__(
         self,
         *,
@@ -767,7 +767,7 @@ class VerifyProgress(_message.Message):
     checked: _builtins.int
     total: _builtins.int
     corrupt: _builtins.int
-    """taken out of the pool"""
+    """removed from the pool"""
     def __init__(
         self,
         *,
@@ -820,7 +820,7 @@ class PoolEvents(_message.Message):
     seq: _builtins.int
     """of the last event in this message"""
     snapshot_begin: _builtins.bool
-    """forget what you knew of this node"""
+    """the receiver discards what it knows of this node"""
     snapshot_end: _builtins.bool
     contents_sum: _builtins.int
     """over all blocks held as of `seq`; see kvpool/events.py"""
@@ -857,10 +857,10 @@ class BlockRun(_message.Message):
     KV_NAMESPACE_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     tier: Global___Tier.ValueType
-    """stored: the fastest tier that the blocks are in now, also when they were known in another"""
+    """of stored blocks: the fastest tier that has them now; may differ from the one reported before"""
     kv_namespace: _builtins.bytes
     chain: _builtins.bytes
-    """16 bytes per block; every group of the block is sealed (stored) or any is gone (removed)"""
+    """16 bytes per block"""
     def __init__(
         self,
         *,

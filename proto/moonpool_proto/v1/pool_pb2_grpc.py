@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class PoolStub:
-    """Served by each pool node. KV bytes never pass here: they go through the messenger, in and out of the pool's region.
+    """Served by each pool node. No call carries KV bytes: the messenger moves them to and from the pool's region.
     """
 
     def __init__(self, channel):
@@ -129,7 +129,7 @@ class PoolStub:
 
 
 class PoolServicer:
-    """Served by each pool node. KV bytes never pass here: they go through the messenger, in and out of the pool's region.
+    """Served by each pool node. No call carries KV bytes: the messenger moves them to and from the pool's region.
     """
 
     def Describe(self, request, context):
@@ -158,7 +158,7 @@ class PoolServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Lease the longest run of leading blocks whose every group is here.
+        """Lease the longest run of leading blocks of which the node has all groups.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,21 +197,21 @@ class PoolServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Begin to bring blocks of a waiting request from SSD to DRAM; answers at once, holds nothing.
+        """Start to load blocks of a queued request from SSD to DRAM; replies at once and leases nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Hint(self, request, context):
-        """How many other pool nodes hold these blocks: what is elsewhere too is evicted sooner, a last copy later.
+        """Report how many other pool nodes hold these blocks; blocks with replicas elsewhere are evicted sooner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Inspect(self, request, context):
-        """For people: one block in full, as JSON; drop what nobody uses; read everything back and check it.
+        """For operators: describe blocks as JSON; remove unused blocks; read back and verify all blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -230,7 +230,7 @@ class PoolServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Events(self, request, context):
-        """Sequenced events; a snapshot first unless (incarnation, after_seq) can be continued.
+        """Numbered events after (incarnation, after_seq); a snapshot first if they are not available.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -350,7 +350,7 @@ def add_PoolServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Pool:
-    """Served by each pool node. KV bytes never pass here: they go through the messenger, in and out of the pool's region.
+    """Served by each pool node. No call carries KV bytes: the messenger moves them to and from the pool's region.
     """
 
     @staticmethod

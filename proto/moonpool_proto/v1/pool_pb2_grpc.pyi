@@ -28,7 +28,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PoolStub:
-    """Served by each pool node. KV bytes never pass here: they go through the messenger, in and out of the pool's region."""
+    """Served by each pool node. No call carries KV bytes: the messenger moves them to and from the pool's region."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -40,7 +40,7 @@ class PoolStub:
     Seal: _grpc.UnaryUnaryMultiCallable[_pool_pb2.SealRequest, _pool_pb2.SealReply]
     AbortPut: _grpc.UnaryUnaryMultiCallable[_pool_pb2.AbortPutRequest, _pool_pb2.AbortPutReply]
     Pin: _grpc.UnaryUnaryMultiCallable[_pool_pb2.PinRequest, _pool_pb2.PinReply]
-    """Lease the longest run of leading blocks whose every group is here."""
+    """Lease the longest run of leading blocks of which the node has all groups."""
     Renew: _grpc.UnaryUnaryMultiCallable[_pool_pb2.RenewRequest, _pool_pb2.RenewReply]
     Unpin: _grpc.UnaryUnaryMultiCallable[_pool_pb2.UnpinRequest, _pool_pb2.UnpinReply]
     Evict: _grpc.UnaryUnaryMultiCallable[_pool_pb2.EvictRequest, _pool_pb2.EvictReply]
@@ -49,21 +49,21 @@ class PoolStub:
     Copy: _grpc.UnaryUnaryMultiCallable[_pool_pb2.CopyRequest, _pool_pb2.CopyReply]
     """Copy blocks from another pool node into this one (hot-spot replication)."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_pool_pb2.PrefetchRequest, _pool_pb2.PrefetchReply]
-    """Begin to bring blocks of a waiting request from SSD to DRAM; answers at once, holds nothing."""
+    """Start to load blocks of a queued request from SSD to DRAM; replies at once and leases nothing."""
     Hint: _grpc.UnaryUnaryMultiCallable[_pool_pb2.HintRequest, _pool_pb2.HintReply]
-    """How many other pool nodes hold these blocks: what is elsewhere too is evicted sooner, a last copy later."""
+    """Report how many other pool nodes hold these blocks; blocks with replicas elsewhere are evicted sooner."""
     Inspect: _grpc.UnaryUnaryMultiCallable[_pool_pb2.InspectRequest, _common_pb2.JsonReply]
-    """For people: one block in full, as JSON; drop what nobody uses; read everything back and check it."""
+    """For operators: describe blocks as JSON; remove unused blocks; read back and verify all blocks."""
     Flush: _grpc.UnaryUnaryMultiCallable[_pool_pb2.FlushRequest, _pool_pb2.FlushReply]
     Verify: _grpc.UnaryStreamMultiCallable[_pool_pb2.VerifyRequest, _pool_pb2.VerifyProgress]
     Events: _grpc.UnaryStreamMultiCallable[_pool_pb2.EventsRequest, _pool_pb2.PoolEvents]
-    """Sequenced events; a snapshot first unless (incarnation, after_seq) can be continued."""
+    """Numbered events after (incarnation, after_seq); a snapshot first if they are not available."""
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Validate: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
 
 @_typing.type_check_only
 class PoolAsyncStub(PoolStub):
-    """Served by each pool node. KV bytes never pass here: they go through the messenger, in and out of the pool's region."""
+    """Served by each pool node. No call carries KV bytes: the messenger moves them to and from the pool's region."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_pool_pb2.DescribeRequest, _pool_pb2.DescribeReply]  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class PoolAsyncStub(PoolStub):
     Seal: _aio.UnaryUnaryMultiCallable[_pool_pb2.SealRequest, _pool_pb2.SealReply]  # type: ignore[assignment]
     AbortPut: _aio.UnaryUnaryMultiCallable[_pool_pb2.AbortPutRequest, _pool_pb2.AbortPutReply]  # type: ignore[assignment]
     Pin: _aio.UnaryUnaryMultiCallable[_pool_pb2.PinRequest, _pool_pb2.PinReply]  # type: ignore[assignment]
-    """Lease the longest run of leading blocks whose every group is here."""
+    """Lease the longest run of leading blocks of which the node has all groups."""
     Renew: _aio.UnaryUnaryMultiCallable[_pool_pb2.RenewRequest, _pool_pb2.RenewReply]  # type: ignore[assignment]
     Unpin: _aio.UnaryUnaryMultiCallable[_pool_pb2.UnpinRequest, _pool_pb2.UnpinReply]  # type: ignore[assignment]
     Evict: _aio.UnaryUnaryMultiCallable[_pool_pb2.EvictRequest, _pool_pb2.EvictReply]  # type: ignore[assignment]
@@ -81,20 +81,20 @@ class PoolAsyncStub(PoolStub):
     Copy: _aio.UnaryUnaryMultiCallable[_pool_pb2.CopyRequest, _pool_pb2.CopyReply]  # type: ignore[assignment]
     """Copy blocks from another pool node into this one (hot-spot replication)."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_pool_pb2.PrefetchRequest, _pool_pb2.PrefetchReply]  # type: ignore[assignment]
-    """Begin to bring blocks of a waiting request from SSD to DRAM; answers at once, holds nothing."""
+    """Start to load blocks of a queued request from SSD to DRAM; replies at once and leases nothing."""
     Hint: _aio.UnaryUnaryMultiCallable[_pool_pb2.HintRequest, _pool_pb2.HintReply]  # type: ignore[assignment]
-    """How many other pool nodes hold these blocks: what is elsewhere too is evicted sooner, a last copy later."""
+    """Report how many other pool nodes hold these blocks; blocks with replicas elsewhere are evicted sooner."""
     Inspect: _aio.UnaryUnaryMultiCallable[_pool_pb2.InspectRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
-    """For people: one block in full, as JSON; drop what nobody uses; read everything back and check it."""
+    """For operators: describe blocks as JSON; remove unused blocks; read back and verify all blocks."""
     Flush: _aio.UnaryUnaryMultiCallable[_pool_pb2.FlushRequest, _pool_pb2.FlushReply]  # type: ignore[assignment]
     Verify: _aio.UnaryStreamMultiCallable[_pool_pb2.VerifyRequest, _pool_pb2.VerifyProgress]  # type: ignore[assignment]
     Events: _aio.UnaryStreamMultiCallable[_pool_pb2.EventsRequest, _pool_pb2.PoolEvents]  # type: ignore[assignment]
-    """Sequenced events; a snapshot first unless (incarnation, after_seq) can be continued."""
+    """Numbered events after (incarnation, after_seq); a snapshot first if they are not available."""
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Validate: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
 
 class PoolServicer(metaclass=_abc_1.ABCMeta):
-    """Served by each pool node. KV bytes never pass here: they go through the messenger, in and out of the pool's region."""
+    """Served by each pool node. No call carries KV bytes: the messenger moves them to and from the pool's region."""
 
     @_abc_1.abstractmethod
     def Describe(
@@ -131,7 +131,7 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.PinReply, _abc.Awaitable[_pool_pb2.PinReply]]:
-        """Lease the longest run of leading blocks whose every group is here."""
+        """Lease the longest run of leading blocks of which the node has all groups."""
 
     @_abc_1.abstractmethod
     def Renew(
@@ -176,7 +176,7 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.PrefetchReply, _abc.Awaitable[_pool_pb2.PrefetchReply]]:
-        """Begin to bring blocks of a waiting request from SSD to DRAM; answers at once, holds nothing."""
+        """Start to load blocks of a queued request from SSD to DRAM; replies at once and leases nothing."""
 
     @_abc_1.abstractmethod
     def Hint(
@@ -184,7 +184,7 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.HintRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.HintReply, _abc.Awaitable[_pool_pb2.HintReply]]:
-        """How many other pool nodes hold these blocks: what is elsewhere too is evicted sooner, a last copy later."""
+        """Report how many other pool nodes hold these blocks; blocks with replicas elsewhere are evicted sooner."""
 
     @_abc_1.abstractmethod
     def Inspect(
@@ -192,7 +192,7 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.InspectRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]:
-        """For people: one block in full, as JSON; drop what nobody uses; read everything back and check it."""
+        """For operators: describe blocks as JSON; remove unused blocks; read back and verify all blocks."""
 
     @_abc_1.abstractmethod
     def Flush(
@@ -214,7 +214,7 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.EventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pool_pb2.PoolEvents], _abc.AsyncIterator[_pool_pb2.PoolEvents]]:
-        """Sequenced events; a snapshot first unless (incarnation, after_seq) can be continued."""
+        """Numbered events after (incarnation, after_seq); a snapshot first if they are not available."""
 
     @_abc_1.abstractmethod
     def State(

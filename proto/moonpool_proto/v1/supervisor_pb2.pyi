@@ -45,10 +45,10 @@ class ScaleRequest(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
     force: _builtins.bool
-    """also where nothing could be served any more"""
+    """even if a model could not be served any more"""
     @_builtins.property
     def counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """group (a role, after the model's prefix) -> workers wanted; others stay"""
+        """group (a role, after the model's prefix) -> workers; other groups stay as they are"""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ScaleStep(_message.Message):
     what: _builtins.str
     """"starting" | "ready" | "draining" | "gone" """
     seconds: _builtins.float
-    """since the step before it of the same node"""
+    """since the previous step of the same node"""
     def __init__(
         self,
         *,

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class SupervisorStub:
-    """Spoken by `moonpool serve` at supervisor.sock in its run directory.
+    """Served by `moonpool serve` at supervisor.sock in its run directory.
     """
 
     def __init__(self, channel):
@@ -49,12 +49,12 @@ class SupervisorStub:
 
 
 class SupervisorServicer:
-    """Spoken by `moonpool serve` at supervisor.sock in its run directory.
+    """Served by `moonpool serve` at supervisor.sock in its run directory.
     """
 
     def Scale(self, request, context):
-        """Start or drain workers until every role has the count asked for. One at a time; a second call waits for the first.
-        The work goes on if the caller hangs up.
+        """Start or drain workers until every role has the requested count. A second call waits for the first. The work
+        continues if the caller disconnects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +88,7 @@ def add_SupervisorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Supervisor:
-    """Spoken by `moonpool serve` at supervisor.sock in its run directory.
+    """Served by `moonpool serve` at supervisor.sock in its run directory.
     """
 
     @staticmethod

@@ -28,31 +28,31 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SupervisorStub:
-    """Spoken by `moonpool serve` at supervisor.sock in its run directory."""
+    """Served by `moonpool serve` at supervisor.sock in its run directory."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SupervisorAsyncStub: ...
     Scale: _grpc.UnaryStreamMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleStep]
-    """Start or drain workers until every role has the count asked for. One at a time; a second call waits for the first.
-    The work goes on if the caller hangs up.
+    """Start or drain workers until every role has the requested count. A second call waits for the first. The work
+    continues if the caller disconnects.
     """
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
 
 @_typing.type_check_only
 class SupervisorAsyncStub(SupervisorStub):
-    """Spoken by `moonpool serve` at supervisor.sock in its run directory."""
+    """Served by `moonpool serve` at supervisor.sock in its run directory."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Scale: _aio.UnaryStreamMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleStep]  # type: ignore[assignment]
-    """Start or drain workers until every role has the count asked for. One at a time; a second call waits for the first.
-    The work goes on if the caller hangs up.
+    """Start or drain workers until every role has the requested count. A second call waits for the first. The work
+    continues if the caller disconnects.
     """
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
 
 class SupervisorServicer(metaclass=_abc_1.ABCMeta):
-    """Spoken by `moonpool serve` at supervisor.sock in its run directory."""
+    """Served by `moonpool serve` at supervisor.sock in its run directory."""
 
     @_abc_1.abstractmethod
     def Scale(
@@ -60,8 +60,8 @@ class SupervisorServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_supervisor_pb2.ScaleStep], _abc.AsyncIterator[_supervisor_pb2.ScaleStep]]:
-        """Start or drain workers until every role has the count asked for. One at a time; a second call waits for the first.
-        The work goes on if the caller hangs up.
+        """Start or drain workers until every role has the requested count. A second call waits for the first. The work
+        continues if the caller disconnects.
         """
 
     @_abc_1.abstractmethod

@@ -31,7 +31,7 @@ class _FinishEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Finish.ValueTy
     FINISH_STOP: _Finish.ValueType  # 1
     FINISH_LENGTH: _Finish.ValueType  # 2
     FINISH_COMPLETE: _Finish.ValueType  # 3
-    """the grammar ends with this token, a part of the answer: the model has no end token"""
+    """the grammar ends with this token, which belongs to the answer; the model has no end token"""
 
 class Finish(_Finish, metaclass=_FinishEnumTypeWrapper): ...
 
@@ -39,7 +39,7 @@ FINISH_NONE: Finish.ValueType  # 0
 FINISH_STOP: Finish.ValueType  # 1
 FINISH_LENGTH: Finish.ValueType  # 2
 FINISH_COMPLETE: Finish.ValueType  # 3
-"""the grammar ends with this token, a part of the answer: the model has no end token"""
+"""the grammar ends with this token, which belongs to the answer; the model has no end token"""
 Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
@@ -122,17 +122,17 @@ class Submit(_message.Message):
     prompt_ids: _builtins.bytes
     """int32, little-endian"""
     generated: _builtins.int
-    """how many ids at the end of the prompt were generated: index of the next token"""
+    """number of ids at the end of the prompt that were generated; the next token's index"""
     chain: _builtins.bytes
     """16 bytes per full block of prompt_ids"""
     chain_seed: _builtins.bytes
-    """continues the chain over generated blocks"""
+    """for continuing the chain over generated blocks"""
     timeout_s: _builtins.float
-    """time left until the request's deadline, or, of an endless one, that of its first token"""
+    """time left until the request's deadline or, if it is endless, its first token's"""
     idle_s: _builtins.float
-    """> 0: endless; after its first token it ends when none came for so long"""
+    """> 0: endless; after its first token it ends after this time without a token"""
     traceparent: _builtins.str
-    """W3C Trace Context: the sender's span; empty: it is not traced"""
+    """W3C Trace Context of the sender's span; empty: not traced"""
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling: ...
     @_builtins.property
@@ -172,11 +172,11 @@ class Cancel(_message.Message):
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
-    """this attempt and earlier ones; a later one goes on"""
+    """cancels this attempt and earlier ones, but no later one"""
     keep_kv: _builtins.bool
-    """the answer is complete (a stop string): what was computed of it is stored for the next turn"""
+    """the answer is complete (a stop string): store its computed KV for the next turn"""
     kept_tokens: _builtins.int
-    """with keep_kv: its leading tokens that the next turn will hold; 0 = not known"""
+    """with keep_kv: number of its leading tokens that the next turn will contain; 0 = unknown"""
     def __init__(
         self,
         *,
@@ -201,7 +201,7 @@ class WorkerMessage(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
-        """one engine step's tokens of this frontend's requests"""
+        """of this frontend's requests, from one engine step"""
 
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failure]: ...
@@ -239,15 +239,15 @@ class Token(_message.Message):
     finish: Global___Finish.ValueType
     @_builtins.property
     def timing(self) -> Global___Timing:
-        """with an attempt's first token, and, with `handoff` alone, the decode node's first one"""
+        """with an attempt's first token; with only `handoff` also with the decode node's first one"""
 
     @_builtins.property
     def logprobs(self) -> Global___LogProbs:
-        """if asked for"""
+        """if requested"""
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogProbs:
-        """if asked for, with the first token of an attempt that generated none before"""
+        """if requested, with the token of index 0"""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ Global___Token: _TypeAlias = Token  # noqa: Y015
 
 @_typing.final
 class LogProbs(_message.Message):
-    """Of the model's own distribution, before bias, penalties, grammar and temperature."""
+    """Log-probabilities of the model's own distribution, before bias, penalties, grammar and temperature."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -306,7 +306,7 @@ Global___LogProbs: _TypeAlias = LogProbs  # noqa: Y015
 
 @_typing.final
 class PromptLogProbs(_message.Message):
-    """Entry i is about prompt token i + 1 given those before it; arrays are little-endian, [n - 1] or [n - 1, num_top]."""
+    """Entry i belongs to prompt token i + 1, given those before it; arrays are little-endian, [n - 1] or [n - 1, num_top]."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -355,17 +355,17 @@ class Timing(_message.Message):
     APPROXIMATE_TOKENS_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
-    """counted where the KV was used"""
+    """counted by the node that used the KV"""
     queue_s: _builtins.float
-    """From the Submit's arrival to the first token, without a gap:
-    until its first step, but for load_s: turn, slots, reservation, other requests' steps
+    """These three sum to the time from the Submit's arrival to the first token:
+    until its first step, except load_s: queue, slots, reservation, other requests' steps
     """
     load_s: _builtins.float
-    """reused KV"""
+    """loading of reused KV"""
     prefill_s: _builtins.float
     """first step to first token"""
     cached_dram_tokens: _builtins.int
-    """Of cached_tokens, where the KV was found; the rest in the worker's own pages:
+    """Parts of cached_tokens by the source of the KV; the rest was in the worker's own pages:
     this host's pool
     """
     cached_ssd_tokens: _builtins.int
@@ -373,7 +373,7 @@ class Timing(_message.Message):
     cached_remote_tokens: _builtins.int
     """another host's pool"""
     approximate_tokens: _builtins.int
-    """whose KV was reused, here or on the decode node, and may have been through int8"""
+    """tokens whose reused KV, here or on the decode node, may have been int8"""
     @_builtins.property
     def handoff(self) -> Global___HandoffTiming: ...
     def __init__(
@@ -399,7 +399,7 @@ Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class HandoffTiming(_message.Message):
-    """Between the prefill node's token and the decode node's first one; each measured on one node's clock."""
+    """Parts of the time between the prefill node's token and the decode node's first one, each by one node's clock."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -407,7 +407,7 @@ class HandoffTiming(_message.Message):
     JOIN_S_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
     tail_s: _builtins.float
-    """on the prefill node: first token to the last Commit, when all KV is pushed"""
+    """on the prefill node: first token to the last Commit, after all KV was pushed"""
     join_s: _builtins.float
     """on the decode node: that Commit to the first step, verification included"""
     step_s: _builtins.float
@@ -443,7 +443,7 @@ class Failure(_message.Message):
     message: _builtins.str
     retryable: _builtins.bool
     suspect_node_id: _builtins.str
-    """the node to avoid at the next attempt, if not the sender"""
+    """node to avoid in the next attempt; empty: the sender"""
     def __init__(
         self,
         *,
@@ -572,14 +572,14 @@ class ReserveRequest(_message.Message):
     PULLS_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     superseded: _builtins.bytes
-    """key of a partial block that the answer's end is a longer version of; empty: none"""
+    """key of a partial block that the answer's last block will replace; empty: none"""
     @_builtins.property
     def request(self) -> Global___Submit: ...
     @_builtins.property
     def writer(self) -> _common_pb2.Endpoint: ...
     @_builtins.property
     def pulls(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullRange]:
-        """the decode node reads these itself, under the writer's lease"""
+        """blocks that the decode node reads from pool nodes, under the writer's lease"""
 
     def __init__(
         self,
@@ -608,7 +608,7 @@ class ReserveReply(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     held_blocks: _builtins.int
-    """the decode node already has blocks [0, held_blocks)"""
+    """the decode node has blocks [0, held_blocks) already"""
     @_builtins.property
     def key(self) -> Global___RemoteKey: ...
     @_builtins.property
@@ -655,7 +655,7 @@ class CommitRequest(_message.Message):
     first_index: _builtins.int
     timeout_s: _builtins.float
     token_s: _builtins.float
-    """what computing one token of the prompt took; 0 = not known"""
+    """time that computing one token of the prompt took; 0 = unknown"""
     tail_s: _builtins.float
     """since the first token"""
     def __init__(
@@ -691,11 +691,11 @@ class CommitReply(_message.Message):
     """the reservation is gone (expired, aborted, cancelled)"""
     @_builtins.property
     def missing_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """failed verification or pull: push these again, then commit again"""
+        """verification or pull failed: push these again, then commit again"""
 
     @_builtins.property
     def corrupt_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of them, those that came damaged from a pool node"""
+        """the missing blocks that were corrupt when read from a pool node"""
 
     def __init__(
         self,
@@ -788,11 +788,11 @@ class Enlist(_message.Message):
     REUSED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     kv_namespace: _builtins.bytes
-    """of the head: KV of another kind is not mixed with it"""
+    """of the head; the helper must have the same"""
     reused_blocks: _builtins.int
-    """leading blocks that nobody computes: the head has them, and the helper may, too"""
+    """leading blocks that are not computed: the head has them, and the helper may have them"""
     num_blocks: _builtins.int
-    """slots to take: whole blocks before the prompt's last token"""
+    """slots to take: number of full blocks before the prompt's last token"""
     @_builtins.property
     def request(self) -> Global___Submit: ...
     def __init__(
@@ -837,7 +837,7 @@ Global___Span: _TypeAlias = Span  # noqa: Y015
 
 @_typing.final
 class Member(_message.Message):
-    """where and what to push to another member of the group"""
+    """another member of the group, to which KV is pushed"""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -78,7 +78,7 @@ class WorkerServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """One stream per (frontend, worker). First message: `hello`. Its end cancels all that this frontend has here.
+        """One stream per (frontend, worker). The first message is `hello`. Its end cancels the frontend's requests here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,8 +92,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Prefill node -> decode node: all layers are pushed, here is the first token. Answers when all KV is here and
-        verified, or names the blocks that are not.
+        """Prefill node -> decode node: all layers are pushed; carries the first token. Returns when all KV has arrived and is
+        verified, or with the blocks that are missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,9 +107,9 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Help(self, request_iterator, context):
-        """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. `enlist` is answered by
-        `enlisted`, or the call fails: then the helper has taken nothing. After `begin` the helper computes its chunks. It
-        ends the call when it is done; whoever ends it, the helper gives back all that it had for it.
+        """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. The reply to `enlist` is
+        `enlisted`; if the call fails instead, the helper has taken nothing. After `begin`, the helper computes its chunks
+        and then ends the call. When the call ends, from either side, the helper releases everything that it took.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,19 +35,19 @@ class WorkerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_worker_pb2.FrontendMessage, _worker_pb2.WorkerMessage]
-    """One stream per (frontend, worker). First message: `hello`. Its end cancels all that this frontend has here."""
+    """One stream per (frontend, worker). The first message is `hello`. Its end cancels the frontend's requests here."""
     Reserve: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReserveRequest, _worker_pb2.ReserveReply]
     """Prefill node -> decode node: take pages for this request under a new epoch."""
     Commit: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CommitRequest, _worker_pb2.CommitReply]
-    """Prefill node -> decode node: all layers are pushed, here is the first token. Answers when all KV is here and
-    verified, or names the blocks that are not.
+    """Prefill node -> decode node: all layers are pushed; carries the first token. Returns when all KV has arrived and is
+    verified, or with the blocks that are missing.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]
     """Prefill node -> decode node: the writer has stopped; the epoch's pages may be used again."""
     Help: _grpc.StreamStreamMultiCallable[_worker_pb2.HelpRequest, _worker_pb2.HelpReply]
-    """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. `enlist` is answered by
-    `enlisted`, or the call fails: then the helper has taken nothing. After `begin` the helper computes its chunks. It
-    ends the call when it is done; whoever ends it, the helper gives back all that it had for it.
+    """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. The reply to `enlist` is
+    `enlisted`; if the call fails instead, the helper has taken nothing. After `begin`, the helper computes its chunks
+    and then ends the call. When the call ends, from either side, the helper releases everything that it took.
     """
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Validate: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
@@ -58,19 +58,19 @@ class WorkerAsyncStub(WorkerStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_worker_pb2.FrontendMessage, _worker_pb2.WorkerMessage]  # type: ignore[assignment]
-    """One stream per (frontend, worker). First message: `hello`. Its end cancels all that this frontend has here."""
+    """One stream per (frontend, worker). The first message is `hello`. Its end cancels the frontend's requests here."""
     Reserve: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReserveRequest, _worker_pb2.ReserveReply]  # type: ignore[assignment]
     """Prefill node -> decode node: take pages for this request under a new epoch."""
     Commit: _aio.UnaryUnaryMultiCallable[_worker_pb2.CommitRequest, _worker_pb2.CommitReply]  # type: ignore[assignment]
-    """Prefill node -> decode node: all layers are pushed, here is the first token. Answers when all KV is here and
-    verified, or names the blocks that are not.
+    """Prefill node -> decode node: all layers are pushed; carries the first token. Returns when all KV has arrived and is
+    verified, or with the blocks that are missing.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]  # type: ignore[assignment]
     """Prefill node -> decode node: the writer has stopped; the epoch's pages may be used again."""
     Help: _aio.StreamStreamMultiCallable[_worker_pb2.HelpRequest, _worker_pb2.HelpReply]  # type: ignore[assignment]
-    """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. `enlist` is answered by
-    `enlisted`, or the call fails: then the helper has taken nothing. After `begin` the helper computes its chunks. It
-    ends the call when it is done; whoever ends it, the helper gives back all that it had for it.
+    """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. The reply to `enlist` is
+    `enlisted`; if the call fails instead, the helper has taken nothing. After `begin`, the helper computes its chunks
+    and then ends the call. When the call ends, from either side, the helper releases everything that it took.
     """
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Validate: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
@@ -84,7 +84,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.FrontendMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerMessage], _abc.AsyncIterator[_worker_pb2.WorkerMessage]]:
-        """One stream per (frontend, worker). First message: `hello`. Its end cancels all that this frontend has here."""
+        """One stream per (frontend, worker). The first message is `hello`. Its end cancels the frontend's requests here."""
 
     @_abc_1.abstractmethod
     def Reserve(
@@ -100,8 +100,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.CommitReply, _abc.Awaitable[_worker_pb2.CommitReply]]:
-        """Prefill node -> decode node: all layers are pushed, here is the first token. Answers when all KV is here and
-        verified, or names the blocks that are not.
+        """Prefill node -> decode node: all layers are pushed; carries the first token. Returns when all KV has arrived and is
+        verified, or with the blocks that are missing.
         """
 
     @_abc_1.abstractmethod
@@ -118,9 +118,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.HelpRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.HelpReply], _abc.AsyncIterator[_worker_pb2.HelpReply]]:
-        """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. `enlist` is answered by
-        `enlisted`, or the call fails: then the helper has taken nothing. After `begin` the helper computes its chunks. It
-        ends the call when it is done; whoever ends it, the helper gives back all that it had for it.
+        """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. The reply to `enlist` is
+        `enlisted`; if the call fails instead, the helper has taken nothing. After `begin`, the helper computes its chunks
+        and then ends the call. When the call ends, from either side, the helper releases everything that it took.
         """
 
     @_abc_1.abstractmethod
