@@ -89,7 +89,7 @@ class LocalPoolConnection:
             self._sock.close()
             raise LocalPoolUnavailable(f"no pool node answers at {path}: {error}") from error
         try:
-            welcome = self.ask(Attach(owner, owner_incarnation), Attached)
+            welcome = self.request(Attach(owner, owner_incarnation), Attached)
             self.node_id, self.incarnation = welcome.node_id, welcome.incarnation
             self.arena = self._mapped(welcome.arena_nbytes)
             self.index = self._mapped(welcome.index_nbytes)
@@ -106,13 +106,13 @@ class LocalPoolConnection:
         except OSError:
             return False
 
-    def ask(self, request: Message, answer_type: type[Answer], fd: int | None = None) -> Answer:
+    def request(self, message: Message, answer_type: type[Answer], fd: int | None = None) -> Answer:
         """Send a request, with descriptor `fd` if given, and return its reply.
 
         Raises the KvPoolError that the node replied with, or LocalPoolUnavailable.
         """
         with self._lock:
-            self._send(request, fd)
+            self._send(message, fd)
             answer = self._receive(answer_type in _WITH_DESCRIPTORS)
         if isinstance(answer, ErrorReply):
             raise _refusal(answer)
@@ -121,13 +121,13 @@ class LocalPoolConnection:
             raise LocalPoolUnavailable(f"the pool node at {self.path} answered {type(answer).__name__}")
         return answer
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message that has no reply."""
         with self._lock:
             self._send(message, None)
 
     def try_send(self, message: Message) -> bool:
-        """Send a message as `tell`, unless another thread has a request in flight. Returns True if it was sent."""
+        """Send a message as `send`, unless another thread has a request in flight. Returns True if it was sent."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -138,7 +138,7 @@ class LocalPoolConnection:
 
     def renew_index(self) -> PeerMemory:
         """Map and return the current index."""
-        answer = self.ask(GetIndex(), IndexReply)
+        answer = self.request(GetIndex(), IndexReply)
         self.index = self._mapped(answer.nbytes)
         return self.index
 
@@ -239,25 +239,25 @@ class LocalPoolClient:
         from kvpool.local.index_kernels import index_kernels
 
         self._kernels = index_kernels()
-        self._caller = LocalPoolConnection(
+        self._connection = LocalPoolConnection(
             Path(local_socket), owner=owner, owner_incarnation=owner_incarnation, deadline_s=deadline_s
         )
-        self.node_id, self.incarnation = self._caller.node_id, self._caller.incarnation
-        self._arena = MappedBytes.of(self._caller.arena.array)
+        self.node_id, self.incarnation = self._connection.node_id, self._connection.incarnation
+        self._arena = MappedBytes.of(self._connection.arena.array)
         self._index = self._attach()
         self._moving = threading.Lock()
         self._plans: dict[KvSpec, SpecLayout] = {}
         self._last_plan: tuple[KvSpec | None, SpecLayout] = None, _NO_PLAN
         self._last = self._arena  # the caller's memory of the last call
-        self._offered: dict[int, MappedBytes] = {}
+        self._registered: dict[int, MappedBytes] = {}
         self._regions = 0
         self._touched: dict[bytes, list[bytes]] = {}
-        self._num_touched, self._told_s = 0, time.monotonic()
+        self._num_touched, self._sent_s = 0, time.monotonic()
         self.corrupt_blocks = 0
 
     @property
     def alive(self) -> bool:
-        return self._caller.alive()
+        return self._connection.alive()
 
     def close(self) -> None:
         """Send the last touches, if the node is alive, and disconnect."""
@@ -265,7 +265,7 @@ class LocalPoolClient:
             self.send_touches()
         except LocalPoolUnavailable:
             pass
-        self._caller.close()
+        self._connection.close()
 
     def match(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> int:
         """Return the number of leading blocks of `chain` uint8 [n, 16] in the pool's DRAM."""
@@ -346,14 +346,14 @@ class LocalPoolClient:
         """Register `memory` with the pool node, which maps it, as a source of puts. Returns its region id."""
         self._regions += 1
         region_id = self._regions
-        self._caller.ask(RegisterMemory(region_id, memory.nbytes), MemoryRegistered, memory.fd)
-        self._offered[region_id] = MappedBytes.of(memory.array)
+        self._connection.request(RegisterMemory(region_id, memory.nbytes), MemoryRegistered, memory.fd)
+        self._registered[region_id] = MappedBytes.of(memory.array)
         return region_id
 
     def unregister_memory(self, region_id: int) -> None:
         """Unregister memory; the pool node unmaps it."""
-        del self._offered[region_id]
-        self._caller.tell(UnregisterMemory(region_id))
+        del self._registered[region_id]
+        self._connection.send(UnregisterMemory(region_id))
 
     def digests(
         self, spec: KvSpec, region_id: int, offsets: NDArray[np.int64], num_tokens: NDArray[np.uint32] | None = None
@@ -362,7 +362,7 @@ class LocalPoolClient:
         memory, for `put`.
         """
         lengths = np.zeros(offsets.shape[1], np.uint32) if num_tokens is None else num_tokens
-        return digest_blocks(self._offered[region_id], np.ascontiguousarray(offsets), self._layout(spec), lengths)
+        return digest_blocks(self._registered[region_id], np.ascontiguousarray(offsets), self._layout(spec), lengths)
 
     def put(
         self,
@@ -400,20 +400,20 @@ class LocalPoolClient:
                 bytes(4 * (part.stop - at)) if num_tokens is None else num_tokens[part].astype(np.uint32).tobytes(),
                 compute_s * (part.stop - at) / n,
             )
-            answers.append(self._caller.ask(message, PutReply).status)
+            answers.append(self._connection.request(message, PutReply).status)
         return np.frombuffer(b"".join(answers), np.uint8)
 
     def report_corrupt(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
         """Report blocks [n, 16] whose bytes do not match their digests. The pool node removes them."""
         self.corrupt_blocks += len(chain)
-        self._caller.tell(ReportCorrupt(kv_namespace, chain.tobytes()))
+        self._connection.send(ReportCorrupt(kv_namespace, chain.tobytes()))
 
     def send_touches(self) -> None:
         """Send the touches since the last call; they are dropped if another thread has a request in flight."""
         touched, self._touched = self._touched, {}
-        self._num_touched, self._told_s = 0, time.monotonic()
+        self._num_touched, self._sent_s = 0, time.monotonic()
         for kv_namespace, keys in touched.items():
-            self._caller.try_send(TouchBlocks(kv_namespace, b"".join(keys)))
+            self._connection.try_send(TouchBlocks(kv_namespace, b"".join(keys)))
 
     def touch(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
         """Record a use of blocks [n, 16], to be reported with the next touches."""
@@ -421,11 +421,11 @@ class LocalPoolClient:
             return
         self._touched.setdefault(kv_namespace, []).append(chain.tobytes())
         self._num_touched += len(chain)
-        if self._num_touched >= _TOUCHES or time.monotonic() - self._told_s >= _TOUCHES_S:
+        if self._num_touched >= _TOUCHES or time.monotonic() - self._sent_s >= _TOUCHES_S:
             self.send_touches()
 
     def _check_alive(self) -> None:
-        if not self._caller.alive():
+        if not self._connection.alive():
             raise LocalPoolUnavailable(f"pool node {self.node_id!r} is gone; its memory must not be used any more")
 
     def _layout(self, spec: KvSpec) -> SpecLayout:
@@ -449,11 +449,11 @@ class LocalPoolClient:
             if self._index is old:
                 if old.words[index_layout.AT_STATE] == index_layout.CLOSED:
                     raise LocalPoolUnavailable(f"pool node {self.node_id!r} has stopped")
-                self._caller.renew_index()
+                self._connection.renew_index()
                 self._index = self._attach()
 
     def _attach(self) -> _Index:
-        words = self._caller.index.array.view(np.uint64)
+        words = self._connection.index.array.view(np.uint64)
         header = [int(word) for word in words[: index_layout.HEADER_WORDS]]
         buckets, entries = header[index_layout.AT_BUCKETS], header[index_layout.AT_ENTRIES]
         entry_words = header[index_layout.AT_ENTRY_WORDS]
@@ -463,7 +463,7 @@ class LocalPoolClient:
             and header[index_layout.AT_FORMAT] == index_layout.FORMAT
         )
         if not (known and whole) or header[index_layout.AT_INCARNATION] != self.incarnation:
-            self._caller.close()
+            self._connection.close()
             raise LocalPoolUnavailable(
                 f"pool node {self.node_id!r} has an index of another format: run one version of Moonpool everywhere"
             )

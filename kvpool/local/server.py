@@ -109,11 +109,11 @@ class PutHandler:
         self._threads = threads
 
     def put(
-        self, caller: LocalOwner, message: PutBlocks, source: MappedBytes, is_there: Callable[[], bool]
+        self, owner: LocalOwner, message: PutBlocks, source: MappedBytes, is_connected: Callable[[], bool]
     ) -> bytes | Awaitable[bytes]:
         """Execute a put. Returns a PutStatus per block, or an awaitable of it for more than 1 MiB. Raises KvPoolError.
 
-        `is_there()` returns True while the client is connected; blocks without expected digests are stored only then.
+        `is_connected()` returns False once the client has left; blocks without expected digests are then not stored.
         """
         request = _checked(message)
         put = PutRequest(
@@ -125,7 +125,7 @@ class PutHandler:
             message.compute_s,
         )
         allocation = self._node.allocate(
-            put, owner=caller.owner, owner_incarnation=caller.owner_incarnation, ttl_ns=_PUT_TTL_NS
+            put, owner=owner.owner, owner_incarnation=owner.owner_incarnation, ttl_ns=_PUT_TTL_NS
         )
         status = bytearray(allocation.status)  # PutStatus starts with the values of SlotStatus
         if not allocation.new_blocks:
@@ -134,30 +134,35 @@ class PutHandler:
         targets = np.array(list(zip(*[block.offsets for block in allocation.new_blocks], strict=True)), np.int64)
         copy = _PutCopy(allocation.put_id, new, targets)
         if len(new) * request.layout.block_nbytes > _QUICK_NBYTES:
-            return self._put_later(request, copy, source, status, is_there)
+            return self._put_later(request, copy, source, status, is_connected)
         try:
             right, digests = self._copy(request, copy, source)
-            _check_certain(request, is_there)
+            _check_certain(request, is_connected)
         except BaseException:
             self._node.drop_now(copy.put_id)
             raise
         self._node.seal_now(copy.put_id, digests, right)
-        return self._told(status, new, right)
+        return self._statuses(status, new, right)
 
     async def _put_later(
-        self, request: _CheckedPut, copy: _PutCopy, source: MappedBytes, status: bytearray, is_there: Callable[[], bool]
+        self,
+        request: _CheckedPut,
+        copy: _PutCopy,
+        source: MappedBytes,
+        status: bytearray,
+        is_connected: Callable[[], bool],
     ) -> bytes:
         submit = functools.partial(self._threads.submit, self._copy, request, copy, source)
         copying = asyncio.wrap_future(self._node.own_read(copy.put_id, submit))
         try:
             await asyncio.wait([copying])
             right, digests = copying.result()
-            _check_certain(request, is_there)
+            _check_certain(request, is_connected)
             self._node.seal_now(copy.put_id, digests, right)
         except BaseException:
             await self._node.abort(copy.put_id)
             raise
-        return self._told(status, copy.new, right)
+        return self._statuses(status, copy.new, right)
 
     def _copy(
         self, request: _CheckedPut, copy: _PutCopy, source: MappedBytes
@@ -170,7 +175,7 @@ class PutHandler:
         right, digests = copy_blocks(source, starts, self._arena, copy.targets, request.layout, num_tokens, expected)
         return right.tolist(), _by_group(request.layout, digests)
 
-    def _told(self, status: bytearray, new: list[int], right: list[bool]) -> bytes:
+    def _statuses(self, status: bytearray, new: list[int], right: list[bool]) -> bytes:
         for i, good in zip(new, right, strict=True):
             status[i] = PutStatus.STORED if good else PutStatus.WRONG
         wrong = len(right) - sum(right)
@@ -179,9 +184,9 @@ class PutHandler:
         return bytes(status)
 
 
-def _check_certain(request: _CheckedPut, is_there: Callable[[], bool]) -> None:
+def _check_certain(request: _CheckedPut, is_connected: Callable[[], bool]) -> None:
     """Raise PoolRefused if the copied bytes are uncertain: a client that disconnected may have overwritten them."""
-    if request.digests is None and not is_there():
+    if request.digests is None and not is_connected():
         raise PoolRefused("the client disconnected while its memory was being copied, and had sent no digests")
 
 
@@ -243,18 +248,18 @@ class ClientConnection:
         sock: socket.socket,
         node: PoolNode,
         index: SharedIndex,
-        intake: PutHandler,
+        puts: PutHandler,
         landing: memoryview,
         on_close: "Callable[[ClientConnection], None]",
     ) -> None:
         """Serve `sock`. All connections share the receive buffer `landing`: bytes are copied out of it at once."""
         sock.setblocking(False)
         self._sock = sock
-        self._node, self._index, self._intake = node, index, intake
+        self._node, self._index, self._puts = node, index, puts
         self._landing = landing
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
-        self._caller: LocalOwner | None = None
+        self._owner: LocalOwner | None = None
         self._regions: dict[int, MappedBytes] = {}
         self._received = bytearray()
         self._fds: list[int] = []
@@ -322,8 +327,8 @@ class ClientConnection:
         return decode_body(kind, body)
 
     def _do(self, message: Message) -> None:
-        if (self._caller is None) != isinstance(message, Attach):
-            if self._caller is None:
+        if (self._owner is None) != isinstance(message, Attach):
+            if self._owner is None:
                 raise ProtocolError(f"the first message was {type(message).__name__}, expected Attach")
             raise ProtocolError("Attach was sent already")
         try:
@@ -338,13 +343,13 @@ class ClientConnection:
                 self._put(message)
             case Attach():
                 self._silent.cancel()
-                self._caller = LocalOwner(message.owner, message.owner_incarnation)
+                self._owner = LocalOwner(message.owner, message.owner_incarnation)
                 welcome = Attached(node.config.node_id, node.incarnation, node.memory.nbytes, index.nbytes)
                 self._send(welcome, [node.memory.fd, index.memory.fd])
             case GetIndex():
                 self._send(IndexReply(index.nbytes), [index.memory.fd])
             case RegisterMemory():
-                self._take_offer(message)
+                self._register(message)
             case UnregisterMemory():
                 self._regions.pop(message.region_id, None)
             case TouchBlocks():
@@ -355,7 +360,7 @@ class ClientConnection:
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not a request")
 
-    def _take_offer(self, message: RegisterMemory) -> None:
+    def _register(self, message: RegisterMemory) -> None:
         if not self._fds or len(self._regions) >= _MAX_REGIONS:
             raise ProtocolError(f"RegisterMemory without a descriptor, or for more than {_MAX_REGIONS} regions")
         self._regions[message.region_id] = MappedBytes.of(PeerMemory(self._fds.pop(0), message.nbytes).array)
@@ -363,16 +368,16 @@ class ClientConnection:
 
     def _put(self, message: PutBlocks) -> None:
         source = self._regions.get(message.region_id)
-        if source is None or self._caller is None:
+        if source is None or self._owner is None:
             raise ProtocolError(f"a put from memory {message.region_id}, which is not registered")
-        stored = self._intake.put(self._caller, message, source, self._is_there)
+        stored = self._puts.put(self._owner, message, source, self._is_connected)
         if isinstance(stored, bytes):
             self._send(PutReply(stored))
         else:
             self._loop.remove_reader(self._sock.fileno())
             self.putting = self._loop.create_task(self._finish(stored))
 
-    def _is_there(self) -> bool:
+    def _is_connected(self) -> bool:
         """Return True if the client, which waits for a reply, has not disconnected."""
         try:
             return bool(self._sock.recv(1, socket.MSG_PEEK))
@@ -442,7 +447,7 @@ def _address(message: TouchBlocks | ReportCorrupt) -> tuple[bytes, list[bytes]]:
     return message.kv_namespace, chain
 
 
-_MAX_CALLERS = 256
+_MAX_CLIENTS = 256
 _COPY_THREADS = 2
 _AGAIN_S = 1.0  # pause of accepting after an error, such as a lack of descriptors
 
@@ -470,8 +475,8 @@ class LocalPoolServer:
         name = hashlib.blake2b(node.config.node_id.encode(), digest_size=8).hexdigest()
         self.path = folder / f"d-{name}.sock"
         self.threads = ThreadPoolExecutor(_COPY_THREADS, "moonpool-local-put")
-        self.intake = PutHandler(node, MappedBytes.of(node.memory.array), self.threads)
-        self.callers: set[ClientConnection] = set()
+        self.puts = PutHandler(node, MappedBytes.of(node.memory.array), self.threads)
+        self.clients: set[ClientConnection] = set()
         self._landing = memoryview(bytearray(LANDING_NBYTES))
         self._identity: tuple[int, int] | None = None
 
@@ -501,10 +506,10 @@ class LocalPoolServer:
         self._listener.close()
         if unix_socket.identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
-        callers = list(self.callers)
-        for caller in callers:
-            caller.close()
-        await asyncio.gather(*(caller.putting for caller in callers if caller.putting is not None))
+        clients = list(self.clients)
+        for client in clients:
+            client.close()
+        await asyncio.gather(*(client.putting for client in clients if client.putting is not None))
         self.node.index, self.node.local_socket = None, ""
         self.index.close()
         await asyncio.to_thread(self.threads.shutdown)
@@ -517,13 +522,11 @@ class LocalPoolServer:
                 _log.warning("the local pool server could not accept a client: %s", error)
                 self._pause()
             return
-        if len(self.callers) >= _MAX_CALLERS:
-            _log.warning("the local pool server rejected a client: %d are connected", len(self.callers))
+        if len(self.clients) >= _MAX_CLIENTS:
+            _log.warning("the local pool server rejected a client: %d are connected", len(self.clients))
             sock.close()
             return
-        self.callers.add(
-            ClientConnection(sock, self.node, self.index, self.intake, self._landing, self.callers.discard)
-        )
+        self.clients.add(ClientConnection(sock, self.node, self.index, self.puts, self._landing, self.clients.discard))
 
     def _pause(self) -> None:
         """Stop accepting for a while: without free descriptors, waiting clients would wake the loop again at once."""

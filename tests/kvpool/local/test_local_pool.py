@@ -316,7 +316,7 @@ async def test_a_put_whose_caller_hangs_up_stores_what_has_the_digests_told_and_
         digests, bytes(4 * n), 0.0,
     )  # fmt: skip
     # Both in this loop's thread, so that the node reads the put after the caller's end, whose memory may hold anything.
-    leaving.pool._caller.tell(message)
+    leaving.pool._connection.send(message)
     leaving.pool.close()
 
     async def over() -> bool:

@@ -1,4 +1,4 @@
-"""Whoever breaks the door's protocol is sent away; the node and its other callers go on."""
+"""Clients that break the local pool server's protocol are disconnected; node and other clients are unaffected."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from messenger import SharedMemory
 
 
 class Raw:
-    """A socket at the door."""
+    """A raw socket to the local pool server."""
 
     def __init__(self, door: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -71,7 +71,7 @@ async def test_a_malformed_frame_ends_its_connection_and_nothing_else(
     await asyncio.to_thread(host.put, chain)
 
     def misbehave() -> bytes:
-        raw = Raw(str(host.pool._caller.path)).hello()
+        raw = Raw(str(host.pool._connection.path)).hello()
         raw.sock.sendall(BAD[reason]())
         return raw.sent_away()
 
@@ -83,7 +83,7 @@ async def test_who_does_not_say_hello_first_is_sent_away(start_pool: Any, enter:
     host = await enter((await start_pool()).target)
 
     def misbehave() -> bytes:
-        raw = Raw(str(host.pool._caller.path))
+        raw = Raw(str(host.pool._connection.path))
         raw.sock.sendall(encode(TouchBlocks(bytes(16), b"")))
         return raw.sent_away()
 
@@ -95,7 +95,7 @@ async def test_a_descriptor_that_is_no_sealed_memory_is_refused(start_pool: Any,
     (tmp_path / "file").write_bytes(bytes(4096))
 
     def misbehave(fd: int) -> bytes:
-        raw = Raw(str(host.pool._caller.path)).hello()
+        raw = Raw(str(host.pool._connection.path)).hello()
         socket.send_fds(raw.sock, [encode(RegisterMemory(1, 4096))], [fd])
         return raw.sent_away()
 
@@ -115,7 +115,7 @@ async def test_a_put_whose_parts_do_not_fit_is_refused_and_the_caller_stays(
     chain, spec_bytes = chain_of(1).tobytes(), SpecLayout(host.spec).proto_bytes
 
     def misbehave() -> list[bytes]:
-        raw = Raw(str(host.pool._caller.path)).hello()
+        raw = Raw(str(host.pool._connection.path)).hello()
         memory = SharedMemory.create(4096, "raw")
         socket.send_fds(raw.sock, [encode(RegisterMemory(1, 4096))], [memory.fd])
         raw.sock.recv(4096)
@@ -161,7 +161,7 @@ async def test_a_caller_that_hangs_up_in_mid_frame_leaves_nothing_behind(
     host = await enter((await start_pool()).target)
 
     def leave() -> None:
-        raw = Raw(str(host.pool._caller.path)).hello()
+        raw = Raw(str(host.pool._connection.path)).hello()
         raw.sock.sendall(encode(TouchBlocks(bytes(16), bytes(1600)))[:40])
         raw.sock.close()
 
