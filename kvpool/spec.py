@@ -108,20 +108,20 @@ class KvSpec:
         return len(self.groups)
 
     def num_layers(self, g: int) -> int:
-        """Layers in group `g`."""
+        """Return the number of layers in group `g`."""
         return len(self.groups[g].layers)
 
     def token_row_nbytes(self, g: int) -> int:
-        """Bytes of one token's K, or V, in one head of one layer of group `g`."""
+        """Return the bytes of one token's K, or V, in one head of one layer of group `g`."""
         return self.groups[g].token_row_nbytes
 
     def layer_nbytes(self, g: int) -> int:
-        """Bytes of one layer of one block of group `g`."""
+        """Return the bytes of one layer of one block of group `g`."""
         group = self.groups[g]
         return group.kv_heads * 2 * self.block_tokens * group.token_row_nbytes
 
     def slot_nbytes(self, g: int) -> int:
-        """Bytes of one block of group `g`: all its layers."""
+        """Return the bytes of one block of group `g`: all its layers."""
         return self.num_layers(g) * self.layer_nbytes(g)
 
     @property

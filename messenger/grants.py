@@ -47,7 +47,7 @@ class AccessWindow(Protocol):
 
 @dataclass(eq=False)
 class _Grant:
-    """A key, its region, the accesses under way (`movers`) and the open windows."""
+    """A key, its region, the accesses in progress (`movers`) and the open windows."""
 
     number: int
     key: RemoteKey
@@ -220,11 +220,11 @@ class GrantTable:
             return len(self._regions), len(self._grants)
 
     def problems(self) -> list[str]:
-        """Describe the accesses under way; empty at rest."""
+        """Describe the accesses in progress; empty at rest."""
         with self._changed:
             grants = [*self._grants.values(), *self._leaving]
             moving = [(len(self._movers(grant)), grant.key.region_id) for grant in grants]
-        return [f"{count} transfers under way in region {region_id}" for count, region_id in moving if count]
+        return [f"{count} transfers in progress in region {region_id}" for count, region_id in moving if count]
 
     def _take_region_id(self) -> int:
         number = self._next_region_id
@@ -242,11 +242,11 @@ class GrantTable:
             self._page.show(grant.key)
 
     def _movers(self, grant: _Grant) -> list[Cuttable]:
-        """Return the movers whose accesses are under way. With the lock held."""
+        """Return the movers whose accesses are in progress. With the lock held."""
         return grant.movers + (self._slots.movers_inside(grant.number) if self._slots is not None else [])
 
     def _wait_for_movers(self, grant: _Grant, grace_s: float) -> None:
-        """Wait until no access is under way, cutting connections after the grace period. With the lock held."""
+        """Wait until no access is in progress, cutting connections after the grace period. With the lock held."""
         slots = self._slots
         if slots is not None:
             slots.wait(1)

@@ -160,7 +160,7 @@ class InboundConnection:
         if not self._server.admit(hello):
             context.counters.add("connections_turned_away")
             reason = f"{hello.node_id} has as many connections here as max_connections_per_peer allows"
-            _log.warning("turned away a connection from %s: %s", self._link.address, reason)
+            _log.warning("rejected a connection from %s: %s", self._link.address, reason)
             self._reject("full", reason)
             return None
         self._hello = hello
@@ -185,7 +185,7 @@ class InboundConnection:
         self._responder = transport.responder(link)
 
     def _serve(self, session: Session) -> bool:
-        """Serve requests until the connection ends. Returns True if the peer said goodbye."""
+        """Serve requests until the connection ends. Returns True if the peer sent Goodbye."""
         landed, served = np.zeros(NUM_SUMS), np.zeros(NUM_SUMS)
         loop = self._responder.compiled_loop(self._context.grants, self, landed, served)
         if loop is None:

@@ -185,7 +185,7 @@ class Server:
 
     def _turn_away(self, link: Link, reason: str) -> None:
         self._context.counters.add("connections_turned_away")
-        _log.warning("turned away a connection from %s: %s", link.address, reason)
+        _log.warning("rejected a connection from %s: %s", link.address, reason)
         try:
             link.set_timeout(0.1)
             link.send(ConnectionReject("full", reason))

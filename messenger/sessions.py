@@ -82,7 +82,7 @@ class SessionTable:
         return None
 
     def detach(self, name: bytes, connection: Connection, *, forget: bool) -> None:
-        """Record that the connection ended; `forget` the session if the caller said goodbye."""
+        """Record that the connection ended; `forget` the session if the caller sent Goodbye."""
         with self._lock:
             session = self._sessions.get(name)
             if session is not None and connection in session.connections:

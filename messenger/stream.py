@@ -136,7 +136,7 @@ class Stream:
             return self._sender is not None
 
     def close(self) -> None:
-        """Send Goodbye if nothing is under way, and end the threads; the traffic has failed all pending operations."""
+        """Send Goodbye if nothing is in flight, and end the threads; the traffic has failed all pending operations."""
         with self.lock:
             self._closing = True
             if self._link is not None and (self.in_flight.sent or self._receiver is None):

@@ -390,7 +390,7 @@ class Traffic:
             reason = f"nothing was acknowledged for {operation.stall_s:.3g} s"
         else:
             return False
-        reason += f"; the connection's last trouble: {self._stream_of(operation).cause}"
+        reason += f"; the connection's last failure: {self._stream_of(operation).cause}"
         operation.failure = self._error(TransferDeadlineExceeded, reason, operation)
         return True
 

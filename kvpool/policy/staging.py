@@ -52,7 +52,7 @@ class Staging:
     def load(
         self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], tails: bool, tail_keys: Sequence[bytes]
     ) -> list[TierLoad]:
-        """See `PoolCore.load`."""
+        """Implement `PoolCore.load`."""
         store = self._store
         run = store.leading_run(kv_namespace, chain)
         wanted = [block for block in run if block.dram is None]
@@ -77,7 +77,7 @@ class Staging:
         return loads
 
     def loaded(self, now_ns: int, load: TierLoad, outcome: LoadOutcome) -> None:
-        """See `PoolCore.loaded`."""
+        """Implement `PoolCore.loaded`."""
         del self.loads[load]
         block, store = load.block, self._store
         dram, ssd = block.copies
@@ -99,13 +99,13 @@ class Staging:
         store.log_changes()
 
     def num_loading(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
-        """See `PoolCore.num_loading`."""
+        """Implement `PoolCore.num_loading`."""
         found = self._store.index.find(kv_namespace, chain)
         copies = (block.dram for block in found if block is not None and block.sealed)
         return sum(copy is not None and not copy.ready for copy in copies)
 
     def next_writes(self, now_ns: int, max_nbytes: int, everything: bool) -> list[TierWrite]:
-        """See `PoolCore.writes`."""
+        """Implement `PoolCore.writes`."""
         if not self._has_ssd:
             return []
         store = self._store
@@ -136,7 +136,7 @@ class Staging:
         return writes
 
     def written(self, now_ns: int, write: TierWrite, ok: bool, block_at_fault: bool) -> None:
-        """See `PoolCore.written`."""
+        """Implement `PoolCore.written`."""
         del self.writes[write]
         block, store = write.block, self._store
         dram, ssd = block.copies
@@ -156,7 +156,7 @@ class Staging:
         store.release(ssd)
 
     def restore(self, now_ns: int, entries: Sequence[SsdBlock]) -> int:
-        """See `PoolCore.restore`."""
+        """Implement `PoolCore.restore`."""
         by_key = {(entry.kv_namespace, entry.chain_key): entry for entry in entries}
         use = Use(now_ns)
         restored: list[Block] = []

@@ -280,7 +280,7 @@ class BlockStore:
         return (b for b in self.index if (copy := b.dram) is not None and copy.ready)
 
     def take_dram_changes(self) -> list[tuple[bool, Block]]:
-        """See `PoolCore.take_dram_changes`."""
+        """Implement `PoolCore.take_dram_changes`."""
         changes = self._dram_changes
         if changes is None:
             changes = [(True, block) for block in self.in_dram()]
@@ -408,7 +408,7 @@ def _used_ns(block: Block) -> int:
 
 
 def flush(store: BlockStore, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
-    """See `PoolCore.flush`."""
+    """Implement `PoolCore.flush`."""
     asked = [
         block
         for block in store.index

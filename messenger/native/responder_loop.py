@@ -329,7 +329,7 @@ def _are_rows_valid(rows_at, rows_nbytes, start, end, nbytes):  # type: ignore[n
 
 @numba.njit
 def _are_copies_valid(rows_at, rows_nbytes, source_nbytes, start, end, nbytes):  # type: ignore[no-untyped-def]
-    """As `_are_rows_valid`, of COPY_ROW records; each must also lie in the source of `source_nbytes`."""
+    """Check COPY_ROW records as `_are_rows_valid`; each must also lie within the source of `source_nbytes`."""
     if rows_nbytes <= 0 or rows_nbytes % _COPY_ROW_NBYTES or rows_nbytes > _COPY_ROW_NBYTES * MAX_PART_ROWS:
         return False
     total = np.int64(0)

@@ -170,7 +170,7 @@ class ConnectionIO:
             self._complete(index, lane)
 
     def lane_lost(self, index: int) -> None:
-        """Reassign the lane's unfinished work to the other lanes; its queue pairs are dead at both ends."""
+        """Reassign the lane's unfinished work to the other lanes; its queue pairs must have failed at both ends."""
         for _, number in self.lanes[index].pending:
             self._posts.pop(number, None)
         self.lanes[index].pending.clear()

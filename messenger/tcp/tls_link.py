@@ -131,7 +131,7 @@ class TlsLink(BufferedLink):
         except ProtocolError:
             message = None
         if isinstance(message, ConnectionReject) and message.code == "full":
-            return LinkClosed(f"{self.address} turned the connection away: {message.reason}")
+            return LinkClosed(f"{self.address} rejected the connection: {message.reason}")
         return EncryptionRefused(
             f"{self.address} does not speak TLS, and the other side speaks nothing else: set tls_cert, tls_key and "
             "tls_ca on both sides, or on none"

@@ -85,7 +85,7 @@ class Rails:
         self._to_post: list[int] = []  # heaps of batch numbers; stale ones are dropped when they come up
         self._holding_up: list[int] = []
         self._to_announce: deque[int] = deque()
-        self._announced: dict[int, _Batch] = {}  # by the number of the Announce that is under way
+        self._announced: dict[int, _Batch] = {}  # by the number of the Announce that is in flight
         self._doubts: list[Announce] = []
         self._waiting_nbytes = 0
         self._num_batches = 0
