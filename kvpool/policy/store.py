@@ -409,12 +409,12 @@ def _used_ns(block: Block) -> int:
 
 def flush(store: BlockStore, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
     """Implement `PoolCore.flush`."""
-    asked = [
+    matching = [
         block
         for block in store.index
         if (kv_namespace is None or block.kv_namespace == kv_namespace) and (not dram_only or block.dram is not None)
     ]
-    left = sorted(asked, key=lambda block: block.prefix_node.depth)
+    left = sorted(matching, key=lambda block: block.prefix_node.depth)
     removed = 0
     while left:
         # Last blocks of chains first. Repeated, because depths are inexact for blocks added without their parent.

@@ -10,6 +10,7 @@ Locks:
                         sleeping, nor in `look`, which only the leader (`_is_led`) calls
     Window._lock        one per window, which any thread may close; taken under `_changed` or alone
     Doorbell._ringing   one thread posts to a queue pair at a time; taken under the others or, by `_ring`, alone
+    Device's locks      of the device's shared resources (`verbs/device.py`); taken under `_changed` or alone
 
 Lifetimes: only a thread that is about to lead (in `_pump`, under the lock) replaces lanes; the queue pairs of an ended
 link are stopped by `_end`, and freed by `close`, once no thread uses the link.
