@@ -1,6 +1,6 @@
-"""Compiles the CPU kernels once, into the cache beside their sources: a cluster's processes need not each do it.
+"""Compile the CPU kernels into the cache beside their sources, so that the processes of a cluster only load them.
 
-Several processes share the work, the longest first; a process imports only what it compiles.
+Several processes share the work, the longest part first; a process imports only the modules that it compiles.
 """
 
 import os
@@ -18,16 +18,12 @@ def engine() -> None:
 
 def directory() -> None:
     from conductor.directory import table
-    from conductor.policy.kernels import kernels, line_kernels, reach_kernels
+    from conductor.policy.kernels import prefill_kernels
     from conductor.policy.lengths import length_kernels
     from conductor.policy.placement.decode import decode_kernels
-    from conductor.policy.requests import row_kernels
 
     table.warm_up()
-    kernels()
-    line_kernels()
-    reach_kernels()
-    row_kernels()
+    prefill_kernels()
     decode_kernels()
     length_kernels()
 
