@@ -3,10 +3,10 @@
     python tools/house.py [ROOT]
 
 The exit status is 1 if a rule is broken: an import cycle, a function of more than eight parameters (except commands,
-whose parameters are command-line flags), a docstring that opens with a fragment, or a key declared in two classes. The
-last line of output is a JSON object with all figures. They include the numbers of shipped files that name a request's
-id and a TTFT objective, which measure how far these spread over the code. ROOT: checkout to measure, by default this
-one.
+whose parameters are command-line flags), a docstring that opens with a fragment, a key declared in two classes, a class
+name defined by two modules outside tests, or an import of a name that the imported module does not define. The last
+line of output is a JSON object with all figures. They include the numbers of shipped files that name a request's id and
+a TTFT objective, which measure how far these spread over the code. ROOT: checkout to measure, by default this one.
 """
 
 import ast
@@ -202,6 +202,51 @@ def _without_unit(name: str) -> str:
     return UNIT.sub("", name)
 
 
+def classes_defined_twice(modules: list[Module]) -> list[str]:
+    """Return the names of module-level classes that more than one module defines, with those modules."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module.name)
+    return [f"{name}: {', '.join(sorted(found))}" for name, found in sorted(places.items()) if len(found) > 1]
+
+
+def missing_imports(modules: list[Module]) -> list[str]:
+    """Return the `from` imports of names that the imported module of the project does not define.
+
+    mypy finds them only in the packages that it checks, not in scripts such as those in `.ci`.
+    """
+    defined = {module.name: _defined(module.tree) for module in modules}
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.ImportFrom) or node.level or node.module not in defined:
+                continue
+            names = defined[node.module]
+            if "__getattr__" in names or "*" in names:
+                continue
+            found += [
+                f"{module.path}:{node.lineno}: {alias.name} is not in {node.module}"
+                for alias in node.names
+                if alias.name not in {*names, "*"} and f"{node.module}.{alias.name}" not in defined
+            ]
+    return found
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Return every name that the module binds, at any depth."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return names
+
+
 def lines_of_code(module: Module) -> int:
     """Count the lines of code, without blank lines, comments and docstrings."""
     held: set[int] = set()
@@ -240,6 +285,8 @@ def main(root: Path) -> int:
         "long_signatures": long_signatures(own),
         "fragment_docstrings": fragment_docstrings(modules),
         "keys_declared_twice": keys_declared_twice(modules),
+        "classes_defined_twice": classes_defined_twice(own),
+        "missing_imports": missing_imports(modules),
     }
     for rule, places in broken.items():
         if places:

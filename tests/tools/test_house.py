@@ -60,6 +60,20 @@ def test_a_clean_tree_passes_and_its_figures_are_reported(tmp_path: Path) -> Non
             },
             "wait: conductor.b.SecondConfig, moonpool.a.First",
         ),
+        (
+            "classes_defined_twice",
+            {
+                "moonpool/a.py": "class Place: ...\n",
+                "tools/b.py": "class Place: ...\n",
+                "tests/c.py": "class Place: ...\n",
+            },
+            "Place: moonpool.a, tools.b",
+        ),
+        (
+            "missing_imports",
+            {".ci/a.py": "def f():\n    from conductor.place import put\n"},
+            "put is not in conductor.place",
+        ),
     ],
 )
 def test_each_breach_fails_and_is_named(tmp_path: Path, rule: str, files: dict[str, str], named: str) -> None:
