@@ -23,8 +23,11 @@ from worker.policy.cost_formulas import fetch_s, margin, prefill_s, read_s, tbt_
 
 __all__ = [
     "DECODE",
+    "DECODE_COSTS",
     "LONGEST_S",
     "PREFILL",
+    "PREFILL_COSTS",
+    "TRANSFER_COSTS",
     "CostFit",
     "MeanDuration",
     "ModelCosts",
@@ -349,13 +352,49 @@ class MeanDuration:
         self.mean_s = seconds if self.mean_s is None else memory * self.mean_s + (1 - memory) * seconds
 
 
+PREFILL_COSTS: Final = np.dtype(
+    [
+        ("fixed_s", np.float64),
+        ("per_token_s", np.float64),
+        ("per_pair_s", np.float64),
+        ("most_new", np.float64),  # tokens measured, see `ModelCosts.prefill_most`
+        ("most_prompt", np.float64),
+    ]
+)
+"""Coefficients of `cost_formulas.prefill_s`, for compiled loops."""
+
+DECODE_COSTS: Final = np.dtype(
+    [
+        ("fixed_s", np.float64),
+        ("per_sequence_s", np.float64),
+        ("per_token_s", np.float64),
+        ("most_batch", np.float64),  # measured, see `ModelCosts.decode_most`
+        ("most_context", np.float64),
+    ]
+)
+"""Coefficients of `cost_formulas.tbt_s`, for compiled loops."""
+
+TRANSFER_COSTS: Final = np.dtype(
+    [
+        ("load_fixed_s", np.float64),
+        ("load_per_byte_s", np.float64),
+        ("fetch_fixed_s", np.float64),
+        ("fetch_per_byte_s", np.float64),
+        ("ssd_fixed_s", np.float64),
+        ("ssd_per_byte_s", np.float64),
+    ]
+)
+"""Coefficients of `cost_formulas.read_s` for each path, for compiled loops."""
+
+
 @dataclass(frozen=True, slots=True)
 class CostTerms:
     """Current costs of a model as numbers: the coefficients of `prefill_s` and `tbt_s`, and seconds of a usual step."""
 
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
-    decode_terms: tuple[float, ...]  # `decode` followed by `ModelCosts.decode_most`, for compiled loops
+    prefill_record: NDArray[np.void]  # PREFILL_COSTS [1]
+    decode_record: NDArray[np.void]  # DECODE_COSTS [1]
     step_s: float
 
 
@@ -420,7 +459,13 @@ class ModelCosts:
             step_s = self._step.mean_s if self._step.mean_s is not None else decode.predict((1.0, 1.0, 0.0))
             of_prefill: Any = prefill.coefficients
             of_decode: Any = decode.coefficients
-            self._terms = CostTerms(of_prefill, of_decode, (*of_decode, *self.decode_most), step_s)
+            self._terms = CostTerms(
+                of_prefill,
+                of_decode,
+                np.array([(*of_prefill, *self.prefill_most)], PREFILL_COSTS),
+                np.array([(*of_decode, *self.decode_most)], DECODE_COSTS),
+                step_s,
+            )
         return self._terms
 
     @property
@@ -495,9 +540,11 @@ class TransferCosts:
         guesses = {"fetch": _TRANSFER_GUESS, "load": _LOAD_GUESS, "ssd_read": _SSD_GUESS}
         self._fits = {path: _Fit(guess, _STREAK) for path, guess in guesses.items()}
         self._most: dict[str, float] = {}
+        self._record: NDArray[np.void] | None = None  # cache; None after a change
 
     def give(self, paths: tuple[PathCosts, ...]) -> None:
         """Discard what was learned about these paths and start from their measured costs."""
+        self._record = None
         for given in paths:
             corners = [(1.0, 1.0), (1.0, min(given.nbytes, _MOST_NBYTES))]
             self._fits[given.path] = _Fit.around((given.fixed_s, given.per_byte_s), corners, _STREAK)
@@ -509,8 +556,17 @@ class TransferCosts:
         mine = self._fits.setdefault(path, _Fit(_TRANSFER_GUESS, _STREAK))
         features = (1.0, sample.nbytes)
         if sample.nbytes > 0 and mine.fit.can_learn(features, sample.seconds):
+            self._record = None
             mine.learn(features, sample.seconds)
             self._most[path] = max(self._most.get(path, 0.0), sample.nbytes)
+
+    @property
+    def record(self) -> NDArray[np.void]:
+        """TRANSFER_COSTS [1] with the current predictions."""
+        if self._record is None:
+            paths = *self.of("load"), *self.of("fetch"), *self.of("ssd_read")
+            self._record = np.array([paths], TRANSFER_COSTS)
+        return self._record
 
     def of(self, path: str) -> tuple[float, float]:
         """Return the leading arguments of `read_s` for a path."""

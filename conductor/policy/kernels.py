@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numba import types
 
-from conductor.policy.costs import PREFILL
+from conductor.policy.costs import PREFILL, PREFILL_COSTS, TRANSFER_COSTS
 from conductor.policy.fairness import advanced_ns
 from conductor.policy.requests import NONE, REQUEST
 from jit.compiling import compiled_with_gil
@@ -24,7 +24,6 @@ __all__ = [
     "MATCH",
     "NODE_LOAD",
     "PREFILL_CANDIDATE",
-    "PREFILL_COSTS",
     "PrefillKernels",
     "prefill_kernels",
     "prefixes",
@@ -97,23 +96,6 @@ PREFILL_CANDIDATE: Final = np.dtype(
     align=True,
 )
 """A prefill candidate and its predictions for one request."""
-
-PREFILL_COSTS: Final = np.dtype(
-    [
-        ("fixed_s", np.float64),
-        ("per_token_s", np.float64),
-        ("per_pair_s", np.float64),
-        ("most_new", np.float64),  # tokens measured, see `ModelCosts.prefill_most`
-        ("most_prompt", np.float64),
-        ("load_fixed_s", np.float64),
-        ("load_per_byte_s", np.float64),
-        ("fetch_fixed_s", np.float64),
-        ("fetch_per_byte_s", np.float64),
-        ("ssd_fixed_s", np.float64),
-        ("ssd_per_byte_s", np.float64),
-    ]
-)
-"""Coefficients of `cost_formulas.prefill_s` and `read_s`."""
 
 _read_s: Any = numba.njit(cost_formulas.read_s)
 _fetch_s: Any = numba.njit(cost_formulas.fetch_s)
@@ -192,15 +174,15 @@ def prefixes(most_blocks: Any, matches: Any, loads: Any, candidates: Any) -> Any
 
 
 def score_prefill(
-    arrival: Any, best: Any, best_ssd: Any, num_sends: Any, slowdowns: Any, costs: Any, candidates: Any
+    arrival: Any, best: Any, best_ssd: Any, num_sends: Any, slowdowns: Any, costs: Any, transfers: Any, candidates: Any
 ) -> Any:
     """Run Algorithm 1's loop: write each candidate's transfer and prefill times and reuse; return (index, TTFT) of the
     candidate with the least.
 
-    `arrival` ARRIVAL [1], `costs` PREFILL_COSTS [1], `slowdowns` [2, slots] (`NodeSlowdowns`), `candidates`
-    PREFILL_CANDIDATE [n] with `queue_s`. `best`, `best_ssd`, `num_sends`: see `prefixes`.
+    `arrival` ARRIVAL [1], `costs` PREFILL_COSTS [1], `transfers` TRANSFER_COSTS [1], `slowdowns` [2, slots] (see
+    `NodeSlowdowns`), `candidates` PREFILL_CANDIDATE [n] with `queue_s`; `best`, `best_ssd`, `num_sends` of `prefixes`.
     """
-    request, cost = arrival[0], costs[0]
+    request, cost, path = arrival[0], costs[0], transfers[0]
     chosen, least_s = 0, np.inf
     have, have_ssd, uses, fetched = -1, -1, -1, False
     transfer_s, usual_s, margin = 0.0, 0.0, 1.0
@@ -214,11 +196,11 @@ def score_prefill(
             on_ssd = have_ssd + min(missing, best_ssd)
             missing_nbytes = float(missing) * request.block_nbytes
             transfer_s = (
-                _read_s(cost.load_fixed_s, cost.load_per_byte_s, float(have) * request.block_nbytes, 0)
-                + _read_s(cost.ssd_fixed_s, cost.ssd_per_byte_s, float(on_ssd) * request.block_nbytes, 0)
+                _read_s(path.load_fixed_s, path.load_per_byte_s, float(have) * request.block_nbytes, 0)
+                + _read_s(path.ssd_fixed_s, path.ssd_per_byte_s, float(on_ssd) * request.block_nbytes, 0)
                 + _fetch_s(
-                    _read_s(cost.fetch_fixed_s, cost.fetch_per_byte_s, missing_nbytes, num_sends),
-                    _read_s(cost.load_fixed_s, cost.load_per_byte_s, missing_nbytes, 0),
+                    _read_s(path.fetch_fixed_s, path.fetch_per_byte_s, missing_nbytes, num_sends),
+                    _read_s(path.load_fixed_s, path.load_per_byte_s, missing_nbytes, 0),
                 )
             )
             reused, prompt = float(uses * request.block_tokens), request.prompt_tokens
@@ -391,7 +373,7 @@ _score_prefill: Any = numba.njit(score_prefill)
 
 
 def score_arrival(
-    requests: Any, arrival: Any, matches: Any, loads: Any, slowdowns: Any, costs: Any, candidates: Any
+    requests: Any, arrival: Any, matches: Any, loads: Any, slowdowns: Any, costs: Any, transfers: Any, candidates: Any
 ) -> Any:
     """Run `queue_position`, `prefixes` and `score_prefill`, and return their results one after the other.
 
@@ -399,7 +381,7 @@ def score_arrival(
     """
     clock_ns, ticket_ns = _queue_position(requests, arrival, loads, candidates)
     best, blocks, on_ssd, num_sends = _prefixes(arrival[0].most_blocks, matches, loads, candidates)
-    chosen, ttft_s = _score_prefill(arrival, blocks, on_ssd, num_sends, slowdowns, costs, candidates)
+    chosen, ttft_s = _score_prefill(arrival, blocks, on_ssd, num_sends, slowdowns, costs, transfers, candidates)
     return clock_ns, ticket_ns, best, blocks, on_ssd, num_sends, chosen, ttft_s
 
 
@@ -419,19 +401,23 @@ def prefill_kernels() -> PrefillKernels:
     """All of them, compiled or loaded at the first call."""
     signatures: Any = types
     n, f = types.int64, types.float64
-    requests, arrival, matches, loads, costs, candidates = (
+    requests, arrival, matches, loads, costs, transfers, candidates = (
         types.Array(numba.from_dtype(dtype), 1, "C")
-        for dtype in (REQUEST, ARRIVAL, MATCH, NODE_LOAD, PREFILL_COSTS, PREFILL_CANDIDATE)
+        for dtype in (REQUEST, ARRIVAL, MATCH, NODE_LOAD, PREFILL_COSTS, TRANSFER_COSTS, PREFILL_CANDIDATE)
     )
     ints, slowdowns = types.Array(n, 1, "C"), types.Array(f, 2, "C")
     return PrefillKernels(
         compiled_with_gil(tally, types.void(requests, n, loads)),
         compiled_with_gil(prefixes, signatures.UniTuple(n, 4)(n, matches, loads, candidates)),
-        compiled_with_gil(score_prefill, signatures.Tuple((n, f))(arrival, n, n, n, slowdowns, costs, candidates)),
+        compiled_with_gil(
+            score_prefill, signatures.Tuple((n, f))(arrival, n, n, n, slowdowns, costs, transfers, candidates)
+        ),
         compiled_with_gil(rank_prefill, types.void(candidates, ints)),
         compiled_with_gil(reassign_tickets, types.void(requests, n)),
         compiled_with_gil(
             score_arrival,
-            signatures.Tuple((n, n, n, n, n, n, n, f))(requests, arrival, matches, loads, slowdowns, costs, candidates),
+            signatures.Tuple((n, n, n, n, n, n, n, f))(
+                requests, arrival, matches, loads, slowdowns, costs, transfers, candidates
+            ),
         ),
     )

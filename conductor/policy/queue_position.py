@@ -57,9 +57,9 @@ class QueuePosition:
         """Update the tickets of the account's requests in the queue that the request, booked in `row`, has joined."""
         # Tickets change hands only if the account has other requests in this queue and not all of them precede it.
         # A node that was not a candidate was not examined.
-        load = self.loads[slot]
-        is_last = load["later_ns"] == LATEST_NS and load["earlier_ns"] <= self.ticket_ns
-        if not is_last or not load["is_candidate"]:
+        loads = self.loads
+        is_last = loads["later_ns"][slot] == LATEST_NS and loads["earlier_ns"][slot] <= self.ticket_ns
+        if not is_last or not loads["is_candidate"][slot]:
             prefill_kernels().reassign_tickets(state.requests.records, row)
 
 
@@ -92,11 +92,11 @@ def ordering_key(
 def join_queue(context: PlacementContext, position: QueuePosition, row: int, placed: Place) -> None:
     """Add a placed request, booked in `row`, to the queue of its prefill node and charge its tenant."""
     state, request, costs, block_tokens = context.state, context.request, context.costs, context.model.block_tokens
-    booked = state.requests.records[row]
-    position.take(state, row, booked["prefill_node"].item())
+    booked = state.requests.get
+    position.take(state, row, booked(row, "prefill_node"))
     node = state.nodes.get(placed.decode or placed.prefill)
     assert node is not None
-    num_blocks = node.capacity_tokens // block_tokens if booked["decode_node"] != NONE else 0
+    num_blocks = node.capacity_tokens // block_tokens if booked(row, "decode_node") != NONE else 0
     prompt = request.prompt_tokens - request.generated
     charge = Charge(
         position.shares,
@@ -105,7 +105,7 @@ def join_queue(context: PlacementContext, position: QueuePosition, row: int, pla
         prompt,
         min(placed.reuse_blocks * block_tokens, prompt),
         request.generated,
-        booked["committed"].item() // block_tokens,
+        booked(row, "committed") // block_tokens,
         request.endless,
     )
     charge.open(position.ticket_ns, request.max_new_tokens)
@@ -121,11 +121,11 @@ def accrue_endless(now_ns: int, state: ClusterState) -> None:
 
 def begun(now_ns: int, state: ClusterState, row: int) -> None:
     """Record that the request's prefill has begun, which advances the virtual time of its class."""
-    claim, queued = state.requests.claims[row], state.requests.records[row]
+    claim, queued = state.requests.claims[row], state.requests.get
     if claim.charge is not None:
         claim.charge.begin(now_ns)
-    if queued["account"] >= 0:
-        state.shares_of(claim.model).clock(queued["level"].item()).begin(queued["ticket_ns"].item())
+    if queued(row, "account") >= 0:
+        state.shares_of(claim.model).clock(queued(row, "level")).begin(queued(row, "ticket_ns"))
 
 
 def restore_queue_key(now_ns: int, state: ClusterState, row: int, turn: QueueKey) -> None:

@@ -29,18 +29,19 @@ NONE = -1  # no node, no time yet
 
 REQUEST: Final = np.dtype(
     [
-        ("prefill_node", np.int64),  # slot of the node that prefills; NONE once that node has released it
-        ("decode_node", np.int64),  # slot of the node whose pages are committed; NONE once they are free
-        ("sender", np.int64),  # slot of the pool node that sends it a prefix; NONE once the prefix has arrived
-        ("prefill_ns", np.int64),  # predicted compute time; 0 once the prefill has ended
-        ("started_ns", np.int64),  # when the prefill started, or NONE
-        ("ready_ns", np.int64),  # when the prefill ends: predicted, then measured
+        # What the loops read of a decoding request comes first, in 64 bytes.
+        ("prefill_node", np.int32),  # slot of the node that prefills; NONE once that node has released it
+        ("decode_node", np.int32),  # slot of the node whose pages are committed; NONE once they are free
+        ("sender", np.int32),  # slot of the pool node that sends it a prefix; NONE once the prefix has arrived
+        ("curve", np.int32),  # row of its answer length distribution in `Lengths.curves`
         ("joined_ns", np.int64),  # when it joined the decode batch, or NONE
+        ("ready_ns", np.int64),  # when the prefill ends: predicted, then measured
         ("committed", np.int64),  # tokens of pages claimed on the decode node
         ("prompt", np.int64),  # tokens
         ("max_new", np.int64),  # tokens that it may add; 0: unknown
-        ("curve", np.int64),  # row of its answer length distribution in `Lengths.curves`
         ("generated", np.int64),  # tokens of its prompt that earlier attempts generated
+        ("prefill_ns", np.int64),  # predicted compute time; 0 once the prefill has ended
+        ("started_ns", np.int64),  # when the prefill started, or NONE
         ("seen_ns", np.int64),  # when it was last placed, or reported as held by a worker
         ("placed_ns", np.int64),
         # Its position in the queue of the prefill node; all NONE, which precedes all others, if unknown.
@@ -102,6 +103,11 @@ class RequestTable:
     def column(self, name: str) -> NDArray[np.int64]:
         """Return a writable view, int64 [len], of a field."""
         return self._table[name][: len(self.claims)]
+
+    def get(self, row: int, name: str) -> int:
+        """Return one field of a row."""
+        value: int = self._table[name].item(row)
+        return value
 
     def add(self, claim: Claim, **values: int) -> int:
         """Add a row, with NONE in fields that are not given; returns its number, valid until the next `remove`."""

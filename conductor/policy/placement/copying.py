@@ -26,7 +26,7 @@ def copy_after(context: PlacementContext, nodes: Candidates, prefixes: Prefixes,
     if not prefixes.best or not state.config.max_copies:
         return None
     uses = state.prefix_hits.use(context.now_ns, match_key)
-    if scores.best["fetches"]:
+    if scores.of_chosen("fetches"):
         target, pays = scores.chosen, _pays_fetched(context, prefixes, scores, uses)
     else:
         found = _relief(state, nodes, prefixes, scores, uses)
@@ -45,13 +45,13 @@ def _pays_fetched(context: PlacementContext, prefixes: Prefixes, scores: Prefill
     """The next use here would fetch again, and what this request adds is found here only behind its prefix."""
     fetch_s, load_s = _reads_s(context, prefixes, scores.chosen, prefixes.num_sends)
     expected = context.state.replication.used_again + max(0.0, uses - 1) / _num_holders(prefixes)
-    saved_s = expected * (fetch_s - load_s + scores.chosen_prefill_s)
+    saved_s: float = expected * (fetch_s - load_s + scores.of_chosen("prefill_s"))
     return saved_s > fetch_s
 
 
 def _pays_ahead(context: PlacementContext, prefixes: Prefixes, scores: PrefillScores, target: int, uses: float) -> bool:
     """Without a copy a request either waits at a holder or fetches: a copy saves the lesser of both."""
-    chosen_s = scores.chosen_prefill_s
+    chosen_s: float = scores.of_chosen("prefill_s")
     load = min(_HIGHEST_LOAD, _load(context.state, prefixes, chosen_s, uses))
     # Mean wait of a queue with even service times (M/D/1), or what waits there already.
     wait_s = chosen_s * load / (2 * (1 - load))
@@ -69,7 +69,7 @@ def _relief(
 
     None while the prefix's holders can serve it alone.
     """
-    if uses < _LIKELY_USES or _load(state, prefixes, scores.chosen_prefill_s, uses) < state.config.hot_load:
+    if uses < _LIKELY_USES or _load(state, prefixes, scores.of_chosen("prefill_s"), uses) < state.config.hot_load:
         return None
     without = np.flatnonzero(~_has_prefix(state, prefixes) & (nodes.pool_slots >= 0))
     return int(without[np.argmin(scores.queue_s[without])]) if len(without) else None

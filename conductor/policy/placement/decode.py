@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from conductor.policy.costs import DECODE, ModelCosts
+from conductor.policy.costs import DECODE, DECODE_COSTS, ModelCosts
 from conductor.policy.decisions import DecodeScore
 from conductor.policy.events import NS, to_ns
 from conductor.policy.kernels import NODE_LOAD
@@ -67,17 +67,6 @@ DECODE_QUERY: Final = np.dtype(
     ]
 )
 """What to predict: at which instant, by which view of the future, for which request."""
-
-DECODE_COSTS: Final = np.dtype(
-    [
-        ("fixed_s", np.float64),
-        ("per_sequence_s", np.float64),
-        ("per_token_s", np.float64),
-        ("most_batch", np.float64),  # measured, see `ModelCosts.decode_most`
-        ("most_context", np.float64),
-    ]
-)
-"""Coefficients of `cost_formulas.tbt_s`."""
 
 DECODE_CANDIDATE: Final = np.dtype(
     [
@@ -350,8 +339,8 @@ def choose_decode(
     """
     state, costs = context.state, context.costs
     sees = _SEES[state.config.admission_mode]
-    query = _query(costs, context.now_ns, context.now_ns if sees == NOW else at_ns, sees)
-    query["prompt_tokens"], query["need_tokens"] = context.request.prompt_tokens, need_tokens
+    when_ns, prompt_tokens = context.now_ns if sees == NOW else at_ns, context.request.prompt_tokens
+    query = _query(costs, context.now_ns, when_ns, sees, prompt_tokens, need_tokens)
     candidates = _candidates(nodes)
     index, batch, tokens = decode_kernels().pick_decode(
         state.requests.records,
@@ -359,13 +348,16 @@ def choose_decode(
         state.lengths.curves,
         loads,
         costs.slowdowns.factors,
-        _costs(costs),
+        costs.terms.decode_record,
         candidates,
     )
-    chosen = candidates[index]
     scores = _scores(nodes, candidates, state.config.explain, need_tokens) if state.config.explain else ()
     return DecodeChoice(
-        index, chosen["tbt_s"].item(), chosen["free_tokens"].item(), costs.covers_decode(batch, tokens), scores
+        index,
+        candidates["tbt_s"].item(index),
+        candidates["free_tokens"].item(index),
+        costs.covers_decode(batch, tokens),
+        scores,
     )
 
 
@@ -383,15 +375,14 @@ def tbt_each_s(context: PlacementContext, nodes: Candidates, loads: Records, *, 
     state, costs, now_ns = context.state, context.costs, context.now_ns
     sees, candidates, seconds = _SEES[state.config.admission_mode], _candidates(nodes), np.empty((2, len(nodes)))
     for row, (when_ns, how) in enumerate(((now_ns if sees == NOW else at_ns, sees), (now_ns, NOW))):
-        query = _query(costs, now_ns, when_ns, how)
-        query["prompt_tokens"], query["need_tokens"] = context.request.prompt_tokens, 0
+        query = _query(costs, now_ns, when_ns, how, context.request.prompt_tokens)
         decode_kernels().pick_decode(
             state.requests.records,
             query,
             state.lengths.curves,
             loads,
             costs.slowdowns.factors,
-            _costs(costs),
+            costs.terms.decode_record,
             candidates,
         )
         seconds[row] = candidates["tbt_s"]
@@ -421,8 +412,7 @@ def wait_for_room_s(
     """Predicted seconds until `missing_tokens` more are free on the candidate; 0 when none is missing."""
     if missing_tokens <= 0:
         return 0.0
-    query = _query(costs, now_ns, now_ns, _waits_by(state))
-    query["prompt_tokens"], query["need_tokens"] = 0, missing_tokens
+    query = _query(costs, now_ns, now_ns, _waits_by(state), 0, missing_tokens)
     return _wait_s(nodes, index, state, costs, query, 0.0)
 
 
@@ -440,8 +430,7 @@ def wait_for_tbt_s(
 
     When not even an empty node meets it: until the node is empty.
     """
-    query = _query(costs, now_ns, now_ns, _waits_by(state))
-    query["prompt_tokens"], query["need_tokens"] = prompt_tokens, 0
+    query = _query(costs, now_ns, now_ns, _waits_by(state), prompt_tokens)
     return _wait_s(nodes, index, state, costs, query, objective_s)
 
 
@@ -458,23 +447,22 @@ def _wait_s(
         query,
         state.lengths.curves,
         costs.slowdowns.factors,
-        _costs(costs),
+        costs.terms.decode_record,
         _candidates(nodes)[index : index + 1],
         objective_s,
     )
     return wait_ns / NS
 
 
-def _query(costs: ModelCosts, now_ns: int, at_ns: int, sees: int) -> Records:
-    """Return DECODE_QUERY [1] for no request; in a usual step each request gets a token."""
+def _query(
+    costs: ModelCosts, now_ns: int, at_ns: int, future: int, prompt_tokens: int = 0, need_tokens: int = 0
+) -> Records:
+    """Return DECODE_QUERY [1]; in a typical step each request receives one token."""
     mean_s = costs.decode_time.mean_s  # t_d, how long a request decodes (Mooncake, section 6.3)
     decode_ns = -1 if mean_s is None else to_ns(mean_s)
-    return np.array([(now_ns, at_ns, sees, decode_ns, max(1, to_ns(costs.typical_step_s)), 0, 0)], DECODE_QUERY)
-
-
-def _costs(costs: ModelCosts) -> Records:
-    """Return DECODE_COSTS [1]."""
-    return np.array([costs.terms.decode_terms], DECODE_COSTS)
+    query = np.empty(1, DECODE_QUERY)
+    query[0] = now_ns, at_ns, future, decode_ns, max(1, to_ns(costs.typical_step_s)), prompt_tokens, need_tokens
+    return query
 
 
 def _candidates(nodes: Candidates) -> Records:

@@ -59,7 +59,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     elif rejection:
         state.history.lost(now_ns, request.request_id, rejection)
     if request.attempt == 0 and not request.endless:
-        arrived(now_ns, state, request, plan.scores.chosen_prefill_s)
+        arrived(now_ns, state, request, plan.scores.of_chosen("prefill_s"))
     if judgement.rejection is not None:
         turned_away(now_ns, state, request)
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
@@ -166,8 +166,8 @@ def placed_by(
         request.attempt,
         nodes.ids[chosen],
         decodes_at,
-        scores.best["reuse_blocks"].item(),
-        holders(nodes.pools[chosen], chosen, plan.prefixes, scores.best["fetches"].item()),
+        scores.of_chosen("reuse_blocks"),
+        holders(nodes.pools[chosen], chosen, plan.prefixes, scores.of_chosen("fetches")),
         plan.ttft_s,
         plan.tbt_s,
         plan.position.turn,
@@ -188,7 +188,7 @@ def book(
 ) -> int:
     """Enter the placed request's claims into the table of requests; return its row."""
     now_ns, state, request = context.now_ns, context.state, context.request
-    nodes, best, need_tokens = plan.places.prefill, plan.scores.best, plan.places.need_tokens
+    nodes, need_tokens = plan.places.prefill, plan.places.need_tokens
     chosen, slot_of, is_endless = plan.chosen, state.nodes.slot, request.endless
     decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated.item(chosen) else "")
     if plan.group is not None:
@@ -211,16 +211,16 @@ def book(
     values = (
         nodes.slots.item(chosen),  # prefill_node
         slot_of(decodes_at) if decodes_at else NONE,  # decode_node
-        slot_of(plan.prefixes.best_pool) if best["fetches"] else NONE,  # sender
-        to_ns(plan.prefill_s),  # prefill_ns
-        NONE,  # started_ns
-        now_ns + to_ns(placed.predicted_ttft_s),  # ready_ns
+        slot_of(plan.prefixes.best_pool) if plan.scores.of_chosen("fetches") else NONE,  # sender
+        plan.curve,  # curve
         NONE,  # joined_ns
+        now_ns + to_ns(placed.predicted_ttft_s),  # ready_ns
         need_tokens if decodes_at else 0,  # committed
         need_tokens if is_endless else request.prompt_tokens,  # prompt
         0 if is_endless else request.max_new_tokens,  # max_new
-        plan.curve,  # curve
         request.generated,  # generated
+        to_ns(plan.prefill_s),  # prefill_ns
+        NONE,  # started_ns
         now_ns,  # seen_ns
         now_ns,  # placed_ns
     )

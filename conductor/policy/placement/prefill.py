@@ -7,13 +7,14 @@ to copies of prefixes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.decisions import Holder, PrefillScore
 from conductor.policy.events import PoolMatch, PoolMatches
-from conductor.policy.kernels import ARRIVAL, MATCH, PREFILL_CANDIDATE, PREFILL_COSTS, prefill_kernels
+from conductor.policy.kernels import ARRIVAL, MATCH, PREFILL_CANDIDATE, prefill_kernels
 from conductor.policy.nodes import Candidates
 from conductor.policy.queue_position import QueuePosition, ordering_key
 from conductor.policy.replication import Replica
@@ -77,16 +78,9 @@ class PrefillScores:
     def prefill_s(self) -> Floats:
         return self.candidates["prefill_s"]
 
-    @property
-    def best(self) -> np.void:
-        """The chosen candidate."""
-        candidate: np.void = self.candidates[self.chosen]
-        return candidate
-
-    @property
-    def chosen_prefill_s(self) -> float:
-        """Predicted seconds of the prefill on the chosen candidate."""
-        return float(self.best["prefill_s"])
+    def of_chosen(self, field: str) -> Any:
+        """Return a field of the chosen candidate as a Python number."""
+        return self.candidates[field].item(self.chosen)
 
     def explain(self, ids: tuple[str, ...], count: int) -> tuple[PrefillScore, ...]:
         """The terms of the `count` best candidates, best first; of equals the first."""
@@ -111,7 +105,8 @@ def score_candidates(context: PlacementContext, prefixes: Prefixes, queue_s: Flo
         prefixes.best_ssd,
         prefixes.num_sends,
         context.costs.slowdowns.factors,
-        _costs(context),
+        context.costs.terms.prefill_record,
+        context.state.transfers.record,
         candidates,
     )
     return PrefillScores(candidates, chosen, ttft_s)
@@ -122,14 +117,9 @@ def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, 
     request, model = context.request, context.model
     threshold = context.state.config.balancing_threshold
     sizes = request.prompt_tokens, most_reused(context), model.block_tokens, model.block_nbytes
-    return np.array([(*key, *clock, *sizes, threshold)], ARRIVAL)
-
-
-def _costs(context: PlacementContext) -> Records:
-    """Return PREFILL_COSTS [1]."""
-    costs, transfers = context.costs, context.state.transfers
-    paths = *transfers.of("load"), *transfers.of("fetch"), *transfers.of("ssd_read")
-    return np.array([(*costs.terms.prefill, *costs.prefill_most, *paths)], PREFILL_COSTS)
+    arrival = np.empty(1, ARRIVAL)
+    arrival[0] = *key, *clock, *sizes, threshold
+    return arrival
 
 
 def _candidates(nodes: Candidates) -> Records:
@@ -141,9 +131,8 @@ def _candidates(nodes: Candidates) -> Records:
 
 def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
     """Return the holders of [0, reuse) for the candidate at `index`: first its own pool, then the best one."""
-    candidate = prefixes.candidates[index]
-    own = candidate["own_blocks"].item()
-    here = (Holder(own_pool, 0, own, candidate["own_ssd_blocks"].item()),) if own else ()
+    own, own_ssd = prefixes.candidates["own_blocks"].item(index), prefixes.candidates["own_ssd_blocks"].item(index)
+    here = (Holder(own_pool, 0, own, own_ssd),) if own else ()
     if not fetches:
         return here
     missing = prefixes.best - own
@@ -242,7 +231,8 @@ def choose_prefill(context: PlacementContext, nodes: Candidates) -> PrefillChoic
         _usable_matches(context, matches),
         loads,
         context.costs.slowdowns.factors,
-        _costs(context),
+        context.costs.terms.prefill_record,
+        context.state.transfers.record,
         candidates,
     )
     position = QueuePosition(shares, account, key, loads, ticket_ns)
