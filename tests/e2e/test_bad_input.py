@@ -267,8 +267,22 @@ CALLS: list[tuple[str, str, bytes, bool, set[str], str]] = [
         {"INVALID_ARGUMENT"},
         "must be `hello`",
     ),
-    ("prefill-0", service("Worker/Reserve"), b"", False, {"FAILED_PRECONDITION"}, "unknown_model: prefill-0 serves"),
-    ("decode-0", service("Worker/Reserve"), b"", False, {"FAILED_PRECONDITION"}, "unknown_model: decode-0 serves"),
+    (
+        "prefill-0",
+        service("Worker/Reserve"),
+        b"",
+        False,
+        {"FAILED_PRECONDITION"},
+        "unknown_model: model must be 'model0' on prefill-0",
+    ),
+    (
+        "decode-0",
+        service("Worker/Reserve"),
+        b"",
+        False,
+        {"FAILED_PRECONDITION"},
+        "unknown_model: model must be 'model0' on decode-0",
+    ),
     ("decode-0", service("Worker/Reserve"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "ReserveRequest"),
     ("pool-0", service("Pool/Allocate"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "AllocateRequest"),
     ("pool-0", service("Pool/Allocate"), b"", False, {"INVALID_ARGUMENT"}, "KvSpec has no groups"),
@@ -366,7 +380,7 @@ async def test_a_replay_of_another_models_text_is_refused(
     file.write_text(json.dumps(tokenizer))
     arguments = ("--url", cluster.url, "--model-path", other, "--out", tmp_path / "out", "--limit", "3")
     done = await asyncio.to_thread(moonpool, "replay", "conversation", *arguments)
-    assert_refused(done, "tokenises otherwise", "--model-path")
+    assert_refused(done, "uses a different tokenizer", "--model-path")
 
 
 async def test_a_replay_of_a_model_that_is_not_served_names_those_that_are(
