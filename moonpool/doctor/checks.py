@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Final
 
 ONE_AT_A_TIME: Final = threading.Lock()
@@ -67,6 +68,14 @@ def optional(needs: Needs, *purposes: Purpose) -> Level:
 
 
 DEADLINE_S = 4.0
+
+
+def read_text(path: Path) -> str:
+    """Return the file's text, stripped; "" if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def examine(checks: Sequence[Check], needs: Needs, *, deadline_s: float = DEADLINE_S) -> list[CheckResult]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moonpool.cluster_view.formatting import size_text
-from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional
+from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional, read_text
 
 _ASK_S: Final = 3.5
 _DRIVER_SCRIPT: Final = """
@@ -68,7 +68,7 @@ def observe_driver() -> Driver:
     has_device = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/proc/driver/nvidia/version").is_file()
     if not has_device:
         return Driver(False)
-    match = re.search(r"Module(?: for \w+)?\s+([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
+    match = re.search(r"Module(?: for \w+)?\s+([\d.]+)", read_text(Path("/proc/driver/nvidia/version")))
     return ask_driver(match.group(1) if match else "")
 
 
@@ -119,7 +119,7 @@ def observe_torch() -> Torch:
     """Read torch's version, and count its GPUs if the machine has any: importing torch takes seconds."""
     version = importlib.metadata.version("torch")
     spec = importlib.util.find_spec("torch")
-    text = _read(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else ""
+    text = read_text(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else ""
     match = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
     cuda = match.group(1) if match else ""
     has_device = any(Path("/dev").glob("nvidia[0-9]*"))
@@ -166,13 +166,6 @@ def _ask(script: str) -> tuple[Any, str]:
         return json.loads(done.stdout), ""
     except ValueError:
         return None, f"unexpected output: {done.stdout[:80]!r}"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 CHECKS: Final = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from moonpool.cluster_view.formatting import size_text
-from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional
+from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional, read_text
 from moonpool.supervision.threads import usable_cores
 
 GIB: Final = 1 << 30
@@ -158,7 +158,7 @@ def observe_huge_pages() -> HugePages:
     with ONE_AT_A_TIME:
         from messenger.mapping import can_collapse
     info = meminfo(Path("/proc/meminfo").read_text())
-    text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    text = read_text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     chosen = text[text.find("[") + 1 : text.find("]")] if "[" in text else "unknown"
     return HugePages(info.get("HugePages_Total", 0), info.get("HugePages_Free", 0), chosen, can_collapse())
 
@@ -190,7 +190,7 @@ class Kernel:
 
 def observe_kernel() -> Kernel:
     def number(path: str) -> int:
-        text = _read(Path("/proc/sys") / path).strip()
+        text = read_text(Path("/proc/sys") / path)
         return int(text) if text.isdigit() else -1
 
     return Kernel(
@@ -240,13 +240,6 @@ def judge_clock(seen: KernelClock, needs: Needs) -> Verdict:
         advice = "Run chrony or systemd-timesyncd on every host, so that timestamps in their logs are comparable."
         return Level.NOTE, "not synchronised", advice
     return Level.OK, f"synchronised, within {seen.max_error_s:.3g} s", ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 CHECKS: Final = (
@@ -333,11 +326,11 @@ def surroundings(root: Path, environ: Mapping[str, str]) -> HostEnvironment:
 
 def _may_exceed(root: Path) -> bool:
     """Return True if the process has CAP_IPC_LOCK in the host's user namespace, the only one that the kernel checks."""
-    for line in _read(root / "proc/self/status").splitlines():
+    for line in read_text(root / "proc/self/status").splitlines():
         name, _, value = line.partition(":")
         if name == "CapEff":
             has_capability = bool(int(value, 16) >> _CAP_IPC_LOCK & 1)
-            return has_capability and _read(root / "proc/self/uid_map").split() == _WHOLE_ID_RANGE
+            return has_capability and read_text(root / "proc/self/uid_map").split() == _WHOLE_ID_RANGE
     return False
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional
+from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional, read_text
 from moonpool.errors import ConfigError
 from moonpool.transport_security import settings_of_environment
 
@@ -85,14 +85,14 @@ def observe_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, 
     for folder in sorted(root.glob("*")) if root.is_dir() else []:
         if folder.name == "lo" or not (folder / "mtu").is_file():
             continue
-        state = _read(folder / "operstate")
-        carrier = _read(folder / "carrier")
+        state = read_text(folder / "operstate")
+        carrier = read_text(folder / "carrier")
         found.append(
             Interface(
                 folder.name,
                 state == "up" or (state == "unknown" and carrier == "1"),
-                int(_read(folder / "mtu") or 0),
-                int(_read(folder / "speed") or -1),
+                int(read_text(folder / "mtu") or 0),
+                int(read_text(folder / "speed") or -1),
             )
         )
     return tuple(found)
@@ -147,13 +147,6 @@ def _problem_of(talk: object) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # EINVAL for an interface that is down
-        return ""
 
 
 def checks(port: int) -> tuple[Check, ...]:

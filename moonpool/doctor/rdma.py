@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional
+from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional, read_text
 
 if TYPE_CHECKING:
     from messenger.rdma.policy.facts import DeviceFacts
@@ -157,7 +157,7 @@ def observe_gpu_path(root: Path = _ROOT) -> GpuPath:
     return GpuPath(
         num_gpus=len(list((root / "dev").glob("nvidia[0-9]*"))),
         num_devices=len(list((root / "sys/class/infiniband").glob("*"))),
-        exports_dmabuf="Open Kernel Module" in _read(root / "proc/driver/nvidia/version"),
+        exports_dmabuf="Open Kernel Module" in read_text(root / "proc/driver/nvidia/version"),
         has_peer_memory=has_peer_memory(root),
     )
 
@@ -192,13 +192,6 @@ def _import_problem(module: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1] if done.returncode else ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def checks(devices: Sequence[str] = ()) -> tuple[Check, ...]:

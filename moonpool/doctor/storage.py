@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Final
 
 from moonpool.cluster_view.formatting import size_text
-from moonpool.doctor.checks import Check, Level, Needs, Verdict
+from moonpool.doctor.checks import Check, Level, Needs, Verdict, read_text
 from moonpool.supervision.run_dir import LONGEST_SOCKET_NAME, default_run_dir
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 _MAX_SOCKET_PATH: Final = 107
 _PORT_DIGITS: Final = 5
+_MOUNTS: Final = Path("/proc/self/mounts")
 # Two files of 32 MiB for each of a small cluster's nodes.
 LEAST_RUN_DIR_NBYTES: Final = 512 * MIB
 LEAST_DISK_NBYTES: Final = 5 * GIB
@@ -121,7 +122,7 @@ def judge_shared_memory(seen: SharedMemoryProbe, needs: Needs) -> Verdict:
 
 
 def _folder(path: Path) -> Folder:
-    kind = file_system(str(path), read_mounts())
+    kind = file_system(str(path), read_text(_MOUNTS))
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
@@ -145,14 +146,6 @@ def file_system(path: str, mounts: str) -> str:
         if (path + "/").startswith(point.rstrip("/") + "/") and len(point) >= len(best):
             best, kind = point, words[2]
     return kind
-
-
-def read_mounts() -> str:
-    """Return the text of /proc/self/mounts; "" if it cannot be read."""
-    try:
-        return Path("/proc/self/mounts").read_text()
-    except OSError:
-        return ""
 
 
 CHECKS: Final = (
@@ -194,7 +187,7 @@ def observe_ssd(folder: Path | None) -> SsdFolder | None:
     path = folder.absolute()
     if not path.is_dir():
         return SsdFolder(str(path), problem="is not a folder" if path.exists() else "does not exist")
-    kind = file_system(str(path.resolve()), read_mounts())
+    kind = file_system(str(path.resolve()), read_text(_MOUNTS))
     try:
         free = shutil.disk_usage(path).free
         with tempfile.NamedTemporaryFile(dir=path, prefix=".moonpool-doctor-") as file:
