@@ -13,7 +13,7 @@ from typer.core import TyperArgument, TyperCommand, TyperOption
 from moonpool.config import Setting, all_settings, composite_settings, load
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
-from settings.keys import InvalidSetting, flag_of
+from settings.keys import InvalidSetting, flag_of, parse_size
 
 C = TypeVar("C")
 
@@ -109,6 +109,14 @@ class reported_errors:
         if isinstance(error, MoonpoolError | InvalidSetting):
             print(f"Error: {error}", file=sys.stderr, flush=True)
             raise typer.Exit(getattr(error, "exit_code", ConfigError.exit_code)) from error
+
+
+def size_of(flag: str, text: str) -> int:
+    """Return the bytes of a size given to a flag. Raises ConfigError."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {error}") from error
 
 
 def _annotation(declared: Setting, argument: str | None) -> Any:

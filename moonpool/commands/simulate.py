@@ -17,20 +17,39 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from kvpool import KvPoolError
 from kvpool.policy.eviction import POLICIES
 from simulator.cache import BELADY, CacheRun, ChainedTrace, chained, simulate_cache
-from simulator.cache_report import cache_table
+from simulator.cache_report import cache_table, check_plot_path, plot_runs
 from simulator.dialogue_run import DialogueRun, dialogue_table, simulate_dialogues
 from simulator.dialogues import DialogueSettings, Routing
 from simulator.errors import BadSetting, SimulatorError
 from simulator.serving.overload import MODES, Overload, compare_modes, modes_of
-from simulator.serving.overload_report import markdown_table, overload_table
+from simulator.serving.overload_report import markdown_table, overload_table, plot_overload
 from simulator.serving.overload_spec import OverloadScenario, overload_spec
+from simulator.serving.tuning import tune
+from simulator.serving.tuning_report import plot_tuning, tuning_tables
 from traces import CONVERSATION, TraceError, load_trace
 from worker.errors import ProfileError
 from worker.policy.cost_profile import MOONCAKE
 
-__all__ = ["EXIT_BAD_INPUT", "bad_input", "progress_bar"]
+_EXIT_BAD_INPUT = 2
+_ALL = "all"
+_POLICIES = (*POLICIES, BELADY)
+_STANDARD = DialogueSettings()
 
-EXIT_BAD_INPUT = 2
+Trace = Annotated[str, typer.Argument(metavar="TRACE", help=f"A Mooncake trace; '{CONVERSATION}' is the bundled one.")]
+Requests = Annotated[int, typer.Option(min=1, help="Approximate number of requests of each run.")]
+OutputScale = Annotated[float, typer.Option(help="Factor on the trace's answer lengths.")]
+LongestAnswer = Annotated[
+    int, typer.Option(min=0, help="Maximum tokens of an answer, and max_tokens of requests; 0: the trace's longest.")
+]
+PoolBlocks = Annotated[int, typer.Option(min=1, help="Blocks in the memory of each pool node.")]
+Processes = Annotated[int, typer.Option(min=0, help="Concurrent runs; 0: one per CPU.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the result to a .svg or .png file.")]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Run the cluster's own policies under virtual time: an hour of trace in seconds, without a cluster.",
+)
 
 
 @contextmanager
@@ -52,17 +71,12 @@ def bad_input() -> Iterator[None]:
         yield
     except (SimulatorError, TraceError, KvPoolError, ProfileError) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_BAD_INPUT) from error
+        raise typer.Exit(_EXIT_BAD_INPUT) from error
 
 
-__all__ = ["run_overload"]
-
-
-def run_overload(
-    trace: Annotated[
-        str,
-        typer.Argument(metavar="TRACE", help=f"A Mooncake trace; '{CONVERSATION}' is the bundled one."),
-    ] = CONVERSATION,
+@app.command("overload")
+def overload(
+    trace: Trace = CONVERSATION,
     seeds: Annotated[
         int, typer.Option(min=1, help="Number of workloads drawn from the trace; each runs under every mode.")
     ] = 10,
@@ -83,18 +97,15 @@ def run_overload(
         float, typer.Option(help="Arrival rate as a multiple of the capacity, which is measured first.")
     ] = 2.0,
     rate: Annotated[float, typer.Option(help="Arrivals per second, instead of --load. 0: use --load.")] = 0.0,
-    requests: Annotated[int, typer.Option(min=1, help="Approximate number of requests of each run.")] = 23_000,
+    requests: Requests = 23_000,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 8,
     decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 8,
     ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token.")] = 30.0,
     tbt: Annotated[float, typer.Option(help="Objective: seconds between tokens.")] = 0.1,
-    output_scale: Annotated[float, typer.Option(help="Factor on the trace's answer lengths.")] = 1.0,
+    output_scale: OutputScale = 1.0,
     longest_prompt: Annotated[int, typer.Option(min=0, help="Skip prompts with more tokens; 0: no limit.")] = 0,
-    longest_answer: Annotated[
-        int,
-        typer.Option(min=0, help="Maximum tokens of an answer, and max_tokens of requests; 0: the trace's longest."),
-    ] = 0,
-    pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks in the memory of each pool node.")] = 6000,
+    longest_answer: LongestAnswer = 0,
+    pool_blocks: PoolBlocks = 6000,
     ssd_blocks: Annotated[int, typer.Option(min=0, help="Blocks on the SSD of each pool node.")] = 0,
     look_into: Annotated[
         float,
@@ -106,12 +117,12 @@ def run_overload(
             help="Share of admitted requests that should meet each objective, by learned margins; 0: no margins."
         ),
     ] = 0.95,
-    processes: Annotated[int, typer.Option(min=0, help="Concurrent runs; 0: one per CPU.")] = 0,
+    processes: Processes = 0,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write all results to this file, including the load over time."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the result to a .svg or .png file.")] = None,
+    plot: Plot = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
     """Compare admission modes under overload with the live conductor's policy; the last line is JSON.
@@ -123,8 +134,6 @@ def run_overload(
     """
     with bad_input():
         if plot is not None:
-            from simulator.cache_report import check_plot_path
-
             check_plot_path(plot)
         if json_file is not None and not json_file.parent.is_dir():
             raise BadSetting(f"cannot write {json_file}: there is no folder {json_file.parent}")
@@ -169,21 +178,15 @@ def _show(found: Overload, json_file: Path | None, plot: Path | None, markdown: 
     if json_file is not None:
         json_file.write_text(json.dumps(found.to_json(series=True), allow_nan=False) + "\n", encoding="utf-8")
     if plot is not None:
-        from simulator.serving.overload_report import plot_overload
-
         plot_overload(found, plot)
     summary = found.to_json()
     del summary["runs"]
     print(json.dumps(summary, allow_nan=False), flush=True)
 
 
-__all__ = ["run_tune"]
-
-
-def run_tune(
-    trace: Annotated[
-        str, typer.Argument(metavar="TRACE", help=f"A Mooncake trace; '{CONVERSATION}' is the bundled one.")
-    ] = CONVERSATION,
+@app.command("tune")
+def tune_(
+    trace: Trace = CONVERSATION,
     rate: Annotated[float, typer.Option(help="Arrivals per second.")] = 5.0,
     ttft: Annotated[float, typer.Option(help="Present objective: seconds to the first token.")] = 30.0,
     tbt: Annotated[float, typer.Option(help="Present objective: seconds between tokens.")] = 0.1,
@@ -206,15 +209,12 @@ def run_tune(
     seeds: Annotated[
         int, typer.Option(min=1, help="Number of workloads drawn from the trace, the same for each setting.")
     ] = 3,
-    requests: Annotated[int, typer.Option(min=1, help="Approximate number of requests of each run.")] = 3000,
-    output_scale: Annotated[float, typer.Option(help="Factor on the trace's answer lengths.")] = 1.0,
-    longest_answer: Annotated[
-        int,
-        typer.Option(min=0, help="Maximum tokens of an answer, and max_tokens of requests; 0: the trace's longest."),
-    ] = 0,
-    pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks in the memory of each pool node.")] = 6000,
-    processes: Annotated[int, typer.Option(min=0, help="Concurrent runs; 0: one per CPU.")] = 0,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the result to a .svg or .png file.")] = None,
+    requests: Requests = 3000,
+    output_scale: OutputScale = 1.0,
+    longest_answer: LongestAnswer = 0,
+    pool_blocks: PoolBlocks = 6000,
+    processes: Processes = 0,
+    plot: Plot = None,
 ) -> None:
     """Evaluate other objectives, or another split of the nodes, under the same arrivals.
 
@@ -225,8 +225,6 @@ def run_tune(
     """
     with bad_input():
         if plot is not None:
-            from simulator.cache_report import check_plot_path
-
             check_plot_path(plot)
         if not rate > 0:
             raise BadSetting(f"--rate must be positive, got {rate:g}")
@@ -252,9 +250,6 @@ def run_tune(
                 attained_share=0.95,
             )
         )
-        from simulator.serving.tuning import tune
-        from simulator.serving.tuning_report import plot_tuning, tuning_tables
-
         with progress_bar("runs") as advance:
             found = tune(
                 replace(spec, rate_per_s=rate),
@@ -288,28 +283,6 @@ def _counts(flag: str, text: str) -> list[int]:
         ) from error
 
 
-__all__ = ["app"]
-
-_ALL = "all"
-_NAMES = (*POLICIES, BELADY)
-_STANDARD = DialogueSettings()
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="Run the cluster's own policies under virtual time: an hour of trace in seconds, without a cluster.",
-)
-
-
-@app.callback()
-def simulate() -> None:
-    """Group of commands."""
-
-
-app.command("overload")(run_overload)
-app.command("tune")(run_tune)
-
-
 @app.command("cache", no_args_is_help=True)
 def cache(
     trace: Annotated[
@@ -327,7 +300,7 @@ def cache(
         ),
     ],
     policy: Annotated[
-        str, typer.Option(metavar="NAME[,NAME...]", help=f"Eviction policies: {', '.join(_NAMES)}; or {_ALL}.")
+        str, typer.Option(metavar="NAME[,NAME...]", help=f"Eviction policies: {', '.join(_POLICIES)}; or {_ALL}.")
     ] = "lru",
     tree: Annotated[
         bool | None,
@@ -337,7 +310,7 @@ def cache(
             "as the literature assumes. Default: --tree only for moonpool.",
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the result to a .svg or .png file.")] = None,
+    plot: Plot = None,
 ) -> None:
     """Compute a pool's hit rate over a trace by eviction policy and capacity; the last line is JSON.
 
@@ -346,11 +319,9 @@ def cache(
     Example: moonpool simulate cache conversation --capacity 1k,10k,30k --policy all --plot hits.svg
     """
     with bad_input():
-        policies = _policies(policy)
+        policies = _chosen("--policy", policy, _POLICIES)
         sizes = [_capacity(word) for word in capacity.split(",")]
         if plot is not None:
-            from simulator.cache_report import check_plot_path, plot_runs
-
             check_plot_path(plot)
         loaded = chained(load_trace(trace))
         runs = _cache_runs(loaded, policies, [size or loaded.num_blocks for size in sizes], tree)
@@ -389,7 +360,7 @@ def dialogues(
     with bad_input():
         settings = [
             DialogueSettings(
-                routing=one,
+                routing=Routing(one),
                 dialogues=dialogues,
                 mean_history_messages=mean_history,
                 servers=servers,
@@ -400,7 +371,7 @@ def dialogues(
                 balance_s=balance,
                 seed=seed,
             )
-            for one in _routings(routing)
+            for one in _chosen("--routing", routing, tuple(Routing))
         ]
         runs: list[DialogueRun] = []
         for one in settings:
@@ -417,8 +388,8 @@ def _cache_runs(
     runs: list[CacheRun] = []
     with progress_bar("requests") as advance:
         for capacity, policy in wanted:
-            told = partial(_advanced, advance, len(runs) * len(trace.chains), len(wanted) * len(trace.chains))
-            runs.append(simulate_cache(trace, policy, capacity, leaf_first=tree, progress=told))
+            progress = partial(_advanced, advance, len(runs) * len(trace.chains), len(wanted) * len(trace.chains))
+            runs.append(simulate_cache(trace, policy, capacity, leaf_first=tree, progress=progress))
     return runs
 
 
@@ -426,18 +397,12 @@ def _advanced(advance: Callable[[int, int], None], before: int, total: int, done
     advance(before + done, total)
 
 
-def _policies(text: str) -> list[str]:
+def _chosen(flag: str, text: str, allowed: Sequence[str]) -> list[str]:
+    """Parse names separated by commas, of which "all" stands for all. Raises BadSetting."""
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in (*_NAMES, _ALL)]:
-        raise BadSetting(f"--policy must be {', '.join(_NAMES)} or {_ALL}, got {unknown[0]!r}")
-    return list(dict.fromkeys(one for name in names for one in (_NAMES if name == _ALL else (name,))))
-
-
-def _routings(text: str) -> list[Routing]:
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in (*Routing, _ALL)]:
-        raise BadSetting(f"--routing must be {', '.join(Routing)} or {_ALL}, got {unknown[0]!r}")
-    return list(dict.fromkeys(Routing(one) for name in names for one in (Routing if name == _ALL else (name,))))
+    if unknown := [name for name in names if name not in (*allowed, _ALL)]:
+        raise BadSetting(f"{flag} must be {', '.join(allowed)} or {_ALL}, got {unknown[0]!r}")
+    return list(dict.fromkeys(one for name in names for one in (allowed if name == _ALL else (name,))))
 
 
 def _capacity(word: str) -> int | None:

@@ -16,8 +16,8 @@ from moonpool.cluster_view.locate import DEFAULT_URL, locate
 from moonpool.commands.arguments import ReadyPath, Url
 from moonpool.doctor import gpu, machine, network, peers, rdma, software, storage
 from moonpool.doctor.checks import Check, CheckResult, Level, Needs, Purpose, examine
-from moonpool.options import reported_errors
-from settings.keys import parse_size
+from moonpool.errors import ConfigError
+from moonpool.options import reported_errors, size_of
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,11 @@ def doctor(
             needs=frozenset(needed or ()),
             peers=tuple(peer or ()),
             rdma_devices=tuple(rdma_devices or ()),
-            registered=_registered_nbytes(registered),
+            registered=size_of("--registered", registered),
         )
-    except ValueError as error:
+    except (ValueError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from error
     _report(examine(all_checks(asked), asked.needs), "machine", as_json)
-
-
-def _registered_nbytes(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ValueError(f"--registered {error}") from error
 
 
 def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> list[CheckResult]:

@@ -16,9 +16,9 @@ from typer.core import TyperCommand
 
 from messenger import AddressInUse, InvalidArgument, MessengerConfig
 from moonpool.errors import ConfigError, TransferBenchFailed
-from moonpool.options import reported_errors
+from moonpool.options import reported_errors, size_of
 from moonpool.supervision.parent_death import die_with_supervisor
-from moonpool.transfer_bench.plan import BenchPlan, bytes_of, table
+from moonpool.transfer_bench.plan import BenchPlan, table
 from moonpool.transfer_bench.run import BenchOutcome, measure_all, measure_here
 from moonpool.transfer_bench.server import WILDCARDS, Listening, serve_bench
 from moonpool.transport_security import secure_from_environment, settings_of_environment
@@ -99,7 +99,7 @@ def messenger(
                 _listen(*host_and_port(listen), data_port, tls, as_json)
                 return
             plan = BenchPlan(
-                sizes=tuple(bytes_of(text) for text in size or ("64KiB", "1MiB", "16MiB")),
+                sizes=tuple(size_of("--size", text) for text in size or ("64KiB", "1MiB", "16MiB")),
                 slices=tuple(slices or (1,)),
                 directions=tuple(direction or ("write", "read")),
                 transports=tuple(transport or (("auto",) if to else ("shm", "tcp"))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,9 +20,6 @@ MAX_REGION_NBYTES = 4 << 30
 LEAST_REGION_NBYTES = 64 << 20
 MAX_SLICES = 1 << 16
 DIGEST_UNIT = 256  # bytes; digests need multiples of it
-
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 
 
 @dataclass(frozen=True)
@@ -113,14 +109,6 @@ class BenchPlan:
             for size in self.sizes:
                 for direction in self.directions:
                     yield Cell(BatchShape(size, slices), direction)
-
-
-def bytes_of(text: str) -> int:
-    """Parse "64KiB", "1 MiB" or "4096" to bytes. Raises ConfigError."""
-    found = _SIZE.fullmatch(text.strip().lower())
-    if found is None or found[2] not in _UNITS:
-        raise ConfigError(f"--size must be a number with B, KiB, MiB, GiB, kB, MB or GB, such as 64KiB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def size_text(nbytes: int) -> str:

@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 from messenger import MessengerConfig
 from moonpool.commands.bench import app
 from moonpool.errors import ConfigError, TransferBenchFailed
+from moonpool.options import size_of
 from moonpool.transfer_bench import client, run
 from moonpool.transfer_bench.client import BenchSession, ServerFacts, probe
 from moonpool.transfer_bench.command import host_and_port, tls_of
-from moonpool.transfer_bench.plan import BatchShape, BenchPlan, bytes_of
+from moonpool.transfer_bench.plan import BatchShape, BenchPlan
 from moonpool.transfer_bench.server import BenchServer, SliceDigests
 from rpc.control import secure
 from settings.keys import assemble
@@ -326,7 +327,7 @@ def test_interrupted_it_tells_what_it_has() -> None:
     ("flags", "said"),
     [
         (["--listen", "--to", "a"], "conflict"),
-        (["--size", "5x"], "such as 64KiB, got '5x'"),
+        (["--size", "5x"], "--size must be a number of bytes"),
         (["--size", "0"], "--size must be at least 1 byte, got 0"),
         (["--size", "100", "--digests"], "a multiple of 256 bytes"),
         (["--slices", "0"], "--slices must be from 1 to"),
@@ -363,7 +364,7 @@ def test_addresses_may_lack_the_port(text: str, address: tuple[str, int]) -> Non
 
 @pytest.mark.parametrize(("text", "nbytes"), [("64KiB", 65536), ("1.5 mib", 1572864), ("10", 10), ("1GB", 10**9)])
 def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
-    assert bytes_of(text) == nbytes
+    assert size_of("--size", text) == nbytes
 
 
 def test_a_message_that_is_no_digests_agrees_with_nothing() -> None:
