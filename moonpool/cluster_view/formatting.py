@@ -1,5 +1,6 @@
 """Formatting that the commands' tables and texts share."""
 
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -34,6 +35,11 @@ def duration_text(seconds: float | None) -> str:
         if seconds >= above:
             return f"{seconds / unit:.1f} {name}"
     return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{seconds * 1e3:.3g} ms"
+
+
+def time_text(at_s: float) -> str:
+    """Return the UTC date and time of `at_s`, in seconds since 1970."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at_s))
 
 
 def percent_text(share: float | None, *, missing: str = "") -> str:

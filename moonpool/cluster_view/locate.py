@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from moonpool.errors import ClusterNotFound, ConfigError
 from moonpool.supervision.ready_file import READY_NAME, ReadyFile
@@ -51,14 +51,7 @@ def chat_url(url: str) -> str:
     if not url:
         found = _usual_ready_file()
         return found.url if found is not None else DEFAULT_URL
-    try:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:
-        raise ConfigError(f"--url must be a URL, got {url!r}: {error}") from error
-    if not usable:
-        raise ConfigError(f"--url must be http://HOST:PORT, got {url!r}")
-    return parts.geturl().rstrip("/").removesuffix("/v1").rstrip("/")
+    return _parsed(url).geturl().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _usual_ready_file() -> ReadyFile | None:
@@ -77,11 +70,16 @@ def _usual_ready_file() -> ReadyFile | None:
 
 
 def _default_ready_file(url: str) -> Path:
+    parts = _parsed(url)
+    return default_run_dir(str(parts.port or (443 if parts.scheme == "https" else 80))) / READY_NAME
+
+
+def _parsed(url: str) -> SplitResult:
     try:
-        parts = urlsplit(url if "//" in url else f"//{url}")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError as error:
         raise ConfigError(f"--url must be a URL, got {url!r}: {error}") from error
-    if parts.scheme not in ("", "http", "https") or not parts.hostname:
+    if not usable:
         raise ConfigError(f"--url must be http://HOST:PORT, got {url!r}")
-    return default_run_dir(str(port)) / READY_NAME
+    return parts

@@ -1,6 +1,5 @@
 """Rendering of a request's decision records for a terminal of 80 columns. Makes no calls."""
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,6 +7,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from moonpool.cluster_view.formatting import time_text
 
 Json = Mapping[str, Any]
 _TERMS = {"transfer_s": "transfer", "queue_s": "queue", "prefill_s": "prefill"}
@@ -53,16 +54,11 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if abs(value) < 999.5 else f"{value:,.0f} s"
 
 
-def day(at: float) -> str:
-    """Return a UTC date and time; `at` is in seconds since 1970."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
-
-
 def _head(record: Json) -> Iterator[Text]:
     who = [f"model {record['model']}", *(f"class {record[key]}" for key in ("slo_class",) if key in record)]
     who += [f"tenant {record[key]} (hashed)" for key in ("tenant",) if key in record]
     yield Text(f"Request {record['request_id']}", style="bold")
-    yield Text(f"{day(record['at'])}, {', '.join(who)}")
+    yield Text(f"{time_text(record['at'])}, {', '.join(who)}")
     asked = f"A prompt of {record['input_length']:,} tokens, at most {record['max_new_tokens']:,} requested."
     yield Text(f"{asked} {_outcome(record)}")
 

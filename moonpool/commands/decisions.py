@@ -18,6 +18,7 @@ from conductor.policy import PolicyConfig
 from conductor.policy.decisions import Decision, Place, Reject
 from conductor.policy.events import RequestArrived
 from moonpool.cluster_view.collector import ANSWER_DEADLINE_S, call_conductor, conductors_of
+from moonpool.cluster_view.formatting import time_text
 from moonpool.cluster_view.locate import DEFAULT_URL, Located, locate
 from moonpool.commands import decision_view as view
 from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group
@@ -135,7 +136,7 @@ def _unknown(request_id: str, answers: dict[str, Any]) -> str:
         if answer["oldest_at"] is None:
             lines.append(f"The log {name} contains no finished request yet.")
         else:
-            lines.append(f"The log {name} starts with requests of {view.day(answer['oldest_at'])}.")
+            lines.append(f"The log {name} starts with requests of {time_text(answer['oldest_at'])}.")
         if answer["removed_files"]:
             count = answer["removed_files"]
             lines.append(f"{count} older file{'s were' if count > 1 else ' was'} removed to keep its size.")

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
+
+from moonpool.cluster_view.formatting import time_text
 
 if TYPE_CHECKING:
     from moonpool_proto.v1 import conductor_pb2
@@ -18,7 +19,7 @@ def version_lines(version: "conductor_pb2.SloVersion") -> list[str]:
         return [f"version 0, digest {version.digest}: the configured objectives, until the store answers"]
     by = f"by {version.author} ({version.origin}{f' from {version.peer}' if version.peer else ''})"
     return [
-        f"version {version.version}, digest {version.digest}, {by} at {_at(version.at_s)}",
+        f"version {version.version}, digest {version.digest}, {by} at {time_text(version.at_s)}",
         f"reason: {version.reason}",
     ]
 
@@ -42,7 +43,7 @@ def history_table(versions: "Iterable[conductor_pb2.SloVersion]") -> Table:
     for heading in ("version", "at", "author", "how", "from", "digest", "reason"):
         table.add_column(heading, no_wrap=heading != "reason")
     for each in versions:
-        cells = (str(each.version), _at(each.at_s), each.author, each.origin, each.peer, each.digest, each.reason)
+        cells = (str(each.version), time_text(each.at_s), each.author, each.origin, each.peer, each.digest, each.reason)
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
@@ -54,7 +55,7 @@ def version_json(version: "conductor_pb2.SloVersion") -> dict[str, Any]:
         "digest": version.digest,
         "author": version.author,
         "reason": version.reason,
-        "at": _at(version.at_s),
+        "at": time_text(version.at_s),
         "how": version.origin,
         "from": version.peer,
         "objectives": json.loads(version.content),
@@ -73,10 +74,6 @@ def state_json(seen: "conductor_pb2.ShowSloReply") -> dict[str, Any]:
         "drift": list(seen.drift),
         "unmeetable": list(seen.unmeetable),
     }
-
-
-def _at(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 _HEADINGS = ("model", "class", "requests", "admitted", "newly rejected", "newly admitted", "met objectives")
