@@ -82,7 +82,7 @@ _LAZY_GROUPS = (
     ),
     (
         "simulate",
-        "Run the cluster's own policies on a trace without a cluster: what hit rate does a pool of N blocks reach?\n\n"
+        "Run the cluster's own policies on a trace, to find, for instance, the hit rate of a pool of N blocks.\n\n"
         "[bold]moonpool simulate cache conversation --capacity 1k,10k,30k --policy all[/bold]",
     ),
     (

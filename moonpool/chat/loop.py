@@ -69,7 +69,7 @@ _LOOK_EVERY_S = 0.1
 
 
 class ChatLoop:
-    """Runs one conversation. In a terminal errors are shown and the chat goes on; otherwise they are raised."""
+    """Runs one conversation. In a terminal errors are printed and the chat continues; otherwise they are raised."""
 
     def __init__(
         self, runner: asyncio.Runner, client: ChatClient, view: ChatView, conversation: Conversation | None = None

@@ -8,8 +8,11 @@ from rich.console import Console
 
 WIDE = 200
 
-Url = Annotated[str, typer.Option("--url", help="Cluster that `moonpool serve` runs on this port of this machine.")]
-Conductor = Annotated[str, typer.Option("--conductor", help="gRPC address of the conductor of any cluster.")]
+Url = Annotated[
+    str,
+    typer.Option("--url", help="URL of a cluster that `moonpool serve` runs on this machine, identified by its port."),
+]
+Conductor = Annotated[str, typer.Option("--conductor", help="gRPC address of a conductor, for a cluster elsewhere.")]
 ReadyPath = Annotated[Path | None, typer.Option("--ready-file", help="File written by `serve --ready-file`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -27,5 +30,5 @@ def command_group(name: str, help: str) -> typer.Typer:
 
 
 def wide_console() -> Console:
-    """Return a console of at least 200 columns: a folded or truncated address can be neither read nor copied."""
+    """Return a console of at least 200 columns: addresses must not be folded or truncated."""
     return Console(width=max(Console().width, WIDE))

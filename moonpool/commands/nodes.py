@@ -50,7 +50,7 @@ def drain(
         float, typer.Option(help="Maximum seconds to wait until the node has left; 0: do not wait.", min=0.0)
     ] = 120.0,
 ) -> None:
-    """Drain a node: it accepts no new requests, finishes its own, and leaves for good.
+    """Drain a node: it accepts no new requests, finishes its own, and leaves permanently.
 
     Example: moonpool node drain decode-1
     """

@@ -117,7 +117,7 @@ def verify(
 ) -> None:
     """Read every block of both tiers and verify its digests. Damaged blocks are removed, and recomputed when needed.
 
-    Exits with 1 if there were any. Serving goes on. Example: moonpool pool verify
+    Exits with 1 if there were any. Serving continues. Example: moonpool pool verify
     """
     with reported_errors():
         located = locate(conductor=conductor, url=url, ready_file=ready_file)

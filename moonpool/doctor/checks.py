@@ -5,6 +5,8 @@ Each check runs on a thread of its own, with one deadline for all. Checks import
 """
 
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -76,6 +78,20 @@ def read_text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def run_script(script: str, within_s: float) -> tuple[str, str]:
+    """Run a Python script in a child process; return (its output, "") or ("", the error)."""
+    command = [sys.executable, "-c", script]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {within_s:g} s"
+    except OSError as error:
+        return "", str(error)
+    if done.returncode:
+        return "", (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return done.stdout, ""
 
 
 def examine(checks: Sequence[Check], needs: Needs, *, deadline_s: float = DEADLINE_S) -> list[CheckResult]:

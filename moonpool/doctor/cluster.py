@@ -225,7 +225,7 @@ def judge_redis(seen: ClusterObservation) -> Verdict:
     down = [name for name, value in up.items() if value == 0]
     if down:
         advice = (
-            "Requests go on, but objectives cannot be changed, and a restarted conductor loses its state. See its log."
+            "Serving continues, but objectives cannot change, and a restarted conductor loses its state. See its log."
         )
         return Level.WARN, f"{_some(down)} cannot use Redis", advice
     used = any(value is not None for value in up.values())

@@ -7,14 +7,12 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from moonpool.cluster_view.formatting import size_text
-from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional, read_text
+from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional, read_text, run_script
 
 _ASK_S: Final = 3.5
 _DRIVER_SCRIPT: Final = """
@@ -151,21 +149,13 @@ def judge_torch(seen: Torch, needs: Needs) -> Verdict:
 
 def _ask(script: str) -> tuple[Any, str]:
     """Run a Python script in a child process; return (its JSON output, "") or (None, the error)."""
+    output, problem = run_script(script, _ASK_S)
+    if problem:
+        return None, problem
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_ASK_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"no answer within {_ASK_S:g} s"
-    except OSError as error:
-        return None, str(error)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return None, last
-    try:
-        return json.loads(done.stdout), ""
+        return json.loads(output), ""
     except ValueError:
-        return None, f"unexpected output: {done.stdout[:80]!r}"
+        return None, f"unexpected output: {output[:80]!r}"
 
 
 CHECKS: Final = (

@@ -4,20 +4,18 @@ Opens no device. `messenger.rdma.policy.rail_choice` selects the ports, as in a 
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional, read_text
+from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional, read_text, run_script
 
 if TYPE_CHECKING:
     from messenger.rdma.policy.facts import DeviceFacts
     from messenger.rdma.policy.rail_choice import RailChoice
 
-_IMPORT_S: Final = 3.0
+_IMPORT_S: Final = 3.0  # in a child process, since it loads a driver's library
 _LEAST_MTU: Final = 4200  # of an interface, for 4096-byte packets
 _FULL_PATH_MTU: Final = 4096
 _ROOT: Final = Path("/")
@@ -100,7 +98,7 @@ def observe_user_space(root: Path = _ROOT) -> UserSpace:
         missing_modules=tuple(name for name in _MODULES if not _has_module(root, name)),
         num_files=len(files),
         denied=tuple(path.name for path in files if not os.access(path, os.R_OK | os.W_OK)),
-        pyverbs_problem=_import_problem("pyverbs.device"),
+        pyverbs_problem=run_script("import pyverbs.device", _IMPORT_S)[1],
     )
 
 
@@ -181,17 +179,6 @@ def _has_module(root: Path, name: str) -> bool:
     """Return True if a kernel module is loaded or built in; a built-in one shows only its device class or file."""
     marks = {"ib_uverbs": "sys/class/infiniband_verbs", "rdma_ucm": "dev/infiniband/rdma_cm"}
     return (root / "sys/module" / name).is_dir() or (root / marks[name]).exists()
-
-
-def _import_problem(module: str) -> str:
-    """Return the error of importing a module in a child process, since it loads a driver's library; "" on success."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=_IMPORT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1] if done.returncode else ""
 
 
 def checks(devices: Sequence[str] = ()) -> tuple[Check, ...]:
