@@ -56,28 +56,28 @@ class MembersOnly(grpc.aio.ServerInterceptor):
         return None if handler is None else self._guarded(handler)
 
     def _guarded(self, handler: Any) -> "Handler":
-        asked = "stream" if handler.request_streaming else "unary"
+        request_kind = "stream" if handler.request_streaming else "unary"
         answered = "stream" if handler.response_streaming else "unary"
-        behaviour = getattr(handler, f"{asked}_{answered}")
+        behaviour = getattr(handler, f"{request_kind}_{answered}")
 
-        async def whole(request: Any, context: Context) -> Any:
+        async def unary(request: Any, context: Context) -> Any:
             await self._check(context)
             return await behaviour(request, context)
 
-        async def step_by_step(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def streaming(request: Any, context: Context) -> AsyncIterator[Any]:
             await self._check(context)
             async with contextlib.aclosing(behaviour(request, context)) as answers:
                 async for answer in answers:
                     yield answer
 
-        guarded = step_by_step if inspect.isasyncgenfunction(behaviour) else whole
-        make: Callable[..., Handler] = getattr(grpc, f"{asked}_{answered}_rpc_method_handler")
+        guarded = streaming if inspect.isasyncgenfunction(behaviour) else unary
+        make: Callable[..., Handler] = getattr(grpc, f"{request_kind}_{answered}_rpc_method_handler")
         return make(guarded, handler.request_deserializer, handler.response_serializer)
 
     async def _check(self, context: Context) -> None:
-        shown = [name.decode() for name in context.auth_context().get("peer_dns", ())]
-        if not carries(shown, self._name):
-            reason = f"the certificate is for {', '.join(shown) or 'no DNS name'}, not for {self._name!r}"
+        names = [name.decode() for name in context.auth_context().get("peer_dns", ())]
+        if not carries(names, self._name):
+            reason = f"the certificate is for {', '.join(names) or 'no DNS name'}, not for {self._name!r}"
             _log.warning("refused a call from %s: %s", context.peer(), reason)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 

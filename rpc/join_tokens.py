@@ -49,20 +49,20 @@ class JoinTokens:
     def newest(self) -> str:
         """Token to send with a call that begins now."""
         with self._lock:
-            self._look()
+            self._check_file()
             return self._tokens[0]
 
     def knows(self, token: str) -> bool:
         """Return True if the token is valid; takes constant time."""
         shown = _hash(token)
         with self._lock:
-            self._look()
+            self._check_file()
             found = False
             for known in self._hashes:
                 found |= hmac.compare_digest(shown, known)
             return found
 
-    def _look(self) -> None:
+    def _check_file(self) -> None:
         """Check the file for changes, at a limited rate: there may be thousands of calls per second."""
         now_s = time.monotonic()
         if now_s < self._next_look_s:
@@ -134,7 +134,7 @@ class TokensOnly(grpc.aio.ServerInterceptor):
 
     def __init__(self, tokens: JoinTokens) -> None:
         self._tokens = tokens
-        self._num_untold = 0
+        self._num_unlogged = 0
         self._next_line_s = 0.0
 
     async def intercept_service(
@@ -154,19 +154,19 @@ class TokensOnly(grpc.aio.ServerInterceptor):
         """Return a streaming handler that rejects the call; with a unary one gRPC would first read up to 256 MiB."""
 
         async def refuse(requests: Any, context: Any) -> None:
-            self._tell(str(context.peer()), reason)
+            self._log_rejection(str(context.peer()), reason)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _tell(self, peer: str, reason: str) -> None:
+    def _log_rejection(self, peer: str, reason: str) -> None:
         """Log a rejection, at most once in ten seconds."""
         now_s = time.monotonic()
         if now_s < self._next_line_s:
-            self._num_untold += 1
+            self._num_unlogged += 1
             return
-        more = f"; {self._num_untold} more since the last such line" if self._num_untold else ""
-        self._num_untold, self._next_line_s = 0, now_s + _LOG_EVERY_S
+        more = f"; {self._num_unlogged} more since the last such line" if self._num_unlogged else ""
+        self._num_unlogged, self._next_line_s = 0, now_s + _LOG_EVERY_S
         _log.warning("refused a call from %s: %s%s", peer, reason, more)
 
 

@@ -42,7 +42,7 @@ _LABELLED: Final = tuple(
     )
 )
 # Not exported: sums of labelled series, and numbers that the pool's policy and its shell both count.
-_TOLD_OTHERWISE: Final = {
+_NOT_EXPORTED: Final = {
     *("pool_evicted_blocks", "pool_lost_blocks"),
     *("pool_promoted_blocks", "pool_load_failed_blocks", "pool_ssd_stored_blocks", "pool_ssd_failed_blocks"),
 }
@@ -73,7 +73,7 @@ class Series:
 @lru_cache(maxsize=4096)
 def series_of(name: str) -> Series | None:
     """Return the series of a reported name; None if another series covers it."""
-    if name in _TOLD_OTHERWISE:
+    if name in _NOT_EXPORTED:
         return None
     for pattern, family, scale in _LABELLED:
         if found := pattern.fullmatch(name):

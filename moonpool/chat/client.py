@@ -144,13 +144,13 @@ def _take(data: str, now_s: float, answer: ChatAnswer, on_text: Callable[[str], 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
     text = (await response.content.read(_ERROR_NBYTES)).decode("utf-8", "replace")
-    said = f"HTTP {response.status}: {error_message(text)}"
+    reason = f"HTTP {response.status}: {error_message(text)}"
     if response.status in (401, 403):
-        return f"{said}; give the key with --api-key"
+        return f"{reason}; give the key with --api-key"
     if "context_length_exceeded" in text:
-        return f"{said}; /undo or /reset makes the conversation shorter"
+        return f"{reason}; /undo or /reset makes the conversation shorter"
     again = response.headers.get("Retry-After")
-    return f"{said}; retry in {again} s" if again else said
+    return f"{reason}; retry in {again} s" if again else reason
 
 
 def _object(value: Any) -> dict[str, Any]:

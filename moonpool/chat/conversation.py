@@ -72,10 +72,10 @@ class Conversation:
 
     def messages(self, question: str = "") -> list[Message]:
         """Return all turns as OpenAI's messages, followed by a new question if one is given."""
-        said = [{"role": "system", "content": self.system}] if self.system else []
+        found = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
-            said += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
-        return [*said, {"role": "user", "content": question}] if question else said
+            found += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+        return [*found, {"role": "user", "content": question}] if question else found
 
     def add(self, question: str, answer: str) -> None:
         """Append a turn."""
@@ -94,20 +94,20 @@ class Conversation:
         """Parse the text of `to_json`. Raises ChatFileError unless questions and answers alternate."""
         try:
             messages = json.loads(text)["messages"]
-            said = [(str(message["role"]), _content(message)) for message in messages]
+            pairs = [(str(message["role"]), _content(message)) for message in messages]
         except (ValueError, KeyError, TypeError) as error:
             raise ChatFileError(
                 f"a saved conversation must be a JSON object with messages that each have a role and a content, got "
                 f"{error!r}"
             ) from error
-        system = said.pop(0)[1] if said and said[0][0] == "system" else ""
-        roles = [role for role, _ in said]
-        if roles != ["user", "assistant"] * (len(said) // 2):
+        system = pairs.pop(0)[1] if pairs and pairs[0][0] == "system" else ""
+        roles = [role for role, _ in pairs]
+        if roles != ["user", "assistant"] * (len(pairs) // 2):
             raise ChatFileError(
                 f"messages must alternate between user and assistant, after at most one system message, got "
                 f"{', '.join(roles)}"
             )
-        contents = [content for _, content in said]
+        contents = [content for _, content in pairs]
         return cls(system, [ChatTurn(q, a) for q, a in zip(contents[::2], contents[1::2], strict=True)])
 
 

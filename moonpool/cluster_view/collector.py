@@ -108,13 +108,13 @@ async def validate_cluster(located: Located, *, admin_key: str = "") -> list[Val
     A process that does not answer is a result with a problem. `admin_key` is for API servers that require one.
     """
     cluster = await ask_cluster(located.conductor)
-    asked = [_validate(name, "conductor", target, ConductorStub) for name, target in conductors_of(located).items()]
-    asked += [
+    calls = [_validate(name, "conductor", target, ConductorStub) for name, target in conductors_of(located).items()]
+    calls += [
         _validate(item.node.node_id, role_name(item.node.role), item.node.target, _stub_of(item))
         for item in cluster.nodes
     ]
-    asked += [_validate_frontend(url, admin_key) for url in located.urls]
-    answers = list(await asyncio.gather(*asked))
+    calls += [_validate_frontend(url, admin_key) for url in located.urls]
+    answers = list(await asyncio.gather(*calls))
     answered = {answer.node_id for answer in answers}
     started = located.ready.nodes.items() if located.ready is not None else ()
     return answers + [

@@ -99,9 +99,9 @@ def cluster_status(reply: conductor_pb2.ClusterReply, ready: ReadyFile | None) -
     joined = {item.node.node_id: item for item in reply.nodes}
     started = ready.nodes if ready is not None else {}
     names = [*started, *(name for name in joined if name not in started)]
-    asked = next((name for name, process in started.items() if ready and process.target == ready.conductor), None)
+    conductor = next((name for name, process in started.items() if ready and process.target == ready.conductor), None)
     rows = tuple(
-        _row(name, joined.get(name), started.get(name), reply.software if name == asked else None) for name in names
+        _row(name, joined.get(name), started.get(name), reply.software if name == conductor else None) for name in names
     )
     models = {row.model: row.model in reply.ready_models for row in rows if row.model}
     share = _share(*map(sum, zip(*(_prompt_tokens(item.report.counters) for item in reply.nodes), strict=True)))

@@ -55,12 +55,12 @@ def seconds(value: float) -> str:
 
 
 def _head(record: Json) -> Iterator[Text]:
-    who = [f"model {record['model']}", *(f"class {record[key]}" for key in ("slo_class",) if key in record)]
-    who += [f"tenant {record[key]} (hashed)" for key in ("tenant",) if key in record]
+    parts = [f"model {record['model']}", *(f"class {record[key]}" for key in ("slo_class",) if key in record)]
+    parts += [f"tenant {record[key]} (hashed)" for key in ("tenant",) if key in record]
     yield Text(f"Request {record['request_id']}", style="bold")
-    yield Text(f"{time_text(record['at'])}, {', '.join(who)}")
-    asked = f"A prompt of {record['input_length']:,} tokens, at most {record['max_new_tokens']:,} requested."
-    yield Text(f"{asked} {_outcome(record)}")
+    yield Text(f"{time_text(record['at'])}, {', '.join(parts)}")
+    request = f"A prompt of {record['input_length']:,} tokens, at most {record['max_new_tokens']:,} requested."
+    yield Text(f"{request} {_outcome(record)}")
 
 
 def _outcome(record: Json) -> str:
@@ -142,14 +142,14 @@ def _predictions(considered: Json, truth: Json) -> Table:
     for name, text in (("ttft", "time to first token"), ("tbt", "time between tokens")):
         objective = considered.get(f"{name}_objective_s", 0.0)
         source = considered.get(f"{name}_from", "")
-        wanted = f"{seconds(objective)} ({_FROM.get(source, source)})" if objective else "no limit"
+        limit = f"{seconds(objective)} ({_FROM.get(source, source)})" if objective else "no limit"
         predicted = considered.get(f"{name}_s", 0.0)
         missed = objective and predicted > objective
         got = truth.get(f"{name}_s")
         table.add_row(
             text,
             Text(seconds(predicted), style="red" if missed else ""),
-            wanted,
+            limit,
             "" if got is None else Text(seconds(got), style="red" if objective and got > objective else "green"),
         )
     return table

@@ -100,7 +100,7 @@ async def _ask(located: Located, request_id: str) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for target, reply in zip(targets, replies, strict=True):
         if isinstance(reply, ControlError):
-            answers[target] = _silent(str(reply))
+            answers[target] = _unanswered(str(reply))
         elif isinstance(reply, BaseException):
             raise reply
         elif reply["log"] is not None:
@@ -117,7 +117,7 @@ async def _ask_one(target: str, request_id: str) -> Any:
     return json.loads((await call_conductor(target, "Explain", request, deadline_s=_SEARCH_DEADLINE_S)).json)
 
 
-def _silent(why: str) -> dict[str, Any]:
+def _unanswered(why: str) -> dict[str, Any]:
     return {"records": [], "oldest_at": None, "removed_files": 0, "damaged": [why], "silent": True}
 
 
@@ -207,7 +207,7 @@ def replay_decisions(
         except LogFormatError as error:
             raise DecisionLogError(str(error)) from error
         if as_json:
-            print(json.dumps(_told(compared, changed), indent=2))
+            print(json.dumps(_comparison_json(compared, changed), indent=2))
         else:
             _print(Console(highlight=False), compared, len(found) - len(whole), changed)
         raise typer.Exit(0 if changed or not any(one.num_different for one in compared) else 1)
@@ -282,7 +282,7 @@ def _kind(logged: Sequence[Decision], made: Sequence[Decision]) -> str:
     return "not about a request"
 
 
-def _told(compared: Sequence[ReplayComparison], changed: dict[str, Any]) -> dict[str, Any]:
+def _comparison_json(compared: Sequence[ReplayComparison], changed: dict[str, Any]) -> dict[str, Any]:
     return {
         "open_loop": bool(changed),
         "set": changed,
@@ -293,14 +293,14 @@ def _told(compared: Sequence[ReplayComparison], changed: dict[str, Any]) -> dict
                 "requests": one.num_decisions,
                 "different": one.num_different,
                 "kinds": dict(one.kinds),
-                "first": None if one.first is None else _step_told(one.first),
+                "first": None if one.first is None else _step_json(one.first),
             }
             for one in compared
         ],
     }
 
 
-def _step_told(step: ReplayStep) -> dict[str, Any]:
+def _step_json(step: ReplayStep) -> dict[str, Any]:
     return {
         "file": str(step.path),
         "line": step.line,

@@ -29,7 +29,7 @@ def scale(
     New workers start first; then the newest of the others are drained. Example: moonpool node scale prefill=2 decode=3
     """
     with reported_errors():
-        wanted = parse_counts(counts)
+        counts_by_role = parse_counts(counts)
         folder = run_dir
         if folder is None:
             ready = locate(conductor="", url=url, ready_file=ready_file).ready
@@ -37,7 +37,7 @@ def scale(
             folder = Path(ready.run_dir)
         from moonpool.scaling.client import ask_to_scale
 
-        asyncio.run(ask_to_scale(folder.absolute(), wanted, force=force))
+        asyncio.run(ask_to_scale(folder.absolute(), counts_by_role, force=force))
 
 
 def drain(
@@ -86,12 +86,12 @@ def switch(
 
 def parse_counts(arguments: list[str]) -> dict[str, int]:
     """Parse ROLE=COUNT texts to counts by role. Raises ConfigError."""
-    wanted: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for argument in arguments:
         role, equals, count = argument.partition("=")
         if not equals or not role or not count.isdecimal():
             raise ConfigError(f"argument must be ROLE=COUNT, such as prefill=2, got {argument!r}")
-        if role in wanted:
+        if role in counts:
             raise ConfigError(f"{role} is given twice")
-        wanted[role] = int(count)
-    return wanted
+        counts[role] = int(count)
+    return counts

@@ -384,11 +384,11 @@ def dialogues(
 def _cache_runs(
     trace: ChainedTrace, policies: Sequence[str], capacities: Sequence[int], tree: bool | None
 ) -> list[CacheRun]:
-    wanted = [(capacity, policy) for capacity in dict.fromkeys(capacities) for policy in policies]
+    pairs = [(capacity, policy) for capacity in dict.fromkeys(capacities) for policy in policies]
     runs: list[CacheRun] = []
     with progress_bar("requests") as advance:
-        for capacity, policy in wanted:
-            progress = partial(_advanced, advance, len(runs) * len(trace.chains), len(wanted) * len(trace.chains))
+        for capacity, policy in pairs:
+            progress = partial(_advanced, advance, len(runs) * len(trace.chains), len(pairs) * len(trace.chains))
             runs.append(simulate_cache(trace, policy, capacity, leaf_first=tree, progress=progress))
     return runs
 

@@ -155,7 +155,7 @@ def validate(
         else:
             table = Table("node", "role", "", "held, or problem", box=None)
             for answer in answers:
-                said = answer.problems or [f"{name} {count}" for name, count in answer.counts.items() if count]
-                table.add_row(answer.node_id, answer.role, "ok" if answer.ok else "[red]not ok[/red]", "; ".join(said))
+                texts = answer.problems or [f"{name} {count}" for name, count in answer.counts.items() if count]
+                table.add_row(answer.node_id, answer.role, "ok" if answer.ok else "[red]not ok[/red]", "; ".join(texts))
             wide_console().print(table)
         raise typer.Exit(0 if ok else 1)

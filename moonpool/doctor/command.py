@@ -92,7 +92,7 @@ def doctor(
     if conductor:
         raise typer.BadParameter("--conductor requires --cluster")
     try:
-        asked = DoctorOptions(
+        options = DoctorOptions(
             port=port,
             pool_ssd_dir=pool_ssd_dir,
             needs=frozenset(needed or ()),
@@ -102,7 +102,7 @@ def doctor(
         )
     except (ValueError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from error
-    _report(examine(all_checks(asked), asked.needs), "machine", as_json)
+    _report(examine(all_checks(options), options.needs), "machine", as_json)
 
 
 def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> list[CheckResult]:
@@ -123,20 +123,20 @@ def _report(findings: Sequence[CheckResult], what: str, as_json: bool) -> NoRetu
     raise typer.Exit(0 if ok else 1)
 
 
-def all_checks(asked: DoctorOptions) -> tuple[Check, ...]:
+def all_checks(options: DoctorOptions) -> tuple[Check, ...]:
     """Return all checks in the order of display; the pool's SSD is checked only if requested."""
-    has_pool = asked.pool_ssd_dir is not None or Purpose.POOL in asked.needs
+    has_pool = options.pool_ssd_dir is not None or Purpose.POOL in options.needs
     return (
         *software.CHECKS,
         *machine.CHECKS,
-        *machine.checks(asked.registered),
+        *machine.checks(options.registered),
         *storage.CHECKS,
-        *(storage.checks(asked.pool_ssd_dir) if has_pool else ()),
-        *network.checks(asked.port),
-        *peers.checks(asked.peers),
+        *(storage.checks(options.pool_ssd_dir) if has_pool else ()),
+        *network.checks(options.port),
+        *peers.checks(options.peers),
         *network.CHECKS,
         *gpu.CHECKS,
-        *rdma.checks(asked.rdma_devices),
+        *rdma.checks(options.rdma_devices),
         *software.EXTRA_CHECKS,
     )
 
@@ -145,8 +145,8 @@ def _show(findings: Sequence[CheckResult], what: str, ok: bool) -> None:
     console = Console(highlight=False)
     table = Table("", "", "", box=None, show_header=False, pad_edge=False)
     for finding in findings:
-        said = f"{finding.found}\n→ {finding.advice}" if finding.advice else finding.found
-        table.add_row(Text(finding.level, _STYLES[finding.level]), finding.check, Text(said))
+        text = f"{finding.found}\n→ {finding.advice}" if finding.advice else finding.found
+        table.add_row(Text(finding.level, _STYLES[finding.level]), finding.check, Text(text))
     console.print(table)
     failed = [finding.check for finding in findings if finding.level is Level.FAIL]
     console.print(f"This {what} can serve." if ok else f"This {what} cannot serve as requested: {', '.join(failed)}.")

@@ -308,10 +308,10 @@ def judge_locking(seen: Locking, needs: Needs) -> Verdict:
     limit = f"{size_text(seen.soft)} (hard limit {'unlimited' if seen.hard == -1 else size_text(seen.hard)})"
     if seen.may_exceed:
         return Level.OK, f"{limit}, which CAP_IPC_LOCK overrides", ""
-    wanted = size_text(seen.registered)
+    needed = size_text(seen.registered)
     if seen.soft >= seen.registered:
-        return Level.OK, f"{limit}, enough to register {wanted}", ""
-    advice = f"RDMA locks the memory that it registers, here {wanted}: {_CURES[seen.surroundings]}."
+        return Level.OK, f"{limit}, enough to register {needed}", ""
+    advice = f"RDMA locks the memory that it registers, here {needed}: {_CURES[seen.surroundings]}."
     return optional(needs, Purpose.RDMA), f"{limit}, in {seen.surroundings} without IPC_LOCK", advice
 
 

@@ -64,7 +64,7 @@ def greet(host: str, port: int, environ: Mapping[str, str] = os.environ, within_
 
 
 def judge_greeting(address: str, seen: Greeting) -> Verdict:
-    detail = _shown(seen.detail)
+    detail = _printable(seen.detail)
     if seen.spoken is PeerProtocol.MESSENGER and seen.loses_large:
         found = f"{address} answers a small greeting ({detail}), but not one of {_LARGE >> 10} KiB"
         return Level.FAIL, found, _LARGE_ADVICE
@@ -140,14 +140,14 @@ def _interpreted(answer: object) -> Greeting:
         return Greeting(PeerProtocol.OTHER, f"answers {answer!r}")
     if answer.code == "tls":
         return Greeting(PeerProtocol.CIPHER, answer.reason)
-    who = answer.reason.partition(" listens here")[0] if answer.code == "restarted" else answer.reason
-    return Greeting(PeerProtocol.MESSENGER, f"messenger of protocol {VERSION}, {who}")
+    name = answer.reason.partition(" listens here")[0] if answer.code == "restarted" else answer.reason
+    return Greeting(PeerProtocol.MESSENGER, f"messenger of protocol {VERSION}, {name}")
 
 
-def _shown(words: str) -> str:
+def _printable(text: str) -> str:
     """Make a received text safe for a terminal: bounded, and without control characters."""
-    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words[:_MOST_SHOWN])
-    return shown if len(words) <= _MOST_SHOWN else f"{shown}…"
+    safe = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[:_MOST_SHOWN])
+    return safe if len(text) <= _MOST_SHOWN else f"{safe}…"
 
 
 def _is_http2(beginning: bytes) -> bool:

@@ -115,8 +115,8 @@ EXTRAS: Final = (Extra("ray", "ray", "run a cluster on Ray"),)
 
 
 def observe_extra(extra: Extra) -> Package:
-    there = importlib.util.find_spec(extra.module) is not None
-    return Package(extra.name, (_version(extra.name) or "of unknown version") if there else "")
+    is_installed = importlib.util.find_spec(extra.module) is not None
+    return Package(extra.name, (_version(extra.name) or "of unknown version") if is_installed else "")
 
 
 def judge_extra(seen: Package, needs: Needs, extra: Extra) -> Verdict:

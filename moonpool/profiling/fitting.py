@@ -70,25 +70,25 @@ def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[
     measured = np.asarray(seconds, np.float64)
     scale = np.maximum(x.max(axis=0), 1e-30)
     x = x / scale
-    told = np.median(measured / x.sum(axis=1)) * x.sum(axis=1)
+    fitted = np.median(measured / x.sum(axis=1)) * x.sum(axis=1)
     found = np.zeros(x.shape[1])
     for turn in range(_ROUNDS):
-        errors = np.abs(np.log(measured / told))
+        errors = np.abs(np.log(measured / fitted))
         spread = max(_SPREAD * float(np.median(errors)), _LEAST_SPREAD)
         # First absolute errors, which outliers affect little; then Huber's, which are more efficient.
         edge = spread / 10 if turn < _ROUNDS // 2 else _HUBER * spread
         weights = np.sqrt(np.minimum(1.0, edge / np.maximum(errors, 1e-12)))
         # Relative to the geometric mean of measured and fitted: relative to measured alone, short outliers dominate.
-        usual = weights / np.sqrt(measured * told)
+        usual = weights / np.sqrt(measured * fitted)
         found = _non_negative(x * usual[:, None], measured * usual)
-        told = np.maximum(x @ found, 1e-12)
+        fitted = np.maximum(x @ found, 1e-12)
     return tuple((found / scale).tolist())
 
 
 def predicted(features: Sequence[Sequence[float]], coefficients: Sequence[float]) -> Floats:
     """Return predicted seconds, float64 [points]."""
-    told: Floats = np.asarray(features, np.float64) @ np.asarray(coefficients, np.float64)
-    return told
+    seconds: Floats = np.asarray(features, np.float64) @ np.asarray(coefficients, np.float64)
+    return seconds
 
 
 def fit_error(features: Sequence[Sequence[float]], seconds: Sequence[float], coefficients: Sequence[float]) -> FitError:

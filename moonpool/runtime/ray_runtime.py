@@ -269,8 +269,8 @@ class RayRuntime:
             near = preferred_host(plan, found_hosts, self._placed, gpu=self._gpus)
             if near is not None:
                 self._placed[node_id] = plan, near  # for the placement of nodes that start meanwhile
-            wish = {"strategy": "STRICT_PACK", "_soft_target_node_id": near}
-            found = await apart(lambda: placement_group([bundle], name=name, lifetime=lifetime, **wish))
+            preference = {"strategy": "STRICT_PACK", "_soft_target_node_id": near}
+            found = await apart(lambda: placement_group([bundle], name=name, lifetime=lifetime, **preference))
         group: PlacementGroup = found
         if node_id in self._wanted:
             self._groups[node_id] = group

@@ -73,7 +73,7 @@ def wait_for_offer(config: ServeConfig, nodes: Callable[[], Sequence[Mapping[str
     Only a `serve` that joins a cluster waits, for the start-up timeout, since it starts together with Ray's hosts.
     """
     until_s = time.monotonic() + (config.supervisor.startup_timeout_s if config.runtime.join else 0.0)
-    said = ""
+    printed = ""
     while True:
         found = hosts(nodes())
         gpus = _takes_gpus(config, found.values())
@@ -83,9 +83,9 @@ def wait_for_offer(config: ServeConfig, nodes: Callable[[], Sequence[Mapping[str
         except RayUnusable as lack:
             if time.monotonic() >= until_s:
                 raise
-            if str(lack) != said:
+            if str(lack) != printed:
                 print(f"Waiting for hosts: {lack}", file=sys.stderr, flush=True)
-            said = str(lack)
+            printed = str(lack)
         time.sleep(every_s)
 
 

@@ -44,17 +44,20 @@ def parse_bounds(given: Sequence[str], groups: Mapping[str, WorkerGroup]) -> dic
 
 
 def autoscaled(
-    bounds: Mapping[str, Bounds], groups: Mapping[str, WorkerGroup], present: Mapping[str, int], told: Sequence[Desired]
+    bounds: Mapping[str, Bounds],
+    groups: Mapping[str, WorkerGroup],
+    present: Mapping[str, int],
+    reports: Sequence[Desired],
 ) -> dict[str, int]:
     """Return the number of workers that each bounded group should have.
 
-    `told`: the need that each answering conductor reports. Each sees a part of the demand, so the largest counts;
+    `reports`: the need that each answering conductor reports. Each sees a part of the demand, so the largest counts;
     without a report the present number stays.
     """
     wanted = {}
     for name, own in bounds.items():
         group = groups[name]
-        needs = [desired.get(group.model.name, {}).get(group.role) for desired in told]
+        needs = [desired.get(group.model.name, {}).get(group.role) for desired in reports]
         need = max((count for count in needs if count is not None), default=present.get(name, 0))
         wanted[name] = min(own.most, max(own.least, need))
     return wanted
@@ -78,9 +81,9 @@ async def autoscale(
 ) -> None:
     """Follow the demand until cancelled. `scale(counts)` returns, or raises MoonpoolError, when the change is done."""
     while True:
-        told = await asyncio.gather(*map(_desired, conductors))
+        reports = await asyncio.gather(*map(_desired, conductors))
         here = present()
-        wanted = autoscaled(bounds, groups, here, [one for one in told if one is not None])
+        wanted = autoscaled(bounds, groups, here, [one for one in reports if one is not None])
         changes = {name: count for name, count in wanted.items() if count != here.get(name, 0)}
         if changes:
             say("Autoscaling: " + ", ".join(f"{name} {here.get(name, 0)} to {n}" for name, n in changes.items()))

@@ -20,13 +20,13 @@ async def ask_slo(conductor: str, *, history: int = 0) -> conductor_pb2.ShowSloR
     """Return the objectives in force. Raises ClusterNotFound if the conductor does not answer."""
     async with open_channel(conductor) as channel:
         request = conductor_pb2.ShowSloRequest(history=history)
-        return await _asked(ConductorStub(channel).ShowSlo(request), "Conductor.ShowSlo", conductor)
+        return await _call(ConductorStub(channel).ShowSlo(request), "Conductor.ShowSlo", conductor)
 
 
 async def change_slo(conductor: str, change: conductor_pb2.ChangeSloRequest) -> conductor_pb2.ChangeSloReply:
     """Change the objectives. Raises ConfigError for invalid ones, SloNotChanged, ClusterNotFound."""
     async with open_channel(conductor) as channel:
-        return await _asked(ConductorStub(channel).ChangeSlo(change), "Conductor.ChangeSlo", conductor)
+        return await _call(ConductorStub(channel).ChangeSlo(change), "Conductor.ChangeSlo", conductor)
 
 
 async def wait_until_acknowledged(conductor: str, version: int, *, wait_s: float) -> conductor_pb2.ShowSloReply:
@@ -38,24 +38,24 @@ async def wait_until_acknowledged(conductor: str, version: int, *, wait_s: float
         if not behind and not seen.trouble:
             return seen
         if time.monotonic() >= deadline_s:
-            who = ", ".join(f"{each.node_id} (version {each.version})" for each in behind)
-            said = f"not yet acknowledged by {who}" if who else f"no acknowledgement is known: {seen.trouble}"
-            raise SloNotChanged(f"version {version} is stored, but after {wait_s:g} s {said}; see `moonpool slo show`")
+            nodes = ", ".join(f"{each.node_id} (version {each.version})" for each in behind)
+            state = f"not yet acknowledged by {nodes}" if nodes else f"no acknowledgement is known: {seen.trouble}"
+            raise SloNotChanged(f"version {version} is stored, but after {wait_s:g} s {state}; see `moonpool slo show`")
         await asyncio.sleep(_POLL_S)
 
 
-async def _asked(rpc: "grpc.aio.UnaryUnaryCall[Any, T]", what: str, target: str) -> T:
+async def _call(rpc: "grpc.aio.UnaryUnaryCall[Any, T]", what: str, target: str) -> T:
     try:
         async with asyncio.timeout(_DEADLINE_S):
             return await rpc
     except TimeoutError as error:
         raise ClusterNotFound(f"the conductor at {target} does not answer in {_DEADLINE_S:g} s") from error
     except grpc.aio.AioRpcError as error:
-        told = error.details() or "refused"
+        reason = error.details() or "refused"
         if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
-            raise ConfigError(told) from error
+            raise ConfigError(reason) from error
         if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED):
-            raise SloNotChanged(told) from error
+            raise SloNotChanged(reason) from error
         raise ClusterNotFound(
             f"the conductor does not answer: {control_error(error, what=what, target=target)}"
         ) from error

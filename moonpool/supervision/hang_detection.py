@@ -71,19 +71,21 @@ def _serves(state: NodeState) -> bool:
 
 async def _silent(states: list[NodeState], conductors: Mapping[str, str], url: str) -> set[str]:
     workers = {state.node_id for state in states if _serves(state) and state.role not in ("conductor", "frontend")}
-    told, frontend_lives = await asyncio.gather(asyncio.gather(*map(_heard, conductors.values())), _frontend_lives(url))
-    heard = dict(zip(conductors, told, strict=True))
-    silent = {name for name, joined in heard.items() if joined is None} | (set() if frontend_lives else {"frontend"})
-    if len(silent & heard.keys()) == len(heard):  # without a conductor, the state of the others is unknown
+    answers, frontend_lives = await asyncio.gather(
+        asyncio.gather(*map(_reporting, conductors.values())), _frontend_lives(url)
+    )
+    joined = dict(zip(conductors, answers, strict=True))
+    silent = {name for name, nodes in joined.items() if nodes is None} | (set() if frontend_lives else {"frontend"})
+    if len(silent & joined.keys()) == len(joined):  # without a conductor, the state of the others is unknown
         return silent
-    return silent | workers.difference(*(joined for joined in heard.values() if joined is not None))
+    return silent | workers.difference(*(nodes for nodes in joined.values() if nodes is not None))
 
 
 async def _frontend_lives(url: str) -> bool:
     return not url or await is_alive(url, _ANSWER_S)
 
 
-async def _heard(conductor: str) -> set[str] | None:
+async def _reporting(conductor: str) -> set[str] | None:
     """Return the nodes that report, and all that drain; None if the conductor does not answer."""
     try:
         cluster = await ask_conductor(conductor, deadline_s=_ANSWER_S)

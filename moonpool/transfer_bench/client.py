@@ -64,16 +64,16 @@ class BenchSession:
         await asyncio.to_thread(probe, self._host, self._port, f"start `{LISTEN_COMMAND}` there")
         self._channel = open_channel(self._target)
         self._stream = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")()
-        told = await self._ask({"version": VERSION, "node_id": self.node_id, "region_nbytes": region_nbytes})
-        endpoint = Endpoint.from_proto(common_pb2.Endpoint.FromString(bytes.fromhex(told["endpoint"])))
-        if told["wildcard"]:
+        reply = await self._ask({"version": VERSION, "node_id": self.node_id, "region_nbytes": region_nbytes})
+        endpoint = Endpoint.from_proto(common_pb2.Endpoint.FromString(bytes.fromhex(reply["endpoint"])))
+        if reply["wildcard"]:
             endpoint = replace(endpoint, tcp_host=self._host)
-        return ServerFacts(endpoint, RemoteKey.unpack(bytes.fromhex(told["key"])), told["host"], told["cores"])
+        return ServerFacts(endpoint, RemoteKey.unpack(bytes.fromhex(reply["key"])), reply["host"], reply["cores"])
 
     async def hash_of(self, shape: BatchShape, base: int) -> str:
         """Return `hash_of` of the server's memory."""
-        asked = {"ask": "hash", "slice_nbytes": shape.slice_nbytes, "slices": shape.slices, "base": base}
-        return str((await self._ask(asked))["hash"])
+        request = {"ask": "hash", "slice_nbytes": shape.slice_nbytes, "slices": shape.slices, "base": base}
+        return str((await self._ask(request))["hash"])
 
     async def settle(self) -> VerifiedBatches:
         """Wait until all received batches are compared; return the report since the last call."""
@@ -96,10 +96,10 @@ class BenchSession:
             ) from error
         if not isinstance(answer, bytes):
             raise TransferBenchFailed(f"the other side at {self._target} ended the session")
-        told: dict[str, Any] = json.loads(answer)
-        if "refused" in told:
-            raise TransferBenchFailed(f"the other side at {self._target} rejects the session: {told['refused']}")
-        return told
+        reply: dict[str, Any] = json.loads(answer)
+        if "refused" in reply:
+            raise TransferBenchFailed(f"the other side at {self._target} rejects the session: {reply['refused']}")
+        return reply
 
     @property
     def _named(self) -> dict[str, Any]:

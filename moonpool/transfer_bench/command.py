@@ -133,13 +133,13 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 def tls_of(cert: Path | None, key: Path | None, ca: Path | None, name: str) -> TlsSettings:
     """Return the flags' values, otherwise those of MOONPOOL_TLS_* and MOONPOOL_CONFIG. Raises InvalidSetting."""
-    said = settings_of_environment().tls
+    configured = settings_of_environment().tls
     return replace(
-        said,
-        tls_cert=cert or said.tls_cert,
-        tls_key=key or said.tls_key,
-        tls_ca=ca or said.tls_ca,
-        tls_name=name or said.tls_name,
+        configured,
+        tls_cert=cert or configured.tls_cert,
+        tls_key=key or configured.tls_key,
+        tls_ca=ca or configured.tls_ca,
+        tls_name=name or configured.tls_name,
     )
 
 
@@ -156,7 +156,7 @@ def _listen(host: str, port: int, data_port: int, tls: TlsSettings, as_json: boo
         tls=tls,
     )
 
-    who = "Clients with a certificate of the CA" if tls.tls_cert else "All clients that can reach these ports"
+    clients = "Clients with a certificate of the CA" if tls.tls_cert else "All clients that can reach these ports"
 
     def on_listening(listening: Listening) -> None:
         if as_json:
@@ -164,8 +164,9 @@ def _listen(host: str, port: int, data_port: int, tls: TlsSettings, as_json: boo
             return
         print(
             f"Listening at {listening.target}, the bytes at port {listening.data_port}: open both in firewalls.\n"
-            f"On the other host: moonpool bench messenger --to {_shown(host)}:{listening.target.rpartition(':')[2]}\n"
-            f"{who} may use memory here. Ctrl-C stops it.",
+            f"On the other host: moonpool bench messenger --to {_bracketed(host)}:"
+            f"{listening.target.rpartition(':')[2]}\n"
+            f"{clients} may use memory here. Ctrl-C stops it.",
             flush=True,
         )
 
@@ -173,7 +174,7 @@ def _listen(host: str, port: int, data_port: int, tls: TlsSettings, as_json: boo
     run(serve_bench(host, port, config, stop, on_listening), stop=stop)
 
 
-def _shown(host: str) -> str:
+def _bracketed(host: str) -> str:
     return "THIS_HOST" if host in WILDCARDS else host
 
 

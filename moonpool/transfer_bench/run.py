@@ -168,10 +168,10 @@ def _child(tls: TlsSettings) -> Iterator[int]:
         assert child.stdout is not None
         # The line arrives whole, or the child has ended.
         ready, _, _ = select.select([child.stdout], [], [], START_TIMEOUT_S)
-        told = child.stdout.readline() if ready else ""
-        if not told.startswith("{"):
+        line = child.stdout.readline() if ready else ""
+        if not line.startswith("{"):
             raise TransferBenchFailed(f"the other side did not start; see above, or run: {' '.join(command)}")
-        yield int(json.loads(told)["target"].rpartition(":")[2])
+        yield int(json.loads(line)["target"].rpartition(":")[2])
     finally:
         child.send_signal(signal.SIGTERM)
         try:
