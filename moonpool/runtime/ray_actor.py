@@ -5,7 +5,7 @@ the role again. The role's output is kept until it is fetched. The caller may di
 running role. An actor without a caller drains its role after a while and leaves Ray (`watch`).
 
 Threads: Ray calls the actor's methods on several threads; the loop's thread owns the child process; a watching thread
-ends an orphan. `_starting` serialises starts; `_Life._news` guards a life's events.
+ends an orphan. `_starting` serialises starts; `_Life._new_events` guards a life's events.
 """
 
 import asyncio
@@ -185,7 +185,7 @@ class RoleActor:
             self._heard_s = time.monotonic()
             if not (adopt and self._life.runs and _same(self._start, (plan, place))):
                 self._begin(plan, place)
-            return self._life.begun(self._lives)
+            return self._life.started(self._lives)
 
     def _begin(self, plan: tuple[str, str, dict[str, Any], dict[str, str]], place: "ActorPlacement") -> None:
         node_id, role, settings, env = plan
@@ -215,11 +215,11 @@ class RoleActor:
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Compare starts without the worker's number, which matters only without Ray."""
 
-    def known(start: tuple[Any, ...]) -> tuple[Any, ...]:
+    def comparable(start: tuple[Any, ...]) -> tuple[Any, ...]:
         (node_id, role, settings, env), place = start
         return node_id, role, {**settings, "worker_index": 0}, env, place
 
-    return bool(one) and known(one) == known(other)
+    return bool(one) and comparable(one) == comparable(other)
 
 
 class _Life:
@@ -229,44 +229,44 @@ class _Life:
         self.child: Child | None = None
         self._prints_as = prints_as
         self._ready: Any = None
-        self._news = threading.Condition()
+        self._new_events = threading.Condition()
         self._events: list[Event] = []
-        self._num_heard = 0  # events before those that are kept
+        self._num_dropped = 0  # events before those that are kept
 
     @property
     def runs(self) -> bool:
         return self.child is not None and not self.child.ended.done()
 
-    def begun(self, number: int) -> "StartedLife":
+    def started(self, number: int) -> "StartedLife":
         """Return what a new caller needs to follow this life."""
         assert self.child is not None
-        with self._news:
-            return StartedLife(number, self.child.pid, self._num_heard, self._ready)
+        with self._new_events:
+            return StartedLife(number, self.child.pid, self._num_dropped, self._ready)
 
-    def tell(self, kind: str, what: Any) -> None:
+    def add_event(self, kind: str, what: Any) -> None:
         if kind == "line" and self._prints_as:  # Ray logs its workers' output
             print(f"[{self._prints_as}] {what}", flush=True)
-        with self._news:
+        with self._new_events:
             if kind == "ready":
                 self._ready = what
             self._events.append((kind, what))
             if len(self._events) > _MOST_EVENTS:
                 del self._events[0]
-                self._num_heard += 1
-            self._news.notify_all()
+                self._num_dropped += 1
+            self._new_events.notify_all()
 
     def follow(self, after: int, wait_s: float) -> tuple[int, list[Event]]:
-        with self._news:
+        with self._new_events:
             # The caller has all earlier events: a role may run for months.
-            del self._events[: max(0, after - self._num_heard)]
-            self._num_heard = max(after, self._num_heard)
-            self._news.wait_for(lambda: bool(self._events), wait_s)
-            return self._num_heard + len(self._events), list(self._events)
+            del self._events[: max(0, after - self._num_dropped)]
+            self._num_dropped = max(after, self._num_dropped)
+            self._new_events.wait_for(lambda: bool(self._events), wait_s)
+            return self._num_dropped + len(self._events), list(self._events)
 
-    def over(self, ended: "asyncio.Task[int]") -> None:
+    def on_end(self, ended: "asyncio.Task[int]") -> None:
         if self.child is not None and self.child.drained:
-            self.tell("drained", None)
-        self.tell("end", ended.result() if ended.exception() is None else 1)
+            self.add_event("drained", None)
+        self.add_event("end", ended.result() if ended.exception() is None else 1)
 
 
 async def _replace(former: _Life, life: _Life, plan: ChildPlan) -> int:
@@ -277,8 +277,8 @@ async def _replace(former: _Life, life: _Life, plan: ChildPlan) -> int:
     life.child = await Child.start(
         plan,
         None,
-        on_ready=lambda announcement: life.tell("ready", announcement),
-        on_line=lambda line: life.tell("line", line),
+        on_ready=lambda announcement: life.add_event("ready", announcement),
+        on_line=lambda line: life.add_event("line", line),
     )
-    life.child.ended.add_done_callback(life.over)
+    life.child.ended.add_done_callback(life.on_end)
     return life.child.pid

@@ -17,12 +17,12 @@ from moonpool.supervision.child import TAIL_LINES, LogFile
 T = TypeVar("T")
 
 
-async def apart(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+async def on_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """Run a blocking call on a thread and await its result; it continues if the caller is cancelled."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def tell(put: Callable[[Any], None], what: Any) -> None:
+    def resolve(put: Callable[[Any], None], what: Any) -> None:
         if not done.done():
             put(what)
 
@@ -32,7 +32,7 @@ async def apart(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         except BaseException as error:
             outcome = (done.set_exception, error)
         try:
-            loop.call_soon_threadsafe(tell, *outcome)
+            loop.call_soon_threadsafe(resolve, *outcome)
         except RuntimeError:  # the loop is closed, so no caller waits
             pass
 
@@ -40,7 +40,7 @@ async def apart(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
     return await done
 
 
-class Errands:
+class BackgroundCalls:
     """Background calls whose outcome does not matter; `wait` joins those in progress."""
 
     def __init__(self) -> None:
@@ -141,11 +141,11 @@ class RayLife:
             return LOST_EXIT_CODE
 
     async def _live(self) -> int:
-        begun = await self._begin(self._say)
-        if begun is None:
+        started = await self._begin(self._say)
+        if started is None:
             self.drained = True
             return 0
-        self._actor, life = begun
+        self._actor, life = started
         self.pid, after = life.pid, life.after
         if life.ready is not None:
             self._on_ready(life.ready)
@@ -182,7 +182,7 @@ class RayLife:
             self._send(self._actor, kill=True)
             await asyncio.wait([self._living], timeout=_KILL_S)
             if not self._living.done():
-                self._apart(apart(self._actor.kill))
+                self._in_background(on_thread(self._actor.kill))
                 await asyncio.wait([self._living], timeout=_KILL_S)
         self._living.cancel()
 
@@ -193,9 +193,9 @@ class RayLife:
             except ActorLost:
                 pass  # then the role is lost, too
 
-        self._apart(send())
+        self._in_background(send())
 
-    def _apart(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)

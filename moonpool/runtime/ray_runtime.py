@@ -36,7 +36,7 @@ from moonpool.runtime.ray_hosts import (
     located,
     preferred_host,
 )
-from moonpool.runtime.ray_life import ActorAway, ActorLost, Errands, RayLife, apart
+from moonpool.runtime.ray_life import ActorAway, ActorLost, BackgroundCalls, RayLife, on_thread
 from moonpool.supervision.child import LogFile
 from moonpool.supervision.run_dir import default_run_dir
 
@@ -126,7 +126,7 @@ class RayRuntime:
         self._placed: dict[str, tuple[RolePlan, str]] = {}  # workers, and Ray's ids of their hosts
         self._wanted: set[str] = set()  # nodes that were launched and not released
         self._unheard: set[str] = set()  # nodes that may still run although their last life was given up
-        self._errands = Errands()
+        self._background = BackgroundCalls()
         self._making: set[asyncio.Task[Any]] = set()
 
     def find(self) -> None:
@@ -202,18 +202,18 @@ class RayRuntime:
         self._placed.pop(node_id, None)
         handle, group = self._actors.pop(node_id, None), self._groups.pop(node_id, None)
         if handle is not None:
-            self._errands.run(handle.kill, for_good=True)
+            self._background.run(handle.kill, for_good=True)
         if group is not None:
-            self._errands.run(remove_placement_group, group)
+            self._background.run(remove_placement_group, group)
 
     def close(self) -> None:
         """Release everything to Ray, except nodes that outlive `serve`."""
         if self.outlives:
-            self._errands.wait()
+            self._background.wait()
             return
         for node_id in [*self._actors, *self._groups]:
             self.release(node_id)
-        self._errands.wait()
+        self._background.wait()
 
     async def _begin_worker(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[ActorHandle, StartedLife]:
         bundle = bundle_of(plan, gpu=self._gpus)
@@ -221,10 +221,10 @@ class RayRuntime:
         if host is None:
             group = self._groups.get(plan.node_id)
             if group is None:
-                group = await self._whole(self._make_group(plan, bundle))
+                group = await self._uninterrupted(self._make_group(plan, bundle))
             host = self._known[plan.node_id] = await self._host_of(group, bundle, say)
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-            await self._whole(self._make_actor(plan, bundle, where))
+            await self._uninterrupted(self._make_actor(plan, bundle, where))
         self._placed[plan.node_id] = plan, host.ray_node_id
         pool = await self._pool_on(host)
         handle = self._actors[plan.node_id]
@@ -244,7 +244,7 @@ class RayRuntime:
                 return None
             self._known[plan.node_id] = host
             where = NodeAffinitySchedulingStrategy(host.ray_node_id, soft=False)
-            await self._whole(self._make_actor(plan, {POOL_RESOURCE: 1.0}, where))
+            await self._uninterrupted(self._make_actor(plan, {POOL_RESOURCE: 1.0}, where))
         handle = self._actors[plan.node_id]
         if not place.listens:  # workers use this address over all its lives
             place.listen(f"{_bracketed(host.address)}:{await handle.call_back('free_port', host.address)}")
@@ -252,7 +252,7 @@ class RayRuntime:
         settings = located(plan, host, target=target, pool="", gpu=False, threads=0)
         return handle, await self._start(handle, plan, settings, host, say)
 
-    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _uninterrupted(self, work: Coroutine[Any, Any, T]) -> T:
         """Finish `work` even if its caller is cancelled: what Ray creates must be known to be released."""
         making = asyncio.create_task(work)
         self._making.add(making)
@@ -263,19 +263,19 @@ class RayRuntime:
         """Create the node's placement group, preferably on the best host, which others may take."""
         node_id, name = plan.node_id, f"{self._name}-{plan.node_id}"
         lifetime = "detached" if self.outlives else None
-        found: Any = await apart(_group_named, name) if self.outlives else None  # left by an interrupted `serve`
+        found: Any = await on_thread(_group_named, name) if self.outlives else None  # left by an interrupted `serve`
         if found is None:
             found_hosts = await self._hosts()
             near = preferred_host(plan, found_hosts, self._placed, gpu=self._gpus)
             if near is not None:
                 self._placed[node_id] = plan, near  # for the placement of nodes that start meanwhile
             preference = {"strategy": "STRICT_PACK", "_soft_target_node_id": near}
-            found = await apart(lambda: placement_group([bundle], name=name, lifetime=lifetime, **preference))
+            found = await on_thread(lambda: placement_group([bundle], name=name, lifetime=lifetime, **preference))
         group: PlacementGroup = found
         if node_id in self._wanted:
             self._groups[node_id] = group
         else:
-            self._errands.run(remove_placement_group, group)
+            self._background.run(remove_placement_group, group)
         return group
 
     async def _start(
@@ -285,9 +285,9 @@ class RayRuntime:
         self._unheard.discard(plan.node_id)
         what = (plan.node_id, plan.role, settings, environment(plan, settings))
         place = ActorPlacement(host.ray_node_id, self._folder, prints=not self._only_address)
-        begun: StartedLife = await handle.call_back("start", what, place, adopt=adopt)
-        say(f"Ray runs {plan.node_id} on {host.address} as process {begun.pid}")
-        return begun
+        life: StartedLife = await handle.call_back("start", what, place, adopt=adopt)
+        say(f"Ray runs {plan.node_id} on {host.address} as process {life.pid}")
+        return life
 
     async def _present_host(self, node_id: str) -> RayHost | None:
         """Return the host on which the node's actor runs, without asking Ray's head, which may be away."""
@@ -303,7 +303,7 @@ class RayRuntime:
     async def _host_of(self, group: PlacementGroup, bundle: dict[str, float], say: Callable[[str], None]) -> RayHost:
         """Wait until the group has a host, and return it."""
         for waited in itertools.count():
-            table = await apart(placement_group_table, group)
+            table = await on_thread(placement_group_table, group)
             if table["state"] == "CREATED":
                 host = (await self._hosts()).get(table["bundles_to_node_id"][0])
                 if host is not None:
@@ -315,7 +315,7 @@ class RayRuntime:
         raise AssertionError
 
     async def _hosts(self) -> dict[str, RayHost]:
-        return hosts(await apart(ray.nodes), self._only_address)
+        return hosts(await on_thread(ray.nodes), self._only_address)
 
     async def _pool_on(self, host: RayHost) -> str:
         """Return the gRPC address of the host's pool node; the first call starts it."""
@@ -343,12 +343,12 @@ class RayRuntime:
         if self.outlives:
             options |= {"name": f"{self._name}/{node_id}", "lifetime": "detached", "get_if_exists": True}
             orphanhood = self._orphanhood(plan, str(options["name"]))
-        made = await apart(lambda: ray.remote(RoleActor).options(**options).remote(orphanhood))
+        made = await on_thread(lambda: ray.remote(RoleActor).options(**options).remote(orphanhood))
         handle = ActorHandle(made, named=self.outlives)
         if node_id in self._wanted:
             self._actors[node_id] = handle
         else:
-            self._errands.run(handle.kill, for_good=True)
+            self._background.run(handle.kill, for_good=True)
 
     def _orphanhood(self, plan: RolePlan, actor: str) -> Orphanhood:
         """Return the rule for a node without `serve`; pool nodes outlive the workers that use them."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moonpool.runtime.ray_actor import LOST_EXIT_CODE, ActorPlacement, RoleActor, StartedLife, _Life
-from moonpool.runtime.ray_head import _address, _begun
+from moonpool.runtime.ray_head import _address, _started
 from moonpool.runtime.ray_life import ActorAway, RayLife
 from moonpool.supervision.child import ChildPlan, LogFile
 
@@ -17,14 +17,14 @@ from moonpool.supervision.child import ChildPlan, LogFile
 def test_what_a_role_said_is_told_again_until_it_was_heard_and_then_let_go() -> None:
     life = _Life()
     for number in range(3):
-        life.tell("line", number)
+        life.add_event("line", number)
     first = life.follow(0, 0.0)
     assert life.follow(0, 0.0) == first == (3, [("line", 0), ("line", 1), ("line", 2)])  # the answer may be lost
-    life.tell("end", 0)
+    life.add_event("end", 0)
     assert life.follow(3, 0.0) == (4, [("end", 0)])
     assert life._events == [("end", 0)]
     assert life.follow(4, 0.0) == (4, [])
-    waiting = threading.Timer(0.01, life.tell, ("line", "late"))
+    waiting = threading.Timer(0.01, life.add_event, ("line", "late"))
     waiting.start()
     assert life.follow(4, 60.0) == (5, [("line", "late")])
     waiting.join()
@@ -35,9 +35,9 @@ def test_a_role_that_nobody_listens_to_keeps_its_last_words_and_its_announcement
 ) -> None:
     monkeypatch.setattr("moonpool.runtime.ray_actor._MOST_EVENTS", 3)
     life = _Life()
-    life.tell("ready", {"target": "h:1"})
+    life.add_event("ready", {"target": "h:1"})
     for number in range(5):
-        life.tell("line", number)
+        life.add_event("line", number)
     assert life.follow(0, 0.0) == (6, [("line", 2), ("line", 3), ("line", 4)])
     assert life._ready == {"target": "h:1"}
 
@@ -140,6 +140,6 @@ def stop_loop(actor: RoleActor) -> None:
 def test_the_address_of_a_ray_is_found_among_what_it_says_at_once() -> None:
     told = "a notice\nMOONPOOL_RAY 127.0.0.1:1\n"
     said = f"import sys; sys.stdout.write({told!r}); sys.stdout.flush(); "
-    head = _begun([sys.executable, "-c", said + "sys.stdin.read()"])
+    head = _started([sys.executable, "-c", said + "sys.stdin.read()"])
     with head:
         assert _address(head) == "127.0.0.1:1"
