@@ -13,7 +13,7 @@ MoonpoolError               1
 ├── DrainRefused            1  the node cannot be drained, or is unknown
 ├── ClusterNotFound         1  no running cluster was found, or it does not answer
 ├── SloNotChanged           1  objectives were not changed: a concurrent change, or no store
-├── PoolNotAsked            1  a pool node did not answer, or rejected the request
+├── PoolCallFailed          1  a pool node did not answer, or rejected the request
 ├── DecisionLogError        1  the decision log is missing or cannot be read
 ├── ChatFailed              1  a chat cannot start, or an answer failed
 │   ├── ChatFileError       1  a conversation's file cannot be read or written
@@ -79,7 +79,7 @@ class SloNotChanged(MoonpoolError):
     """A concurrent change came first, the store is unavailable, or a conductor did not apply the version in time."""
 
 
-class PoolNotAsked(MoonpoolError):
+class PoolCallFailed(MoonpoolError):
     """There is no pool node, it does not answer, or it rejects the request; the message gives the reason."""
 
 

@@ -12,7 +12,7 @@ from kvpool.handles import Flushed, Verified
 from moonpool.cluster_view.collector import ANSWER_DEADLINE_S, ask_cluster
 from moonpool.cluster_view.pool_status import PoolNodeStatus, PoolStatus, node_status, pool_status, unreachable_node
 from moonpool.cluster_view.reply import is_pool
-from moonpool.errors import ConfigError, PoolNotAsked
+from moonpool.errors import ConfigError, PoolCallFailed
 from moonpool_proto.v1 import conductor_pb2
 from rpc.errors import NetworkError
 
@@ -39,19 +39,19 @@ async def ask_pool_status(conductor: str) -> PoolStatus:
 async def pool_nodes(conductor: str, node_id: str = "") -> dict[str, str]:
     """Return the pool nodes' addresses by id, or only that of `node_id`.
 
-    Raises ClusterNotFound, ConfigError for an unknown id, PoolNotAsked if there is no pool node.
+    Raises ClusterNotFound, ConfigError for an unknown id, PoolCallFailed if there is no pool node.
     """
     reply = await ask_cluster(conductor)
     known = {item.node.node_id: item.node.target for item in reply.nodes if is_pool(item)}
     if not known:
-        raise PoolNotAsked("no pool node has joined the cluster")
+        raise PoolCallFailed("no pool node has joined the cluster")
     if node_id and node_id not in known:
         raise ConfigError(f"--node must be one of {', '.join(sorted(known))}, got {node_id!r}")
     return {name: known[name] for name in sorted(known) if name == (node_id or name)}
 
 
 async def inspect_key(nodes: dict[str, str], key_prefix: bytes) -> list[FoundBlock]:
-    """Return every copy of the blocks whose key starts with the prefix. Raises PoolNotAsked."""
+    """Return every copy of the blocks whose key starts with the prefix. Raises PoolCallFailed."""
 
     async def inspect(client: PoolClient) -> list[dict[str, Any]]:
         return await client.inspect(key_prefix, deadline_s=_INSPECT_DEADLINE_S)
@@ -61,19 +61,19 @@ async def inspect_key(nodes: dict[str, str], key_prefix: bytes) -> list[FoundBlo
 
 
 async def flush_nodes(nodes: dict[str, str], *, dram_only: bool) -> dict[str, Flushed]:
-    """Remove all blocks that are not in use from the nodes. Raises PoolNotAsked."""
+    """Remove all blocks that are not in use from the nodes. Raises PoolCallFailed."""
     return await _each(nodes, lambda client: client.flush(dram_only=dram_only))
 
 
 async def verify_nodes(nodes: dict[str, str]) -> AsyncIterator[tuple[str, Verified]]:
-    """Verify one node after the other and yield its progress. Raises PoolNotAsked."""
+    """Verify one node after the other and yield its progress. Raises PoolCallFailed."""
     for node_id, target in nodes.items():
         async with _client(target) as client:
             try:
                 async for done in client.verify():
                     yield node_id, done
             except (KvPoolError, NetworkError) as error:
-                raise PoolNotAsked(f"{node_id}: {error}") from error
+                raise PoolCallFailed(f"{node_id}: {error}") from error
 
 
 async def _status(item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterReply) -> PoolNodeStatus:
@@ -85,14 +85,14 @@ async def _status(item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterRe
 
 
 async def _each(nodes: dict[str, str], ask: Callable[[PoolClient], Awaitable[T]]) -> dict[str, T]:
-    """Ask all nodes at once. Raises PoolNotAsked, naming the node that failed."""
+    """Ask all nodes at once. Raises PoolCallFailed, naming the node that failed."""
 
     async def one(node_id: str, target: str) -> T:
         async with _client(target) as client:
             try:
                 return await ask(client)
             except (KvPoolError, NetworkError) as error:
-                raise PoolNotAsked(f"{node_id}: {error}") from error
+                raise PoolCallFailed(f"{node_id}: {error}") from error
 
     answers = await asyncio.gather(*(one(*node) for node in nodes.items()))
     return dict(zip(nodes, answers, strict=True))
