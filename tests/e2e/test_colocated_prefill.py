@@ -60,6 +60,6 @@ async def test_under_a_burst_some_prompts_are_computed_on_the_decode_node(
     await cluster.validate()
     told = await asyncio.to_thread(run, "explain", here[0].body["id"], "--log", str(log))
     assert "and decode there" in " ".join(told.split())
-    assert "It was done." in " ".join(told.split())
+    assert "It was chosen." in " ".join(told.split())
     replayed = await asyncio.to_thread(run, "replay-decisions", str(log))
     assert "the same decisions" in replayed
