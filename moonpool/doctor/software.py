@@ -23,7 +23,6 @@ KERNELS: Final = (  # modules whose functions numba compiles and caches
     "conductor/policy/kernels.py",
     "conductor/policy/lengths.py",
     "conductor/policy/placement/decode.py",
-    "conductor/policy/requests.py",
     "engine/kernels.py",
     "engine/sampling_kernels.py",
     "kvpool/digest_kernels.py",

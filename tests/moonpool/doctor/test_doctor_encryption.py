@@ -54,7 +54,7 @@ def test_an_incomplete_setting_fails(tls_settings: TlsSettings) -> None:
     del environ["MOONPOOL_TLS_CA"]
     level, found, _ = judge_key_material(observe_key_material(environ), frozenset())
     assert level is Level.FAIL
-    assert "tls_ca not set" in found
+    assert "tls_ca must be set" in found
 
 
 def test_a_key_that_others_can_read_is_warned_of(tls_settings: TlsSettings) -> None:
