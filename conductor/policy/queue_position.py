@@ -18,9 +18,9 @@ __all__ = [
     "QueuePosition",
     "accounts",
     "accrue_endless",
-    "begun",
     "join_queue",
     "ordering_key",
+    "record_prefill_start",
     "reject_endless",
     "restore_queue_key",
 ]
@@ -119,7 +119,7 @@ def accrue_endless(now_ns: int, state: ClusterState) -> None:
             claim.charge.accrue(now_ns)
 
 
-def begun(now_ns: int, state: ClusterState, row: int) -> None:
+def record_prefill_start(now_ns: int, state: ClusterState, row: int) -> None:
     """Record that the request's prefill has begun, which advances the virtual time of its class."""
     claim, queued = state.requests.claims[row], state.requests.get
     if claim.charge is not None:

@@ -22,7 +22,7 @@ from conductor.policy.events import (
     to_ns,
 )
 from conductor.policy.placement.decode import peak_tokens
-from conductor.policy.queue_position import begun, restore_queue_key
+from conductor.policy.queue_position import record_prefill_start, restore_queue_key
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.role_plan import answered, arrived_elsewhere
 from conductor.policy.state import ClusterState, StateView
@@ -245,7 +245,7 @@ def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progre
     match progress.phase:
         case "prefill_started" if prefills_here:
             requests.column("started_ns")[row] = now_ns
-            begun(now_ns, state, row)
+            record_prefill_start(now_ns, state, row)
             requests.column("ready_ns")[row] = now_ns + requests.column("prefill_ns")[row]
             requests.column("sender")[row] = NONE
         case "prefill_ended" if prefills_here:
