@@ -1,4 +1,4 @@
-"""Which nodes could serve a request at all: role, size, exclusions. Load plays no part here."""
+"""The nodes that can serve a request by role, size and exclusions; load is not considered."""
 
 from dataclasses import dataclass
 
@@ -19,15 +19,15 @@ _LONG_AGO_NS = 1 << 62
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class FittingNodes:
-    """Where a request fits: at least one prefill (or aggregated) node, and a decode node if one of those needs it."""
+    """The nodes on which a request fits; candidates for decode only if a prefill candidate hands over."""
 
     prefill: Candidates
     decode: Candidates
-    need_tokens: int  # pages it may need where it decodes
+    need_tokens: int  # capacity in pages that it may need on its decode node, in tokens
 
 
 def find_candidates(now_ns: int, state: ClusterState, request: RequestArrived) -> FittingNodes | Reject:
-    """The nodes that can serve the request, or why there is none."""
+    """Return the nodes that can serve the request, or the rejection with the reason why none can."""
     if not state.slo.knows(request.slo_class) and not request.generated:
         return _no_class(state, request)
     model = state.nodes.model(request.model)
@@ -91,7 +91,7 @@ def _no_nodes(request: RequestArrived, message: str, may_return: bool = False) -
 
 
 def _staffed(request: RequestArrived, prefill: Candidates, decode: Candidates) -> Candidates:
-    """The prefill candidates that have whom to hand over to, or need nobody."""
+    """Return the prefill candidates that have a decode node to hand over to, or need none."""
     if decode.ids or request.max_new_tokens <= 1:
         return prefill
     return prefill.where(prefill.is_aggregated)

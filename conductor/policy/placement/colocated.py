@@ -1,15 +1,12 @@
-"""Do not disaggregate this one: a prefill on the decode node itself, where it is faster and breaks nobody's TBT.
+"""Colocated prefill: computing a prompt on the decode node itself, where that is faster and breaks no TBT objective.
 
-A second plan beside the usual one, for the `_FEW` decode nodes where the first token would come soonest: few prefills
-wait there, and nothing is handed over; but every step there is as long as a chunk and a decode step together while the
-prompt is computed. Taken for the first of them where
+It is a second plan beside the disaggregated one, for the `_FEW` decode nodes with the least TTFT. Few prefills wait
+there and no KV is handed over, but while the prompt is computed each step lasts as long as a chunk and a decode step
+together. The first of these nodes is taken that meets both conditions:
 
-- the first token comes sooner by `_GAIN` of the other plan's time at least, and the node has the pages now;
-- and those steps stay within the tightest objective for TBT, less the margin that admission keeps, of all who have
-  their place there and of the request itself; without any objective, within `_MOST_STEPS` usual steps. Where nobody has
-  a place, nobody is disturbed.
-
-Costs a few array operations where it is on, none where it is off.
+- TTFT is shorter by at least `_GAIN` of the other plan's, and the node has the pages now;
+- the longer steps stay within the tightest TBT objective, less admission's margin, of the requests on the node and of
+  the request itself; without any objective, within `_MOST_STEPS` usual steps. A node without requests meets it.
 """
 
 from dataclasses import dataclass, replace
@@ -34,9 +31,9 @@ __all__ = ["COLOCATED_OUTCOMES", "consider_colocated"]
 ColocatedOutcome = WhyNot | Literal["done", "advised"]
 COLOCATED_OUTCOMES: Final[tuple[str, ...]] = ("done", "advised", *filter(None, get_args(WhyNot)))
 
-_GAIN: Final = 0.1  # of the TTFT: predictions differ by less than they err
+_GAIN: Final = 0.1  # of the TTFT; a smaller gain is within the error of predictions
 _FEW: Final = 4
-_MOST_STEPS: Final = 4.0  # that a step beside a chunk may take, in usual steps
+_MOST_STEPS: Final = 4.0  # longest step with a chunk, in usual steps
 
 
 def consider_colocated(
@@ -158,14 +155,14 @@ def _judged(
     assert node is not None
     new_tokens = request.prompt_tokens - candidate["reuse_blocks"].item() * context.model.block_tokens
     chunk_tokens = node.chunk_tokens or new_tokens
-    if queue_s and not node.chunk_tokens:  # how much of those goes into one step nobody knows
+    if queue_s and not node.chunk_tokens:  # how many of its tokens one step takes is unknown
         return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="unknown_chunks")
-    if not plan.loads["committed"][slot]:  # nobody has pages there
+    if not plan.loads["committed"][slot]:  # no request has pages there
         return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, is_better=True)
     prefill_s += ceil(new_tokens / chunk_tokens) * decode_s
     if transfer_s + queue_s + prefill_s > most_s:
         return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="not_sooner")
-    # The last chunk attends to the most. Prompts that wait there share the chunks with this one.
+    # The last chunk attends to the most tokens. Prompts that wait there share the chunks with this one.
     chunk = min(chunk_tokens, request.prompt_tokens) if queue_s else min(chunk_tokens, new_tokens)
     step_s = decode_s + context.costs.prefill_cost_s(chunk, request.prompt_tokens - chunk, slot)
     here = np.flatnonzero(state.requests.column("decode_node") == slot).tolist()

@@ -16,7 +16,7 @@ from conductor.policy.state import ClusterState, PlacementContext
 
 __all__ = ["copy_after"]
 
-_LIKELY_USES = 2.0  # uses within the horizon from which on a prefix counts as one that comes back
+_LIKELY_USES = 2.0  # uses within the horizon from which a prefix is expected to be used again
 _HIGHEST_LOAD = 0.95  # the queue is predicted for at most this
 
 
@@ -42,7 +42,10 @@ def copy_after(context: PlacementContext, nodes: Candidates, prefixes: Prefixes,
 
 
 def _pays_fetched(context: PlacementContext, prefixes: Prefixes, scores: PrefillScores, uses: float) -> bool:
-    """The next use here would fetch again, and what this request adds is found here only behind its prefix."""
+    """Return True if a copy of the fetched prefix pays: without it the next use on this node would fetch it again.
+
+    The blocks that this request adds can be reused here only if its prefix is here, too.
+    """
     fetch_s, load_s = _reads_s(context, prefixes, scores.chosen, prefixes.num_sends)
     expected = context.state.replication.used_again + max(0.0, uses - 1) / _num_holders(prefixes)
     saved_s: float = expected * (fetch_s - load_s + scores.of_chosen("prefill_s"))
@@ -50,7 +53,7 @@ def _pays_fetched(context: PlacementContext, prefixes: Prefixes, scores: Prefill
 
 
 def _pays_ahead(context: PlacementContext, prefixes: Prefixes, scores: PrefillScores, target: int, uses: float) -> bool:
-    """Without a copy a request either waits at a holder or fetches: a copy saves the lesser of both."""
+    """Return True if a copy ahead of need pays: it saves the lesser of waiting at a holder and of fetching."""
     chosen_s: float = scores.of_chosen("prefill_s")
     load = min(_HIGHEST_LOAD, _load(context.state, prefixes, chosen_s, uses))
     # Mean wait of a queue with even service times (M/D/1), or what waits there already.

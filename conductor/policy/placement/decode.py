@@ -48,8 +48,8 @@ __all__ = [
 
 Records = NDArray[np.void]
 NOW, UNIFORM, LEARNED = range(3)
-_LONGEST_NS: Final = 86_400_000_000_000  # a wait that nobody sits out
-_NEAR_NS: Final = 1_000_000  # waits are found this exactly
+_LONGEST_NS: Final = 86_400_000_000_000  # of a wait: one day
+_NEAR_NS: Final = 1_000_000  # precision of waits
 _tbt_s: Any = numba.njit(cost_formulas.tbt_s)
 _margin: Any = numba.njit(cost_formulas.margin)
 _survival: Any = numba.njit(survival)
@@ -326,7 +326,7 @@ class DecodeChoice:
 
 
 def peak_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int) -> int:
-    """The pages a request may need, in tokens: whole blocks."""
+    """Return the capacity that a request may need, in tokens, rounded up to whole blocks."""
     return -(-(prompt_tokens + max_new_tokens) // block_tokens) * block_tokens
 
 

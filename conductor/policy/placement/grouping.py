@@ -19,8 +19,8 @@ __all__ = ["PrefillGroupPlan", "form_group"]
 
 Floats = NDArray[np.float64]
 
-# What a group's prefill takes beyond an equal part of the work: chunks wait for one another's layers and their KV
-# travels, which is a share of it; and members are asked, and the first chunk has nobody beside it.
+# Time of a group's prefill beyond an equal part of the work: a share, since chunks wait for one another's layers and
+# their KV is transferred, and a constant, since helpers are requested and the first chunk runs alone.
 _OVERHEAD_SHARE = 0.15
 _OVERHEAD_S = 0.03
 _SAME_S = 1e-6  # sums of the same times in floats and in ns differ by less
@@ -28,7 +28,7 @@ _SAME_S = 1e-6  # sums of the same times in floats and in ns differ by less
 
 @dataclass(frozen=True, slots=True)
 class PrefillGroupPlan:
-    """Helpers for a prompt, best first, and what is predicted with them."""
+    """Helpers for a prompt, best first, and the times predicted with them."""
 
     helpers: tuple[str, ...]
     share_s: float  # that each of them computes
@@ -39,11 +39,10 @@ class PrefillGroupPlan:
 def form_group(
     context: PlacementContext, places: FittingNodes, scores: PrefillScores, work_s: Floats
 ) -> PrefillGroupPlan | None:
-    """The group that reaches the first token soonest, if sooner than the chosen node alone; of equals the smallest.
+    """Return the group with the least TTFT if that is less than the chosen node's alone; of equals the smallest.
 
-    `work_s`: per candidate, all prefill work at hand there, whoever's turn it is. A helper has nobody in its line who
-    would come after this request, and is free before the chosen node would have computed all by itself: so that nobody
-    who waits now is made to wait longer.
+    `work_s` [candidates]: all prefill work placed there. A helper has no queued request that this one would precede,
+    and is free before the chosen node alone would have finished, so no queued request waits longer.
     """
     state, request, nodes, chosen = context.state, context.request, places.prefill, scores.chosen
     config, slowdowns = state.config, context.costs.slowdowns
@@ -78,7 +77,7 @@ def form_group(
 
 
 def work_at_hand_s(places: FittingNodes, loads: NDArray[np.void], group_s: Floats | None) -> Floats:
-    """Per candidate: all prefill work placed there, with what it computes for others (`group_s`, per slot)."""
+    """Return seconds of all prefill work placed on each candidate, with its parts of groups (`group_s`, per slot)."""
     slots = places.prefill.slots
     work_s: Floats = loads["queued_ns"][slots] / NS
     return work_s if group_s is None else work_s + group_s[slots]

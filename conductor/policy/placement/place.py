@@ -34,7 +34,7 @@ __all__ = [
 
 
 def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Decision]:
-    """One Place or Reject, and possibly a Copy after a Place."""
+    """Place the request: return a Place or a Reject, and possibly a Copy after a Place."""
     former = _withdraw_former(state, request)
     places = find_candidates(now_ns, state, request)
     if isinstance(places, Reject):
@@ -123,7 +123,7 @@ def _withdraw_former(state: ClusterState, request: RequestArrived) -> Claim | No
 
 
 def _idle_s(request: RequestArrived, plan: PlacementPlan, costs: ModelCosts) -> tuple[float, float]:
-    """TTFT and TBT without a queue, at the best node, with what it can reuse; in a batch of its own."""
+    """Return TTFT without a queue on the best node, reused prefix included, and TBT in a batch of one."""
     ttft_s = float((plan.scores.transfer_s + plan.scores.prefill_s).min())
     return ttft_s, tbt_s(*costs.decode, 1, request.prompt_tokens, 1)
 
@@ -156,7 +156,7 @@ def placed_by(
     considered: Considered,
     extrapolated: tuple[str, ...],
 ) -> Place:
-    """The plan as a decision."""
+    """Return the plan as a decision."""
     nodes, scores, decode = plan.places.prefill, plan.scores, plan.decode
     chosen = scores.chosen
     decodes_at = "" if decode is None or nodes.is_aggregated.item(chosen) else decode.node_id

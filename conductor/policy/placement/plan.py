@@ -57,7 +57,7 @@ class DecodePlan:
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """The best place for a request. `decode` None: it ends with its first token, on a prefill node."""
+    """Where a request would run. `decode` is None if it ends with its first token, on a prefill node."""
 
     places: FittingNodes
     curve: int  # of its answer's length
@@ -66,7 +66,7 @@ class PlacementPlan:
     prefixes: Prefixes
     scores: PrefillScores
     decode: DecodePlan | None
-    group: PrefillGroupPlan | None  # who helps the chosen node; None: nobody
+    group: PrefillGroupPlan | None  # helpers of the chosen node
     ttft_s: float  # with the wait for decode pages
 
     @property
@@ -81,12 +81,12 @@ class PlacementPlan:
 
     @property
     def prefill_s(self) -> float:
-        """For which the chosen node is busy with it."""
+        """Seconds for which the chosen node is busy with it."""
         return self.scores.of_chosen("prefill_s") if self.group is None else self.group.prefill_s
 
     @property
     def ready_s(self) -> float:
-        """Its TTFT, but for the wait for decode pages."""
+        """TTFT without the wait for decode pages."""
         return self.scores.ttft_s if self.group is None else self.group.ttft_s
 
     @property
@@ -126,7 +126,7 @@ def make_plan(context: PlacementContext, places: FittingNodes) -> PlacementPlan:
 
 
 def considered_in(context: PlacementContext, plan: PlacementPlan, objectives: EffectiveObjectives) -> Considered:
-    """The best candidates and what was predicted, where the policy explains."""
+    """Return the best candidates and the predictions, if the policy explains its decisions."""
     count = context.state.config.explain
     if not count:
         return NOTHING_CONSIDERED
@@ -148,7 +148,7 @@ def considered_in(context: PlacementContext, plan: PlacementPlan, objectives: Ef
 
 
 def ttft_with_s(context: PlacementContext, matches: PoolMatches, plan: PlacementPlan) -> float:
-    """TTFT at the best place, but for waiting for decode pages, had the pool nodes held `matches` instead."""
+    """Return the TTFT, without a wait for decode pages, as if the pool nodes had held `matches`."""
     prefixes = find_prefixes(context, matches, plan.places.prefill, plan.loads)
     return score_candidates(context, prefixes, plan.scores.queue_s).ttft_s
 

@@ -83,7 +83,7 @@ class PrefillScores:
         return self.candidates[field].item(self.chosen)
 
     def explain(self, ids: tuple[str, ...], count: int) -> tuple[PrefillScore, ...]:
-        """The terms of the `count` best candidates, best first; of equals the first."""
+        """Return the predictions of the `count` best candidates, best first; of equals the first."""
         best = np.empty(min(count, len(ids)), np.int64)
         prefill_kernels().rank_prefill(self.candidates, best)
         ranked = self.candidates[best]
@@ -160,12 +160,12 @@ def _usable_matches(context: PlacementContext, matches: PoolMatches) -> Records:
 
 
 def most_reused(context: PlacementContext) -> int:
-    """Blocks; never the whole prompt, so that at least one token is computed."""
+    """Return the most blocks to reuse: never the whole prompt, so that at least one token is computed."""
     return (context.request.prompt_tokens - 1) // context.model.block_tokens
 
 
 def replicas_used(context: PlacementContext) -> dict[str, Replica]:
-    """Per pool node: the replica whose blocks the request finds there, beside those that were there before."""
+    """Return, by pool node, the replica whose blocks the request can reuse there."""
     replication = context.state.replication
     found = ((match, replication.of(match.pool, match.replica)) for match in _usable(context))
     return {
@@ -176,9 +176,7 @@ def replicas_used(context: PlacementContext) -> dict[str, Replica]:
 
 
 def without_replicas(context: PlacementContext, replicas: Mapping[str, Replica]) -> PoolMatches:
-    """Return the blocks on pool nodes as if no Copy had been made: the blocks after a copied prefix count at its
-    source.
-    """
+    """Return the matches as if no Copy had been made; blocks after a copied prefix count at its source."""
     found = {match.pool: match for match in _usable(context)}
     without = dict(found)
     for pool, replica in replicas.items():
