@@ -10,18 +10,18 @@ from typing import Final
 _MOST_PASSES: Final = 200  # of the middle generation: about a million more objects than before
 
 
-def settle() -> None:
+def collect_and_freeze() -> None:
     """Collect now, and exempt all objects that remain from later collections."""
     gc.collect()
     gc.freeze()
 
 
-def wait_for_rest() -> None:
-    """Defer full collections to `settle_at_rest`, unless very many objects accumulate."""
+def defer_full_collections() -> None:
+    """Defer full collections to `collect_when_idle`, unless very many objects accumulate."""
     gc.set_threshold(*gc.get_threshold()[:2], _MOST_PASSES)
 
 
-def settle_at_rest() -> None:
+def collect_when_idle() -> None:
     """Collect if there are new objects; to be called when no request is running. Takes a few milliseconds."""
     if gc.get_count()[2]:
-        settle()
+        collect_and_freeze()

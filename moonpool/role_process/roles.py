@@ -14,7 +14,7 @@ from typing import Any
 
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
 from moonpool.errors import ConfigError
-from moonpool.role_process.garbage import settle, settle_at_rest, wait_for_rest
+from moonpool.role_process.garbage import collect_and_freeze, collect_when_idle, defer_full_collections
 from moonpool.supervision.child import DRAINED_LINE, READY_PREFIX
 from moonpool.transport_security import secure
 
@@ -49,7 +49,7 @@ def run_role(role: RoleCommand, config: Any) -> int:
     stop = asyncio.Event()
 
     def on_ready(target: str) -> None:
-        settle()  # objects created so far live until the end
+        collect_and_freeze()  # objects created so far live until the end
         announcement = {"node_id": node_id, "role": role.command, "target": target, "pid": os.getpid()}
         print(READY_PREFIX + json.dumps(announcement), flush=True)
 
@@ -124,8 +124,8 @@ async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_
     from frontend import serve_frontend
     from moonpool.role_configs import frontend_config
 
-    wait_for_rest()
-    await serve_frontend(frontend_config(config, node_id), stop, on_ready, settle_at_rest)
+    defer_full_collections()
+    await serve_frontend(frontend_config(config, node_id), stop, on_ready, collect_when_idle)
 
 
 # Errors of a serve function after which a retry with the same configuration cannot succeed.

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import gc, weakref
-from moonpool.role_process.garbage import settle, settle_at_rest, wait_for_rest
+from moonpool.role_process.garbage import collect_and_freeze, collect_when_idle, defer_full_collections
 
 class Node:
     pass
@@ -20,15 +20,15 @@ def count(phase, info):
     global full
     full += phase == "start" and info["generation"] == 2
 
-settle()
-wait_for_rest()
+collect_and_freeze()
+defer_full_collections()
 gc.callbacks.append(count)
 garbage = [cycle() for _ in range(100)]
 live = [[n] for n in range(300_000)]
 print("while serving", full)
-settle_at_rest()
+collect_when_idle()
 print("at rest", full, "left", sum(ref() is not None for ref in garbage), "settled", gc.get_freeze_count() > 300_000)
-settle_at_rest()
+collect_when_idle()
 print("nothing new", full)
 """
 
