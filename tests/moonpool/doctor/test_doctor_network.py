@@ -68,7 +68,7 @@ def test_ports_that_are_there_but_unusable_are_a_failure_where_rdma_is_meant(
 def test_a_device_that_is_asked_for_and_not_there_is_named(eight_by_eight: Any) -> None:
     level, found, advice = rdma.judge_ports(rdma.observe_ports(("mlx5_1", "mlx4_9"), eight_by_eight.root), FOR_RDMA)
     assert level is FAIL
-    assert "mlx5_1/1 taken: asked for" in found
+    assert "mlx5_1/1 taken: requested" in found
     assert "mlx4_9 left out: there is no such device" in found
     assert "rdma_devices" in advice
 
