@@ -1,4 +1,4 @@
-"""Configuration of one conductor process. `policy` is the part that decides."""
+"""Configuration of one conductor process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class ConductorConfig:
     """Configuration of one conductor process. Raises ConductorConfigError."""
 
     listen: ListenSettings
-    node: NodeSettings = field(default_factory=lambda: NodeSettings("conductor"))  # with the id filled in
+    node: NodeSettings = field(default_factory=lambda: NodeSettings("conductor"))
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    objectives: SloRecord | None = None  # content of slo_file, in place of the objectives of `policy`
+    objectives: SloRecord | None = None  # content of slo_file; overrides the objectives of `policy`
     slo: SloSettings = field(default_factory=SloSettings)
-    cost_profiles: Mapping[str, CostProfile] = field(default_factory=dict)  # predicted costs at the start, by model
+    cost_profiles: Mapping[str, CostProfile] = field(default_factory=dict)  # initial cost predictions, by model
     decision_log: DecisionLogSettings = field(default_factory=DecisionLogSettings)
     shared_store: SharedStoreSettings = field(default_factory=SharedStoreSettings)
     copy_timeout_s: float = 30.0  # a copy is abandoned after this long
@@ -31,13 +31,13 @@ class ConductorConfig:
     def __post_init__(self) -> None:
         for name in ("copy_timeout_s", "tick_s"):
             if getattr(self, name) <= 0:
-                raise ConductorConfigError(f"{name} is {getattr(self, name)}: expected a positive number")
-        text = f"at least twice tick_s, which is {self.tick_s}"
+                raise ConductorConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        text = f"at least twice tick_s ({self.tick_s})"
         if 0 < self.policy.report_timeout_s < 2 * self.tick_s:
             raise ConductorConfigError(
-                f"report_timeout_s is {self.policy.report_timeout_s}: expected 0 (off) or {text}"
+                f"report_timeout_s must be 0 (off) or {text}, got {self.policy.report_timeout_s}"
             )
         if self.policy.orphan_timeout_s < 2 * self.tick_s:
-            raise ConductorConfigError(f"orphan_timeout_s is {self.policy.orphan_timeout_s}: expected {text}")
+            raise ConductorConfigError(f"orphan_timeout_s must be {text}, got {self.policy.orphan_timeout_s}")
         if self.shared_store.redis_url:
             check_redis_url(self.shared_store.redis_url)

@@ -1,4 +1,4 @@
-"""Policy, clock and decision log of a live conductor: the only entry point for events. No I/O except the log's."""
+"""Policy, clock and decision log of a live conductor: the only entry point for events. The only I/O is the log's."""
 
 import logging
 import time
@@ -23,10 +23,10 @@ _NO_KEYS = np.zeros(0, np.uint64)
 
 
 class Core:
-    """Passes events to the policy in order. All calls are made on the event loop's thread."""
+    """Policy of a live conductor with its clock and decision log. Must be called on the event loop's thread."""
 
     def __init__(self, config: ConductorConfig, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Raises ConductorConfigError if the decision log cannot be opened."""
+        """Create the policy and open the decision log. Raises ConductorConfigError if the log cannot be opened."""
         policy, logged = config.policy, config.decision_log
         if logged.decision_log is not None:
             policy = replace(policy, explain=logged.decision_log_candidates)
@@ -37,12 +37,14 @@ class Core:
             self.log = DecisionLog(logged.decision_log, logged, policy, now_ns=clock())
 
     def now_ns(self) -> int:
-        """Return the policy's time, in nanoseconds of a monotonic clock."""
+        """Return the policy's time in nanoseconds of a monotonic clock."""
         return self._clock()
 
     def handle(self, event: Event, keys: NDArray[np.uint64] = _NO_KEYS) -> list[Decision]:
-        """Return the policy's decisions on an event. `keys`: short keys of the prompt's blocks (uint64 [n]), logged
-        only."""
+        """Return the policy's decisions on an event.
+
+        `keys`: short keys of the prompt's blocks, uint64 [n], for the log.
+        """
         now_ns = self._clock()
         before = self.policy.suspects
         decisions = self.policy.on_event(now_ns, event)
@@ -55,7 +57,7 @@ class Core:
         return decisions
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """Yield counts of lines that the decision log wrote and dropped."""
+        """Yield the numbers of lines that the decision log wrote and dropped."""
         for name, label, key in (("lines", "kind", "written"), ("lost", "reason", "lost")):
             for value, count in sorted(self.log.counts()[key].items()) if self.log is not None else ():
                 yield sample(f"decision_log_{name}_total", count, **{label: value})
@@ -69,6 +71,6 @@ class Core:
 
 def _log_suspects(before: frozenset[str], now: frozenset[str]) -> None:
     for node_id in sorted(now - before):
-        log.warning("node %s is suspect: it has stopped reporting and gets no work until it does again", node_id)
+        log.warning("node %s is suspect: it stopped reporting and gets no work until it reports again", node_id)
     for node_id in sorted(before - now):
-        log.warning("node %s is no longer suspect: it reported again or has left", node_id)
+        log.warning("node %s is no longer suspect: it reported again or left", node_id)

@@ -3,7 +3,7 @@
 ConductorError
 ├── ConductorConfigError     an invalid configuration
 ├── ObjectivesError          an invalid record of objectives
-├── SloConflict              the record of objectives has a newer version than the change expected
+├── SloConflict              the record of objectives has a newer version than expected by the change
 ├── JoinRefused              a node that does not fit this cluster
 ├── FrontendRefused          a frontend of an incompatible version
 ├── MalformedCall            an invalid call of a frontend
@@ -19,7 +19,7 @@ ConductorError
 
 
 class ConductorError(Exception):
-    """Root of the package's errors."""
+    """Base class of the package's errors."""
 
 
 class ConductorConfigError(ConductorError, ValueError):
@@ -35,7 +35,7 @@ class SloConflict(ConductorError):
 
 
 class JoinRefused(ConductorError):
-    """The node's model, spec or description does not fit the cluster. Joining again unchanged cannot help."""
+    """The node's model, spec or description does not fit the cluster. Retrying without changes cannot succeed."""
 
 
 class FrontendRefused(ConductorError):
@@ -51,7 +51,7 @@ class UnknownNode(ConductorError, LookupError):
 
 
 class SwitchRefused(ConductorError):
-    """The node cannot change to this role. `reason`: one word, the label of the metric."""
+    """The node cannot change to this role. `reason`: one word, used as label of the metric."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class SharedStoreError(ConductorError):
 
 
 class SharedStoreRefused(SharedStoreError):
-    """Permanent failure: a conductor that meets it at start exits."""
+    """Permanent failure: a conductor exits if it occurs at startup."""
 
 
 class SharedStoreUnavailable(SharedStoreError):
@@ -79,4 +79,4 @@ class SnapshotUnusable(ConductorError):
 
 
 class LogFormatError(ConductorError, ValueError):
-    """A row that is not an event or decision of this version."""
+    """A row of an event log is not an event or decision of this version."""

@@ -1,6 +1,6 @@
 """The policy's counters as metric samples: costs, prediction errors, admission (docs/admission.md), tenants' usage.
 
-Frontends fetch the samples and export them; `telemetry.conductor` has each metric's help text.
+Frontends fetch the samples and export them; the help texts are in `telemetry.conductor`.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _BOUNDS = (*(str(bound) for bound in ERROR_BOUNDS), "+Inf")
 
 
 def costs_given(model: str, profile: CostProfile) -> CostsGiven:
-    """Convert a cost profile to the policy's event; transfer paths that the policy does not plan with are left out."""
+    """Convert a cost profile to the policy's event; transfer paths that the policy does not use are left out."""
     prefill, decode = profile.prefill, profile.decode
     return CostsGiven(
         model=model,
@@ -60,8 +60,10 @@ def cost_samples(policy: Conductor) -> Iterator[Sample]:
 
 
 def admission_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
-    """Yield admission counters, desired nodes and loads per model. A counter appears with its first event, a load
-    if the model has an objective."""
+    """Yield admission counters, desired nodes and loads per model.
+
+    A counter is present from its first event on, a load if the model has an objective.
+    """
     for model, reason, rejected, unwanted in policy.rejections():
         labels = {"model_name": model, "reason": reason}
         yield sample("admission_rejected_total", rejected, **labels)
@@ -82,7 +84,7 @@ def admission_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
 
 
 def tenant_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
-    """Yield usage per account. Tenants beyond the bound share one account, so the number of labels is bounded."""
+    """Yield usage per account. Tenants beyond the limit share one account, which bounds the number of labels."""
     for model, account, live in policy.tenants():
         labels, used = {"model_name": model, "tenant": account.name}, account.used
         yield sample("tenant_uncached_tokens_total", used.uncached_tokens, **labels)

@@ -23,7 +23,7 @@ _MOST_OBJECTIVES: Final = 200  # models times classes
 def overview(
     core: Core, registry: Registry, slo: SloKeeper, first_slice: int, *, clock: Callable[[], float] = time.time
 ) -> dict[str, Any]:
-    """Return what the console shows beyond the reply to `Cluster`. Takes about a millisecond.
+    """Return the console's data that is not in the reply to `Cluster`. Takes about a millisecond.
 
     `first_slice`: number of the first traffic slice to include.
     """
@@ -73,7 +73,7 @@ def overview(
 
 
 def request_to_json(request: JudgedRequest, now_ns: int, now_s: float) -> dict[str, Any]:
-    """Convert a past request to JSON. Marks are in seconds after its arrival; unknown values are null."""
+    """Convert a past request to JSON. Marks are in seconds after its arrival; unknown values are None."""
     wanted = request.objectives
     return {
         "request_id": request.request_id,

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SharedStoreConnection:
-    """Connection to Redis, if configured. `trouble`: why Redis could not be used at start, or ""."""
+    """Connection to Redis, if configured. `trouble`: why Redis was not usable at startup, or ""."""
 
     store: RedisStore | None
-    incarnation: int  # of this conductor: greater than any earlier one
+    incarnation: int  # of this conductor; greater than all earlier ones
     trouble: str = ""
 
     async def close(self) -> None:
@@ -39,7 +39,7 @@ class SharedStoreConnection:
 
 
 async def connect_shared_store(config: ConductorConfig) -> SharedStoreConnection:
-    """Connect to Redis, if configured, and draw this conductor's incarnation. Raises SharedStoreRefused."""
+    """Connect to Redis, if configured, and allocate this conductor's incarnation. Raises SharedStoreRefused."""
     candidate = time.time_ns() // 1000
     if not config.shared_store.redis_url:
         return SharedStoreConnection(None, candidate)
@@ -56,12 +56,12 @@ async def connect_shared_store(config: ConductorConfig) -> SharedStoreConnection
 
 
 class Persistence:
-    """Restores the directory, then synchronises the registry and writes snapshots until closed."""
+    """Background tasks that restore the directory, then synchronise the registry and write snapshots."""
 
     def __init__(
         self, config: ConductorConfig, connection: SharedStoreConnection, updater: DirectoryUpdater, registry: Registry
     ) -> None:
-        """Raises ConductorConfigError if the folder for snapshots cannot be created."""
+        """Prepare the tasks. Raises ConductorConfigError if the folder for snapshots cannot be created."""
         self._config = config
         self._store = connection.store
         self._incarnation = connection.incarnation
@@ -85,7 +85,7 @@ class Persistence:
             try:
                 self._snapshots = Snapshots(state_dir, config.shared_store.cluster_name, updater.directory)
             except OSError as error:
-                raise ConductorConfigError(f"state_dir is {str(state_dir)!r}, which cannot be used: {error}") from error
+                raise ConductorConfigError(f"state_dir {str(state_dir)!r} cannot be used: {error}") from error
 
     def start(self) -> None:
         """Start the tasks; pool events are followed once the snapshot is loaded."""
@@ -102,7 +102,7 @@ class Persistence:
             yield from self._registry_sync.samples()
 
     async def close(self) -> None:
-        """Cancel the tasks. Records stay in Redis: the nodes are still up, and the next conductor reads them."""
+        """Cancel the tasks. Records stay in Redis for the next conductor, since the nodes are still running."""
         if self._registry_sync is not None:
             self._registry_sync.close()
         await cancel_and_wait(self._task)
@@ -129,11 +129,11 @@ class Persistence:
             await self._store.claim()
             return await self._store.snapshots()
         except SharedStoreError as error:
-            log.warning("cannot look for snapshots of other conductors: %s", error)
+            log.warning("cannot list snapshots of other conductors: %s", error)
             return []
 
     async def _stop_expecting(self) -> None:
-        """Forget nodes of the snapshot that have neither joined nor been listed by another conductor since."""
+        """Drop nodes of the snapshot that have neither joined nor been listed by another conductor since."""
         await asyncio.sleep(self._config.shared_store.shared_ttl_s)
         self._updater.expect("snapshot", {})
 

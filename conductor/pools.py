@@ -34,8 +34,8 @@ class CopiedPrefix:
     kv_namespace: bytes
     chain: NDArray[np.uint8]  # [num_blocks, 16]
     targets: dict[str, int] = field(default_factory=dict)  # match_key of the Copy, per pool node
-    hinted: frozenset[str] = frozenset()  # holders that were sent the current replica count
-    leaving: frozenset[str] = frozenset()  # pool nodes that were asked to drop it; the directory may still list them
+    hinted: frozenset[str] = frozenset()  # holders that received the current replica count
+    leaving: frozenset[str] = frozenset()  # pool nodes that are dropping it; the directory may still list them
 
     @property
     def name(self) -> tuple[bytes, int]:
@@ -79,12 +79,12 @@ class CopiedPrefixes:
         return taken
 
     def reset_hints(self, pool: str) -> None:
-        """Forget that `pool` was sent replica hints: it has joined again and lost them."""
+        """Forget replica hints sent to `pool`, which lost them because it joined again."""
         for prefix in self._prefixes.values():
             prefix.hinted -= {pool}
 
     def within(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, int]:
-        """Return the match_key of the Copy per pool node that got some of the prompt's blocks (uint64 [n]) by one."""
+        """Return the match_key by pool node that received some of the prompt's blocks (keys uint64 [n]) by a Copy."""
         found: dict[str, int] = {}
         for length in sorted(self._lengths.get(kv_namespace, ())):
             if length <= len(keys):
@@ -113,11 +113,11 @@ class CopiedPrefixes:
 
 log = logging.getLogger(__name__)
 _OWNER = "conductor"
-_BLOCKS_AT_ONCE = 1 << 16  # of copied prefixes, looked up in one go: some milliseconds
+_BLOCKS_AT_ONCE = 1 << 16  # blocks of copied prefixes that one call looks up, which takes some milliseconds
 
 
 class PoolNodes:
-    """Clients of the joined pool nodes, one each, and the directory of their blocks."""
+    """Clients of the joined pool nodes, and the directory of their blocks."""
 
     def __init__(self, core: Core, incarnation: int, copy_timeout_s: float) -> None:
         self._core = core
@@ -148,7 +148,7 @@ class PoolNodes:
         return self.directory_updater.directory
 
     def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> Matches:
-        """Return how many leading blocks of the chain (uint64 [n]) each joined pool node holds."""
+        """Return the number of leading blocks of the chain (uint64 [n]) that each joined pool node holds."""
         matches = self.directory.match(kv_namespace, keys)
         if matches.roster is not self._roster:
             self._roster = matches.roster
@@ -177,9 +177,9 @@ class PoolNodes:
             self._spawn(self._drop(self._clients[shrink.pool], shrink.pool, prefix.kv_namespace, brought))
 
     def send_replica_hints(self) -> None:
-        """Send each holder of a copied prefix the number of other holders, where the holders have changed.
+        """Send each holder of a copied prefix the number of other holders, if the holders have changed.
 
-        Each call covers a bounded number of blocks; further prefixes follow at the next calls.
+        Each call covers a bounded number of blocks; later calls cover the other prefixes.
         """
         account = self._core.policy.replication
         for prefix in self.replicas.next_batch(_BLOCKS_AT_ONCE):
@@ -195,11 +195,11 @@ class PoolNodes:
 
     @property
     def num_copies(self) -> int:
-        """Background tasks: copies, removals and hints under way."""
+        """Number of background tasks: copies, removals and hints."""
         return len(self._tasks)
 
     def state(self) -> dict[str, Any]:
-        """Return the directory's state per pool node, for export."""
+        """Return the directory's state per pool node as JSON."""
         return self.directory_updater.state()
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
@@ -237,12 +237,12 @@ class PoolNodes:
             num_blocks, nbytes = await target.copy(kv_namespace, keys, source_target, self._copy_timeout_s)
             log.info("copied %d hot blocks from %s to %s", num_blocks, copy.source, copy.target)
         except (KvPoolError, NetworkError) as error:
-            log.warning("hot blocks not copied from %s to %s: %s", copy.source, copy.target, error)
+            log.warning("hot blocks were not copied from %s to %s: %s", copy.source, copy.target, error)
         else:
             if num_blocks:
                 self.replicas.add(kv_namespace, keys.tobytes(), copy.target, copy.match_key)
         finally:
-            # In every case, also if the client was closed: otherwise the policy would expect the copy indefinitely.
+            # Also if the client was closed; otherwise the policy would wait for the copy indefinitely.
             seconds = loop.time() - began_s
             self._core.handle(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
 

@@ -1,4 +1,4 @@
-"""Validation and redaction of Redis URLs. Passwords are never shown."""
+"""Validation and redaction of Redis URLs. Passwords never appear in messages."""
 
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -35,7 +35,7 @@ def with_password(url: str, password: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """Return the URL without its password and options, which may hold one too."""
+    """Return the URL without its password, and without its options, which may contain one."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -52,6 +52,6 @@ def _without_password(netloc: str) -> str:
 
 
 def _why(error: ValueError, url: str) -> str:
-    """Return the reason, unless it repeats the URL, which may hold a password."""
+    """Return the reason, unless it repeats the URL, which may contain a password."""
     text = str(error)
     return "not a URL" if any(part and part in text for part in (url, url.rpartition("@")[0])) else text

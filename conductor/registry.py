@@ -17,7 +17,7 @@ Outcome = Literal["advised", "asked", "done", "kept", "left"]
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """Model, former role and new role of a node; "" where unknown."""
+    """Role change of a node: model, former role and new role; "" if unknown."""
 
     model: str
     from_role: str
@@ -25,8 +25,11 @@ class RoleChange:
 
 
 class RoleSwitches:
-    """Counts of role changes by outcome. `asked`: commands sent to nodes; each ends as `done`, `kept` (the node kept
-    its role) or `left` (it left first). `advised`: only suggested. Rejected changes were not sent to any node."""
+    """Counts of role changes by outcome.
+
+    `asked`: commands sent to nodes; each ends as `done`, `kept` (the node kept its role) or `left` (it left first).
+    `advised`: only suggested. Rejected changes were not sent to a node.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[RoleChange, Outcome]] = Counter()
@@ -41,7 +44,7 @@ class RoleSwitches:
         self._refused[change, reason] += 1
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """Yield the counts as metrics, each from its first event on."""
+        """Yield the counts as metrics; a count is present from its first event on."""
         for name, label, counts in self._by_label():
             for (change, value), count in sorted(counts.items(), key=_key):
                 labels = {"model_name": change.model, "from_role": change.from_role, "to_role": change.to_role}
@@ -66,9 +69,9 @@ def _key(item: tuple[tuple[RoleChange, str], int]) -> tuple[str, str, str, str]:
     return change.model, change.from_role, change.to_role, value
 
 
-_MAX_MODELS_ASKED = 1000  # names come from clients
-_CHANGING = frozenset({common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE})  # roles that a node may exchange
-_LARGEST = 1 << 31  # the bytes of a block, which are a product of two such sizes, go into an int64
+_MAX_MODELS_ASKED = 1000  # limit of the cache, since model names come from clients
+_CHANGING = frozenset({common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE})  # roles between which a node may change
+_LARGEST = 1 << 31  # limit of sizes, so that the product of two (bytes of a block) fits into an int64
 
 
 @dataclass(eq=False)
@@ -78,9 +81,9 @@ class JoinedNode:
     node: conductor_pb2.Node
     report: conductor_pb2.NodeReport
     replaced: asyncio.Event = field(default_factory=asyncio.Event)  # set when another stream has joined as this node
-    commands: asyncio.Queue[conductor_pb2.NodeCommand] = field(default_factory=asyncio.Queue)  # to be sent
+    commands: asyncio.Queue[conductor_pb2.NodeCommand] = field(default_factory=asyncio.Queue)  # not yet sent
     is_leaving: bool = False  # a drain command was sent
-    is_to_switch: bool = False  # a role change was requested and has not begun
+    is_to_switch: bool = False  # a role change was requested and has not started
     asked: RoleChange | None = None  # the requested change, until the node confirms or rejects it
 
     @property
@@ -89,8 +92,8 @@ class JoinedNode:
         return not (self.is_leaving or self.is_to_switch or self.report.draining)
 
     def note(self, report: conductor_pb2.NodeReport) -> None:
-        """Keep the parts of a report that `Cluster` shows."""
-        # Once begun, the reports show the change; a description in a report confirms or rejects it.
+        """Store the parts of a report that `Cluster` returns."""
+        # A started change is visible in the reports; a description in a report confirms or rejects it.
         self.is_to_switch = self.is_to_switch and not (report.draining or report.HasField("node"))
         self.report = conductor_pb2.NodeReport(
             num_waiting=report.num_waiting,
@@ -109,7 +112,7 @@ class Registry:
         self._members: dict[str, JoinedNode] = {}
         self._nodes: dict[str, conductor_pb2.Node] = {}
         self._refs: dict[str, conductor_pb2.NodeRef] = {}
-        self._peers: dict[str, conductor_pb2.Node | None] = {}  # per model, as asked for since the last change
+        self._peers: dict[str, conductor_pb2.Node | None] = {}  # cache of `worker_of` since the last change
         self._versions: dict[
             bytes, set[str]
         ] = {}  # node ids by serialised software version: few versions among many nodes
@@ -128,7 +131,7 @@ class Registry:
         return self._refs
 
     def admit(self, node: conductor_pb2.Node) -> JoinedNode:
-        """Add a node; an earlier stream of the same node id is ended. Raises JoinRefused without changing anything."""
+        """Add a node; an earlier stream of the same node id is ended. Raises JoinRefused without side effects."""
         self._check(node)
         former = self._members.get(node.node_id)
         if former is not None:
@@ -149,13 +152,13 @@ class Registry:
             raise self._unknown(node_id)
         users = [other.node.node_id for other in self if other.node.pool_node_id == node_id]
         if users:
-            raise NodeInUse(f"pool node {node_id!r} serves the workers {', '.join(users)}: drain these first")
+            raise NodeInUse(f"pool node {node_id!r} serves the workers {', '.join(users)}; drain these first")
         if not member.is_leaving:
             member.is_leaving = True
             member.commands.put_nowait(conductor_pb2.NodeCommand(drain=conductor_pb2.Drain()))
 
     def ask_to_switch(self, node_id: str, role: common_pb2.Role.ValueType) -> None:
-        """Send a prefill or decode node the command to exchange its role. Raises UnknownNode or SwitchRefused."""
+        """Send a prefill or decode node the command to change its role. Raises UnknownNode or SwitchRefused."""
         change = self.change_of(node_id, ROLES.get(role, ""))
         try:
             member = self._switchable(node_id, role)
@@ -166,7 +169,7 @@ class Registry:
             self.switches.refused(change, error.reason)
             raise
         if not member.is_to_switch:
-            self._end_switch(member, "kept")  # the earlier request
+            self._end_switch(member, "kept")  # an earlier request
             member.is_to_switch, member.asked = True, change
             self.switches.count(change, "asked")
             member.commands.put_nowait(conductor_pb2.NodeCommand(switch_role=conductor_pb2.SwitchRole(role=role)))
@@ -177,7 +180,7 @@ class Registry:
         return RoleChange("", "", role) if node is None else RoleChange(node.model, ROLES[node.role], role)
 
     def note(self, member: JoinedNode, report: conductor_pb2.NodeReport) -> None:
-        """Keep the parts of a report that `Cluster` shows, and complete a role change that it confirms."""
+        """Store the parts of a report that `Cluster` returns, and complete a role change that it confirms."""
         if member.asked is not None and report.HasField("node"):
             self._end_switch(member, "done" if member.asked.to_role == ROLES[report.node.role] else "kept")
         member.note(report)
@@ -194,13 +197,13 @@ class Registry:
             raise self._unknown(node_id)
         node = member.node
         if role == node.role:
-            raise SwitchRefused("same_role", f"node {node_id!r} is a {ROLES[node.role]} node already")
+            raise SwitchRefused("same_role", f"node {node_id!r} is already a {ROLES[node.role]} node")
         if not {role, node.role} <= _CHANGING:
-            wanted = ROLES.get(role, "node of a role unknown here")
+            wanted = ROLES.get(role, "unknown")
             raise SwitchRefused(
                 "fixed_role",
-                f"node {node_id!r} is a {ROLES[node.role]} node and cannot become a {wanted}: "
-                "prefill and decode are the roles that change",
+                f"node {node_id!r} is a {ROLES[node.role]} node and cannot become a {wanted} node: "
+                "only prefill and decode nodes can change their role",
             )
         if member.is_leaving or member.report.draining:
             raise SwitchRefused("draining", f"node {node_id!r} is draining")
@@ -220,7 +223,7 @@ class Registry:
         before.role = node.role
         if before != node or not {node.role, member.node.role} <= _CHANGING:
             raise JoinRefused(
-                f"node {member.node.node_id!r} changed its description within a stream: only the role may change"
+                f"node {member.node.node_id!r} changed its description within a stream; only its role may change"
             )
         member.node = self._nodes[node.node_id] = node
         self._refs[node.node_id] = node_ref(node)
@@ -228,7 +231,7 @@ class Registry:
         self._peers.clear()
 
     def remove(self, member: JoinedNode) -> bool:
-        """Remove the node, as its stream ended. False if another stream has replaced it."""
+        """Remove the node after its stream ended. Return False if another stream has replaced it."""
         if self._members.get(member.node.node_id) is not member:
             return False
         self._end_switch(member, "left")
@@ -238,7 +241,7 @@ class Registry:
         return True
 
     def worker_of(self, model: str) -> conductor_pb2.Node | None:
-        """Return some worker of the model (all have the same KV), or None."""
+        """Return any worker of the model (all have the same KV namespace and spec), or None."""
         if model not in self._peers:
             if len(self._peers) > _MAX_MODELS_ASKED:
                 self._peers.clear()
@@ -247,7 +250,7 @@ class Registry:
 
     def _unknown(self, node_id: str) -> UnknownNode:
         joined = ", ".join(sorted(self._members)) or "none"
-        return UnknownNode(f"no node {node_id!r} has joined; joined are: {joined}")
+        return UnknownNode(f"unknown node {node_id!r}; joined nodes: {joined}")
 
     def _find_worker(self, model: str, *, other_than: str) -> conductor_pb2.Node | None:
         workers = (member.node for member in self if ROLES[member.node.role] != "pool")
@@ -255,7 +258,7 @@ class Registry:
 
     def _check(self, node: conductor_pb2.Node) -> None:
         if node.role not in ROLES:
-            raise JoinRefused(f"node {node.node_id!r} has role {node.role}, unknown to this conductor's version")
+            raise JoinRefused(f"node {node.node_id!r} has role {node.role}, which this conductor does not know")
         self._check_software(node)
         missing = [name for name in ("node_id", "target") if not getattr(node, name)]
         if ROLES[node.role] != "pool":
@@ -271,7 +274,7 @@ class Registry:
         }
         for name, size in sizes.items():
             if size > _LARGEST:
-                raise JoinRefused(f"node {node.node_id!r} joined with {name} {size}: expected at most {_LARGEST}")
+                raise JoinRefused(f"{name} of node {node.node_id!r} must be at most {_LARGEST}, got {size}")
         peer = self._find_worker(node.model, other_than=node.node_id) if ROLES[node.role] != "pool" else None
         if peer is not None:
             _check_same_kv(node, peer)

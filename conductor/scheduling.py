@@ -1,4 +1,4 @@
-"""Scheduling calls of frontends, one stream each: place requests, record their completion."""
+"""Scheduling calls of frontends, one stream per frontend: placement of requests, and their completion."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +22,7 @@ _AT_ONCE: Final = 16  # calls answered before yielding to the event loop
 
 
 class Scheduling:
-    """Answers scheduling calls. Each decision is made synchronously, without awaiting."""
+    """Handler of scheduling calls. Each decision is made synchronously, without awaiting."""
 
     def __init__(self, core: Core, registry: Registry, pools: PoolNodes) -> None:
         self._core = core
@@ -93,7 +93,7 @@ class Scheduling:
         except MalformedCall as error:
             answer.refused = str(error)
         except Exception as error:
-            log.exception("cannot answer a call")
+            log.exception("a scheduling call failed")
             answer.refused = f"internal error: {type(error).__name__}"
 
     def _write(self, decisions: list[Decision], reply: conductor_pb2.ScheduleReply) -> None:
@@ -103,7 +103,7 @@ class Scheduling:
             case Reject() as reject:
                 reply.rejection.CopyFrom(wire.rejection(reject))
             case other:
-                raise AssertionError(f"{other} is no answer to a request")
+                raise AssertionError(f"unexpected decision on a request: {other}")
 
     def _carry_out(self, decisions: list[Decision], request: conductor_pb2.ScheduleRequest) -> None:
         for decision in decisions:

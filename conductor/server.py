@@ -29,10 +29,10 @@ _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 
 
 async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
-    """Serve until `stop`; `on_ready(target)` is called once nodes can join.
+    """Serve until `stop` is set; `on_ready(target)` is called once nodes can join.
 
-    After a restart, workers join again and report what they hold; pool nodes resume their events at the position of
-    the last directory snapshot, or send all their contents. Raises rpc.errors.AddressInUse or BindFailed,
+    After a restart, workers join again and report the requests they hold; pool nodes resume their events at the
+    position of the last directory snapshot, or send all their contents. Raises rpc.errors.AddressInUse or BindFailed,
     ConductorConfigError, and SharedStoreRefused if the Redis server is permanently unusable.
     """
     async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""gRPC service of the conductor: converts messages and calls core, registry and pool nodes. No decisions here."""
+"""gRPC service of the conductor: converts messages and calls core, registry and pool nodes. Makes no decisions."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ class ConductorService(ConductorServicer):
         self._loop_watch = loop_watch
         self.scheduling = Scheduling(core, registry, pools)
 
-    async def Join(  # type: ignore[override]  # writes instead of yielding, so that cancellation arrives at once
+    async def Join(  # type: ignore[override]  # writes instead of yielding, so that cancellation takes effect immediately
         self, request_iterator: AsyncIterator[conductor_pb2.NodeReport], context: Context
     ) -> None:
         first = await anext(request_iterator, None)
@@ -79,13 +79,13 @@ class ConductorService(ConductorServicer):
                 end, _ = await asyncio.gather(reading, writing, return_exceptions=True)
                 if isinstance(end, Exception):
                     log.error("a report of node %s cannot be processed", member.node.node_id, exc_info=end)
-            finally:  # also if cancelled while both end
+            finally:  # also if cancelled while waiting for both
                 self._left(member)
         if member.replaced.is_set():
             text = f"another stream has joined as {member.node.node_id!r}: node ids must be unique"
             await context.abort(grpc.StatusCode.ABORTED, text)
 
-    async def Schedule(  # type: ignore[override]  # writes instead of yielding, so that cancellation arrives at once
+    async def Schedule(  # type: ignore[override]  # writes instead of yielding, so that cancellation takes effect immediately
         self, request_iterator: AsyncIterator[conductor_pb2.FrontendCalls], context: Context
     ) -> None:
         try:

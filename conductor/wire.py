@@ -1,4 +1,4 @@
-"""Conversion between protobuf messages and the policy's plain data, in both directions. Stateless."""
+"""Conversion between protobuf messages and the policy's plain data. Stateless."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -107,7 +107,7 @@ def _turn(turn: conductor_pb2.Turn) -> QueueKey:
 
 
 def _seconds(value: float) -> float:
-    """Clamp a reported time to at most one day, past or future; after a clock jump anything may be reported."""
+    """Clamp a reported time to one day in the past or future, since a clock jump may cause any value."""
     return max(-_LONGEST_S, min(value, _LONGEST_S)) if isfinite(value) else 0.0
 
 
@@ -126,7 +126,7 @@ def request_arrived(
     """Convert a request to the policy's event.
 
     `matches`: leading blocks that pool nodes hold in `kv_namespace`; `keys`: uint64, one per full block; `replicas`:
-    match_key per pool node whose blocks were brought by a Copy.
+    match_key by pool node that received blocks by a Copy.
     """
     found, match_key, waited_s = NO_MATCHES, 0, request.waited_s
     if matches is not None and (longest := matches.longest):
@@ -176,7 +176,7 @@ def write_placement(
     refs: Mapping[str, conductor_pb2.NodeRef],
 ) -> None:
     """Fill an empty message. `nodes`: all joined nodes by id; `refs`: their public references by id."""
-    # Field by field: messages that are built first and then put in are copied at each level.
+    # Fields are set in place, because assigning nested messages would copy them.
     prefill = place.prefill
     message.prefill.CopyFrom(refs[prefill])
     if (pool := refs.get(nodes[prefill].pool_node_id)) is not None:
@@ -195,15 +195,15 @@ def write_placement(
         holder.first_block = held.first_block
         holder.num_blocks = held.num_blocks
         holder.ssd_blocks = held.ssd_blocks
-    decision_fields, turn = message.turn, place.turn
-    decision_fields.SetInParent()
-    decision_fields.level = turn.level
-    decision_fields.account = turn.account
-    decision_fields.start_ns = turn.start_ns
-    decision_fields.priority = turn.priority
-    decision_fields.waited_s = turn.waited_s
-    decision_fields.due_in_s = turn.due_in_s
-    decision_fields.ages_in_s = turn.ages_in_s
+    queue_key, turn = message.turn, place.turn
+    queue_key.SetInParent()
+    queue_key.level = turn.level
+    queue_key.account = turn.account
+    queue_key.start_ns = turn.start_ns
+    queue_key.priority = turn.priority
+    queue_key.waited_s = turn.waited_s
+    queue_key.due_in_s = turn.due_in_s
+    queue_key.ages_in_s = turn.ages_in_s
 
 
 def rejection(reject: Reject) -> conductor_pb2.Rejection:
@@ -217,12 +217,12 @@ def rejection(reject: Reject) -> conductor_pb2.Rejection:
 
 
 def node_ref(node: conductor_pb2.Node) -> conductor_pb2.NodeRef:
-    """Return the reference by which others reach the node."""
+    """Return the node's public reference: id, incarnation and target."""
     return conductor_pb2.NodeRef(node_id=node.node_id, incarnation=node.incarnation, target=node.target)
 
 
 def decision_fields(reply: conductor_pb2.ScheduleReply) -> dict[str, str | int | float | bool]:
-    """Return a decision's facts, for spans and logs."""
+    """Return the fields of a decision for spans and logs."""
     if reply.WhichOneof("result") == "rejection":
         return {"rejected": reply.rejection.reason, "retry_after_s": reply.rejection.retry_after_s}
     placement = reply.placement

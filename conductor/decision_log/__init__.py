@@ -1,4 +1,4 @@
-"""Decision log on disk: a record per request with decisions and reasons, and every event for replay."""
+"""Decision log on disk: a record per request with its decisions and their reasons, and all events for replay."""
 
 from conductor.decision_log.event_log import RecordedRun, ReplayStep, recorded_runs, replay
 from conductor.decision_log.record_search import FoundRecords, find_records

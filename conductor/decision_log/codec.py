@@ -110,7 +110,7 @@ def _tagged(row: Mapping[str, Any], union: UnionType) -> Any:
 
 def _object(kind: Any, row: Any) -> Any:
     if not isinstance(row, Mapping):
-        raise LogFormatError(f"{kind.__name__}: expected an object, got {str(row)[:80]}")
+        raise LogFormatError(f"{kind.__name__} must be a JSON object, got {str(row)[:80]}")
     hints = _hints(kind)
     unknown = sorted(set(row) - set(hints))
     if unknown:
@@ -134,7 +134,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise LogFormatError(f"{where}: {error}") from error
     if origin is Mapping:
         if not isinstance(value, Mapping):
-            raise LogFormatError(f"{where}: expected an object, got {str(value)[:80]}")
+            raise LogFormatError(f"{where} must be a JSON object, got {str(value)[:80]}")
         return {name: _value(get_args(hint)[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin is tuple:
         return _tuple(get_args(hint), value, where)
@@ -156,7 +156,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 def _tuple(items: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise LogFormatError(f"{where}: expected a list, got {value!r}")
+        raise LogFormatError(f"{where} must be a list, got {value!r}")
     hints = [items[0]] * len(value) if items[-1] is Ellipsis else list(items)
     if len(hints) != len(value):
         raise LogFormatError(f"{where}: expected {len(hints)} items, got {len(value)}")

@@ -1,10 +1,10 @@
 """Event log: its lines (header, events with their decisions, gaps), and replay through the policy.
 
-A file begins with `{"version", "life", "part", "config"}`: the conductor's run, the file's number in it, and the
-policy's configuration. Further lines are `{"now_ns", "event", "decisions"}`, or `{"dropped": events}` where the writer
-fell behind or the disk was full; later events cannot be replayed to the same decisions.
+A file starts with `{"version", "life", "part", "config"}`: the conductor's run, the file's number in it, and the
+policy's configuration. Further lines are `{"now_ns", "event", "decisions"}`, or `{"dropped": events}` if the writer
+fell behind or the disk was full; replay cannot reproduce the decisions after such a gap.
 
-A recorded run begins with an empty policy, so only a log that includes its beginning can be replayed.
+A recorded run starts with an empty policy, so a log can be replayed only from the beginning of a run.
 """
 
 import json
@@ -24,15 +24,15 @@ EVENTS_VERSION = 2
 
 
 class EventLogHeader(NamedTuple):
-    """First line of a file."""
+    """First line of a file. `life`: identifies the conductor's run; `part`: number of the file in the run, from 1."""
 
     life: int
-    part: int  # of this life's files, from 1
+    part: int
     config: PolicyConfig
 
 
 class EventRow(NamedTuple):
-    """An event and its decisions; without an event, the number of events that were dropped here."""
+    """Event with its decisions, or, without an event, the number of events dropped at this point."""
 
     now_ns: int
     event: Event | None
@@ -58,9 +58,9 @@ def read_head(line: bytes) -> EventLogHeader:
     """Parse a header line. Raises LogFormatError."""
     row = _object(line)
     if "version" not in row:
-        raise LogFormatError('this is no event log: its first line has no "version"')
+        raise LogFormatError('not an event log: its first line has no "version"')
     if row["version"] != EVENTS_VERSION:
-        raise LogFormatError(f"version {row['version']!r}: this Moonpool reads version {EVENTS_VERSION}")
+        raise LogFormatError(f"version must be {EVENTS_VERSION}, got {row['version']!r}")
     return EventLogHeader(_number(row, "life"), _number(row, "part"), config_from_json(_member(row, "config")))
 
 
@@ -71,7 +71,7 @@ def read_row(line: bytes) -> EventRow:
         return EventRow(0, None, [], _number(row, "dropped"))
     decisions = _member(row, "decisions")
     if not isinstance(decisions, list):
-        raise LogFormatError(f"decisions: expected a list, got {str(decisions)[:80]}")
+        raise LogFormatError(f"decisions must be a list, got {str(decisions)[:80]}")
     return EventRow(
         _number(row, "now_ns"), event_from_json(_member(row, "event")), [decision_from_json(one) for one in decisions]
     )
@@ -81,22 +81,22 @@ def _object(line: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise LogFormatError(f"no JSON: {error}") from error
+        raise LogFormatError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise LogFormatError(f"expected an object, got {str(row)[:80]}")
+        raise LogFormatError(f"the line must be a JSON object, got {str(row)[:80]}")
     return row
 
 
 def _member(row: Mapping[str, Any], name: str) -> Any:
     if name not in row:
-        raise LogFormatError(f'no "{name}" among {", ".join(sorted(row))}')
+        raise LogFormatError(f'field "{name}" is missing; found {", ".join(sorted(row))}')
     return row[name]
 
 
 def _number(row: Mapping[str, Any], name: str) -> int:
     value = _member(row, name)
     if type(value) is not int:
-        raise LogFormatError(f"{name}: expected a whole number, got {str(value)[:80]}")
+        raise LogFormatError(f"{name} must be an integer, got {str(value)[:80]}")
     return value
 
 
@@ -110,11 +110,11 @@ class RecordedRun:
     number: int
     config: PolicyConfig
     paths: tuple[Path, ...]
-    first_part: int  # 1, unless the files before it were rotated away
+    first_part: int  # number of the first file; above 1 if earlier files were removed by rotation
 
 
 class ReplayStep(NamedTuple):
-    """One event of a log with its recorded decisions and the decisions made now."""
+    """Event of a log with the recorded decisions (`logged`) and those made in the replay (`made`)."""
 
     path: Path
     line: int
@@ -143,16 +143,16 @@ def recorded_runs(log: Path) -> list[RecordedRun]:
 def replay(
     life: RecordedRun, config: PolicyConfig | None = None, *, own_objectives: bool = False
 ) -> Iterator[ReplayStep]:
-    """Feed a run's events to a fresh policy, under the recorded or another configuration. `own_objectives`: the
-    objectives of `config` hold throughout, and recorded changes of objectives are ignored.
+    """Replay a run's events through a new policy, with the recorded or another configuration.
 
-    Raises LogFormatError with file and line: for an unreadable line, for dropped events (later decisions would differ),
-    and at once for a run whose beginning is missing.
+    `own_objectives`: keep the objectives of `config` and ignore recorded changes of objectives. Raises LogFormatError
+    with file and line for an unreadable line and for dropped events (later decisions would differ), and immediately for
+    a run whose beginning is missing.
     """
     if life.first_part != 1:
         raise LogFormatError(
-            f"{life.paths[0]}: this is part {life.first_part} of its conductor's life; those before it were rotated "
-            "away, and without what they held nothing can be decided as it was"
+            f"{life.paths[0]}: this is part {life.first_part} of its conductor's run; the earlier parts were removed "
+            "by rotation, and decisions cannot be reproduced without them"
         )
     conductor = Conductor(config if config is not None else life.config)
     for path in life.paths:
@@ -165,8 +165,8 @@ def replay(
                 raise LogFormatError(f"{path}, line {number}: {error}") from error
             if row.event is None:
                 raise LogFormatError(
-                    f"{path}, line {number}: {row.num_dropped} events were not written down here, because the writer "
-                    "was behind or the disk was full; what follows cannot be decided as it was"
+                    f"{path}, line {number}: {row.num_dropped} events are missing here, because the writer fell behind "
+                    "or the disk was full; later decisions cannot be reproduced"
                 )
             if own_objectives and isinstance(row.event, ObjectivesChanged):
                 continue
@@ -178,7 +178,7 @@ def replay(
 
 
 def _head(path: Path) -> EventLogHeader | None:
-    """Return the file's header; None if the writer ended before it was complete."""
+    """Return the file's header; None if the writer ended before writing it."""
     for _, line in read_lines(path):
         try:
             return read_head(line)

@@ -1,8 +1,8 @@
-"""Rotated files of JSON lines in a folder: appended to, rotated by size, old ones compressed, the oldest removed.
+"""Log files of JSON lines in a folder: rotated by size, compressed when closed, the oldest removed.
 
-A file is STEM-NUMBER.jsonl; numbers rise and are never reused; a closed file becomes STEM-NUMBER.jsonl.zst. Lines are
-written in whole batches and never synced: they survive a killed process, but the last seconds may be lost in a power
-failure.
+A file is named STEM-NUMBER.jsonl, with increasing numbers that are never reused; a closed file becomes
+STEM-NUMBER.jsonl.zst. Lines are written in batches and not synced to disk: they survive a killed process, but a power
+failure may lose the last seconds.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import zstandard
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # kept: to make one takes longer than most lines
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # creating an encoder takes longer than encoding most lines
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
@@ -38,12 +38,12 @@ class LinesLost(OSError):
 
 
 class LineFiles:
-    """Files of one stem with a single writer. `max_files` closed ones are kept beside the open one."""
+    """Files of one stem with a single writer. `max_files` closed files are kept in addition to the open one."""
 
     def __init__(
         self, folder: Path, stem: str, max_bytes: int, max_files: int, head: Callable[[], bytes] | None = None
     ) -> None:
-        """`head()` returns each file's first line. A new file is created with the first line written."""
+        """`head()` returns each file's first line. A file is created when its first line is written."""
         self._folder = folder
         self._stem = stem
         self._max_bytes = max_bytes
@@ -54,7 +54,7 @@ class LineFiles:
         self._nbytes = 0
 
     def write(self, lines: list[bytes]) -> None:
-        """Append lines, each with its newline. Raises LinesLost; the next call tries again."""
+        """Append lines that end with a newline. Raises LinesLost; later calls may succeed."""
         batch: list[bytes] = []
         nbytes = done = waiting = 0
         try:
@@ -73,7 +73,7 @@ class LineFiles:
             raise LinesLost(len(lines) - done, error) from error
 
     def turn_over(self) -> None:
-        """Close the file and begin the next; compress closed files and remove the oldest. Raises OSError."""
+        """Close the file and open the next; compress closed files and remove the oldest. Raises OSError."""
         self.close()
         self.tidy()
         numbers = numbered(self._folder, self._stem)
@@ -82,7 +82,7 @@ class LineFiles:
         self._nbytes = 0
 
     def tidy(self) -> None:
-        """Compress closed files and remove the oldest; if the disk has no room for that, they stay as they are."""
+        """Compress closed files and remove the oldest. Files that cannot be compressed are left uncompressed."""
         kept = numbered(self._folder, self._stem)
         for number in sorted(kept)[: max(0, len(kept) - self._max_files)]:
             kept.pop(number).unlink(missing_ok=True)
@@ -103,12 +103,12 @@ class LineFiles:
             while left:
                 left = left[os.write(self._fd, left) :]
         except OSError:
-            # No torn line but the last one of a process that was killed.
+            # Remove the incomplete line; only a killed process leaves one, at the end of its last file.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._nbytes)
                 os.lseek(self._fd, self._nbytes, os.SEEK_SET)
             if not self._nbytes and self._path is not None:
-                # Not even the head: another try begins anew.
+                # Even the header is missing: remove the file, so that the next attempt creates it again.
                 with contextlib.suppress(OSError):
                     self._path.unlink()
                 self.close()
@@ -117,7 +117,7 @@ class LineFiles:
 
 
 def numbered(folder: Path, stem: str) -> dict[int, Path]:
-    """Return the files of a stem by number; the plain one while it is being compressed."""
+    """Return the files of a stem by number; while a file is being compressed, the uncompressed one."""
     found: dict[int, Path] = {}
     for path in folder.glob(f"{stem}-*"):
         name = _NAME.fullmatch(path.name.removeprefix(stem))
@@ -127,8 +127,10 @@ def numbered(folder: Path, stem: str) -> dict[int, Path]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield numbered lines, without newline, of a plain or compressed file. A last line without newline is incomplete
-    and left out. Raises OSError."""
+    """Yield (number, line without newline) of a plain or compressed file. Raises OSError.
+
+    An incomplete last line, without newline, is left out.
+    """
     with open_file(path) as pieces:
         number, rest = 0, b""
         for piece in pieces:
@@ -142,8 +144,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[Iterator[bytes]]:
-    """Open a plain or compressed file as pieces of bytes; also finds a file that was compressed meanwhile. Raises
-    OSError, also for a damaged compressed file."""
+    """Open a plain or compressed file as an iterator of chunks; finds the file even if it was compressed meanwhile.
+
+    Raises OSError, also for a damaged compressed file.
+    """
     packed = path.with_name(path.name + ".zst")
     try:
         raw = path.open("rb")

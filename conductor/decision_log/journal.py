@@ -1,6 +1,6 @@
-"""Journal of open records: lets the next conductor complete the records of one that was killed. One small file.
+"""Journal of open records in a small file, from which the next conductor completes the records of a killed one.
 
-Lines are `{"open": record}`, the latest state of that request, and `{"over": request_id}`.
+Lines are `{"open": record}`, with the latest state of that request, and `{"over": request_id}`.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from conductor.decision_log.records import Record, RecordChange
 __all__ = ["Journal", "read_journal"]
 
 _NAME = "open.jsonl"
-_LEAST_BYTES = 1 << 20  # below, a file that is mostly out of date is left as it is
+_LEAST_BYTES = 1 << 20  # smaller files are not rewritten, even if most lines are obsolete
 
 
 class Journal:
@@ -22,13 +22,13 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME
-        self._known: dict[str, int] = {}  # bytes of each open record's last line
-        self._known_nbytes = 0  # of all of them
+        self._known: dict[str, int] = {}  # size of each open record's last line
+        self._known_nbytes = 0  # sum of `_known`
         self._fd = -1
         self._nbytes = 0
 
     def rewrite(self, records: list[Record]) -> None:
-        """Replace the contents by these open records, atomically. Raises OSError."""
+        """Replace the contents atomically by these open records. Raises OSError."""
         lines = [(record["request_id"], _line("open", record)) for record in records]
         fresh = self._path.with_suffix(".part")
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -61,7 +61,7 @@ class Journal:
         try:
             _write(self._fd, data)
         except OSError:
-            self.close()  # perhaps within a line: only `rewrite` makes it right again
+            self.close()  # a line may be incomplete, so the file must be rewritten
             raise
         self._nbytes += len(data)
 
@@ -73,14 +73,14 @@ class Journal:
         return self._nbytes > _LEAST_BYTES and self._nbytes > 4 * self._known_nbytes
 
     def close(self) -> None:
-        """Close the file, which stays."""
+        """Close the file without removing it."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
 
 
 def read_journal(folder: Path) -> dict[str, Record]:
-    """Return the open records by request; the journal may be being written or end in an incomplete line."""
+    """Return the open records by request. The journal may be in use, or end with an incomplete line."""
     found: dict[str, Record] = {}
     with contextlib.suppress(FileNotFoundError):
         for _, line in read_lines(folder / _NAME):
@@ -91,7 +91,7 @@ def read_journal(folder: Path) -> dict[str, Record]:
                 else:
                     found.pop(row["over"], None)
             except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # a line that a full disk cut short
+                continue  # a line truncated by a full disk
     return found
 
 

@@ -1,4 +1,4 @@
-"""Search for a request's records in a log folder, also while it is being written."""
+"""Search for a request's records in a log folder, which may be in use by a writer."""
 
 import json
 from dataclasses import dataclass
@@ -16,8 +16,11 @@ DECISIONS_STEM = "decisions"
 
 @dataclass(frozen=True, slots=True)
 class FoundRecords:
-    """Records of one request id, oldest first (clients may reuse ids), and the log's extent: the time of its oldest
-    request and the number of files removed before it."""
+    """Result of a search: records of one request id, oldest first (clients may reuse ids), and the extent of the log.
+
+    `oldest_at`: time of the log's oldest request; `num_removed_files`: number of older files removed; `damaged`: files
+    that could not be read, with the reason.
+    """
 
     records: list[Record]
     oldest_at: float | None
@@ -25,7 +28,7 @@ class FoundRecords:
     damaged: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the conductor's answer to Explain."""
+        """Return the JSON of the conductor's reply to Explain."""
         return {
             "records": self.records,
             "oldest_at": self.oldest_at,
@@ -37,7 +40,7 @@ class FoundRecords:
 def find_records(folder: Path, request_id: str) -> FoundRecords:
     """Return all records of a request in the folder. Raises OSError if the folder cannot be read."""
     needle = b'"request_id":' + json.dumps(request_id).encode("ascii") + b","
-    under_way = read_journal(folder).get(request_id)  # first: what ends meanwhile is then in the files
+    under_way = read_journal(folder).get(request_id)  # read first: a record that ends meanwhile is in the files
     files = numbered(folder, DECISIONS_STEM)
     records: list[Record] = []
     damaged: list[str] = []
@@ -51,7 +54,7 @@ def find_records(folder: Path, request_id: str) -> FoundRecords:
                 oldest_at = record["at"] if oldest_at is None else oldest_at
                 if record["request_id"] == request_id:
                     records.append(record)
-        except FileNotFoundError:  # too old by now: it was removed since the folder was looked at
+        except FileNotFoundError:  # removed by rotation since the folder was listed
             continue
         except OSError as error:
             damaged.append(f"{path.name}: {error.strerror or error}")
@@ -61,8 +64,10 @@ def find_records(folder: Path, request_id: str) -> FoundRecords:
 
 
 def _lines_with(path: Path, needle: bytes, *, first: bool) -> list[bytes]:
-    """Return the complete lines that contain `needle`, and, if requested, the first line. Searches large pieces instead
-    of lines, since most of a log does not match."""
+    """Return the complete lines that contain `needle` and, if `first`, the first line of the file.
+
+    Searches large chunks instead of lines, since most lines do not match.
+    """
     found: list[bytes] = []
     with open_file(path) as pieces:
         rest = b""

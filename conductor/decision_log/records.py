@@ -1,8 +1,8 @@
 """Records: one per request, a row of a Mooncake trace with the decisions on its attempts and their outcome. Pure.
 
-Events and decisions in, finished records out; a record whose request's end is unknown says so. Prompts and tenants are
-hashed with the log's secret. Equal hash ids mean an equal prefix up to the end of that block, as in Mooncake's traces.
-The converse does not hold: a last block without a key of its own (keys exist for whole blocks only) gets a unique id.
+Records are built from events and decisions; if the end of a request is unknown, its outcome is "unknown". Prompts and
+tenants are hashed with the log's secret. Equal hash ids mean an equal prefix up to the end of that block, as in
+Mooncake's traces. The converse does not hold: a partial last block has no key and gets a unique id.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,19 +18,21 @@ from conductor.decision_log.codec import to_json
 from conductor.policy.decisions import Copy, Decision, Reject, ReleaseOrphan
 from conductor.policy.events import NS, Event, NodeJoined, RequestArrived, RequestCompleted
 
-_ID_NBYTES, _SPARE_BITS = 7, 4  # 52 bits: exact in whatever reads JSON's numbers as doubles
+_ID_NBYTES, _SPARE_BITS = 7, 4  # 52 bits, which JSON readers that use doubles represent exactly
 
 
 class Hashes:
-    """Hash ids of `block_tokens` tokens each, under one log's `secret` (at most 64 bytes)."""
+    """Generator of hash ids for blocks of `block_tokens` tokens, keyed by the log's `secret` (at most 64 bytes)."""
 
     def __init__(self, secret: bytes, block_tokens: int) -> None:
         self._secret = secret
         self.block_tokens = block_tokens
 
     def ids(self, keys: NDArray[np.uint64], key_tokens: int, prompt_tokens: int, request_id: str) -> list[int]:
-        """Return one id per block of the prompt; the last may be partial. `keys`: one per whole `key_tokens` tokens,
-        each of the prefix up to its end; they include tenants' salts."""
+        """Return one id per block of the prompt; the last block may be partial.
+
+        `keys`: one per full block of `key_tokens` tokens, for the prefix up to its end; they include tenants' salts.
+        """
         own = request_id.encode()
         found = []
         for number in range(-(-prompt_tokens // self.block_tokens)):
@@ -43,7 +45,7 @@ class Hashes:
         return found
 
     def tenant(self, name: str) -> str:
-        """Return the tenant's hash in this log; "" for none."""
+        """Return the tenant's hash in this log, or "" for an empty name."""
         return self._digest(name.encode(), b"tenant").hex() if name else ""
 
     def _digest(self, data: bytes, kind: bytes) -> bytes:
@@ -52,16 +54,16 @@ class Hashes:
 
 RECORD_VERSION = 1
 Record = dict[str, Any]
-_ASKS_AGAIN_S = 2.0  # frontends that may ask again after a rejection pause for at most a second
-_UNHEARD_S = 3600.0  # after its last decision a record is closed as unknown: its frontend may have died
+_ASKS_AGAIN_S = 2.0  # frontends retry within a second of a rejection, if at all
+_UNHEARD_S = 3600.0  # after this long without events a record is closed as unknown: its frontend may have died
 _MOST_OPEN = 1 << 16
-_MOST_IDS = 1 << 15  # of a prompt: 16 million tokens of 512 each
-_MOST_ATTEMPTS = 16  # kept per record: the first ones and the last
+_MOST_IDS = 1 << 15  # per prompt: 16 million tokens in blocks of 512
+_MOST_ATTEMPTS = 16  # kept per record; attempts in the middle are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class RecordChange:
-    """A new or changed record. `is_over`: it is complete."""
+    """New or changed record. `is_over`: the record is complete."""
 
     record: Record
     is_over: bool
@@ -70,14 +72,14 @@ class RecordChange:
 @dataclass(slots=True)
 class _Open:
     record: Record
-    ends_ns: int  # when it is given up, unless something happens
+    ends_ns: int  # time at which the record is closed without further events
 
 
 class Records:
-    """Open records of requests. `now_ns` is the policy's clock, `wall_ms` the time of day."""
+    """Open records of requests. `now_ns`: policy's clock; `wall_ms`: milliseconds since 1970."""
 
     def __init__(self, hashes: Hashes, started_ms: int) -> None:
-        """`started_ms`: the log's beginning, the origin of timestamps."""
+        """`started_ms`: start of the log, the origin of timestamps."""
         self._hashes = hashes
         self._started_ms = started_ms
         self._open: dict[str, _Open] = {}
@@ -97,13 +99,13 @@ class Records:
         return [entry.record for entry in self._open.values()]
 
     def restore(self, now_ns: int, record: Record) -> None:
-        """Add a former conductor's open record."""
+        """Add an open record of the previous conductor."""
         self._open[record["request_id"]] = _Open(record, now_ns + round(_UNHEARD_S * NS))
 
     def take(
         self, now_ns: int, wall_ms: int, event: Event, decisions: Sequence[Decision], keys: NDArray[np.uint64]
     ) -> Iterator[RecordChange]:
-        """Apply an event and its decisions; return the changed records."""
+        """Apply an event and its decisions; yield the changed records."""
         match event:
             case RequestArrived():
                 yield from self._decided(now_ns, wall_ms, event, decisions, keys)
@@ -126,7 +128,7 @@ class Records:
     ) -> Iterator[RecordChange]:
         entry = self._open.pop(event.request_id, None)
         if entry is not None and event.attempt < entry.record["attempts"][-1]["attempt"]:
-            # The id is used again, for another request.
+            # The client reused the id for another request.
             self._open[event.request_id] = entry
             yield self._end(event.request_id, "unknown")
             entry = None
@@ -149,7 +151,7 @@ class Records:
 
     def _new(self, wall_ms: int, event: RequestArrived, keys: NDArray[np.uint64]) -> Record:
         asked_tokens = max(1, event.prompt_tokens - event.generated)
-        # Longer ones, which no node takes, are cut: a row must have an id for each of its blocks.
+        # Longer prompts, which no node accepts, are truncated: a row must have an id for each of its blocks.
         prompt_tokens = min(asked_tokens, _MOST_IDS * self._hashes.block_tokens)
         key_tokens = self._key_tokens.get(event.model)
         if key_tokens is None:
@@ -181,7 +183,7 @@ class Records:
             return
         record = entry.record
         attempts = record["attempts"]
-        # The last one of that number: an attempt that was rejected may have been asked for again.
+        # The last attempt with that number, since a rejected attempt may have been retried.
         attempt = next((one for one in reversed(attempts) if one["attempt"] == event.attempt), attempts[-1])
         attempt["outcome"], attempt["ended_ms"] = event.outcome, self._since(record, wall_ms)
         record["output_length"] = event.generated
@@ -196,15 +198,15 @@ class Records:
             yield self._end(event.request_id, "" if record["outcome"] == "rejected" else event.outcome)
 
     def _turned_away(self, now_ns: int, wall_ms: int, reject: Reject) -> RecordChange:
-        """Record a rejection after the prefill, before the client received a token."""
+        """Record a rejection after prefill, before the first token was sent to the client."""
         entry = self._open[reject.request_id]
         _add_attempt(entry.record, self._attempt(entry.record, wall_ms, reject.attempt, reject))
         entry.record["outcome"], entry.ends_ns = "rejected", now_ns + round(_ASKS_AGAIN_S * NS)
         return RecordChange(entry.record, is_over=False)
 
     def _attempt(self, record: Record, wall_ms: int, number: int, decision: Decision) -> dict[str, Any]:
-        said = {name: value for name, value in to_json(decision).items() if name not in ("request_id", "attempt")}
-        return {"attempt": number, "at_ms": self._since(record, wall_ms), "decision": said}
+        fields = {name: value for name, value in to_json(decision).items() if name not in ("request_id", "attempt")}
+        return {"attempt": number, "at_ms": self._since(record, wall_ms), "decision": fields}
 
     def _end(self, request_id: str, outcome: str = "") -> RecordChange:
         record = self._open.pop(request_id).record

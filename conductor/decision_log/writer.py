@@ -1,6 +1,6 @@
-"""Writer of the decision log, on a thread of its own.
+"""Writer of the decision log, on a separate thread.
 
-The event loop appends entries to a queue and never waits. If the writer falls behind or the disk is full, entries are
+The event loop appends entries to a queue without waiting. If the writer falls behind or the disk is full, entries are
 dropped and counted. Locks: `_writing` serialises the writer thread and searches; `_counting` protects the counters; the
 queue is a deque with one producer (the event loop) and one consumer at a time (the holder of `_writing`).
 """
@@ -35,29 +35,29 @@ from settings.conductor import DecisionLogSettings
 __all__ = ["DecisionLog"]
 
 log = logging.getLogger(__name__)
-_EVERY_S = 0.1  # the writer looks for work so often: waking it at each decision would cost the loop its turns
-_MOST_ENTRIES, _MOST_BYTES = 1 << 15, 256 << 20  # that wait to be written
-_AT_ONCE = 16  # entries after which the writer lets the loop have its turn
+_EVERY_S = 0.1  # polling interval of the writer; waking it for each decision would take the GIL from the event loop
+_MOST_ENTRIES, _MOST_BYTES = 1 << 15, 256 << 20  # limits of the queue
+_AT_ONCE = 16  # entries after which the writer yields the GIL to the event loop
 _TURN_S = 0.0005
 _TELL_AGAIN_S = 60.0
 _CLOSE_S = 10.0
-_LONGEST_SECRET = 64  # bytes that the hash takes as its key
-_ENTRY_NBYTES, _ITEM_NBYTES = 2048, 128  # of one that waits, beside its arrays; of each thing that a node reports
+_LONGEST_SECRET = 64  # maximum key size of the hash in bytes
+_ENTRY_NBYTES, _ITEM_NBYTES = 2048, 128  # approximate size of a queued entry without arrays; of each reported item
 
 Entry = tuple[int, Event, Sequence[Decision], NDArray[np.uint64]]
 
 
 class DecisionLog:
-    """Decision log of one conductor. `note` and `close` are called by one thread, the other methods by any."""
+    """Decision log of one conductor. `note` and `close` must be called by one thread, other methods by any."""
 
     def __init__(self, folder: Path, settings: DecisionLogSettings, policy: PolicyConfig, *, now_ns: int) -> None:
-        """Start the log in `folder` and its thread.
+        """Open the log in `folder` and start its thread.
 
-        `now_ns` is the policy's clock now. Raises ConfigError if the folder cannot be used, or another conductor writes
-        there.
+        `now_ns`: current time of the policy's clock. Raises ConductorConfigError if the folder cannot be used, or is
+        used by another conductor.
         """
         self.folder = folder
-        self._wall_ns = time.time_ns() - now_ns  # what the policy's clock lacks to be the time of day
+        self._wall_ns = time.time_ns() - now_ns  # offset of the wall clock to the policy's clock
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock_fd = _lock(folder)
@@ -80,8 +80,8 @@ class DecisionLog:
         self._events = LineFiles(folder, EVENTS_STEM, *sizes, head=head) if settings.decision_log_events else None
         self._records = Records(Hashes(secret, settings.decision_log_block_tokens), started_ms)
         self._waiting: deque[Entry] = deque()
-        self._put_nbytes = self._taken_nbytes = 0  # each written by one thread only
-        self._dropped_events = 0  # since the last gap was written down; under _counting
+        self._put_nbytes = self._taken_nbytes = 0  # each is written by one thread only
+        self._dropped_events = 0  # since the last gap was written; protected by _counting
         self._lost: Counter[str] = Counter()
         self._written: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -93,7 +93,7 @@ class DecisionLog:
         self._thread.start()
 
     def note(self, now_ns: int, event: Event, decisions: Sequence[Decision], keys: NDArray[np.uint64]) -> None:
-        """Enqueue an event, its decisions and the keys of its prompt's whole blocks; none of them may change later."""
+        """Enqueue an event, its decisions and the keys of its prompt's full blocks; none of them may change later."""
         if len(self._waiting) >= _MOST_ENTRIES or self._put_nbytes - self._taken_nbytes > _MOST_BYTES:
             self._drop(1)
             return
@@ -101,22 +101,22 @@ class DecisionLog:
         self._waiting.append((now_ns, event, decisions, keys))
 
     def find(self, request_id: str) -> FoundRecords:
-        """Return the records of a request up to now. Reads files: not for the event loop. Raises OSError."""
+        """Return the records of a request up to now. Reads files, so must not run on the event loop. Raises OSError."""
         with self._writing:
             self._drain()
         return find_records(self.folder, request_id)
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
-        """Return lines written by kind, and entries dropped by reason."""
+        """Return the numbers of lines written by kind and of entries dropped by reason."""
         with self._counting:
             return {"written": dict(self._written), "lost": dict(self._lost)}
 
     def close(self) -> None:
-        """Write queued entries, for a few seconds at most. Open records stay in the journal."""
+        """Write queued entries, for at most a few seconds. Open records stay in the journal."""
         self._stop.set()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            log.error("the decision log was not closed in time: %d entries are not written", len(self._waiting))
+            log.error("the decision log was not closed in time: %d entries were not written", len(self._waiting))
             return
         os.close(self._lock_fd)
 
@@ -124,7 +124,7 @@ class DecisionLog:
         with self._counting:
             self._lost["behind"] += count
             self._dropped_events += count
-        self._tell(f"{count} entries were left out: the writer is behind")
+        self._tell(f"{count} entries were dropped: the writer fell behind")
 
     def _run(self) -> None:
         try:
@@ -136,14 +136,14 @@ class DecisionLog:
             with self._writing:
                 self._drain()
         except Exception:
-            log.exception("the decision log has ended: what follows is not written")
+            log.exception("the decision log failed: later events are not logged")
         finally:
             for files in (self._decisions, self._events, self._journal):
                 if files is not None:
                     files.close()
 
     def _begin(self) -> None:
-        """Restore open records that the last conductor left."""
+        """Restore the open records of the previous conductor."""
         for record in read_journal(self.folder).values():
             self._records.restore(self._started_ns, record)
         self._try("journal", 0, lambda: self._journal.rewrite(self._records.under_way()))
@@ -153,7 +153,7 @@ class DecisionLog:
                 self._events.tidy()
 
     def _drain(self) -> None:
-        """Write all queued entries in parts, pausing between them for the event loop, unless the queue fills up."""
+        """Write all queued entries in parts. Pauses between them for the event loop unless the queue fills up."""
         left = len(self._waiting)
         while left > 0:
             part = [self._waiting.popleft() for _ in range(min(left, _AT_ONCE))]
@@ -184,13 +184,13 @@ class DecisionLog:
         files = self._events
         if files is not None:
             lost = self._try("events", len(events), lambda: files.write(events))
-            gap_lost = dropped > 0 and lost == len(events)  # it is the first line
+            gap_lost = dropped > 0 and lost == len(events)  # the gap is the first line
             with self._counting:
                 self._dropped_events += lost + (dropped - 1 if gap_lost else 0)
                 self._lost["disk"] -= gap_lost
 
     def _try(self, kind: str, count: int, write: Callable[[], None]) -> int:
-        """Return how many of `count` lines were lost."""
+        """Call `write` and return how many of `count` lines were lost."""
         lost = 0
         try:
             write()
@@ -198,7 +198,7 @@ class DecisionLog:
             lost = error.count if isinstance(error, LinesLost) else count
             self._tell(f"{lost} {kind} were not written: {error.strerror or error}")
         with self._counting:
-            if kind != "journal":  # which only repeats what the log will say, or is to
+            if kind != "journal":  # its records are also written to the log when they end
                 self._written[kind] += count - lost
                 self._lost["disk"] += lost
         return lost
@@ -207,7 +207,7 @@ class DecisionLog:
         now_s = time.monotonic()
         if now_s - self._told_s >= _TELL_AGAIN_S:
             self._told_s = now_s
-            log.warning("decision log in %s: %s; requests are served as ever", self.folder, what)
+            log.warning("decision log in %s: %s; requests are not affected", self.folder, what)
 
 
 def _nbytes(event: Event, keys: NDArray[np.uint64]) -> int:
@@ -229,24 +229,24 @@ def _lock(folder: Path) -> int:
     except OSError as error:
         os.close(fd)
         if isinstance(error, BlockingIOError):
-            raise OSError(error.errno, "another conductor writes its log there: give each its own folder") from error
+            raise OSError(error.errno, "another conductor uses this folder; give each conductor its own") from error
         raise
     return fd
 
 
 def _identity(folder: Path) -> tuple[bytes, int]:
-    """Return the log's secret and its beginning (milliseconds since 1970), created on first use. Raises OSError."""
+    """Return the log's secret and start (milliseconds since 1970), which are created on first use. Raises OSError."""
     path = folder / "log.json"
     try:
-        said = json.loads(path.read_bytes())
-        secret, started_ms = bytes.fromhex(said["secret"]), int(said["started_ms"])
+        content = json.loads(path.read_bytes())
+        secret, started_ms = bytes.fromhex(content["secret"]), int(content["started_ms"])
         if not 0 < len(secret) <= _LONGEST_SECRET:
             raise ValueError(f"a secret of {len(secret)} bytes")
         return secret, started_ms
     except FileNotFoundError:
         secret, started_ms = secrets.token_bytes(32), time.time_ns() // 1_000_000
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        text = f"{path} is damaged ({error!r}): remove it, and hash ids begin anew"
+        text = f"{path} is damaged ({error!r}); remove it to start with a new secret, which changes all hash ids"
         raise OSError(errno.EINVAL, text) from error
     fresh = path.with_suffix(".part")
     fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -1,12 +1,12 @@
 """Directory of blocks in memory: which pool node holds which blocks. Fed by the nodes' events; no I/O, no clock.
 
-Blocks are identified by the short form of their chain keys (uint64) within a namespace. A match is a hint that the pool
-node's Pin checks against full keys. Pool nodes are authoritative: the directory's part of a node is EXACT while its
-event stream is up and without gaps, otherwise DEGRADED, never silently stale. Events carry a checksum of the node's
-contents (`kvpool.events`); if it differs, the part is not EXACT either.
+Blocks are identified by the short form of their chain keys (uint64) within a namespace. A match is only a hint: the
+pool node's Pin checks it against full keys. Pool nodes are authoritative: the directory's part of a node is EXACT while
+its event stream is connected and has no gaps, otherwise DEGRADED. Events contain a checksum of the node's contents
+(`kvpool.events`); if it differs, the part is DEGRADED, too.
 
 A node has a number in the table. A snapshot is received under a new number, and the blocks of the former number are
-removed incrementally (`purge`), so neither a snapshot nor the loss of a node takes long at once.
+removed incrementally (`purge`), so that neither a snapshot nor the loss of a node blocks the event loop.
 """
 
 import enum
@@ -28,15 +28,16 @@ from kvpool.events import BlockRun, PoolEvents, fold_of
 class Match(NamedTuple):
     """Leading blocks of a chain that one node holds."""
 
-    blocks: int  # the leading run
-    ssd_blocks: int  # of these, how many are on SSD only
+    blocks: int  # number of leading blocks
+    ssd_blocks: int  # number of these on SSD only
 
 
 class Matches(Mapping[str, Match]):
     """Nodes that hold the chain's first block, by id.
 
-    `roster`: ids of all nodes, sorted; the same object as long as the nodes are the same. `held`, int64
-    [2, len(roster)]: blocks that each holds, and of these those on SSD only. `longest`: the most of `held[0]`.
+    `roster`: ids of all nodes, sorted; the same object as long as the nodes do not change. `held`, int64
+    [2, len(roster)]: number of blocks that each node holds, and number of these on SSD only. `longest`: maximum of
+    `held[0]`.
     """
 
     __slots__ = ("_items", "held", "longest", "roster")
@@ -45,7 +46,7 @@ class Matches(Mapping[str, Match]):
         self.roster = roster
         self.held = held
         self.longest = longest
-        self._items: dict[str, Match] | None = None  # the same by id, computed on demand
+        self._items: dict[str, Match] | None = None  # matches by id, computed on demand
 
     def __getitem__(self, node: str) -> Match:
         return self._by_id()[node]
@@ -71,7 +72,7 @@ class Matches(Mapping[str, Match]):
         return self._items
 
 
-_PATIENCE = 4096  # events between snapshots taken because sums disagree, doubled each time
+_PATIENCE = 4096  # minimum events between snapshots because of checksum mismatches, doubled each time
 
 
 class DirectoryState(enum.Enum):
@@ -97,12 +98,12 @@ class FollowedNode:
     seq: int = 0
     synced: bool = False
     state: DirectoryState = DirectoryState.DEGRADED
-    shadow: int | None = None  # the number under which a snapshot is being taken in
-    why: str = "new"  # what the next snapshot is for
-    right_at: int = 0  # a restored dump is right from this event on
-    generation: int = 0  # of the number: what is known was begun anew so many times
-    disagreements: int = 0  # in a row
-    patient_until: int = 0  # event up to which no further snapshot is asked for because of them
+    shadow: int | None = None  # number under which a snapshot is being received
+    why: str = "new"  # reason for the next snapshot
+    right_at: int = 0  # event from which on a restored dump is consistent
+    generation: int = 0  # number of times the contents were replaced
+    disagreements: int = 0  # consecutive checksum mismatches
+    patient_until: int = 0  # event up to which mismatches do not cause another snapshot
 
     def restart(self, incarnation: int) -> None:
         """Discard the state, since the node has another incarnation."""
@@ -125,7 +126,7 @@ class FollowedNode:
         self.seq, self.synced, self.right_at, self.why = seq, True, 0, "behind"
 
     def refuse(self, why: str) -> None:
-        """Record that the stream cannot continue without a snapshot."""
+        """Record the reason why the stream cannot continue without a snapshot."""
         if self.synced or self.why == "behind":
             self.why = why
         self.synced, self.state = False, DirectoryState.DEGRADED
@@ -142,8 +143,8 @@ class FollowedNode:
     def disagree(self) -> bool:
         """Record that the node's checksum differs. Return True if a snapshot should be requested.
 
-        If a snapshot did not help, another one soon would not either: the stream goes on, DEGRADED. Usually two blocks
-        have the same short key then, until one of them is removed.
+        If the last snapshot did not help, another one soon would not either: the stream continues as DEGRADED. The
+        usual cause is two blocks with the same short key; it disappears when one of them is removed.
         """
         self.state = DirectoryState.DEGRADED
         if self.disagreements and self.seq < self.patient_until:
@@ -158,14 +159,14 @@ class NodeNumbers:
 
     def __init__(self) -> None:
         self._names: list[str | None] = [None]
-        self.version = 0  # of the names
+        self.version = 0  # incremented when names change
         self._free: list[int] = []
         self._dying: set[int] = set()
-        self._late: set[int] = set()  # of these, those that the pass under way has not seen from its begin
+        self._late: set[int] = set()  # dying numbers that were retired during the current removal pass
 
     @property
     def dying(self) -> Set[int]:
-        """Retired numbers whose blocks are still to be removed."""
+        """Retired numbers whose blocks have not been removed yet."""
         return self._dying
 
     @property
@@ -192,7 +193,7 @@ class NodeNumbers:
         self._names[number] = name
 
     def retire(self, number: int, *, holds: bool, in_pass: bool) -> None:
-        """Release a number. `in_pass`: a removal pass is under way."""
+        """Release a number. `holds`: it has blocks; `in_pass`: a removal pass is running."""
         self.version += 1
         self._names[number] = None
         if not holds:
@@ -203,16 +204,16 @@ class NodeNumbers:
             self._late.add(number)
 
     def end_pass(self) -> None:
-        """Free the numbers that were dying when this pass began; all their blocks are removed."""
+        """Free the numbers that were dying when this pass started, since all their blocks are removed."""
         self._free += sorted(self._dying - self._late)
         self._dying, self._late = self._late, set()
 
 
-_HALF = 32  # bits of a pair
+_HALF = 32  # bits of a generation below the count of dropped nodes
 
 
 class DumpedNode(NamedTuple):
-    """A node of a dump: contents as of `position`, except for events up to `right_at` applied while it was made."""
+    """Node of a dump: contents as of `position`, possibly including events up to `right_at` applied during the dump."""
 
     node: str
     number: int  # in the dump
@@ -224,9 +225,9 @@ class DumpedNode(NamedTuple):
 class _Places(NamedTuple):
     """Mapping from node numbers to indices in the roster."""
 
-    version: int  # of the numbers
+    version: int  # of NodeNumbers
     roster: tuple[str, ...]
-    of_numbers: NDArray[np.int64]  # -1: not to be seen
+    of_numbers: NDArray[np.int64]  # -1: not visible
 
     @classmethod
     def of(cls, numbers: NodeNumbers, former: "_Places | None") -> "_Places":
@@ -246,19 +247,19 @@ class Directory:
         self._table = DirectoryTable(secrets.randbits(64))
         self._nodes: dict[str, FollowedNode] = {}
         self._numbers = NodeNumbers()
-        self._places: _Places | None = None  # as last needed
-        self._folds: dict[bytes, int] = {}  # of namespaces that were asked for, which are those of joined nodes
-        self._purged = 0  # parts, of the pass under way
-        self._dropped = 0  # nodes
-        self.snapshots: Counter[str] = Counter()  # taken in, by why they were needed
-        self.resyncs: Counter[str] = Counter()  # snapshots asked for, by reason
-        self.mismatches: Counter[str] = Counter()  # messages whose sum of contents was another, by node
+        self._places: _Places | None = None  # cache of the last match
+        self._folds: dict[bytes, int] = {}  # by matched namespace; bounded, since only joined nodes' are matched
+        self._purged = 0  # parts done in the current removal pass
+        self._dropped = 0  # number of dropped nodes
+        self.snapshots: Counter[str] = Counter()  # snapshots received, by reason
+        self.resyncs: Counter[str] = Counter()  # snapshots requested, by reason
+        self.mismatches: Counter[str] = Counter()  # messages with another checksum, by node
 
     def apply(self, node: str, events: PoolEvents) -> bool:
-        """Apply one message of `node`'s stream. False: it does not follow the last one; a snapshot is needed.
+        """Apply one message of `node`'s stream. Return False if it does not follow the last one: a snapshot is needed.
 
         During a snapshot the former contents of the same incarnation stay in use, as DEGRADED; those of another
-        incarnation are dropped at its first message. Raises AddressError, after which a snapshot is needed, too.
+        incarnation are dropped at its first message. Raises AddressError, after which a snapshot is also needed.
         """
         known = self._nodes.get(node) or self._add(node)
         try:
@@ -292,7 +293,7 @@ class Directory:
         return self._judge(node, known, events)
 
     def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> Matches:
-        """Return the leading blocks of the chain (uint64 [n], see `keys_u64`) that each node holds."""
+        """Return the number of leading blocks of the chain (uint64 [n], see `keys_u64`) that each node holds."""
         places = self._places
         if places is None or places.version != self._numbers.version:
             places = self._places = _Places.of(self._numbers, places)
@@ -306,10 +307,10 @@ class Directory:
         return Matches(roster, held, self._table.match(keys, fold, of_numbers, held))
 
     def mark_degraded(self, node: str, *, malformed: bool = False) -> None:
-        """Mark the node's part as DEGRADED because its stream broke; it stays in use until the stream continues or the
-        node is dropped.
+        """Mark the node's part as DEGRADED because its stream was interrupted.
 
-        `malformed`: a message was unreadable, so that the stream can continue only with a snapshot.
+        It stays in use until the stream continues or the node is dropped. `malformed`: a message was unreadable, so the
+        stream can continue only with a snapshot.
         """
         known = self._nodes.get(node)
         if known is not None:
@@ -327,9 +328,9 @@ class Directory:
             self._dropped += 1
 
     def purge(self, num_parts: int = 8) -> bool:
-        """Remove lost nodes' blocks from the next parts of the table (2,048 slots each). False: nothing is left.
+        """Remove lost nodes' blocks from the next parts of the table (2,048 slots each). Return False if none are left.
 
-        A part takes about 0.3 ms if a lost node's blocks are adjacent, as blocks stored together are.
+        A part takes about 0.3 ms if a lost node's blocks are adjacent, which they are if they were stored together.
         """
         dying = self._numbers.dying
         if not dying:
@@ -346,7 +347,7 @@ class Directory:
         return known.state if known is not None else DirectoryState.DEGRADED
 
     def position(self, node: str) -> Position:
-        """Return the last event applied, from which the stream can continue; (0, 0) if it cannot."""
+        """Return the last event applied, after which the stream can continue; (0, 0) if it cannot."""
         known = self._nodes.get(node)
         return Position(known.incarnation, known.seq) if known is not None and known.synced else Position(0, 0)
 
@@ -373,7 +374,7 @@ class Directory:
         ]
 
     def end_dump(self, dumped: Iterable[DumpedNode]) -> list[DumpedNode]:
-        """Return the nodes whose contents a completed dump has in full, with the event from which on it is right."""
+        """Return the nodes that a finished dump contains completely, with the event from which on it is consistent."""
         return [
             each._replace(right_at=max(known.seq, known.right_at))
             for each in dumped
@@ -385,8 +386,8 @@ class Directory:
     def dump(self, numbers: frozenset[int], num_parts: int = 16) -> Iterator[Replicas]:
         """Yield the contents of these numbers, a few parts at a time; events may be applied in between.
 
-        The dump is fuzzy, like a database checkpoint (Mohan et al., ARIES, ACM TODS 17(1), 1992): it is right once the
-        events between its begin and its end are applied again.
+        The dump is fuzzy, like a database checkpoint (Mohan et al., ARIES, ACM TODS 17(1), 1992): it is consistent
+        after the events between its start and its end are applied again.
         """
         begin = 0
         while begin < self._table.num_parts:
@@ -394,28 +395,30 @@ class Directory:
             begin += num_parts
 
     def restore_node(self, dumped: DumpedNode) -> int:
-        """Add a node of a dump. Return the number under which to restore its contents; it has none yet."""
+        """Add a node of a dump without contents. Return the number under which to restore them."""
         assert dumped.node not in self._nodes, f"node {dumped.node!r} is known"
         known = self._add(dumped.node)
         known.restore(dumped.position, dumped.right_at)
         return known.number
 
     def restore(self, replicas: Replicas) -> None:
-        """Store part of a dump, with the numbers from `restore_node`. Contents of nodes lost since are left out, since
-        their numbers may be reused."""
+        """Store part of a dump, with the numbers from `restore_node`.
+
+        Contents of nodes lost since are left out, because their numbers may have been reused.
+        """
         followed = np.array([name is not None for name in self._numbers.names], bool)[replicas.codes >> 1]
         self._table.store(replicas.keys[followed], replicas.codes[followed])
 
     def validate(self) -> list[str]:
-        """Return inconsistencies as sentences; empty if there are none."""
+        """Describe inconsistencies; empty if there are none."""
         problems = self._table.validate()
         for name, known in sorted(self._nodes.items()):
             if self._numbers.name(known.number) != name:
-                problems.append(f"node {name!r} has number {known.number}, which is another's")
+                problems.append(f"node {name!r} has number {known.number}, which belongs to another node")
         return problems
 
     def _add(self, node: str) -> FollowedNode:
-        # Whoever was lost and comes back has none of its former generations.
+        # A node that was dropped and returns must not reuse one of its former generations.
         self._nodes[node] = known = FollowedNode(self._number_for(node), generation=self._dropped << _HALF)
         return known
 
@@ -447,7 +450,7 @@ class Directory:
         self._table.store(keys, codes, fold_of(run.kv_namespace))
 
     def _judge(self, node: str, known: FollowedNode, events: PoolEvents) -> bool:
-        """Update the node's state after a message. False: request a snapshot instead."""
+        """Update the node's state after a message. Return False if a snapshot is needed."""
         if known.seq < known.right_at:
             return True
         if events.contents_sum is None:

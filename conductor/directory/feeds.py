@@ -34,10 +34,10 @@ async def follow_pool_events(
 ) -> None:
     """Call `on_events` with every message of the pool node at `target`, until cancelled.
 
-    Each stream begins after `position()`, with a snapshot if that is (0, 0) or the node cannot continue from there. If
-    `on_events` returns False (or raises AddressError), the message does not follow the last one, and another stream
-    begins. `on_lost(reason, kind)` is called when a stream is "broken" (or silent for `silence_s`, heartbeats
-    included), "refused" or "malformed"; until the next message the directory's part of the node may be stale.
+    Each stream starts after `position()`, with a snapshot if that is (0, 0) or the node cannot continue from there. If
+    `on_events` returns False (the message does not follow the last one) or raises AddressError, a new stream is opened.
+    `on_lost(reason, kind)` is called when a stream is "broken" (also without any message or heartbeat for `silence_s`),
+    "refused" or "malformed"; until the next message the directory's part of the node may be stale.
     """
     last_reason = ""
     backoff = Backoff(most_s=_MAX_WAIT_S)
@@ -71,7 +71,7 @@ async def _follow(
     position: Callable[[], Position],
     silence_s: float,
 ) -> tuple[str, str]:
-    """Follow one stream until it ends. Return the reason, as a sentence and as a word."""
+    """Follow one stream until it ends. Return (reason, kind)."""
     stub: pool_pb2_grpc.PoolAsyncStub = pool_pb2_grpc.PoolStub(channel)
     begin = position()
     stream = stub.Events(pool_pb2.EventsRequest(incarnation=begin.incarnation, after_seq=begin.seq))
@@ -84,17 +84,20 @@ async def _follow(
             try:
                 events = PoolEvents.from_proto(message)
                 if not on_events(events):
-                    came = f"event {events.incarnation:x}/{events.first_seq}"
-                    return f"{came} does not follow {known.incarnation:x}/{known.seq}, or leads elsewhere", "refused"
+                    received = f"event {events.incarnation:x}/{events.first_seq}"
+                    return (
+                        f"{received} does not follow {known.incarnation:x}/{known.seq}, or its checksum differs",
+                        "refused",
+                    )
             except AddressError as error:
-                return f"a malformed event: {error}", "malformed"
+                return f"malformed event: {error}", "malformed"
     finally:
         stream.cancel()
 
 
 log = logging.getLogger(__name__)
 _UPKEEP_S = 0.05
-_AGAIN_S = 1.0  # after an error of our own
+_AGAIN_S = 1.0  # pause after an internal error
 
 
 @dataclass(frozen=True)
@@ -104,15 +107,15 @@ class _Feed:
 
 
 class DirectoryUpdater:
-    """Keeps the directory up to date: one feed per pool node that joined here or is known to be in the cluster.
+    """Updater of the directory, with one feed per pool node that joined here or is known to be in the cluster.
 
-    Feeds start with `open`, once the directory's initial contents are restored.
+    Feeds start with `open`, after the directory's initial contents are restored.
     """
 
     def __init__(self) -> None:
         self.directory = Directory()
         self._joined: dict[str, str] = {}  # targets by node id
-        self._expected: dict[str, dict[str, str]] = {}  # the same, by who says so
+        self._expected: dict[str, dict[str, str]] = {}  # targets by node id, by source
         self._feeds: dict[str, _Feed] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._opened = asyncio.Event()
@@ -136,7 +139,7 @@ class DirectoryUpdater:
         self._settle(node_id)
 
     def expect(self, source: str, targets: Mapping[str, str]) -> None:
-        """Set the pool nodes, by id, that `source` lists in the cluster: they joined elsewhere or will join soon."""
+        """Set the targets of the pool nodes that `source` lists: they joined elsewhere or are expected to join."""
         before = self._expected.get(source, {})
         self._expected[source] = dict(targets)
         for node_id in sorted(before.keys() | targets.keys() | set(self.directory.nodes)):
@@ -179,8 +182,8 @@ class DirectoryUpdater:
 
     def _settle(self, node_id: str) -> None:
         """Follow the node at its current address, or drop it if no source lists it."""
-        said = [self._joined, *self._expected.values()]
-        target = next((targets[node_id] for targets in said if node_id in targets), None)
+        sources = [self._joined, *self._expected.values()]
+        target = next((targets[node_id] for targets in sources if node_id in targets), None)
         feed = self._feeds.get(node_id)
         if target is not None and feed is not None and feed.target == target:
             return
@@ -203,8 +206,8 @@ class DirectoryUpdater:
                     on_lost=functools.partial(self._lost, node_id),
                 )
             except Exception:
-                log.exception("events of the pool node %s could not be taken in; following it anew", node_id)
-                # Of the message that came last, a part may be in.
+                log.exception("events of pool node %s could not be applied; requesting a snapshot", node_id)
+                # The last message may be applied in part.
                 self._lost(node_id, "", "malformed")
             await asyncio.sleep(_AGAIN_S)
 
@@ -233,7 +236,7 @@ class DirectoryUpdater:
 
 
 def sample(name: str, value: float, **labels: str) -> conductor_pb2.Sample:
-    """Return one metric sample of the conductor; `telemetry.conductor` has the help texts."""
+    """Return one metric sample of the conductor; the help texts are in `telemetry.conductor`."""
     return conductor_pb2.Sample(name=name, labels=labels, value=float(value))
 
 

@@ -1,4 +1,4 @@
-"""Compiled loops over a directory's table (`layout.py`): lookups, then changes. They do not check their arguments."""
+"""Compiled loops over a directory's table (`layout.py`): lookups, then changes. Arguments are not checked."""
 
 import functools
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ def hash_of(key: Any, seed: Any) -> Any:
 
 @numba.njit
 def find(t: Any, key: Any, seed: Any) -> Any:
-    """Return (segment, index of the place where `key` is or would go); the word after it is 0 if the key is absent."""
+    """Return (segment, index of the place of `key` or for it); the word after it is 0 if the key is absent."""
     h = hash_of(key, seed)
     segment = np.int64(t.top[np.int64(h >> np.uint64(t.meta[SHIFT]))])
     fingerprint = np.uint32(h >> _U32)
@@ -91,7 +91,7 @@ def find(t: Any, key: Any, seed: Any) -> Any:
 
 @numba.njit(inline="always")
 def next_slot(t: Any, slot: Any, key: Any, seed: Any) -> Any:
-    """Return the slot of `key`, probably the one after `slot`; -1: no node holds it."""
+    """Return the slot of `key`, which is probably the one after `slot`; -1 if no node holds it."""
     slot += 1
     if slot < len(t.held) and t.keys[slot] == key and t.held[slot] != 0:
         return slot
@@ -101,23 +101,22 @@ def next_slot(t: Any, slot: Any, key: Any, seed: Any) -> Any:
 
 @numba.njit(inline="always")
 def shape(t: Any, at: Any) -> Any:
-    """Return (is dense, class, number of replicas, words in one bitmap) of the row at `at`."""
+    """Return (is dense, class, number of replicas, words per bitmap) of the row at `at`."""
     head = t.rows[at]
     row_class = np.int64(head >> np.uint32(24)) & 127
     return head >> np.uint32(31) != 0, row_class, np.int64(head & np.uint32(0xFFFFFF)), ((4 << row_class) - 2) // 2
 
 
 def match(addresses: Any, keys: Any, fold: Any, seed: Any, places: Any, held: Any) -> Any:
-    """Write the leading keys that each node holds, and of these those on SSD only, to `held` [2, ...] at `places`
-    [numbers].
+    """Write the number of leading keys that each node holds, and of these on SSD only, to `held` [2, ...].
 
-    Nodes with place -1 are left out. Returns the longest match of the others.
+    `places` [numbers] maps node numbers to indices in `held`; nodes with -1 are left out. Returns the longest match.
     """
     t = table_at(addresses)
     alive, state, out = t.alive, t.state, t.found
     found, depth, n = 0, 0, len(keys)
     width, slot = 0, np.int64(len(t.held))
-    while depth < n:  # the part that very many nodes hold: whole bitmaps at a time
+    while depth < n:  # keys held by very many nodes: process whole bitmaps
         here_slot = next_slot(t, slot, keys[depth] ^ fold, seed)
         several = t.held[here_slot] if here_slot >= 0 else np.uint32(0)
         if not several & SEVERAL:
@@ -154,7 +153,7 @@ def match(addresses: Any, keys: Any, fold: Any, seed: Any, places: Any, held: An
             if alive[w] >> np.uint32(b) & np.uint32(1):
                 state[w * 32 + b, 0] = depth
     going = True
-    while going and depth < n:  # the rest: a node goes on if it came this far
+    while going and depth < n:  # other keys: a node continues if it holds all keys so far
         slot = next_slot(t, slot, keys[depth] ^ fold, seed)
         if slot < 0:
             break
@@ -205,7 +204,7 @@ def match(addresses: Any, keys: Any, fold: Any, seed: Any, places: Any, held: An
 
 
 def extract(addresses: Any, slot: Any, end: Any, wanted: Any, keys: Any, codes: Any) -> Any:
-    """Copy all replicas of the wanted numbers in these slots. Returns their count, even if they do not fit."""
+    """Copy all replicas of the wanted numbers in these slots. Returns their count, even if `keys` is too small."""
     t, found = table_at(addresses), 0
     for at in range(slot, end):
         several = t.held[at]
@@ -234,8 +233,8 @@ def extract(addresses: Any, slot: Any, end: Any, wanted: Any, keys: Any, codes: 
 
 
 _MAX_LIST_CLASS = 4
-_FEW = 31  # so few replicas are listed again
-_HOLES = 8  # one free slot in so many are holes enough to be filled
+_FEW = 31  # a dense row with at most this many replicas becomes a list again
+_HOLES = 8  # free slots are reused if more than one slot in this many is free
 _U1, _U32 = np.uint64(1), np.uint64(32)
 _M1, _M2, _GAMMA = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
@@ -280,7 +279,7 @@ def _free_row(t: Any, at: Any) -> Any:
 
 @numba.njit
 def _needs_rows(t: Any) -> Any:
-    """Return whether the next change could run out of rows; the caller then has to make room."""
+    """Return True if the next change could run out of rows; the caller must then grow them."""
     if t.meta[USED] + 2 * (4 << t.meta[DENSE]) <= len(t.rows):
         return False
     t.meta[NEED] = NEED_ROWS
@@ -337,7 +336,7 @@ def _moved_to(t: Any, source: Any, target: Any) -> Any:
 
 @numba.njit
 def _with(t: Any, several: Any, code: Any) -> Any:
-    """Add a replica to a row or change its tier. Returns (new value of the slot, the replica's former code)."""
+    """Add a replica to a row or change its tier. Returns (new value of the slot, former code of the replica or 0)."""
     at = np.int64(several & ~SEVERAL) * 4
     number = np.int64(code >> np.uint32(1))
     dense, row_class, count, width = shape(t, at)
@@ -366,8 +365,7 @@ def _with(t: Any, several: Any, code: Any) -> Any:
 
 @numba.njit
 def _without(t: Any, several: Any, number: Any) -> Any:
-    """Remove a node's replica from a row. Returns (new value of the slot, the replica's former code; 0: there was
-    none)."""
+    """Remove a node's replica from a row. Returns (new value of the slot, former code of the replica or 0)."""
     at = np.int64(several & ~SEVERAL) * 4
     dense, row_class, count, width = shape(t, at)
     old = np.uint32(0)
@@ -403,7 +401,7 @@ def _without(t: Any, several: Any, number: Any) -> Any:
 
 @numba.njit
 def _new_slot(t: Any) -> Any:
-    """Allocate a slot, next-fit; -1: the caller must make room. Holes are reused once there are many."""
+    """Allocate a slot by next-fit; -1 if the caller must grow the slots. Holes are reused once there are many."""
     slot, end = t.meta[CURSOR], t.meta[END]
     while slot < end and t.held[slot]:
         slot += 1
@@ -423,7 +421,7 @@ def _new_slot(t: Any) -> Any:
 
 @numba.njit
 def _delete(t: Any, segment: Any, at: Any) -> Any:
-    """Free a place and its slot, shifting back entries that would not be found past the hole."""
+    """Free a place and its slot, shifting back entries that would not be found after the hole."""
     t.held[np.int64(t.places[at + 1]) - 1] = 0
     t.meta[LIVE] -= 1
     base = segment * SEGMENT
@@ -445,7 +443,7 @@ def _delete(t: Any, segment: Any, at: Any) -> Any:
 
 
 def store(addresses: Any, keys: Any, codes: Any, fold: Any, seed: Any, start: Any) -> Any:
-    """Add replicas, or move them to another tier. Returns the number done; if short, meta[NEED] has the reason."""
+    """Add replicas, or change their tier. Returns the number done; if not all, meta[NEED] has the reason."""
     t = table_at(addresses)
     slot = np.int64(len(t.held))
     for i in range(start, len(keys)):
@@ -490,7 +488,7 @@ def store(addresses: Any, keys: Any, codes: Any, fold: Any, seed: Any, start: An
 
 
 def remove(addresses: Any, keys: Any, number: Any, fold: Any, seed: Any, start: Any) -> Any:
-    """Remove node `number` as holder of the keys. Returns as `store`."""
+    """Remove node `number` as holder of the keys. Returns like `store`."""
     t = table_at(addresses)
     for i in range(start, len(keys)):
         key = keys[i] ^ fold
@@ -513,7 +511,7 @@ def remove(addresses: Any, keys: Any, number: Any, fold: Any, seed: Any, start: 
 
 
 def split(addresses: Any, segment: Any, new: Any, scratch: Any) -> Any:
-    """Move the keys whose next bit is set to segment `new`, which is empty. `scratch` has room for a segment."""
+    """Move the keys whose next hash bit is set to the empty segment `new`. `scratch` has the size of a segment."""
     t = table_at(addresses)
     begin, end = segment * SEGMENT * 2, (segment + 1) * SEGMENT * 2
     scratch[:] = t.places[begin:end]
@@ -541,7 +539,7 @@ def split(addresses: Any, segment: Any, new: Any, scratch: Any) -> Any:
 
 @numba.njit
 def _first_of(t: Any, several: Any, wanted: Any) -> Any:
-    """Return some wanted node number of the row; -1: there is none."""
+    """Return a wanted node number of the row, or -1."""
     at = np.int64(several & ~SEVERAL) * 4
     dense, _, count, width = shape(t, at)
     if not dense:
@@ -559,7 +557,7 @@ def _first_of(t: Any, several: Any, wanted: Any) -> Any:
 
 
 def purge(addresses: Any, slot: Any, end: Any, dying: Any, seed: Any) -> Any:
-    """Remove all replicas of the dying numbers from slots [slot, end). Returns as `store`."""
+    """Remove all replicas of the dying numbers from slots [slot, end). Returns the first slot not done."""
     t = table_at(addresses)
     while slot < end:
         held = t.held[slot]
@@ -581,7 +579,7 @@ def purge(addresses: Any, slot: Any, end: Any, dying: Any, seed: Any) -> Any:
 
 
 class DirectoryKernels(NamedTuple):
-    """Compiled functions of the same names; each takes the addresses of a table's arrays first."""
+    """Compiled kernels; their first argument is the addresses of a table's arrays."""
 
     store: Any
     remove: Any
@@ -593,7 +591,7 @@ class DirectoryKernels(NamedTuple):
 
 @functools.cache
 def directory_kernels() -> DirectoryKernels:
-    """Return all kernels, compiled or loaded at the first call."""
+    """Return all kernels, which are compiled or loaded at the first call."""
     u32, u64, i64 = (types.Array(kind, 1, "C") for kind in (types.uint32, types.uint64, types.int64))
     wide, flags = types.Array(types.int64, 2, "C"), types.Array(types.uint8, 1, "C")
     keys = types.Array(types.uint64, 1, "C", readonly=True)
@@ -601,7 +599,7 @@ def directory_kernels() -> DirectoryKernels:
     return DirectoryKernels(
         compiled(store, n(i64, keys, u32, fold, seed, n)),
         compiled(remove, n(i64, keys, n, fold, seed, n)),
-        # A decision waits for it.
+        # Keeps the GIL, since a decision waits for the result.
         compiled(match, n(i64, keys, fold, seed, i64, wide), nogil=False),
         compiled(split, types.void(i64, n, n, u32)),
         compiled(purge, n(i64, n, n, flags, seed)),

@@ -1,8 +1,8 @@
 """Table of all blocks of a directory as arrays: 64-bit key -> holders and tiers. Uses node numbers, not nodes.
 
-Built for ten million blocks on a thousand nodes: twelve bytes per slot for a block with one holder, extra rows for
-more, and eight bytes per place of the hash index (`layout.py`). It grows by one segment at a time and removal leaves no
-tombstones, so no operation becomes slower with the number of blocks, past or present.
+Designed for ten million blocks on a thousand nodes: twelve bytes per slot for a block with one holder, additional rows
+for several holders, and eight bytes per place of the hash index (`layout.py`). It grows by one segment at a time and
+removal leaves no tombstones, so the cost of operations does not depend on the number of blocks.
 """
 
 from collections.abc import Set
@@ -40,14 +40,14 @@ _DEPTH = 4  # of `top` at the start
 _NUMBERS = 64
 _ROW_WORDS = 4096
 _SLOTS = 1 << 15
-_SPLITS_AT_MOST = 31  # bits in which keys of a full segment can be equal: unreachable but for a broken hash
+_SPLITS_AT_MOST = 31  # maximum common hash bits of a segment's keys; reached only with a broken hash
 
 
 class Replicas(NamedTuple):
     """Holders of blocks, one entry per block and holder."""
 
     keys: NDArray[np.uint64]  # folded with their namespace
-    codes: NDArray[np.uint32]  # node number * 2, plus 1 where on SSD only
+    codes: NDArray[np.uint32]  # node number * 2, plus 1 if on SSD only
 
 
 def code_of(number: int, tier: Tier) -> int:
@@ -56,10 +56,10 @@ def code_of(number: int, tier: Tier) -> int:
 
 
 class DirectoryTable:
-    """Hash table of blocks. `fold`: the value that keys of one namespace are XORed with; node numbers begin at 1.
-    `seed` must be unpredictable to clients."""
+    """Hash table of blocks. Node numbers start at 1. `fold`: value with which the keys of a namespace are XORed."""
 
     def __init__(self, seed: int) -> None:
+        """`seed` must be unpredictable to clients, so that they cannot cause collisions."""
         self._run = _kernels()
         self._seed = seed
         segments = 1 << _DEPTH
@@ -88,7 +88,7 @@ class DirectoryTable:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of 2,048 slots; a new part gets the next number."""
+        """Number of parts of 2,048 slots; new parts are added at the end."""
         return -(-int(self._t.meta[END]) // SEGMENT)
 
     @property
@@ -116,7 +116,7 @@ class DirectoryTable:
             self._size_for_numbers()
 
     def store(self, keys: NDArray[np.uint64], codes: NDArray[np.uint32], fold: int = 0) -> None:
-        """Add holders `codes` to blocks `keys`; a holder known for another tier is moved."""
+        """Add holders `codes` to blocks `keys`; the tier of existing holders is updated."""
         done = 0
         while (done := self._run.store(self._at, keys, codes, fold, self._seed, done)) < len(keys):
             self._make_room()
@@ -128,11 +128,10 @@ class DirectoryTable:
             self._make_room()
 
     def match(self, keys: NDArray[np.uint64], fold: int, places: NDArray[np.int64], held: NDArray[np.int64]) -> int:
-        """Write to `held` [2, ...], at `places` [numbers], the leading `keys` that each node holds and of these those
-        on SSD only.
+        """Write to `held` [2, ...] the number of leading `keys` that each node holds, and of these on SSD only.
 
-        `places` has an entry per number in use; nodes with -1, and nodes that do not hold the first key, are left out.
-        Returns the longest match.
+        `places` [numbers] maps each number in use to an index in `held`; nodes with -1, and nodes that do not hold the
+        first key, are left out. Returns the longest match.
         """
         longest: int = self._run.match(self._at, keys, fold, self._seed, places, held)
         return longest
@@ -146,7 +145,7 @@ class DirectoryTable:
         return end
 
     def extract(self, numbers: Set[int], begin: int, count: int) -> Replicas:
-        """Return what nodes `numbers` hold of the blocks in parts [begin, begin + count)."""
+        """Return the replicas of nodes `numbers` in parts [begin, begin + count)."""
         end, wanted = self._slot(begin + count), self._flags(numbers)
         room = max(1, count) * SEGMENT
         while True:
@@ -157,7 +156,7 @@ class DirectoryTable:
             room = found
 
     def validate(self) -> list[str]:
-        """Return inconsistencies as sentences; empty if none. Reads everything: 0.2 s for ten million blocks."""
+        """Describe inconsistencies; empty if there are none. Reads the whole table: 0.2 s for ten million blocks."""
         problems = []
         numbers = set(range(len(self._t.counts)))
         counted = np.zeros(2 * len(numbers), np.int64)
@@ -165,14 +164,14 @@ class DirectoryTable:
             counted += np.bincount(self.extract(numbers, part, 1).codes, minlength=len(counted))
         for number in np.flatnonzero((self._t.counts != counted.reshape(-1, 2)).any(axis=1)).tolist():
             have, want = counted[2 * number : 2 * number + 2].tolist(), self._t.counts[number].tolist()
-            problems.append(f"node number {number} holds {have} blocks by tier, {want} are counted")
+            problems.append(f"node number {number} holds {have} blocks by tier, but its count is {want}")
         refs = self._t.places[1 : self._num_segments * SEGMENT * 2 : 2]
         if np.any(np.count_nonzero(refs.reshape(-1, SEGMENT), axis=1) != self._t.fill[: self._num_segments]):
-            problems.append("a segment holds more or fewer keys than are counted")
+            problems.append("the number of keys of a segment differs from its count")
         found = np.zeros(len(self._t.held), bool)
         found[refs[refs > 0] - 1] = True
         if not np.array_equal(found, self._t.held > 0) or np.count_nonzero(refs) != self.num_keys:
-            problems.append("slots in use are not those, each once, that places refer to")
+            problems.append("the slots in use are not exactly those that places refer to, once each")
         free = 0
         for row_class in range(ROW_CLASSES):
             head = int(self._t.meta[FREE + row_class])
@@ -181,11 +180,11 @@ class DirectoryTable:
                 head = int(self._t.rows[head * 4]) - 1
         in_use = self._row_words()
         if free + in_use != self._t.meta[USED]:
-            problems.append(f"rows: {free} words free and {in_use} in use of {self._t.meta[USED]}")
+            problems.append(f"rows: {free} free words and {in_use} in use are not {self._t.meta[USED]} in total")
         return problems
 
     def _slot(self, part: int) -> int:
-        """Return the first slot of a part; the end if there is no such part."""
+        """Return the first slot of a part, or the end of the slots if the part does not exist."""
         return min(part * SEGMENT, int(self._t.meta[END]))
 
     def _row_words(self) -> int:
@@ -200,7 +199,7 @@ class DirectoryTable:
         return flags
 
     def _size_for_numbers(self) -> None:
-        """Resize what depends on the number of node numbers."""
+        """Resize the arrays that depend on the number of node numbers."""
         count = len(self._t.counts)
         words = -(-count // 32)
         row_class = 5
@@ -219,7 +218,7 @@ class DirectoryTable:
         self._at = addresses_of(self._t)
 
     def _make_room(self) -> None:
-        """Grow what a kernel ran out of: a full segment, rows or slots."""
+        """Grow what meta[NEED] names: a full segment, rows or slots."""
         need = int(self._t.meta[NEED])
         if need == NEED_SLOTS:
             self._grow_slots()
@@ -235,7 +234,7 @@ class DirectoryTable:
         depth = int(self._t.depth[need])
         if depth == 64 - int(self._t.meta[SHIFT]):
             if depth >= _SPLITS_AT_MOST:
-                raise RuntimeError(f"{MAX_FILL} keys agree in {depth} bits of their hash")
+                raise RuntimeError(f"{MAX_FILL} keys have {depth} bits of their hash in common")
             self._set(top=np.repeat(self._t.top, 2))
             self._t.meta[SHIFT] -= 1
         if self._num_segments == len(self._t.fill):
@@ -251,7 +250,7 @@ class DirectoryTable:
             self._keys.grow(want)
             self._held.grow(want)
         finally:
-            # Where only one has grown, the table goes by the other.
+            # If only one could grow, the smaller size counts.
             slots = min(len(self._keys.array), len(self._held.array))
             self._set(keys=self._keys.array[:slots], held=self._held.array[:slots])
 
@@ -268,12 +267,12 @@ class DirectoryTable:
 
 
 def warm_up() -> None:
-    """Compile the kernels, or load them from the cache: takes seconds the first time, too long for an event."""
+    """Compile the kernels, or load them from the cache. The first time takes seconds, too long during an event."""
     _kernels()
 
 
 def _kernels() -> "DirectoryKernels":
-    # numba takes half a second to import, and a process that only computes addresses never needs it.
+    # Imported late: numba takes half a second to import, and not every process needs it.
     from conductor.directory.kernels import directory_kernels
 
     return directory_kernels()

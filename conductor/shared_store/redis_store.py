@@ -1,9 +1,9 @@
-"""Redis store shared by the conductors: the stored records as plain data and JSON, and one method per operation, each
-with a deadline.
+"""Redis store shared by the conductors: its records as plain data and JSON, and one method per operation, with a
+deadline.
 
 Keys: `moonpool:cluster` (hash: name, format), `moonpool:epoch` (the last conductor's incarnation), `moonpool:node:ID`
 (JSON, expires unless refreshed), `moonpool:snapshots` (hash: path -> JSON), `moonpool:slo` (hash: version -> JSON, and
-`last`: the newest one's number), `moonpool:slo:ack:ID` (JSON, expires, too). One database holds one cluster.
+`last`: number of the newest version), `moonpool:slo:ack:ID` (JSON, expires, too). A database holds one cluster.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from typing import Any
 from conductor.errors import SharedStoreRefused, SharedStoreUnavailable
 from conductor.redis_url import redacted
 
-FORMAT = 1  # of all that is kept; another one is refused
+FORMAT = 1  # of all stored data; other formats are rejected
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """One node of the cluster, as described by the conductor that it joined."""
+    """Node of the cluster, as described by the conductor that it joined."""
 
     node_id: str
     role: str
@@ -43,7 +43,7 @@ class NodeRecord:
             if not all(isinstance(text, str) for text in (record.node_id, record.role, record.target)):
                 raise TypeError("node_id, role and target must be texts")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SharedStoreRefused(f"a node's record cannot be read ({error!r})") from error
+            raise SharedStoreRefused(f"a node's record is invalid ({error!r})") from error
         return record
 
 
@@ -54,7 +54,7 @@ class SnapshotPointer:
     path: str
     host: str
     written_at: float  # seconds since 1970
-    positions: dict[str, tuple[int, int]]  # per pool node: incarnation and event from which on its stream continues it
+    positions: dict[str, tuple[int, int]]  # per pool node: incarnation and last event included
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -67,7 +67,7 @@ class SnapshotPointer:
             positions = {node: (int(at[0]), int(at[1])) for node, at in fields["positions"].items()}
             return cls(str(fields["path"]), str(fields["host"]), float(fields["written_at"]), positions)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise SharedStoreRefused(f"a pointer to a snapshot cannot be read ({error!r})") from error
+            raise SharedStoreRefused(f"a pointer to a snapshot is invalid ({error!r})") from error
 
 
 _CLUSTER, _EPOCH, _NODE, _SNAPSHOTS = "moonpool:cluster", "moonpool:epoch", "moonpool:node:", "moonpool:snapshots"
@@ -76,8 +76,8 @@ if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HSET', KEYS[1], 'name', A
 return redis.call('HMGET', KEYS[1], 'name', 'format')
 """
 _SLO, _SLO_ACK = "moonpool:slo", "moonpool:slo:ack:"
-# Compare and set: ARGV[1] is the newest version that the caller knows, ARGV[2] that which it writes, ARGV[3] how many
-# are kept; then numbers and texts in turn.
+# Compare and set. ARGV[1]: newest version that the caller knows; ARGV[2]: newest version to write; ARGV[3]: number of
+# versions to keep; then alternating numbers and texts.
 _PUT_SLO = """
 if (redis.call('HGET', KEYS[1], 'last') or '0') ~= ARGV[1] then return 0 end
 for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
@@ -88,7 +88,7 @@ for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
 end
 return 1
 """
-# Incarnations are microseconds since 1970, or more: exact in a Lua number until the year 2255.
+# Incarnations are at least microseconds since 1970, which a Lua number represents exactly until the year 2255.
 _RAISE = """
 local last = tonumber(redis.call('GET', KEYS[1]) or '0')
 local want = tonumber(ARGV[1])
@@ -99,8 +99,10 @@ return string.format('%.0f', want)
 
 
 class RedisStore:
-    """Client of the store. Methods raise SharedStoreUnavailable for temporary failures, SharedStoreRefused for
-    permanent ones."""
+    """Client of the store.
+
+    Methods raise SharedStoreUnavailable for temporary failures and SharedStoreRefused for permanent ones.
+    """
 
     def __init__(self, url: str, cluster_name: str, *, deadline_s: float = 2.0) -> None:
         from redis.asyncio import Redis
@@ -116,7 +118,7 @@ class RedisStore:
             socket_timeout=deadline_s,
             socket_connect_timeout=deadline_s,
             retry=Retry(NoBackoff(), 0),
-            protocol=2,  # with 3, a refused login comes as any other trouble
+            protocol=2,  # with 3, a rejected login cannot be distinguished from other errors
         )
 
     async def claim(self) -> None:
@@ -125,13 +127,13 @@ class RedisStore:
             name, kept_format = await self._redis.eval(_CLAIM, 1, _CLUSTER, self._cluster_name, FORMAT)
         if name != self._cluster_name:
             raise SharedStoreRefused(
-                f"Redis at {self.where} holds the cluster {name!r}, and this one is {self._cluster_name!r}: give "
-                "another database (redis://host:6379/1), or --cluster-name if it is the same cluster"
+                f"Redis at {self.where} belongs to the cluster {name!r}, but this one is {self._cluster_name!r}; use "
+                "another database (redis://host:6379/1), or set --cluster-name if it is the same cluster"
             )
         if kept_format != str(FORMAT):
             raise SharedStoreRefused(
-                f"Redis at {self.where} holds data in format {kept_format}, and this version knows {FORMAT}: run equal "
-                "versions of conductors, or give another database"
+                f"Redis at {self.where} has data of format {kept_format}, but this version supports {FORMAT}; run the "
+                "same version of all conductors, or use another database"
             )
 
     async def new_epoch(self, at_least: int) -> int:
@@ -140,7 +142,7 @@ class RedisStore:
             return int(await self._redis.eval(_RAISE, 1, _EPOCH, at_least, "new"))
 
     async def raise_epoch(self, own: int) -> None:
-        """Make later incarnations greater than `own`, which was drawn while Redis was unreachable or has been lost."""
+        """Make later incarnations greater than `own`, which Redis may not know because of an outage or data loss."""
         async with self._errors():
             await self._redis.eval(_RAISE, 1, _EPOCH, own, "raise")
 
@@ -182,7 +184,7 @@ class RedisStore:
         return [texts[number] for number in sorted(texts)]
 
     async def put_slo_versions(self, texts: Mapping[int, str], *, after: int, keep: int) -> bool:
-        """Write versions, in ascending order, if the newest stored one is `after` (0: none); False: it is not."""
+        """Write versions, in ascending order, if the newest stored one is `after` (0: none); else return False."""
         pairs = [item for number, text in texts.items() for item in (number, text)]
         async with self._errors():
             return bool(await self._redis.eval(_PUT_SLO, 1, _SLO, after, max(texts), keep, *pairs))
@@ -225,9 +227,9 @@ class RedisStore:
         except UnicodeDecodeError:
             raise SharedStoreRefused(_foreign(self.where)) from None
         except (RedisError, OSError, TimeoutError) as error:
-            # The address may be another server's by now, while one that is no primary any more keeps its connections.
+            # Reconnect: after a failover, connections may still lead to the former primary.
             await self._redis.connection_pool.disconnect(inuse_connections=False)
-            # `from None`: the chain could show how the connection was made.
+            # `from None`, because the chained exception could reveal connection details.
             raise _translated(error, self.where) from None
 
 
@@ -236,18 +238,18 @@ def _translated(error: Any, where: str) -> SharedStoreUnavailable | SharedStoreR
 
     text = str(error) or type(error).__name__
     denied = (e.AuthenticationError, e.AuthorizationError, e.AuthenticationWrongNumberOfArgsError, e.NoPermissionError)
-    said = ("invalid username-password", "Authentication required", "WRONGPASS", "NOAUTH", "NOPERM")
-    if isinstance(error, denied) or any(words in text for words in said):
+    phrases = ("invalid username-password", "Authentication required", "WRONGPASS", "NOAUTH", "NOPERM")
+    if isinstance(error, denied) or any(words in text for words in phrases):
         return SharedStoreRefused(
-            f"Redis at {where} refuses the login ({_first_line(text)}): check user and password in redis_url"
+            f"Redis at {where} rejects the login ({_first_line(text)}); check user and password in redis_url"
         )
     if "WRONGTYPE" in text:
         return SharedStoreRefused(_foreign(where))
     if isinstance(error, e.ReadOnlyError) or "READONLY" in text:
-        return SharedStoreUnavailable(f"Redis at {where} is a read-only replica: name the primary in redis_url")
+        return SharedStoreUnavailable(f"Redis at {where} is a read-only replica; set redis_url to the primary")
     if isinstance(error, e.OutOfMemoryError) or "OOM command" in text:
         return SharedStoreUnavailable(
-            f"Redis at {where} is out of memory (it has reached maxmemory): raise it, or give a Redis of its own"
+            f"Redis at {where} is out of memory (maxmemory reached); raise maxmemory or use a dedicated Redis"
         )
     if isinstance(error, e.TimeoutError | TimeoutError) or text.startswith("Timeout "):
         return SharedStoreUnavailable(f"Redis at {where} does not answer in time")
@@ -257,7 +259,7 @@ def _translated(error: Any, where: str) -> SharedStoreUnavailable | SharedStoreR
 
 
 def _foreign(where: str) -> str:
-    return f"Redis at {where} holds other data under names of ours, moonpool:...: give another database"
+    return f"Redis at {where} has foreign data under the keys moonpool:...; use another database"
 
 
 def _first_line(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Synchronisation of the registry with the shared store: writes this conductor's nodes, reads the others'.
+"""Synchronisation of the registry with the shared store: writes this conductor's nodes, reads those of others.
 
-Everything happens in one background task, which recovers by itself. While the store is unreachable, the last state read
-stays in use.
+A background task does all calls and retries after failures. While the store is unreachable, the last state read stays
+in use.
 """
 
 import asyncio
@@ -21,7 +21,11 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 15.0
 
 
 class RegistrySync:
-    """`members()`: records of the nodes joined here. `on_pools` gets targets of pool nodes joined elsewhere."""
+    """Synchronisation task.
+
+    `members()` returns records of the nodes joined here; `on_pools` receives the targets of pool nodes joined
+    elsewhere.
+    """
 
     def __init__(
         self,
@@ -40,8 +44,8 @@ class RegistrySync:
         self._on_pools = on_pools
         self._every_s = every_s
         self._ttl_s = ttl_s
-        self._trouble = trouble  # "": all is well
-        self._written: set[str] = set()  # nodes whose record is ours
+        self._trouble = trouble  # "" if the store is usable
+        self._written: set[str] = set()  # nodes whose records this conductor wrote
         self._errors: Counter[str] = Counter()
         self._closing = False
         self.pointer: SnapshotPointer | None = None  # of the last snapshot written here
@@ -62,8 +66,10 @@ class RegistrySync:
             yield conductor_pb2.Sample(name="shared_store_errors_total", labels={"reason": reason}, value=count)
 
     def close(self) -> None:
-        """Let `run` end with its current round. Cancelling is not enough: a call that completes at that moment swallows
-        it."""
+        """Make `run` end after its current round.
+
+        Cancellation alone is not sufficient: a call that completes at the same time would swallow it.
+        """
         self._closing = True
 
     async def run(self) -> None:
@@ -79,14 +85,14 @@ class RegistrySync:
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
             if self._trouble:
-                log.warning("the shared store is back: %s", self._store.where)
+                log.warning("the shared store is usable again: %s", self._store.where)
                 self._trouble = ""
             pause_s = _FIRST_PAUSE_S
             if not self._closing:
                 await asyncio.sleep(self._every_s)
 
     async def _round(self) -> None:
-        """Write all records again, so that a store that lost some recovers, and read the others'."""
+        """Write all records again, so that a store that lost data recovers, and read those of other conductors."""
         await self._store.claim()
         await self._store.raise_epoch(self._incarnation)
         records = list(self._members())
@@ -105,5 +111,5 @@ class RegistrySync:
     def _failed(self, error: SharedStoreError) -> None:
         self._errors["refused" if isinstance(error, SharedStoreRefused) else "unavailable"] += 1
         if str(error) != self._trouble:
-            log.warning("going on without the shared store, trying again: %s", error)
+            log.warning("continuing without the shared store, retrying: %s", error)
             self._trouble = str(error)

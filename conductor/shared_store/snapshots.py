@@ -1,8 +1,8 @@
-"""Directory snapshots: written in the background, restored at start. Losing one costs a resynchronisation.
+"""Directory snapshots: written in the background, restored at startup. Without one, pool nodes send all their contents.
 
-A file is written beside the old one and renamed; it is verified as a whole before any of it is used. Format: magic;
-then parts of [count uint32, keys uint64 [count], codes uint32 [count]], the last of count 0; then the length of a JSON
-text (uint32) and the text, which maps the numbers in the codes to nodes; then BLAKE2b-128 of all that.
+A new file is written beside the old one and renamed; it is verified completely before use. Format: magic; then parts of
+[count uint32, keys uint64 [count], codes uint32 [count]], the last with count 0; then the length of a JSON text
+(uint32) and the text, which maps the numbers in the codes to nodes; then BLAKE2b-128 of everything before.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ class SnapshotFacts:
 
 
 class SnapshotWriter:
-    """Blocking writer: `add` parts, then `finish`. If anything fails, the former snapshot stays intact."""
+    """Blocking writer: `add` parts, then `finish`. After a failure, the former snapshot is intact."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Create a temporary file beside `path`. Raises OSError."""
         self._path, self._beside = path, path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         self._hash = hashlib.blake2b(digest_size=_DIGEST_NBYTES)
         self._file: BinaryIO = self._beside.open("wb")
@@ -91,17 +91,16 @@ class SnapshotWriter:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove temporary files that killed writers of `path` left. A concurrent writer fails and may retry. Raises
-    OSError."""
+    """Remove temporary files of killed writers of `path`; a concurrent writer fails and may retry. Raises OSError."""
     for beside in path.parent.glob(f"{path.name}.*.new"):
         beside.unlink(missing_ok=True)
 
 
 class SnapshotReader:
-    """Blocking reader of a verified snapshot; the file may be replaced meanwhile. A context manager."""
+    """Blocking reader of a verified snapshot, as a context manager; the file may be replaced meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        """Raises SnapshotUnusable, or OSError."""
+        """Open and verify the file. Raises SnapshotUnusable, or OSError."""
         self._file = path.open("rb")
         try:
             self._check(path)
@@ -130,10 +129,12 @@ class SnapshotReader:
             digest.update(piece)
             left -= len(piece)
         if left or self._file.read() != digest.digest():
-            raise SnapshotUnusable(f"{path} is damaged or cut short: its checksum is another")
+            raise SnapshotUnusable(f"{path} is damaged or truncated: its checksum differs")
         self._file.seek(0)
         if (found := self._file.read(len(_MAGIC))) != _MAGIC:
-            raise SnapshotUnusable(f"{path} is no snapshot of this version: it begins with {found!r}, not {_MAGIC!r}")
+            raise SnapshotUnusable(
+                f"{path} is not a snapshot of this version: it starts with {found!r}, not {_MAGIC!r}"
+            )
 
     def _facts(self, path: Path) -> SnapshotFacts:
         while (count := _length(self._file)) > 0:
@@ -146,7 +147,7 @@ class SnapshotReader:
             )
             return SnapshotFacts(fields["cluster"], fields["written_at"], tuple(nodes), fields["targets"])
         except (ValueError, KeyError, TypeError) as error:
-            raise SnapshotUnusable(f"{path} says nothing of its nodes that can be understood ({error!r})") from error
+            raise SnapshotUnusable(f"{path} has invalid metadata ({error!r})") from error
 
 
 def _length(file: BinaryIO) -> int:
@@ -167,7 +168,7 @@ class Snapshots:
     """Snapshots of one conductor's directory, in the file `directory.snapshot` of a folder."""
 
     def __init__(self, folder: Path, cluster_name: str, directory: Directory) -> None:
-        """Raises OSError if the folder cannot be created or written."""
+        """Create the folder. Raises OSError if it cannot be created or written."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder.resolve() / FILE_NAME
         remove_unfinished(self.path)
@@ -189,14 +190,14 @@ class Snapshots:
                 except FileNotFoundError:
                     continue
                 except (SnapshotUnusable, OSError) as error:
-                    log.warning("a snapshot of the directory is left alone: %s", error)
+                    log.warning("a snapshot of the directory is ignored: %s", error)
             if not readers:
                 return {}
             newest = max(readers, key=lambda reader: reader.facts.written_at)
             return await self._load(newest)
 
     async def write(self, targets: Callable[[], dict[str, str]]) -> SnapshotPointer | None:
-        """Write a snapshot of the directory while events are applied; None: nothing has changed since the last one."""
+        """Write a snapshot of the directory while events are applied; return None if nothing has changed since."""
         dumped = self._directory.begin_dump()
         if not dumped or dumped == self._last:
             return None
@@ -217,7 +218,9 @@ class Snapshots:
         reader = SnapshotReader(path)
         if reader.facts.cluster != self._cluster_name:
             with reader:
-                raise SnapshotUnusable(f"{path} is of the cluster {reader.facts.cluster!r}, not {self._cluster_name!r}")
+                raise SnapshotUnusable(
+                    f"{path} belongs to the cluster {reader.facts.cluster!r}, not {self._cluster_name!r}"
+                )
         return reader
 
     async def _load(self, reader: SnapshotReader) -> dict[str, str]:
@@ -234,7 +237,7 @@ class Snapshots:
                 num_blocks += len(replicas.keys)
             is_complete = True
         except OSError as error:
-            log.warning("the snapshot of the directory could not be read to its end: %s", error)
+            log.warning("the snapshot of the directory could not be read completely: %s", error)
         finally:
             if not is_complete:
                 for node in nodes:
@@ -242,13 +245,13 @@ class Snapshots:
         if not is_complete:
             return {}
         age_s = time.time() - facts.written_at
-        text = "loaded the directory as of %.0f s ago: %d blocks on %d nodes; their events since follow"
+        text = "loaded a directory snapshot from %.0f s ago: %d blocks on %d nodes; reading later events"
         log.info(text, age_s, num_blocks, len(nodes))
         return {node.node: facts.targets[node.node] for node in nodes}
 
 
 def _renumbered(replicas: Replicas, numbers: np.typing.NDArray[np.int64]) -> Replicas:
-    """Return replicas with this directory's numbers, without nodes that are missing in the metadata."""
+    """Return the replicas with this directory's numbers, without nodes that are missing in the metadata."""
     old = (replicas.codes >> 1).astype(np.int64)
     new = np.where(old < len(numbers), numbers[np.minimum(old, len(numbers) - 1)], 0)
     kept = new > 0

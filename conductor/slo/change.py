@@ -13,13 +13,15 @@ from conductor.policy.objectives import SloRecord, record_from_text, record_to_p
 from conductor.slo.versions import SloVersion
 
 _MOST = 1000  # frontends
-_MEMORY_S = 60.0  # a frontend that has not reported for so long is forgotten
+_MEMORY_S = 60.0  # a frontend is forgotten after this long without a report
 _SHOWN = 5
 
 
 class KnownTenants:
-    """Tenants reported by frontends. A tenant is the digest of an API key; without API keys all requests belong to
-    tenant ""."""
+    """Tenants reported by frontends.
+
+    A tenant is the digest of an API key; without API keys all requests belong to tenant "".
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -37,7 +39,7 @@ class KnownTenants:
             del self._reported[next(iter(self._reported))]
 
     def problem_with(self, tenants: Sequence[str]) -> str:
-        """Return why some tenants cannot occur here; "" if all can, or if no frontend has reported its tenants."""
+        """Describe why some of the tenants cannot occur; "" if all can, or if no frontend has reported its tenants."""
         since_s = self._clock() - _MEMORY_S
         current = {name: known for name, (at_s, known) in self._reported.items() if at_s >= since_s}
         known = frozenset().union(*current.values())
@@ -46,10 +48,10 @@ class KnownTenants:
             return ""
         who = f"{', '.join(sorted(current)[:_SHOWN])}{' and others' if len(current) > _SHOWN else ''}"
         if not known - {""}:
-            return f"tenant {strange[0]!r} can never come: {who} ask for no API key, so that there is one tenant alone"
+            return f"tenant {strange[0]!r} cannot occur: {who} require no API key, so there is only one tenant"
         some = ", ".join(sorted(known)[:_SHOWN])
         more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-        return f"tenant {strange[0]!r} is of no API key that {who} know; there are {some}{more}"
+        return f"tenant {strange[0]!r} belongs to no API key of {who}; known tenants: {some}{more}"
 
 
 def differences(before: SloRecord, after: SloRecord) -> list[str]:
@@ -75,24 +77,22 @@ _LONGEST_TEXT = 500
 
 @dataclass(frozen=True, slots=True)
 class ObjectivesChange:
-    """A requested change: new content, or the content of an earlier version."""
+    """Requested change: new content, or the content of an earlier version."""
 
     author: str
     reason: str
     content: str = ""
     rollback_to: int = 0
-    expect_version: int | None = None  # the newest one that its author has seen; None: whatever it is
-    is_trial: bool = False  # only say what would change
-    is_forced: bool = False  # also for tenants that no frontend knows
+    expect_version: int | None = None  # newest version that the author has seen; None: any
+    is_trial: bool = False  # only report what would change
+    is_forced: bool = False  # accept tenants that no frontend knows
     peer: str = ""
 
     def check(self) -> None:
         """Raise ObjectivesError if author or reason is missing or invalid."""
         for name, text in (("author", self.author), ("reason", self.reason)):
             if not text.strip() or len(text) > _LONGEST_TEXT or not text.isprintable():
-                raise ObjectivesError(
-                    f"{name} is {text[:80]!r}: expected one line of 1 to {_LONGEST_TEXT} characters, for the audit"
-                )
+                raise ObjectivesError(f"{name} must be one line of 1 to {_LONGEST_TEXT} characters, got {text[:80]!r}")
 
     def record(self, history: Sequence[SloVersion]) -> SloRecord:
         """Return the requested record. Raises ObjectivesError."""
@@ -102,8 +102,8 @@ class ObjectivesChange:
             if kept.version == self.rollback_to:
                 return record_from_text(kept.content)
         raise ObjectivesError(
-            f"there is no version {self.rollback_to} to go back to: kept are {history[0].version} to "
-            f"{history[-1].version}"
+            f"cannot roll back to version {self.rollback_to}: versions {history[0].version} to "
+            f"{history[-1].version} are stored"
         )
 
     def strangers(
@@ -112,16 +112,19 @@ class ObjectivesChange:
         """Return warnings about unknown names. Raises ObjectivesError for new tenants that cannot occur."""
         problem = known_tenants.problem_with(sorted(after.tenants.keys() - before.tenants.keys()))
         if problem and not (self.is_forced or self.rollback_to):
-            raise ObjectivesError(f"{problem}; force it, if a frontend that does not report to this conductor has it")
+            raise ObjectivesError(f"{problem}; force the change if a frontend that does not report here has the tenant")
         strange = sorted(after.models.keys() - set(models))
-        return [*([problem] if problem else []), *(f"no node serves the model {name!r} now" for name in strange)]
+        return [*([problem] if problem else []), *(f"no node currently serves the model {name!r}" for name in strange)]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectivesChangeResult:
-    """Result of a change. `version`: the one in force afterwards, the former one if nothing changed."""
+    """Result of a change.
+
+    `version`: in force afterwards (the former one if nothing changed); `record`: as requested.
+    """
 
     version: SloVersion
-    record: SloRecord  # that was wanted
+    record: SloRecord
     differences: list[str]
     warnings: list[str]

@@ -1,8 +1,8 @@
-"""One conductor's copy of the record of objectives: adopts the newest version, acknowledges it, and makes new ones.
+"""One conductor's copy of the record of objectives: adopts the newest version, acknowledges it, and creates new ones.
 
-Precedence: the stored version overrides the configuration, which gives only the first version, unless it is forced.
-While the store is unreachable, the last known version stays in force and no new one can be made. If a store has lost
-versions or went back to earlier ones, a conductor that has them writes them again.
+The stored version overrides the configuration, which provides only the first version unless it is forced. While the
+store is unreachable, the last known version stays in force and no new one can be created. If the store has lost
+versions, a conductor that knows them writes them again.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ class SloKeeperSetup:
     """Settings of the keeper, from the conductor's configuration."""
 
     configured: SloRecord
-    is_forced: bool  # it becomes a new version at each start that finds another
+    is_forced: bool  # at each start, create a new version if the configured record is not in force
     node_id: str
     incarnation: int
-    every_s: float  # between two looks at the store
-    ttl_s: float  # how long an acknowledgement holds
+    every_s: float  # polling interval of the store
+    ttl_s: float  # lifetime of an acknowledgement
 
 
 class SloKeeper:
-    """Applies versions to the policy as events, so that replays of the decision log include them."""
+    """Keeper of the objectives. Applies versions to the policy as events, so that replays include them."""
 
     def __init__(
         self,
@@ -51,18 +51,18 @@ class SloKeeper:
         copy: FileVersions | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`copy`: local copy of the stored versions, for a start while the store is unreachable."""
+        """`copy`: local copy of the stored versions, for starts while the store is unreachable."""
         self._core = core
         self._store = store
         self._settings = settings
         self._copy = copy
         self._clock = clock
-        self._history: list[SloVersion] = []  # as known here, oldest first; [] until the store has answered
+        self._history: list[SloVersion] = []  # known versions, oldest first; [] until the store has been read
         self._copied_version: SloVersion | None = None
-        self._is_compared = False  # with what the configuration says
+        self._is_compared = False  # with the configuration
         self._drift: list[str] = []
         self._trouble = ""
-        self._uncopied = ""  # why there is no copy
+        self._uncopied = ""  # why the local copy could not be written
         self._unmeetable: frozenset[str] = frozenset()
         self._turn = asyncio.Lock()
         self._closing = False
@@ -70,8 +70,7 @@ class SloKeeper:
         self.known_tenants = KnownTenants()
 
     async def start(self) -> None:
-        """Apply the current version and follow the store. Raises SharedStoreRefused if the store is permanently
-        unusable."""
+        """Apply the current version and poll the store. Raises SharedStoreRefused if it is permanently unusable."""
         try:
             async with self._turn:
                 await self._round()
@@ -88,19 +87,19 @@ class SloKeeper:
         try:
             await self._store.withdraw(self._settings.node_id)
         except SharedStoreError as error:
-            log.info("this conductor's acknowledgement of objectives stays until it expires: %s", error)
+            log.info("this conductor's acknowledgement of objectives remains until it expires: %s", error)
 
     async def change(self, wanted: ObjectivesChange) -> ObjectivesChangeResult:
-        """Make a new version for all conductors and apply it here.
+        """Create a new version for all conductors and apply it here.
 
-        Raises ObjectivesError for an invalid record, SloConflict if another change was faster, SharedStoreError.
+        Raises ObjectivesError for an invalid record, SloConflict after a concurrent change, SharedStoreError.
         """
         wanted.check()
         async with self._turn:
             await self._round()
             last = self._history[-1]
             if wanted.expect_version not in (None, last.version):
-                raise SloConflict(f"version {wanted.expect_version} was expected, and there is {last.description}")
+                raise SloConflict(f"expected version {wanted.expect_version}, but {last.description} is in force")
             before, record = record_from_text(last.content), wanted.record(self._history)
             changes = differences(before, record)
             strangers = wanted.strangers(before, record, self.known_tenants, self._core.policy.models())
@@ -110,11 +109,11 @@ class SloKeeper:
             origin = f"rollback to {wanted.rollback_to}" if wanted.rollback_to else "admin"
             made = self._next(last, record_text(record), wanted.author, wanted.reason, origin, wanted.peer)
             if not await self._store.put([made], after=last.version):
-                raise SloConflict(f"{last.description} was followed by another just now: look at it, and try again")
+                raise SloConflict(f"{last.description} was replaced by a concurrent change; review it and try again")
             self._go_by([*self._history, made])
             try:
                 await self._settle()
-            except SharedStoreError as error:  # the version is there: to say so can wait for the next look
+            except SharedStoreError as error:  # the version is stored; the next poll acknowledges it
                 self._failed(error)
             return ObjectivesChangeResult(made, record, changes, warnings)
 
@@ -124,23 +123,23 @@ class SloKeeper:
 
     @property
     def history(self) -> Sequence[SloVersion]:
-        """Last versions, oldest first; [] until the store has answered: the configured objectives are in force."""
+        """Last versions, oldest first; [] until the store has been read, with the configuration in force."""
         return self._history
 
     @property
     def drift(self) -> list[str]:
-        """Fields in which the configuration, if it sets objectives, differs from the version in force."""
+        """Fields in which the configured objectives, if any, differ from the version in force."""
         return self._drift
 
     @property
     def trouble(self) -> str:
-        """Why the store is unusable now; "" if it is usable."""
+        """Reason why the store is currently unusable; "" if it is usable."""
         return self._trouble
 
     @property
     def where(self) -> str:
         """Location of the versions."""
-        return self._store.where if self._store.outlives else f"{self._store.where}: they are lost when it ends"
+        return self._store.where if self._store.outlives else f"{self._store.where}; lost when it exits"
 
     @property
     def unmeetable(self) -> list[str]:
@@ -148,12 +147,12 @@ class SloKeeper:
         return sorted(self._unmeetable)
 
     def watch(self) -> None:
-        """Check which objectives no node can meet, and log changes: costs are learned, nodes join and leave."""
+        """Check which objectives no node can meet, and log changes; due to learned costs and node changes."""
         found = frozenset(self._core.policy.unmeetable(self._core.policy.slo.record))
         for text in sorted(found - self._unmeetable):
-            log.warning("nothing can meet an objective: %s", text)
+            log.warning("no node can meet an objective: %s", text)
         for text in sorted(self._unmeetable - found):
-            log.info("no longer the case: %s", text)
+            log.info("resolved: %s", text)
         self._unmeetable = found
 
     def state(self) -> dict[str, Any]:
@@ -167,7 +166,7 @@ class SloKeeper:
         }
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """Yield the state as metrics, and how often requests met their objectives."""
+        """Yield the state and the attainment of objectives as metrics."""
         yield conductor_pb2.Sample(name="slo_version", value=self._core.policy.slo.version)
         yield conductor_pb2.Sample(name="slo_unmeetable", value=len(self._unmeetable))
         yield conductor_pb2.Sample(name="slo_drift", value=len(self.drift))
@@ -190,11 +189,11 @@ class SloKeeper:
                 self._failed(error)
                 continue
             if self._trouble:
-                log.warning("objectives can be changed again: %s answers", self._store.where)
+                log.warning("objectives can be changed again: %s is usable", self._store.where)
                 self._trouble = ""
 
     async def _round(self) -> None:
-        """Adopt newer versions from the store, restore versions missing there, acknowledge."""
+        """Adopt newer versions from the store, restore missing ones there, and acknowledge."""
         stored = await self._store.history()
         mine = self._history[-1].version if self._history else 0
         if not stored or stored[-1].version < mine:
@@ -206,26 +205,23 @@ class SloKeeper:
         await self._settle()
 
     async def _give(self, stored: Sequence[SloVersion]) -> list[SloVersion]:
-        """Write the known versions to a store that lost some or all. Return the versions it has afterwards, whoever
-        wrote them."""
+        """Write the known versions to a store that lost some or all of them. Return the versions stored afterwards."""
         after = stored[-1].version if stored else 0
         known = self._history or (await self._copied() if not stored else [])
         if known:
             last = known[-1]
-            log.warning(
-                "%s had lost what came after version %d: it gets %s", self._store.where, after, last.description
-            )
+            log.warning("%s lost the versions after %d; restoring up to %s", self._store.where, after, last.description)
         first = self._next(
             None, record_text(self._settings.configured), "configuration", "first version", "configuration"
         )
         await self._store.put(known or [first], after=after)
         stored = await self._store.history()
         if not stored:
-            raise SharedStoreUnavailable(f"{self._store.where} keeps nothing that is written there")
+            raise SharedStoreUnavailable(f"{self._store.where} does not keep written versions")
         return list(stored)
 
     async def _compare(self) -> None:
-        """Compare with the configuration, once; if forced, make it a new version, retrying until that succeeds."""
+        """Compare with the configuration once; if forced, create a new version from it, retrying until it succeeds."""
         drift, last = self.drift, self._history[-1]
         if drift and self._settings.is_forced:
             configured = record_text(self._settings.configured)
@@ -235,8 +231,8 @@ class SloKeeper:
             self._go_by([*self._history, made])
         elif drift:
             log.warning(
-                "the configured objectives are not in force: %s is, which differs in %s; `moonpool slo set` makes a "
-                "new version, --slo-force has the configuration do so at each start",
+                "the configured objectives are not in force: %s applies, which differs in %s; `moonpool slo set` "
+                "creates a new version, and --slo-force does so from the configuration at each start",
                 last.description,
                 "; ".join(drift),
             )
@@ -249,12 +245,12 @@ class SloKeeper:
         self._core.handle(ObjectivesChanged(last.version, last.content))
         now, configured = self._core.policy.slo.record, self._settings.configured
         self._drift = [] if configured == SloRecord() else differences(now, configured)
-        changes = "; ".join(differences(before, now)) or "as before"
+        changes = "; ".join(differences(before, now)) or "unchanged"
         log.info("objectives: %s is in force: %s", last.description, changes)
         self.watch()
 
     async def _settle(self) -> None:
-        """Acknowledge the version in force, and keep a local copy."""
+        """Acknowledge the version in force and write the local copy."""
         last, settings = self._history[-1], self._settings
         mine = Acknowledgement(settings.node_id, settings.incarnation, last.version, last.digest)
         await self._store.acknowledge(mine, settings.ttl_s)
@@ -264,11 +260,11 @@ class SloKeeper:
                 self._copied_version, self._uncopied = last, ""
             except SharedStoreError as error:  # retried at each poll, logged once
                 if str(error) != self._uncopied:
-                    log.warning("cannot keep a local copy of the objectives: %s", error)
+                    log.warning("cannot write the local copy of the objectives: %s", error)
                     self._uncopied = str(error)
 
     async def _begin_alone(self) -> None:
-        """Apply the local copy, or the configuration, until the store answers."""
+        """Apply the local copy, or the configuration, until the store can be read."""
         known = await self._copied()
         if known:
             self._go_by(known)
@@ -292,5 +288,5 @@ class SloKeeper:
 
     def _failed(self, error: SharedStoreError) -> None:
         if str(error) != self._trouble:
-            log.warning("objectives stay in force unchanged, and cannot be changed now: %s", error)
+            log.warning("the objectives in force cannot be changed now: %s", error)
             self._trouble = str(error)

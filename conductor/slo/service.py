@@ -1,4 +1,4 @@
-"""RPCs to show and change the record of objectives, and the keeper that a configuration asks for."""
+"""RPCs to show and change the record of objectives, and construction of the keeper from the configuration."""
 
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -34,7 +34,7 @@ def slo_keeper(config: ConductorConfig, contact: SharedStoreConnection, core: Co
         try:
             files = FileVersions(slo_dir, config.shared_store.cluster_name)
         except OSError as error:
-            raise ConductorConfigError(f"slo_dir is {str(slo_dir)!r}, which cannot be used: {error}") from error
+            raise ConductorConfigError(f"slo_dir {str(slo_dir)!r} cannot be used: {error}") from error
     store: VersionStore = files or MemoryVersions()
     if contact.store is not None:
         store = RedisVersions(contact.store)
@@ -61,8 +61,10 @@ class SloCalls:
         self._policy = core.policy
 
     async def show(self, request: conductor_pb2.ShowSloRequest, context: Context) -> conductor_pb2.ShowSloReply:
-        """Return the record in force. If the store is unreachable, acknowledgements are missing and `trouble` has the
-        cause."""
+        """Return the record in force.
+
+        If the store is unreachable, acknowledgements are missing and `trouble` contains the reason.
+        """
         keeper, trouble = self.keeper, self.keeper.trouble
         try:
             acknowledged = await keeper.acknowledged()
@@ -85,7 +87,7 @@ class SloCalls:
         )
 
     async def change(self, request: conductor_pb2.ChangeSloRequest, context: Context) -> conductor_pb2.ChangeSloReply:
-        """Make a new version, or return what it would change."""
+        """Create a new version, or return what it would change."""
         change = ObjectivesChange(
             author=request.author,
             reason=request.reason,
@@ -138,13 +140,13 @@ def _message(version: SloVersion) -> conductor_pb2.SloVersion:
 
 
 def _peer(context: Context) -> str:
-    """Return the name in the caller's certificate if traffic is encrypted, otherwise its address."""
+    """Return the common name in the caller's certificate if it has one, else its address."""
     names = context.auth_context().get("x509_common_name") or ()
     return next((name.decode("utf-8", "replace") for name in names), context.peer())
 
 
 async def _abort(context: Context, error: ConductorError) -> NoReturn:
-    code = grpc.StatusCode.ABORTED  # the store is away; UNAVAILABLE would say that the conductor is
+    code = grpc.StatusCode.ABORTED  # for an unreachable store; UNAVAILABLE would mean the conductor
     if isinstance(error, ObjectivesError):
         code = grpc.StatusCode.INVALID_ARGUMENT
     elif isinstance(error, SloConflict):

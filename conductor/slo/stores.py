@@ -1,6 +1,6 @@
-"""Stores of objectives' versions: in the conductor's memory, in a folder of one machine, or in Redis for the cluster.
+"""Stores of versions of the objectives: in memory, in a folder of the machine, or in Redis for the cluster.
 
-The folder's file is replaced atomically under a file lock; several conductors of one machine may share it.
+The file in the folder is replaced atomically under a file lock; several conductors of the machine may share it.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionRea
 
 
 class MemoryVersions:
-    """Versions of one conductor, lost when it ends."""
+    """Versions in one conductor's memory, which are lost when it exits."""
 
     outlives = False
-    where = "this conductor's memory alone"
+    where = "only this conductor's memory"
 
     def __init__(self) -> None:
         self._versions: list[SloVersion] = []
-        self._said: list[Acknowledgement] = []
+        self._acknowledged: list[Acknowledgement] = []
 
     async def history(self) -> list[SloVersion]:
         return list(self._versions)
@@ -39,28 +39,28 @@ class MemoryVersions:
         return True
 
     async def acknowledge(self, mine: Acknowledgement, ttl_s: float) -> None:
-        self._said = [mine]
+        self._acknowledged = [mine]
 
     async def withdraw(self, node_id: str) -> None:
-        self._said = []
+        self._acknowledged = []
 
     async def acknowledged(self) -> list[Acknowledgement]:
-        return list(self._said)
+        return list(self._acknowledged)
 
 
 T = TypeVar("T")
 _FORMAT = 1
-_LOCK_S = 5.0  # others hold it for the time of a small write
+_LOCK_S = 5.0  # the lock is held only during small writes
 _POLL_S = 0.01
 
 
 class FileVersions:
-    """`objectives.json` in `folder`, and beside it a small file per acknowledging conductor."""
+    """Versions in `objectives.json` in a folder, with a small file per acknowledging conductor beside it."""
 
     outlives = True
 
     def __init__(self, folder: Path, cluster_name: str) -> None:
-        """Raises OSError if the folder cannot be created."""
+        """Create the folder. Raises OSError if that fails."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder.resolve()
         self._path = self._folder / "objectives.json"
@@ -86,8 +86,10 @@ class FileVersions:
         return await self._run(put)
 
     async def keep(self, versions: Sequence[SloVersion]) -> None:
-        """Replace the contents by these versions, as a copy of another store. Damaged contents are overwritten; another
-        cluster's raise SharedStoreRefused."""
+        """Replace the contents by these versions, as a copy of another store.
+
+        Damaged contents are overwritten; those of another cluster raise SharedStoreRefused.
+        """
 
         def keep() -> None:
             with self._locked():
@@ -124,13 +126,13 @@ class FileVersions:
         working = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             return await asyncio.shield(working)
-        except asyncio.CancelledError:  # what is written after all is written before whatever comes next
+        except asyncio.CancelledError:  # the thread cannot be cancelled: wait, so that writes stay in order
             await asyncio.wait([working])
             raise
         except OSError as error:
             raise SharedStoreUnavailable(f"{self._path} cannot be used: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise SharedStoreRefused(f"a file beside {self._path} cannot be understood ({error!r})") from error
+            raise SharedStoreRefused(f"a file beside {self._path} is invalid ({error!r})") from error
 
     def _read(self) -> list[SloVersion]:
         try:
@@ -146,8 +148,8 @@ class FileVersions:
                 raise ValueError(f"format {content['format']}, or versions out of order")
         except (ValueError, KeyError, TypeError, SharedStoreRefused) as error:
             raise SharedStoreRefused(
-                f"{self._path} is damaged or of another version of this program ({error}): mend it or move it away; "
-                "without it the configuration gives the first version again"
+                f"{self._path} is damaged or of another version of this program ({error}); repair it or move it away: "
+                "without it, the configuration provides the first version again"
             ) from error
         self._refuse_another(name)
         return versions
@@ -163,8 +165,8 @@ class FileVersions:
     def _refuse_another(self, name: str | None) -> None:
         if name not in (None, self._cluster_name):
             raise SharedStoreRefused(
-                f"{self._path} holds the objectives of the cluster {name!r}, and this one is {self._cluster_name!r}: "
-                "give another folder, or --cluster-name if it is the same cluster"
+                f"{self._path} belongs to the cluster {name!r}, but this one is {self._cluster_name!r}; use another "
+                "folder, or set --cluster-name if it is the same cluster"
             )
 
     def _write(self, versions: Sequence[SloVersion]) -> None:
@@ -192,7 +194,7 @@ class FileVersions:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file atomically and durably: readers see the old or the new contents, also after a crash."""
+    """Replace a file atomically and durably: readers see the old or the new contents, even after a crash."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""A version of the record of objectives, as plain data and JSON, and the interface of version stores."""
+"""Versions of the record of objectives as plain data and JSON, and the interface of version stores."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -10,19 +10,18 @@ from conductor.policy.objectives import digest, record_from_text, record_text
 
 __all__ = ["KEPT", "Acknowledgement", "SloVersion", "VersionReader", "VersionStore"]
 
-KEPT = 100  # versions that are kept; older ones are forgotten
+KEPT = 100  # number of versions kept; older ones are removed
 
 
 @dataclass(frozen=True, slots=True)
 class SloVersion:
     """One version. The first has number 1; each later one has the next number.
 
-    `origin`: "configuration", "admin", or "rollback to N". `peer`: the caller's name or address, "" if there was no
-    call.
+    `origin`: "configuration", "admin", or "rollback to N". `peer`: name or address of the caller, "" without a call.
     """
 
     version: int
-    content: str  # what `record_form.record_text` gives
+    content: str  # from `record_text`
     author: str
     reason: str
     at_s: float  # seconds since 1970
@@ -51,20 +50,20 @@ class SloVersion:
             found = cls(**{name: fields[name] for name in cls.__slots__})
             texts = (found.content, found.author, found.reason, found.origin, found.peer)
             if not all(isinstance(each, str) for each in texts) or type(found.version) is not int or found.version < 1:
-                raise TypeError("a field is of another type")
+                raise TypeError("a field has the wrong type")
             float(found.at_s)
             if record_text(record_from_text(found.content)) != found.content or stored_digest != found.digest:
-                raise ValueError("its content is not what its digest was made of")
+                raise ValueError("its content does not match its digest")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ObjectivesError) as error:
-            raise SharedStoreRefused(f"a version of the record of objectives cannot be read ({error})") from error
+            raise SharedStoreRefused(f"a version of the record of objectives is invalid ({error})") from error
         return found
 
 
 class VersionReader:
-    """Parses versions, caching each text: stores are polled every few seconds and hardly ever change."""
+    """Parser of versions that caches results, since stores are polled every few seconds and rarely change."""
 
     def __init__(self) -> None:
-        self._known: dict[str, SloVersion] = {}  # of the texts that were read last
+        self._known: dict[str, SloVersion] = {}  # by text, from the last read
 
     def read(self, texts: Iterable[str]) -> list[SloVersion]:
         """Parse versions, in the order of the texts. Raises SharedStoreRefused."""
@@ -74,7 +73,7 @@ class VersionReader:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """Record that a conductor applies this version."""
+    """Statement that a conductor applies this version."""
 
     node_id: str
     incarnation: int
@@ -92,7 +91,7 @@ class Acknowledgement:
             found = cls(**{name: fields[name] for name in cls.__slots__})
             int(found.incarnation), int(found.version)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SharedStoreRefused(f"an acknowledgement of objectives cannot be read ({error!r})") from error
+            raise SharedStoreRefused(f"an acknowledgement of objectives is invalid ({error!r})") from error
         return found
 
 
@@ -108,22 +107,22 @@ class VersionStore(Protocol):
 
     @property
     def outlives(self) -> bool:
-        """True if the versions survive the conductor."""
+        """True if the versions outlive the conductor process."""
 
     async def history(self) -> list[SloVersion]:
-        """Return the last versions, oldest first; [] if there is none."""
+        """Return the last versions, oldest first; [] if there are none."""
 
     async def put(self, versions: Sequence[SloVersion], *, after: int) -> bool:
-        """Add versions, oldest first, atomically, if the newest stored one is number `after` (0: there is none).
+        """Add versions (oldest first) atomically if the newest stored one has the number `after` (0: there is none).
 
-        False: it is not, and nothing was written.
+        Otherwise returns False and writes nothing.
         """
 
     async def acknowledge(self, mine: Acknowledgement, ttl_s: float) -> None:
         """Store an acknowledgement; it expires after `ttl_s` unless repeated."""
 
     async def withdraw(self, node_id: str) -> None:
-        """Remove the conductor's acknowledgement, as it ends."""
+        """Remove the acknowledgement of a conductor that exits."""
 
     async def acknowledged(self) -> list[Acknowledgement]:
-        """Return unexpired acknowledgements of all conductors, by node id."""
+        """Return the unexpired acknowledgements of all conductors, ordered by node id."""

@@ -108,7 +108,7 @@ def test_a_life_whose_beginning_was_rotated_away_is_said_not_to_replay(tmp_path,
     core.close()
     (life,) = recorded_runs(tmp_path)
     assert life.first_part > 1
-    with pytest.raises(LogFormatError, match="those before it were rotated away"):
+    with pytest.raises(LogFormatError, match="the earlier parts were removed by rotation"):
         next(replay(life))
 
 
@@ -120,7 +120,7 @@ def test_nothing_follows_where_events_are_missing(tmp_path, make):
     steps = replay(life)
     for _ in range(4):
         next(steps)
-    with pytest.raises(LogFormatError, match=r"gap\.jsonl, line 6: 3 events were not written down here"):
+    with pytest.raises(LogFormatError, match=r"gap\.jsonl, line 6: 3 events are missing here"):
         next(steps)
 
 
@@ -144,13 +144,13 @@ def test_prompts_and_tenants_keys_stay_out_of_the_event_log(tmp_path, make):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
-        ("[]", "expected an object"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "must be a JSON object"),
         ('{"now_ns":1,"event":{"type":"Nothing"},"decisions":[]}', "no known type"),
-        ('{"now_ns":1,"event":{"type":"Tick"}}', 'no "decisions"'),
-        ('{"now_ns":1,"event":{"type":"Tick"},"decisions":3}', "expected a list"),
-        ('{"now_ns":"1","event":{"type":"Tick"},"decisions":[]}', "expected a whole number"),
+        ('{"now_ns":1,"event":{"type":"Tick"}}', 'field "decisions" is missing'),
+        ('{"now_ns":1,"event":{"type":"Tick"},"decisions":3}', "must be a list"),
+        ('{"now_ns":"1","event":{"type":"Tick"},"decisions":[]}', "must be an integer"),
         ('{"now_ns":1,"event":["Tick"],"decisions":[]}', "no known type"),
         ('{"now_ns":1,"event":{"type":["Tick"]},"decisions":[]}', "no known type"),
     ],
@@ -178,9 +178,9 @@ def test_a_log_that_is_not_there_is_named_as_it_was_given(tmp_path):
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        ('{"timestamp":1}', "this is no event log"),
-        ('{"version":1}', "version 1: this Moonpool reads version 2"),
-        ('{"version":2,"life":1,"part":1}', 'no "config"'),
+        ('{"timestamp":1}', "not an event log"),
+        ('{"version":1}', "version must be 2, got 1"),
+        ('{"version":2,"life":1,"part":1}', 'field "config" is missing'),
         (
             '{"version":2,"life":1,"part":1,"config":{"balancing_threshold":0}}',
             "balancing_threshold must be at least 1, got 0",
@@ -231,8 +231,8 @@ HUGE = 10**400
         ({"type": "NodeLost", "node_id": 1, "incarnation": 1}, "NodeLost.node_id"),
         ({"type": "NodeLost", "node_id": "a", "incarnation": 1, "more": 2}, "unknown fields more"),
         ({"type": "NodeLost", "node_id": "a", "incarnation": True}, "True"),
-        ({"type": "NodeReported", "node_id": "a", "held": {}}, "expected a list"),
-        ({"type": "NodeReported", "node_id": "a", "held": [3]}, "expected an object"),
+        ({"type": "NodeReported", "node_id": "a", "held": {}}, "must be a list"),
+        ({"type": "NodeReported", "node_id": "a", "held": [3]}, "must be a JSON object"),
         (
             {"type": "NodeReported", "node_id": "a", "decodes": [{"batch": 1, "context_tokens": 1, "seconds": HUGE}]},
             "DecodeSample.seconds",

@@ -181,7 +181,7 @@ async def test_a_password_that_is_changed_under_a_conductor_costs_it_nothing_but
         await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
         async def is_refused() -> bool:
-            return "refuses the login" in await trouble(conductor)
+            return "rejects the login" in await trouble(conductor)
 
         await until(is_refused)
         assert SECRET not in json.dumps(await conductor.state())

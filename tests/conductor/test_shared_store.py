@@ -95,7 +95,7 @@ async def test_a_wrong_or_missing_password_is_refused_and_not_repeated(start_red
 async def test_another_clusters_database_is_refused_and_another_database_of_it_is_not(start_redis, open_store) -> None:
     server = start_redis()
     await open_store(server.url()).claim()
-    with pytest.raises(SharedStoreRefused, match="holds the cluster 'blue', and this one is 'green'"):
+    with pytest.raises(SharedStoreRefused, match="belongs to the cluster 'blue', but this one is 'green'"):
         await open_store(server.url(), "green").claim()
     await open_store(server.url(db=1), "green").claim()
 
@@ -103,7 +103,7 @@ async def test_another_clusters_database_is_refused_and_another_database_of_it_i
 async def test_another_format_is_refused(start_redis, open_store, admin) -> None:
     server = start_redis()
     await admin(server).hset("moonpool:cluster", mapping={"name": "blue", "format": "999"})
-    with pytest.raises(SharedStoreRefused, match="format 999, and this version knows 1"):
+    with pytest.raises(SharedStoreRefused, match="format 999, but this version supports 1"):
         await open_store(server.url()).claim()
 
 
@@ -117,7 +117,7 @@ async def test_foreign_data_under_our_names_is_refused(start_redis, open_store, 
         await store.claim()
         await store.snapshots()
 
-    with pytest.raises(SharedStoreRefused, match="holds other data"):
+    with pytest.raises(SharedStoreRefused, match="has foreign data"):
         await look()
 
 
@@ -132,14 +132,14 @@ async def test_foreign_data_under_our_names_is_refused(start_redis, open_store, 
 async def test_a_record_that_cannot_be_read_is_refused(start_redis, open_store, admin, text) -> None:
     server = start_redis()
     await admin(server).set("moonpool:node:x", text)
-    with pytest.raises(SharedStoreRefused, match="record cannot be read"):
+    with pytest.raises(SharedStoreRefused, match="record is invalid"):
         await open_store(server.url()).nodes()
 
 
 async def test_a_read_only_replica_is_of_no_use_now(start_redis, open_store, admin) -> None:
     server = start_redis()
     await admin(server).execute_command("REPLICAOF", "127.0.0.1", "1")
-    with pytest.raises(SharedStoreUnavailable, match="read-only replica: name the primary"):
+    with pytest.raises(SharedStoreUnavailable, match="read-only replica; set redis_url to the primary"):
         await open_store(server.url()).claim()
 
 

@@ -50,9 +50,7 @@ async def test_a_copy_is_not_kept_over_another_clusters_and_a_damaged_one_is_rep
     mine, others = FileVersions(tmp_path, "mine"), FileVersions(tmp_path, "others")
     version = SloVersion(1, "{}", "a", "first", 0.0, "configuration", "")
     await others.keep([version])
-    with pytest.raises(
-        SharedStoreRefused, match="holds the objectives of the cluster 'others', and this one is 'mine'"
-    ):
+    with pytest.raises(SharedStoreRefused, match="belongs to the cluster 'others', but this one is 'mine'"):
         await mine.keep([version])
     assert await others.history() == [version]
     (tmp_path / "objectives.json").write_text("{", encoding="utf-8")

@@ -66,10 +66,10 @@ async def test_a_prefill_node_decodes_and_prefills_again_while_requests_run(
     ("node_id", "role", "said"),
     [
         ("decode-0", "prefill", "the last decode node"),
-        ("prefill-0", "prefill", "is a prefill node already"),
+        ("prefill-0", "prefill", "is already a prefill node"),
         ("pool-0", "decode", "is a pool node and cannot become a decode"),
-        ("nobody", "decode", "no node 'nobody' has joined"),
-        ("prefill-0", "aggregated", "expected prefill or decode"),
+        ("nobody", "decode", "unknown node 'nobody'"),
+        ("prefill-0", "aggregated", "ROLE must be prefill or decode"),
     ],
 )
 def test_a_change_that_cannot_be_is_refused_by_name(cluster: Any, node_id: str, role: str, said: str) -> None:

@@ -127,7 +127,7 @@ async def test_a_drained_node_hands_over_what_it_does_not_finish_and_does_not_co
         (("scale", "pool=2"), "one pool node"),
         (("drain", "decode-0"), "--force"),
         (("drain", "pool-0"), "drain these first"),
-        (("drain", "decode-77"), "joined are: decode-0"),
+        (("drain", "decode-77"), "joined nodes: decode-0"),
     ],
 )
 async def test_what_would_stop_the_service_is_refused(cluster: Any, arguments: tuple[str, ...], said: str) -> None:

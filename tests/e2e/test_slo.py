@@ -95,7 +95,7 @@ async def test_objectives_are_changed_held_to_and_counted(
     assert (await complete(session, cluster, headers={"x-slo-ttft-ms": "30000"}))[0] == 200
     assert (await complete(session, cluster, key=KEYS[1]))[0] == 200
     said = await slo.set(f"{FIRST}tenants: {{'0123456789abcdef': {{ttft: 1s}}}}\n", expect=2)
-    assert "is of no API key that frontend know" in said
+    assert "belongs to no API key of frontend" in said
 
     os.kill(cluster.ready["nodes"]["conductor"]["pid"], signal.SIGKILL)
     async with asyncio.timeout(60):

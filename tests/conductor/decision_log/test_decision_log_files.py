@@ -72,7 +72,7 @@ def test_a_torn_last_line_is_no_line(tmp_path, start, make, records):
 
 def test_two_conductors_do_not_write_the_same_log(start):
     start()
-    with pytest.raises(ConductorConfigError, match="another conductor writes its log there"):
+    with pytest.raises(ConductorConfigError, match="another conductor uses this folder"):
         start()
 
 

@@ -254,7 +254,7 @@ async def test_draining_an_unknown_node_is_refused_and_names_those_there_are(con
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.drain("decode-7")
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
-    assert caught.value.details() == "no node 'decode-7' has joined; joined are: decode-0, prefill-0"
+    assert caught.value.details() == "unknown node 'decode-7'; joined nodes: decode-0, prefill-0"
 
 
 async def test_a_pool_node_leaves_on_request_only_when_no_worker_needs_it(conductor, start_pool):

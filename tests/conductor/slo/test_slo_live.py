@@ -24,7 +24,7 @@ async def test_the_configuration_gives_the_first_version_and_a_call_the_next(sta
     first = await c.show()
     assert (first.current.version, first.current.author, first.current.origin) == (1, "configuration", "configuration")
     assert json.loads(first.current.content) == {"cluster": {"ttft": "2s"}}
-    assert "lost when it ends" in first.kept
+    assert "lost when it exits" in first.kept
     reply = await c.set({"cluster": {"ttft": "1s"}, "classes": {"chat": {"tbt": "5x"}}}, expect_version=1)
     assert list(reply.differences) == ["classes.chat.tbt: not there -> 5x", "cluster.ttft: 2s -> 1s"]
     seen = await c.show(history=10)
@@ -75,7 +75,7 @@ async def test_a_trial_and_a_change_of_nothing_make_no_version(start: Start) -> 
         ({"content": "{}", "author": ""}, "author"),
         ({"content": "{}", "reason": " "}, "reason"),
         ({"content": "{}", "reason": "two\nlines"}, "one line"),
-        ({"rollback_to": 9}, "no version 9"),
+        ({"rollback_to": 9}, "cannot roll back to version 9"),
     ],
 )
 async def test_what_cannot_be_is_refused_and_changes_nothing(start: Start, fields: dict[str, Any], said: str) -> None:
@@ -100,7 +100,7 @@ async def test_new_tenants_that_no_front_door_knows_are_refused_unless_forced(st
     assert "initech" in reply.warnings[0]
     await c.numbers("front-0", ("",))
     code, said = await c.refusal(c.set({"tenants": {"umbrella": {}}}))
-    assert "front-0 ask for no API key" in said
+    assert "front-0 require no API key" in said
 
 
 async def test_versions_outlive_the_conductor_and_go_before_the_configuration(
@@ -145,11 +145,11 @@ async def test_a_damaged_or_foreign_file_is_refused_at_the_start(start: Start, t
     c = await start(slo_dir=folder)
     await c.set({"cluster": {"ttft": "1s"}})
     await start.end(c)
-    with pytest.raises(SharedStoreRefused, match="'moonpool', and this one is 'other'"):
+    with pytest.raises(SharedStoreRefused, match="'moonpool', but this one is 'other'"):
         await start(slo_dir=folder, cluster_name="other")
     text = (folder / "objectives.json").read_text()
     (folder / "objectives.json").write_text(text.replace("1s", "9s"))
-    with pytest.raises(SharedStoreRefused, match="mend it or move it away"):
+    with pytest.raises(SharedStoreRefused, match="repair it or move it away"):
         await start(slo_dir=folder)
 
 
@@ -164,7 +164,7 @@ async def test_what_nothing_can_meet_is_told_in_the_reply_the_log_and_the_number
     await until(lambda: c.warns_of(tight))
     reply = await c.set(tight)
     assert reply.warnings[0].startswith("cluster.ttft is 0.001s, and no node of model 'm' takes less than")
-    assert "nothing can meet an objective: cluster.ttft is 0.001s" in caplog.text
+    assert "no node can meet an objective: cluster.ttft is 0.001s" in caplog.text
     assert (await c.numbers())["slo_unmeetable"] == 1
     assert len((await c.show()).unmeetable) == 1
     joining.cancel()

@@ -183,7 +183,7 @@ async def test_an_admin_drains_and_switches_and_is_told_refusals(open_bed: Any, 
         state = await seen(http, bed, lambda state: _state(state, "prefill-0") == "switching", headers=AS_ADMIN)
         assert _state(state, "decode-1") == "draining"
         status, said = await done(http, bed, "drain", {"node_id": "nobody"}, headers=AS_ADMIN)
-        assert (status, "no node 'nobody' has joined" in said["error"]["message"]) == (404, True)
+        assert (status, "unknown node 'nobody'" in said["error"]["message"]) == (404, True)
         for path, body in (
             ("drain", {}),
             ("drain", {"node_id": 7}),

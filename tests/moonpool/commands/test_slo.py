@@ -103,14 +103,14 @@ async def test_history_and_rollback(slo: Commands) -> None:
 async def test_a_version_that_is_no_more_in_force_stops_a_change(slo: Commands) -> None:
     await slo.run("set", slo.write(OBJECTIVES), "-r", "the launch", "--author", "alice")
     said = await slo.run("set", slo.write("{}"), "-r", "late", "--expect-version", "1", expect=1)
-    assert "version 1 was expected, and there is version 2 by alice (admin: the launch)" in said
+    assert "expected version 1, but version 2 by alice (admin: the launch) is in force" in said
 
 
 async def test_check_says_what_would_change_and_changes_nothing(slo: Commands) -> None:
     said = await slo.run("check", slo.write(OBJECTIVES + "models: {other: {tbt: 1s}}\n"), expect=1)
     assert "against version 1:" in said
     assert "default_class: not there -> chat" in said
-    assert "warning: no node serves the model 'other' now" in said
+    assert "warning: no node currently serves the model 'other'" in said
     assert "nothing would change" in await slo.run("check", slo.write(""))
 
 
