@@ -198,7 +198,7 @@ def judge_key_material(seen: KeyMaterial, needs: Needs) -> Verdict:
         return (
             Level.FAIL,
             seen.problem,
-            "No node starts with these files: see Encrypting traffic in docs/operations.md.",
+            "No node starts with these files: see Encrypting traffic in docs/securing.md.",
         )
     if not seen.cert:
         advice = "Set tls_cert, tls_key and tls_ca for traffic between hosts, unless the network is private."

@@ -98,7 +98,7 @@ def machine(render: Any, example_values: Callable[[str], dict[str, Any]], short_
 def test_the_processes_of_a_release_make_a_cluster_that_serves(machine: Machine) -> None:
     pods = {pod.name.removeprefix("moonpool-"): pod for pod in machine.release.pods}
     with ExitStack() as stack:
-        # The front door last, as it ends first.
+        # The frontend last, as it ends first.
         names = ("conductor", "pool", "prefill", "decode", "frontend")
         for wait_started in [stack.enter_context(machine.running(pods[name])) for name in names]:
             wait_started()

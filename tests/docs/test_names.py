@@ -60,7 +60,7 @@ def counter_names(source: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def front_door_metrics() -> set[str]:
+def frontend_metrics() -> set[str]:
     """Return the metrics that a frontend exports of its own requests."""
     registry = new_registry()
     RequestMetrics(RequestFamilies(registry), "m").rejected("queue")
@@ -69,7 +69,7 @@ def front_door_metrics() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def metrics(front_door_metrics: set[str]) -> set[str]:
+def metrics(frontend_metrics: set[str]) -> set[str]:
     """All that /metrics can hold: of requests, of nodes, of what pools hold, and of every counter that nodes count."""
     counted = {
         prefix + name
@@ -92,7 +92,7 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
     sample = NodeSample("n", "decode", capacity_tokens=1, counters=dict.fromkeys(counted, 1.0))
     registry.register(NodesCollector(lambda: [sample]))
     registry.register(ConductorCollector(list))
-    return front_door_metrics | exported(registry)
+    return frontend_metrics | exported(registry)
 
 
 def exported(registry: Any) -> set[str]:

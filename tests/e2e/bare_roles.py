@@ -88,7 +88,7 @@ class Role:
 
 
 class Roles:
-    """Two of each role but the pool node, in this order: conductors, pool node, workers, front doors."""
+    """Two of each role but the pool node, in this order: conductors, pool node, workers, frontends."""
 
     def __init__(self, folder: Path, model: Path, *worker_flags: str) -> None:
         sockets = {name: f"unix:{folder}/{name}.sock" for name in ("c0", "c1", "pool", "p0", "p1", "d0", "d1")}
@@ -134,7 +134,7 @@ class Roles:
         return [self["f0"].target, self["f1"].target]
 
     async def until_ready(self) -> None:
-        """Both front doors find the cluster able to serve."""
+        """Both frontends find the cluster able to serve."""
         async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
             for url in self.urls:
                 while True:
@@ -163,7 +163,7 @@ class Roles:
 
 
 class Load:
-    """Dialogues over several front doors, by a client that tries the next one where a door is closed or closing.
+    """Dialogues over several frontends, by a client that tries the next one where a door is closed or closing.
 
     Anything else that goes wrong is in `errors`; `answers` are prompts with all tokens that came.
     """
@@ -226,7 +226,7 @@ class Load:
                     continue
                 assert response.status == 200, await response.text()
                 return await self._read(response)
-        raise AssertionError("no front door takes the request")
+        raise AssertionError("no frontend takes the request")
 
     async def _read(self, response: aiohttp.ClientResponse) -> list[int]:
         tokens: list[int] = []

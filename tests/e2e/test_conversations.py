@@ -123,7 +123,7 @@ def live(request: pytest.FixtureRequest, start_cluster: Callable[..., AbstractCo
 
 @asynccontextmanager
 async def front_without_memory(live: Live) -> AsyncIterator[str]:
-    """The address of a further front door of the cluster that remembers no answers."""
+    """The address of a further frontend of the cluster that remembers no answers."""
     stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
     config = assemble(
         FrontendConfig,

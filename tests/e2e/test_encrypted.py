@@ -129,7 +129,7 @@ async def test_an_encrypted_cluster_says_the_right_tokens_and_nothing_to_outside
     assert outsider.returncode == 1
     assert "if it uses TLS, set tls_cert" in outsider.stderr
     ports = encrypted.ports()
-    assert len(ports) == 7  # all of them but the front door's: of gRPC, and of KV where there is any
+    assert len(ports) == 7  # all of them but the frontend's: of gRPC, and of KV where there is any
     for port in ports:
         assert answer_to(port, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n") == b""
         assert is_rejection(answer_to(port, encode(Hello("outsider", 1, "pool-node", 1, bytes(16), "tcp"))))

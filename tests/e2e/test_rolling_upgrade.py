@@ -117,7 +117,7 @@ async def placed_by(roles: Roles) -> dict[str, int]:
 
 
 def one(roles: Roles, session: aiohttp.ClientSession, *, max_tokens: int) -> Load:
-    """A single request to the first front door."""
+    """A single request to the first frontend."""
     load = Load(roles.urls[:1], max_tokens=max_tokens, **SAMPLING)
     load.begin(session, 1, once=True)
     return load

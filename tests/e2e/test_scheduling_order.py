@@ -83,7 +83,7 @@ async def test_one_that_floods_keeps_another_waiting_for_a_few_of_its_requests_o
     assert waited_for <= 10
     assert len(client.began) == 25
     await client.cluster.validate()
-    async with asyncio.timeout(60):  # the front door asks for the conductor's numbers once a second
+    async with asyncio.timeout(60):  # the frontend asks for the conductor's numbers once a second
         while await client.metric("tenant_uncached_tokens_total", "flooding") < 24 * 1200:
             await asyncio.sleep(0.1)
     assert await client.metric("tenant_uncached_tokens_total", "flooding") == 24 * 1200

@@ -1,4 +1,4 @@
-"""`serve --join`: workers that one supervisor keeps for a cluster whose conductor and front door others run."""
+"""`serve --join`: workers that one supervisor keeps for a cluster whose conductor and frontend others run."""
 
 from __future__ import annotations
 

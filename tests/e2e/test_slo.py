@@ -110,7 +110,7 @@ async def test_objectives_are_changed_held_to_and_counted(
 
     wanted = r'moonpool:slo_requests_total\{[^}]*objective="ttft",result="met",slo_class="chat"\} [1-9]'
     async with asyncio.timeout(60):
-        # The killed conductor counts anew, and the front door comes back to it in its own time.
+        # The killed conductor counts anew, and the frontend comes back to it in its own time.
         while not (re.search(wanted, metrics := await scraped(session, cluster)) and VERSION in metrics):
             assert (await complete(session, cluster))[0] == 200
 

@@ -1,4 +1,4 @@
-"""A model folder made on the spot, a front door, and the scripted cluster behind it."""
+"""A model folder made on the spot, a frontend, and the scripted cluster behind it."""
 
 import asyncio
 import io
@@ -102,7 +102,7 @@ async def cluster(run_dir: Path) -> AsyncIterator[ScriptedCluster]:
 
 
 class Front:
-    """A running front door and an HTTP client for it."""
+    """A running frontend and an HTTP client for it."""
 
     def __init__(
         self, url: str, http: aiohttp.ClientSession, stop: asyncio.Event, task: asyncio.Task[None], rests: list[None]
@@ -152,7 +152,7 @@ class Front:
         await until(lambda: self.get("/metrics"), lambda answer: value(answer) >= count)
 
     async def has_generated(self, count: int) -> None:
-        """Once the front door has taken this many tokens."""
+        """Once the frontend has taken this many tokens."""
         await self.has_counted("vllm:generation_tokens_total", count)
 
     async def readiness(self, status: int) -> tuple[int, str]:
@@ -186,7 +186,7 @@ StartFront = Callable[..., Any]
 
 @pytest.fixture
 def start_front(config: FrontendConfig) -> StartFront:
-    """`async with start_front(**changes) as front`: a front door with changed configuration."""
+    """`async with start_front(**changes) as front`: a frontend with changed configuration."""
 
     @asynccontextmanager
     async def start(**changes: Any) -> AsyncIterator[Front]:

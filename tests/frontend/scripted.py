@@ -19,7 +19,7 @@ async def answer_calls(
     schedule: Callable[[conductor_pb2.ScheduleRequest], Awaitable[conductor_pb2.ScheduleReply]],
     complete: Callable[[conductor_pb2.CompleteRequest], None],
 ) -> None:
-    """A front door's stream as a conductor serves it, but that calls may be answered in any order."""
+    """A frontend's stream as a conductor serves it, but that calls may be answered in any order."""
     await context.write(conductor_pb2.ConductorAnswers())
     one_at_a_time, tasks = asyncio.Lock(), set()
 
@@ -50,7 +50,7 @@ class ScriptedConductor(conductor_pb2_grpc.ConductorServicer):
         self.scheduled: list[conductor_pb2.ScheduleRequest] = []
         self.completed: asyncio.Queue[conductor_pb2.CompleteRequest] = asyncio.Queue()
         self.cluster = conductor_pb2.ClusterReply(ready_models=["tiny"])
-        self.tenants: list[str] = []  # that the front door says it knows
+        self.tenants: list[str] = []  # that the frontend says it knows
 
     async def Schedule(self, request_iterator: Any, context: Any) -> None:
         await answer_calls(request_iterator, context, self.schedule, self.completed.put_nowait)

@@ -1,4 +1,4 @@
-"""The front door's half of the bundled model: its tokenizer, its end tokens, its chats."""
+"""The frontend's half of the bundled model: its tokenizer, its end tokens, its chats."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clients that leave, clients that do not read, and a front door that is asked to stop: nothing is left behind."""
+"""Clients that leave, clients that do not read, and a frontend that is asked to stop: nothing is left behind."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A front door whose model or block size is not the workers': said clearly, everywhere, and only then."""
+"""A frontend whose model or block size is not the workers': said clearly, everywhere, and only then."""
 
 import json
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_workers_of_other_models_pool_nodes_and_nobody_are_no_misfit(nodes: list
     assert configuration_mismatch(nodes, "tiny", 4, was_served=False) is None
 
 
-def test_workers_of_another_model_of_the_front_door_are_no_misfit_but_strangers_are() -> None:
+def test_workers_of_another_model_of_the_frontend_are_no_misfit_but_strangers_are() -> None:
     assert (
         configuration_mismatch([worker("other")], "tiny", 4, was_served=False, frontend_models=("tiny", "other"))
         is None

@@ -1,4 +1,4 @@
-"""A front door's line to one conductor: one stream for all requests' calls, and what becomes of them when it breaks."""
+"""A frontend's line to one conductor: one stream for all requests' calls, and what becomes of them when it breaks."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Several models behind one front door: names, aliases, who is asked, what is told of each."""
+"""Several models behind one frontend: names, aliases, who is asked, what is told of each."""
 
 import json
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ FINGERPRINTS = {"tiny": "aa11", "other": "bb22"}
 
 @pytest.fixture
 async def two(cluster: Any, start_front: Any, model_path: Path) -> AsyncIterator[Any]:
-    """A front door for "tiny", which is also "small", and "other"; both have workers."""
+    """A frontend for "tiny", which is also "small", and "other"; both have workers."""
     nodes = cluster.conductor.cluster.nodes
     for status in list(nodes):
         status.node.model_fingerprint = FINGERPRINTS["tiny"]

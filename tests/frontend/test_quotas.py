@@ -1,4 +1,4 @@
-"""Quotas of a keys file at a real front door: what is refused and told, given back, settled, and changed."""
+"""Quotas of a keys file at a real frontend: what is refused and told, given back, settled, and changed."""
 
 import asyncio
 import hashlib

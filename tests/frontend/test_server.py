@@ -172,7 +172,7 @@ async def test_metrics_tell_of_requests_and_nodes(cluster: Any, front: Any) -> N
         assert line in text.splitlines()
 
 
-async def test_a_stopped_front_door_frees_its_port(config: FrontendConfig, start_front: Any) -> None:
+async def test_a_stopped_frontend_frees_its_port(config: FrontendConfig, start_front: Any) -> None:
     async with start_front() as front:
         port = int(front.url.rsplit(":", 1)[1])
     async with start_front(port=port) as front:

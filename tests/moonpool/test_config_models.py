@@ -78,7 +78,7 @@ def test_flags_and_variables_name_the_same_models_as_a_file(config_file: Path) -
     assert loaded(environ={"MOONPOOL_MODELS": "; ".join(flags)}).served == want
 
 
-def test_a_front_door_reads_the_models_of_a_clusters_file_and_a_worker_only_its_own(config_file: Path) -> None:
+def test_a_frontend_reads_the_models_of_a_clusters_file_and_a_worker_only_its_own(config_file: Path) -> None:
     assert named(loaded(FrontendRole, file=config_file, conductor="head:1")) == [("large", "gpt-4", "big"), ("small",)]
     worker = loaded(WorkerRole, file=config_file, conductor="head:1", pool="here:1", model="/m/small")
     assert worker.model.name == "small"

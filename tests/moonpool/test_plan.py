@@ -37,7 +37,7 @@ def test_the_default_cluster_is_one_of_each() -> None:
     assert describe(config()) == "1 prefill, 1 decode, 1 pool node"
 
 
-def test_who_joins_a_cluster_plans_neither_conductor_nor_front_door() -> None:
+def test_who_joins_a_cluster_plans_neither_conductor_nor_frontend() -> None:
     planned = plans(join="10.0.0.8:7000,10.0.0.9:7000", decode_nodes=2)
     assert list(planned) == ["pool-0", "prefill-0", "decode-0", "decode-1"]
     assert {tuple(plan.settings["conductor"]) for plan in planned.values()} == {("10.0.0.8:7000", "10.0.0.9:7000")}
@@ -121,7 +121,7 @@ def test_every_planned_role_starts_from_its_file_as_planned(tmp_path: Path) -> N
             assert loaded.engine.threads == plan.settings["threads"]
 
 
-def test_the_front_door_gets_its_keys_and_the_chosen_port() -> None:
+def test_the_frontend_gets_its_keys_and_the_chosen_port() -> None:
     settings = plans(api_key="secret", port=0)["frontend"].settings
     assert settings["port"] == 8123
     assert settings["api_key"] == ["secret"]
@@ -158,15 +158,15 @@ def test_each_model_has_workers_of_its_own_and_the_first_ones_keep_the_plain_nam
     assert describe(two_models()) == described
 
 
-def test_front_door_and_conductor_are_told_of_every_model(tmp_path: Path) -> None:
+def test_frontend_and_conductor_are_told_of_every_model(tmp_path: Path) -> None:
     planned = {plan.node_id: plan for plan in Planner(two_models(), run_dir=RUN_DIR, port=1, cores=1).cluster()}
 
     def settings_of(node_id: str, composite: type) -> Any:
         path = Path(command(planned[node_id], tmp_path).argv[-1])
         return load(composite, flags={}, environ={}, config_file=path, known=all_settings())
 
-    front_door = frontend_config(settings_of("frontend", FrontendRole), "frontend")
-    assert [(model.name, model.aliases, str(model.path)) for model in front_door.models] == [
+    frontend = frontend_config(settings_of("frontend", FrontendRole), "frontend")
+    assert [(model.name, model.aliases, str(model.path)) for model in frontend.models] == [
         ("first", ("f",), "/m/first"),
         ("org/other:v2", ("o",), "/m/other"),
     ]

@@ -175,7 +175,7 @@ def test_a_quantile_of_counted_durations_is_interpolated(quantile: float, expect
     assert histogram_of({}, "x").quantile_s(0.5) is None
 
 
-def test_two_models_of_one_front_door_have_series_of_their_own() -> None:
+def test_two_models_of_one_frontend_have_series_of_their_own() -> None:
     registry = new_registry()
     families = RequestFamilies(registry)
     RequestMetrics(families, "large").finished("stop")

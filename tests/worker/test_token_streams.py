@@ -97,7 +97,7 @@ async def test_a_frontend_that_does_not_read_is_cut_off_with_its_requests(
     await pair.at_rest()
 
 
-async def test_a_front_door_of_a_version_that_cannot_be_spoken_with_is_refused_by_both_names(start_pair: Start) -> None:
+async def test_a_frontend_of_a_version_that_cannot_be_spoken_with_is_refused_by_both_names(start_pair: Start) -> None:
     pair = await start_pair()
     software = Software(version="9.0.0", wire=9, oldest_wire=8)
     async with open_channel(pair.decode_target) as channel:
@@ -110,7 +110,7 @@ async def test_a_front_door_of_a_version_that_cannot_be_spoken_with_is_refused_b
         assert word in (refused.value.details() or "")
 
 
-async def test_a_front_door_from_before_hand_offs_had_times_is_not_told_them(start_pair: Start, prompt: Prompt) -> None:
+async def test_a_frontend_from_before_hand_offs_had_times_is_not_told_them(start_pair: Start, prompt: Prompt) -> None:
     """It would take them for a second first token's: a prefill of no length."""
     pair = await start_pair()
     told = []

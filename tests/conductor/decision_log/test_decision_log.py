@@ -71,7 +71,7 @@ def test_a_rejection_is_written_once_however_often_it_is_asked_again(start, make
 def test_what_became_of_an_attempt_stands_with_its_last_decision(start, make, records):
     core = start()
     core.handle(make.request("a", prompt=5000))
-    core.handle(make.request("a", prompt=100))  # front doors ask again under the same number, for some reasons
+    core.handle(make.request("a", prompt=100))  # frontends ask again under the same number, for some reasons
     core.handle(RequestCompleted("a", 0, "finished", 0.1, 0.02, 20))
     core.close()
     (row,) = records()

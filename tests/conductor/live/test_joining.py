@@ -70,7 +70,7 @@ async def test_nodes_of_neighbouring_versions_and_of_those_that_tell_none_work_t
     assert cluster.software == own_software()
 
 
-async def test_a_front_door_of_a_version_that_cannot_be_spoken_with_is_refused_by_both_names(conductor):
+async def test_a_frontend_of_a_version_that_cannot_be_spoken_with_is_refused_by_both_names(conductor):
     _, client = await conductor()
     call = client.stub.Schedule()
     await call.read()

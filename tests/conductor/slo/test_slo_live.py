@@ -87,11 +87,11 @@ async def test_what_cannot_be_is_refused_and_changes_nothing(start: Start, field
     assert await c.version() == 1
 
 
-async def test_new_tenants_that_no_front_door_knows_are_refused_unless_forced(start: Start) -> None:
+async def test_new_tenants_that_no_frontend_knows_are_refused_unless_forced(start: Start) -> None:
     c = await start()
     acme = {"tenants": {"acme": {"ttft": "1s"}}}
     await c.set(acme)
-    assert await c.version() == 2, "no front door has told its tenants: nothing is known"
+    assert await c.version() == 2, "no frontend has told its tenants: nothing is known"
     await c.numbers("front-0", ("globex",))
     code, said = await c.refusal(c.set({"tenants": {"acme": {}, "initech": {}}}))
     assert (code, "tenant 'initech'" in said, "globex" in said) == (grpc.StatusCode.INVALID_ARGUMENT, True, True)

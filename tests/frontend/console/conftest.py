@@ -1,4 +1,4 @@
-"""A front door before a real conductor whose nodes have joined in word only: cheap, and as many as a test wants."""
+"""A frontend before a real conductor whose nodes have joined in word only: cheap, and as many as a test wants."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Node:
 
 
 class Bed:
-    """The front door at `url`, and its conductor."""
+    """The frontend at `url`, and its conductor."""
 
     def __init__(self, folder: Path, model_path: Path) -> None:
         self.target = f"unix:{folder}/conductor.sock"

@@ -123,7 +123,7 @@ async def test_a_conductor_that_goes_away_leaves_what_it_told_with_its_age(
         assert state["requests"] == []  # it has begun anew
 
 
-async def test_a_requests_path_is_told_by_conductor_and_front_door(open_bed: Any, http: aiohttp.ClientSession) -> None:
+async def test_a_requests_path_is_told_by_conductor_and_frontend(open_bed: Any, http: aiohttp.ClientSession) -> None:
     async with open_bed() as bed:
         await bed.join_usual()
         await bed.serve("cmpl-<b>/1", ttft_s=0.5)

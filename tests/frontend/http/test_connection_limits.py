@@ -1,4 +1,4 @@
-"""Clients that try to fill the front door: each is refused or sent away, others are served meanwhile and afterwards."""
+"""Clients that try to fill the frontend: each is refused or sent away, others are served meanwhile and afterwards."""
 
 import asyncio
 import json

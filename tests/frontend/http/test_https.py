@@ -1,4 +1,4 @@
-"""HTTPS at the front door: certificates and their renewal, and who does not speak it. Real sockets."""
+"""HTTPS at the frontend: certificates and their renewal, and who does not speak it. Real sockets."""
 
 import asyncio
 import shutil

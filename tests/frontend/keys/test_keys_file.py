@@ -1,4 +1,4 @@
-"""A front door whose keys are in a file that changes."""
+"""A frontend whose keys are in a file that changes."""
 
 import json
 from pathlib import Path
@@ -147,7 +147,7 @@ async def test_a_file_that_kubernetes_swaps_is_read_again(
         (b"x", "expected a mapping with the single key `keys`"),
     ],
 )
-async def test_a_front_door_does_not_start_with_a_broken_file(
+async def test_a_frontend_does_not_start_with_a_broken_file(
     start_front: Any, tmp_path: Path, content: bytes | None, problem: str
 ) -> None:
     path = tmp_path / "keys.yaml"

@@ -29,7 +29,7 @@ def tokens(path: Path, token: str) -> JoinTokens:
 
 @pytest.fixture(autouse=True)
 def joined(tmp_path: Path) -> Iterator[None]:
-    """Before the scripted cluster starts: its processes, the front door's included, show each other tokens."""
+    """Before the scripted cluster starts: its processes, the frontend's included, show each other tokens."""
     control.admit_by(tokens(tmp_path / "tokens", TOKEN))
     yield
     control.admit_by(None)

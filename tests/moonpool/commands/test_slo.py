@@ -139,7 +139,7 @@ async def test_a_conductor_that_is_away_is_told(slo: Commands) -> None:
     assert "the conductor does not answer" in done.output
 
 
-async def test_tenant_names_the_tenant_of_a_key_as_the_front_door_does(slo: Commands) -> None:
+async def test_tenant_names_the_tenant_of_a_key_as_the_frontend_does(slo: Commands) -> None:
     keys = ApiKeys(("secret-1",))
     named = (await slo.run("tenant", stdin="secret-1\n")).strip()
     assert named == keys.caller("Bearer secret-1").tenant == keys.tenants[0]

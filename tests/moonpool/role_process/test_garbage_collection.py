@@ -1,4 +1,4 @@
-"""A front door's process collects garbage at rest, in a process of its own: the collector is the whole process's."""
+"""A frontend's process collects garbage at rest, in a process of its own: the collector is the whole process's."""
 
 import subprocess
 import sys

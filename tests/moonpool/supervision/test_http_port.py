@@ -1,4 +1,4 @@
-"""Asking a front door for a sign of life: whatever answers at its port, the answer is yes or no."""
+"""Asking a frontend for a sign of life: whatever answers at its port, the answer is yes or no."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ async def test_what_speaks_no_http_is_not_alive() -> None:
         assert await is_alive(url, 10.0)
 
 
-async def test_a_front_door_that_breaks_off_is_a_problem_of_its_own() -> None:
+async def test_a_frontend_that_breaks_off_is_a_problem_of_its_own() -> None:
     for said in (
         b"SSH-2.0-OpenSSH\r\n",
         b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\n{",

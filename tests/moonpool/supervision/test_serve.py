@@ -138,7 +138,7 @@ def test_a_process_killed_comes_back_with_its_name_and_address_and_the_cluster_s
         try:
             assert served.complete() == 4
             break
-        except OSError:  # the front door itself may be coming back, or its workers
+        except OSError:  # the frontend itself may be coming back, or its workers
             assert time.monotonic() < give_up
             time.sleep(0.1)
 
