@@ -220,7 +220,7 @@ async def test_objectives_are_previewed_and_changed_and_the_audit_names_the_key(
         status, made = await done(http, bed, "objectives", wanted, headers=AS_ADMIN)
         assert (status, made["version"]["version"], made["version"]["author"]) == (200, 2, "ops (console)")
         status, said = await done(http, bed, "objectives", wanted, headers=AS_ADMIN)
-        assert (status, "version 1 was expected" in said["error"]["message"]) == (409, True)
+        assert (status, "expected version 1" in said["error"]["message"]) == (409, True)
         assert not await bed.serve("cmpl-2")
 
 
