@@ -32,7 +32,7 @@ def cluster(start_paced: Callable[..., Any]) -> Any:
 async def test_a_prefill_node_decodes_and_prefills_again_while_requests_run(
     cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
-    asked = [prompt(seed) for seed in range(24)]
+    asked = [prompt(seed) for seed in range(32)]
     pid = cluster.pid("prefill-1")
     running = [
         asyncio.create_task(cluster.complete(session, ids, max_tokens=150, temperature=0.0, ignore_eos=True))
@@ -43,7 +43,7 @@ async def test_a_prefill_node_decodes_and_prefills_again_while_requests_run(
     assert "prefill-1 is a decode node" in done.stdout
     running += [
         asyncio.create_task(cluster.complete(session, ids, max_tokens=150, temperature=0.0, ignore_eos=True))
-        for ids in asked[8:16]
+        for ids in asked[8:24]  # more than decode-0 has still to decode: both nodes get some
     ]
     spread = await asyncio.gather(*running[8:])
     assert {answer.moonpool["decode_node"] for answer in spread} == {"decode-0", "prefill-1"}
@@ -52,10 +52,10 @@ async def test_a_prefill_node_decodes_and_prefills_again_while_requests_run(
     assert done.returncode == 0, done.stderr
     running += [
         asyncio.create_task(cluster.complete(session, ids, max_tokens=20, temperature=0.0, ignore_eos=True))
-        for ids in asked[16:]
+        for ids in asked[24:]
     ]
     answers = await asyncio.gather(*running)
-    assert "prefill-1" in {answer.moonpool["prefill_node"] for answer in answers[16:]}
+    assert "prefill-1" in {answer.moonpool["prefill_node"] for answer in answers[24:]}
     judge = judge_of(paced_model)
     assert [judge.wrong_tokens(answer) for answer in answers] == [[]] * len(asked)
     assert cluster.pid("prefill-1") == pid
