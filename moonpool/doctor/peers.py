@@ -127,6 +127,9 @@ def _greeted(address: tuple[str, int], name: str, material: "Material | None", w
         except TimeoutError:
             return Greeting(PeerProtocol.NOTHING, f"accepts the connection, but sends no reply within {within_s:g} s")
         except OSError as error:
+            # A gRPC server that has read the greeting before it sends its SETTINGS closes without sending them.
+            if material is None and _begins_http2(address, within_s):
+                return Greeting(PeerProtocol.GRPC)
             return Greeting(PeerProtocol.OTHER, f"closes the connection after a greeting: {error}")
         finally:
             link.close()
@@ -153,6 +156,15 @@ def _printable(text: str) -> str:
 def _is_http2(beginning: bytes) -> bool:
     """Return True for the header of a SETTINGS frame, with which an HTTP/2 server begins (RFC 9113, section 3.4)."""
     return len(beginning) == 9 and beginning[3] == _HTTP2_SETTINGS and beginning[:2] == b"\0\0"
+
+
+def _begins_http2(address: tuple[str, int], within_s: float) -> bool:
+    """Return True if the server sends an HTTP/2 SETTINGS frame to a client that has sent nothing."""
+    try:
+        with socket.create_connection(address, within_s) as sock:
+            return _is_http2(sock.recv(9, socket.MSG_WAITALL))
+    except OSError:
+        return False
 
 
 def _path_mtu(sock: socket.socket) -> int:

@@ -87,7 +87,7 @@ def test_values_that_int8_cannot_stand_for_are_refused(memories, bad):
     exact, stored = memories
     fill(exact)
     exact.slot_values(0)[3, 0, 0, 1, 2, 0] = bad
-    with pytest.raises(KvPoolError, match="no numbers, or too large"):
+    with pytest.raises(KvPoolError, match="must be finite and small enough"):
         stored.to_host(SLOTS)
     stored.to_host([0, 5])
 

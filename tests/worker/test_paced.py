@@ -283,7 +283,7 @@ def test_a_late_step_is_made_up_for_by_the_next_and_what_cannot_be_is_counted() 
 def test_probabilities_are_refused_by_name() -> None:
     slots = SlotPool(256)
     for name in ("logprobs", "prompt_logprobs"):
-        with pytest.raises(RequestRefused, match="the engine is paced"):
+        with pytest.raises(RequestRefused, match="not supported by the paced engine"):
             ENGINE.check(sequence_of(prompt(5), 4, slots, **{name: 1}).request)
     ENGINE.check(sequence_of(prompt(5), 4, slots).request)
 

@@ -176,7 +176,7 @@ async def test_our_clients_say_what_is_wrong_with_a_certificate_and_with_a_schem
         with pytest.raises(ServerUnreachable, match=r"is not trusted .*SSL_CERT_FILE"):
             await discover(front.http, front.url, model="", deadline_s=WAIT_S)
     async with start_front() as front:
-        with pytest.raises(ServerUnreachable, match="is it http://"):
+        with pytest.raises(ServerUnreachable, match="if the server does not use TLS, use http://"):
             await discover(front.http, front.url.replace("http:", "https:"), model="", deadline_s=WAIT_S)
 
 

@@ -80,6 +80,28 @@ async def test_a_roles_grpc_port_is_recognised() -> None:
     assert judge_greeting("h:1", seen)[0] is Level.OK
 
 
+def test_a_grpc_port_is_recognised_that_closes_on_the_greeting_without_its_settings() -> None:
+    """As gRPC's server does if it has read the greeting before it sends its settings, which depends on timing."""
+    settings = b"\0\0\0\x04\0\0\0\0\0"
+    with socket.create_server((HERE, 0)) as listener:
+
+        def serve() -> None:
+            greeted = listener.accept()[0]
+            greeted.recv(1 << 20)
+            greeted.close()
+            silent = listener.accept()[0]
+            silent.sendall(settings)
+            kept.append(silent)
+
+        kept: list[socket.socket] = []
+        thread = threading.Thread(target=serve)
+        thread.start()
+        seen = greet(HERE, listener.getsockname()[1], {}, WITHIN_S)
+        thread.join()
+        kept[0].close()
+    assert seen.spoken is PeerProtocol.GRPC
+
+
 @contextlib.contextmanager
 def speaker(say: Callable[[bytes], bytes | None]) -> Iterator[int]:
     """A port that answers what each caller says first; None: with silence."""

@@ -253,7 +253,7 @@ def test_a_worker_that_refuses_its_configuration_ends_the_start_with_exit_code_2
     with serving("--aggregated=1", "--device=cuda:99") as cluster:
         _, err = cluster.process.communicate(timeout=DEADLINE_S)
         assert cluster.process.returncode == 2, err
-        assert "device 'cuda:99' is not there" in err
+        assert "device 'cuda:99' does not exist" in err
         assert "rejected its configuration" in err
         assert "its last lines" in err
         assert "Traceback" not in err
