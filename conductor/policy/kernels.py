@@ -14,6 +14,7 @@ from numba import types
 
 from conductor.policy.costs import PREFILL, PREFILL_COSTS, TRANSFER_COSTS
 from conductor.policy.fairness import advanced_ns
+from conductor.policy.nodes import PREFILL_CANDIDATE
 from conductor.policy.requests import NONE, REQUEST
 from jit.compiling import compiled_with_gil
 from worker.policy import cost_formulas
@@ -23,7 +24,6 @@ __all__ = [
     "LATEST_NS",
     "MATCH",
     "NODE_LOAD",
-    "PREFILL_CANDIDATE",
     "PrefillKernels",
     "prefill_kernels",
     "prefixes",
@@ -77,25 +77,6 @@ ARRIVAL: Final = np.dtype(
 
 MATCH: Final = np.dtype([("blocks", np.int64), ("ssd_blocks", np.int64), ("slot", np.int64)])
 """Leading blocks of the prompt on a pool node, and those of them on SSD only. `slot` NONE: it must not be used."""
-
-PREFILL_CANDIDATE: Final = np.dtype(
-    [
-        ("slot", np.int64),
-        ("pool_slot", np.int64),  # of its own pool node, NONE without one
-        # Written by `prefixes`:
-        ("own_blocks", np.int64),  # of the prompt, on its own pool node
-        ("own_ssd_blocks", np.int64),  # of those, on SSD only
-        # Written by `queue_position`, the seconds of prefills that precede the request, or given:
-        ("queue_s", np.float64),
-        # Written by `score_prefill`:
-        ("transfer_s", np.float64),
-        ("prefill_s", np.float64),
-        ("reuse_blocks", np.int64),
-        ("fetches", np.bool_),  # a part of them from the best pool node
-    ],
-    align=True,
-)
-"""A prefill candidate and its predictions for one request."""
 
 _read_s: Any = numba.njit(cost_formulas.read_s)
 _fetch_s: Any = numba.njit(cost_formulas.fetch_s)
@@ -176,14 +157,15 @@ def prefixes(most_blocks: Any, matches: Any, loads: Any, candidates: Any) -> Any
 def score_prefill(
     arrival: Any, best: Any, best_ssd: Any, num_sends: Any, slowdowns: Any, costs: Any, transfers: Any, candidates: Any
 ) -> Any:
-    """Run Algorithm 1's loop: write each candidate's transfer and prefill times and reuse; return (index, TTFT) of the
-    candidate with the least.
+    """Run Algorithm 1's loop: write each candidate's transfer and prefill times and reuse.
+
+    Return (index, TTFT) of the candidate with the least, and the least TTFT of any candidate without its queue.
 
     `arrival` ARRIVAL [1], `costs` PREFILL_COSTS [1], `transfers` TRANSFER_COSTS [1], `slowdowns` [2, slots] (see
     `NodeSlowdowns`), `candidates` PREFILL_CANDIDATE [n] with `queue_s`; `best`, `best_ssd`, `num_sends` of `prefixes`.
     """
     request, cost, path = arrival[0], costs[0], transfers[0]
-    chosen, least_s = 0, np.inf
+    chosen, least_s, idle_s = 0, np.inf, np.inf
     have, have_ssd, uses, fetched = -1, -1, -1, False
     transfer_s, usual_s, margin = 0.0, 0.0, 1.0
     for c in range(len(candidates)):
@@ -211,10 +193,11 @@ def score_prefill(
         node.fetches = fetched
         node.transfer_s = transfer_s
         node.prefill_s = prefill_s
+        idle_s = min(idle_s, transfer_s + prefill_s)
         ttft_s = transfer_s + node.queue_s + prefill_s
         if ttft_s < least_s:
             chosen, least_s = c, ttft_s
-    return chosen, least_s
+    return chosen, least_s, idle_s
 
 
 def rank_prefill(candidates: Any, found: Any) -> None:
@@ -381,8 +364,8 @@ def score_arrival(
     """
     clock_ns, ticket_ns = _queue_position(requests, arrival, loads, candidates)
     best, blocks, on_ssd, num_sends = _prefixes(arrival[0].most_blocks, matches, loads, candidates)
-    chosen, ttft_s = _score_prefill(arrival, blocks, on_ssd, num_sends, slowdowns, costs, transfers, candidates)
-    return clock_ns, ticket_ns, best, blocks, on_ssd, num_sends, chosen, ttft_s
+    chosen, ttft_s, idle_s = _score_prefill(arrival, blocks, on_ssd, num_sends, slowdowns, costs, transfers, candidates)
+    return clock_ns, ticket_ns, best, blocks, on_ssd, num_sends, chosen, ttft_s, idle_s
 
 
 class PrefillKernels(NamedTuple):
@@ -410,13 +393,13 @@ def prefill_kernels() -> PrefillKernels:
         compiled_with_gil(tally, types.void(requests, n, loads)),
         compiled_with_gil(prefixes, signatures.UniTuple(n, 4)(n, matches, loads, candidates)),
         compiled_with_gil(
-            score_prefill, signatures.Tuple((n, f))(arrival, n, n, n, slowdowns, costs, transfers, candidates)
+            score_prefill, signatures.Tuple((n, f, f))(arrival, n, n, n, slowdowns, costs, transfers, candidates)
         ),
         compiled_with_gil(rank_prefill, types.void(candidates, ints)),
         compiled_with_gil(reassign_tickets, types.void(requests, n)),
         compiled_with_gil(
             score_arrival,
-            signatures.Tuple((n, n, n, n, n, n, n, f))(
+            signatures.Tuple((n, n, n, n, n, n, n, f, f))(
                 requests, arrival, matches, loads, slowdowns, costs, transfers, candidates
             ),
         ),

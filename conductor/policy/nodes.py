@@ -5,6 +5,7 @@ Liveness needs its own time-out because a process that hangs keeps its streams o
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from conductor.policy.events import NodeView
 
 __all__ = [
+    "DECODE_CANDIDATE",
+    "PREFILL_CANDIDATE",
     "Candidates",
     "Liveness",
     "ModelNodes",
@@ -22,6 +25,38 @@ __all__ = [
 Ints = NDArray[np.int64]
 _UNLIMITED = 1 << 62
 _MAX_KEPT = 64
+
+
+PREFILL_CANDIDATE: Final = np.dtype(
+    [
+        ("slot", np.int64),
+        ("pool_slot", np.int64),  # of its own pool node, NONE without one
+        # Written by `kernels.prefixes`:
+        ("own_blocks", np.int64),  # of the prompt, on its own pool node
+        ("own_ssd_blocks", np.int64),  # of those, on SSD only
+        # Written by `kernels.queue_position`, the seconds of prefills that precede the request, or given:
+        ("queue_s", np.float64),
+        # Written by `kernels.score_prefill`:
+        ("transfer_s", np.float64),
+        ("prefill_s", np.float64),
+        ("reuse_blocks", np.int64),
+        ("fetches", np.bool_),  # a part of them from the best pool node
+    ],
+    align=True,
+)
+"""A prefill candidate and its predictions for one request."""
+
+DECODE_CANDIDATE: Final = np.dtype(
+    [
+        ("slot", np.int64),
+        ("capacity_tokens", np.int64),
+        ("max_batch", np.int64),
+        # Written by `decode.pick_decode`:
+        ("tbt_s", np.float64),  # with the request in its batch
+        ("free_tokens", np.int64),
+    ]
+)
+"""A decode candidate and its predictions for one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +77,17 @@ class Candidates:
     floor_capacity: int  # minimum of capacity_tokens: a request within it fits on every node
     floor_len: int  # minimum of max_model_len
     has_aggregated: bool
+    decode_records: NDArray[np.void]  # DECODE_CANDIDATE [nodes], with the predictions for the last request
     kept: "dict[bytes, Candidates]"  # cache of `where`, by the bytes of its mask
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def prefill_records(self) -> NDArray[np.void]:
+        """Return PREFILL_CANDIDATE [nodes], of which only the slots are known."""
+        records = np.empty(len(self.ids), PREFILL_CANDIDATE)
+        records["slot"], records["pool_slot"] = self.slots, self.pool_slots
+        return records
 
     def where(self, keep: NDArray[np.bool_]) -> "Candidates":
         """Return the candidates for which the boolean mask `keep` is true, in the same order."""
@@ -91,6 +133,9 @@ class Candidates:
         pool_slots: Ints,
     ) -> "Candidates":
         """Build from the columns, computing the derived fields."""
+        decode_records = np.zeros(len(ids), DECODE_CANDIDATE)
+        decode_records["slot"], decode_records["capacity_tokens"] = slots, capacity_tokens
+        decode_records["max_batch"] = max_batch
         return cls(
             ids,
             pools,
@@ -103,6 +148,7 @@ class Candidates:
             int(capacity_tokens.min(initial=_UNLIMITED)),
             int(max_model_len.min(initial=_UNLIMITED)),
             bool(is_aggregated.any()),
+            decode_records,
             {},
         )
 

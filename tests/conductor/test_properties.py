@@ -30,7 +30,7 @@ from conductor.policy.events import (
     Tick,
     TransferSample,
 )
-from conductor.policy.kernels import PREFILL_CANDIDATE
+from conductor.policy.nodes import PREFILL_CANDIDATE
 from conductor.policy.placement.prefill import Prefixes, score_candidates
 from conductor.policy.state import ClusterState, PlacementContext
 

@@ -88,7 +88,7 @@ def _alone(
         plan.loads,
         plan.position,
         replace(scored.prefixes, candidates=candidate),
-        PrefillScores(candidate, chosen=0, ttft_s=ttft_s),
+        PrefillScores.of(candidate, 0, ttft_s, score.transfer_s + score.prefill_s),
         DecodePlan(node, replace(here.choice, index=0), 0.0),
         None,
         ttft_s,

@@ -26,7 +26,7 @@ def copy_after(context: PlacementContext, nodes: Candidates, prefixes: Prefixes,
     if not prefixes.best or not state.config.max_copies:
         return None
     uses = state.prefix_hits.use(context.now_ns, match_key)
-    if scores.of_chosen("fetches"):
+    if scores.best.fetches:
         target, pays = scores.chosen, _pays_fetched(context, prefixes, scores, uses)
     else:
         found = _relief(state, nodes, prefixes, scores, uses)
@@ -48,13 +48,13 @@ def _pays_fetched(context: PlacementContext, prefixes: Prefixes, scores: Prefill
     """
     fetch_s, load_s = _reads_s(context, prefixes, scores.chosen, prefixes.num_sends)
     expected = context.state.replication.used_again + max(0.0, uses - 1) / _num_holders(prefixes)
-    saved_s: float = expected * (fetch_s - load_s + scores.of_chosen("prefill_s"))
+    saved_s = expected * (fetch_s - load_s + scores.best.prefill_s)
     return saved_s > fetch_s
 
 
 def _pays_ahead(context: PlacementContext, prefixes: Prefixes, scores: PrefillScores, target: int, uses: float) -> bool:
     """Return True if a copy ahead of need pays: it saves the lesser of waiting at a holder and of fetching."""
-    chosen_s: float = scores.of_chosen("prefill_s")
+    chosen_s = scores.best.prefill_s
     load = min(_HIGHEST_LOAD, _load(context.state, prefixes, chosen_s, uses))
     # Mean wait of a queue with even service times (M/D/1), or what waits there already.
     wait_s = chosen_s * load / (2 * (1 - load))
@@ -72,7 +72,7 @@ def _relief(
 
     None while the prefix's holders can serve it alone.
     """
-    if uses < _LIKELY_USES or _load(state, prefixes, scores.of_chosen("prefill_s"), uses) < state.config.hot_load:
+    if uses < _LIKELY_USES or _load(state, prefixes, scores.best.prefill_s, uses) < state.config.hot_load:
         return None
     without = np.flatnonzero(~_has_prefix(state, prefixes) & (nodes.pool_slots >= 0))
     return int(without[np.argmin(scores.queue_s[without])]) if len(without) else None

@@ -22,7 +22,7 @@ from conductor.policy.decisions import DecodeScore
 from conductor.policy.events import NS, to_ns
 from conductor.policy.kernels import NODE_LOAD
 from conductor.policy.lengths import survival
-from conductor.policy.nodes import Candidates
+from conductor.policy.nodes import DECODE_CANDIDATE, Candidates
 from conductor.policy.requests import NONE, REQUEST
 from conductor.policy.state import ClusterState, PlacementContext
 from jit.compiling import compiled_with_gil
@@ -67,18 +67,6 @@ DECODE_QUERY: Final = np.dtype(
     ]
 )
 """What to predict: at which instant, by which view of the future, for which request."""
-
-DECODE_CANDIDATE: Final = np.dtype(
-    [
-        ("slot", np.int64),
-        ("capacity_tokens", np.int64),
-        ("max_batch", np.int64),
-        # Written by `pick_decode` and `rank_decode`:
-        ("tbt_s", np.float64),  # with the request in its batch
-        ("free_tokens", np.int64),
-    ]
-)
-"""A decode candidate and its predictions for one request."""
 
 
 def predict_load(requests: Any, query: Any, curves: Any, counts_committed: Any, loads: Any) -> None:
@@ -341,7 +329,7 @@ def choose_decode(
     sees = _SEES[state.config.admission_mode]
     when_ns, prompt_tokens = context.now_ns if sees == NOW else at_ns, context.request.prompt_tokens
     query = _query(costs, context.now_ns, when_ns, sees, prompt_tokens, need_tokens)
-    candidates = _candidates(nodes)
+    candidates = nodes.decode_records
     index, batch, tokens = decode_kernels().pick_decode(
         state.requests.records,
         query,
@@ -373,7 +361,7 @@ def _scores(nodes: Candidates, candidates: Records, count: int, need_tokens: int
 def tbt_each_s(context: PlacementContext, nodes: Candidates, loads: Records, *, at_ns: int) -> NDArray[np.float64]:
     """Return [2, candidates]: the TBT that `choose_decode` predicts of each, and the same as of now."""
     state, costs, now_ns = context.state, context.costs, context.now_ns
-    sees, candidates, seconds = _SEES[state.config.admission_mode], _candidates(nodes), np.empty((2, len(nodes)))
+    sees, candidates, seconds = _SEES[state.config.admission_mode], nodes.decode_records, np.empty((2, len(nodes)))
     for row, (when_ns, how) in enumerate(((now_ns if sees == NOW else at_ns, sees), (now_ns, NOW))):
         query = _query(costs, now_ns, when_ns, how, context.request.prompt_tokens)
         decode_kernels().pick_decode(
@@ -448,7 +436,7 @@ def _wait_s(
         state.lengths.curves,
         costs.slowdowns.factors,
         costs.terms.decode_record,
-        _candidates(nodes)[index : index + 1],
+        nodes.decode_records[index : index + 1],
         objective_s,
     )
     return wait_ns / NS
@@ -463,11 +451,3 @@ def _query(
     query = np.empty(1, DECODE_QUERY)
     query[0] = now_ns, at_ns, future, decode_ns, max(1, to_ns(costs.typical_step_s)), prompt_tokens, need_tokens
     return query
-
-
-def _candidates(nodes: Candidates) -> Records:
-    """Return DECODE_CANDIDATE [candidates], without predictions."""
-    candidates = np.empty(len(nodes), DECODE_CANDIDATE)
-    candidates["slot"], candidates["capacity_tokens"] = nodes.slots, nodes.capacity_tokens
-    candidates["max_batch"] = nodes.max_batch
-    return candidates

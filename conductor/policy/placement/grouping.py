@@ -46,10 +46,10 @@ def form_group(
     """
     state, request, nodes, chosen = context.state, context.request, places.prefill, scores.chosen
     config, slowdowns = state.config, context.costs.slowdowns
-    new_tokens = request.prompt_tokens - scores.of_chosen("reuse_blocks") * context.model.block_tokens
+    new_tokens = request.prompt_tokens - scores.best.reuse_blocks * context.model.block_tokens
     if new_tokens < config.prefill_group_min_tokens or nodes.is_aggregated[chosen] or request.max_new_tokens <= 1:
         return None
-    queue_s, alone_s = scores.queue_s, scores.of_chosen("prefill_s")
+    queue_s, alone_s = scores.queue_s, scores.best.prefill_s
     is_free = ~nodes.is_aggregated & (queue_s < alone_s) & (work_s - queue_s < _SAME_S)
     is_free[chosen] = False
     free = np.flatnonzero(is_free)

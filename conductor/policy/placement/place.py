@@ -59,7 +59,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     elif rejection:
         state.history.lost(now_ns, request.request_id, rejection)
     if request.attempt == 0 and not request.endless:
-        arrived(now_ns, state, request, plan.scores.of_chosen("prefill_s"))
+        arrived(now_ns, state, request, plan.scores.best.prefill_s)
     if judgement.rejection is not None:
         turned_away(now_ns, state, request)
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
@@ -124,8 +124,7 @@ def _withdraw_former(state: ClusterState, request: RequestArrived) -> Claim | No
 
 def _idle_s(request: RequestArrived, plan: PlacementPlan, costs: ModelCosts) -> tuple[float, float]:
     """Return TTFT without a queue on the best node, reused prefix included, and TBT in a batch of one."""
-    ttft_s = float((plan.scores.transfer_s + plan.scores.prefill_s).min())
-    return ttft_s, tbt_s(*costs.decode, 1, request.prompt_tokens, 1)
+    return plan.scores.idle_s, tbt_s(*costs.decode, 1, request.prompt_tokens, 1)
 
 
 def _objectives(
@@ -166,8 +165,8 @@ def placed_by(
         request.attempt,
         nodes.ids[chosen],
         decodes_at,
-        scores.of_chosen("reuse_blocks"),
-        holders(nodes.pools[chosen], chosen, plan.prefixes, scores.of_chosen("fetches")),
+        scores.best.reuse_blocks,
+        holders(nodes.pools[chosen], chosen, plan.prefixes, scores.best.fetches),
         plan.ttft_s,
         plan.tbt_s,
         plan.position.turn,
@@ -211,7 +210,7 @@ def book(
     values = (
         nodes.slots.item(chosen),  # prefill_node
         slot_of(decodes_at) if decodes_at else NONE,  # decode_node
-        slot_of(plan.prefixes.best_pool) if plan.scores.of_chosen("fetches") else NONE,  # sender
+        slot_of(plan.prefixes.best_pool) if plan.scores.best.fetches else NONE,  # sender
         plan.curve,  # curve
         NONE,  # joined_ns
         now_ns + to_ns(placed.predicted_ttft_s),  # ready_ns

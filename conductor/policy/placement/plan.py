@@ -77,12 +77,12 @@ class PlacementPlan:
     @property
     def queue_s(self) -> float:
         """Part of the TTFT spent in the queue, in seconds."""
-        return float(self.scores.of_chosen("queue_s"))
+        return self.scores.best.queue_s
 
     @property
     def prefill_s(self) -> float:
         """Seconds for which the chosen node is busy with it."""
-        return self.scores.of_chosen("prefill_s") if self.group is None else self.group.prefill_s
+        return self.scores.best.prefill_s if self.group is None else self.group.prefill_s
 
     @property
     def ready_s(self) -> float:
@@ -121,7 +121,7 @@ def make_plan(context: PlacementContext, places: FittingNodes) -> PlacementPlan:
     decode = _plan_decode(context, places, loads, scores, ttft_s)
     if decode is not None:
         # Prefill begins only once the decode node has the pages.
-        ttft_s += max(0.0, decode.wait_s - scores.of_chosen("queue_s"))
+        ttft_s += max(0.0, decode.wait_s - scores.best.queue_s)
     return PlacementPlan(places, curve, loads, found.position, prefixes, scores, decode, group, ttft_s)
 
 
@@ -205,16 +205,16 @@ def _plan_decode(
 def extrapolated(context: PlacementContext, plan: PlacementPlan) -> tuple[str, ...]:
     """Return which of "prefill", "decode", "load", "fetch" and "ssd_read" are predicted beyond what was measured."""
     request, model, transfers, found = context.request, context.model, context.state.transfers, []
-    of_chosen, block_nbytes = plan.scores.of_chosen, model.block_nbytes
-    reuse = of_chosen("reuse_blocks")
+    best, block_nbytes = plan.scores.best, model.block_nbytes
+    reuse = best.reuse_blocks
     if not context.costs.covers_prefill(request.prompt_tokens - reuse * model.block_tokens, request.prompt_tokens):
         found.append("prefill")
     if plan.decode is not None and not plan.decode.choice.is_covered:
         found.append("decode")
     if reuse:
-        own = of_chosen("own_blocks")
+        own = best.own_blocks
         missing = reuse - own
-        on_ssd = of_chosen("own_ssd_blocks") + min(missing, plan.prefixes.best_ssd)
+        on_ssd = best.own_ssd_blocks + min(missing, plan.prefixes.best_ssd)
         if own and not transfers.covers("load", own * block_nbytes):
             found.append("load")
         if missing and not transfers.covers("fetch", missing * block_nbytes):

@@ -7,15 +7,15 @@ to copies of prefixes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.decisions import Holder, PrefillScore
 from conductor.policy.events import PoolMatch, PoolMatches
-from conductor.policy.kernels import ARRIVAL, MATCH, PREFILL_CANDIDATE, prefill_kernels
-from conductor.policy.nodes import Candidates
+from conductor.policy.kernels import ARRIVAL, MATCH, prefill_kernels
+from conductor.policy.nodes import PREFILL_CANDIDATE, Candidates
 from conductor.policy.queue_position import QueuePosition, ordering_key
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE
@@ -57,6 +57,20 @@ class Prefixes:
         return self.candidates["own_blocks"]
 
 
+class ScoredCandidate(NamedTuple):
+    """A row of PREFILL_CANDIDATE as Python numbers."""
+
+    slot: int
+    pool_slot: int
+    own_blocks: int
+    own_ssd_blocks: int
+    queue_s: float
+    transfer_s: float
+    prefill_s: float
+    reuse_blocks: int
+    fetches: bool
+
+
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PrefillScores:
@@ -64,7 +78,9 @@ class PrefillScores:
 
     candidates: Records  # PREFILL_CANDIDATE [candidates]
     chosen: int  # the candidate with the least TTFT, the first of equals
+    best: ScoredCandidate  # its predictions
     ttft_s: float  # its t_transfer + t_queue + t_prefill
+    idle_s: float  # the least t_transfer + t_prefill of all candidates
 
     @property
     def queue_s(self) -> Floats:
@@ -78,9 +94,10 @@ class PrefillScores:
     def prefill_s(self) -> Floats:
         return self.candidates["prefill_s"]
 
-    def of_chosen(self, field: str) -> Any:
-        """Return a field of the chosen candidate as a Python number."""
-        return self.candidates[field].item(self.chosen)
+    @classmethod
+    def of(cls, candidates: Records, chosen: int, ttft_s: float, idle_s: float) -> "PrefillScores":
+        """Return the scores with the chosen candidate's predictions."""
+        return cls(candidates, chosen, ScoredCandidate._make(candidates[chosen].item()), ttft_s, idle_s)
 
     def explain(self, ids: tuple[str, ...], count: int) -> tuple[PrefillScore, ...]:
         """Return the predictions of the `count` best candidates, best first; of equals the first."""
@@ -97,9 +114,9 @@ def score_candidates(context: PlacementContext, prefixes: Prefixes, queue_s: Flo
     `queue_s` [candidates]: seconds until the request's turn there. A prefix of 0 makes the ratio of prefixes infinite,
     if any pool node has one.
     """
-    candidates = prefixes.candidates.copy()
+    candidates = prefixes.candidates.view(np.uint8).copy().view(PREFILL_CANDIDATE)  # 10 times as fast as by fields
     candidates["queue_s"] = queue_s
-    chosen, ttft_s = prefill_kernels().score_prefill(
+    chosen, ttft_s, idle_s = prefill_kernels().score_prefill(
         _arrival(context, (0,) * 7, (0,) * 3),
         prefixes.best,
         prefixes.best_ssd,
@@ -109,7 +126,7 @@ def score_candidates(context: PlacementContext, prefixes: Prefixes, queue_s: Flo
         context.state.transfers.record,
         candidates,
     )
-    return PrefillScores(candidates, chosen, ttft_s)
+    return PrefillScores.of(candidates, chosen, ttft_s, idle_s)
 
 
 def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, int, int]) -> Records:
@@ -120,13 +137,6 @@ def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, 
     arrival = np.empty(1, ARRIVAL)
     arrival[0] = *key, *clock, *sizes, threshold
     return arrival
-
-
-def _candidates(nodes: Candidates) -> Records:
-    """Return PREFILL_CANDIDATE [candidates], without predictions."""
-    candidates = np.empty(len(nodes), PREFILL_CANDIDATE)
-    candidates["slot"], candidates["pool_slot"] = nodes.slots, nodes.pool_slots
-    return candidates
 
 
 def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
@@ -141,7 +151,7 @@ def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tup
 
 def find_prefixes(context: PlacementContext, matches: PoolMatches, nodes: Candidates, loads: Records) -> Prefixes:
     """Return the blocks on answering pool nodes that are not excluded. `loads` [slots]: those of `state.tally`."""
-    candidates = _candidates(nodes)
+    candidates = nodes.prefill_records()
     best, have, on_ssd, num_sends = prefill_kernels().prefixes(
         most_reused(context), _usable_matches(context, matches), loads, candidates
     )
@@ -222,17 +232,19 @@ def choose_prefill(context: PlacementContext, nodes: Candidates) -> PrefillChoic
         return find_prefixes(context, matches, nodes, state.tally(context.now_ns)).best * context.model.block_tokens
 
     shares, account, clock, key = ordering_key(context, reusable_tokens)
-    loads, candidates = state.node_loads(), _candidates(nodes)
-    clock.now_ns, ticket_ns, best, blocks, ssd_blocks, num_sends, chosen, ttft_s = prefill_kernels().score_arrival(
-        state.requests.records,
-        _arrival(context, key, (clock.now_ns, clock.started_ns, account.finish_ns)),
-        _usable_matches(context, matches),
-        loads,
-        context.costs.slowdowns.factors,
-        context.costs.terms.prefill_record,
-        context.state.transfers.record,
-        candidates,
+    loads, candidates = state.placement_loads(), nodes.prefill_records()
+    clock.now_ns, ticket_ns, best, blocks, ssd_blocks, num_sends, chosen, ttft_s, idle_s = (
+        prefill_kernels().score_arrival(
+            state.requests.records,
+            _arrival(context, key, (clock.now_ns, clock.started_ns, account.finish_ns)),
+            _usable_matches(context, matches),
+            loads,
+            context.costs.slowdowns.factors,
+            context.costs.terms.prefill_record,
+            context.state.transfers.record,
+            candidates,
+        )
     )
     position = QueuePosition(shares, account, key, loads, ticket_ns)
     prefixes = Prefixes(candidates, blocks, ssd_blocks, matches.roster[best] if best >= 0 else "", num_sends)
-    return PrefillChoice(loads, position, prefixes, PrefillScores(candidates, chosen, ttft_s))
+    return PrefillChoice(loads, position, prefixes, PrefillScores.of(candidates, chosen, ttft_s, idle_s))
