@@ -154,8 +154,6 @@ async def test_the_overview_tells_the_recent_past_and_explain_a_request_without_
     await prefill.report(
         progress=[conductor_pb2.Progress(request_id="r", attempt=0, phase=conductor_pb2.PHASE_PREFILL_STARTED)]
     )
-    ended = conductor_pb2.CompleteRequest(request_id="r", outcome="finished", ttft_s=0.5, mean_tbt_s=0.01, generated=8)
-    await client.line.complete(ended, deadline_s=10)
 
     async def overview(first_slice=0):
         request = conductor_pb2.OverviewRequest(first_slice=first_slice)
@@ -164,7 +162,9 @@ async def test_the_overview_tells_the_recent_past_and_explain_a_request_without_
     async def is_marked():
         return bool((await overview())["requests"][0]["marks"])
 
-    await client.until(is_marked)
+    await client.until(is_marked)  # reports and completions take different streams: the order must be certain
+    ended = conductor_pb2.CompleteRequest(request_id="r", outcome="finished", ttft_s=0.5, mean_tbt_s=0.01, generated=8)
+    await client.line.complete(ended, deadline_s=10)
     told = await overview()
     (request,) = told["requests"]
     assert (request["request_id"], request["outcome"], request["prefill"]) == ("r", "finished", "prefill-0")
