@@ -185,7 +185,9 @@ def test_no_sealed_block_is_lost_and_none_is_wrong_whatever_an_unsynced_disk_kep
         assert store.close()
     marks = [i for i, (kind, *_) in enumerate(disk.log) if kind in ("told", "rename", "sync", "sync_dir")]
     num_found = num_torn = 0
-    for k in range(IMAGES_PER_RUN):
+    for k in range(6 * IMAGES_PER_RUN):
+        if k >= IMAGES_PER_RUN and num_torn:  # which images are torn depends on the threads' timing, too
+            break
         end = rng.choice(marks) + rng.choice((0, 1)) if k % 2 else rng.randrange(len(disk.log))
         image = Image()
         image.replay(disk.log[:end])
