@@ -189,7 +189,7 @@ def test_keys_told_before_a_rail_was_built_anew_are_not_used_after_it(
     link = link_of(peer)
     (served,) = b.messenger._server._connections
     asked: list[Any] = []
-    answer, wait_for = served._responder.asked, link.wait_for
+    answer, wait_for = served._responder.key_queried, link.wait_for
 
     def answered(*details: Any) -> None:
         asked.append(details)
@@ -201,7 +201,7 @@ def test_keys_told_before_a_rail_was_built_anew_are_not_used_after_it(
             with link._changed:
                 link._renewed()  # as when a rail returns while the owner answers
 
-    monkeypatch.setattr(served._responder, "asked", answered)
+    monkeypatch.setattr(served._responder, "key_queried", answered)
     monkeypatch.setattr(link, "wait_for", overtaken)
     a.fill(1)
     peer.write(b.grant(), a.region, [[0, 0, NBYTES]]).result()
