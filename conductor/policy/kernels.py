@@ -26,11 +26,6 @@ __all__ = [
     "NODE_LOAD",
     "PrefillKernels",
     "prefill_kernels",
-    "prefixes",
-    "queue_position",
-    "score_arrival",
-    "score_prefill",
-    "tally",
 ]
 
 NODE_LOAD: Final = np.dtype(

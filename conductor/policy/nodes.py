@@ -77,7 +77,6 @@ class Candidates:
     floor_capacity: int  # minimum of capacity_tokens: a request within it fits on every node
     floor_len: int  # minimum of max_model_len
     has_aggregated: bool
-    decode_records: NDArray[np.void]  # DECODE_CANDIDATE [nodes], with the predictions for the last request
     kept: "dict[bytes, Candidates]"  # cache of `where`, by the bytes of its mask
 
     def __len__(self) -> int:
@@ -87,6 +86,13 @@ class Candidates:
         """Return PREFILL_CANDIDATE [nodes], of which only the slots are known."""
         records = np.empty(len(self.ids), PREFILL_CANDIDATE)
         records["slot"], records["pool_slot"] = self.slots, self.pool_slots
+        return records
+
+    def decode_records(self) -> NDArray[np.void]:
+        """Return DECODE_CANDIDATE [nodes], without predictions."""
+        records = np.empty(len(self.ids), DECODE_CANDIDATE)
+        records["slot"], records["capacity_tokens"] = self.slots, self.capacity_tokens
+        records["max_batch"] = self.max_batch
         return records
 
     def where(self, keep: NDArray[np.bool_]) -> "Candidates":
@@ -133,9 +139,6 @@ class Candidates:
         pool_slots: Ints,
     ) -> "Candidates":
         """Build from the columns, computing the derived fields."""
-        decode_records = np.zeros(len(ids), DECODE_CANDIDATE)
-        decode_records["slot"], decode_records["capacity_tokens"] = slots, capacity_tokens
-        decode_records["max_batch"] = max_batch
         return cls(
             ids,
             pools,
@@ -148,7 +151,6 @@ class Candidates:
             int(capacity_tokens.min(initial=_UNLIMITED)),
             int(max_model_len.min(initial=_UNLIMITED)),
             bool(is_aggregated.any()),
-            decode_records,
             {},
         )
 

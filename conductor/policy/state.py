@@ -89,7 +89,6 @@ class ClusterState:
     _orphan_timeout_ns: int = field(init=False)
     _account_numbers: Iterator[int] = field(default_factory=itertools.count)
     _now_ns: int | None = None
-    _loads: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, NODE_LOAD))  # of `placement_loads`
 
     def __post_init__(self) -> None:
         self.slo = ObjectiveBook(configured_record(self.config))
@@ -190,16 +189,9 @@ class ClusterState:
         while self.recent and next(iter(self.recent.values())).at_ns <= before_ns:
             del self.recent[next(iter(self.recent))]
 
-    def placement_loads(self) -> NDArray[np.void]:
-        """Return NODE_LOAD [slots] of which only the copies that each node sends are known.
-
-        It is valid until the next call, that is, during one placement: new memory would cost more than filling it.
-        """
-        if len(self._loads) != self.nodes.num_slots:
-            self._loads = np.zeros(self.nodes.num_slots, NODE_LOAD)
-        return self._with_copies(self._loads)
-
-    def _with_copies(self, loads: NDArray[np.void]) -> NDArray[np.void]:
+    def node_loads(self) -> NDArray[np.void]:
+        """Return NODE_LOAD [slots] of which only the copies that each node sends are known."""
+        loads = np.empty(self.nodes.num_slots, NODE_LOAD)
         loads["copy_sends"] = 0
         if len(self.copies):
             for pool, count in self.copies.num_sends().items():
@@ -209,7 +201,7 @@ class ClusterState:
 
     def tally(self, now_ns: int) -> NDArray[np.void]:
         """Return NODE_LOAD [slots] with what the live requests claim on each node."""
-        loads = self._with_copies(np.empty(self.nodes.num_slots, NODE_LOAD))
+        loads = self.node_loads()
         prefill_kernels().tally(self.requests.records, now_ns, loads)
         return loads
 

@@ -327,18 +327,8 @@ def choose_decode(
     """
     state, costs = context.state, context.costs
     sees = _SEES[state.config.admission_mode]
-    when_ns, prompt_tokens = context.now_ns if sees == NOW else at_ns, context.request.prompt_tokens
-    query = _query(costs, context.now_ns, when_ns, sees, prompt_tokens, need_tokens)
-    candidates = nodes.decode_records
-    index, batch, tokens = decode_kernels().pick_decode(
-        state.requests.records,
-        query,
-        state.lengths.curves,
-        loads,
-        costs.slowdowns.factors,
-        costs.terms.decode_record,
-        candidates,
-    )
+    candidates = nodes.decode_records()
+    index, batch, tokens = _pick(context, candidates, loads, sees, at_ns, need_tokens)
     scores = _scores(nodes, candidates, state.config.explain, need_tokens) if state.config.explain else ()
     return DecodeChoice(
         index,
@@ -347,6 +337,24 @@ def choose_decode(
         costs.covers_decode(batch, tokens),
         scores,
     )
+
+
+def _pick(
+    context: PlacementContext, candidates: Records, loads: Records, future: int, at_ns: int, need_tokens: int
+) -> tuple[int, float, float]:
+    """Run `pick_decode` for the request by one view of the future; NOW ignores `at_ns`."""
+    state, costs, now_ns = context.state, context.costs, context.now_ns
+    when_ns = now_ns if future == NOW else at_ns
+    picked: tuple[int, float, float] = decode_kernels().pick_decode(
+        state.requests.records,
+        _query(costs, now_ns, when_ns, future, context.request.prompt_tokens, need_tokens),
+        state.lengths.curves,
+        loads,
+        costs.slowdowns.factors,
+        costs.terms.decode_record,
+        candidates,
+    )
+    return picked
 
 
 def _scores(nodes: Candidates, candidates: Records, count: int, need_tokens: int) -> tuple[DecodeScore, ...]:
@@ -360,19 +368,9 @@ def _scores(nodes: Candidates, candidates: Records, count: int, need_tokens: int
 
 def tbt_each_s(context: PlacementContext, nodes: Candidates, loads: Records, *, at_ns: int) -> NDArray[np.float64]:
     """Return [2, candidates]: the TBT that `choose_decode` predicts of each, and the same as of now."""
-    state, costs, now_ns = context.state, context.costs, context.now_ns
-    sees, candidates, seconds = _SEES[state.config.admission_mode], nodes.decode_records, np.empty((2, len(nodes)))
-    for row, (when_ns, how) in enumerate(((now_ns if sees == NOW else at_ns, sees), (now_ns, NOW))):
-        query = _query(costs, now_ns, when_ns, how, context.request.prompt_tokens)
-        decode_kernels().pick_decode(
-            state.requests.records,
-            query,
-            state.lengths.curves,
-            loads,
-            costs.slowdowns.factors,
-            costs.terms.decode_record,
-            candidates,
-        )
+    candidates, seconds = nodes.decode_records(), np.empty((2, len(nodes)))
+    for row, future in enumerate((_SEES[context.state.config.admission_mode], NOW)):
+        _pick(context, candidates, loads, future, at_ns, need_tokens=0)
         seconds[row] = candidates["tbt_s"]
     return seconds
 
@@ -436,7 +434,7 @@ def _wait_s(
         state.lengths.curves,
         costs.slowdowns.factors,
         costs.terms.decode_record,
-        nodes.decode_records[index : index + 1],
+        nodes.decode_records()[index : index + 1],
         objective_s,
     )
     return wait_ns / NS

@@ -199,7 +199,7 @@ def _plan_decode(
         return None
     choice = choose_decode(context, nodes, loads, at_ns=context.now_ns + to_ns(ttft_s), need_tokens=places.need_tokens)
     missing = places.need_tokens - choice.free_tokens
-    return DecodePlan(nodes, choice, _room_wait_s(context, nodes, choice.index, missing) if missing > 0 else 0.0)
+    return DecodePlan(nodes, choice, _room_wait_s(context, nodes, choice.index, missing))
 
 
 def extrapolated(context: PlacementContext, plan: PlacementPlan) -> tuple[str, ...]:

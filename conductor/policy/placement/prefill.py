@@ -29,7 +29,6 @@ __all__ = [
     "choose_prefill",
     "find_prefixes",
     "holders",
-    "most_reused",
     "replicas_used",
     "score_candidates",
     "without_replicas",
@@ -133,7 +132,7 @@ def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, 
     """Return ARRIVAL [1]; `key`: see `OrderingKey`, `clock`: (clock_ns, started_ns, finish_ns)."""
     request, model = context.request, context.model
     threshold = context.state.config.balancing_threshold
-    sizes = request.prompt_tokens, most_reused(context), model.block_tokens, model.block_nbytes
+    sizes = request.prompt_tokens, _most_reused(context), model.block_tokens, model.block_nbytes
     arrival = np.empty(1, ARRIVAL)
     arrival[0] = *key, *clock, *sizes, threshold
     return arrival
@@ -153,7 +152,7 @@ def find_prefixes(context: PlacementContext, matches: PoolMatches, nodes: Candid
     """Return the blocks on answering pool nodes that are not excluded. `loads` [slots]: those of `state.tally`."""
     candidates = nodes.prefill_records()
     best, have, on_ssd, num_sends = prefill_kernels().prefixes(
-        most_reused(context), _usable_matches(context, matches), loads, candidates
+        _most_reused(context), _usable_matches(context, matches), loads, candidates
     )
     return Prefixes(candidates, have, on_ssd, matches.roster[best] if best >= 0 else "", num_sends)
 
@@ -169,7 +168,7 @@ def _usable_matches(context: PlacementContext, matches: PoolMatches) -> Records:
     return usable
 
 
-def most_reused(context: PlacementContext) -> int:
+def _most_reused(context: PlacementContext) -> int:
     """Return the most blocks to reuse: never the whole prompt, so that at least one token is computed."""
     return (context.request.prompt_tokens - 1) // context.model.block_tokens
 
@@ -202,7 +201,7 @@ def without_replicas(context: PlacementContext, replicas: Mapping[str, Replica])
 
 def _usable(context: PlacementContext) -> list[PoolMatch]:
     """Return the matches that `find_prefixes` uses, one by one."""
-    request, limit = context.request, most_reused(context)
+    request, limit = context.request, _most_reused(context)
     return [
         match if match.blocks <= limit else replace(match, blocks=limit, ssd_blocks=min(match.ssd_blocks, limit))
         for match in request.matches
@@ -232,7 +231,7 @@ def choose_prefill(context: PlacementContext, nodes: Candidates) -> PrefillChoic
         return find_prefixes(context, matches, nodes, state.tally(context.now_ns)).best * context.model.block_tokens
 
     shares, account, clock, key = ordering_key(context, reusable_tokens)
-    loads, candidates = state.placement_loads(), nodes.prefill_records()
+    loads, candidates = state.node_loads(), nodes.prefill_records()
     clock.now_ns, ticket_ns, best, blocks, ssd_blocks, num_sends, chosen, ttft_s, idle_s = (
         prefill_kernels().score_arrival(
             state.requests.records,
