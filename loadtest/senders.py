@@ -198,7 +198,7 @@ class _Child:
     @classmethod
     async def start(cls, name: str, load: LoadPlan, errors: IO[bytes]) -> _Child:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "loadtest.sender_process"),
+            *(sys.executable, "-P", "-m", "loadtest.sender_process"),
             stdin=PIPE,
             stdout=PIPE,
             stderr=errors,

@@ -1,6 +1,10 @@
 """`python -m moonpool`: the same as the `moonpool` command."""
 
-from moonpool.supervision.parent_death import die_with_supervisor
+from moonpool.python_path import leave_working_directory
+
+leave_working_directory()
+
+from moonpool.supervision.parent_death import die_with_supervisor  # noqa: E402
 
 die_with_supervisor()
 

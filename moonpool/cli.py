@@ -17,6 +17,7 @@ from moonpool.commands.serve import config_keys, serve
 from moonpool.commands.status import status, validate
 from moonpool.config import ServeConfig
 from moonpool.options import configured_command
+from moonpool.python_path import leave_working_directory
 from moonpool.role_process.roles import ROLES, RoleCommand, run_role
 
 _HELP = """
@@ -169,4 +170,5 @@ for _name, _target in _EARLIER_NAMES.items():
 
 def main() -> None:
     """Entry point of the `moonpool` script."""
+    leave_working_directory()
     app()

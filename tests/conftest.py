@@ -26,6 +26,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
+
+# Programs that tests start run the code of this tree, even if another one is installed. They do not search the working
+# directory (`-P`).
+_SOURCES = [str(TESTS.parent), str(TESTS.parent / "proto"), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _SOURCES))
 CERTIFICATES = TESTS / "data" / "tls"
 
 

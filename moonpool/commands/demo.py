@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import typer
 
 from moonpool.errors import ConfigError, DemoFailed
 from moonpool.options import reported_errors
+from moonpool.python_path import module_command
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
 from moonpool.supervision.ready_file import ReadyFile
 from moonpool.supervision.run_dir import default_run_dir
@@ -34,7 +34,7 @@ _SSD_NAME = f".moonpool-demo-ssd-{os.getuid()}"
 _STARTUP_S = 180.0
 _STOP_S = 60.0
 _POLL_S = 0.05
-_MOONPOOL = (sys.executable, "-m", "moonpool")
+_MOONPOOL = module_command("moonpool")
 
 
 def demo(

@@ -1,6 +1,5 @@
 """Runtime of one machine: each node is a child process, with its settings in a file of the run directory."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import yaml
 
 from moonpool.plan import RolePlan
+from moonpool.python_path import module_command
 from moonpool.supervision.child import Child, ChildPlan, LogFile
 
 
@@ -46,4 +46,4 @@ def child_plan(node_id: str, role: str, settings: dict[str, Any], env: dict[str,
     path.touch(mode=0o600)
     path.chmod(0o600)
     path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-    return ChildPlan(node_id, (sys.executable, "-m", "moonpool", role, "--config", str(path)), env)
+    return ChildPlan(node_id, module_command("moonpool", role, "--config", str(path)), env)

@@ -11,11 +11,12 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from moonpool.errors import RayUnusable
+from moonpool.python_path import module_command
 
 _PREFIX = "MOONPOOL_RAY "
 _START_S = 180.0
@@ -27,7 +28,7 @@ _OBJECT_STORE_NBYTES = 80 << 20  # near Ray's minimum, since we do not use it
 def ray_head(num_cpus: int, resources: Mapping[str, float]) -> Iterator[str]:
     """Yield the address of a running Ray; its processes end on exit, or with this process. Raises RayUnusable."""
     options = {"num_cpus": num_cpus, "resources": dict(resources), "object_store_memory": _OBJECT_STORE_NBYTES}
-    head = _started([sys.executable, "-m", "moonpool.runtime.ray_head", json.dumps(options)])
+    head = _started(module_command("moonpool.runtime.ray_head", json.dumps(options)))
     try:
         yield _address(head)
     finally:
@@ -40,7 +41,7 @@ def ray_head(num_cpus: int, resources: Mapping[str, float]) -> Iterator[str]:
             head.wait()
 
 
-def _started(command: list[str]) -> "subprocess.Popen[bytes]":
+def _started(command: Sequence[str]) -> "subprocess.Popen[bytes]":
     # Unbuffered: a line that was read ahead would be invisible to select.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from moonpool import python_path
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
 
 
@@ -167,7 +168,9 @@ def parse_ready(line: str) -> dict[str, Any] | None:
 def child_environment(base: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
     """Return the supervisor's environment without its MOONPOOL_* settings, which the plan's file already contains."""
     kept = {name: value for name, value in base.items() if not name.startswith("MOONPOOL_")}
-    return {**kept, "PYTHONUNBUFFERED": "1", **extra, SUPERVISOR_VARIABLE: str(os.getpid())}
+    return python_path.child_environment(
+        {**kept, "PYTHONUNBUFFERED": "1", **extra, SUPERVISOR_VARIABLE: str(os.getpid())}
+    )
 
 
 async def _read_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:

@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from messenger import MessengerConfig
 from moonpool.errors import TransferBenchFailed
+from moonpool.python_path import module_command
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
 from moonpool.transfer_bench.client import BenchClient, BenchSession
 from moonpool.transfer_bench.plan import BenchPlan, Cell, CellResult, size_text
@@ -155,7 +155,7 @@ def _progress(plan: BenchPlan, console: Console) -> Iterator[BenchProgress]:
 def _child(tls: TlsSettings) -> Iterator[int]:
     """Yield the port of a server in a child process, which ends with this context or this process."""
     flags = [text for name, value in vars(tls).items() if value for text in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "moonpool", "bench", "messenger", "--listen", "127.0.0.1:0", "--json", *flags]
+    command = module_command("moonpool", "bench", "messenger", "--listen", "127.0.0.1:0", "--json", *flags)
     child = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
