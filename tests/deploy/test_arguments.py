@@ -208,7 +208,9 @@ def test_large_whole_numbers_stay_whole(render: Any, told: Callable[[Any], Told]
 
 
 def test_groups_in_the_hosts_network_have_ports_of_their_own(render: Any, told: Callable[[Any], Told]) -> None:
-    release = render({"rdma": {"enabled": True, "hostNetwork": True}})
+    tls = {"enabled": True, "existingSecret": "tls"}
+    policy = {"nodeCIDRs": ["10.0.0.0/24"]}
+    release = render({"rdma": {"enabled": True, "hostNetwork": True}, "tls": tls, "networkPolicy": policy})
     ports = [
         port["containerPort"] for pod in release.pods if pod.spec.get("hostNetwork") for port in pod.container["ports"]
     ]

@@ -77,6 +77,8 @@ def test_so_is_everything_that_can_be_switched_on(render: Any) -> None:
         "imagePullSecrets": [{"name": "registry"}],
         "model": {"source": "imageVolume", "reference": "example.com/model:1"},
         "rdma": {"enabled": True, "hostNetwork": True, "resources": {"rdma/hca": 1}},
+        "tls": {"enabled": True, "existingSecret": "tls"},
+        "networkPolicy": {"nodeCIDRs": ["10.0.0.0/24", "fd00::/64"]},
         "pool": {"sharedMemory": {"enabled": True}, "hugepages": {"amount": "4Gi"}, "pod": pod},
         "frontend": {"pod": pod, "service": {"type": "LoadBalancer", "annotations": {"x": "y"}}},
         "conductor": {"pod": pod, "persistence": {"enabled": True, "storageClassName": "fast"}},

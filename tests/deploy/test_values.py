@@ -42,6 +42,30 @@ ROOT = Path(__file__).parents[2]
         ({"externalRedis": {"url": "redis://:secret@h"}}, "'/externalRedis/url': "),
         ({"externalRedis": {"url": "redis://h"}}, "externalRedis.url and redis.enabled conflict"),
         ({"redis": {"enabled": False}, "externalRedis": {"existingSecret": "s"}}, "needs externalRedis.url"),
+        (
+            {"rdma": {"enabled": True, "hostNetwork": True}},
+            "rdma.hostNetwork needs tls.enabled: no NetworkPolicy applies",
+        ),
+        (
+            {"rdma": {"enabled": True, "hostNetwork": True}, "joinToken": {"existingSecret": "join"}},
+            "rdma.hostNetwork needs tls.enabled",
+        ),
+        (
+            {"rdma": {"enabled": True, "hostNetwork": True}, "tls": {"enabled": True, "existingSecret": "s"}},
+            "rdma.hostNetwork needs networkPolicy.nodeCIDRs",
+        ),
+        (
+            {
+                "mode": "kuberay",
+                "rdma": {"enabled": True, "hostNetwork": True},
+                "tls": {"enabled": True, "existingSecret": "s"},
+                "networkPolicy": {"enabled": False},
+            },
+            "rdma.hostNetwork with mode kuberay needs ray.existingTokenSecret",
+        ),
+        ({"networkPolicy": {"nodeCIDRs": ["10.0.0.0"]}}, "'/networkPolicy/nodeCIDRs/0': '10.0.0.0' does not match"),
+        ({"networkPolicy": {"nodeCIDRs": ["0.0.0.0/0"]}}, "'/networkPolicy/nodeCIDRs/0': '0.0.0.0/0' does not match"),
+        ({"networkPolicy": {"nodeCIDRs": ["::/0"]}}, "'/networkPolicy/nodeCIDRs/0': '::/0' does not match"),
         ({"tls": {"enabled": True}}, "tls.enabled needs certificates: set tls.existingSecret"),
         ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "issuerRef.name must not be empty"),
         (

@@ -78,6 +78,11 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- end -}}
 {{- end -}}
 
+{{- /* "true" if workers and pool nodes run in the host's network, else empty. */ -}}
+{{- define "moonpool.hostNetwork" -}}
+{{- if and .Values.rdma.enabled .Values.rdma.hostNetwork -}}true{{- end -}}
+{{- end -}}
+
 {{- /* moonpool.yaml: one file for all roles; each ignores the keys of others. */ -}}
 {{- define "moonpool.config" -}}
 {{- $config := dict "log_format" "json" -}}
@@ -126,6 +131,17 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- end -}}
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) -}}
 {{- fail "tls.certManager.issuerRef.name must not be empty: set it to the Issuer of the cluster's CA" -}}
+{{- end -}}
+{{- if include "moonpool.hostNetwork" . -}}
+{{- if not (or .Values.tls.enabled .Values.rdma.allowUnauthenticatedHostNetwork) -}}
+{{- fail "rdma.hostNetwork needs tls.enabled: no NetworkPolicy applies to pods in the host's network, so that anyone who can reach the hosts could call workers and pool nodes; set tls.enabled, or accept that by rdma.allowUnauthenticatedHostNetwork" -}}
+{{- end -}}
+{{- if and (eq .Values.mode "kuberay") (not (or .Values.ray.existingTokenSecret .Values.rdma.allowUnauthenticatedHostNetwork)) -}}
+{{- fail "rdma.hostNetwork with mode kuberay needs ray.existingTokenSecret: anyone who can reach the hosts could run code through Ray's ports; set it, or accept that by rdma.allowUnauthenticatedHostNetwork" -}}
+{{- end -}}
+{{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.nodeCIDRs) -}}
+{{- fail "rdma.hostNetwork needs networkPolicy.nodeCIDRs, the networks of the Kubernetes nodes: the policies would shut out the pods in the host's network; set it, or set networkPolicy.enabled to false" -}}
+{{- end -}}
 {{- end -}}
 {{- if and (hasKey .Values.config "colocated_prefill") (hasKey .Values.config "undivided") -}}
 {{- fail "config.undivided and config.colocated_prefill are two names of one setting: omit config.undivided" -}}

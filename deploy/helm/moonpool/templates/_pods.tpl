@@ -43,7 +43,7 @@ securityContext:
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile:
     type: RuntimeDefault
-{{- if and $rdma .root.Values.rdma.hostNetwork }}
+{{- if and .moves (include "moonpool.hostNetwork" .root) }}
 hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet
 {{- end }}
