@@ -195,6 +195,8 @@ class CompletionClient:
             record.outcome, record.reason = SendOutcome.FAILED, f"no connection ({error.strerror})"
         except (aiohttp.ClientError, ConnectionError) as error:
             record.outcome, record.reason = SendOutcome.FAILED, f"connection lost ({type(error).__name__})"
+        except Exception as error:  # such as a lack of file descriptors: the other requests must still be reported
+            record.outcome, record.reason = SendOutcome.FAILED, f"not sent or not read ({error!r})"
 
     def _wait_s(self, record: RequestRecord) -> float | None:
         if record.outcome is not SendOutcome.REJECTED or self._retry is None:

@@ -120,6 +120,7 @@ def _latency(f: Mapping[str, Any]) -> list[Row]:
         ("· longest tenth of a request's", spread(f["tbt_worst10_s"])),
         ("whole request", spread(f["e2e_s"])),
         ("unloaded TTFT, TBT", f"{seconds(f['unloaded_ttft_s'])}, {seconds(f['unloaded_tbt_s'])}"),
+        *([("unloaded failed", count(f["unloaded_failed"]))] if f["unloaded_failed"] else []),
     ]
 
 

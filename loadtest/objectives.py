@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadtest.client import CompletionClient
-from loadtest.errors import ServerUnusable
 from loadtest.plan import PlannedRequest
 from loadtest.record import RequestRecord, SendOutcome
 from loadtest.sender import new_record
@@ -63,6 +62,7 @@ def fit_durations(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> N
 
 LENGTH_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.98)
 REPEATS = 3
+MAX_FAILED_IN_A_ROW = 3
 _LEAST_OUTPUT = 8
 
 
@@ -108,14 +108,17 @@ async def measure_unloaded(
     max_model_len: int,
     stop: asyncio.Event,
     on_done: Callable[[int, int], None],
-) -> Unloaded | None:
-    """Measure requests one at a time; return None if `stop` is set meanwhile. Calls `on_done(done, of)` after each.
+) -> tuple[Unloaded | None, list[str]]:
+    """Measure requests one at a time; return their latencies and how each request that was not completed ended.
 
-    The first request is discarded because it includes connecting and just-in-time compilation. Raises ServerUnusable
-    if a request is not completed.
+    The latencies are None if no request was completed, or if `stop` is set meanwhile. Calls `on_done(done, of)` after
+    each request. The first request is not measured because it includes connecting and just-in-time compilation. After
+    MAX_FAILED_IN_A_ROW failures in a row no more are sent, since each may take as long as a request's timeout.
     """
     plan = [chosen for _ in range(REPEATS) for chosen in typical_requests(requests, max_model_len)]
     records: list[RequestRecord] = []
+    failures: list[str] = []
+    failed_in_a_row = 0
     for number, request in enumerate([plan[0], *plan]):
         record = new_record(request, clock())
         sending = asyncio.ensure_future(client.send(request, record, cache_salt=f"{salt}-unloaded-{number}"))
@@ -125,16 +128,21 @@ async def measure_unloaded(
             waiting.cancel()
         await asyncio.gather(sending, stopped, return_exceptions=True)
         if stop.is_set():
-            return None
+            return None, failures
         if record.outcome is not SendOutcome.COMPLETED:
-            raise ServerUnusable(
+            failures.append(
                 f"an unloaded request of {record.prompt_tokens} prompt tokens was {record.outcome.value}: "
                 f"{record.reason}"
             )
+            failed_in_a_row += 1
+            if failed_in_a_row == MAX_FAILED_IN_A_ROW:
+                break
+            continue
+        failed_in_a_row = 0
         if number:
             records.append(record)
         on_done(number, len(plan))
-    return unloaded_of(records)
+    return unloaded_of(records) if records else None, failures
 
 
 def typical_requests(requests: Sequence[PlannedRequest], max_model_len: int) -> list[PlannedRequest]:

@@ -24,7 +24,7 @@ from loadtest.record import RequestRecord
 JSON_FILE = "report.json"
 HTML_FILE = "report.html"
 RECORDS_FILE = "requests.jsonl"
-_BAD_IF_ANY = {"failed", "wrong tokens"}
+_BAD_IF_ANY = {"failed", "unloaded failed", "wrong tokens"}
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if requests were completed, none failed, and no wrong token was found."""
-        return bool(self.figures["completed"]) and not self.figures["failed"] and not self.figures["wrong_tokens"]
+        """True if requests were completed, nothing failed, and no wrong token was found."""
+        failed = ("failed", "unloaded_failed", "verification_failed", "wrong_tokens")
+        return bool(self.figures["completed"]) and not any(self.figures[key] for key in failed)
 
     def write(self) -> None:
         """Write report.json, requests.jsonl and report.html into `out`. Raises OutputUnwritable."""

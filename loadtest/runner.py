@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,11 @@ from rich.console import Console
 from loadtest.client import CompletionClient
 from loadtest.cluster_metrics import ClusterHistory, MetricsPoller
 from loadtest.config import ReplayConfig
-from loadtest.errors import PromptPlanError, SettingInvalid
+from loadtest.errors import PromptPlanError, SenderUnusable, SettingInvalid, VerificationError
 from loadtest.http import RetryPolicy, allow_many_connections, open_session
 from loadtest.objectives import ReplayObjectives, Unloaded, measure_unloaded
 from loadtest.plan import PlannedRequest, PlanSettings, plan_requests
-from loadtest.progress import ProgressDisplay, background, detail_of, interrupts, show_tally
+from loadtest.progress import ProgressDisplay, background, detail_of, ignored_interrupts, interrupts, show_tally
 from loadtest.record import RequestRecord
 from loadtest.report import Report, check_writable
 from loadtest.sender import LoadPlan, SendTally
@@ -29,7 +30,7 @@ from loadtest.senders import choose_senders, open_senders, send_watched, start_s
 from loadtest.server import ServerInfo, check_tokenizer, discover
 from loadtest.summary import summarise
 from loadtest.tokens import ModelTokens, TextBook, load_model_tokens
-from loadtest.validity import clock_from, invalid_reasons
+from loadtest.validity import ValidityEvidence, clock_from, invalid_reasons
 from loadtest.verify import Reference, Verification, choose_sample, load_reference, paced_notice, verify_records
 from traces import Trace, first_requests, first_seconds, load_trace, reuse_statistics, sample_families
 
@@ -40,7 +41,9 @@ _SETTLE_S = 6.0
 def run(config: ReplayConfig, console: Console | None = None) -> Report:
     """Replay the trace, verify the answers if configured, write the report's files and return the report.
 
-    Ctrl-C ends sending and gives the report so far. Raises TraceError, ReplayError. `console` None disables output.
+    Once requests may have been sent, every end gives a report, which counts what failed: unloaded requests, requests,
+    senders, the verification. Ctrl-C ends sending and gives the report so far. Raises TraceError, ReplayError before.
+    `console` None disables output.
     """
     allow_many_connections()
     trace = select_rows(config)
@@ -49,6 +52,11 @@ def run(config: ReplayConfig, console: Console | None = None) -> Report:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             live = runner.run(_live(config, trace, tokens, display))
         verification = _verify(config, live.reference, live, display) if live.reference else None
+    with ignored_interrupts():
+        return _write_report(config, trace, live, verification)
+
+
+def _write_report(config: ReplayConfig, trace: Trace, live: _Live, verification: Verification | None) -> Report:
     figures = {
         "valid": not live.invalid_reasons,
         "invalid_reasons": live.invalid_reasons,
@@ -64,6 +72,8 @@ def run(config: ReplayConfig, console: Console | None = None) -> Report:
             history=live.history,
             verification=verification,
         ),
+        "unloaded_failed": len(live.unloaded_failures),
+        "verification_failed": live.verification_failure or None,
         "notices": [*trace.notices, *live.notices],
     }
     report = Report(
@@ -99,6 +109,8 @@ class _Live:
     history: ClusterHistory
     notices: list[str]
     interrupted: bool
+    unloaded_failures: list[str]
+    verification_failure: str = ""
 
 
 async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display: ProgressDisplay) -> _Live:
@@ -114,21 +126,26 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
             settings = _plan_settings(config, server, tokens)
             requests = plan_requests(trace, _book(config, tokens), settings)
             run_salt = "" if config.reuse_earlier else f"replay-{secrets.token_hex(8)}"
-            unloaded = await _unloaded(config, settings, session, server, requests, stop, display)
+            unloaded, failures = await _unloaded(config, settings, session, server, requests, stop, display)
             # Bytes moved by the unloaded requests must not count as the replay's.
             before = MetricsPoller(session, url, clock=time.monotonic, every_s=config.poll_every_s)
             await before.settle(at_most_s=_SETTLE_S if unloaded else 0.0)
             load = _load(config, server, requests, run_salt)
             senders = config.senders or choose_senders(requests, speed=config.speed, cores=os.cpu_count() or 1)
             tally = SendTally(len(requests))
-            async with open_senders(load, senders) as opened:
-                start = start_soon()
-                poller = MetricsPoller(session, url, clock=clock_from(start), every_s=config.poll_every_s)
-                async with background(poller.run(), show_tally("replay", tally, display)):
-                    evidence = await send_watched(opened, load, start=start, stop=stop, tally=tally)
+            poller = MetricsPoller(session, url, clock=time.monotonic, every_s=config.poll_every_s)
+            try:
+                async with open_senders(load, senders) as opened:
+                    start = start_soon()
+                    poller = MetricsPoller(session, url, clock=clock_from(start), every_s=config.poll_every_s)
+                    async with background(poller.run(), show_tally("replay", tally, display)):
+                        evidence = await send_watched(opened, load, start=start, stop=stop, tally=tally)
+            except SenderUnusable as error:  # raised before the start: no request was sent
+                evidence = ValidityEvidence(len(requests), [], [str(error)], [], stop.is_set())
             display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
             await poller.settle(at_most_s=0.0 if stop.is_set() else _SETTLE_S)
     notices = [*paced_notice(server.stand_ins), *([notice] if notice else [])]
+    notices += [f"{count} × {failure}" for failure, count in Counter(failures).most_common()]
     if poller.history.failed_polls:
         notices.append(f"{poller.history.failed_polls} polls of /metrics failed")
     return _Live(
@@ -142,6 +159,7 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
         history=poller.history,
         notices=notices,
         interrupted=stop.is_set(),
+        unloaded_failures=failures,
     )
 
 
@@ -153,9 +171,9 @@ async def _unloaded(
     requests: Sequence[PlannedRequest],
     stop: asyncio.Event,
     display: ProgressDisplay,
-) -> Unloaded | None:
+) -> tuple[Unloaded | None, list[str]]:
     if not config.measure_unloaded:
-        return None
+        return None, []
     client = CompletionClient(session, server, timeout_s=config.request_timeout_s, clock=time.monotonic)
     return await measure_unloaded(
         client,
@@ -178,6 +196,9 @@ def _verify(config: ReplayConfig, reference: Reference, live: _Live, display: Pr
         )
     except KeyboardInterrupt:
         live.interrupted = True
+    except VerificationError as error:
+        live.verification_failure = str(error)
+        live.notices.append(str(error))
     return result
 
 

@@ -47,6 +47,8 @@ class CompletionServer:
     fingerprint: str = ""
     token_delay_s: float = 0.0
     usage: bool = True
+    token_ids: bool = True
+    answer_metrics: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     running: int = 0
@@ -68,6 +70,8 @@ class CompletionServer:
         return web.json_response({"tokens": self.tokens.encode_all([body["prompt"]])[0]})
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
+        if not self.answer_metrics:
+            raise web.HTTPServiceUnavailable
         lines = [
             f'vllm:num_requests_running{{node="p0",role="prefill"}} {self.running}',
             'vllm:num_requests_waiting{node="p0",role="prefill"} 0',
@@ -98,6 +102,8 @@ class CompletionServer:
             choice = {"index": 0, "text": "x", "token_ids": [token], "finish_reason": None}
             if chat:
                 choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": None}
+            if not self.token_ids:
+                choice.pop("token_ids", None)
             await response.write(event({"choices": [choice]}))
             await asyncio.sleep(self.token_delay_s)
         usage = {

@@ -7,17 +7,20 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 from rich.console import Console
 
 from loadtest import OutputUnwritable, ReplayConfig, Report, ServerUnusable, SettingInvalid, run
+from loadtest.client import CompletionClient
 from loadtest.errors import VerificationError
 from loadtest.report import print_report
 from tests.chromium import look_at
@@ -206,16 +209,159 @@ def test_an_interrupt_before_the_load_gives_an_empty_report(serve, replay) -> No
     assert report.html_path.is_file()
 
 
-def test_a_lone_request_that_fails_ends_the_replay_before_it_begins(serve, replay) -> None:
+def refused(message: str, status: int = 503) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+def written(report: Report) -> dict[str, Any]:
+    """Return report.json, after checking that the other files are there."""
+    assert report.html_path.is_file()
+    assert len((report.out / "requests.jsonl").read_text().splitlines()) == len(report.records)
+    figures: dict[str, Any] = json.loads(report.json_path.read_text())
+    return figures
+
+
+@pytest.mark.parametrize("fails", [1, 4])
+def test_a_lone_request_that_fails_is_counted_and_the_replay_goes_on(serve, replay, fails: int, small_trace) -> None:
+    async def behave(server: Any, request: Any, body: dict[str, Any]) -> web.Response | None:
+        return refused("no decode node") if len(server.bodies) == fails else None
+
+    report = replay(serve(behave=behave).url)
+    figures = written(report)
+    assert figures["unloaded_failed"] == 1
+    assert any(
+        re.fullmatch(r"1 × an unloaded request of \d+ prompt tokens was failed: HTTP 503: no decode node", notice)
+        for notice in figures["notices"]
+    )
+    assert figures["completed"] == len(small_trace)
+    assert figures["unloaded_ttft_s"] > 0
+    assert figures["slo_attainment"] is not None
+    assert not report.ok
+
+
+def test_after_three_failed_lone_requests_in_a_row_the_replay_begins(serve, replay, small_trace) -> None:
     async def behave(server: Any, request: Any, body: dict[str, Any]) -> web.Response:
-        return web.json_response({"error": {"message": "no decode node"}}, status=503)
+        return refused("no decode node")
 
     server = serve(behave=behave)
-    with pytest.raises(
-        ServerUnusable, match=r"unloaded request of .* prompt tokens was failed: HTTP 503: no decode node"
-    ):
-        replay(server.url)
-    assert len(server.bodies) == 1
+    report = replay(server.url)
+    figures = written(report)
+    assert len(server.bodies) == 3 + len(small_trace)
+    assert (figures["unloaded_failed"], figures["failed"], figures["completed"]) == (3, len(small_trace), 0)
+    assert figures["unloaded"] is figures["slo_attainment"] is None
+    assert figures["slo_rule"].startswith("not evaluated")
+    assert not report.ok
+    assert "HTTP 503: no decode node" in report.html_path.read_text()
+
+
+def test_a_server_that_dies_in_the_middle_gives_a_report_that_counts_every_request(serve, replay, small_trace) -> None:
+    async def behave(server: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        if len(server.bodies) < 8:
+            return None
+        server.answer_metrics = False
+        assert request.transport is not None
+        request.transport.abort()
+        return refused("never sent")
+
+    server = serve(behave=behave)
+    report = replay(server.url, measure_unloaded=False)
+    figures = written(report)
+    assert figures["completed"] == 7
+    assert figures["failed"] == len(small_trace) - 7
+    assert figures["requests"] == len(small_trace)
+    assert any("connection lost" in each["reason"] for each in figures["reasons"])
+    assert any("polls of /metrics failed" in notice for notice in figures["notices"])
+    assert not report.ok
+
+
+def test_a_server_that_dies_after_the_lone_requests_gives_a_report_too(serve, replay, small_trace) -> None:
+    async def behave(server: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        assert request.transport is not None
+        request.transport.abort()
+        return refused("never sent")
+
+    figures = written(replay(serve(behave=behave).url))
+    assert (figures["failed"], figures["unloaded_failed"]) == (len(small_trace), 3)
+
+
+def test_an_unexpected_error_of_one_request_is_its_failure_alone(serve, replay, monkeypatch, small_trace) -> None:
+    follow = CompletionClient._follow
+
+    async def breaks_once(self: Any, response: Any, record: Any, request: Any) -> None:
+        if record.index == 3:
+            raise RuntimeError("no more memory for this answer")
+        await follow(self, response, record, request)
+
+    monkeypatch.setattr(CompletionClient, "_follow", breaks_once)
+    report = replay(serve().url, measure_unloaded=False)
+    figures = written(report)
+    assert (figures["failed"], figures["completed"]) == (1, len(small_trace) - 1)
+    assert "no more memory for this answer" in figures["reasons"][0]["reason"]
+    assert not report.ok
+
+
+def test_metrics_that_cannot_be_read_are_counted_and_the_replay_goes_on(
+    serve, replay, monkeypatch, small_trace
+) -> None:
+    def fails(text: str, at_s: float) -> None:
+        raise KeyError("label")
+
+    monkeypatch.setattr("loadtest.cluster_metrics.parse_metrics", fails)
+    figures = written(replay(serve().url, measure_unloaded=False))
+    assert figures["completed"] == len(small_trace)
+    assert any("polls of /metrics failed" in notice for notice in figures["notices"])
+
+
+def test_senders_that_do_not_start_give_a_report_of_what_there_is(serve, replay, monkeypatch, small_trace) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    report = replay(serve().url, senders=2)
+    figures = written(report)
+    assert figures["valid"] is False
+    assert "did not start" in figures["invalid_reasons"][0]
+    assert f"{len(small_trace)} of {len(small_trace)} requests have no record" in figures["invalid_reasons"][1]
+    assert figures["unloaded_ttft_s"] > 0
+    assert not report.ok
+
+
+def test_a_sender_that_dies_in_the_middle_gives_a_report_that_names_it(serve, replay, small_trace) -> None:
+    killed = threading.Event()
+
+    async def behave(server: Any, request: web.Request, body: dict[str, Any]) -> None:
+        if len(server.bodies) > 4 and not killed.is_set():
+            killed.set()
+            peer = request.transport.get_extra_info("peername") if request.transport else None
+            (sender,) = [p for p in psutil.Process().children() if any(c.laddr == peer for c in p.net_connections())]
+            sender.kill()
+
+    report = replay(serve(behave=behave).url, senders=2, measure_unloaded=False, speed=2.0)
+    figures = written(report)
+    assert killed.is_set()
+    assert "was killed by SIGKILL" in figures["invalid_reasons"][0]
+    assert "requests have no record" in figures["invalid_reasons"][1]
+    assert len(small_trace) // 2 <= figures["completed"] < len(small_trace)
+    assert figures["valid"] is False
+
+
+def test_a_verification_that_cannot_go_on_is_in_the_report(serve, replay, generate, small_trace) -> None:
+    server = serve(answer=generate, token_ids=False)
+    report = replay(server.url, verify=True, measure_unloaded=False)
+    figures = written(report)
+    assert "the answers have no token_ids" in figures["verification_failed"]
+    assert figures["completed"] == len(small_trace)
+    assert not report.ok
+
+
+def test_ctrl_c_while_the_report_is_written_does_not_lose_it(serve, replay, monkeypatch) -> None:
+    write = Report.write
+
+    def interrupted(self: Report) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        write(self)
+
+    monkeypatch.setattr(Report, "write", interrupted)
+    figures = written(replay(serve().url, measure_unloaded=False, limit=2))
+    assert figures["completed"] == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_server_with_another_tokenizer_is_refused(serve, replay, tokens) -> None:
