@@ -26,7 +26,6 @@ class Reservation:
         self,
         request: Request,
         *,
-        epoch: int,
         slots: list[int],
         held_blocks: int,
         num_layers: int,
@@ -35,7 +34,7 @@ class Reservation:
         writer: Endpoint,
     ) -> None:
         self.request = request
-        self.epoch = epoch
+        self.epoch = 0  # once it is open
         self.slots = slots
         self.held_blocks = held_blocks
         self.key = key
@@ -73,8 +72,10 @@ class Reservation:
 
     def landed(self, layers: list[int], blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
         """Record the verification of announced data; `right` is [blocks] or [layers, blocks]."""
-        self._arrived[np.asarray(layers)[:, None], blocks] = right
-        self.over()
+        try:
+            self._arrived[np.asarray(layers)[:, None], blocks] = right
+        finally:  # `missing_blocks` waits for it
+            self.over()
 
     def over(self) -> None:
         """End one announced transfer, successful or not. Any thread."""

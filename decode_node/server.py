@@ -154,7 +154,6 @@ class DecodeService:
         writer = Endpoint.from_proto(reserve.writer)
         reservation = Reservation(
             request,
-            epoch=node.kv_receiver.new_epoch(),
             slots=slots,
             held_blocks=held_blocks,
             num_layers=len(node.memory.place_of_layer),
@@ -162,8 +161,8 @@ class DecodeService:
             key=node.memory.grant_write(slots),
             writer=writer,
         )
+        reservation.epoch = node.kv_receiver.open_epoch(reservation.key, reservation)
         self._open[reservation.epoch] = reservation
-        node.kv_receiver.open_epoch(reservation.epoch, reservation)
         node.hold(request, committed_tokens=len(slots) * node.config.block_tokens)
         return reservation
 

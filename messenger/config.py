@@ -27,7 +27,10 @@ class MessengerConfig:
     default_deadline_s: float = 30.0
     """Deadline of operations for which none is given."""
     max_inbound_connections: int = 256
-    """Most inbound connections at a time; further ones are rejected with a reason."""
+    """Most inbound connections at a time over tcp, and as many over unix sockets. Beyond it, a connection that has
+    presented no valid key gives way to a new one; if there is none, the new one is rejected."""
+    unproven_s: float = 60.0
+    """Time in which a connection must present a valid key after its greeting."""
     gpu: int | None = None
     """CUDA device number of the GPU that this process uses: the nearest RDMA devices are chosen."""
     handshake_timeout_s: float = 5.0
@@ -38,7 +41,13 @@ class MessengerConfig:
     """Time in which a broken inbound connection may be replaced before its peer is reported lost."""
 
     def __post_init__(self) -> None:
-        for name in ("default_deadline_s", "handshake_timeout_s", "revoke_grace_s", "peer_loss_grace_s"):
+        for name in (
+            "default_deadline_s",
+            "unproven_s",
+            "handshake_timeout_s",
+            "revoke_grace_s",
+            "peer_loss_grace_s",
+        ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidArgument(f"{name} must be a positive number of seconds, got {getattr(self, name)!r}")
         if self.max_inbound_connections < 1:

@@ -32,7 +32,7 @@ LATENCY_EDGES_S = tuple(FIRST_EDGE_S * (1 << power) for power in range(22))
 """Upper bounds of the latency buckets, 8 us to 16.8 s; longer operations are in one more bucket."""
 
 _PER_FIRST_EDGE = 1 / FIRST_EDGE_S
-_NBYTES, _SLICES, _OPERATIONS, _SECONDS, _BUCKETS = range(5)
+_NBYTES, _SLICES, OPERATIONS, _SECONDS, _BUCKETS = range(5)
 _LAST = _BUCKETS + len(LATENCY_EDGES_S)
 
 NUM_SUMS = _LAST + 1

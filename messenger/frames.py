@@ -115,7 +115,8 @@ class Framing:
 
 
 MAGIC = b"MPMS"
-VERSION = 4
+VERSION = 5
+"""4: notifications of KV carried no proof that their sender may write it."""
 MAX_BODY_NBYTES = 4 << 20
 MAX_NOTIFY_NBYTES = 1 << 20
 MAX_PART_ROWS = 32_768
@@ -143,7 +144,11 @@ class Welcome(NamedTuple):
 
 
 class ConnectionReject(NamedTuple):
-    """Last message before the owner closes; `code` is restarted, transport, full, busy, tls or malformed."""
+    """Last message before the owner closes; `code` is restarted, transport, full, busy, tls or malformed.
+
+    A caller that has not named this node and its incarnation, which is a random number, may be anyone: it gets the
+    reason of `REJECTIONS`, which describes nothing of this node, and the details are logged.
+    """
 
     code: str
     reason: str
@@ -267,6 +272,17 @@ Message = (
     | KeyQuery
     | KeyInfo
 )
+REJECTIONS = {
+    "restarted": "the greeting is for another node, or for an earlier process of this one: get the new endpoint",
+    "full": "no connection is free: try again later",
+    "tls": (
+        "the two sides do not agree on encryption: set tls_cert, tls_key and tls_ca on both sides, or on none, with "
+        "certificates of one CA and name"
+    ),
+    "malformed": "the bytes are not a greeting of this protocol",
+}
+"""Reasons for which a caller is rejected before it has proved that it was told this node's address, by code."""
+
 Frame = NewType("Frame", bytes)
 """An encoded message."""
 

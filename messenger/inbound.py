@@ -1,7 +1,9 @@
 """One accepted connection: greeting, then requests executed one by one, in order, on a thread of its own.
 
-Everything a peer sends is checked before it has an effect. Bytes that are not a frame of this protocol end this
-connection, with a logged reason, and touch nothing else. This module defines the behaviour; a transport's compiled loop
+Everything a peer sends is checked before it has an effect. A greeting must name this node and its incarnation, a random
+number that peers get from the control plane; the answer to any other greeting describes nothing of this node
+(`messenger.frames.REJECTIONS`). Bytes that are not a frame of this protocol end this connection, with a logged reason,
+and touch nothing else. This module defines the behaviour; a transport's compiled loop
 (`messenger.native.responder_loop`) executes well-formed requests in the same way, and leaves all others to it.
 
 All state belongs to the connection's thread, except the link: `_cut_lock` guards its replacement in `_adopt` against
@@ -9,19 +11,21 @@ All state belongs to the connection's thread, except the link: `_cut_lock` guard
 before `_ended` is set, and then the session may be used by the next connection.
 """
 
+import hmac
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from messenger.counters import NUM_SUMS, Counters, Direction, FloatSums, Flow
+from messenger.counters import NUM_SUMS, OPERATIONS, Counters, Direction, FloatSums, Flow
 from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import (
     MAX_SESSION_NBYTES,
+    REJECTIONS,
     Ack,
     ConnectionReject,
     Goodbye,
@@ -41,6 +45,7 @@ from messenger.link import Link, LinkClosed
 from messenger.sessions import Session, SessionTable
 from messenger.slices import Rows
 from messenger.transport import Responder, Transport
+from telemetry.limited_log import LimitedLog
 
 if TYPE_CHECKING:
     from messenger.native.responder_loop import CompiledLoop
@@ -52,7 +57,7 @@ class AcceptingServer(Protocol):
     """The server that accepted a connection, as the connection sees it."""
 
     def admit(self, hello: Hello) -> bool: ...
-    def greeted(self, hello: Hello) -> None: ...
+    def greeted(self, connection: "InboundConnection", hello: Hello) -> None: ...
     def ended(self, connection: "InboundConnection", hello: Hello | None, *, said_goodbye: bool) -> None: ...
 
 
@@ -70,20 +75,35 @@ class ServerContext:
     sessions: SessionTable
     counters: Counters
     deliver: Callable[[str, bytes, bytes], None]
+    incidents: LimitedLog = field(default_factory=lambda: LimitedLog(_log))
+    """Log of what callers do wrong."""
 
 
 class InboundConnection:
     """A connection that a peer made to this messenger."""
 
     def __init__(
-        self, context: ServerContext, server: AcceptingServer, transports: Mapping[str, Transport], link: Link
+        self,
+        context: ServerContext,
+        server: AcceptingServer,
+        transports: Mapping[str, Transport],
+        link: Link,
+        *,
+        acceptor: str,
+        origin: str,
     ) -> None:
+        """`acceptor`: name of the listening socket's acceptor; `origin`: the caller's IP address, "" on this host."""
+        self.acceptor = acceptor
+        self.origin = origin
         self._context = context
         self._server = server
         self._transports = transports
         self._link = link
         self._cut_lock = threading.Lock()
         self._was_cut = False
+        self._was_evicted = False
+        self._has_entered = False
+        self._sums: tuple[FloatSums, ...] = ()
         self._transport: Transport
         self._responder: Responder
         self._landed: Flow
@@ -92,9 +112,24 @@ class InboundConnection:
         self._hello: Hello | None = None
 
     @property
-    def is_evictable(self) -> bool:
-        """True if the caller has not greeted yet, and the connection was not cut."""
-        return self._hello is None and not self._was_cut
+    def has_presented_key(self) -> bool:
+        """True if the caller has used a valid key on this connection. Any thread."""
+        return self._has_entered or any(sums[OPERATIONS] for sums in self._sums)
+
+    @property
+    def was_cut(self) -> bool:
+        """True if the connection has ended, or is about to."""
+        return self._was_cut
+
+    @property
+    def was_evicted(self) -> bool:
+        """True if this side ended the connection by `evict`: that does not mean that its caller is lost."""
+        return self._was_evicted
+
+    def evict(self) -> None:
+        """Cut the link to make room for another caller, or because this one presents no key."""
+        self._was_evicted = True
+        self.cut()
 
     def cut(self) -> None:
         """Cut the link; the connection's thread stops touching memory and ends soon after."""
@@ -115,12 +150,14 @@ class InboundConnection:
                 said_goodbye = self._serve(session)
         except EncryptionRefused as error:
             self._context.counters.add("tls_refused")
-            _log.warning("refused a connection: %s", str(error))
-            self._reject("tls", str(error))
+            self._context.incidents.warning(self.origin, "refused a connection: %s", str(error))
+            self._reject("tls")
         except ProtocolError as error:
             self._context.counters.add("malformed_frames")
-            _log.warning("closed the connection from %s: %s", self._link.address, str(error))
-            self._reject("malformed", str(error))
+            self._context.incidents.warning(
+                self._name, "closed the connection from %s: %s", self._link.address, str(error)
+            )
+            self._reject("malformed", "" if self._hello is None else str(error))
         except OSError as error:
             _log.debug("the connection from %s ended: %s", self._link.address, str(error))
         except Exception:
@@ -143,13 +180,16 @@ class InboundConnection:
         # Both are kept long after the connection, so their size is bounded.
         if not is_node_id(hello.node_id) or len(hello.session) > MAX_SESSION_NBYTES:
             raise ProtocolError("the greeting has an invalid node id, or a session that is too long")
-        if (hello.peer_node_id, hello.peer_incarnation) != (context.node_id, context.incarnation):
+        if not self._is_addressed(hello):
             context.counters.add("stale_greetings")
-            reason = (
-                f"node {context.node_id!r} of incarnation {context.incarnation:#x} listens here, not "
-                f"{hello.peer_node_id!r} of {hello.peer_incarnation:#x}: get the new endpoint"
+            self._context.incidents.warning(
+                self.origin,
+                "rejected a connection from %s, which greets node %.64r of incarnation %#x",
+                self._link.address,
+                hello.peer_node_id,
+                hello.peer_incarnation,
             )
-            self._reject("restarted", reason)
+            self._reject("restarted")
             return None
         transport = self._transports.get(hello.transport)
         if transport is None:
@@ -160,7 +200,9 @@ class InboundConnection:
         if not self._server.admit(hello):
             context.counters.add("connections_turned_away")
             reason = f"{hello.node_id} has as many connections here as max_connections_per_peer allows"
-            _log.warning("rejected a connection from %s: %s", self._link.address, reason)
+            self._context.incidents.warning(
+                hello.node_id, "rejected a connection from %s: %s", self._link.address, reason
+            )
             self._reject("full", reason)
             return None
         self._hello = hello
@@ -169,11 +211,23 @@ class InboundConnection:
             self._reject("busy", "the stream's earlier connection has not ended yet")
             return None
         self._link.address = f"{hello.node_id} at {self._link.address}"
-        self._server.greeted(hello)
+        self._server.greeted(self, hello)
         self._link.send(Welcome(context.node_id, context.incarnation))
         self._adopt(transport)
         self._link.set_timeout(None)
         return session
+
+    def _is_addressed(self, hello: Hello) -> bool:
+        """Return True if the greeting is for this process. Takes the same time for every wrong incarnation."""
+        if not 0 <= hello.peer_incarnation < 1 << 64:
+            raise ProtocolError("an incarnation must be an unsigned 64-bit number")
+        given, own = (number.to_bytes(8, "big") for number in (hello.peer_incarnation, self._context.incarnation))
+        return hmac.compare_digest(given, own) and hello.peer_node_id == self._context.node_id
+
+    @property
+    def _name(self) -> str:
+        """Name of the caller in the limited log."""
+        return self.origin if self._hello is None else self._hello.node_id
 
     def _adopt(self, transport: Transport) -> None:
         link = transport.adopt(self._link, caller=False)
@@ -191,6 +245,7 @@ class InboundConnection:
         if loop is None:
             self._landed, self._served = self._flow("landed"), self._flow("served")
             return self._take_requests(session)
+        self._sums = landed, served
         self._landed, self._served = self._flow("landed", landed), self._flow("served", served)
         try:
             return self._take_requests(session, loop)
@@ -285,12 +340,15 @@ class InboundConnection:
         except AccessDenied:
             self._responder.key_void(query, session.last_seq)
             return
+        self._has_entered = True
         with access:
             self._responder.key_queried(query, access, session.last_seq)
 
     def _enter(self, region_id: int, token: int, rows: Rows, *, write: bool) -> Access:
         reaches_gpus = self._responder.reaches_gpus
-        return self._context.grants.enter(region_id, token, rows, write=write, mover=self, reaches_gpus=reaches_gpus)
+        access = self._context.grants.enter(region_id, token, rows, write=write, mover=self, reaches_gpus=reaches_gpus)
+        self._has_entered = True
+        return access
 
     def _deliver(self, tag: bytes, payload: bytes) -> None:
         assert self._hello is not None
@@ -310,9 +368,10 @@ class InboundConnection:
         self._context.counters.add("accesses_denied")
         self._link.send(Refused(seq, reason))
 
-    def _reject(self, code: str, reason: str) -> None:
+    def _reject(self, code: str, reason: str = "") -> None:
+        """Send the reason; details only to a caller that has named this process."""
         try:
             self._link.set_timeout(1.0)
-            self._link.send(ConnectionReject(code, reason))
+            self._link.send(ConnectionReject(code, reason or REJECTIONS[code]))
         except OSError:
             pass

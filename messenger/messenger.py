@@ -96,6 +96,7 @@ class Messenger:
             self._clock,
             max_connections=config.max_inbound_connections,
             max_connections_per_peer=config.transport.max_connections_per_peer,
+            unproven_s=config.unproven_s,
             loss_grace_s=config.peer_loss_grace_s,
             on_lost=self._peer_lost,
             on_found=self._peer_found,
@@ -341,7 +342,7 @@ class Messenger:
             try:
                 handler(node_id, tag, payload)
             except Exception:
-                _log.exception("a handler failed on notification %r from %s", tag, node_id)
+                _log.exception("a handler failed on notification %.32r from %s", tag, node_id)
 
     def _peer_found(self, node_id: str, incarnation: int) -> None:
         with self._lock:

@@ -260,6 +260,9 @@ class Acceptor(ABC):
     def listen(self, backlog: int) -> socket.socket:
         """Bind and listen. Raises AddressInUse or BindFailed."""
 
+    def check(self, sock: socket.socket) -> None:  # noqa: B027  (tcp learns who calls from the greeting)
+        """Raise PermissionError if the caller at the other end of an accepted socket may not connect at all."""
+
     def wrap_accepted(self, sock: socket.socket, address: str) -> BufferedLink:
         """Return the owner's link over an accepted socket; `address` names the caller. Does not block."""
         return SocketLink(sock, address)

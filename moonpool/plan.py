@@ -41,8 +41,9 @@ class WorkerGroup:
 class Planner:
     """Plans the processes of one cluster, at its start and when it grows. `port` is the HTTP port, already chosen.
 
-    Without a `conductor` address, all processes run on this machine and use unix sockets in the run directory. With
-    one, the runtime places pool nodes and workers, completes their settings, and requests pool nodes by `pool`. If the
+    Without a `conductor` address, all processes run on this machine and use unix sockets in the run directory, also for
+    KV unless the configuration names its transport or has several pool nodes, which stand for hosts. With one, the
+    runtime places pool nodes and workers, completes their settings, and requests pool nodes by `pool`. If the
     configuration joins another cluster, no conductor or frontend is planned: the other cluster's are used.
     """
 
@@ -57,6 +58,9 @@ class Planner:
         self._conductors = {} if self._joins else {name: conductor or self._target(name) for name in names}
         self.conductor_targets = config.runtime.join or tuple(self._conductors.values())
         self._base = flatten(config)
+        is_one_host = not (self._spread or config.runtime.is_ray or self._joins) and config.topology.pool_nodes == 1
+        if is_one_host and self._base["transport"] == "auto":
+            self._base["transport"] = "shm"  # opens no TCP port
         self._num_workers = 0
         self._next_index: dict[str, int] = {}
         # Conductors and frontends receive all models as entries, the first one included.

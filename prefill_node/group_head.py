@@ -142,13 +142,16 @@ class PrefillGroup:
             for i, (helper, _) in enumerate(self._helpers, 1)
         ]
         for failed in await asyncio.gather(*begins, return_exceptions=True):
-            if isinstance(failed, ControlError):
-                chunks.lose(str(failed))
+            if isinstance(failed, Exception):
+                chunks.lose(str(failed) or repr(failed))
         self._watching = [asyncio.ensure_future(self._watch(helper)) for helper, _ in self._helpers]
         self._watching.append(asyncio.ensure_future(self._notice_silence()))
 
     async def _watch(self, helper: _HelperCall) -> None:
-        why = await helper.ended()
+        try:
+            why = await helper.ended()
+        except Exception as error:  # whatever it is, nobody may wait for this helper
+            why = repr(error)
         if why:
             self.member.chunks.lose(f"helper {helper.node_id}: {why}")
 

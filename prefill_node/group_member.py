@@ -57,6 +57,7 @@ class MemberChunks:
         members. A step waits for a layer until `stall_s` after the last arrival.
         """
         self.slots = list(slots)
+        self.held_blocks = held_blocks
         self.num_blocks = num_blocks
         self._memory = memory
         self._stall_s = stall_s
@@ -131,9 +132,17 @@ class MemberChunks:
         """Do nothing: no caller waits for pending verifications."""
 
     def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
+        """Mark verified blocks as present and pass them on. If that is not possible, the group is lost."""
         if not right.all():
             self.lose(f"{int((~right).sum())} blocks of layer {layer} arrived damaged")
             return
+        try:
+            self._use(layer, blocks)
+        except Exception as error:
+            self.lose(f"blocks of layer {layer} arrived and could not be used: {error!r}")
+            raise
+
+    def _use(self, layer: int, blocks: NDArray[np.int64]) -> None:
         self._memory.to_device([self.slots[b] for b in blocks], layer)
         with self._came:
             if self._lost is not None:
@@ -213,9 +222,9 @@ class GroupMember:
             changed=node.engine.wake,
             forward=forward,
         )
-        self.epoch = node.kv_receiver.new_epoch()
-        self.key: RemoteKey | None = node.memory.grant_write(slots[held_blocks:])
-        node.kv_receiver.open_epoch(self.epoch, self.chunks)
+        key = node.memory.grant_write(slots[held_blocks:])
+        self.key: RemoteKey | None = key
+        self.epoch = node.kv_receiver.open_epoch(key, self.chunks)
         self._pushers: list[_PeerPusher] = []
 
     def enlisted(self) -> Enlisted:

@@ -17,14 +17,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Peer, Priority, RemoteKey, TransferResult
 from telemetry.tracing import Span
 from worker.errors import RequestFailed
-from worker.kv_receiver import KV_TAG
+from worker.kv_notification import KV_TAG, PushedBlocks, pack_notification
 from worker.slot_memory import EngineMemory
 
 
@@ -118,14 +117,10 @@ class Pusher:
             valid = np.minimum(self._prompt_len - np.asarray(blocks) * block_tokens, block_tokens).astype(np.int32)
             digests = self._memory.one_layer_digests(layer, slots, valid)
             remote = [offsets[blocks] for offsets in self._destination.offsets]
-            payload = msgpack.packb(
-                {
-                    "e": self._destination.epoch,
-                    "l": layer,
-                    "b": blocks,
-                    "v": valid.tolist(),
-                    "d": digests.astype("<u8").tobytes(),
-                }
+            payload = pack_notification(
+                self._destination.epoch,
+                self._destination.key.token,
+                PushedBlocks(layer, np.asarray(blocks), valid, digests),
             )
             landed = self._destination.peer.write_notify(
                 self._destination.key,
@@ -144,13 +139,16 @@ class Pusher:
 
     def _landed(self, future: Future[TransferResult], began: float, done: Future[None]) -> None:
         error = future.exception()
-        if error is None:
-            nbytes, landed_at = future.result().nbytes, time.perf_counter()
-            self._on_moved(nbytes, landed_at - began)
-            with self._lock:
-                self._moved_nbytes += nbytes
-                self._began_at, self._landed_at = min(self._began_at or began, began), max(self._landed_at, landed_at)
-        self._finish(done, error)
+        try:
+            if error is None:
+                nbytes, landed_at = future.result().nbytes, time.perf_counter()
+                with self._lock:
+                    self._moved_nbytes += nbytes
+                    self._began_at = min(self._began_at or began, began)
+                    self._landed_at = max(self._landed_at, landed_at)
+                self._on_moved(nbytes, landed_at - began)
+        finally:  # `settle` waits for it
+            self._finish(done, error)
 
     def _finish(self, done: Future[None], error: BaseException | None) -> None:
         with self._lock:

@@ -1,13 +1,15 @@
-"""Unix socket paths: removal of a dead owner's socket, never of a live one's."""
+"""Unix sockets: removal of a dead owner's path, never of a live one's, and the user at the other end."""
 
 import os
 import socket
 import stat
+import struct
 from pathlib import Path
 
 from rpc.errors import AddressInUse, BindFailed
 
 MAX_UNIX_PATH_NBYTES = 107
+_CREDENTIALS = struct.Struct("@iII")  # unix(7): pid, uid, gid
 
 
 def claim_socket(path: Path) -> None:
@@ -33,6 +35,13 @@ def claim_socket(path: Path) -> None:
             # Its backlog is full, so it is alive.
             pass
     raise AddressInUse(f"cannot listen at {path}: another process listens there; stop it, or choose another path")
+
+
+def require_own_user(sock: socket.socket) -> None:
+    """Raise PermissionError unless the process that connected to, or listens at, the other end runs as this user."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid != os.geteuid():
+        raise PermissionError(f"the process at the other end runs as user {uid}, but only user {os.geteuid()} may")
 
 
 def identity(path: Path) -> tuple[int, int] | None:

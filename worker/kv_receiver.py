@@ -1,6 +1,8 @@
 """Receiver of the KV pushed by other workers: verifies it on arrival and passes the result to its epoch's target.
 
-Shared by all targets: reservations of a decode node and members of a prefill group.
+Shared by all targets: reservations of a decode node and members of a prefill group. A notification affects a target
+only if it carries the token of the key that grants writing the target's slots: whoever cannot write them cannot
+complete them either.
 
 Threads: `_on_notify` runs on the messenger's thread, `_verify` on the verifier thread, all other methods on the event
 loop. `_by_epoch` is a plain dict: single reads and writes of a key are atomic under the GIL.
@@ -8,64 +10,66 @@ loop. `_by_epoch` is a plain dict: single reads and writes of a key are atomic u
 
 from __future__ import annotations
 
-import itertools
 import logging
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from messenger import Messenger
+from messenger import Messenger, RemoteKey
+from telemetry.limited_log import LimitedLog
 from worker.counters import WorkerCounters
+from worker.kv_notification import KV_TAG, BadNotification, KvNotification, PushedBlocks
 from worker.slot_memory import EngineMemory
 
 log = logging.getLogger(__name__)
 
-KV_TAG = b"kv"
+_MAX_SHOWN_TAG = 32
 
 
 class PushTarget(Protocol):
     """Slots into which the blocks of one prompt are pushed."""
 
     slots: list[int]
-    num_blocks: int  # blocks below this index are pushed
+    held_blocks: int
+    num_blocks: int  # blocks [held_blocks, num_blocks) may be pushed
 
     def valid_tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the number of pushed tokens of each block, int32 [n]."""
 
     def announce(self) -> None:
-        """Count data that has arrived and is to be verified; `verified` follows. Called on the messenger's thread."""
+        """Count data that has arrived and is to be verified; `verified` follows, whatever fails in between. Called on
+        the messenger's thread."""
 
     def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
-        """Report which of the blocks [n] of a layer match their digests. Called on the verifier thread."""
+        """Report which of the blocks [n] of a layer match their digests. Called on the verifier thread, or, if it has
+        ended, on the messenger's."""
 
 
 class KVReceiver:
     """Router of pushed KV to the target of its epoch; verifies the KV on its own thread."""
 
-    def __init__(
-        self, memory: EngineMemory, messenger: Messenger, counters: WorkerCounters, *, incarnation: int
-    ) -> None:
+    def __init__(self, memory: EngineMemory, messenger: Messenger, counters: WorkerCounters) -> None:
         self._memory = memory
         self._counters = counters
-        self._first = (incarnation & 0x7FFFFFFF) << 32
-        self._count = itertools.count(1)
-        self._by_epoch: dict[int, PushTarget] = {}
+        self._by_epoch: dict[int, tuple[int, PushTarget]] = {}
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        self._limited = LimitedLog(log)
         messenger.on_notify(self._on_notify)
 
     def __len__(self) -> int:
         return len(self._by_epoch)
 
-    def new_epoch(self) -> int:
-        """Return an epoch that this node has not used before, in this process or an earlier one."""
-        return self._first | next(self._count)
-
-    def open_epoch(self, epoch: int, receiver: PushTarget) -> None:
-        """Accept pushes under `epoch` for `receiver`."""
-        self._by_epoch[epoch] = receiver
+    def open_epoch(self, key: RemoteKey, target: PushTarget) -> int:
+        """Accept pushes for `target` by those who hold `key`, which grants writing its slots. Returns the epoch, 64
+        random bits other than 0."""
+        epoch = 0
+        while not epoch or epoch in self._by_epoch:
+            epoch = secrets.randbits(64)
+        self._by_epoch[epoch] = key.token, target
+        return epoch
 
     def close_epoch(self, epoch: int) -> None:
         """Stop accepting pushes under `epoch`; later ones are only counted. Idempotent."""
@@ -76,46 +80,60 @@ class KVReceiver:
 
     def _on_notify(self, peer: str, tag: bytes, payload: bytes) -> None:
         """Handle a notification, which arrives after its bytes. Runs on the messenger's thread."""
-        if tag != KV_TAG:
-            log.warning("unknown notify %r from %s", tag, peer)
-            return
         try:
-            message = msgpack.unpackb(payload)
-            epoch, layer = int(message["e"]), int(message["l"])
-            blocks = np.asarray(message["b"], dtype=np.int64)
-            valid = np.asarray(message["v"], dtype=np.int32)
-            digests = np.frombuffer(message["d"], dtype="<u8")
-        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-            log.error("malformed notify from %s: %s", peer, error)
-            return
-        receiver = self._by_epoch.get(epoch)
-        if receiver is None:
+            if tag != KV_TAG:
+                raise BadNotification(f"the tag {tag[:_MAX_SHOWN_TAG]!r} is unknown")
+            self._take(KvNotification.unpack(payload))
+        except BadNotification as error:
+            self._counters.add("refused_pushes", 1)
+            self._limited.warning(peer, "ignored a notification from %s: %s", peer, error)
+
+    def _take(self, notification: KvNotification) -> None:
+        """Pass on a notification that proves its right; raises BadNotification for others, before any effect."""
+        found = self._by_epoch.get(notification.epoch)
+        if found is None:
             self._counters.add("late_pushes", 1)
             return
-        known = layer in self._memory.place_of_layer
-        inside = len(blocks) == 0 or (int(blocks.min()) >= 0 and int(blocks.max()) < receiver.num_blocks)
-        same = len(blocks) == len(digests) and np.array_equal(valid, receiver.valid_tokens(blocks))
-        if not (known and inside and same):
-            log.error("notify from %s does not fit its reservation of %d blocks", peer, receiver.num_blocks)
-            return
-        receiver.announce()
-        self._verifier.submit(self._verify, receiver, layer, blocks, valid, digests)
+        token, target = found
+        if not notification.proves(token):
+            raise BadNotification("it does not carry the key of its reservation")
+        pushed = notification.pushed()
+        self._check(pushed, target)
+        target.announce()
+        try:
+            self._verifier.submit(self._verify, target, pushed)
+        except RuntimeError:  # the node closes
+            self._report(target, pushed, np.zeros(len(pushed.blocks), dtype=bool))
 
-    def _verify(
-        self,
-        receiver: PushTarget,
-        layer: int,
-        blocks: NDArray[np.int64],
-        valid: NDArray[np.int32],
-        digests: NDArray[np.uint64],
-    ) -> None:
+    def _check(self, pushed: PushedBlocks, target: PushTarget) -> None:
+        blocks = pushed.blocks
+        if pushed.layer not in self._memory.place_of_layer:
+            raise BadNotification(f"the model has no layer {pushed.layer}")
+        if not len(blocks) or blocks.min() < target.held_blocks or blocks.max() >= target.num_blocks:
+            raise BadNotification(
+                f"its {len(blocks)} blocks are not all in [{target.held_blocks}, {target.num_blocks}), as reserved"
+            )
+        if len(np.unique(blocks)) < len(blocks):
+            raise BadNotification("it names a block twice")
+        if not np.array_equal(pushed.valid, target.valid_tokens(blocks)):
+            raise BadNotification("its blocks have other numbers of tokens than the reservation's")
+
+    def _verify(self, target: PushTarget, pushed: PushedBlocks) -> None:
+        layer, blocks, valid, digests = pushed
         right = np.zeros(len(blocks), dtype=bool)
         try:
-            slots = [receiver.slots[b] for b in blocks]
+            slots = [target.slots[b] for b in blocks]
             right = self._memory.one_layer_digests(layer, slots, valid) == digests
             if not right.all():
                 self._counters.add("digest_mismatches", int((~right).sum()))
                 log.error("layer %d of %d pushed blocks failed verification", layer, int((~right).sum()))
         except Exception:
             log.exception("pushed blocks could not be verified; they count as damaged")
-        receiver.verified(layer, blocks, right)
+        finally:
+            self._report(target, pushed, right)
+
+    def _report(self, target: PushTarget, pushed: PushedBlocks, right: NDArray[np.bool_]) -> None:
+        try:
+            target.verified(pushed.layer, pushed.blocks, right)
+        except Exception:
+            log.exception("the verification of pushed blocks could not be reported")

@@ -65,7 +65,7 @@ class WorkerNode:
             self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens
         )
         self.counters = WorkerCounters(lambda path, nbytes, seconds: self.reporter.transfer(path, nbytes, seconds))
-        self.kv_receiver = KVReceiver(self.memory, self.messenger, self.counters, incarnation=self.incarnation)
+        self.kv_receiver = KVReceiver(self.memory, self.messenger, self.counters)
         self.stored, provenance = self.model.new_stored(
             self.memory, self.messenger
         )  # the slots in the form that the pool stores

@@ -522,6 +522,12 @@ class LocalPoolServer:
                 _log.warning("the local pool server could not accept a client: %s", error)
                 self._pause()
             return
+        try:
+            unix_socket.require_own_user(sock)
+        except PermissionError as error:
+            _log.warning("the local pool server rejected a client: %s", error)
+            sock.close()
+            return
         if len(self.clients) >= _MAX_CLIENTS:
             _log.warning("the local pool server rejected a client: %d are connected", len(self.clients))
             sock.close()

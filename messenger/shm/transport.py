@@ -414,6 +414,9 @@ class ShmTransport(Transport, Acceptor):
             with contextlib.suppress(FileNotFoundError):  # removed already by a cleaner of temporary folders
                 self._own_dir.rmdir()
 
+    def check(self, sock: socket.socket) -> None:
+        unix_socket.require_own_user(sock)
+
     def address_of(self, endpoint: Endpoint) -> str:
         return endpoint.shm_socket
 
@@ -422,6 +425,7 @@ class ShmTransport(Transport, Acceptor):
 
     def connect(self, sock: socket.socket, endpoint: Endpoint) -> None:
         sock.connect(endpoint.shm_socket)
+        unix_socket.require_own_user(sock)
 
     def requester(self, link: Link) -> Requester:
         return ShmRequester(_of_sockets(link), self._copy_rows)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 _ANSWER_S: Final = 0.8
-_LARGE: Final = 16 << 10  # larger than any packet; the reply repeats the name, so both directions are tested
+_LARGE: Final = 16 << 10  # larger than any packet
 _IP_MTU: Final = 14  # ip(7)
 _HTTP2_SETTINGS: Final = 4
-_NOBODY: Final = "?"  # id of no node: every messenger rejects it, and names itself
+_NOBODY: Final = "?"  # id of no node: every messenger rejects it
 _MOST_SHOWN: Final = 300
 
 
@@ -136,15 +136,15 @@ def _greeted(address: tuple[str, int], name: str, material: "Material | None", w
 
 
 def _interpreted(answer: object) -> Greeting:
-    """Interpret the reply to a greeting of `_NOBODY`, which a messenger rejects with its own name as the reason."""
+    """Interpret the reply to a greeting of `_NOBODY`, which a messenger rejects without naming itself."""
     from messenger.frames import VERSION, ConnectionReject
 
     if not isinstance(answer, ConnectionReject):
         return Greeting(PeerProtocol.OTHER, f"answers {answer!r}")
     if answer.code == "tls":
         return Greeting(PeerProtocol.CIPHER, answer.reason)
-    name = answer.reason.partition(" listens here")[0] if answer.code == "restarted" else answer.reason
-    return Greeting(PeerProtocol.MESSENGER, f"messenger of protocol {VERSION}, {name}")
+    reason = "" if answer.code == "restarted" else f", {answer.reason}"
+    return Greeting(PeerProtocol.MESSENGER, f"messenger of protocol {VERSION}{reason}")
 
 
 def _printable(text: str) -> str:

@@ -46,7 +46,6 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
     )
     reservation = Reservation(
         request,
-        epoch=1,
         slots=slots,
         held_blocks=0,
         num_layers=2,

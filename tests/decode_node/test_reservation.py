@@ -23,7 +23,6 @@ async def reservation() -> Reservation:
     submit.sampling.top_p = 1.0
     return Reservation(
         Request.from_proto(submit, vocab_size=8, max_model_len=64, block_tokens=BLOCK),
-        epoch=1,
         slots=[0, 1, 2],
         held_blocks=1,
         num_layers=2,

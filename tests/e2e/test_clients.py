@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import aiohttp
 import openai
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,6 +51,17 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
     while not await condition():
         assert time.monotonic() < give_up, f"not within 30 s: {what}"
         await asyncio.sleep(0.05)
+
+
+def test_only_the_frontend_listens_by_tcp(cluster: Any) -> None:
+    """On one machine, also KV goes over unix sockets."""
+    ports = {
+        node: {each.laddr.port for each in psutil.Process(cluster.pid(node)).net_connections("inet") if not each.raddr}
+        for node in cluster.ready["nodes"]
+    }
+    assert {node: found for node, found in ports.items() if found} == {
+        "frontend": {int(cluster.url.rpartition(":")[2])}
+    }
 
 
 async def test_the_served_model_is_listed_with_its_context(client: openai.AsyncOpenAI) -> None:

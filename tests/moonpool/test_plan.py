@@ -67,6 +67,20 @@ def test_with_one_pool_node_all_are_of_this_machine() -> None:
     assert {plan.settings.get("host_id", "") for plan in plans(decode_nodes=3).values()} == {""}
 
 
+def test_on_one_machine_kv_uses_no_tcp_unless_it_is_asked_for() -> None:
+    def transports(**flags: Any) -> set[str]:
+        return {plan.settings["transport"] for plan in plans(**flags).values() if "transport" in plan.settings}
+
+    assert transports() == transports(prefill_nodes=2, conductors=2) == transports(transport="auto") == {"shm"}
+    assert transports(transport="tcp") == {"tcp"}
+    assert transports(transport="rdma") == {"rdma"}
+    assert transports(pool_nodes=2) == {"auto"}  # they stand for hosts
+    assert transports(join="10.0.0.8:7000") == {"auto"}
+    ray = config(runtime="ray")
+    planned = Planner(ray, run_dir=RUN_DIR, port=1, cores=8, conductor="10.0.0.1:7000").cluster()
+    assert {plan.settings["transport"] for plan in planned if "transport" in plan.settings} == {"auto"}
+
+
 def test_the_cores_are_shared_by_the_engine_processes() -> None:
     planned = plans(cores=9, prefill_nodes=2, decode_nodes=2)
     assert planned["prefill-0"].settings["threads"] == 2

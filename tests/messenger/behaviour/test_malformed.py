@@ -21,6 +21,7 @@ from messenger.frames import (
     MAX_BODY_NBYTES,
     MAX_PART_NBYTES,
     PREFIX,
+    REJECTIONS,
     VERSION,
     Ack,
     ConnectionReject,
@@ -82,29 +83,42 @@ def ends(link: Link) -> str:
 
 
 GREETINGS = {
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "another version": PREFIX.pack(MAGIC, VERSION + 1, KIND_OF_HELLO, 0, 10) + bytes(10),
-    "an unknown kind": prefixed(99, b""),
-    "a body over the limit": PREFIX.pack(MAGIC, VERSION, KIND_OF_HELLO, 0, MAX_BODY_NBYTES + 1),
-    "a body that is no msgpack": prefixed(KIND_OF_HELLO, b"\xc1" * 20),
-    "a body cut short": prefixed(KIND_OF_HELLO, msgpack.packb(tuple(HELLO))[:-3]),
-    "too few fields": prefixed(KIND_OF_HELLO, msgpack.packb(["raw", 9])),
-    "fields of the wrong type": prefixed(KIND_OF_HELLO, msgpack.packb([1, "x", 2, 3, 4])),
-    "a map": prefixed(KIND_OF_HELLO, msgpack.packb({"a": 1})),
-    "a request before the greeting": encode(Notify(1, b"t", b"p")),
+    "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "not this protocol: a frame must begin with b'MPMS', got b'GET '"),
+    "another version": (
+        PREFIX.pack(MAGIC, VERSION + 1, KIND_OF_HELLO, 0, 10) + bytes(10),
+        f"protocol version {VERSION + 1}, but this side has {VERSION}",
+    ),
+    "an unknown kind": (prefixed(99, b""), "unknown kind of frame: 99"),
+    "a body over the limit": (
+        PREFIX.pack(MAGIC, VERSION, KIND_OF_HELLO, 0, MAX_BODY_NBYTES + 1),
+        f"body of {MAX_BODY_NBYTES + 1} bytes is over the limit of {MAX_BODY_NBYTES}",
+    ),
+    "a body that is no msgpack": (prefixed(KIND_OF_HELLO, b"\xc1" * 20), "a Hello frame is not valid msgpack"),
+    "a body cut short": (
+        prefixed(KIND_OF_HELLO, msgpack.packb(tuple(HELLO))[:-3]),
+        "a Hello frame is not valid msgpack",
+    ),
+    "too few fields": (prefixed(KIND_OF_HELLO, msgpack.packb(["raw", 9])), "fields of the wrong number or type"),
+    "fields of the wrong type": (
+        prefixed(KIND_OF_HELLO, msgpack.packb([1, "x", 2, 3, 4])),
+        "fields of the wrong number or type",
+    ),
+    "a map": (prefixed(KIND_OF_HELLO, msgpack.packb({"a": 1})), "fields of the wrong number or type"),
+    "a request before the greeting": (encode(Notify(1, b"t", b"p")), "must begin with Hello, got Notify"),
 }
 
 
-@pytest.mark.parametrize("greeting", GREETINGS.values(), ids=GREETINGS.keys())
-def test_a_malformed_greeting_is_rejected_with_its_reason_and_logged(
-    owner: Any, dial: Any, greeting: bytes, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("greeting", "logged"), GREETINGS.values(), ids=GREETINGS.keys())
+def test_a_malformed_greeting_is_rejected_with_a_fixed_reason_and_its_details_are_logged(
+    owner: Any, dial: Any, greeting: bytes, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sock = dial()
     sock.sendall(greeting)
     reason = ends(SocketLink(sock, "owner"))
     assert owner.messenger.counters()["malformed_frames"] == 1
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert reason in caplog.text
+    assert reason == REJECTIONS["malformed"]
+    assert logged in caplog.text
 
 
 REQUESTS = {
@@ -269,5 +283,5 @@ def test_prefixes_are_twelve_bytes() -> None:
     """The wire's layout, spelled out: another implementation must find it here."""
     frame = encode(Notify(3, b"t", b"p"))
     magic, version, kind, zero, length = struct.unpack("<4sBBHI", frame[:12])
-    assert (magic, version, kind, zero, length) == (b"MPMS", 4, 5, 0, len(frame) - 12)
+    assert (magic, version, kind, zero, length) == (b"MPMS", 5, 5, 0, len(frame) - 12)
     assert frame[12:] == struct.pack("<qII", 3, 1, 1) + b"tp"

@@ -43,12 +43,13 @@ def port_of(short_path: Path) -> Iterator[Callable[..., int]]:
         yield start
 
 
-def test_a_messenger_is_told_with_its_node_and_how_it_speaks(port_of: Callable[..., int]) -> None:
+def test_a_messenger_is_told_with_its_protocol_and_does_not_name_itself(port_of: Callable[..., int]) -> None:
     seen = greet(HERE, port_of(), {}, WITHIN_S)
     assert (seen.spoken, seen.encrypted, seen.loses_large) == (PeerProtocol.MESSENGER, False, False)
     level, found, _ = judge_greeting("h:1", seen)
     assert level is Level.OK
-    assert found.startswith(f"h:1: messenger of protocol {VERSION}, node 'far' of incarnation 0x")
+    assert found.startswith(f"h:1: messenger of protocol {VERSION}, unencrypted")
+    assert "far" not in found
     assert "unencrypted, answers after" in found
     assert "path MTU" in found
 
