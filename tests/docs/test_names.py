@@ -135,6 +135,7 @@ def test_every_report_key_is_documented_and_no_other(page: Page, documented: Fir
         verification=None,
     )
     keys = {*figures, "settings", "trace", "notices", "interrupted", "valid", "invalid_reasons", "senders"}
+    keys |= {"unloaded_failed", "verification_failed"}
     assert set(documented(page("replay.md").section("The report"))) - {"report.json"} == keys
 
 
