@@ -21,11 +21,11 @@ def what_is_missing() -> str | None:
     if lacking:
         return f"network namespaces need {' and '.join(lacking)}, which are not installed"
     probe = f"mp-probe-{os.getpid()}"
-    made = _run("ip", "netns", "add", probe, check=False)
+    made = run_tool("ip", "netns", "add", probe, check=False)
     if made.returncode:
         return f"network namespaces need root with CAP_SYS_ADMIN and CAP_NET_ADMIN: {made.stderr.strip()}"
-    filtered = _run("ip", "netns", "exec", probe, "iptables", "-L", check=False)
-    _run("ip", "netns", "del", probe)
+    filtered = run_tool("ip", "netns", "exec", probe, "iptables", "-L", check=False)
+    run_tool("ip", "netns", "del", probe)
     return f"iptables does not work here: {filtered.stderr.strip()}" if filtered.returncode else None
 
 
@@ -39,18 +39,18 @@ class TwoHosts:
 
     def __enter__(self) -> "TwoHosts":
         for name in self.names:
-            _run("ip", "netns", "add", name)
+            run_tool("ip", "netns", "add", name)
         near, far = self.names
-        _run("ip", "link", "add", "wire", "netns", near, "type", "veth", "peer", "name", "wire", "netns", far)
+        run_tool("ip", "link", "add", "wire", "netns", near, "type", "veth", "peer", "name", "wire", "netns", far)
         for name, address in zip(self.names, self.addresses, strict=True):
-            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "wire")
+            run_tool("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "wire")
             for device in ("lo", "wire"):
-                _run("ip", "-n", name, "link", "set", device, "up")
+                run_tool("ip", "-n", name, "link", "set", device, "up")
         return self
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            _run("ip", "netns", "del", name)
+            run_tool("ip", "netns", "del", name)
 
     def command(self, host: int) -> list[str]:
         """Return the command prefix that runs a command on the host."""
@@ -58,22 +58,22 @@ class TwoHosts:
 
     def firewall(self, host: int, *rule: str) -> None:
         """Run iptables on the host, e.g. `firewall(1, "-A", "INPUT", "-j", "DROP")`."""
-        _run(*self.command(host), "iptables", *rule)
+        run_tool(*self.command(host), "iptables", *rule)
 
     def passed(self, host: int, chain: str) -> list[int]:
         """Return the packet count of each rule of the chain."""
-        listed = _run(*self.command(host), "iptables", "-L", chain, "-v", "-x", "-n").stdout.splitlines()
+        listed = run_tool(*self.command(host), "iptables", "-L", chain, "-v", "-x", "-n").stdout.splitlines()
         return [int(line.split()[0]) for line in listed[2:]]
 
     def heal(self) -> None:
         """Remove all rules and set the link up."""
         for host, name in enumerate(self.names):
             self.firewall(host, "-F")
-            _run("ip", "-n", name, "link", "set", "wire", "up")
+            run_tool("ip", "-n", name, "link", "set", "wire", "up")
 
     def unplug(self, host: int) -> None:
         """Set the host's end of the link down."""
-        _run("ip", "-n", self.names[host], "link", "set", "wire", "down")
+        run_tool("ip", "-n", self.names[host], "link", "set", "wire", "down")
 
     @contextlib.contextmanager
     def inside(self, host: int) -> Iterator[None]:
@@ -81,21 +81,23 @@ class TwoHosts:
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(f"/run/netns/{self.names[host]}", os.O_RDONLY)
         try:
-            _enter(there)
+            enter_namespace(there)
             yield
         finally:
-            _enter(before)
+            enter_namespace(before)
             os.close(there)
             os.close(before)
 
 
-def _enter(namespace: int) -> None:
+def enter_namespace(namespace: int) -> None:
+    """Move the calling thread into the network namespace of this descriptor. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns failed")
 
 
-def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run_tool(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. Raises OSError if it fails and `check` is set."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if check and done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -1,0 +1,250 @@
+"""Verification of every answer of a run: tokens by teacher forcing, structure, finish reasons and usage.
+
+Tokens that broken attempts brought are verified like complete answers. A token of the real engine is wrong if its score
+is below the best by more than `loadtest.verify.TOLERANCE`; a token of the paced engine is wrong if it is not the one
+that follows from the ids before it. Grammars of requests are applied to the scores first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import jsonschema
+import numpy as np
+from llguidance import LLMatcher
+
+from engine import LogitSteering, SamplingRow, load_model, noisy_scores
+from engine.config import ModelConfig, read_config
+from frontend.api.request_models import ChatBody
+from frontend.grammars import JSON_SCHEMA, LARK, grammar_of
+from frontend.tools import tools_grammar, tools_of
+from loadtest.verify import TOLERANCE
+from moonpool_proto.v1.worker_pb2 import FINISH_NONE
+from tools.chaos.requests import PARAMETERS, SCHEMA, Choice, Form, Received, Request
+from worker.errors import GrammarError
+from worker.grammar import LIMITS, to_llguidance
+from worker.grammar_matching import GrammarMatcher, GrammarVocabulary
+from worker.paced.tokens import Draw, PacedTokens, states_after
+
+SHOWN = 40
+
+
+class Reference(Protocol):
+    """What a model would have answered."""
+
+    def wrong_tokens(self, prompt_ids: Sequence[int], choice: Choice, asked: Asked) -> list[int]:
+        """Return the indices of wrong tokens."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Parameters of one answer that determine its tokens. `matcher` is at the beginning of the answer."""
+
+    seed: int
+    temperature: float
+    index: int
+    matcher: GrammarMatcher | None
+
+
+class RealReference:
+    """The model in this process, without cache or cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = load_model(folder, threads=1)
+
+    def wrong_tokens(self, prompt_ids: Sequence[int], choice: Choice, asked: Asked) -> list[int]:
+        """Return the indices of tokens that lie more than the tolerance below the best."""
+        tokens = choice.token_ids
+        logits = self._model.score(np.array([*prompt_ids, *tokens], np.int32))[len(prompt_ids) - 1 :]
+        wrong = []
+        for index, token in enumerate(tokens):
+            row = SamplingRow(asked.temperature, 1.0, 0, asked.seed, asked.index, index)
+            scores = np.asarray(noisy_scores(logits[index], row))
+            if asked.matcher is not None:
+                scores = np.where(asked.matcher.allowed()[: len(scores)], scores, -np.inf)
+                asked.matcher.take(token)
+            if not (0 <= token < len(scores) and scores[token] >= scores.max() - TOLERANCE):
+                wrong.append(index)
+        return wrong
+
+
+class ExactReference:
+    """The rule by which the paced engine chooses tokens."""
+
+    def __init__(self, folder: Path, answer_tokens: int) -> None:
+        config = read_config(folder)
+        self._tokens = PacedTokens.of(folder, config, answer_tokens)
+        self._ends = frozenset(config.eos_token_ids)
+
+    def wrong_tokens(self, prompt_ids: Sequence[int], choice: Choice, asked: Asked) -> list[int]:
+        """Return the indices of tokens that are not the ones."""
+        draw = Draw(asked.seed, asked.temperature, asked.index)
+        state, wrong = int(states_after(np.array(prompt_ids, np.int32))[-1]), []
+        for index, token in enumerate(choice.token_ids):
+            steering = None if asked.matcher is None else LogitSteering(asked.matcher.allowed())
+            choices = self._tokens.choices(steering)
+            if asked.matcher is not None:
+                asked.matcher.take(token)
+            if token != self._tokens.token(state, draw, index, choices):
+                wrong.append(index)
+            state = int(states_after(np.array([token], np.int32), state)[0])
+        return wrong
+
+
+class Grammars:
+    """The grammars that requests ask for, compiled once each."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._vocabulary = GrammarVocabulary(folder, config.vocab_size, config.eos_token_ids)
+        self._compiled: dict[tuple[int, str], LLMatcher] = {}
+
+    def matcher(self, request: Request) -> GrammarMatcher | None:
+        """Return a matcher at the beginning of the request's answer; None if it asks for no grammar."""
+        if request.form not in (Form.STRUCTURED, Form.TOOLS):
+            return None
+        body = ChatBody.model_validate(request.body)
+        plan = tools_of(body)
+        if plan is not None:
+            key = (int(LARK), tools_grammar(plan.specs, must_call=plan.must_call, parallel=plan.parallel))
+        else:
+            found = grammar_of(body)
+            assert found is not None
+            key = (int(JSON_SCHEMA), found[0].source)
+        if key not in self._compiled:
+            form = to_llguidance(LARK if plan is not None else JSON_SCHEMA, key[1])
+            self._compiled[key] = LLMatcher(self._vocabulary.tokens, form, log_level=0, limits=LIMITS)
+        return GrammarMatcher(self._compiled[key].deep_copy(), self._vocabulary)
+
+
+@dataclass
+class Verdict:
+    """Counts over a run, and the first problems of each kind in words."""
+
+    requests: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    retried: int = 0
+    lost: int = 0
+    verified_answers: int = 0
+    verified_tokens: int = 0
+    wrong_tokens: int = 0
+    wrong_answers: int = 0  # structure, finish reason or usage
+    reused_tokens: int = 0
+    forms: Counter[str] = field(default_factory=Counter)
+    attempt_outcomes: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Keep a problem, if there are not too many."""
+        if len(self.problems) < SHOWN:
+            self.problems.append(text)
+
+
+class Verifier:
+    """Judges the requests of a run."""
+
+    def __init__(self, references: dict[str, Reference], grammars: dict[str, Grammars]) -> None:
+        """Both by model."""
+        self._references, self._grammars = references, grammars
+
+    @classmethod
+    def of(cls, models: dict[str, Path], *, paced: Sequence[str], answer_tokens: int) -> Verifier:
+        """Load the references of the served models; those named in `paced` have a paced engine."""
+        references: dict[str, Reference] = {
+            name: ExactReference(folder, answer_tokens) if name in paced else RealReference(folder)
+            for name, folder in models.items()
+        }
+        return cls(references, {name: Grammars(folder, read_config(folder)) for name, folder in models.items()})
+
+    def judge(self, requests: Sequence[Request], on_done: Callable[[int], None] = lambda done: None) -> Verdict:
+        """Verify all requests."""
+        verdict = Verdict()
+        for done, request in enumerate(requests, start=1):
+            self._judge(request, verdict)
+            on_done(done)
+        return verdict
+
+    def _judge(self, request: Request, verdict: Verdict) -> None:
+        name = f"{request.model} request {request.number} ({request.form})"
+        verdict.requests += 1
+        verdict.forms[request.form] += 1
+        verdict.retried += len(request.attempts) > 1
+        verdict.completed += request.outcome == "completed"
+        verdict.cancelled += request.outcome == "cancelled"
+        if request.outcome not in ("completed", "cancelled"):
+            verdict.lost += 1
+            verdict.note(f"{name}: lost: {request.why or 'no outcome'}")
+        seen: set[str] = set()
+        for attempt in request.attempts:
+            verdict.attempt_outcomes[attempt.outcome] += 1
+            received = attempt.received
+            key = json.dumps([received.prompt_ids, {at: each.token_ids for at, each in received.choices.items()}])
+            if received.num_tokens and key not in seen:
+                seen.add(key)
+                self._judge_tokens(request, received, name, verdict)
+        if request.outcome == "completed":
+            received = request.attempts[-1].received
+            verdict.reused_tokens += int(
+                ((received.usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            )
+            for problem in _wrong_structure(request, received):
+                verdict.wrong_answers += 1
+                verdict.note(f"{name}: {problem}")
+
+    def _judge_tokens(self, request: Request, received: Received, name: str, verdict: Verdict) -> None:
+        if not received.prompt_ids or (not request.is_chat and received.prompt_ids != request.body["prompt"]):
+            verdict.wrong_answers += 1
+            verdict.note(f"{name}: the answer has the prompt ids {received.prompt_ids[:8]}…")
+            return
+        for index, choice in received.choices.items():
+            if not choice.token_ids:
+                continue
+            matcher = self._grammars[request.model].matcher(request)
+            asked = Asked(request.body["seed"], request.body["temperature"], index, matcher)
+            verdict.verified_answers += 1
+            verdict.verified_tokens += len(choice.token_ids)
+            try:
+                wrong = self._references[request.model].wrong_tokens(received.prompt_ids, choice, asked)
+            except GrammarError as error:
+                verdict.wrong_tokens += 1
+                verdict.note(f"{name}: tokens outside the grammar: {error}")
+                continue
+            if matcher is not None and choice.finish == "stop" and matcher.finish == FINISH_NONE:
+                verdict.wrong_answers += 1
+                verdict.note(f"{name}: ended before its grammar: {choice.text[:200]!r}")
+            if wrong:
+                verdict.wrong_tokens += len(wrong)
+                verdict.note(f"{name}: choice {index}: wrong tokens at {wrong[:8]} of {len(choice.token_ids)}")
+
+
+def _wrong_structure(request: Request, received: Received) -> list[str]:
+    """Return what is wrong with a complete answer besides its tokens."""
+    problems = []
+    usage = received.usage or {}
+    expected = (len(received.prompt_ids), received.num_tokens)
+    if (usage.get("prompt_tokens"), usage.get("completion_tokens")) != expected:
+        problems.append(f"usage {usage} for {expected} tokens of prompt and answer")
+    for index, choice in received.choices.items():
+        is_short = choice.finish == "length"
+        if is_short and len(choice.token_ids) != request.body["max_tokens"]:
+            problems.append(f"choice {index} ended with reason length after {len(choice.token_ids)} tokens")
+        if request.body.get("ignore_eos") and not is_short:
+            problems.append(f"choice {index} ended with reason {choice.finish} although it ignores end tokens")
+        if is_short:
+            continue
+        try:
+            if request.form == Form.STRUCTURED:
+                jsonschema.validate(json.loads(choice.text), SCHEMA)
+            elif request.form == Form.TOOLS:
+                if choice.finish != "tool_calls" or not choice.arguments:
+                    problems.append(f"choice {index} ended with reason {choice.finish} and calls nothing")
+                for arguments in choice.arguments:
+                    jsonschema.validate(json.loads(arguments), PARAMETERS)
+        except (ValueError, jsonschema.ValidationError) as error:
+            problems.append(f"choice {index} does not conform: {str(error)[:200]}")
+    return problems
