@@ -15,6 +15,9 @@ TEST_PROCESSES ?= 3
 SOAK_SECONDS ?= 600
 # Drawn, and told, if empty.
 SOAK_SEED ?=
+CHAOS_SECONDS ?= 600
+# Drawn, and told, if empty.
+CHAOS_SEED ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -24,7 +27,7 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # all that it imports, which is more than half of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-nightly check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma clean distclean
+.PHONY: help setup demo test test-nightly check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma chaos clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -43,6 +46,7 @@ help:
 	@echo "make compare 1 prefill + 1 decode worker against 2 aggregated ones, on the same trace and cores"
 	@echo "make soak-messenger  load and faults for the messenger, SOAK_SECONDS=$(SOAK_SECONDS), SOAK_SEED=N"
 	@echo "make soak-rdma  the same over real verbs, in a VM"
+	@echo "make chaos   random faults in a live cluster under mixed load, CHAOS_SECONDS=$(CHAOS_SECONDS), CHAOS_SEED=N; needs root"
 	@echo "make clean   remove caches and output; distclean: the environment too"
 
 setup: $(STAMP)
@@ -113,6 +117,9 @@ soak-messenger: $(STAMP)
 
 soak-rdma: $(STAMP)
 	$(BIN)/python -m tools.rdma_vm soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+
+chaos: $(STAMP)
+	$(QUIET_THREADS) $(BIN)/python -m tools.chaos --seconds $(CHAOS_SECONDS) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 
 clean:
 	rm -rf out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

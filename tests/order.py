@@ -5,6 +5,7 @@ from collections.abc import Iterable
 LONGEST_FIRST = (
     "e2e/test_ray.py",
     "e2e/test_scale.py",
+    "e2e/test_chaos.py",
     "e2e/test_kill.py",
     "e2e/test_conversations.py",
     "moonpool/test_serve.py",
