@@ -26,8 +26,8 @@ from moonpool.supervision.child import READY_PREFIX
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
 from rpc.control import ControlError
 from tools.chaos.cgroups import ControlGroups
-from tools.chaos.disks import SSD, Disk
-from tools.chaos.network import Loopback, Network
+from tools.chaos.disks import SSD, HostDisk
+from tools.chaos.network import Network, SharedLoopback
 from tools.chaos.schedule import HOSTS, Topology
 from worker.paced.profiles import profile_of
 from worker.policy.cost_profile import save_profile
@@ -43,7 +43,7 @@ _CONTROL = struct.Struct("<5q")  # as `struct control` of preload.c
 
 @dataclass(frozen=True)
 class Control:
-    """What preload.c reads."""
+    """Content of the file that preload.c reads."""
 
     clock_ns: int = 0
     error: int = 0
@@ -84,11 +84,16 @@ class Role:
         return process.pid if process is not None and process.poll() is None else None
 
     @property
-    def is_ready(self) -> bool:
-        """True if the running process has announced that it can be called."""
+    def was_ready(self) -> bool:
+        """True if the newest process has announced that it can be called."""
         with self._announced.open() as file:
             file.seek(self._announced_at)
-            return self.pid is not None and any(line.startswith(READY_PREFIX) for line in file)
+            return any(line.startswith(READY_PREFIX) for line in file)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the process runs and has announced that it can be called."""
+        return self.pid is not None and self.was_ready
 
     def signal(self, number: signal.Signals) -> int | None:
         """Send a signal. Returns the process's id, or None if there is none."""
@@ -118,13 +123,14 @@ class Cluster:
     topology: Topology
     use_network: bool = True
     roles: dict[str, Role] = field(default_factory=dict)
-    network: Network | Loopback = field(init=False)
+    network: Network | SharedLoopback = field(init=False)
     groups: ControlGroups = field(init=False)
-    disks: list[Disk] = field(init=False)
+    disks: list[HostDisk] = field(init=False)
     ports: dict[str, int] = field(default_factory=dict)
     models: dict[str, Path] = field(default_factory=dict)  # by served name
     unexpected_exits: list[str] = field(default_factory=list)
     expected_kills: set[int] = field(default_factory=set)  # process ids
+    failing_disks: set[int] = field(default_factory=set)  # hosts; a role may refuse to start there
     _library: Path = field(init=False)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _is_closing: bool = False
@@ -140,11 +146,11 @@ class Cluster:
         source = Path(__file__).with_name("preload.c")
         subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", self._library, source, "-ldl"], check=True)
         names = self.topology.names
-        self.network = Network(names) if self.use_network else Loopback(names)
+        self.network = Network(names) if self.use_network else SharedLoopback(names)
         self._stack.enter_context(self.network)
         self.groups = ControlGroups()
         self._stack.callback(self.groups.close)
-        self.disks = [Disk(self.folder / f"disk-{host}") for host in HOSTS]
+        self.disks = [HostDisk(self.folder / f"disk-{host}") for host in HOSTS]
         for disk in self.disks:
             disk.open()
             self._stack.callback(disk.close)
@@ -185,7 +191,8 @@ class Cluster:
             if process is None or self._is_closing or (status := process.poll()) is None:
                 continue
             role.exits.append(status)
-            if process.pid not in self.expected_kills:
+            is_start_without_disk = status > 0 and not role.was_ready and host_of(role.name) in self.failing_disks
+            if process.pid not in self.expected_kills and not is_start_without_disk:
                 self.unexpected_exits.append(f"{role.name} ended with status {status}")
             await asyncio.sleep(RESTART_S)
             self.start(role.name)

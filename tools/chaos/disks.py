@@ -14,7 +14,7 @@ _BALLAST = "ballast"
 SSD = "ssd"
 
 
-class Disk:
+class HostDisk:
     """One host's disk at `folder`; `missing` is the reason why it is a plain folder, "" if it is a file system."""
 
     def __init__(self, folder: Path) -> None:

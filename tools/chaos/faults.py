@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from tools.chaos.cluster import Cluster, host_of
 from tools.chaos.disks import SSD
-from tools.chaos.network import Loopback
-from tools.chaos.schedule import CUTS, Fault, Kind, Round
+from tools.chaos.network import SharedLoopback
+from tools.chaos.schedule import CUTS, FaultKind, PlannedFault, Round
 
 DUTY_S = 0.02  # of a slow node without control groups: a period of running and stopping
 MEMORY_SLACK = 2 << 20
@@ -26,7 +26,7 @@ CLOCK_STEPS_S = (-3600.0, -20.0, 20.0, 3600.0, 90 * 86400.0)
 class Injection:
     """One fault. `skipped` is the reason why it was not injected, "" if it was."""
 
-    def __init__(self, fault: Fault, cluster: Cluster) -> None:
+    def __init__(self, fault: PlannedFault, cluster: Cluster) -> None:
         self.fault = fault
         self.cluster = cluster
         self.role = cluster.roles[fault.node]
@@ -70,25 +70,33 @@ class Cut(Injection):
 
     async def inject(self) -> None:
         network = self.cluster.network
-        assert not isinstance(network, Loopback)
+        assert not isinstance(network, SharedLoopback)
         self.detail = "drop" if self.fault.drops else "reset"
         await asyncio.to_thread(network.cut, self.fault.node, self.fault.peer, drops=self.fault.drops)
         self._is_cut = True
 
     async def heal(self) -> None:
         network = self.cluster.network
-        if self._is_cut and not isinstance(network, Loopback):
+        if self._is_cut and not isinstance(network, SharedLoopback):
             await asyncio.to_thread(network.join, self.fault.node, self.fault.peer, drops=self.fault.drops)
+
+
+async def _heal_disk(cluster: Cluster, fault: PlannedFault) -> None:
+    """Expect roles to start again, once a start that met the fault has been noticed."""
+    await asyncio.sleep(1.0)
+    cluster.failing_disks.discard(host_of(fault.node))
 
 
 class DiskFull(Injection):
     """No room on the host's disk."""
 
     async def inject(self) -> None:
+        self.cluster.failing_disks.add(host_of(self.fault.node))
         await asyncio.to_thread(self.cluster.disks[host_of(self.fault.node)].fill)
 
     async def heal(self) -> None:
         self.cluster.disks[host_of(self.fault.node)].free()
+        await _heal_disk(self.cluster, self.fault)
 
 
 class DiskErrors(Injection):
@@ -98,10 +106,12 @@ class DiskErrors(Injection):
         error = (errno.EIO, errno.ENOSPC, -1)[int(self.fault.strength * 3)]
         share = 1000 if self.fault.drops else 200
         self.detail = f"{errno.errorcode.get(error, 'short')} for {share} of 1,000"
+        self.cluster.failing_disks.add(host_of(self.fault.node))
         self.role.set_control(error=error, per_mille=share)
 
     async def heal(self) -> None:
         self.role.set_control(error=0, per_mille=0)
+        await _heal_disk(self.cluster, self.fault)
 
 
 class DiskSlow(Injection):
@@ -193,16 +203,16 @@ class MemoryPressure(Injection):
 
 
 CLASSES: dict[str, type[Injection]] = {
-    Kind.KILL: Kill,
-    Kind.PAUSE_SHORT: Pause,
-    Kind.PAUSE_LONG: Pause,
-    Kind.DISK_FULL: DiskFull,
-    Kind.DISK_ERRORS: DiskErrors,
-    Kind.DISK_SLOW: DiskSlow,
-    Kind.DISK_CORRUPT: DiskCorrupt,
-    Kind.CLOCK_JUMP: ClockJump,
-    Kind.SLOW_NODE: SlowNode,
-    Kind.MEMORY_PRESSURE: MemoryPressure,
+    FaultKind.KILL: Kill,
+    FaultKind.PAUSE_SHORT: Pause,
+    FaultKind.PAUSE_LONG: Pause,
+    FaultKind.DISK_FULL: DiskFull,
+    FaultKind.DISK_ERRORS: DiskErrors,
+    FaultKind.DISK_SLOW: DiskSlow,
+    FaultKind.DISK_CORRUPT: DiskCorrupt,
+    FaultKind.CLOCK_JUMP: ClockJump,
+    FaultKind.SLOW_NODE: SlowNode,
+    FaultKind.MEMORY_PRESSURE: MemoryPressure,
     **dict.fromkeys(CUTS, Cut),
 }
 
@@ -211,9 +221,9 @@ def unsupported(cluster: Cluster, network_missing: str) -> dict[str, str]:
     """Return the kinds that this machine cannot inject, with the reason."""
     found = dict.fromkeys(CUTS, network_missing) if network_missing else {}
     if cluster.groups.missing:
-        found[Kind.MEMORY_PRESSURE] = cluster.groups.missing
+        found[FaultKind.MEMORY_PRESSURE] = cluster.groups.missing
     if missing := next((disk.missing for disk in cluster.disks if disk.missing), ""):
-        found[Kind.DISK_FULL] = missing
+        found[FaultKind.DISK_FULL] = missing
     return found
 
 
@@ -221,7 +231,7 @@ def unsupported(cluster: Cluster, network_missing: str) -> dict[str, str]:
 class Injected:
     """One fault as it happened; times since the run's beginning."""
 
-    fault: Fault
+    fault: PlannedFault
     began_s: float
     ended_s: float
     detail: str
@@ -253,7 +263,7 @@ class Injector:
             )
             await asyncio.sleep(max(0.0, started_s + round_s - time.monotonic()))
 
-    async def _run(self, fault: Fault, started_s: float) -> None:
+    async def _run(self, fault: PlannedFault, started_s: float) -> None:
         await asyncio.sleep(max(0.0, started_s + fault.at_s - time.monotonic()))
         injection = CLASSES[fault.kind](fault, self.cluster)
         began_s = time.monotonic()

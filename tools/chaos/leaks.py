@@ -1,4 +1,4 @@
-"""What a cluster at rest still holds: by the roles' own validation, and by the system's tables."""
+"""Detection of what a cluster at rest still holds: by the roles' own validation, and by the system's tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALLOWED_THREADS = 12
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessUsage:
     """Open descriptors and threads of one process."""
 
     descriptors: int
@@ -27,11 +27,11 @@ class Usage:
     rss_kib: int
 
 
-def usage_of(pid: int) -> Usage:
+def usage_of(pid: int) -> ProcessUsage:
     """Return the usage of a process."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-    return Usage(descriptors, int(status["Threads"]), int(status.get("VmRSS", "0 kB").split()[0]))
+    return ProcessUsage(descriptors, int(status["Threads"]), int(status.get("VmRSS", "0 kB").split()[0]))
 
 
 def shared_memory() -> set[str]:
@@ -39,7 +39,7 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def usages(cluster: Cluster) -> dict[str, Usage]:
+def usages(cluster: Cluster) -> dict[str, ProcessUsage]:
     """Return the usage of each role's process."""
     return {name: usage_of(role.pid) for name, role in cluster.roles.items() if role.pid is not None}
 
@@ -63,7 +63,7 @@ def describe(answer: ValidationResult) -> str:
     return f"{answer.node_id} at {answer.target}: {'; '.join(answer.problems)}"
 
 
-def growth(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]:
+def growth(before: Mapping[str, ProcessUsage], after: Mapping[str, ProcessUsage]) -> list[str]:
     """Return the roles whose descriptors or threads grew by more than connections explain."""
     found = []
     for name, now in after.items():

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from tools.chaos.requests import Attempt, Form, Request, Script, is_complete, take
+from tools.chaos.requests import ClientAttempt, ClientRequest, Form, Script, is_complete, take
 
 IDLE_S = 45.0
 DEADLINE_S = 150.0
@@ -36,7 +36,7 @@ class Load:
 
     def __init__(self, urls: Sequence[str], seed: int, clients: dict[str, int]) -> None:
         """`clients`: number of clients per model."""
-        self.requests: list[Request] = []
+        self.requests: list[ClientRequest] = []
         self._urls = list(urls)
         self._seed = seed
         self._scripts = [(model, number) for model, count in clients.items() for number in range(count)]
@@ -73,11 +73,11 @@ class Load:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_over.wait(), pauses.uniform(0.05, 0.6))
 
-    async def send(self, session: aiohttp.ClientSession, request: Request, *, first_frontend: int) -> None:
+    async def send(self, session: aiohttp.ClientSession, request: ClientRequest, *, first_frontend: int) -> None:
         """Send a request until it has an outcome."""
         began_s, pause_s = time.monotonic(), FIRST_PAUSE_S
         while True:
-            attempt = Attempt((first_frontend + len(request.attempts)) % len(self._urls), time.monotonic())
+            attempt = ClientAttempt((first_frontend + len(request.attempts)) % len(self._urls), time.monotonic())
             request.attempts.append(attempt)
             await self._try(session, request, attempt)
             attempt.ended_s = time.monotonic()
@@ -96,7 +96,7 @@ class Load:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _try(self, session: aiohttp.ClientSession, request: Request, attempt: Attempt) -> None:
+    async def _try(self, session: aiohttp.ClientSession, request: ClientRequest, attempt: ClientAttempt) -> None:
         path = "/v1/chat/completions" if request.is_chat else "/v1/completions"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=IDLE_S)
         try:
@@ -120,7 +120,7 @@ class Load:
             attempt.outcome, attempt.detail = "broken", repr(error)
 
     @staticmethod
-    def _note_error(attempt: Attempt, status: int, text: str) -> None:
+    def _note_error(attempt: ClientAttempt, status: int, text: str) -> None:
         try:
             error = json.loads(text)["error"]
             attempt.outcome, attempt.detail = str(error["code"] or error["type"]), str(error["message"])
@@ -129,7 +129,7 @@ class Load:
         if status not in RETRIED:
             attempt.outcome = f"status {status}"
 
-    async def _read(self, request: Request, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+    async def _read(self, request: ClientRequest, attempt: ClientAttempt, response: aiohttp.ClientResponse) -> None:
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue

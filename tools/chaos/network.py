@@ -86,13 +86,13 @@ class Network:
             )  # fmt: skip
 
 
-class Loopback:
+class SharedLoopback:
     """Stand-in for `Network` without namespaces: all nodes share 127.0.0.1, and no link can be cut."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self.addresses = dict.fromkeys((*nodes, CLIENT), "127.0.0.1")
 
-    def __enter__(self) -> Loopback:
+    def __enter__(self) -> SharedLoopback:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.chaos.faults import Injected
-from tools.chaos.requests import Request
+from tools.chaos.requests import ClientRequest
 from tools.chaos.verify import Verdict
 
 NOT_INJECTED = {
@@ -43,7 +43,7 @@ class Outcome:
     seed: int
     faults: dict[str, int]
     history: list[Injected]
-    requests: list[Request]
+    requests: list[ClientRequest]
     verdict: Verdict
     leaks: list[str]
     unexpected: list[str]  # exits, slow recoveries, internal errors
@@ -155,7 +155,7 @@ class Outcome:
         return {"nodes": nodes, "bars": bars, "lines": lines, "lanes": len(lanes), "seconds": self.seconds}
 
 
-def request_seconds(request: Request) -> float:
+def request_seconds(request: ClientRequest) -> float:
     """Return the seconds from a request's first attempt to its outcome."""
     return request.attempts[-1].ended_s - request.attempts[0].began_s if request.attempts else 0.0
 
@@ -164,7 +164,7 @@ def _family(kind: str) -> str:
     return kind.split("_")[0]
 
 
-def _request_json(request: Request, began_s: float) -> dict[str, Any]:
+def _request_json(request: ClientRequest, began_s: float) -> dict[str, Any]:
     body = {name: value for name, value in request.body.items() if name not in ("prompt", "messages")}
     return {
         "number": request.number,
@@ -188,7 +188,9 @@ def _request_json(request: Request, began_s: float) -> dict[str, Any]:
     }
 
 
-def explain_breaks(requests: Sequence[Request], history: Sequence[Injected], began_s: float) -> tuple[int, list[str]]:
+def explain_breaks(
+    requests: Sequence[ClientRequest], history: Sequence[Injected], began_s: float
+) -> tuple[int, list[str]]:
     """Return the number of attempts that broke because their frontend was struck, and descriptions of all others."""
     struck = [
         (int(node.rsplit("-", 1)[1]), entry.began_s - 1.0, entry.ended_s + 15.0)

@@ -1,4 +1,4 @@
-"""The mixed load: what its clients ask, drawn from a seed, and what they receive. Pure."""
+"""The mixed load: requests of its clients, drawn from a seed, and their answers. Pure."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Choice:
 
 @dataclass
 class Received:
-    """What one attempt brought."""
+    """Content of one attempt's answers."""
 
     prompt_ids: list[int] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Received:
 
 
 @dataclass
-class Attempt:
+class ClientAttempt:
     """One HTTP request. `outcome`: completed, cancelled, refused (no connection), broken (ended without a finish
     reason), hung (nothing came for too long), or the code of a named error."""
 
@@ -129,14 +129,14 @@ class Attempt:
 
 
 @dataclass
-class Request:
+class ClientRequest:
     """One request of a client, with all its attempts. `outcome`: completed, cancelled or lost."""
 
     number: int
     form: Form
     model: str
     body: dict[str, Any]
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[ClientAttempt] = field(default_factory=list)
     outcome: str = ""
     why: str = ""
 
@@ -157,7 +157,7 @@ class Request:
 
 
 class Script:
-    """What one client asks, one request after the other. `ask` takes the conversation's last answer, if any."""
+    """Requests of one client, one after the other. `ask` takes the conversation's last answer, if any."""
 
     def __init__(self, seed: str, model: str) -> None:
         self._rng = random.Random(seed)
@@ -166,7 +166,7 @@ class Script:
         self._messages: list[dict[str, str]] = []
         self._shared = self._ids(160)  # a prefix that several prompts begin with
 
-    def ask(self, last_text: str) -> Request:
+    def ask(self, last_text: str) -> ClientRequest:
         """Return the next request; `last_text` is the answer to the preceding one."""
         rng, self._number = self._rng, self._number + 1
         form = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
@@ -197,7 +197,7 @@ class Script:
             body["n"] = 2 + rng.randrange(2)
         if form != Form.WHOLE:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return Request(self._number, form, self._model, body)
+        return ClientRequest(self._number, form, self._model, body)
 
     def _prompt(self, form: Form) -> list[int]:
         if form == Form.LONG:
@@ -234,7 +234,7 @@ def take(received: Received, event: dict[str, Any]) -> None:
             choice.arguments[call.get("index", 0)] += call["function"].get("arguments") or ""
 
 
-def is_complete(request: Request, received: Received) -> bool:
+def is_complete(request: ClientRequest, received: Received) -> bool:
     """Return True if every answer has its finish reason."""
     ended: Sequence[Choice] = [choice for choice in received.choices.values() if choice.finish]
     return len(ended) == request.num_choices

@@ -45,7 +45,7 @@ BETWEEN_KILLS_S = 3.5
 SUSPECT_S = 5.0  # `--report-timeout`: a silent node gets no work from then on
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     """Kinds of faults; that of a link is `cut_` and its roles."""
 
     KILL = "kill"
@@ -66,11 +66,11 @@ def cut_kind(link: tuple[str, str]) -> str:
 
 
 CUTS = {cut_kind(link): link for link in LINKS}
-ALL_KINDS = (*(str(kind) for kind in Kind), *CUTS)
+ALL_KINDS = (*(str(kind) for kind in FaultKind), *CUTS)
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """One fault. `at_s`: since the round's beginning; `seconds`: 0 for a fault that heals itself; `strength` in [0, 1)
     is interpreted by the kind; `drops`: cut links drop packets instead of rejecting them."""
 
@@ -89,7 +89,7 @@ class Round:
 
     number: int
     host: int
-    faults: tuple[Fault, ...]
+    faults: tuple[PlannedFault, ...]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def draw_schedule(seed: int, seconds: float, topology: Topology, kinds: Sequence
     if unknown or not kinds:
         raise ValueError(f"kinds must be some of {', '.join(ALL_KINDS)}, got {', '.join(unknown) or 'none'}")
     rng = random.Random(seed)
-    others = [kind for kind in kinds if kind != Kind.KILL]
+    others = [kind for kind in kinds if kind != FaultKind.KILL]
     deck: list[str] = []
     rounds = []
     first = rng.choice(HOSTS)
@@ -127,10 +127,10 @@ def draw_schedule(seed: int, seconds: float, topology: Topology, kinds: Sequence
         host = (first + number) % 2
         window_s = ROUND_S - RECOVERY_S
         faults = []
-        if Kind.KILL in kinds:
+        if FaultKind.KILL in kinds:
             victims = rng.sample([name for role in ROLES for name in topology.nodes(role, host)], KILLS_PER_ROUND)
             faults += [
-                Fault(Kind.KILL, name, "", 1.0 + turn * BETWEEN_KILLS_S + rng.random(), 0.0, rng.random())
+                PlannedFault(FaultKind.KILL, name, "", 1.0 + turn * BETWEEN_KILLS_S + rng.random(), 0.0, rng.random())
                 for turn, name in enumerate(victims)
             ]
         for _ in range(OTHERS_PER_ROUND if others else 0):
@@ -140,22 +140,22 @@ def draw_schedule(seed: int, seconds: float, topology: Topology, kinds: Sequence
     return rounds
 
 
-def _draw(rng: random.Random, kind: str, host: int, window_s: float, topology: Topology) -> Fault:
+def _draw(rng: random.Random, kind: str, host: int, window_s: float, topology: Topology) -> PlannedFault:
     seconds = rng.uniform(3.0, LONGEST_S)
     peer, drops = "", rng.random() < 0.5
     if kind in CUTS:
         node, peer = _ends(rng, CUTS[kind], host, topology)
-    elif kind in (Kind.DISK_FULL, Kind.DISK_ERRORS, Kind.DISK_SLOW, Kind.DISK_CORRUPT):
+    elif kind in (FaultKind.DISK_FULL, FaultKind.DISK_ERRORS, FaultKind.DISK_SLOW, FaultKind.DISK_CORRUPT):
         node = f"pool-{host}"
     else:
         node = rng.choice([name for role in ROLES for name in topology.nodes(role, host)])
-    if kind == Kind.PAUSE_SHORT:
+    if kind == FaultKind.PAUSE_SHORT:
         seconds = rng.uniform(0.5, 0.6 * SUSPECT_S)
-    elif kind == Kind.PAUSE_LONG:
+    elif kind == FaultKind.PAUSE_LONG:
         seconds = rng.uniform(1.3 * SUSPECT_S, LONGEST_S)
-    elif kind == Kind.DISK_CORRUPT:
+    elif kind == FaultKind.DISK_CORRUPT:
         seconds = 0.0
-    return Fault(kind, node, peer, rng.uniform(0.5, max(0.6, window_s - seconds)), seconds, rng.random(), drops)
+    return PlannedFault(kind, node, peer, rng.uniform(0.5, max(0.6, window_s - seconds)), seconds, rng.random(), drops)
 
 
 def _ends(rng: random.Random, link: tuple[str, str], host: int, topology: Topology) -> tuple[str, str]:

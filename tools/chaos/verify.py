@@ -25,7 +25,7 @@ from frontend.grammars import JSON_SCHEMA, LARK, grammar_of
 from frontend.tools import tools_grammar, tools_of
 from loadtest.verify import TOLERANCE
 from moonpool_proto.v1.worker_pb2 import FINISH_NONE
-from tools.chaos.requests import PARAMETERS, SCHEMA, Choice, Form, Received, Request
+from tools.chaos.requests import PARAMETERS, SCHEMA, Choice, ClientRequest, Form, Received
 from worker.errors import GrammarError
 from worker.grammar import LIMITS, to_llguidance
 from worker.grammar_matching import GrammarMatcher, GrammarVocabulary
@@ -35,7 +35,7 @@ SHOWN = 40
 
 
 class Reference(Protocol):
-    """What a model would have answered."""
+    """Judge of one model's tokens."""
 
     def wrong_tokens(self, prompt_ids: Sequence[int], choice: Choice, asked: Asked) -> list[int]:
         """Return the indices of wrong tokens."""
@@ -103,7 +103,7 @@ class Grammars:
         self._vocabulary = GrammarVocabulary(folder, config.vocab_size, config.eos_token_ids)
         self._compiled: dict[tuple[int, str], LLMatcher] = {}
 
-    def matcher(self, request: Request) -> GrammarMatcher | None:
+    def matcher(self, request: ClientRequest) -> GrammarMatcher | None:
         """Return a matcher at the beginning of the request's answer; None if it asks for no grammar."""
         if request.form not in (Form.STRUCTURED, Form.TOOLS):
             return None
@@ -161,7 +161,7 @@ class Verifier:
         }
         return cls(references, {name: Grammars(folder, read_config(folder)) for name, folder in models.items()})
 
-    def judge(self, requests: Sequence[Request], on_done: Callable[[int], None] = lambda done: None) -> Verdict:
+    def judge(self, requests: Sequence[ClientRequest], on_done: Callable[[int], None] = lambda done: None) -> Verdict:
         """Verify all requests."""
         verdict = Verdict()
         for done, request in enumerate(requests, start=1):
@@ -169,7 +169,7 @@ class Verifier:
             on_done(done)
         return verdict
 
-    def _judge(self, request: Request, verdict: Verdict) -> None:
+    def _judge(self, request: ClientRequest, verdict: Verdict) -> None:
         name = f"{request.model} request {request.number} ({request.form})"
         verdict.requests += 1
         verdict.forms[request.form] += 1
@@ -196,7 +196,7 @@ class Verifier:
                 verdict.wrong_answers += 1
                 verdict.note(f"{name}: {problem}")
 
-    def _judge_tokens(self, request: Request, received: Received, name: str, verdict: Verdict) -> None:
+    def _judge_tokens(self, request: ClientRequest, received: Received, name: str, verdict: Verdict) -> None:
         if not received.prompt_ids or (not request.is_chat and received.prompt_ids != request.body["prompt"]):
             verdict.wrong_answers += 1
             verdict.note(f"{name}: the answer has the prompt ids {received.prompt_ids[:8]}…")
@@ -222,7 +222,7 @@ class Verifier:
                 verdict.note(f"{name}: choice {index}: wrong tokens at {wrong[:8]} of {len(choice.token_ids)}")
 
 
-def _wrong_structure(request: Request, received: Received) -> list[str]:
+def _wrong_structure(request: ClientRequest, received: Received) -> list[str]:
     """Return what is wrong with a complete answer besides its tokens."""
     problems = []
     usage = received.usage or {}

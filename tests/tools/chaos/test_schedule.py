@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tools.chaos.schedule import ALL_KINDS, CUTS, RECOVERY_S, ROUND_S, Kind, Topology, counts, draw_schedule, model_of
+from tools.chaos.schedule import (
+    ALL_KINDS,
+    CUTS,
+    RECOVERY_S,
+    ROUND_S,
+    FaultKind,
+    Topology,
+    counts,
+    draw_schedule,
+    model_of,
+)
 
 BOTH = Topology(("", "paced-"))
 
@@ -18,7 +28,7 @@ def test_a_seed_gives_the_same_faults_again_and_another_seed_others() -> None:
 def test_ten_minutes_have_sixty_kills_and_every_kind_three_times(seed: int) -> None:
     found = counts(draw_schedule(seed, 600, BOTH))
     assert set(found) == set(ALL_KINDS)
-    assert found[Kind.KILL] >= 60
+    assert found[FaultKind.KILL] >= 60
     assert min(found.values()) >= 3
 
 
@@ -27,7 +37,7 @@ def test_a_round_strikes_one_host_and_ends_before_the_next(seed: int) -> None:
     for each in draw_schedule(seed, 600, BOTH):
         assert all(fault.node in BOTH.names and fault.node.endswith(f"-{each.host}") for fault in each.faults)
         assert all(fault.at_s + fault.seconds <= ROUND_S - RECOVERY_S + 0.5 for fault in each.faults)
-        victims = [fault.node for fault in each.faults if fault.kind == Kind.KILL]
+        victims = [fault.node for fault in each.faults if fault.kind == FaultKind.KILL]
         assert len(victims) == len(set(victims))
 
 

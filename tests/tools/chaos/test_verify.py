@@ -17,9 +17,9 @@ from engine.random_model import RandomModelSpec, write_random_model
 from moonpool.cluster_view.collector import ValidationResult
 from tools.chaos import load as load_module
 from tools.chaos.cluster import BUNDLED
-from tools.chaos.leaks import Usage, growth, held_at_rest
+from tools.chaos.leaks import ProcessUsage, growth, held_at_rest
 from tools.chaos.load import Load
-from tools.chaos.requests import Attempt, Choice, Form, Received, Request, Script, is_complete, take
+from tools.chaos.requests import Choice, ClientAttempt, ClientRequest, Form, Received, Script, is_complete, take
 from tools.chaos.verify import ExactReference, Grammars, RealReference, Verdict, Verifier
 from worker.paced.tokens import Draw, PacedTokens
 
@@ -47,13 +47,13 @@ def paced_answer(count: int, *, seed: int = 5) -> list[int]:
     return tokens.answer(np.array(PROMPT, np.int32), Draw(seed, 1.0, 0), count)
 
 
-def answered(token_ids: list[int], *, model: str = "paced", **changes: Any) -> Request:
+def answered(token_ids: list[int], *, model: str = "paced", **changes: Any) -> ClientRequest:
     body = {"model": model, "prompt": PROMPT, "seed": 5, "temperature": 1.0, "max_tokens": len(token_ids)}
     body |= {"ignore_eos": True, **changes.pop("body", {})}
     usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(token_ids), **changes.pop("usage", {})}
     received = Received(list(PROMPT), {0: Choice(token_ids, "", [], "length")}, usage, {})
-    attempt = Attempt(0, 0.0, 1.0, "completed", "", received)
-    return Request(1, changes.pop("form", Form.COMPLETION), model, body, [attempt], "completed", **changes)
+    attempt = ClientAttempt(0, 0.0, 1.0, "completed", "", received)
+    return ClientRequest(1, changes.pop("form", Form.COMPLETION), model, body, [attempt], "completed", **changes)
 
 
 def test_a_right_answer_has_nothing_wrong(verifier: Verifier) -> None:
@@ -83,7 +83,7 @@ def test_a_wrong_token_of_a_broken_attempt_is_counted(verifier: Verifier) -> Non
     request = answered(paced_answer(20))
     wrong = paced_answer(9)
     wrong[4] += 1
-    broken = Attempt(1, 0.0, 0.5, "broken", "", Received(list(PROMPT), {0: Choice(wrong)}))
+    broken = ClientAttempt(1, 0.0, 0.5, "broken", "", Received(list(PROMPT), {0: Choice(wrong)}))
     request.attempts.insert(0, broken)
     verdict = verifier.judge([request])
     assert verdict.wrong_tokens >= 1
@@ -95,7 +95,7 @@ def test_an_answer_outside_its_grammar_is_counted(verifier: Verifier) -> None:
     request = next(each for each in iter(lambda: body.ask(""), None) if each.form == Form.STRUCTURED)
     request.body["max_tokens"] = 1
     received = Received(list(PROMPT), {0: Choice([600], "x", [], "stop")}, {}, {})
-    request.attempts, request.outcome = [Attempt(0, 0.0, 1.0, "completed", "", received)], "completed"
+    request.attempts, request.outcome = [ClientAttempt(0, 0.0, 1.0, "completed", "", received)], "completed"
     verdict = verifier.judge([request])
     assert verdict.wrong_tokens == 1
     assert verdict.wrong_answers == 2  # usage, and not the schema
@@ -123,7 +123,7 @@ def test_a_request_without_an_outcome_is_lost(verifier: Verifier) -> None:
 Handler = Callable[[web.Request], Any]
 
 
-async def asked_of(handler: Handler, monkeypatch: pytest.MonkeyPatch, *, idle_s: float = 0.5) -> Request:
+async def asked_of(handler: Handler, monkeypatch: pytest.MonkeyPatch, *, idle_s: float = 0.5) -> ClientRequest:
     """Return a request that was sent to a server of this handler, with short deadlines."""
     monkeypatch.setattr(load_module, "IDLE_S", idle_s)
     monkeypatch.setattr(load_module, "DEADLINE_S", 1.0)
@@ -135,7 +135,7 @@ async def asked_of(handler: Handler, monkeypatch: pytest.MonkeyPatch, *, idle_s:
     await site.start()
     assert site._server is not None
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-    request = Request(1, Form.COMPLETION, "paced", {"prompt": PROMPT, "stream": True, "seed": 1})
+    request = ClientRequest(1, Form.COMPLETION, "paced", {"prompt": PROMPT, "stream": True, "seed": 1})
     try:
         async with aiohttp.ClientSession() as session:
             await Load([f"http://127.0.0.1:{port}"], 1, {}).send(session, request, first_frontend=0)
@@ -187,14 +187,14 @@ async def test_what_a_role_still_holds_is_a_leak() -> None:
 
 
 def test_more_descriptors_or_threads_than_connections_explain_are_a_leak() -> None:
-    before = {"pool-0": Usage(40, 20, 0)}
-    assert growth(before, {"pool-0": Usage(60, 25, 0)}) == []
-    assert growth(before, {"pool-0": Usage(140, 20, 0)}) == ["pool-0: 140 descriptors, 40 at the beginning"]
-    assert growth(before, {"pool-0": Usage(40, 90, 0)}) == ["pool-0: 90 threads, 20 at the beginning"]
+    before = {"pool-0": ProcessUsage(40, 20, 0)}
+    assert growth(before, {"pool-0": ProcessUsage(60, 25, 0)}) == []
+    assert growth(before, {"pool-0": ProcessUsage(140, 20, 0)}) == ["pool-0: 140 descriptors, 40 at the beginning"]
+    assert growth(before, {"pool-0": ProcessUsage(40, 90, 0)}) == ["pool-0: 90 threads, 20 at the beginning"]
 
 
 def test_an_answer_is_complete_when_each_choice_has_its_finish_reason() -> None:
-    request = Request(1, Form.SEVERAL, "paced", {"n": 2})
+    request = ClientRequest(1, Form.SEVERAL, "paced", {"n": 2})
     received = Received()
     take(received, {"choices": [{"index": 0, "text": "a", "token_ids": [1], "finish_reason": "length"}]})
     assert not is_complete(request, received)
