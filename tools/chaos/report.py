@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.chaos.faults import Injected
 from tools.chaos.requests import ClientRequest
+from tools.chaos.schedule import FaultKind
 from tools.chaos.verify import Verdict
 
 NOT_INJECTED = {
@@ -128,7 +129,7 @@ class Outcome:
                     (str(entry.fault.kind), entry.fault.node, entry.fault.peer, entry.detail, entry.skipped)
                 ),
             }
-            for entry in self.history
+            for entry in sorted(self.history, key=lambda entry: entry.fault.kind == FaultKind.KILL)  # kills on top
         ]
         lanes: list[float] = []
         lines = []
