@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from messenger.counters import NUM_SUMS, OPERATIONS, Counters, Direction, FloatSums, Flow
+from messenger.counters import NUM_SUMS, Counters, Direction, FloatSums, Flow
 from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import (
     MAX_SESSION_NBYTES,
@@ -103,7 +103,7 @@ class InboundConnection:
         self._was_cut = False
         self._was_evicted = False
         self._has_entered = False
-        self._sums: tuple[FloatSums, ...] = ()
+        self._loop: CompiledLoop | None = None
         self._transport: Transport
         self._responder: Responder
         self._landed: Flow
@@ -114,7 +114,7 @@ class InboundConnection:
     @property
     def has_presented_key(self) -> bool:
         """True if the caller has used a valid key on this connection. Any thread."""
-        return self._has_entered or any(sums[OPERATIONS] for sums in self._sums)
+        return self._has_entered or (self._loop is not None and self._loop.has_entered)
 
     @property
     def was_cut(self) -> bool:
@@ -245,7 +245,7 @@ class InboundConnection:
         if loop is None:
             self._landed, self._served = self._flow("landed"), self._flow("served")
             return self._take_requests(session)
-        self._sums = landed, served
+        self._loop = loop
         self._landed, self._served = self._flow("landed", landed), self._flow("served", served)
         try:
             return self._take_requests(session, loop)

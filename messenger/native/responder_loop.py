@@ -20,7 +20,7 @@ import numpy as np
 from numba import types
 
 from jit.compiling import compiled
-from messenger.counters import FIRST_EDGE_S, LATENCY_EDGES_S, FloatSums
+from messenger.counters import FIRST_EDGE_S, LATENCY_EDGES_S, OPERATIONS, FloatSums
 from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, PREFIX, Ack, Notify, Read, Write, prefix
 from messenger.grants import GrantTable
 from messenger.link import Cuttable
@@ -83,7 +83,7 @@ class Note(NamedTuple):
 
 
 class CompiledLoop:
-    """The compiled loop of one connection. Used by the connection's thread alone."""
+    """The compiled loop of one connection. Used by the connection's thread alone, except `has_entered`."""
 
     def __init__(
         self, link: SocketLink, grants: GrantTable, mover: Cuttable, landed: FloatSums, served: FloatSums
@@ -105,6 +105,11 @@ class CompiledLoop:
         fields.write_head[0], fields.notify_head[0] = _head(Write), _head(Notify)
         fields.read_head[0], fields.ack_head[0] = _head(Read), _head(Ack)
         self.offered(())
+
+    @property
+    def has_entered(self) -> bool:
+        """True if a request of the caller had a valid key: one is being executed, or was. Any thread."""
+        return bool(self._inside[0]) or any(sums[OPERATIONS] for sums in self._flows)
 
     def close(self) -> None:
         """Release the loop's place in the fence, when its thread ends."""

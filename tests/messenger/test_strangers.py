@@ -18,6 +18,7 @@ from messenger.frames import (
     PREFIX,
     REJECTIONS,
     VERSION,
+    Ack,
     ConnectionReject,
     Framing,
     Goodbye,
@@ -28,6 +29,7 @@ from messenger.frames import (
     Read,
     Refused,
     Welcome,
+    Write,
     encode,
 )
 from messenger.shm.transport import ShmResponder
@@ -332,3 +334,26 @@ def test_a_flood_of_connections_leaves_no_thread(
         strangers.dial(owner)
     wait_until(lambda: owner.messenger.counters()["connections_in_open"] == 8, "the budget holds")
     assert threading.active_count() <= before + 8
+
+
+@pytest.mark.transports("tcp")
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
+def test_a_connection_keeps_its_place_while_its_first_write_is_in_progress(
+    make_node: MakeNode,
+    strangers: Strangers,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: WaitUntil,
+    compiled: bool,
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(TcpResponder, "compiled_loop", lambda *_: None)
+    owner = make_node("b", max_inbound_connections=1)
+    key, writer = owner.grant(), strangers.greeted(owner)
+    rows = (0).to_bytes(8, "little") + (1000).to_bytes(8, "little")
+    writer.send(Write(1, 1, key.region_id, key.token, 0, 1000, rows, False, b"", b""))
+    writer._sock.sendall(bytes(10))
+    (connection,) = owner.messenger._server._connections
+    wait_until(lambda: connection.has_presented_key, "the key is noticed before the payload is complete")
+    assert strangers.dial(owner).receive() == ConnectionReject("full", REJECTIONS["full"])
+    writer._sock.sendall(bytes(990))
+    assert writer.receive() == Ack(1, 1000)
