@@ -20,6 +20,7 @@ LONGEST_FIRST = (
     "simulator/test_serving_cluster.py",
     "simulator/test_serving_overload.py",
     "simulator/test_cache_simulation.py",
+    "security/",
     "e2e/",
     "moonpool/test_chat.py",
     "moonpool/test_bench_messenger.py",

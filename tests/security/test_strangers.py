@@ -1,0 +1,47 @@
+"""Strangers at the sockets between the processes: no request of a tenant is lost, delayed or answered wrongly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.security.conftest import RELEASED_WITHIN_S, SecondTenant, carry_out
+from tools.attacks import kills, strangers
+from tools.attacks.target import Attack, AttackedCluster, unlimited_session
+from tools.attacks.victim import Victim
+from tools.attacks.watch import wait_released
+
+RECONNECTED_WITHIN_S = 45.0
+LOG_NBYTES = 256 << 10
+
+
+@pytest.mark.parametrize(
+    "attack", [strangers.GARBAGE, strangers.GUESSED, strangers.HOGS], ids=lambda attack: attack.name
+)
+async def test_strangers_get_nothing_and_delay_nobody(
+    target: AttackedCluster, second_tenant: Any, attack: Attack
+) -> None:
+    await carry_out(attack, target)
+
+
+async def test_forged_notifications_hang_no_hand_off(target: AttackedCluster, second_tenant: SecondTenant) -> None:
+    logs = {Path(node["log"]) for node in target.ready["nodes"].values() if node.get("log")}
+    before = sum(log.stat().st_size for log in logs)
+    await carry_out(strangers.FORGED, target)
+    assert sum(log.stat().st_size for log in logs) - before < LOG_NBYTES
+
+
+async def test_a_restarted_worker_gets_in_while_strangers_hold_connections(target: AttackedCluster) -> None:
+    async with strangers.hogs(target) as held:
+        assert sum(held.found.values()) >= 2 * strangers.HOGS_EACH
+        pid = target.pids()["prefill-0"]
+        os.kill(pid, signal.SIGKILL)
+        assert await kills.wait_restarted(target, "prefill-0", pid)
+        async with unlimited_session() as session:
+            served = await Victim(target, within_s=RECONNECTED_WITHIN_S).ask(session)
+        assert served.error == ""
+    await wait_released(target, within_s=RELEASED_WITHIN_S)
