@@ -2,7 +2,7 @@
 
 A request's path from HTTP to its tokens, in order:
 
-1. `http/acceptor.py`, `http/connections.py`: accept the connection, parse HTTP within limits.
+1. `http/shared_listener.py`, `acceptor.py`, `connections.py`: accept the connection, parse HTTP within limits.
 2. `api/app.py`: route; `api_keys.py`, `callers.py`: authenticate, check the quota.
 3. `api/body.py`, `api/request_models.py`: read and validate the body.
 4. `prepare.py` (with `prompts.py`, `chat_rendering.py`, `tokenizer.py`, `grammars.py`): make GenerationRequests
@@ -19,6 +19,7 @@ A request's path from HTTP to its tokens, in order:
 
 from frontend.config import FrontendConfig, ServedModelConfig
 from frontend.errors import FrontendConfigError, FrontendError, HttpPortInUse, ModelFilesError
+from frontend.http.shared_listener import SharedListener
 from frontend.server import serve_frontend
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "HttpPortInUse",
     "ModelFilesError",
     "ServedModelConfig",
+    "SharedListener",
     "serve_frontend",
 ]

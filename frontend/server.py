@@ -16,6 +16,7 @@ from frontend.config import FrontendConfig
 from frontend.errors import FrontendConfigError, HttpPortInUse
 from frontend.http.acceptor import HttpAcceptor
 from frontend.http.connections import BoundedProtocol, ConnectionLimits, ConnectionMonitor, HttpConnection
+from frontend.http.shared_listener import SharedListener
 from frontend.http.tls import Certificate, certificate_of
 from frontend.service import Service, load_tokenizers
 
@@ -30,23 +31,27 @@ async def serve_frontend(
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
     on_rest: Callable[[], None] = lambda: None,
+    shared: SharedListener | None = None,
 ) -> None:
     """Serve HTTP until `stop` is set; then reject new requests, wait for running ones up to the grace period, and
     return.
 
     `on_ready(url)` is called once connections are answered, even if the cluster is not ready yet; `on_rest` whenever
-    the last request in flight has ended. Raises HttpPortInUse, FrontendConfigError or ModelFilesError before serving
-    begins.
+    the last request in flight has ended. With a `shared` listener, a frontend that finds another one serving calls
+    `on_ready("")` and stands by until that one has ended. Raises HttpPortInUse, FrontendConfigError or ModelFilesError
+    before serving begins.
     """
     certificate = certificate_of(config.http.http_tls_cert, config.http.http_tls_key)
-    listener = bind(config.http.host, config.http.port)
+    listener = bind(config.http.host, config.http.port) if shared is None else shared.socket
     try:
         service = Service(config, await load_tokenizers(config.models), on_rest)
         if certificate is not None:
             service.access_metrics.watch_certificate(certificate.left_s)
         try:
             await service.start()
-            await _serve(service, listener, certificate, stop, on_ready)
+            server = _server_of(service, certificate)
+            if shared is None or await _is_first(shared, stop, on_ready):
+                await _serve(server, listener, stop, on_ready)
         finally:
             await service.close()
     finally:
@@ -78,14 +83,24 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(
-    service: Service,
-    listener: socket.socket,
-    certificate: Certificate | None,
-    stop: asyncio.Event,
-    on_ready: Callable[[str], None],
-) -> None:
-    server = _Server(
+async def _is_first(shared: SharedListener, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
+    """Wait until no other frontend serves at the listener; return False if `stop` is set before."""
+    if shared.try_take():
+        return True
+    _log.info("standing by: another frontend serves")
+    on_ready("")
+    taken, stopping = asyncio.create_task(shared.take()), asyncio.create_task(stop.wait())
+    await asyncio.wait((taken, stopping), return_when=asyncio.FIRST_COMPLETED)
+    is_first = taken.done() and not stop.is_set()
+    for task in (taken, stopping):
+        task.cancel()
+    if is_first:
+        _log.warning("the frontend that served has ended: serving in its place")
+    return is_first
+
+
+def _server_of(service: Service, certificate: Certificate | None) -> "_Server":
+    return _Server(
         service,
         certificate,
         uvicorn.Config(
@@ -101,12 +116,18 @@ async def _serve(
             timeout_graceful_shutdown=_CONNECTIONS_END_S,
         ),
     )
+
+
+async def _serve(
+    server: "_Server", listener: socket.socket, stop: asyncio.Event, on_ready: Callable[[str], None]
+) -> None:
+    service = server.service
     serving = asyncio.create_task(server.serve([listener]), name="http")
     up, stopping = asyncio.create_task(server.is_up.wait()), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((serving, up), return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
-            url = url_of(listener, "http" if certificate is None else "https")
+            url = url_of(listener, server.scheme)
             _log.info("serving %s at %s", ", ".join(model.name for model in service.models), url)
             on_ready(url)
             service.loop_watch.start()
@@ -132,6 +153,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, service: Service, certificate: Certificate | None, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self.service = service
+        self.scheme = "http" if certificate is None else "https"
         self._certificate = certificate
         self.is_up = asyncio.Event()
         limits = ConnectionLimits(service.config.http.max_connections, service.config.http.header_timeout_s)

@@ -12,7 +12,7 @@ from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from moonpool.config import Setting, all_settings, composite_settings, load
 from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
+from moonpool.supervision.child import INTERNAL_VARIABLES
 from settings.keys import InvalidSetting, flag_of, parse_size
 
 C = TypeVar("C")
@@ -45,7 +45,7 @@ def configured_command(
                 environ=os.environ,
                 config_file=config_file,
                 known=all_settings(),
-                reserved_variables=(SUPERVISOR_VARIABLE,),
+                reserved_variables=INTERNAL_VARIABLES,
             )
             raise typer.Exit(run(config))
 

@@ -81,10 +81,17 @@ class Planner:
         workers = [plan for group, count in self._initial_counts() for plan in self._workers(group, count, running)]
         if self._joins:
             return [*pools, *workers]
-        drain_s = self._config.http.drain_grace_s
+        return [*conductors, *pools, *workers, self._frontend("frontend")]
+
+    def standbys(self) -> list[RolePlan]:
+        """Return the frontends beside the first one; they are started once the cluster is ready."""
+        count = 0 if self._joins else self._config.topology.frontends - 1
+        return [self._frontend(f"frontend-{index}") for index in range(1, count + 1)]
+
+    def _frontend(self, node_id: str) -> RolePlan:
         own = {**self._models, "port": self._port}
-        frontend = self._plan("frontend", "frontend", FrontendRole, FRONTEND_TIER, own, drain_s=drain_s)
-        return [*conductors, *pools, *workers, frontend]
+        drain_s = self._config.http.drain_grace_s
+        return self._plan(node_id, "frontend", FrontendRole, FRONTEND_TIER, own, drain_s=drain_s)
 
     def _one_conductor(self, name: str) -> RolePlan:
         own = {"listen": self._conductors[name], "slo_dir": self._slo_dir(), **self._models}

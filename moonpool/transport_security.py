@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from moonpool.config import all_settings, load
 from moonpool.config.sources import CONFIG_VARIABLE
 from moonpool.errors import ConfigError
-from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
+from moonpool.supervision.child import INTERNAL_VARIABLES
 from settings.messenger import AccessSettings, TlsSettings
 
 _VARIABLES = ("MOONPOOL_TLS_", "MOONPOOL_JOIN_TOKEN_FILE", CONFIG_VARIABLE)
@@ -50,12 +50,11 @@ def settings_of_environment(environ: Mapping[str, str] = os.environ) -> Transpor
     """Return the settings of these variables, which override the file in MOONPOOL_CONFIG. Raises ConfigError."""
     if not any(name.startswith(_VARIABLES) for name in environ):
         return TransportSecurity()
-    reserved = (SUPERVISOR_VARIABLE,)
     return load(
         TransportSecurity,
         flags={},
         environ=environ,
         config_file=None,
         known=all_settings(),
-        reserved_variables=reserved,
+        reserved_variables=INTERNAL_VARIABLES,
     )

@@ -18,7 +18,7 @@ class NodeRow:
     node: str
     role: str
     model: str
-    state: str  # "ready", "draining", "silent", "starting" or "restarting"
+    state: str  # "ready", "standby", "draining", "silent", "starting" or "restarting"
     pid: int | None
     restarts: int | None
     waiting: int | None
@@ -83,7 +83,7 @@ class ClusterStatus:
                 parts.append(f"demand of {model}: {differing}")
         stand_ins = sorted({row.stand_in for row in self.nodes if row.stand_in})
         parts += [f"nothing is computed ({', '.join(stand_ins)})"] if stand_ins else []
-        troubled = [f"{row.node} {row.state}" for row in self.nodes if row.state != "ready"]
+        troubled = [f"{row.node} {row.state}" for row in self.nodes if row.state not in ("ready", "standby")]
         return "; ".join([*parts, *troubled])
 
     def _differing(self, model: str, roles: Mapping[str, int]) -> str:
@@ -153,7 +153,9 @@ def _state(item: conductor_pb2.NodeStatus | None, process: ReadyNode | None) -> 
     if item is not None:
         return node_state(item)
     joins = process is not None and process.role not in ("conductor", "frontend")
-    return "starting" if joins or process is None or not process.ready else "ready"
+    if joins or process is None or not process.ready:
+        return "starting"
+    return "standby" if process.role == "frontend" and not process.target else "ready"
 
 
 def _prompt_tokens(counters: Mapping[str, float]) -> tuple[float, float]:

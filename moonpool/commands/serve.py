@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from moonpool.config.schema import file_schema
 from moonpool.errors import ConfigError
 from moonpool.model_files import check_model_folder, check_paced_profile
 from moonpool.runtime.choice import chosen_runtime
-from moonpool.supervision.http_port import claim_port
+from moonpool.supervision.http_port import open_listener
 from moonpool.supervision.run_dir import OBJECTIVES, RunDirLock, default_run_dir, make_run_dir
 from moonpool.transport_security import secure
 
@@ -30,14 +31,17 @@ def serve(config: ServeConfig) -> int:
     ready_file = config.supervisor.ready_file
     if ready_file is not None and not ready_file.absolute().parent.is_dir():
         raise ConfigError(f"the ready file's folder {ready_file.absolute().parent} does not exist")
-    joins = bool(config.runtime.join)
-    port = 0 if joins else claim_port(config.http.host, config.http.port)
-    run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir("joined" if joins else str(port)))
-    with RunDirLock(run_dir), chosen_runtime(config, run_dir) as runtime:
-        shutil.rmtree(
-            run_dir / OBJECTIVES, ignore_errors=True
-        )  # objectives of an earlier run: only a state folder outlives a run
-        asyncio.run(ClusterRun(config, run_dir, port, runtime).run())
+    with ExitStack() as stack:
+        listener = None  # without frontends
+        if not config.runtime.join:
+            listener = stack.enter_context(open_listener(config.http.host, config.http.port))
+        name = "joined" if listener is None else str(listener.getsockname()[1])
+        run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir(name))
+        stack.enter_context(RunDirLock(run_dir))
+        runtime = stack.enter_context(chosen_runtime(config, run_dir, listener))
+        # Objectives of an earlier run: only a state folder outlives a run.
+        shutil.rmtree(run_dir / OBJECTIVES, ignore_errors=True)
+        asyncio.run(ClusterRun(config, run_dir, listener, runtime).run())
     return 0
 
 

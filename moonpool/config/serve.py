@@ -28,6 +28,10 @@ class TopologySettings(SettingsGroup):
     ] = 1
     conductors: Annotated[int, Key("Conductors; each manages all nodes and can place any request", low=1, high=8)] = 1
 
+    frontends: Annotated[
+        int, Key("API servers on the HTTP port: one serves, the others stand by to take its place", low=1, high=8)
+    ] = 2
+
     @property
     def num_prefill(self) -> int:
         """Number of prefill workers."""

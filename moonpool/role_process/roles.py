@@ -16,6 +16,7 @@ from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRol
 from moonpool.errors import ConfigError
 from moonpool.role_process.garbage import collect_and_freeze, collect_when_idle, defer_full_collections
 from moonpool.supervision.child import DRAINED_LINE, READY_PREFIX
+from moonpool.supervision.http_port import LISTENER_VARIABLE
 from moonpool.transport_security import secure
 
 log = logging.getLogger(__name__)
@@ -121,11 +122,14 @@ async def _worker(config: WorkerRole, role: str, node_id: str, stop: asyncio.Eve
 
 
 async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:
-    from frontend import serve_frontend
+    from frontend import SharedListener, serve_frontend
     from moonpool.role_configs import frontend_config
 
     defer_full_collections()
-    await serve_frontend(frontend_config(config, node_id), stop, on_ready, collect_when_idle)
+    shared, descriptor, folder = None, os.environ.pop(LISTENER_VARIABLE, ""), config.node.socket_dir
+    if descriptor and folder is not None:
+        shared = SharedListener(int(descriptor), folder / "frontend.lock")
+    await serve_frontend(frontend_config(config, node_id), stop, on_ready, collect_when_idle, shared)
 
 
 # Errors of a serve function after which a retry with the same configuration cannot succeed.

@@ -1,5 +1,6 @@
 """Choice of a cluster's runtime by its configuration."""
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,12 +35,15 @@ class ClusterRuntime(Runtime[RolePlan], Protocol):
 
 
 @contextmanager
-def chosen_runtime(config: ServeConfig, run_dir: Path) -> Iterator[ClusterRuntime]:
-    """Yield the configured runtime; processes that it started are stopped on exit. Raises RayUnusable."""
+def chosen_runtime(config: ServeConfig, run_dir: Path, listener: socket.socket | None) -> Iterator[ClusterRuntime]:
+    """Yield the configured runtime; processes that it started are stopped on exit. Raises RayUnusable.
+
+    `listener`: socket of the HTTP port, which frontends inherit.
+    """
     if not config.runtime.is_ray:
-        yield Processes(run_dir)
+        yield Processes(run_dir, listener)
         return
     from moonpool.runtime.ray_session import ray_session
 
-    with ray_session(config, run_dir) as runtime:
+    with ray_session(config, run_dir, listener) as runtime:
         yield runtime

@@ -1,6 +1,8 @@
 """Runtime of one machine: each node is a child process, with its settings in a file of the run directory."""
 
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import yaml
 from moonpool.plan import RolePlan
 from moonpool.python_path import module_command
 from moonpool.supervision.child import Child, ChildPlan, LogFile
+from moonpool.supervision.http_port import LISTENER_VARIABLE
 
 
 class Processes:
@@ -18,8 +21,10 @@ class Processes:
     found: tuple[str, ...] = ()
     outlives = False
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, listener: socket.socket | None = None) -> None:
+        """`listener`: socket of the HTTP port, which every frontend inherits."""
         self._run_dir = run_dir
+        self._listener = listener
 
     async def launch(
         self,
@@ -31,6 +36,9 @@ class Processes:
     ) -> Child:
         """As Runtime.launch."""
         child = child_plan(plan.node_id, plan.role, plan.settings, plan.env, self._run_dir)
+        if plan.role == "frontend" and self._listener is not None:
+            descriptor = self._listener.fileno()
+            child = replace(child, env={**child.env, LISTENER_VARIABLE: str(descriptor)}, descriptors=(descriptor,))
         return await Child.start(child, log, on_ready=on_ready, on_line=on_line)
 
     def bind(self, add_pool: Callable[[int], None]) -> None:

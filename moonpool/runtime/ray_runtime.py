@@ -7,6 +7,7 @@ with `serve` anyway. Ray places and restarts actors, and carries settings and lo
 import asyncio
 import hashlib
 import itertools
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,7 +106,16 @@ class RayRuntime:
     threads then apply. `orphan_s`: seconds that nodes outlive `serve`, for the next one to take them over; 0: none.
     """
 
-    def __init__(self, run_dir: Path, *, conductor: str, gpus: bool, only_address: str, orphan_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        conductor: str,
+        gpus: bool,
+        only_address: str,
+        listener: socket.socket | None = None,
+        orphan_s: float = 0.0,
+    ) -> None:
         self.conductor = conductor
         self.outlives = orphan_s > 0
         self.found: tuple[str, ...] = ()
@@ -113,7 +123,7 @@ class RayRuntime:
         self._found_pools: list[int] = []
         self._gpus = gpus
         self._only_address = only_address
-        self._processes = Processes(run_dir)
+        self._processes = Processes(run_dir, listener)
         # A short name, since the path of a unix socket is limited.
         self._name = f"ray-{hashlib.blake2b(conductor.encode(), digest_size=6).hexdigest()}"
         self._folder = str(run_dir) if only_address else str(default_run_dir(self._name))

@@ -36,7 +36,7 @@ _DEFAULTS = {
 
 
 @contextmanager
-def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
+def ray_session(config: ServeConfig, run_dir: Path, listener: socket.socket | None) -> "Iterator[RayRuntime]":
     """Connect, check Ray's resources, and release everything on exit. Raises RayUnusable."""
     if importlib.util.find_spec("ray") is None:
         raise RayUnusable("the runtime ray needs the package ray, which is not installed: pip install 'moonpool[ray]'")
@@ -57,6 +57,7 @@ def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
         conductor = config.runtime.join[0] if config.runtime.join else _own_conductor(here)
         runtime = RayRuntime(
             run_dir,
+            listener=listener,
             conductor=conductor,
             gpus=gpus,
             only_address="" if given else _LOOPBACK,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moonpool import python_path
+from moonpool.supervision.http_port import LISTENER_VARIABLE
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
 
 
@@ -47,6 +48,7 @@ class LogFile:
         self._file.close()
 
 
+INTERNAL_VARIABLES = (SUPERVISOR_VARIABLE, LISTENER_VARIABLE)  # of the environment; they are no settings
 READY_PREFIX = "MOONPOOL_READY "
 DRAINED_LINE = "MOONPOOL_DRAINED"
 TAIL_LINES = 20
@@ -61,6 +63,7 @@ class ChildPlan:
     node_id: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # overrides the supervisor's own environment
+    descriptors: tuple[int, ...] = ()  # files that it inherits, under the same numbers
 
 
 class Child:
@@ -92,6 +95,7 @@ class Child:
             limit=_LINE_LIMIT_NBYTES,
             env=child_environment(os.environ, plan.env),
             process_group=0,  # the terminal's Ctrl-C reaches only the supervisor
+            pass_fds=plan.descriptors,
         )
         child = cls(process, log)
         child.ended = asyncio.create_task(child._follow(on_ready, on_line), name=f"follow-{plan.node_id}")

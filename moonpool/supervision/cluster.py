@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Coroutine, Iterator
@@ -26,19 +27,26 @@ from moonpool.supervision.terminal import TerminalView
 from moonpool.supervision.threads import usable_cores
 
 _STOP_GRACE_S = 0.2
+_STANDBYS_AFTER_S = 2.0
 
 
 class ClusterRun(TerminalView):
     """One run of `serve`: handles the supervisor's events, and gives it its orders."""
 
-    def __init__(self, config: ServeConfig, run_dir: Path, port: int, runtime: ClusterRuntime) -> None:
+    def __init__(
+        self, config: ServeConfig, run_dir: Path, listener: socket.socket | None, runtime: ClusterRuntime
+    ) -> None:
+        """`listener`: socket of the HTTP port; None without frontends."""
         super().__init__(sys.stderr, verbose=config.supervisor.verbose)
         self._config = config
         self._run_dir = run_dir
         self._joins = bool(config.runtime.join)
+        self._listener = listener
+        port = 0 if listener is None else int(listener.getsockname()[1])
         self._url = "" if self._joins else local_url(config.http.host, port, config.http.scheme)
         planner = Planner(config, run_dir=run_dir, port=port, cores=usable_cores(), conductor=runtime.conductor)
         plans = planner.cluster(runtime.found)
+        self._standbys = planner.standbys()
         self._conductors = {plan.node_id: plan.target for plan in plans if plan.role == "conductor"}
         self._conductors |= {f"joined {target}": target for target in config.runtime.join}
         self._conductor = planner.conductor_targets[0]
@@ -81,6 +89,8 @@ class ClusterRun(TerminalView):
                     finally:
                         self.show("Stopping")
                         self.stopping()
+                        if self._listener is not None:  # the port is free once the frontends have ended
+                            self._listener.close()
             finally:
                 self._remove_ready_files()
 
@@ -118,14 +128,24 @@ class ClusterRun(TerminalView):
         if self._surplus:
             service.scale(self._surplus, force=True)
         scaling = asyncio.create_task(self._follow_demand(service))
+        standing_by = asyncio.create_task(self._start_standbys())
         try:
             await self._supervisor.wait_failed()
         finally:
-            for task in (guarding, scaling):
+            for task in (guarding, scaling, standing_by):
                 task.cancel()
-            await asyncio.gather(guarding, scaling, return_exceptions=True)
+            await asyncio.gather(guarding, scaling, standing_by, return_exceptions=True)
             await service.close()
             await server.stop(_STOP_GRACE_S)
+
+    async def _start_standbys(self) -> None:
+        """Start the frontends that stand by, late, so that they delay neither the start nor the first requests.
+
+        If they cannot start, the cluster continues without them.
+        """
+        await asyncio.sleep(_STANDBYS_AFTER_S)
+        for plan in self._standbys:
+            self._supervisor.add(plan, on_trial=True)
 
     async def _follow_demand(self, service: SupervisorService) -> None:
         if self._bounds:

@@ -71,14 +71,21 @@ def _serves(state: NodeState) -> bool:
 
 async def _silent(states: list[NodeState], conductors: Mapping[str, str], url: str) -> set[str]:
     workers = {state.node_id for state in states if _serves(state) and state.role not in ("conductor", "frontend")}
+    standing = {state.node_id: _stands_by(state) for state in states if state.role == "frontend" and _serves(state)}
+    serving = {node_id for node_id, is_standby in standing.items() if not is_standby} or standing.keys()
     answers, frontend_lives = await asyncio.gather(
         asyncio.gather(*map(_reporting, conductors.values())), _frontend_lives(url)
     )
     joined = dict(zip(conductors, answers, strict=True))
-    silent = {name for name, nodes in joined.items() if nodes is None} | (set() if frontend_lives else {"frontend"})
+    silent = {name for name, nodes in joined.items() if nodes is None} | (set() if frontend_lives else serving)
     if len(silent & joined.keys()) == len(joined):  # without a conductor, the state of the others is unknown
         return silent
     return silent | workers.difference(*(nodes for nodes in joined.values() if nodes is not None))
+
+
+def _stands_by(state: NodeState) -> bool:
+    """Return True for a frontend that waits to take the place of the one that serves."""
+    return state.role == "frontend" and (state.announcement or {}).get("target") == ""
 
 
 async def _frontend_lives(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""The HTTP port: claimed before anything starts, and polled until the cluster is ready. Contains no server."""
+"""The HTTP port: opened before anything starts, and polled until the cluster is ready. Contains no server."""
 
 import asyncio
 import errno
@@ -12,21 +12,36 @@ from typing import Any
 
 from moonpool.errors import ConfigError, PortInUse
 
+LISTENER_VARIABLE = "MOONPOOL_LISTENER"  # descriptor of the socket that a frontend inherits
+_BACKLOG = 2048
 _POLL_INTERVAL_S = 0.05
 _ANSWER_TIMEOUT_S = 5.0
 
 
 def claim_port(host: str, port: int) -> int:
-    """Return the port to serve on: `port`, or a free one for 0. Raises PortInUse, or ConfigError for a bad host."""
+    """Return a port that can be listened at: `port`, or a free one for 0. Raises as `open_listener`."""
+    with open_listener(host, port) as listener:
+        return int(listener.getsockname()[1])
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at `port`, or a free one for 0. Raises PortInUse, or ConfigError for a bad host.
+
+    Frontends inherit it. Connections wait in its backlog while none of them accepts.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-            return int(probe.getsockname()[1])
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(

@@ -19,7 +19,7 @@ class ReadyNode:
 
     role: str
     pid: int | None  # None while it is being restarted
-    target: str  # gRPC address; the URL for a frontend
+    target: str  # gRPC address; the URL for a frontend, "" while it stands by
     ready: bool
     restarts: int
     log: str

@@ -322,6 +322,9 @@ class Supervisor(Generic[P]):
                 tracker.on_ready(time.monotonic_ns())
                 self._events.on_ready(node.state(), time.monotonic() - started_s)
                 self._notify()
+            elif node.announcement != announcement:  # it stood by, and now serves
+                node.announcement = announcement
+                self._notify()
 
         def on_line(line: str) -> None:
             self._events.on_line(node.plan.node_id, line)

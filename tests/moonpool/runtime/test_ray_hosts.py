@@ -94,7 +94,7 @@ def test_without_the_package_ray_the_error_says_how_to_get_it(tmp_path: Path, mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with (
         pytest.raises(RayUnusable, match=r"pip install 'moonpool\[ray\]'"),
-        chosen_runtime(config(runtime="ray"), tmp_path),
+        chosen_runtime(config(runtime="ray"), tmp_path, None),
     ):
         pass
 
@@ -131,6 +131,6 @@ def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path) -> Non
     ray = config(ray_address=f"127.0.0.1:{port}")
     with (
         pytest.raises(RayUnusable, match=f"nothing answers at the Ray address .*{port}"),
-        chosen_runtime(ray, tmp_path),
+        chosen_runtime(ray, tmp_path, None),
     ):
         pass
