@@ -27,6 +27,7 @@ class SharedListener:
         except OSError as error:
             raise FrontendConfigError(f"descriptor {descriptor} cannot be used as a socket: {error}") from error
         if not is_listening:
+            self.socket.close()
             raise FrontendConfigError(f"descriptor {descriptor} must be a listening socket")
         self.socket.set_inheritable(False)
         self.socket.setblocking(False)

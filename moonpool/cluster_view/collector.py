@@ -113,14 +113,14 @@ async def validate_cluster(located: Located, *, admin_key: str = "") -> list[Val
         _validate(item.node.node_id, role_name(item.node.role), item.node.target, _stub_of(item))
         for item in cluster.nodes
     ]
-    calls += [_validate_frontend(url, admin_key) for url in located.urls]
+    calls += [_validate_frontend(_serving_frontend(located, url), url, admin_key) for url in located.urls]
     answers = list(await asyncio.gather(*calls))
     answered = {answer.node_id for answer in answers}
     started = located.ready.nodes.items() if located.ready is not None else ()
     return answers + [
         ValidationResult(node_id, node.role, node.target, ok=False, problems=("unknown to the conductor",))
         for node_id, node in started
-        if node_id not in answered
+        if node_id not in answered and node.role != "frontend"  # only the one that serves has an address
     ]
 
 
@@ -186,7 +186,13 @@ async def _validate(node_id: str, role: str, target: str, stub: Callable[[Any], 
     return _validation_result(node_id, role, target, reply.json)
 
 
-async def _validate_frontend(url: str, admin_key: str) -> ValidationResult:
+def _serving_frontend(located: Located, url: str) -> str:
+    """Return the node id of the frontend that serves at `url`, "frontend" if it is unknown."""
+    started = located.ready.nodes.items() if located.ready is not None else ()
+    return next((node_id for node_id, node in started if node.role == "frontend" and node.target == url), "frontend")
+
+
+async def _validate_frontend(node_id: str, url: str, admin_key: str) -> ValidationResult:
     def fetch() -> str:
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         with open_url(f"{url}/validate", ANSWER_DEADLINE_S, headers=headers) as reply:
@@ -201,8 +207,8 @@ async def _validate_frontend(url: str, admin_key: str) -> ValidationResult:
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
         problem = f"no answer: {error}"
     else:
-        return _validation_result("frontend", "frontend", url, text)
-    return ValidationResult("frontend", "frontend", url, ok=False, problems=(problem,))
+        return _validation_result(node_id, "frontend", url, text)
+    return ValidationResult(node_id, "frontend", url, ok=False, problems=(problem,))
 
 
 def _validation_result(node_id: str, role: str, target: str, text: str) -> ValidationResult:

@@ -116,10 +116,11 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster(tmp: Path, model: Path, *flags: str) -> Iterator[Cluster]:
-    """`moonpool serve` on a free port, ended on exit."""
+    """`moonpool serve` on a free port, ended on exit; without a standby frontend, which would only take time here."""
     tmp.mkdir(parents=True, exist_ok=True)
     ready_file, log = tmp / "ready.json", tmp / "serve.log"
     command = [sys.executable, "-m", "moonpool", "serve", str(model), "--port", "0", "--ready-file", str(ready_file)]
+    command += ["--frontends", "1"]
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
     cluster = Cluster(process, ready_file, model, log)

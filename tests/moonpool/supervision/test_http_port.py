@@ -36,6 +36,6 @@ async def test_a_frontend_that_breaks_off_is_a_problem_of_its_own() -> None:
         b"HTTP/1.0 200 OK\r\n\r\n\xff",
     ):
         async with talker(said) as url:
-            answer = await _validate_frontend(url, "")
+            answer = await _validate_frontend("frontend", url, "")
         assert not answer.ok
         assert answer.problems[0].startswith("no answer")

@@ -1,6 +1,7 @@
 """A real cluster on the bundled model, started and looked after by `moonpool serve`."""
 
 import contextlib
+import http.client
 import json
 import os
 import pty
@@ -12,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -68,6 +71,7 @@ class Served:
         assert self.process.returncode == 0, err
         assert not any(psutil.pid_exists(pid) for pid in pids)
         assert not self.ready_path.exists()
+        assert list(Path(ready.run_dir).glob("*.sock")) == []
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", int(ready.url.rpartition(":")[2]))) != 0
         return out
@@ -103,16 +107,18 @@ def serving(*flags: str) -> Iterator[Served]:
 def served() -> Iterator[Served]:
     """1 prefill, 1 decode, 1 pool node. What engines compute is no matter here, and their start is soon over."""
     with serving("--engine=paced") as cluster:
-        cluster.wait_until(lambda ready: all(node.ready for node in ready.nodes.values()))
+        cluster.wait_until(
+            lambda ready: "frontend-1" in ready.nodes and all(each.ready for each in ready.nodes.values())
+        )
         yield cluster
         cluster.assert_ends_at(signal.SIGTERM)
 
 
 def test_the_ready_file_names_every_process(served: Served) -> None:
     ready = served.ready
-    assert list(ready.nodes) == ["conductor", "pool-0", "prefill-0", "decode-0", "frontend"]
+    assert list(ready.nodes) == ["conductor", "pool-0", "prefill-0", "decode-0", "frontend", "frontend-1"]
     assert ready.supervisor_pid == served.process.pid
-    assert ready.nodes["frontend"].target == ready.url
+    assert (ready.nodes["frontend"].target, ready.nodes["frontend-1"].target) == (ready.url, "")
     for node in ready.nodes.values():
         assert node.pid is not None
         assert psutil.Process(node.pid).ppid() == served.process.pid
@@ -123,7 +129,7 @@ def test_the_default_model_answers_under_its_name(served: Served) -> None:
     assert served.complete() == 4
 
 
-@pytest.mark.parametrize("node_id", ["decode-0", "prefill-0", "pool-0", "conductor", "frontend"])
+@pytest.mark.parametrize("node_id", ["decode-0", "prefill-0", "pool-0", "conductor"])
 def test_a_process_killed_comes_back_with_its_name_and_address_and_the_cluster_serves(
     served: Served, node_id: str
 ) -> None:
@@ -143,17 +149,102 @@ def test_a_process_killed_comes_back_with_its_name_and_address_and_the_cluster_s
             time.sleep(0.1)
 
 
+def serving_frontend(ready: ReadyFile) -> str:
+    """Return the node id of the frontend that serves; "" while none does."""
+    nodes = ready.nodes.items()
+    return next((name for name, each in nodes if each.role == "frontend" and each.ready and each.target), "")
+
+
+def has_standby(ready: ReadyFile) -> bool:
+    return sum(each.role == "frontend" and each.ready for each in ready.nodes.values()) == 2
+
+
+class Retrying(threading.Thread):
+    """A client that completes one prompt after the other, each on a connection of its own, and retries at once."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__()
+        self._served, self._url = served, urlsplit(served.ready.url)
+        self.num_completed = self.num_broken = 0
+        self.refused: list[OSError] = []
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        body = json.dumps({"prompt": "In the beginning", "max_tokens": 4, "ignore_eos": True})
+        assert self._url.hostname is not None
+        while not self.is_over.is_set():
+            connection = http.client.HTTPConnection(self._url.hostname, self._url.port, timeout=60)
+            try:
+                connection.connect()
+            except OSError as error:
+                self.refused.append(error)
+                continue
+            try:
+                connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+                self.num_completed += connection.getresponse().status == 200
+            except (OSError, http.client.HTTPException):
+                self.num_broken += 1  # the frontend that had accepted it was killed
+            finally:
+                connection.close()
+
+
+def test_a_retry_always_finds_a_listener_while_frontends_are_killed(served: Served) -> None:
+    clients = [Retrying(served) for _ in range(3)]
+    for client in clients:
+        client.start()
+    try:
+        for _ in range(3):
+            before = served.wait_until(has_standby)
+            victim = serving_frontend(before)
+            pid = before.nodes[victim].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            after = served.wait_until(lambda ready, victim=victim: serving_frontend(ready) not in ("", victim))
+            assert after.url == before.url
+            count = sum(client.num_completed for client in clients)
+            served.wait_until(lambda _, count=count: sum(client.num_completed for client in clients) > count)
+    finally:
+        for client in clients:
+            client.is_over.set()
+            client.join()
+    assert [client.refused for client in clients] == [[], [], []]
+    assert sum(client.num_broken for client in clients) <= 3 * 3  # at most what was in flight
+    assert served.wait_until(has_standby).nodes["frontend"].restarts >= 1
+
+
+def test_connections_wait_while_no_frontend_lives(served: Served) -> None:
+    before = served.wait_until(has_standby)
+    for name in ("frontend", "frontend-1"):
+        pid = before.nodes[name].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    assert served.complete() == 4
+    served.wait_until(has_standby)
+
+
+def test_a_standby_that_is_killed_comes_back_as_a_standby(served: Served) -> None:
+    before = served.wait_until(has_standby)
+    active = serving_frontend(before)
+    standby = ({"frontend", "frontend-1"} - {active}).pop()
+    pid = before.nodes[standby].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    after = served.wait_until(lambda r: r.nodes[standby].ready and r.nodes[standby].pid != pid)
+    assert (after.nodes[standby].target, serving_frontend(after)) == ("", active)
+    assert after.nodes[active].pid == before.nodes[active].pid
+
+
 def test_status_shows_every_node(served: Served) -> None:
     shown = served.moonpool("status", "--json")
     assert shown.returncode == 0, shown.stderr
     told = json.loads(shown.stdout)
     assert (told["ready"], told["models"]) == (True, {"moonpool": True})
     rows = {row["node"]: row for row in told["nodes"]}
-    assert set(rows) == {"conductor", "pool-0", "prefill-0", "decode-0", "frontend"}
+    assert set(rows) == {"conductor", "pool-0", "prefill-0", "decode-0", "frontend", "frontend-1"}
     assert (rows["decode-0"]["model"], rows["pool-0"]["model"]) == ("moonpool", "")
     assert rows["decode-0"]["free_tokens"] == 8192
     assert rows["prefill-0"]["pid"] == served.ready.nodes["prefill-0"].pid
-    assert {row["state"] for row in rows.values()} == {"ready"}
+    assert sorted(row["state"] for row in rows.values()) == [*["ready"] * 5, "standby"]
     assert "ready" in served.moonpool("status").stdout.splitlines()[-1]
 
 
@@ -227,7 +318,7 @@ def test_validate_finds_nothing_held_at_rest(served: Served) -> None:
     shown = served.moonpool("validate", "--json", "--wait", "20")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     answered = {node["node_id"] for node in json.loads(shown.stdout)["nodes"]}
-    assert answered == {"conductor", "pool-0", "prefill-0", "decode-0", "frontend"}
+    assert answered == {"conductor", "pool-0", "prefill-0", "decode-0", serving_frontend(served.ready)}
 
 
 def test_ctrl_c_ends_every_process_and_takes_the_ready_file_away() -> None:
