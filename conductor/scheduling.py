@@ -7,7 +7,9 @@ from typing import Final
 from conductor import wire
 from conductor.core import Core
 from conductor.errors import FrontendRefused, MalformedCall
+from conductor.frontend_streams import FrontendStreams
 from conductor.policy.decisions import Copy, Decision, Place, Reject
+from conductor.policy.events import FrontendLost
 from conductor.pools import PoolNodes
 from conductor.registry import Registry
 from kvpool import KvPoolError, short_keys_from_bytes
@@ -28,6 +30,7 @@ class Scheduling:
         self._core = core
         self._registry = registry
         self._pools = pools
+        self.frontends = FrontendStreams(self._lost)
 
     async def serve(
         self,
@@ -36,18 +39,36 @@ class Scheduling:
     ) -> None:
         """Serve one stream until it ends. Raises FrontendRefused."""
         await write(conductor_pb2.ConductorAnswers())
-        is_first = True
-        async for message in calls:
-            if is_first:
-                is_first = False
-                _check_software(message)
-            answers = conductor_pb2.ConductorAnswers()
-            for call in message.calls:
-                if len(answers.answers) == _AT_ONCE:
-                    await write(answers)
-                    answers = conductor_pb2.ConductorAnswers()
-                self._answer(call, answers.answers.add(number=call.number))
-            await write(answers)
+        first = await anext(calls, None)
+        if first is None:
+            return
+        _check_software(first)
+        if first.frontend_id:
+            self.frontends.opened(first.frontend_id, first.incarnation)
+        try:
+            await self._answer_all(first, write)
+            async for message in calls:
+                await self._answer_all(message, write)
+        finally:
+            if first.frontend_id:
+                self.frontends.closed(first.frontend_id, first.incarnation)
+
+    async def _answer_all(
+        self,
+        message: conductor_pb2.FrontendCalls,
+        write: Callable[[conductor_pb2.ConductorAnswers], Awaitable[None]],
+    ) -> None:
+        answers = conductor_pb2.ConductorAnswers()
+        for call in message.calls:
+            if len(answers.answers) == _AT_ONCE:
+                await write(answers)
+                answers = conductor_pb2.ConductorAnswers()
+            self._answer(call, answers.answers.add(number=call.number))
+        await write(answers)
+
+    def _lost(self, frontend_id: str) -> None:
+        if released := self._core.handle(FrontendLost(frontend_id)):
+            log.warning("frontend %s is lost: its %d requests are released", frontend_id, len(released))
 
     def schedule(self, request: conductor_pb2.ScheduleRequest, reply: conductor_pb2.ScheduleReply) -> None:
         """Decide on a request and fill the empty reply. Raises MalformedCall."""

@@ -66,6 +66,7 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
             with contextlib.suppress(asyncio.CancelledError):
                 await ticking
             await server.stop(_STOP_GRACE_S)
+            service.scheduling.frontends.close()
 
 
 async def _tick(core: Core, pools: PoolNodes, registry: Registry, every_s: float) -> None:

@@ -59,12 +59,13 @@ class _Call:
 class ConductorStream:
     """gRPC channel and multiplexed call stream to the conductor at `target`. Always call `close`.
 
-    Concurrent calls share a message, and so do their answers. The stream is opened for the first call, and again for
-    the next call after it broke.
+    Concurrent calls share a message, and so do their answers. The stream is opened for the first call, and again as
+    soon as it broke: the conductor releases the requests of a frontend whose stream does not come back.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, frontend_id: str = "", incarnation: int = 0) -> None:
         self.target = target
+        self._frontend = frontend_id, incarnation
         self.failed_s: float | None = None  # time of the last failed call; None after an answer
         self._channel = open_channel(target)
         self.stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(self._channel)
@@ -72,6 +73,7 @@ class ConductorStream:
         self._has_calls = asyncio.Event()
         self._sent: dict[int, _Call] = {}
         self._number = 0
+        self._is_refused = False  # the conductor ended the last stream with an error: it would do so again
         self._task: asyncio.Task[None] | None = None
 
     async def schedule(
@@ -120,9 +122,10 @@ class ConductorStream:
 
     async def _run(self) -> None:
         pause_s = 0.0
+        await self._has_calls.wait()
         while True:
-            await self._has_calls.wait()
             stream = self.stub.Schedule()
+            self._is_refused = False
             was_open = asyncio.Event()
             try:
                 failure = await self._exchange(stream, was_open)
@@ -136,10 +139,12 @@ class ConductorStream:
                 self._fail([each for each in self._queue if not each.waits], failure)
             self._queue = deque(each for each in self._queue if not each.answer.done())
             self._has_calls.set() if self._queue else self._has_calls.clear()
-            pause_s = (
-                0.0 if was_open.is_set() else min(2 * pause_s or _FIRST_RECONNECT_PAUSE_S, _LONGEST_RECONNECT_PAUSE_S)
-            )
-            if pause_s and self._queue:
+            if was_open.is_set() and self._queue:
+                pause_s = 0.0
+            elif self._is_refused and not self._queue:
+                await self._has_calls.wait()
+            else:
+                pause_s = min(2 * pause_s or _FIRST_RECONNECT_PAUSE_S, _LONGEST_RECONNECT_PAUSE_S)
                 await self._pause(pause_s)
 
     async def _pause(self, seconds: float) -> None:
@@ -168,6 +173,7 @@ class ConductorStream:
             return self._unavailable("the conductor ended the stream")
         except grpc.aio.AioRpcError as error:
             reason = as_control_error(error, what=_WHAT, target=self.target)
+            self._is_refused = not isinstance(reason, Unavailable)
             return reason if isinstance(reason, Unavailable) else self._unavailable(reason.reason)
         finally:
             stream.cancel()
@@ -176,21 +182,19 @@ class ConductorStream:
                 await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, stream: ScheduleStreamCall) -> None:
-        is_first = True
-        while True:
-            await self._has_calls.wait()
-            self._has_calls.clear()
-            while self._queue:
-                message = self._next_message()
-                if not message.calls:
-                    continue
-                if is_first:
-                    is_first = False
-                    message.software.CopyFrom(own_software())
-                try:
-                    await stream.write(message)
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    return  # the reader detects the same end and reports it
+        frontend_id, incarnation = self._frontend
+        message = conductor_pb2.FrontendCalls(software=own_software(), frontend_id=frontend_id, incarnation=incarnation)
+        try:
+            await stream.write(message)
+            while True:
+                await self._has_calls.wait()
+                self._has_calls.clear()
+                while self._queue:
+                    message = self._next_message()
+                    if message.calls:
+                        await stream.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader detects the same end and reports it
 
     def _next_message(self) -> conductor_pb2.FrontendCalls:
         """Return a message with the queued calls that fit; skip calls whose callers gave up."""
@@ -240,14 +244,17 @@ class ConductorClient:
     as long as it answers.
     """
 
-    def __init__(self, targets: Sequence[str], *, asked_by: str, tenants: Sequence[str] = ()) -> None:
+    def __init__(
+        self, targets: Sequence[str], *, asked_by: str, tenants: Sequence[str] = (), incarnation: int = 0
+    ) -> None:
         """`asked_by` is the frontend's name: different frontends prefer different conductors.
 
-        `tenants` are reported with each Cluster call.
+        `incarnation` is that of its process, and `tenants` are reported with each Cluster call.
         """
         first = zlib.crc32(asked_by.encode()) % len(targets)
         ordered = [*targets[first:], *targets[:first]]
-        self._streams = [ConductorStream(target) for target in ordered]  # the preferred one first
+        # The preferred one first.
+        self._streams = [ConductorStream(target, asked_by, incarnation) for target in ordered]
         self._asked_by = asked_by
         self.set_tenants(tenants)
         self._background: set[asyncio.Task[None]] = set()

@@ -136,8 +136,11 @@ class Service:
             else KeysFileWatcher(config.http.api_keys_file, self.keys, self.access_metrics, self._update_tenants)
         )
         self.quotas = TenantQuotas(self.access_metrics.quota_rejected)
-        self.conductor = ConductorClient(config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants)
-        self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
+        incarnation = secrets.randbits(63)
+        self.conductor = ConductorClient(
+            config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants, incarnation=incarnation
+        )
+        self.streams = WorkerStreams(config.node_id, incarnation, config.attach_timeout_s)
         self.cluster = ClusterWatch(
             self.conductor,
             config.cluster_interval_s,

@@ -16,6 +16,7 @@ from conductor.policy.events import (
     CostsGiven,
     DecodeAsked,
     Event,
+    FrontendLost,
     NodeJoined,
     NodeLost,
     NodeReported,
@@ -103,6 +104,8 @@ class Conductor:
                 state.transfers.give(event.paths)
                 if model in state.costs:
                     state.costs[model].give(event)
+            case FrontendLost(frontend_id):
+                decisions = self._release_requests_of(now_ns, frontend_id)
             case Tick():
                 state.forget_recent(now_ns)
                 state.evaluation.pass_time(now_ns, StateView(state))
@@ -385,6 +388,13 @@ class Conductor:
         before_ns = now_ns - round(self._state.config.orphan_timeout_s * NS)
         rows = np.flatnonzero(requests.column("seen_ns") <= before_ns)
         gone = [requests.remove(int(row)) for row in rows[::-1]]
+        return [ReleaseOrphan(claim.request_id, claim.attempt) for claim in gone]
+
+    def _release_requests_of(self, now_ns: int, frontend_id: str) -> list[Decision]:
+        """Release a lost frontend's requests; those that workers still hold return with the workers' next reports."""
+        state = self._state
+        rows = [row for row, claim in enumerate(state.requests.claims) if claim.frontend_id == frontend_id]
+        gone = [state.retire(row, now_ns, may_return=True) for row in reversed(rows)]
         return [ReleaseOrphan(claim.request_id, claim.attempt) for claim in gone]
 
     def _note_arrival(self, model: str, decision: Decision) -> None:

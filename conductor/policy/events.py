@@ -30,6 +30,7 @@ __all__ = [
     "DecodeAsked",
     "DecodeSample",
     "Event",
+    "FrontendLost",
     "Held",
     "NodeJoined",
     "NodeLost",
@@ -358,6 +359,13 @@ class DecodeAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class FrontendLost:
+    """A frontend has ended: nobody will complete the requests that it had."""
+
+    frontend_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Periodic event without data: triggers time-outs, the release of orphans, and role planning."""
 
@@ -372,6 +380,7 @@ Event = (
     | CopyFinished
     | ObjectivesChanged
     | CostsGiven
+    | FrontendLost
     | Tick
 )
 

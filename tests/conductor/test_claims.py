@@ -3,7 +3,7 @@
 import pytest
 
 from conductor.policy.decisions import Place, ReleaseOrphan
-from conductor.policy.events import Held, NodeJoined, NodeLost, RequestCompleted, Tick
+from conductor.policy.events import FrontendLost, Held, NodeJoined, NodeLost, RequestCompleted, Tick
 
 NOTHING = {"requests": 0, "committed_tokens": 0, "prefills": 0, "sends": 0, "copies": 0}
 
@@ -27,6 +27,26 @@ def test_both_workers_letting_go_releases_all(cluster, make):
     c.progress("prefill-0", "ended")
     assert c.counts["committed_tokens"] == 320
     c.progress("decode-0", "ended")
+    assert c.counts == NOTHING
+
+
+def test_a_lost_frontend_releases_its_requests_and_no_other(cluster, make):
+    c = cluster()
+    frontend_id = make.request().frontend_id
+    c.send(make.request())
+    assert c.send(FrontendLost("another")) == []
+    assert c.counts["requests"] == 1
+    assert c.send(FrontendLost(frontend_id)) == [ReleaseOrphan("r", 0)]
+    assert c.counts == NOTHING
+
+
+def test_a_request_that_workers_hold_returns_after_a_false_loss_of_its_frontend(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.send(FrontendLost(make.request().frontend_id))
+    c.holds("decode-0", Held("r", 0, committed_tokens=288))
+    assert (c.counts["requests"], c.counts["committed_tokens"]) == (1, 288)
+    c.holds("decode-0")
     assert c.counts == NOTHING
 
 

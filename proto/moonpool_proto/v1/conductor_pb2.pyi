@@ -878,6 +878,14 @@ class FrontendCalls(_message.Message):
 
     CALLS_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
+    FRONTEND_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    frontend_id: _builtins.str
+    """Also in the first message: the requests of a frontend are released when its streams end and none follows. "" from
+    versions that do not send it.
+    """
+    incarnation: _builtins.int
+    """of the frontend's process"""
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrontendCall]: ...
     @_builtins.property
@@ -889,10 +897,12 @@ class FrontendCalls(_message.Message):
         *,
         calls: _abc.Iterable[Global___FrontendCall] | None = ...,
         software: _common_pb2.Software | None = ...,
+        frontend_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["software", b"software"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "software", b"software"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "frontend_id", b"frontend_id", "incarnation", b"incarnation", "software", b"software"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,12 +6,14 @@ import json
 import numpy as np
 import pytest
 
+from conductor import frontend_streams
 from conductor.config import ConductorConfig
 from conductor.decision_log import find_records, recorded_runs, replay
 from conductor.policy.decisions import Place
 from conductor.server import serve_conductor
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from rpc.control import AddressInUse, CallRefused
+from rpc.versions import own_software
 from settings.keys import assemble
 
 
@@ -95,6 +97,60 @@ async def test_a_restarted_conductor_learns_the_ledger_from_what_workers_hold(co
     assert (await client.json("Validate"))["counts"]["committed_tokens"] == 288
     await client.complete()
     assert (await client.json("Validate"))["ok"]
+
+
+async def opened(client, incarnation, *, calls=()):
+    """A stream as a frontend `f` opens it."""
+    stream = client.stub.Schedule()
+    await stream.read()
+    hello = conductor_pb2.FrontendCalls(frontend_id="f", incarnation=incarnation, software=own_software(), calls=calls)
+    await stream.write(hello)
+    await stream.read()
+    return stream
+
+
+SCHEDULE = conductor_pb2.FrontendCall(
+    number=1,
+    schedule=conductor_pb2.ScheduleRequest(
+        request_id="r", model="m", prompt_tokens=64, max_new_tokens=4, frontend_id="f"
+    ),
+)
+
+
+async def test_requests_of_a_frontend_whose_stream_ended_are_released_after_the_bound(conductor, monkeypatch):
+    monkeypatch.setattr(frontend_streams, "RESUME_S", 0.3)
+    _, client = await conductor()
+    await client.join_pair()
+    stream = await opened(client, 1, calls=[SCHEDULE])
+    assert (await client.json("Validate"))["counts"]["requests"] == 1
+    stream.cancel()
+
+    async def released():
+        return (await client.json("Validate"))["ok"]
+
+    await client.until(released)
+    assert (await client.json("State"))["counters"]["orphans"] == 1
+
+
+async def test_a_frontend_that_opens_its_stream_again_loses_nothing(conductor, monkeypatch):
+    monkeypatch.setattr(frontend_streams, "RESUME_S", 0.3)
+    _, client = await conductor()
+    await client.join_pair()
+    (await opened(client, 1, calls=[SCHEDULE])).cancel()
+    again = await opened(client, 1)
+    await asyncio.sleep(0.6)
+    assert (await client.json("Validate"))["counts"]["requests"] == 1
+    again.cancel()
+
+
+async def test_a_restarted_frontend_releases_the_requests_of_its_predecessor_at_once(conductor):
+    _, client = await conductor()
+    await client.join_pair()
+    former = await opened(client, 1, calls=[SCHEDULE])
+    successor = await opened(client, 2)
+    assert (await client.json("Validate"))["ok"]
+    former.cancel()
+    successor.cancel()
 
 
 async def test_requests_of_a_frontend_that_never_completes_are_released(conductor):
