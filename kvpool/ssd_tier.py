@@ -41,6 +41,7 @@ from kvpool.policy.records import block_key
 from kvpool.ssd import SsdConfig, SsdEntry, SsdStore, extent_nbytes
 from kvpool.ssd.folder import check_folder
 from kvpool.verified_io import LoadResults, WriteResults, read_blocks, write_blocks
+from rpc.private_folder import UnsafePath, check_private
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _FAILED_READS_LIMIT = 3  # in a row: single failures may be due to single bad extents
@@ -543,6 +544,9 @@ def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:
         if not folder.exists():
             check_folder(folder.parent)  # first, so that no folder is left where it cannot be used
             folder.mkdir(exist_ok=True, mode=0o700)
+        check_private(folder.lstat(), folder)
+    except UnsafePath as error:
+        raise SsdFolderError(f"the node's folder for the SSD tier cannot be used: {error}") from error
     except OSError as error:
         raise SsdFolderError(
             f"cannot create the node's folder {folder}: {error.strerror}; give a folder that this user can write to"

@@ -150,6 +150,8 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
     try:
         if own is None:
             port = server.add_insecure_port(listen_target)
+            if path is not None:
+                path.chmod(0o600)
         else:
             port = server.add_secure_port(listen_target, server_credentials(own))
     except RuntimeError as error:

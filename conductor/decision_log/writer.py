@@ -30,6 +30,7 @@ from conductor.errors import ConductorConfigError
 from conductor.policy import PolicyConfig
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event, NodeReported, RequestArrived
+from rpc.private_folder import open_trusted
 from settings.conductor import DecisionLogSettings
 
 __all__ = ["DecisionLog"]
@@ -60,6 +61,7 @@ class DecisionLog:
         self._wall_ns = time.time_ns() - now_ns  # offset of the wall clock to the policy's clock
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(open_trusted(folder))
             self._lock_fd = _lock(folder)
             try:
                 secret, started_ms = _identity(folder)

@@ -27,6 +27,7 @@ from conductor.directory.directory import DumpedNode, Position
 from conductor.directory.table import Replicas
 from conductor.errors import SnapshotUnusable
 from conductor.shared_store.redis_store import SnapshotPointer
+from rpc.private_folder import open_trusted
 
 _MAGIC = b"MOONDIR1"
 _DIGEST_NBYTES = 16
@@ -169,7 +170,8 @@ class Snapshots:
 
     def __init__(self, folder: Path, cluster_name: str, directory: Directory) -> None:
         """Create the folder. Raises OSError if it cannot be created or written."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(open_trusted(folder))
         self.path = folder.resolve() / FILE_NAME
         remove_unfinished(self.path)
         self._cluster_name = cluster_name

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from conductor.errors import SharedStoreRefused, SharedStoreUnavailable
 from conductor.shared_store import RedisStore
 from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionReader
+from rpc.private_folder import open_trusted
 
 
 class MemoryVersions:
@@ -61,7 +62,8 @@ class FileVersions:
 
     def __init__(self, folder: Path, cluster_name: str) -> None:
         """Create the folder. Raises OSError if that fails."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(open_trusted(folder))
         self._folder = folder.resolve()
         self._path = self._folder / "objectives.json"
         self._cluster_name = cluster_name

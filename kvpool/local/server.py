@@ -486,11 +486,8 @@ class LocalPoolServer:
         self._listener = socket.socket(socket.AF_UNIX)
         try:
             self._listener.setblocking(False)
-            before = os.umask(0o177)
-            try:
-                self._listener.bind(os.fspath(self.path))
-            finally:
-                os.umask(before)
+            os.fchmod(self._listener.fileno(), 0o600)  # the socket in the file system gets the same mode
+            self._listener.bind(os.fspath(self.path))
             self._listener.listen(64)
         except OSError as error:
             self._listener.close()

@@ -179,7 +179,8 @@ class Disk:
 
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
         """Return a descriptor for reading and writing."""
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0) | (os.O_DIRECT if direct else 0)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= (os.O_CREAT if create else 0) | (os.O_DIRECT if direct else 0)
         return os.open(path, flags, 0o600)  # private: prompts can be derived from KV
 
     def close(self, fd: int) -> None:

@@ -9,6 +9,7 @@ from moonpool.errors import ClusterNotFound, ConfigError
 from moonpool.supervision.ready_file import READY_NAME, ReadyFile
 from moonpool.supervision.run_dir import default_run_dir
 from moonpool.transport_security import secure_from_environment
+from rpc.private_folder import open_trusted
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -32,6 +33,8 @@ def locate(*, conductor: str, url: str, ready_file: Path | None) -> Located:
     if conductor:
         return Located(conductor, (), None)
     path = ready_file or _default_ready_file(url)
+    if ready_file is None:
+        _check_own(path.parent)
     try:
         ready = ReadyFile.read(path)
     except ClusterNotFound as error:
@@ -58,6 +61,7 @@ def _usual_ready_file() -> ReadyFile | None:
     """Return this user's running cluster at the default port, otherwise the one that started last."""
     usual = _default_ready_file(DEFAULT_URL)
     found = []
+    _check_own(usual.parent.parent)
     for path in default_run_dir(READY_NAME).parent.glob(f"*/{READY_NAME}"):
         try:
             ready = ReadyFile.read(path)
@@ -67,6 +71,18 @@ def _usual_ready_file() -> ReadyFile | None:
         except (ClusterNotFound, OSError):
             continue  # it has stopped, or was killed and left its file
     return max(found, key=lambda entry: entry[:2])[2] if found else None
+
+
+def _check_own(folder: Path) -> None:
+    """Raise ConfigError if another user could have put files into the folder. A folder that is missing has none."""
+    try:
+        os.close(open_trusted(folder))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigError(
+            f"no ready file is read in {folder}: {error}; or give --url, --conductor or --ready-file"
+        ) from error
 
 
 def _default_ready_file(url: str) -> Path:

@@ -12,6 +12,7 @@ from moonpool.plan import RolePlan
 from moonpool.python_path import module_command
 from moonpool.supervision.child import Child, ChildPlan, LogFile
 from moonpool.supervision.http_port import LISTENER_VARIABLE
+from rpc.private_folder import create_private
 
 
 class Processes:
@@ -51,7 +52,6 @@ class Processes:
 def child_plan(node_id: str, role: str, settings: dict[str, Any], env: dict[str, str], folder: Path) -> ChildPlan:
     """Return the command that runs a role; its settings are in a file, so that no secret appears in a process list."""
     path = folder / f"{node_id}.yaml"
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    with open(create_private(path), "w", encoding="utf-8") as file:
+        yaml.safe_dump(settings, file, sort_keys=False)
     return ChildPlan(node_id, module_command("moonpool", role, "--config", str(path)), env)

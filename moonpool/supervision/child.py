@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from moonpool import python_path
 from moonpool.supervision.http_port import LISTENER_VARIABLE
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
+from rpc.private_folder import create_private
 
 
 class LogFile:
@@ -25,7 +26,7 @@ class LogFile:
     def __init__(self, path: Path, *, limit_nbytes: int = 32 << 20) -> None:
         self.path = path
         self._limit_nbytes = limit_nbytes
-        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._file: BinaryIO = os.fdopen(create_private(path), "wb", buffering=0)
 
     def write(self, line: str) -> None:
         """Append one line; it is lost on a full disk, which must not stop the cluster."""
@@ -39,7 +40,7 @@ class LogFile:
 
     def _turn_over(self) -> None:
         self.path.replace(self.path.with_name(self.path.name + ".1"))
-        successor = self.path.open("wb", buffering=0)
+        successor = os.fdopen(create_private(self.path), "wb", buffering=0)
         self._file.close()
         self._file = successor
 

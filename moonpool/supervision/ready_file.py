@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,8 +50,10 @@ class ReadyFile:
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically: a reader sees the old or the new content, never a part."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # the folder may be everybody's
+        with open(os.open(partial, flags, 0o644), "w", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(self), indent=2) + "\n")
         partial.replace(path)
 
     @classmethod

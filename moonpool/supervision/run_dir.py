@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from moonpool.errors import ConfigError, RunDirInUse
+from rpc.private_folder import UnsafePath, open_private
 
 OBJECTIVES = "objectives"  # folder of the objectives' versions, in the run directory or the state folder
 LONGEST_SOCKET_NAME = 40  # bytes for file names inside; a unix socket's path has at most 107
@@ -20,7 +21,10 @@ def default_run_dir(name: str) -> Path:
 
 
 def make_run_dir(path: Path) -> Path:
-    """Create `path`, readable by this user only. Raises RunDirInUse for another user's, ConfigError for a bad path."""
+    """Create `path`, which only this user can enter, unless it exists.
+
+    Raises RunDirInUse if another user made it or a folder on the way, or could do so; ConfigError for a bad path.
+    """
     path = path.absolute()
     if len(os.fsencode(path)) + 1 + LONGEST_SOCKET_NAME > _MAX_SOCKET_PATH_NBYTES:
         raise ConfigError(
@@ -28,13 +32,11 @@ def make_run_dir(path: Path) -> Path:
             f"at most {_MAX_SOCKET_PATH_NBYTES - 1 - LONGEST_SOCKET_NAME} bytes"
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.mkdir(exist_ok=True, mode=0o700)
-        owner = path.stat().st_uid
+        os.close(open_private(path, create=True))
+    except UnsafePath as error:
+        raise RunDirInUse(f"the run directory {path} cannot be used: {error}; or give another --run-dir") from error
     except OSError as error:
         raise ConfigError(f"cannot make the run directory {path}: {error}") from error
-    if owner != os.getuid():
-        raise RunDirInUse(f"the run directory {path} belongs to user {owner}; give another --run-dir")
     return path
 
 
@@ -51,7 +53,12 @@ class RunDirLock:
         self._file = -1
 
     def __enter__(self) -> "RunDirLock":
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        folder = open_private(self._path.parent)
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.open(self._path.name, flags, 0o600, dir_fd=folder)
+        finally:
+            os.close(folder)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
