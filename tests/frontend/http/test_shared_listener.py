@@ -1,4 +1,4 @@
-"""Of several frontends with one listening socket, one serves; the kernel passes the right on at its death."""
+"""Several frontends with one listening socket: one serves, and the kernel passes the right on at its death."""
 
 import asyncio
 import os

@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -159,6 +160,10 @@ def has_standby(ready: ReadyFile) -> bool:
     return sum(each.role == "frontend" and each.ready for each in ready.nodes.values()) == 2
 
 
+def is_served_by_another(node_id: str, ready: ReadyFile) -> bool:
+    return serving_frontend(ready) not in ("", node_id)
+
+
 class Retrying(threading.Thread):
     """A client that completes one prompt after the other, each on a connection of its own, and retries at once."""
 
@@ -188,6 +193,10 @@ class Retrying(threading.Thread):
                 connection.close()
 
 
+def completed_more(clients: list[Retrying], count: int, _: ReadyFile) -> bool:
+    return sum(client.num_completed for client in clients) > count
+
+
 def test_a_retry_always_finds_a_listener_while_frontends_are_killed(served: Served) -> None:
     clients = [Retrying(served) for _ in range(3)]
     for client in clients:
@@ -199,10 +208,10 @@ def test_a_retry_always_finds_a_listener_while_frontends_are_killed(served: Serv
             pid = before.nodes[victim].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            after = served.wait_until(lambda ready, victim=victim: serving_frontend(ready) not in ("", victim))
+            after = served.wait_until(partial(is_served_by_another, victim))
             assert after.url == before.url
             count = sum(client.num_completed for client in clients)
-            served.wait_until(lambda _, count=count: sum(client.num_completed for client in clients) > count)
+            served.wait_until(partial(completed_more, clients, count))
     finally:
         for client in clients:
             client.is_over.set()
