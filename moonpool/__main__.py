@@ -4,11 +4,18 @@ from moonpool.python_path import leave_working_directory
 
 leave_working_directory()
 
-from moonpool.supervision.parent_death import die_with_supervisor  # noqa: E402
+from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE, die_with_supervisor  # noqa: E402
 
 die_with_supervisor()
 
-from moonpool.cli import main  # noqa: E402  (before slow imports, during which the supervisor may die)
+if __name__ == "__main__":  # slow imports come after that, since the supervisor may die during them
+    import os
+    import sys
 
-if __name__ == "__main__":
+    if os.environ.get(SUPERVISOR_VARIABLE):
+        from moonpool.role_process.supervised import run_supervised
+
+        run_supervised(sys.argv[1:])
+    from moonpool.cli import main
+
     main()

@@ -1,10 +1,7 @@
 """The `moonpool` command line: its commands, their groups, and their help. The work is done in `commands/`."""
 
-import logging
-import os
-import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import typer
 
@@ -18,7 +15,7 @@ from moonpool.commands.status import status, validate
 from moonpool.config import ServeConfig
 from moonpool.options import configured_command
 from moonpool.python_path import leave_working_directory
-from moonpool.role_process.roles import ROLES, RoleCommand, run_role
+from moonpool.role_process.roles import ROLES, run_and_exit
 
 _HELP = """
 Disaggregated prefill/decode LLM serving built around the KV cache.
@@ -109,19 +106,6 @@ _EARLIER_NAMES = {
 }
 
 
-def _runner(role: RoleCommand) -> Callable[[Any], int]:
-    def run(config: Any) -> int:
-        exit_code = run_role(role, config)
-        # The role has closed what it opened. The interpreter's own shutdown, with torch and numba loaded, takes a
-        # second of CPU in each process, and one Ctrl-C would wait for all of them.
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-
-    return run
-
-
 configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
 app.command("chat")(chat)
 app.command("demo")(demo)
@@ -151,8 +135,8 @@ for _name, _help in _LAZY_GROUPS:
     add_lazy(app, _name, LazyTarget(f"moonpool.commands.{_name}"), _help, _GROUPS)
 for _role in ROLES:
     _short = _role.command.removesuffix("-node")
-    configured_command(node, _short, _role.composite, _runner(_role), help=_role.help)
-    configured_command(app, _role.command, _role.composite, _runner(_role), help=_role.help, hidden=True)
+    configured_command(node, _short, _role.composite, partial(run_and_exit, _role), help=_role.help)
+    configured_command(app, _role.command, _role.composite, partial(run_and_exit, _role), help=_role.help, hidden=True)
 _WORKERS: dict[str, Callable[..., None]] = {"scale": scale, "drain": drain, "switch": switch}
 for _name, _command in _WORKERS.items():
     node.command(_name)(_command)

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
 from moonpool.errors import ConfigError
@@ -33,6 +33,17 @@ class RoleCommand:
     composite: type
     serve: Callable[[Any, str, asyncio.Event, Ready], Serving]  # settings, node id, stop, on_ready
     help: str
+
+
+def run_and_exit(role: RoleCommand, config: Any) -> NoReturn:
+    """Serve as `run_role` does, then end the process with its exit code. Raises ConfigError."""
+    exit_code = run_role(role, config)
+    # The role has closed what it opened. The interpreter's own shutdown, with torch and numba loaded, takes a second of
+    # CPU in each process, and one Ctrl-C would wait for all of them.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def run_role(role: RoleCommand, config: Any) -> int:

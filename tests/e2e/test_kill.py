@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,10 @@ import aiohttp
 import numpy as np
 import pytest
 
+from moonpool.cluster_view.collector import validate_cluster
+from moonpool.cluster_view.locate import locate
+
+RELEASED_S = 15.0  # two seconds, and the next report of each worker, on cores that others use too
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 42}
 
 
@@ -105,6 +111,28 @@ async def test_the_death_of_the_frontend_cancels_its_requests(cluster: Any, sess
         await stream(session, cluster.url, body, kill_at_ten)
     await cluster.wait_restarted("frontend", old)
     await cluster.validate()
+
+
+async def test_conductor_and_workers_release_the_requests_of_a_killed_frontend_within_seconds(
+    cluster: Any, session: aiohttp.ClientSession
+) -> None:
+    old, is_first = cluster.pid("frontend"), asyncio.Event()
+
+    async def cut_off(seed: int) -> None:
+        body = {"model": cluster.ready["model"], "prompt": prompt(300 + seed, 400), **LONG}
+        with contextlib.suppress(aiohttp.ClientError):
+            await stream(session, cluster.url, body, lambda _: is_first.set())
+
+    asked = [asyncio.create_task(cut_off(seed)) for seed in range(24)]  # some wait, some prefill, some decode
+    await is_first.wait()
+    cluster.kill("frontend")
+    killed_s = time.monotonic()
+    await asyncio.gather(*asked)
+    located = locate(conductor="", url="", ready_file=cluster.ready_file)
+    while held := [one for one in await validate_cluster(located) if one.role != "frontend" and not one.ok]:
+        assert time.monotonic() < killed_s + RELEASED_S, held
+        await asyncio.sleep(0.1)
+    await cluster.wait_restarted("frontend", old)
 
 
 async def test_without_another_node_the_request_ends_with_a_named_error_or_goes_on(
