@@ -146,6 +146,7 @@ def _cluster(ssd: Path) -> Iterator[ReadyFile]:
             "max-queue": MAX_QUEUE_S,
             "port": 0,
             "run-dir": default_run_dir("demo"),
+            "frontends": 1,
             "ready-file": ready_path,
             "startup-timeout": _STARTUP_S,
         }

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moonpool.config import all_settings, load
 from moonpool.errors import ConfigError, MoonpoolError
@@ -21,7 +22,7 @@ def run_supervised(arguments: Sequence[str]) -> None:
     if role is None or len(arguments) != 3:
         return
     try:
-        config = load(
+        config: Any = load(
             role.composite,
             flags={},
             environ=os.environ,

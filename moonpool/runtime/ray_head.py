@@ -10,24 +10,33 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from moonpool.errors import RayUnusable
 from moonpool.python_path import module_command
+from moonpool.supervision.run_dir import default_run_dir, make_run_dir
 
 _PREFIX = "MOONPOOL_RAY "
 _START_S = 180.0
 _STOP_S = 20.0
+_MAX_TEMPORARY_NBYTES = 40  # Ray adds up to 66 to the path of a unix socket, which has at most 107
 _OBJECT_STORE_NBYTES = 80 << 20  # near Ray's minimum, since we do not use it
 
 
 @contextmanager
 def ray_head(num_cpus: int, resources: Mapping[str, float]) -> Iterator[str]:
     """Yield the address of a running Ray; its processes end on exit, or with this process. Raises RayUnusable."""
-    options = {"num_cpus": num_cpus, "resources": dict(resources), "object_store_memory": _OBJECT_STORE_NBYTES}
+    options = {
+        "num_cpus": num_cpus,
+        "resources": dict(resources),
+        "object_store_memory": _OBJECT_STORE_NBYTES,
+        "_temp_dir": str(_temporary_folder()),
+    }
     head = _started(module_command("moonpool.runtime.ray_head", json.dumps(options)))
     try:
         yield _address(head)
@@ -39,6 +48,14 @@ def ray_head(num_cpus: int, resources: Mapping[str, float]) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             head.kill()
             head.wait()
+
+
+def _temporary_folder() -> Path:
+    """Return the folder of Ray's sockets and logs. Its default, /tmp/ray, is everybody's, and so is what Ray makes."""
+    own = make_run_dir(default_run_dir("ray")) / "tmp"
+    if len(os.fsencode(own)) <= _MAX_TEMPORARY_NBYTES:
+        return own
+    return Path(tempfile.mkdtemp(prefix="mp-ray-", dir="/tmp")) / "tmp"
 
 
 def _started(command: Sequence[str]) -> "subprocess.Popen[bytes]":
