@@ -117,13 +117,16 @@ class DecodeService:
 
     async def _serve(self, request: Request, reserve: ReserveRequest, reserved: asyncio.Future[Reservation]) -> None:
         with tracing.begin("decode", request.traceparent, **request.span_attributes) as span:
-            await self._serve_traced(request, reserve, reserved, span)
+            compiling = self.node.begin_grammar(request)
+            try:
+                await self._serve_traced(request, reserve, reserved, span)
+            finally:
+                compiling.cancel()
 
     async def _serve_traced(
         self, request: Request, reserve: ReserveRequest, reserved: asyncio.Future[Reservation], span: Span
     ) -> None:
         node = self.node
-        node.begin_grammar(request)
         block_tokens = node.config.block_tokens
         cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens))
         with span.child("slots"), node.queued(request):

@@ -1,76 +1,146 @@
 """Grammars of structured output, from the request fields of OpenAI and vLLM."""
 
 import json
-from functools import lru_cache
-from typing import Any, Final, NoReturn
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, cast
 
 from frontend.api.request_models import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
-from frontend.errors import InvalidRequest
+from frontend.errors import InvalidRequest, Overloaded
 from frontend.request import Grammar
 from frontend.tools import tools_grammar, tools_of
 from moonpool_proto.v1 import common_pb2
-from worker.errors import GrammarError
-from worker.grammar import check_grammar
+from worker.errors import GrammarBusy, GrammarError, GrammarTooCostly
+from worker.grammar_frames import source_nbytes
+from worker.grammar_processes import FRONTEND_LIMITS, GrammarProcesses, GrammarSource, InvalidPart
 
 JSON_SCHEMA: Final = common_pb2.Grammar.KIND_JSON_SCHEMA
 LARK: Final = common_pb2.Grammar.KIND_LARK
 REGEX: Final = common_pb2.Grammar.KIND_REGEX
+_MAX_VERDICTS: Final = 1024
 
 
-def checked_grammar(body: GenerationBody) -> Grammar | None:
-    """Return the body's grammar, validated; None if it has none. Raises InvalidRequest for an invalid grammar."""
-    found = grammar_of(body)
-    if found is None:
-        return None
-    grammar, param = found
-    check(grammar, param)
-    return grammar
+@dataclass(frozen=True)
+class UncheckedGrammar:
+    """Grammar of a request, and the names of its parts in messages: that of the whole, then those of `source.parts`.
+
+    `fields` are the body's fields, which are less specific.
+    """
+
+    source: GrammarSource
+    names: tuple[str, ...]
+    fields: tuple[str, ...]
+
+    @property
+    def grammar(self) -> Grammar:
+        return Grammar(cast(common_pb2.Grammar.Kind.ValueType, self.source.kind), self.source.source)
 
 
-def checked_chat_grammar(body: ChatBody) -> Grammar | None:
-    """Return a chat's grammar, which includes tool calls. Raises InvalidRequest also for unsupported combinations."""
-    tools = tools_of(body)
-    if tools is None:
-        return checked_grammar(body)
-    for index, tool in enumerate(tools.specs):
-        schema = Grammar(JSON_SCHEMA, json.dumps(tool.parameters))
-        check(schema, f"tools: function.parameters of {tool.name!r} (tool {index})", field="tools")
+class GrammarChecker:
+    """Checks of requests' grammars in processes that can be killed, and a cache of the verdicts."""
+
+    def __init__(self, count: Callable[[str], None]) -> None:
+        """`count` is called with "refused" and "killed", as by GrammarProcesses."""
+        self._processes = GrammarProcesses(FRONTEND_LIMITS, count)
+        # Clients repeat the same grammars. By the grammar's key: None, or the message and the invalid part.
+        self._verdicts: OrderedDict[bytes, tuple[str, int] | None] = OrderedDict()
+
+    def warm_up(self) -> None:
+        """Begin to start the template process now instead of with the first grammar."""
+        self._processes.warm_up()
+
+    def close(self) -> None:
+        """End all processes. Blocks."""
+        self._processes.close()
+
+    async def check(self, unchecked: UncheckedGrammar, tenant: str) -> Grammar:
+        """Return the grammar if it is valid and can be checked within the limits; cancelling ends the check.
+
+        Raises InvalidRequest, and Overloaded if too many grammars of the tenant wait.
+        """
+        key = unchecked.source.key
+        if key not in self._verdicts:
+            verdict: tuple[str, int] | None = None
+            try:
+                await self._processes.check(tenant, unchecked.source).result()
+            except GrammarBusy as error:
+                raise Overloaded(
+                    f"{error}; send the request again", code="grammar_checks", retry_after_s=1.0
+                ) from error
+            except GrammarTooCostly as error:  # remembered by the processes
+                raise _refused(unchecked, str(error), -1) from error
+            except GrammarError as error:
+                verdict = str(error), error.index if isinstance(error, InvalidPart) else -1
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > _MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(key)
+        found = self._verdicts[key]
+        if found is not None:
+            raise _refused(unchecked, *found)
+        return unchecked.grammar
+
+
+def _refused(unchecked: UncheckedGrammar, message: str, part: int) -> InvalidRequest:
+    return InvalidRequest(f"{unchecked.names[part + 1]}: {message}", param=unchecked.fields[part + 1])
+
+
+def wants_grammar(body: GenerationBody) -> bool:
+    """Return True if `requested_grammar` may return one; it takes long for large schemas."""
+    fields = (
+        body.response_format,
+        body.structured_outputs,
+        body.guided_json,
+        body.guided_regex,
+        body.guided_choice,
+        body.guided_grammar,
+    )
+    has_tools = isinstance(body, ChatBody) and (body.tools is not None or body.tool_choice is not None)
+    return has_tools or any(field is not None for field in fields)
+
+
+def requested_grammar(body: GenerationBody) -> UncheckedGrammar | None:
+    """Return the grammar of an answer, which includes a chat's tool calls; None if there is none.
+
+    Raises InvalidRequest for unsupported combinations and too large grammars.
+    """
+    tools = tools_of(body) if isinstance(body, ChatBody) else None
     answer = grammar_of(body)
-    if answer is not None:
+    if tools is None:
+        if answer is None:
+            return None
         grammar, param = answer
-        if tools.must_call or grammar.kind != JSON_SCHEMA:
-            raise InvalidRequest(
-                f"{param} cannot be combined with tools: an answer either calls a tool or is text. With "
-                "tool_choice "
-                "'auto', a JSON schema for the text is supported",
-                param=param,
-            )
-        check(grammar, param)
+        return _sized(UncheckedGrammar(GrammarSource(grammar.kind, grammar.source), (param,), (param,)))
+    if answer is not None and (tools.must_call or answer[0].kind != JSON_SCHEMA):
+        param = answer[1]
+        raise InvalidRequest(
+            f"{param} cannot be combined with tools: an answer either calls a tool or is text. With tool_choice "
+            "'auto', a JSON schema for the text is supported",
+            param=param,
+        )
+    parts = [json.dumps(tool.parameters) for tool in tools.specs]
+    names = [f"tools: function.parameters of {tool.name!r} (tool {index})" for index, tool in enumerate(tools.specs)]
+    fields = ["tools"] * len(names)
+    if answer is not None:
+        parts, names, fields = [*parts, answer[0].source], [*names, answer[1]], [*fields, answer[1]]
     lark = tools_grammar(
         tools.specs,
         must_call=tools.must_call,
         parallel=tools.parallel,
         text_schema=None if answer is None else json.loads(answer[0].source),
     )
-    whole = Grammar(LARK, lark)
-    check(whole, "tools")
-    return whole
+    source = GrammarSource(LARK, lark, tuple(parts), JSON_SCHEMA)
+    return _sized(UncheckedGrammar(source, ("tools", *names), ("tools", *fields)))
 
 
-def check(grammar: Grammar, name: str, *, field: str | None = None) -> None:
-    """Raise InvalidRequest if `grammar` is too large, unsupported or invalid.
-
-    `field` is the body's field if `name`, used in the message, is more specific.
-    """
+def _sized(unchecked: UncheckedGrammar) -> UncheckedGrammar:
+    """Raise InvalidRequest if the whole grammar is too large, before any of it is checked."""
     try:
-        _check_once(grammar.kind, grammar.source)
+        source_nbytes(unchecked.source.source)
     except GrammarError as error:
-        raise InvalidRequest(f"{name}: {error}", param=field or name) from error
-
-
-@lru_cache(maxsize=64)  # clients repeat the same grammars, and checking many tools is slow
-def _check_once(kind: common_pb2.Grammar.Kind.ValueType, source: str) -> None:
-    check_grammar(kind, source)
+        raise _refused(unchecked, str(error), -1) from error
+    return unchecked
 
 
 def grammar_of(body: GenerationBody) -> tuple[Grammar, str] | None:

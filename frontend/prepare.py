@@ -18,7 +18,7 @@ from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ServedModelConfig
 from frontend.errors import ContextLengthExceeded, InvalidRequest
 from frontend.event_loop import WorkThreads
-from frontend.grammars import checked_chat_grammar, checked_grammar
+from frontend.grammars import GrammarChecker, requested_grammar, wants_grammar
 from frontend.prompts import ChatPrompt, ChatTruncator, PromptReader
 from frontend.request import GenerationRequest, Grammar, SamplingParams, TextOptions
 from frontend.tokenizer import Tokenizer
@@ -253,6 +253,7 @@ class Preparer:
         threads: WorkThreads,
         answers: AnswerMemory,
         metrics: RequestMetrics,
+        grammars: GrammarChecker,
     ) -> None:
         self._config = config
         self._model = model.name
@@ -262,6 +263,7 @@ class Preparer:
         self._fitter = ChatTruncator(self._reader, tokenizer)
         self._metrics = metrics
         self._threads = threads
+        self._grammars = grammars
 
     @property
     def max_model_len(self) -> int:
@@ -274,10 +276,10 @@ class Preparer:
         if len(prompts) > self._config.max_prompts:
             most = self._config.max_prompts
             raise InvalidRequest(f"prompt must hold at most {most} prompts, got {len(prompts)}", param="prompt")
+        grammar = await self._grammar(body, arrival)
 
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, len(prompts))
-            grammar = checked_grammar(body)
             special = body.add_special_tokens is not False
             requests: list[GenerationRequest] = []
             if body.truncate_prompt_tokens is None:
@@ -302,10 +304,10 @@ class Preparer:
 
     async def chat(self, body: ChatBody, arrival: RequestContext) -> list[GenerationRequest]:
         """Return one request per choice."""
+        grammar = await self._grammar(body, arrival)
 
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, 1)
-            grammar = checked_chat_grammar(body)
             named = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
             requested = self._wanted_tokens(body, named)
             prompt, num_dropped = self._chat_prompt(body, arrival, requested)
@@ -338,6 +340,13 @@ class Preparer:
         """Return the text of token ids."""
         self._reader.check_ids(token_ids, "tokens")
         return await self._threads.run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def _grammar(self, body: GenerationBody, arrival: RequestContext) -> Grammar | None:
+        """Return the body's grammar, checked; None if it has none. Raises InvalidRequest and Overloaded."""
+        if not wants_grammar(body):
+            return None
+        unchecked = await self._threads.run(lambda: requested_grammar(body))
+        return None if unchecked is None else await self._grammars.check(unchecked, arrival.caller.tenant)
 
     def _chat_prompt(self, body: ChatBody, arrival: RequestContext, requested: int | None) -> tuple[ChatPrompt, int]:
         """Return (the chat's prompt, number of dropped messages)."""

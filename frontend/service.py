@@ -19,6 +19,7 @@ from frontend.console.watch import ConsoleWatch
 from frontend.errors import ModelNotServed, ServiceUnavailable
 from frontend.event_loop import LoopThrottle, WorkThreads
 from frontend.generation import Generation, GenerationContext, RequestSession
+from frontend.grammars import GrammarChecker
 from frontend.output import Output
 from frontend.prepare import Preparer
 from frontend.request import GenerationRequest
@@ -51,6 +52,7 @@ class ServedModel:
         config: FrontendConfig,
         cluster: ClusterWatch,
         threads: WorkThreads,
+        grammars: GrammarChecker,
         families: RequestFamilies,
     ) -> None:
         self.config = model
@@ -58,7 +60,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.metrics = RequestMetrics(families, model.name)
         self._answers = AnswerMemory(config.http.answer_memory_bytes)
-        self.preparer = Preparer(config, model, tokenizer, cluster, threads, self._answers, self.metrics)
+        self.preparer = Preparer(config, model, tokenizer, cluster, threads, self._answers, self.metrics, grammars)
         self._num_sessions = 0
 
     def output(self, request: GenerationRequest) -> Output:
@@ -113,6 +115,7 @@ async def load_tokenizers(models: Sequence[ServedModelConfig]) -> list[Tokenizer
     return [await asyncio.to_thread(Tokenizer, model.path) for model in models]
 
 
+_WARM_UP_AFTER_S: Final = 1.0  # what only structured output needs must not delay the start
 _FINAL_REPORTS_S: Final = 5.0  # time to report outcomes to the conductor after the last request
 
 
@@ -152,17 +155,25 @@ class Service:
         self.loop_watch = LoopWatch()
         self.registry.register(ConductorCollector(self._samples))
         self.threads = WorkThreads(config.tokenizer_threads)
+        self.grammars = GrammarChecker(self.access_metrics.grammar)
         families = RequestFamilies(self.registry)
         self.models = ServedModels(
             [
                 ServedModel(
-                    model, tokenizer, config=config, cluster=self.cluster, threads=self.threads, families=families
+                    model,
+                    tokenizer,
+                    config=config,
+                    cluster=self.cluster,
+                    threads=self.threads,
+                    grammars=self.grammars,
+                    families=families,
                 )
                 for model, tokenizer in zip(config.models, tokenizers, strict=True)
             ]
         )
         self.console = ConsoleWatch(self.conductor, self.cluster, self._about)
         self.console_actions = ConsoleActions(self.conductor)
+        self._warming: asyncio.TimerHandle | None = None
         self._memory = RecentRequests()
         self.started_at = int(time.time())
         self.draining = False
@@ -176,6 +187,7 @@ class Service:
         if self._keys_file is not None:
             self._keys_file.start()
         await self.cluster.start()
+        self._warming = asyncio.get_running_loop().call_later(_WARM_UP_AFTER_S, self.grammars.warm_up)
 
     async def admit(self, name: str | None) -> ServedModel:
         """Return the model named by a request; the first one for None.
@@ -257,6 +269,9 @@ class Service:
         await self.cluster.close()
         await self.conductor.close()
         await self.loop_watch.close()
+        if self._warming is not None:
+            self._warming.cancel()
+        await asyncio.to_thread(self.grammars.close)
         self.threads.close()
 
     def path_of(self, request_id: str) -> Mapping[str, Any] | None:

@@ -191,6 +191,18 @@ class FrontendMetrics:
         self._quota_rejected = Counter(
             "moonpool:quota_rejected", "Requests over their tenant's quota.", ["tenant", "reason"], registry=registry
         )
+        self._grammars = {
+            "refused": Counter(
+                "moonpool:http_grammars_refused",
+                "Requests refused because their grammar takes too much time or memory to check.",
+                registry=registry,
+            ),
+            "killed": Counter(
+                "moonpool:http_grammar_processes_killed",
+                "Processes that ended before they had checked their grammar, most by a limit.",
+                registry=registry,
+            ),
+        }
         self._connections = Gauge("moonpool:http_connections", "Open client connections.", registry=registry)
         self._certificate_left_s = Gauge(
             "moonpool:http_certificate_left_seconds",
@@ -206,6 +218,10 @@ class FrontendMetrics:
     def quota_rejected(self, tenant: str, reason: str) -> None:
         """Count a request over its quota. Tenants are those of the API key file; `reason` comes from a fixed set."""
         self._quota_rejected.labels(tenant, reason).inc()
+
+    def grammar(self, what: str) -> None:
+        """Count a grammar refused for its cost ("refused"), or an ended process ("killed")."""
+        self._grammars[what].inc()
 
     def watch_certificate(self, left_s: Callable[[], float]) -> None:
         """Export `left_s()` as the remaining lifetime of the HTTP certificate."""

@@ -40,6 +40,8 @@ from worker.request import EngineSequence
 
 log = logging.getLogger(__name__)
 
+_GRAMMAR_WAIT_S = 0.005
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
@@ -158,7 +160,7 @@ class EngineLoop:
             now_s = time.monotonic()
             # Sorted before every step: an urgent prompt takes precedence from its next chunk on.
             self._prefilling.sort(key=lambda sequence: sequence.queue_entry.rank(now_s))
-            ready = [s for s in self._decoding if self._has_room(s)]
+            ready = [s for s in self._decoding if self._is_ready(s)]
             prompts = [s for s in self._prefilling if s.group_chunks is None or s.group_chunks.is_ready]
             # A chunk of a group may wait for other nodes at every layer, so it runs in its own step, and decoding
             # sequences get every other step.
@@ -178,9 +180,10 @@ class EngineLoop:
                 self._step([ready[i] for i in plan.decode], [(prompts[c.index], c) for c in plan.prefill])
 
     def _take_commands(self) -> bool:
+        self._await_grammars()
         with self._wake:
             while not (self._closing or self._inbox or self._can_prefill() or self._can_decode()):
-                self._wake.wait()
+                self._wake.wait(_GRAMMAR_WAIT_S if any(s.waits_for_grammar for s in self._decoding) else None)
             while self._inbox:
                 sequence = self._inbox.popleft()
                 prefilling = sequence.num_computed < sequence.prompt_len
@@ -191,7 +194,22 @@ class EngineLoop:
         return any(s.group_chunks is None or s.cancelled or s.group_chunks.is_ready for s in self._prefilling)
 
     def _can_decode(self) -> bool:
-        return any(sequence.cancelled or self._has_room(sequence) for sequence in self._decoding)
+        return any(sequence.cancelled or self._is_ready(sequence) for sequence in self._decoding)
+
+    def _await_grammars(self) -> None:
+        """Wait a moment for the grammars' masks of the next step.
+
+        Masks normally come within a fraction of a millisecond. A sequence whose mask takes longer sits out steps until
+        it is there, so that slow grammars delay others by at most _GRAMMAR_WAIT_S per step.
+        """
+        for sequence in self._decoding:
+            if sequence.waits_for_grammar:
+                assert sequence.steering is not None
+                sequence.steering.is_ready(max(0.0, sequence.steering.asked_at + _GRAMMAR_WAIT_S - time.monotonic()))
+
+    def _is_ready(self, sequence: EngineSequence) -> bool:
+        """Return True if the next step can compute the sequence."""
+        return self._has_room(sequence) and not sequence.waits_for_grammar
 
     def _has_room(self, sequence: EngineSequence) -> bool:
         """Return True if the slot table has room for the last token, which the next step computes.

@@ -3,14 +3,18 @@
 WorkerError
 ├── RequestRefused        the request is invalid here (too long, unknown model): not retried
 ├── RequestFailed         this attempt failed here; another node may succeed
-│   └── GroupLost         chunks of other members of a prefill group are missing or damaged
+│   ├── GroupLost         chunks of other members of a prefill group are missing or damaged
+│   └── GrammarLost       the process that followed the request's grammar has ended
 ├── GrammarError          a grammar that cannot be compiled
+│   └── GrammarTooCostly  a grammar that exceeds the limits on time or memory
+├── GrammarBusy           a grammar could not be handled now; it may be sent again
 ├── ProfileError          a cost profile that cannot be read or lacks a requested entry
 ├── EngineBroken          the engine fails every step; the process must be restarted
 └── StartupError          the node cannot start with this configuration
 """
 
 import logging
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +47,24 @@ class GroupLost(RequestFailed):
         super().__init__("group", message)
 
 
+class GrammarLost(RequestFailed):
+    """The process that followed a request's grammar has ended. `judge`, which blocks, returns the error's cause."""
+
+    def __init__(self, judge: Callable[[], WorkerError]) -> None:
+        super().__init__("grammar_lost", "the process that followed the grammar has ended")
+        self.judge = judge
+
+
 class GrammarError(WorkerError):
     """A grammar is malformed, not supported or too large."""
+
+
+class GrammarTooCostly(GrammarError):
+    """A grammar takes more time or memory than one grammar may, or makes its compiler fail."""
+
+
+class GrammarBusy(WorkerError):
+    """Too many grammars wait, or the process that handled this one was ended from outside."""
 
 
 class ProfileError(WorkerError):
@@ -62,8 +82,11 @@ class StartupError(WorkerError):
 def sequence_error(error: Exception) -> WorkerError:
     """Convert an exception raised for one sequence of a batch into the error that ends this sequence.
 
-    Grammar errors are final, since the sequence would fail in the same way on any node; all others may be retried.
+    Grammar errors are final, since the sequence would fail in the same way on any node; all others may be retried. The
+    cause of a GrammarLost is found out later, off the engine thread.
     """
+    if isinstance(error, GrammarLost):
+        return error
     if isinstance(error, GrammarError):
         return RequestRefused("grammar", f"the answer cannot continue under its grammar: {error}")
     log.error("one sequence of a step failed", exc_info=error)

@@ -26,7 +26,7 @@ from worker.counters import WorkerCounters
 from worker.engine_interface import Engine
 from worker.engine_loading import load_engine
 from worker.engine_loop import EngineLoop, StepResult
-from worker.errors import RequestFailed, WorkerError
+from worker.errors import GrammarError, GrammarLost, RequestFailed, RequestRefused, WorkerError
 from worker.grammar_matching import GrammarCompiler, GrammarMatcher
 from worker.jobs import RequestJobs
 from worker.kv_connector import KVConnector, PoolCallSettings
@@ -38,11 +38,12 @@ from worker.policy.scheduling_order import WaitQueue
 from worker.reporter import ConductorReporter
 from worker.request import EngineSequence, Request, queue_entry_to_proto
 from worker.role_switch import RoleSwitch
-from worker.shielded_wait import shielded
+from worker.shielded_wait import in_thread, shielded
 from worker.streams import TokenStreams
 
 log = logging.getLogger(__name__)
 
+_GRAMMAR_COUNTERS = {"refused": "grammars_refused", "killed": "grammar_processes_killed"}
 SWITCH_INTERVAL_S = 0.0005  # the default of 5 ms would delay I/O while the engine thread runs Python
 
 
@@ -56,7 +57,10 @@ class WorkerNode:
         self.model: Engine = load_engine(config)
         own = self.model.config.max_positions
         self.grammars = GrammarCompiler(
-            config.model.path, self.model.config.vocab_size, self.model.config.eos_token_ids
+            config.model.path,
+            self.model.config.vocab_size,
+            self.model.config.eos_token_ids,
+            lambda what: self.counters.add(_GRAMMAR_COUNTERS[what], 1),
         )
         self.max_model_len = min(own, config.engine.max_model_len or own, config.engine.capacity_tokens)
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=self.incarnation)
@@ -213,16 +217,17 @@ class WorkerNode:
         if held is not None:
             held.committed_tokens = len(sequence.slots) * self.config.block_tokens
 
-    def begin_grammar(self, request: Request) -> None:
-        """Compile the request's grammar, if it has one, in the background."""
-        self.grammars.begin(request.sampling.grammar)
+    def begin_grammar(self, request: Request) -> asyncio.Task[None]:
+        """Compile the request's grammar, if it has one, in the background until the task is cancelled."""
+        sampling = request.sampling
+        return asyncio.create_task(self.grammars.begin(sampling.grammar, request.queue_entry.account))
 
     async def matcher(self, request: Request) -> GrammarMatcher | None:
         """Return the request's grammar matcher, advanced by its generated ids; None without a grammar.
 
-        Raises RequestRefused.
+        Raises RequestRefused and RequestFailed.
         """
-        return await self.grammars.matcher(request.sampling.grammar, request.generated_ids)
+        return await self.grammars.matcher(request.sampling.grammar, request.generated_ids, request.queue_entry.account)
 
     async def run_in_engine(self, sequence: EngineSequence) -> None:
         """Run a sequence in the engine until it leaves: finished, handed over, or cancelled with the caller.
@@ -230,6 +235,15 @@ class WorkerNode:
         On return, also by an exception, the engine no longer uses its slots. Raises RequestFailed for an engine error,
         and the error of the sequence itself.
         """
+        try:
+            await self._run_in_engine(sequence)
+        except GrammarLost as lost:
+            cause = await in_thread(lost.judge)
+            if isinstance(cause, GrammarError):
+                raise RequestRefused("bad_grammar", str(cause)) from cause
+            raise RequestFailed(lost.code, str(cause)) from cause
+
+    async def _run_in_engine(self, sequence: EngineSequence) -> None:
         leaving: asyncio.Future[None] = self._loop.create_future()
         self._leaving[id(sequence)] = leaving
         self.engine.submit(sequence)

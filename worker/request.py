@@ -270,6 +270,11 @@ class EngineSequence:
         """True if nothing more is generated: finished, or failed by an error of its own."""
         return bool(self.finish) or self.error is not None
 
+    @property
+    def waits_for_grammar(self) -> bool:
+        """True while the grammar's mask for the next token is being computed."""
+        return self.steering is not None and not self.steering.is_ready()
+
     def try_append(self, token: int) -> bool:
         """Append a generated token. Returns False and sets `error` if the sequence cannot continue with it."""
         try:

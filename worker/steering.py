@@ -82,6 +82,15 @@ class Steering:
             sampling.has_penalties or len(sampling.bias_ids) or sampling.min_tokens or sampling.grammar is not None
         )
 
+    @property
+    def asked_at(self) -> float:
+        """When the grammar's mask for the next token was requested (time.monotonic())."""
+        return self._matcher.asked_at if self._matcher is not None else 0.0
+
+    def is_ready(self, wait_s: float = 0.0) -> bool:
+        """Return True if `row` does not have to wait for the grammar, after waiting at most `wait_s` seconds."""
+        return self._matcher is None or self._matcher.is_ready(wait_s)
+
     def row(self, index: int) -> LogitSteering | None:
         """Return the changes for the token at this index; None if there are none. Raises GrammarError."""
         allowed = self._matcher.allowed() if self._matcher is not None else None

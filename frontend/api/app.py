@@ -23,10 +23,11 @@ from frontend.api.request_models import (
     RequestModel,
     TokenizeBody,
 )
-from frontend.api.stream import encode
+from frontend.api.stream import encode, while_connected
 from frontend.callers import ApiCaller
 from frontend.console.routes import CONSOLE, ConsoleRoutes
 from frontend.errors import ApiError, ClientGone
+from frontend.grammars import wants_grammar
 from frontend.prepare import Preparer, RequestContext
 from frontend.request import GenerationRequest
 from frontend.service import ServedModel, Service
@@ -178,7 +179,9 @@ class _Routes:
             arrival = RequestContext.of(http.headers, at_s=at_s, caller=caller, span=span_of(http))
             body = await self._body(http, kind)
             model = await self._service.admit(body.model)
-            requests = await prepare(model.preparer, body, arrival)
+            preparing = prepare(model.preparer, body, arrival)
+            # The check of a costly grammar must end with its client.
+            requests = await (while_connected(http.receive, preparing) if wants_grammar(body) else preparing)
             reservation.reserve(requests)
             timing = arrival.wants_timing
             return await answer(

@@ -1,13 +1,11 @@
-"""Parent-death signal: the kernel kills a process when its supervisor dies. Imports nothing heavy."""
+"""Parent-death signal of a role: the kernel kills it when its supervisor dies. Imports nothing heavy."""
 
-import ctypes
 import os
-import signal
 import sys
 
-SUPERVISOR_VARIABLE = "MOONPOOL_SUPERVISOR_PID"
+from rpc.parent_death import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
+SUPERVISOR_VARIABLE = "MOONPOOL_SUPERVISOR_PID"
 
 
 def die_with_supervisor() -> None:
@@ -17,10 +15,5 @@ def die_with_supervisor() -> None:
     its sockets and shared memory anyway. Linux only; on other systems the user stops orphans.
     """
     supervisor = os.environ.get(SUPERVISOR_VARIABLE)
-    if supervisor is None or not sys.platform.startswith("linux"):
-        return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != int(supervisor):
-        # The supervisor died before the prctl above, so no signal will come.
+    if supervisor is not None and not die_with_parent(int(supervisor)):
         sys.exit("the supervisor has ended; exiting")

@@ -17,6 +17,8 @@ from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_STOP, Submit
+from tests.worker.grammar_bombs import allof_bomb, late_bomb
+from worker.fair_queue import MAX_RUNNING
 from worker.request import EngineSequence, Request
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
@@ -177,10 +179,54 @@ async def test_a_row_out_of_range_is_refused_before_it_meets_others(start_pair: 
     await pair.at_rest()
 
 
+async def test_a_grammar_that_explodes_at_a_token_ends_only_its_own_request(start_pair: Start) -> None:
+    pair = await start_pair()
+    bomb = Grammar(kind=Grammar.KIND_LARK, source=late_bomb())
+    beside = [
+        await pair.frontend.submit(controlled(pair, f"b{name}", PROMPT, **CONTROLS[name]))
+        for name in ("grammar", "bias")
+    ]
+    request = await pair.frontend.submit(controlled(pair, "bomb", PROMPT, grammar=bomb))
+    await request.ended.wait()
+    failure = request.failures[-1]
+    assert (failure.code, failure.retryable) == ("bad_grammar", False), failure
+    assert "CPU time" in failure.message
+    for each in beside:
+        await each.ended.wait()
+        assert each.failures == []
+    again = await pair.frontend.submit(controlled(pair, "again", PROMPT, grammar=bomb))
+    await again.ended.wait()
+    assert (again.failures[-1].code, "without another attempt" in again.failures[-1].message) == ("bad_grammar", True)
+    counted: dict[str, float] = {}
+    for face in (pair.prefill, pair.decode):
+        for name, value in face.node.counters.snapshot().items():
+            counted[name] = counted.get(name, 0) + value
+    assert counted["grammars_refused"] >= 2
+    assert counted["grammar_processes_killed"] == 1
+    await pair.at_rest()
+
+
+async def test_a_grammar_that_explodes_when_compiled_holds_up_no_others(start_pair: Start) -> None:
+    pair = await start_pair()
+    bomb = Grammar(kind=Grammar.KIND_JSON_SCHEMA, source=allof_bomb(26))
+    request = await pair.frontend.submit(controlled(pair, "bomb", PROMPT, grammar=bomb))
+    for name, controls in CONTROLS.items():
+        each = await pair.frontend.submit(controlled(pair, name, PROMPT, **controls))
+        await each.ended.wait()
+        assert each.failures == []
+    assert not request.ended.is_set()
+    await request.ended.wait()
+    assert (request.failures[-1].code, request.failures[-1].retryable) == ("bad_grammar", False)
+    await pair.at_rest()
+
+
 async def test_requests_whose_grammars_take_long_to_compile_hold_up_no_others(start_pair: Start) -> None:
     pair = await start_pair()
     may_go_on = threading.Event()
-    pair.prefill.node.grammars._thread.submit(may_go_on.wait, 60)
+    holding = [
+        pair.prefill.node.grammars._processes.submit(f"tenant{i}", lambda _: may_go_on.wait(60))
+        for i in range(MAX_RUNNING)
+    ]
     try:
         slow = [
             await pair.frontend.submit(controlled(pair, f"g{i}", PROMPT, **CONTROLS["grammar"]))
@@ -191,6 +237,8 @@ async def test_requests_whose_grammars_take_long_to_compile_hold_up_no_others(st
         assert [request.ended.is_set() for request in slow] == [False] * len(slow)
     finally:
         may_go_on.set()
+    for task in holding:
+        assert await task.result()
     for request in slow:
         await request.ended.wait()
         assert request.failures == []

@@ -227,18 +227,19 @@ class Broken(GrammarMatcher):
     """Fails at its third token, in the one or the other call."""
 
     def __init__(self, inner: GrammarMatcher, call: str, error: Exception) -> None:
-        super().__init__(inner._inner, inner._vocabulary)
-        self._call, self._error, self._num = call, error, 0
+        super().__init__(inner._sock, inner._vocabulary, inner._lost)
+        self._allowed = inner._allowed
+        self._call, self._planted, self._num = call, error, 0
 
     def allowed(self) -> Any:
         if self._call == "allowed" and self._num == 2:
-            raise self._error
+            raise self._planted
         return super().allowed()
 
     def take(self, token: int) -> None:
         self._num += 1
         if self._call == "take" and self._num == 3:
-            raise self._error
+            raise self._planted
         super().take(token)
 
 

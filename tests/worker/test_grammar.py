@@ -10,7 +10,10 @@ import pytest
 
 from moonpool_proto.v1.common_pb2 import Grammar
 from worker.errors import GrammarError
-from worker.grammar import MAX_SOURCE_NBYTES, check_grammar, on_deep_stack
+from worker.grammar import JSON_SCHEMA, check_grammar, on_deep_stack
+from worker.grammar import LARK as LARK_KIND
+from worker.grammar import REGEX as REGEX_KIND
+from worker.grammar_frames import MAX_SOURCE_NBYTES
 
 JSON, LARK, REGEX = Grammar.KIND_JSON_SCHEMA, Grammar.KIND_LARK, Grammar.KIND_REGEX
 
@@ -23,6 +26,18 @@ JSON, LARK, REGEX = Grammar.KIND_JSON_SCHEMA, Grammar.KIND_LARK, Grammar.KIND_RE
         (LARK, 'start: "yes" | "no"'),
         (LARK, 'start: %json {"type":"integer"}'),
         (LARK, "start: T~2..500\nT: /b{500}/"),
+        (LARK, "start: T\nT: " + " & ".join(f"/.*{c}.*/" for c in "abcdefghijklmnopq")),
+        (LARK, 'start: "' + "&" * 50 + '" // ' + "&" * 50),
+        (
+            JSON,
+            json.dumps(
+                {
+                    "type": "object",
+                    "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-f]{{{i}}}$"} for i in range(1, 101)},
+                }
+            ),
+        ),
+        (JSON, json.dumps({"type": "string", "allOf": [{"pattern": "^[a-z]*$"}, {"pattern": "^.{2,9}$"}]})),
         (REGEX, r"\d{3}-\d{4}"),
     ],
 )
@@ -48,6 +63,15 @@ def test_a_sound_grammar_passes(kind: Grammar.Kind.ValueType, source: str) -> No
         (LARK, "start: r r\nr: T~70000\nT: /b/", "at most 500, got 70000"),
         (LARK, "start: r~1..9999999999\nr: /b/", "got 9999999999"),
         (LARK, "start: T\nT: /b{2,1000}/", "got 1000"),
+        (
+            LARK,
+            'start: T\nT: /a&b/ & "&" & ' + " & ".join("/x/" for _ in range(16)),
+            "at most 16 conjunctions .*got 17",
+        ),
+        (JSON, json.dumps({"allOf": [{"pattern": "a"}] * 9}), "at most 8 patterns, got 9"),
+        (JSON, json.dumps({"items": {"pattern": "b", "allOf": [{"allOf": [{"pattern": "a"}] * 8}]}}), "got 9"),
+        (JSON, json.dumps({"patternProperties": {f"a{i}": {} for i in range(17)}}), "at most 16 patterns, got 17"),
+        (JSON, json.dumps({"properties": {f"a{i}": {"pattern": "a"} for i in range(513)}}), "at most 512 patterns"),
         (REGEX, "(((", "unclosed group"),
         (REGEX, "(?=a)b", "look-around"),
         (REGEX, "a" * (MAX_SOURCE_NBYTES + 1), f"at most {MAX_SOURCE_NBYTES}"),
@@ -97,8 +121,12 @@ def test_other_large_numbers_are_fine(source: str) -> None:
     check_grammar(JSON, source)
 
 
-def test_checking_needs_no_torch() -> None:
-    script = "import sys, worker.grammar; sys.exit('torch' in sys.modules)"
+def test_kinds_are_those_of_the_protocol() -> None:
+    assert (JSON_SCHEMA, LARK_KIND, REGEX_KIND) == (JSON, LARK, REGEX)
+
+
+def test_checking_needs_neither_torch_nor_protobuf() -> None:
+    script = "import sys, worker.grammar_child; sys.exit('torch' in sys.modules or 'google.protobuf' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

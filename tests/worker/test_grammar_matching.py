@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from engine.config import find_tokenizer
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_COMPLETE, FINISH_NONE, FINISH_STOP
 from worker import grammar_matching as matchers_module
-from worker.errors import GrammarError, RequestRefused
+from worker.errors import GrammarError, RequestFailed, RequestRefused
 from worker.grammar_matching import GrammarCompiler, GrammarMatcher
+from worker.grammar_processes import GrammarProcesses, GrammarSource
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 VOCAB = 2100  # more rows than the tokenizer has tokens, as many models have
@@ -115,32 +116,39 @@ async def test_it_goes_on_from_any_token_as_it_would_have(make: Make) -> None:
 
 async def test_a_grammar_is_compiled_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    real = matchers_module.to_llguidance
+    real = GrammarProcesses.check
 
-    def counted(kind: Any, source: str) -> str:
-        compiled.append(source)
-        return real(kind, source)
+    def counted(self: GrammarProcesses, tenant: str, grammar: GrammarSource) -> Any:
+        compiled.append(grammar.source)
+        return real(self, tenant, grammar)
 
-    monkeypatch.setattr(matchers_module, "to_llguidance", counted)
+    monkeypatch.setattr(GrammarProcesses, "check", counted)
     matchers = make()
-    matchers.begin(JSON)
-    await asyncio.gather(*(matchers.matcher(JSON, NOTHING) for _ in range(5)))
+    await asyncio.gather(matchers.begin(JSON), *(matchers.matcher(JSON, NOTHING) for _ in range(5)))
     assert compiled == [JSON.source]
     for i in range(matchers_module.MAX_COMPILED):  # each of them pushes an older one out
-        matchers.begin(Grammar(kind=Grammar.KIND_REGEX, source=f"x{i}"))
+        await matchers.begin(Grammar(kind=Grammar.KIND_REGEX, source=f"x{i}"))
     await matchers.matcher(JSON, NOTHING)
     assert compiled.count(JSON.source) == 2
 
 
-async def test_a_compile_that_broke_off_is_tried_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_thread(work: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
+async def test_a_compile_whose_process_is_killed_from_outside_is_tried_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     matchers = make()
+    real = GrammarProcesses._started
+
+    def killed(self: GrammarProcesses) -> Any:
+        template = real(self)
+        template._process.kill()
+        template._process.wait()
+        return template
+
     with monkeypatch.context() as patched:
-        patched.setattr(matchers_module, "on_deep_stack", no_thread)
-        with pytest.raises(RuntimeError, match="new thread"):
+        patched.setattr(GrammarProcesses, "_started", killed)
+        with pytest.raises(RequestFailed) as caught:
             await matchers.matcher(JSON, NOTHING)
+        assert caught.value.code == "grammar_busy"
     assert await matchers.matcher(JSON, NOTHING) is not None
 
 
@@ -184,23 +192,29 @@ schemas = st.recursive(
 )
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[GrammarCompiler]:
+    matchers = GrammarCompiler(BUNDLED, VOCAB, (1,))
+    yield matchers
+    matchers.close()
+
+
 @settings(max_examples=60, deadline=None)
 @given(schema=schemas, seed=st.integers(0, 99), moves=st.integers(1, 9))
-def test_any_walk_over_any_schema_is_valid_however_often_it_moves(schema: Any, seed: int, moves: int) -> None:
+def test_any_walk_over_any_schema_is_valid_however_often_it_moves(
+    shared: GrammarCompiler, schema: Any, seed: int, moves: int
+) -> None:
     """Rebuilt from its ids every so many tokens, as on another node."""
     grammar = Grammar(kind=Grammar.KIND_JSON_SCHEMA, source=json.dumps(schema))
 
     async def answer() -> list[int]:
-        matchers, ids = GrammarCompiler(BUNDLED, VOCAB, (1,)), np.empty(0, np.int32)
-        try:
-            for turn in range(400):
-                matcher = await matchers.matcher(grammar, ids)
-                assert matcher is not None
-                ids = np.append(ids, walk(matcher, 1000 * seed + turn, moves)).astype(np.int32)
-                if matcher.finish:
-                    return [int(i) for i in ids]
-        finally:
-            matchers.close()
+        ids = np.empty(0, np.int32)
+        for turn in range(400):
+            matcher = await shared.matcher(grammar, ids)
+            assert matcher is not None
+            ids = np.append(ids, walk(matcher, 1000 * seed + turn, moves)).astype(np.int32)
+            if matcher.finish:
+                return [int(i) for i in ids]
         raise AssertionError("an answer without an end")
 
     jsonschema.validate(json.loads(text_of(asyncio.run(answer()))), schema)
