@@ -97,7 +97,7 @@ class GrammarMatcher:
 
         Waits for it. Raises GrammarError, and GrammarLost if the process has ended.
         """
-        self._receive()
+        self.receive()
         assert self._allowed is not None
         if not self._allowed.any():
             raise GrammarError("the grammar has reached a state in which no token of this model is allowed")
@@ -105,7 +105,7 @@ class GrammarMatcher:
 
     def take(self, token: int) -> None:
         """Advance by one token. Raises GrammarError for a token that is not allowed."""
-        self._receive()
+        self.receive()
         assert self._allowed is not None
         if not self._allowed[token]:
             self._error = GrammarError(f"token {token} is not allowed by the grammar")
@@ -120,9 +120,10 @@ class GrammarMatcher:
         except OSError as error:
             raise self._ended() from error
         if not self._vocabulary.end_ids:
-            self._receive()  # its end is the grammar's, which only the process detects
+            self.receive()  # its end is the grammar's, which only the process detects
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Wait for the mask of the next token. Raises GrammarError and GrammarLost."""
         if self._error is not None:
             raise self._error
         if self._allowed is not None:
@@ -234,7 +235,7 @@ class GrammarCompiler:
                 ours.settimeout(limits.wall_s)
                 socket.send_fds(process.sock, [b"+"], [theirs.fileno()])
             send_frame(ours, generated.astype("<i4").tobytes())
-            matcher.allowed()
+            matcher.receive()
         except GrammarError as error:
             if not len(generated):
                 raise

@@ -145,7 +145,8 @@ async def test_tools_are_checked_at_once_after_their_total_size(front: Any, monk
 
     monkeypatch.setattr(GrammarProcesses, "check", counted)
     chat = {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "a"}]}
-    assert (await post(front, "victim", tools=tools(128), **chat))[0] == 200
+    _, body = await post(front, "victim", tools=tools(128), **chat)
+    assert body["error"]["code"] == "context_length_exceeded"  # which is looked at once the grammar has passed
     assert checked == [128]
     status, body = await post(front, "victim", tools=tools(128, padding=2000), **chat)
     assert (status, body["error"]["param"]) == (400, "tools")
