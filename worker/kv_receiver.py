@@ -113,7 +113,7 @@ class KVReceiver:
             raise BadNotification(
                 f"its {len(blocks)} blocks are not all in [{target.held_blocks}, {target.num_blocks}), as reserved"
             )
-        if len(np.unique(blocks)) < len(blocks):
+        if len(set(blocks.tolist())) < len(blocks):
             raise BadNotification("it names a block twice")
         if not np.array_equal(pushed.valid, target.valid_tokens(blocks)):
             raise BadNotification("its blocks have other numbers of tokens than the reservation's")
