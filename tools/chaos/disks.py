@@ -67,7 +67,10 @@ class HostDisk:
         flipped = 0
         for _ in range(num_flips if files else 0):
             with contextlib.suppress(OSError), rng.choice(files).open("r+b", buffering=0) as file:
-                at = rng.randrange(os.fstat(file.fileno()).st_size)
+                size = os.fstat(file.fileno()).st_size
+                if not size:
+                    continue  # a journal that has just begun
+                at = rng.randrange(size)
                 old = os.pread(file.fileno(), 1, at)
                 os.pwrite(file.fileno(), bytes([old[0] ^ 1 << rng.randrange(8)]), at)
                 os.fsync(file.fileno())
