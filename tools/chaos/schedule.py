@@ -27,12 +27,14 @@ LINKS = (
     ("conductor", "prefill"),
     ("conductor", "decode"),
     ("conductor", "pool"),
+    ("conductor", "redis"),
     ("prefill", "decode"),
     ("prefill", "pool"),
     ("decode", "pool"),
     ("pool", "pool"),
 )
 """Pairs of roles that exchange messages. Workers of different models do not."""
+ALONE = ("client", "redis")  # ends of links that are on neither host
 ROLES = ("frontend", "conductor", "pool", "prefill", "decode")
 WORKERS = ("prefill", "decode")
 ROUND_S = 22.0
@@ -161,11 +163,11 @@ def _draw(rng: random.Random, kind: str, host: int, window_s: float, topology: T
 def _ends(rng: random.Random, link: tuple[str, str], host: int, topology: Topology) -> tuple[str, str]:
     """Return a node of the host and the other end, which may be on either host."""
     near, far = link if rng.random() < 0.5 else link[::-1]
-    if near == "client":
+    if near in ALONE:
         near, far = far, near
     node = rng.choice(topology.nodes(near, host))
-    if far == "client":
-        return node, "client"
+    if far in ALONE:
+        return node, far
     if near == far:
         return node, f"{far}-{1 - host}"
     peers = topology.nodes(far, rng.choice(HOSTS))

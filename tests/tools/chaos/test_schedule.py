@@ -6,6 +6,7 @@ import pytest
 
 from tools.chaos.schedule import (
     ALL_KINDS,
+    ALONE,
     CUTS,
     RECOVERY_S,
     ROUND_S,
@@ -49,7 +50,7 @@ def test_a_cut_link_joins_two_nodes_that_exchange_messages() -> None:
     for fault in cuts:
         ends = {fault.node, fault.peer}
         assert len(ends) == 2
-        roles = sorted("client" if end == "client" else end.rsplit("-", 2)[-2] for end in ends)
+        roles = sorted(end if end in ALONE else end.rsplit("-", 2)[-2] for end in ends)
         assert roles == sorted(CUTS[fault.kind])
         if set(roles) == {"prefill", "decode"}:
             assert model_of(fault.node) == model_of(fault.peer)
