@@ -17,8 +17,9 @@ from typing import Protocol
 import jsonschema
 import numpy as np
 from llguidance import LLMatcher
+from tokenizers import Tokenizer
 
-from engine import LogitSteering, SamplingRow, load_model, noisy_scores
+from engine import LogitSteering, SamplingRow, find_tokenizer, load_model, noisy_scores
 from engine.config import ModelConfig, read_config
 from frontend.api.request_models import ChatBody
 from frontend.grammars import JSON_SCHEMA, LARK, grammar_of
@@ -96,12 +97,24 @@ class ExactReference:
         return wrong
 
 
-class Grammars:
-    """The grammars that requests ask for, compiled once each."""
+class Texts:
+    """The tokenizer of a model, and the grammars that requests ask for, compiled once each."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._vocabulary = GrammarVocabulary(folder, config.vocab_size, config.eos_token_ids)
         self._compiled: dict[tuple[int, str], LLMatcher] = {}
+        self._tokenizer = Tokenizer.from_file(str(find_tokenizer(folder)))
+
+    def lacks_message(self, request: ClientRequest, prompt_ids: Sequence[int]) -> bool:
+        """Return True if the user's messages of a chat are not in the prompt, in their order."""
+        text, at = self._tokenizer.decode(list(prompt_ids), skip_special_tokens=False), 0
+        for message in request.body["messages"]:
+            if message["role"] == "user":
+                found = text.find(message["content"], at)
+                if found < 0:
+                    return True
+                at = found + len(message["content"])
+        return False
 
     def matcher(self, request: ClientRequest) -> GrammarMatcher | None:
         """Return a matcher at the beginning of the request's answer; None if it asks for no grammar."""
@@ -148,9 +161,9 @@ class Verdict:
 class Verifier:
     """Judges the requests of a run."""
 
-    def __init__(self, references: dict[str, Reference], grammars: dict[str, Grammars]) -> None:
+    def __init__(self, references: dict[str, Reference], texts: dict[str, Texts]) -> None:
         """Both by model."""
-        self._references, self._grammars = references, grammars
+        self._references, self._texts = references, texts
 
     @classmethod
     def of(cls, models: dict[str, Path], *, paced: Sequence[str], answer_tokens: int) -> Verifier:
@@ -159,7 +172,7 @@ class Verifier:
             name: ExactReference(folder, answer_tokens) if name in paced else RealReference(folder)
             for name, folder in models.items()
         }
-        return cls(references, {name: Grammars(folder, read_config(folder)) for name, folder in models.items()})
+        return cls(references, {name: Texts(folder, read_config(folder)) for name, folder in models.items()})
 
     def judge(self, requests: Sequence[ClientRequest], on_done: Callable[[int], None] = lambda done: None) -> Verdict:
         """Verify all requests."""
@@ -201,10 +214,13 @@ class Verifier:
             verdict.wrong_answers += 1
             verdict.note(f"{name}: the answer has the prompt ids {received.prompt_ids[:8]}…")
             return
+        if request.is_chat and self._texts[request.model].lacks_message(request, received.prompt_ids):
+            verdict.wrong_answers += 1
+            verdict.note(f"{name}: the prompt lacks a message of the chat")
         for index, choice in received.choices.items():
             if not choice.token_ids:
                 continue
-            matcher = self._grammars[request.model].matcher(request)
+            matcher = self._texts[request.model].matcher(request)
             asked = Asked(request.body["seed"], request.body["temperature"], index, matcher)
             verdict.verified_answers += 1
             verdict.verified_tokens += len(choice.token_ids)

@@ -20,7 +20,7 @@ from tools.chaos.cluster import BUNDLED
 from tools.chaos.leaks import ProcessUsage, growth, held_at_rest
 from tools.chaos.load import Load
 from tools.chaos.requests import Choice, ClientAttempt, ClientRequest, Form, Received, Script, is_complete, take
-from tools.chaos.verify import ExactReference, Grammars, RealReference, Verdict, Verifier
+from tools.chaos.verify import ExactReference, RealReference, Texts, Verdict, Verifier
 from worker.paced.tokens import Draw, PacedTokens
 
 PROMPT = list(range(100, 140))
@@ -38,8 +38,8 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def verifier(random_model: Path) -> Verifier:
     references = {"real": RealReference(random_model), "paced": ExactReference(BUNDLED, 0)}
-    grammars = Grammars(BUNDLED, read_config(BUNDLED))
-    return Verifier(references, {"real": grammars, "paced": grammars})
+    texts = Texts(BUNDLED, read_config(BUNDLED))
+    return Verifier(references, {"real": texts, "paced": texts})
 
 
 def paced_answer(count: int, *, seed: int = 5) -> list[int]:
@@ -98,7 +98,7 @@ def test_an_answer_outside_its_grammar_is_counted(verifier: Verifier) -> None:
     request.attempts, request.outcome = [ClientAttempt(0, 0.0, 1.0, "completed", "", received)], "completed"
     verdict = verifier.judge([request])
     assert verdict.wrong_tokens == 1
-    assert verdict.wrong_answers == 2  # usage, and not the schema
+    assert verdict.wrong_answers == 3  # usage, the schema, and a prompt without the message
 
 
 @pytest.mark.parametrize(
