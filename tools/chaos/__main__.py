@@ -74,6 +74,7 @@ async def _run(seconds: float, seed: int, models: list[str], kinds: list[str], l
                 _keep_logs(folder, logs)
         outcome.leaks += [f"shared memory {name} is left" for name in sorted(shared_memory() - segments)]
         verifier = Verifier.of(cluster.models, paced=[PACED], answer_tokens=PACED_ANSWER_TOKENS)
+        print(f"verifying the answers of {len(outcome.requests)} requests", flush=True)
         began_s = time.monotonic()
         outcome.verdict = verifier.judge(outcome.requests)
         outcome.extra["verification_s"] = round(time.monotonic() - began_s, 1)
