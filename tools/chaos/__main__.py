@@ -15,7 +15,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tools.chaos.cluster import PACED, REAL, START_S, Cluster, chaos_folder
+from tools.chaos.cluster import BUNDLED, PACED, REAL, START_S, Cluster, chaos_folder
 from tools.chaos.faults import Injector, unsupported
 from tools.chaos.leaks import growth, held_at_rest, shared_memory, usages
 from tools.chaos.load import Load
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--seconds must be above 0, --engines real, paced or both, --kinds known")
     print(f"chaos test of {given.seconds:.0f} s, seed {seed}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that namespaces and mounts are removed
+    # Outside the event loop, which would hold back an interrupt during the verification.
     outcome = asyncio.run(_run(given.seconds, seed, models, kinds, given.out if given.keep else None))
+    _verify(outcome, dict.fromkeys(models, BUNDLED))
     outcome.write(given.out)
     print(f"report: {given.out}/report.html")
     for line in (*outcome.verdict.problems, *outcome.leaks, *outcome.unexpected):
@@ -73,12 +75,16 @@ async def _run(seconds: float, seed: int, models: list[str], kinds: list[str], l
             if logs is not None:
                 _keep_logs(folder, logs)
         outcome.leaks += [f"shared memory {name} is left" for name in sorted(shared_memory() - segments)]
-        verifier = Verifier.of(cluster.models, paced=[PACED], answer_tokens=PACED_ANSWER_TOKENS)
-        print(f"verifying the answers of {len(outcome.requests)} requests", flush=True)
-        began_s = time.monotonic()
-        outcome.verdict = verifier.judge(outcome.requests)
-        outcome.extra["verification_s"] = round(time.monotonic() - began_s, 1)
     return outcome
+
+
+def _verify(outcome: Outcome, models: dict[str, Path]) -> None:
+    """Verify all answers. Runs after the cluster has ended."""
+    print(f"verifying the answers of {len(outcome.requests)} requests", flush=True)
+    began_s = time.monotonic()
+    verifier = Verifier.of(models, paced=[PACED], answer_tokens=PACED_ANSWER_TOKENS)
+    outcome.verdict = verifier.judge(outcome.requests)
+    outcome.extra["verification_s"] = round(time.monotonic() - began_s, 1)
 
 
 async def _torment(cluster: Cluster, seconds: float, seed: int, kinds: list[str], network_missing: str) -> Outcome:

@@ -8,7 +8,6 @@ that follows from the ids before it. Grammars of requests are applied to the sco
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +56,7 @@ class RealReference:
     """The model in this process, without cache or cluster."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = load_model(folder, threads=min(2, os.cpu_count() or 1))  # the cluster has ended
+        self._model = load_model(folder, threads=1)
 
     def wrong_tokens(self, prompt_ids: Sequence[int], choice: Choice, asked: Asked) -> list[int]:
         """Return the indices of tokens that lie more than the tolerance below the best."""
