@@ -43,7 +43,6 @@ from worker.streams import TokenStreams
 
 log = logging.getLogger(__name__)
 
-_GRAMMAR_COUNTERS = {"refused": "grammars_refused", "killed": "grammar_processes_killed"}
 SWITCH_INTERVAL_S = 0.0005  # the default of 5 ms would delay I/O while the engine thread runs Python
 
 
@@ -60,7 +59,7 @@ class WorkerNode:
             config.model.path,
             self.model.config.vocab_size,
             self.model.config.eos_token_ids,
-            lambda what: self.counters.add(_GRAMMAR_COUNTERS[what], 1),
+            self._count_grammar,
         )
         self.max_model_len = min(own, config.engine.max_model_len or own, config.engine.capacity_tokens)
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=self.incarnation)
@@ -216,6 +215,12 @@ class WorkerNode:
         held = self.held.get(sequence.request.request_id)
         if held is not None:
             held.committed_tokens = len(sequence.slots) * self.config.block_tokens
+
+    def _count_grammar(self, what: str) -> None:
+        if what == "refused":
+            self.counters.add("grammars_refused", 1)
+        else:
+            self.counters.add("grammar_processes_killed", 1)
 
     def begin_grammar(self, request: Request) -> asyncio.Task[None]:
         """Compile the request's grammar, if it has one, in the background until the task is cancelled."""
