@@ -27,7 +27,7 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # all that it imports, which is more than half of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-nightly check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma chaos clean distclean
+.PHONY: help setup lock demo test test-nightly check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma chaos clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -37,6 +37,7 @@ help:
 	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
 	@echo "make check   format, lint, import rules, house rules, types, generated code, every test importable"
 	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
+	@echo "make lock    write the lock files again after a change of constraints.txt or pyproject.toml; needs PyPI"
 	@echo "make format  apply the formatter and the safe fixes"
 	@echo "make proto   generate Python from proto/"
 	@echo "make chart   generated files of the deployment: schemas, the chart's table, golden renders"
@@ -51,10 +52,13 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt .ci/install.py .ci/compile_kernels.py
+$(STAMP): pyproject.toml requirements.lock requirements-dev.lock .ci/install.py .ci/compile_kernels.py
 	$(PYTHON) .ci/install.py $(VENV) $(TORCH_INDEX)
 	$(QUIET_THREADS) $(BIN)/python .ci/compile_kernels.py
 	@touch $@
+
+lock:
+	$(BIN)/python .ci/lock.py write $(TORCH_INDEX)
 
 demo: $(STAMP)
 	$(BIN)/python -m moonpool demo

@@ -3,76 +3,180 @@
     python .ci/install.py VENV [TORCH_INDEX] [--requirements FILE]
 
 With a file, what it names is installed in place of the project. Only the standard library is used, and any Python from
-3.11 on. Versions are those of constraints.txt, or of the file. uv does not read pip's configuration, so its package
-sources are handed over; torch's CPU build may come from pip's find-links, or from TORCH_INDEX, e.g.
-https://download.pytorch.org/whl/cpu, and is whatever the package index has otherwise.
+3.11 on.
+
+Every file that is installed must have a SHA-256 of the lock files (requirements*.lock, written by `make lock`), so that
+no package source can replace another's package; nothing is built from sources but the project itself, by the locked
+hatchling and without a network. Packages come from the sources of pip's configuration, which uv does not read: they are
+handed over. torch's CPU build (requirements-cpu.lock) comes from TORCH_INDEX alone, such as
+https://download.pytorch.org/whl/cpu, or from pip's find-links. Without both, the package index's build is installed, on
+Linux with its CUDA libraries (requirements-cuda.lock).
 """
 
 import argparse
 import ast
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = ["-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[dev]"]
+LOCKS = (ROOT / "requirements.lock", ROOT / "requirements-dev.lock")
+CPU_LOCK = ROOT / "requirements-cpu.lock"
+CUDA_LOCK = ROOT / "requirements-cuda.lock"
 OLDEST_PYTHON = (3, 11)
+_PIP_SOURCE_VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS")
+_NETWORK = ("cert", "client-cert", "proxy", "trusted-host")
+LOCKED = ["--no-deps", "--require-hashes", "--only-binary=:all:"]
 
 
-def main(venv: Path, torch_index: str, wanted: list[str]) -> int:
+def main(venv: Path, torch_index: str, requirements: Path | None) -> int:
     if sys.version_info < OLDEST_PYTHON:
         print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make setup PYTHON=python3.12")
         return 2
     python = venv / "bin" / "python"
     if not python.exists():
         run([sys.executable, "-m", "venv", str(venv)])
-    sources = {key: values for key, values in pip_sources(python).items() if values}
-    if torch_index:
-        sources.setdefault("extra-index-url", []).append(torch_index)
-    if not (install_with_uv(python, sources, wanted) or install_with_pip(python, sources, wanted)):
-        print("neither uv nor pip could install it; the messages above say why")
-        return 1
-    return 0
+    with tempfile.TemporaryDirectory() as folder:
+        for installer in (UvInstaller(python), PipInstaller(python)):
+            steps = Steps(installer, torch_index)
+            if installer.prepare(Path(folder)) and (steps.named(requirements) if requirements else steps.project()):
+                return 0
+            print(f"{installer.name} could not install it", flush=True)
+    print("neither uv nor pip could install it; the messages above say why")
+    print(
+        "A mismatch of hashes means that a package source has another file than the one that was locked: find out why."
+    )
+    print("For a new version, or a platform whose build of torch is not locked yet: make lock (docs/contributing.md).")
+    return 1
 
 
-def install_with_uv(python: Path, sources: dict[str, list[str]], wanted: list[str]) -> bool:
-    if not run([str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), "uv"]):
-        print("uv cannot be installed; going on with pip")
-        return False
-    uv = [str(python.with_name("uv")), "pip", "install", "--python", str(python)]
-    options = [f"--{key}={value}" for key, values in sources.items() for value in values]
-    # pip takes the best version over all its sources, uv by default only those of the first that has the package.
-    strategy = ["--index-strategy=unsafe-best-match"]
-    if run([*uv, *strategy, *options, *wanted]):
+class PipInstaller:
+    """Installs by the environment's pip, from the sources of its configuration."""
+
+    name = "pip"
+
+    def __init__(self, python: Path) -> None:
+        self.python = python
+
+    def prepare(self, folder: Path) -> bool:
+        """Return True if the installer can be used."""
         return True
-    print("uv could not install it; going on with pip")
-    return False
+
+    def install(self, *arguments: str, source: Sequence[str] = ()) -> bool:
+        """Run one installation; `source` replaces the configured package sources."""
+        environment, network = {}, []
+        if source:  # pip adds its configured sources to those of the command line, and nothing removes them there
+            environment = {"PIP_CONFIG_FILE": os.devnull} | dict.fromkeys(_PIP_SOURCE_VARIABLES, "")
+            network = [f"--{key}={value}" for key, found in pip_settings(self.python, _NETWORK) for value in found]
+        return run([str(self.python), "-m", "pip", "install", *network, *source, *arguments], **environment)
 
 
-def install_with_pip(python: Path, sources: dict[str, list[str]], wanted: list[str]) -> bool:
-    extra = [f"--extra-index-url={url}" for url in sources.get("extra-index-url", [])]
-    return run([str(python), "-m", "pip", "install", *extra, *wanted])
+class UvInstaller:
+    """Installs by the locked uv."""
+
+    name = "uv"
+
+    def __init__(self, python: Path) -> None:
+        self.python = python
+        self._configured = pip_sources(python)
+
+    def prepare(self, folder: Path) -> bool:
+        """Install uv itself; return False if that fails."""
+        entry = folder / "uv.txt"
+        entry.write_text(locked_entry("uv"), encoding="utf-8")
+        return run([str(self.python), "-m", "pip", "install", "-q", *LOCKED, "-r", str(entry)])
+
+    def install(self, *arguments: str, source: Sequence[str] = ()) -> bool:
+        """Run one installation; `source` replaces the configured package sources."""
+        options = source or [f"--{key}={value}" for key, values in self._configured.items() for value in values]
+        # Of several sources of pip's configuration the first need not have the locked version; hashes decide.
+        strategy = ["--no-config", "--index-strategy=unsafe-best-match"]
+        uv = [str(self.python.with_name("uv")), "pip", "install", "--python", str(self.python)]
+        return run([*uv, *strategy, *options, *arguments])
+
+
+class Steps:
+    """The installations, in order; a step runs only if those before it succeeded."""
+
+    def __init__(self, installer: PipInstaller | UvInstaller, torch_index: str) -> None:
+        self._installer = installer
+        self._torch_index = torch_index
+
+    def project(self) -> bool:
+        """Install the locked packages, then the project."""
+        source = self._cpu_source()
+        torch = CPU_LOCK if source else CUDA_LOCK
+        if not self._installer.install(*LOCKED, "-r", str(torch), source=source):
+            return False
+        if not self._installer.install(*LOCKED, *(word for lock in LOCKS for word in ("-r", str(lock)))):
+            return False
+        alone = ["--no-deps", "--no-build-isolation", "--no-index"]
+        return self._installer.install(*alone, "-e", str(ROOT))
+
+    def named(self, requirements: Path) -> bool:
+        """Install what a file names, whose versions are pinned there."""
+        pinned = re.search(r"^torch==\S+", requirements.read_text(encoding="utf-8"), re.M)
+        if pinned and self._torch_index:
+            source = [f"--index-url={self._torch_index}"]
+            if not self._installer.install("--no-deps", f"{pinned[0]}+cpu", source=source):
+                return False
+        return self._installer.install("-r", str(requirements))
+
+    def _cpu_source(self) -> list[str]:
+        """Return options for the only source of torch's CPU build; none if there is no such source."""
+        if self._torch_index:
+            return [f"--index-url={self._torch_index}"]
+        links = pip_sources(self._installer.python)["find-links"]
+        return ["--no-index", *(f"--find-links={link}" for link in links)] if has_cpu_torch(links) else []
+
+
+def locked_entry(name: str) -> str:
+    """Return a package's entry of the lock files: its pinned version and the hashes of its files."""
+    for lock in LOCKS:
+        found = re.search(rf"^{re.escape(name)}==(?:.*\\\n)*.*\n", lock.read_text(encoding="utf-8"), re.M)
+        if found:
+            return found[0]
+    raise SystemExit(f"{name} is not in {' or '.join(lock.name for lock in LOCKS)}: run `make lock`")
+
+
+def has_cpu_torch(links: Sequence[str]) -> bool:
+    """Return True if a folder of pip's find-links has the locked CPU build of torch."""
+    found = re.search(r"^torch==([^\s;]+)", CPU_LOCK.read_text(encoding="utf-8"), re.M)
+    assert found is not None
+    folders = [Path(link.removeprefix("file://")) for link in links]
+    return any(True for folder in folders if folder.is_dir() for _ in folder.glob(f"torch-{found[1]}-*.whl"))
 
 
 def pip_sources(python: Path) -> dict[str, list[str]]:
-    """Where pip looks for packages, from its files and its variables; the variables win, as they do in pip."""
+    """Return where pip looks for packages, by option."""
+    return dict(pip_settings(python, ("index-url", "extra-index-url", "find-links")))
+
+
+def pip_settings(python: Path, names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return options of pip's configuration and their values: of its files and its variables, which win as in pip."""
     shown = subprocess.run(
         [str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
-    sources: dict[str, list[str]] = {"index-url": [], "extra-index-url": [], "find-links": []}
+    found: dict[str, list[str]] = {name: [] for name in names}
     for section in ("global", "install", ":env:"):
         for line in shown.splitlines():
             name, _, value = line.partition("=")
             key = name.removeprefix(f"{section}.")
-            if name.startswith(f"{section}.") and key in sources:
-                sources[key] = str(ast.literal_eval(value)).split()
-    return sources
+            if name.startswith(f"{section}.") and key in found:
+                found[key] = str(ast.literal_eval(value)).split()
+    return list(found.items())
 
 
-def run(command: list[str]) -> bool:
+def run(command: list[str], **environment: str) -> bool:
+    """Run a command and return True if it succeeded; variables with the value "" are removed."""
     print("+", *command, flush=True)
-    return subprocess.run(command, check=False, cwd=ROOT, env={**os.environ, "VIRTUAL_ENV": ""}).returncode == 0
+    variables = {**os.environ, "VIRTUAL_ENV": "", **environment}
+    variables = {name: value for name, value in variables.items() if value or name not in environment}
+    return subprocess.run(command, check=False, cwd=ROOT, env=variables).returncode == 0
 
 
 if __name__ == "__main__":
@@ -81,5 +185,4 @@ if __name__ == "__main__":
     parser.add_argument("torch_index", nargs="?", default="")
     parser.add_argument("--requirements", type=Path, metavar="FILE")
     given = parser.parse_args()
-    pinned = ["-r", str(given.requirements.absolute())] if given.requirements else PROJECT
-    sys.exit(main(given.venv.absolute(), given.torch_index, pinned))
+    sys.exit(main(given.venv.absolute(), given.torch_index, given.requirements and given.requirements.absolute()))
