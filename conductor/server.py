@@ -19,7 +19,8 @@ from conductor.slo.service import slo_keeper
 from moonpool_proto.v1 import common_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import add_ConductorServicer_to_server
 from rpc.control import start_server
-from telemetry import LoopWatch
+from rpc.metric_samples import conductor_samples, node_samples
+from telemetry import LoopWatch, RoleMetrics
 
 __all__ = ["ConductorConfig", "serve_conductor"]
 
@@ -28,7 +29,12 @@ _STOP_GRACE_S = 0.2
 _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 
 
-async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+async def serve_conductor(
+    config: ConductorConfig,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    metrics: RoleMetrics | None = None,
+) -> None:
     """Serve until `stop` is set; `on_ready(target)` is called once nodes can join.
 
     After a restart, workers join again and report the requests they hold; pool nodes resume their events at the
@@ -53,6 +59,10 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
         watch = LoopWatch()
         stack.push_async_callback(watch.close)
         service = ConductorService(core, registry, pools, persistence, slo, shared_store.incarnation, watch)
+        if metrics is not None:
+            metrics.export_conductor(
+                lambda: conductor_samples(service.samples()), lambda: node_samples(service.node_statuses())
+            )
         server = await start_server(config.listen.listen, lambda s: add_ConductorServicer_to_server(service, s))
         ticking = asyncio.create_task(_tick(core, pools, registry, config.tick_s), name="conductor tick")
         try:

@@ -96,35 +96,41 @@ class ConductorService(ConductorServicer):
 
     async def Cluster(self, request: conductor_pb2.ClusterRequest, context: Context) -> conductor_pb2.ClusterReply:
         self._slo.keeper.known_tenants.hear(request.frontend_id, request.tenants)
-        suspects = self._core.policy.suspects
         return conductor_pb2.ClusterReply(
             conductor_incarnation=self._incarnation,
             software=own_software(),
-            nodes=[
-                conductor_pb2.NodeStatus(
-                    node=member.node, report=member.report, suspect=member.node.node_id in suspects
-                )
-                for member in self._registry
-            ],
+            nodes=self.node_statuses(),
             ready_models=self._core.policy.ready_models(),
-            samples=[
-                *self._pools.samples(),
-                *self._persistence.samples(),
-                *self._core.samples(),
-                *admission_samples(self._core.policy),
-                *tenant_samples(self._core.policy),
-                *cost_samples(self._core.policy),
-                *self._registry.switches.samples(),
-                *self._slo.keeper.samples(),
-                sample("event_loop_lag_seconds", self._loop_watch.lag_s, process="conductor"),
-                sample("event_loop_held_seconds", self._loop_watch.own_s, process="conductor"),
-                sample("event_loop_stalls_total", self._loop_watch.num_stalls, process="conductor"),
-                *(
-                    sample("trace_spans_total", count, process="conductor", result=result)
-                    for result, count in tracing.counts().items()
-                ),
-            ],
+            samples=self.samples(),
         )
+
+    def node_statuses(self) -> list[conductor_pb2.NodeStatus]:
+        """Return the joined nodes with their last reports."""
+        suspects = self._core.policy.suspects
+        return [
+            conductor_pb2.NodeStatus(node=member.node, report=member.report, suspect=member.node.node_id in suspects)
+            for member in self._registry
+        ]
+
+    def samples(self) -> list[conductor_pb2.Sample]:
+        """Return the conductor's own metrics."""
+        return [
+            *self._pools.samples(),
+            *self._persistence.samples(),
+            *self._core.samples(),
+            *admission_samples(self._core.policy),
+            *tenant_samples(self._core.policy),
+            *cost_samples(self._core.policy),
+            *self._registry.switches.samples(),
+            *self._slo.keeper.samples(),
+            sample("event_loop_lag_seconds", self._loop_watch.lag_s, process="conductor"),
+            sample("event_loop_held_seconds", self._loop_watch.own_s, process="conductor"),
+            sample("event_loop_stalls_total", self._loop_watch.num_stalls, process="conductor"),
+            *(
+                sample("trace_spans_total", count, process="conductor", result=result)
+                for result, count in tracing.counts().items()
+            ),
+        ]
 
     async def DrainNode(
         self, request: conductor_pb2.DrainNodeRequest, context: Context

@@ -2,26 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from time import monotonic
 from typing import Final
 
 from frontend.conductor import ConductorClient
 from frontend.errors import ServiceUnavailable
-from moonpool_proto.v1 import common_pb2, conductor_pb2
+from moonpool_proto.v1 import conductor_pb2
 from rpc.control import ControlError
+from rpc.metric_samples import conductor_samples, node_samples
 from rpc.versions import own_software, why_not_together
 from telemetry import ConductorSample, NodeSample
 
 _log = logging.getLogger(__name__)
-
-
-ROLE_NAMES: Final[Mapping[common_pb2.Role.ValueType, str]] = {
-    common_pb2.ROLE_PREFILL: "prefill",
-    common_pb2.ROLE_DECODE: "decode",
-    common_pb2.ROLE_AGGREGATED: "aggregated",
-    common_pb2.ROLE_POOL: "pool",
-}
 
 
 def is_served(nodes: Iterable[conductor_pb2.Node], model: str) -> bool:
@@ -158,11 +151,11 @@ class ClusterWatch:
 
     def samples(self) -> Sequence[NodeSample]:
         """Return the nodes' last reports for the metrics."""
-        return [_sample(status) for status in self._reply.nodes]
+        return node_samples(self._reply.nodes)
 
     def conductor_samples(self) -> Sequence[ConductorSample]:
         """Return the conductor's own samples for the metrics."""
-        return [ConductorSample(each.name, each.value, dict(each.labels)) for each in self._reply.samples]
+        return conductor_samples(self._reply.samples)
 
     async def _keep_polling(self) -> None:
         while True:
@@ -205,20 +198,3 @@ class ClusterWatch:
 
     def _workers(self, model: str) -> list[conductor_pb2.Node]:
         return [status.node for status in self._reply.nodes if status.node.model == model]
-
-
-def _sample(status: conductor_pb2.NodeStatus) -> NodeSample:
-    node, report = status.node, status.report
-    return NodeSample(
-        node_id=node.node_id,
-        role=ROLE_NAMES.get(node.role, "unknown"),
-        model=node.model,
-        num_running=report.num_running,
-        num_waiting=report.num_waiting,
-        capacity_tokens=node.capacity_tokens,
-        free_tokens=report.free_tokens,
-        draining=report.draining,
-        suspect=status.suspect,
-        engine=node.engine,
-        counters=dict(report.counters),
-    )

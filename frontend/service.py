@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from prometheus_client import CollectorRegistry
+
 from frontend.answer_memory import AnswerMemory, answer_tokens
 from frontend.api.body import BodyBudget
 from frontend.api_keys import ApiKeys, KeysFileWatcher
@@ -30,6 +32,7 @@ from telemetry import (
     ConductorCollector,
     ConductorSample,
     FrontendMetrics,
+    IncludedRegistry,
     LoopWatch,
     NodesCollector,
     RequestFamilies,
@@ -151,9 +154,8 @@ class Service:
             block_tokens=config.block_tokens,
             on_suspect=self.streams.suspect,
         )
-        self.registry.register(NodesCollector(self.cluster.samples))
         self.loop_watch = LoopWatch()
-        self.registry.register(ConductorCollector(self._samples))
+        self.own_metrics, self.cluster_metrics = self._registries()
         self.threads = WorkThreads(config.tokenizer_threads)
         self.grammars = GrammarChecker(self.access_metrics.grammar)
         families = RequestFamilies(self.registry)
@@ -310,11 +312,25 @@ class Service:
             "started_at": self.started_at,
         }
 
-    def _samples(self) -> list[ConductorSample]:
-        """Return the conductor's samples and this process's own."""
+    @property
+    def metrics(self) -> CollectorRegistry:
+        """Registry of /metrics."""
+        return self.cluster_metrics if self.config.http.metrics_scope == "cluster" else self.own_metrics
+
+    def _registries(self) -> tuple[CollectorRegistry, CollectorRegistry]:
+        """Return the registries of this process's own series, and of these with the nodes' and the conductor's."""
+        own, cluster = CollectorRegistry(), CollectorRegistry()
+        for registry in (own, cluster):
+            registry.register(IncludedRegistry(self.registry))
+        own.register(ConductorCollector(self._own_samples))
+        cluster.register(ConductorCollector(lambda: [*self.cluster.conductor_samples(), *self._own_samples()]))
+        cluster.register(NodesCollector(self.cluster.samples))
+        return own, cluster
+
+    def _own_samples(self) -> list[ConductorSample]:
+        """Return the samples of this process that conductors have as well."""
         watch, own = self.loop_watch, {"process": "frontend"}
         return [
-            *self.cluster.conductor_samples(),
             ConductorSample("event_loop_lag_seconds", watch.lag_s, own),
             ConductorSample("event_loop_held_seconds", watch.own_s, own),
             ConductorSample("event_loop_stalls_total", watch.num_stalls, own),

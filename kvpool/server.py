@@ -16,8 +16,10 @@ from kvpool.service import PoolService
 from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2_grpc
 from rpc.control import control_error, end_if_cancelled, open_channel, outgoing, start_server, target_to_dial
+from rpc.metric_samples import node_sample
 from rpc.versions import named, own_software
 from rpc.waiting import Backoff
+from telemetry import RoleMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +86,12 @@ def _report(node: PoolNode) -> conductor_pb2.NodeReport:
 _STOP_GRACE_S = 1.0
 
 
-async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
+async def serve_pool_node(
+    config: PoolNodeConfig,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    metrics: RoleMetrics | None = None,
+) -> bool:
     """Serve until `stop` is set or the conductor drains the node. Returns True if it was drained.
 
     `on_ready(target)` is called with the address that others dial as soon as calls are answered, whether or not a
@@ -93,6 +100,9 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
     """
     node = PoolNode(config, secrets.randbits(64))
     await node.start()
+    if metrics is not None:
+        about = conductor_pb2.Node(node_id=config.node_id, role=common_pb2.ROLE_POOL)
+        metrics.export_node(lambda: node_sample(about, _report(node)))
     local_server = None
     try:
         local_server = await start_local_pool_server(node)

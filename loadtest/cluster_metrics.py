@@ -115,13 +115,17 @@ _STILL_POLLS = 2
 
 
 class MetricsPoller:
-    """Poller of one server's /metrics. A failed poll is counted and does not end the replay."""
+    """Poller of one server's metrics. A failed poll is counted and does not end the replay.
+
+    /metrics/cluster has the series of all nodes whatever the frontend exports at /metrics, which other servers have.
+    """
 
     def __init__(
         self, session: aiohttp.ClientSession, base_url: str, *, clock: Callable[[], float], every_s: float
     ) -> None:
         self._session = session
-        self._url = f"{base_url}/metrics"
+        self._url = f"{base_url}/metrics/cluster"
+        self._fallback_url = f"{base_url}/metrics"
         self._clock = clock
         self._every_s = every_s
         self.history = ClusterHistory()
@@ -129,14 +133,24 @@ class MetricsPoller:
     async def poll(self) -> bool:
         """Take one sample; return False if the poll failed."""
         try:
-            async with self._session.get(self._url, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as response:
-                response.raise_for_status()
-                sample = parse_metrics(await response.text(), self._clock())
+            text = await self._get(self._url)
+            if text is None:
+                self._url = self._fallback_url
+                text = await self._get(self._url) or ""
+            sample = parse_metrics(text, self._clock())
         except Exception:  # whatever a server answers: the replay goes on, and its report counts the polls
             self.history.failed_polls += 1
             return False
         self.history.add(sample)
         return True
+
+    async def _get(self, url: str) -> str | None:
+        """Return the text at `url`; None if there is nothing at /metrics/cluster. Raises aiohttp.ClientError."""
+        async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as response:
+            if response.status == 404 and url != self._fallback_url:
+                return None
+            response.raise_for_status()
+            return await response.text()
 
     async def run(self) -> None:
         """Poll until cancelled."""

@@ -61,6 +61,8 @@ class Planner:
         is_one_host = not (self._spread or config.runtime.is_ray or self._joins) and config.topology.pool_nodes == 1
         if is_one_host and self._base["transport"] == "auto":
             self._base["transport"] = "shm"  # opens no TCP port
+        if self._base["metrics_scope"] == "auto":
+            self._base["metrics_scope"] = "cluster"  # its roles have no endpoints of their own
         self._num_workers = 0
         self._next_index: dict[str, int] = {}
         # Conductors and frontends receive all models as entries, the first one included.

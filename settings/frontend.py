@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
 
@@ -29,6 +29,13 @@ class HttpSettings(SettingsGroup):
     ] = None
     http_tls_key: Annotated[Path | None, Key("PEM file of the certificate's private key, unencrypted")] = None
     metrics_need_admin: Annotated[bool, Key("Require an admin's API key for /metrics")] = False
+    metrics_scope: Annotated[
+        Literal["auto", "own", "cluster"],
+        Key(
+            "Content of /metrics: this process's own series, or also those of all nodes and a conductor (at most one "
+            "frontend of a cluster); auto: cluster under `serve`, else own"
+        ),
+    ] = "auto"
     max_connections: Annotated[
         int,
         Key(

@@ -119,16 +119,18 @@ class ConductorTargetSettings(SettingsGroup):
 
 @dataclass(frozen=True)
 class HealthSettings(SettingsGroup):
-    """HTTP endpoint of the liveness and readiness probes of a role that serves no other HTTP."""
+    """HTTP endpoint for the probes and metrics of a role that serves no other HTTP."""
 
     panel: ClassVar[str] = "This node"
     health: Annotated[
         str,
         Key(
-            "host:port of the HTTP endpoints /live and /ready, for Kubernetes' probes (port 0 selects a free one)",
+            "host:port of the HTTP endpoints /live and /ready, for Kubernetes' probes, and /metrics (port 0 selects a "
+            "free one)",
             default_text="none",
         ),
     ] = ""
+    metrics_tenants: Annotated[bool, Key("Name tenants in the metrics of --health, which requires no key")] = False
 
     @property
     def address(self) -> tuple[str, int] | None:

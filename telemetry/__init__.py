@@ -2,9 +2,17 @@
 
 from telemetry.conductor import CONDUCTOR_METRICS, ConductorCollector, ConductorSample
 from telemetry.errors import BadTracing, TelemetryError, UnknownLogLevel
-from telemetry.frontend import FrontendMetrics, RequestFamilies, RequestMetrics, exposition, new_registry
+from telemetry.frontend import (
+    FrontendMetrics,
+    IncludedRegistry,
+    RequestFamilies,
+    RequestMetrics,
+    exposition,
+    new_registry,
+)
 from telemetry.loop_lag import LoopWatch
 from telemetry.nodes import NodeSample, NodesCollector
+from telemetry.role_metrics import RoleMetrics
 
 __all__ = [
     "CONDUCTOR_METRICS",
@@ -12,11 +20,13 @@ __all__ = [
     "ConductorCollector",
     "ConductorSample",
     "FrontendMetrics",
+    "IncludedRegistry",
     "LoopWatch",
     "NodeSample",
     "NodesCollector",
     "RequestFamilies",
     "RequestMetrics",
+    "RoleMetrics",
     "TelemetryError",
     "UnknownLogLevel",
     "exposition",

@@ -4,11 +4,13 @@ A registry belongs to one application: importing this module registers nothing. 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 T = TypeVar("T")
 
@@ -38,6 +40,17 @@ def new_registry() -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=True)
     ProcessCollector(registry=registry)
     return registry
+
+
+class IncludedRegistry(Collector):
+    """Exports the series of another registry, so that two registries can share them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the other registry's families."""
+        return self._registry.collect()
 
 
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:

@@ -116,10 +116,13 @@ class NodesCollector(Collector):
     A NAME that ends in one of GAUGE_SUFFIXES becomes the gauge moonpool:NAME; durations counted as NAME_le_10ms and so
     on become the histogram moonpool:NAME_seconds; any other becomes moonpool:NAME_total. Labels embedded in a name are
     extracted: kv_PATH_bytes is moonpool:kv_bytes_moved_total{path=PATH} (see `series_of`).
+
+    `own`: the samples are of the exporting process, which cannot judge whether it reports: no moonpool:node_up.
     """
 
-    def __init__(self, samples: Callable[[], Sequence[NodeSample]]) -> None:
+    def __init__(self, samples: Callable[[], Sequence[NodeSample]], *, own: bool = False) -> None:
         self._samples = samples
+        self._own = own
 
     def describe(self) -> Iterable[Metric]:
         """Return the gauges; the counters are known only once nodes report."""
@@ -138,7 +141,6 @@ class NodesCollector(Collector):
         draining = GaugeMetricFamily(
             "moonpool:node_draining", "1 if the node is draining and accepts no new work.", labels=_LABELS
         )
-        up = GaugeMetricFamily("moonpool:node_up", "1 if the joined node reports, 0 if it does not.", labels=_LABELS)
         stand_in = GaugeMetricFamily(
             "moonpool:stand_in_engine",
             "1 for each node that simulates computation by waiting as long as a cost profile predicts.",
@@ -150,10 +152,11 @@ class NodesCollector(Collector):
             running.add_metric(sample.labels, sample.num_running)
             waiting.add_metric(sample.labels, sample.num_waiting)
             draining.add_metric(sample.labels, float(sample.draining))
-            up.add_metric(sample.labels, float(not sample.suspect))
             if sample.capacity_tokens > 0:
                 usage.add_metric(sample.labels, 1.0 - sample.free_tokens / sample.capacity_tokens)
-        yield from (running, waiting, usage, draining, up, stand_in)
+        yield from (running, waiting, usage, draining, stand_in)
+        if not self._own:
+            yield _node_up(samples)
 
     def _counters(self, samples: Sequence[NodeSample]) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
@@ -172,6 +175,28 @@ class NodesCollector(Collector):
                 _add(found, (*sample.labels, *series.label_values), histogram_of(sample.counters, name))
         yield from families.values()
         yield from histograms.values()
+
+
+class NodesUpCollector(Collector):
+    """Exports only moonpool:node_up of `samples()`: the conductor's judgement, which outlives a node's process."""
+
+    def __init__(self, samples: Callable[[], Sequence[NodeSample]]) -> None:
+        self._samples = samples
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the family, empty."""
+        return [_node_up(())]
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the family with the current samples."""
+        return [_node_up(self._samples())]
+
+
+def _node_up(samples: Sequence[NodeSample]) -> Metric:
+    up = GaugeMetricFamily("moonpool:node_up", "1 if the joined node reports, 0 if it does not.", labels=_LABELS)
+    for sample in samples:
+        up.add_metric(sample.labels, float(not sample.suspect))
+    return up
 
 
 def _family(series: Series, name: str) -> CounterMetricFamily | GaugeMetricFamily:

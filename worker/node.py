@@ -19,8 +19,9 @@ from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE, Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.worker_pb2 import Timing
+from rpc.metric_samples import node_sample
 from rpc.versions import own_software
-from telemetry import tracing
+from telemetry import NodeSample, tracing
 from worker.config import WorkerConfig
 from worker.counters import WorkerCounters
 from worker.engine_interface import Engine
@@ -331,6 +332,12 @@ class WorkerNode:
         if is_alone and not (sequence.is_beside_decodes and self.role.role == ROLE_DECODE):
             self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
         self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
+
+    def sample(self) -> NodeSample:
+        """Return the node's own metrics, those of a report to the conductor."""
+        report = NodeReport()
+        self._fill_report(report)
+        return node_sample(self._description(), report)
 
     def _fill_report(self, report: NodeReport) -> None:
         report.num_running = self.engine.num_sequences

@@ -65,6 +65,7 @@ class _App:
             "/version": ("GET", routes.version),
             "/ready": ("GET", routes.ready),
             "/metrics": ("GET", routes.metrics),
+            "/metrics/cluster": ("GET", routes.metrics),
             "/validate": ("GET", routes.validate),
             "/openapi.json": ("GET", routes.openapi),
             "/v1/models": ("GET", routes.models),
@@ -159,7 +160,9 @@ class _Routes:
     async def metrics(self, http: Request) -> Response:
         if self._service.config.http.metrics_need_admin:
             self._service.keys.admin(http.headers.get("authorization"))
-        text, content_type = exposition(self._service.registry, http.headers.get("accept", ""))
+        is_cluster = http.url.path.rstrip("/").endswith("/cluster")
+        registry = self._service.cluster_metrics if is_cluster else self._service.metrics
+        text, content_type = exposition(registry, http.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
     async def validate(self, http: Request) -> Response:

@@ -101,6 +101,9 @@ def describe(*, asks_for_key: bool) -> dict[str, Any]:
         "/ready": _get("Readiness of the cluster", response_models.Status, (405,)),
         "/validate": _get("Self-check of the process's resources", response_models.SelfCheck, (405,)),
         "/metrics": {"get": _operation("Prometheus metrics", _media("text/plain", {"type": "string"}), (405,))},
+        "/metrics/cluster": {
+            "get": _operation("Metrics of the whole cluster", _media("text/plain", {"type": "string"}), (405,))
+        },
         "/openapi.json": {
             "get": _operation("This description", _media("application/json", {"type": "object"}), (405,))
         },

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Final
 
-from frontend.cluster import ROLE_NAMES
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from rpc.metric_samples import role_name
 
 Json = Mapping[str, Any]
 ALL = ""  # key of all models together
@@ -152,7 +152,7 @@ def _node(status: conductor_pb2.NodeStatus, load: Json) -> dict[str, Any]:
     node, report = status.node, status.report
     return {
         "id": node.node_id,
-        "role": ROLE_NAMES.get(node.role, "unknown"),
+        "role": role_name(node.role),
         "model": node.model,
         "host": node.host_id,
         "target": node.target,

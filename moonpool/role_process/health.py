@@ -1,4 +1,5 @@
-"""Health endpoints of a role for orchestrators: /live answers while its event loop runs, /ready while it accepts calls.
+"""Health endpoints of a role for orchestrators: /live answers while its event loop runs, /ready while it accepts calls;
+and its metrics for Prometheus.
 
 The HTTP server is imported only when an address is configured.
 """
@@ -6,9 +7,11 @@ The HTTP server is imported only when an address is configured.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moonpool.errors import ConfigError
+from telemetry import RoleMetrics, exposition
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -18,7 +21,7 @@ _STARTING, _READY, _DRAINING = "starting", "ready", "draining"
 
 @asynccontextmanager
 async def health_answers(
-    address: tuple[str, int], node_id: str, stop: asyncio.Event
+    address: tuple[str, int], node_id: str, stop: asyncio.Event, metrics: RoleMetrics | None = None
 ) -> AsyncIterator[tuple[int, Callable[[], None]]]:
     """Serve the endpoints at (host, port); yield the port, and the function to call once the role is ready.
 
@@ -30,6 +33,9 @@ async def health_answers(
     app = web.Application()
     app.router.add_get("/live", state.live)
     app.router.add_get("/ready", state.ready)
+    if metrics is not None:
+        app.router.add_get("/metrics", partial(_metrics, metrics))
+        app.router.add_get("/metrics/cluster", partial(_metrics, metrics))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
@@ -41,6 +47,16 @@ async def health_answers(
         yield int(runner.addresses[0][1]), state.became_ready
     finally:
         await runner.cleanup()
+
+
+async def _metrics(metrics: RoleMetrics, request: "web.Request") -> "web.Response":
+    from aiohttp import web
+
+    registry = metrics.by_path.get(request.path)
+    if registry is None:
+        raise web.HTTPNotFound(text="only conductors have /metrics/cluster: this role exports its own /metrics\n")
+    text, content_type = exposition(registry, request.headers.get("accept", ""))
+    return web.Response(body=text, headers={"content-type": content_type})
 
 
 class _State:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
 from moonpool.errors import ConfigError
@@ -18,6 +18,9 @@ from moonpool.role_process.garbage import collect_and_freeze, collect_when_idle,
 from moonpool.supervision.child import DRAINED_LINE, READY_PREFIX
 from moonpool.supervision.http_port import LISTENER_VARIABLE
 from moonpool.transport_security import secure
+
+if TYPE_CHECKING:
+    from telemetry import RoleMetrics
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,8 @@ class RoleCommand:
 
     command: str
     composite: type
-    serve: Callable[[Any, str, asyncio.Event, Ready], Serving]  # settings, node id, stop, on_ready
+    # (settings, node id, stop, on_ready, metrics to export at the health endpoint)
+    serve: Callable[[Any, str, asyncio.Event, Ready, "RoleMetrics | None"], Serving]
     help: str
 
 
@@ -86,53 +90,74 @@ async def _serve(role: RoleCommand, config: Any, node_id: str, stop: asyncio.Eve
     health = getattr(config, "health", None)  # the frontend serves these routes itself
     address = health.address if health is not None else None
     if address is None:
-        return await role.serve(config, node_id, stop, on_ready)
+        return await role.serve(config, node_id, stop, on_ready, None)
     from moonpool.role_process.health import health_answers
+    from telemetry import RoleMetrics
 
-    async with health_answers(address, node_id, stop) as (port, became_ready):
+    metrics = RoleMetrics(names_tenants=config.health.metrics_tenants)
+    async with health_answers(address, node_id, stop, metrics) as (port, became_ready):
 
         def both_ready(target: str) -> None:
             became_ready()
             on_ready(target)
 
-        log.info("serving /live and /ready on port %d", port)
-        return await role.serve(config, node_id, stop, both_ready)
+        log.info("serving /live, /ready and /metrics on port %d", port)
+        return await role.serve(config, node_id, stop, both_ready, metrics)
 
 
-async def _conductor(config: ConductorRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:
+async def _conductor(
+    config: ConductorRole, node_id: str, stop: asyncio.Event, on_ready: Ready, metrics: "RoleMetrics | None"
+) -> None:
     from conductor.server import serve_conductor
     from moonpool.role_configs import conductor_config
 
-    await serve_conductor(conductor_config(config, node_id), stop, on_ready)
+    await serve_conductor(conductor_config(config, node_id), stop, on_ready, metrics)
 
 
-async def _pool_node(config: PoolNodeRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
+async def _pool_node(
+    config: PoolNodeRole, node_id: str, stop: asyncio.Event, on_ready: Ready, metrics: "RoleMetrics | None"
+) -> bool:
     from kvpool.server import serve_pool_node
     from moonpool.role_configs import pool_node_config
 
-    return await serve_pool_node(pool_node_config(config, node_id), stop, on_ready)
+    return await serve_pool_node(pool_node_config(config, node_id), stop, on_ready, metrics)
 
 
-async def _prefill_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
-    return await _worker(config, "prefill", node_id, stop, on_ready)
+async def _prefill_node(
+    config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready, metrics: "RoleMetrics | None"
+) -> bool:
+    return await _worker(config, "prefill", node_id, stop, on_ready, metrics)
 
 
-async def _decode_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
-    return await _worker(config, "decode", node_id, stop, on_ready)
+async def _decode_node(
+    config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready, metrics: "RoleMetrics | None"
+) -> bool:
+    return await _worker(config, "decode", node_id, stop, on_ready, metrics)
 
 
-async def _aggregated_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
-    return await _worker(config, "aggregated", node_id, stop, on_ready)
+async def _aggregated_node(
+    config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready, metrics: "RoleMetrics | None"
+) -> bool:
+    return await _worker(config, "aggregated", node_id, stop, on_ready, metrics)
 
 
-async def _worker(config: WorkerRole, role: str, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
+async def _worker(
+    config: WorkerRole,
+    role: str,
+    node_id: str,
+    stop: asyncio.Event,
+    on_ready: Ready,
+    metrics: "RoleMetrics | None",
+) -> bool:
     from moonpool.role_configs import worker_config
     from moonpool.role_process.worker import serve_worker
 
-    return await serve_worker(worker_config(config, node_id), role, stop, on_ready)
+    return await serve_worker(worker_config(config, node_id), role, stop, on_ready, metrics)
 
 
-async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:
+async def _frontend(
+    config: FrontendRole, node_id: str, stop: asyncio.Event, on_ready: Ready, metrics: "RoleMetrics | None"
+) -> None:
     from frontend import SharedListener, serve_frontend
     from moonpool.role_configs import frontend_config
 

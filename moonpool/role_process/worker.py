@@ -8,6 +8,7 @@ from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, ROLE_DECODE, ROLE_PREF
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from prefill_node.server import PrefillService
 from rpc.control import start_server
+from telemetry import RoleMetrics
 from worker.aggregated import AggregatedService
 from worker.config import WorkerConfig
 from worker.node import WorkerNode
@@ -17,7 +18,13 @@ from worker.serving import serve_until
 _ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "aggregated": ROLE_AGGREGATED}
 
 
-async def serve_worker(config: WorkerConfig, role: str, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
+async def serve_worker(
+    config: WorkerConfig,
+    role: str,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    metrics: RoleMetrics | None = None,
+) -> bool:
     """Run a worker with the initial role "prefill", "decode" or "aggregated" until `stop` is set or it is drained.
 
     Returns True if it was drained.
@@ -27,8 +34,14 @@ async def serve_worker(config: WorkerConfig, role: str, stop: asyncio.Event, on_
     face = WorkerService(
         node, prefill=prefill.serve, whole=AggregatedService(node).serve, decode=decode, helper=prefill.helper
     )
+
+    def ready(target: str) -> None:
+        if metrics is not None:
+            metrics.export_node(node.sample)
+        on_ready(target)
+
     server = await start_server(config.listen.listen, lambda s: add_WorkerServicer_to_server(face, s))
     try:
-        return await serve_until(node, server, stop, on_ready)
+        return await serve_until(node, server, stop, ready)
     finally:
         await prefill.close()

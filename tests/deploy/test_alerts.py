@@ -101,7 +101,7 @@ CASES: dict[str, tuple[int, Series, Series, Series]] = {
         5,
         {f'moonpool:node_up{{{NODE},role="decode",instance="a"}}': "1x2 0x20"},
         {"node": "n1", "role": "decode"},
-        {  # one frontend looked a moment before another one
+        {  # one conductor still receives its reports, another one does not
             f'moonpool:node_up{{{NODE},role="decode",instance="a"}}': "0x20",
             f'moonpool:node_up{{{NODE},role="decode",instance="b"}}': "1x20",
         },

@@ -2,6 +2,7 @@
 each other, answer the probes, serve a request, and end when told to.
 """
 
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 LIMIT_S = 240
 
@@ -73,6 +75,22 @@ class Machine:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
 
+    def scraped(self) -> dict[str, list[float]]:
+        """Return the values of every metric that the monitors make Prometheus scrape, of all processes together."""
+        values: dict[str, list[float]] = {}
+        for kind, endpoints in (("ServiceMonitor", "endpoints"), ("PodMonitor", "podMetricsEndpoints")):
+            (monitor,) = self.release.kind(kind)
+            wanted = monitor["spec"]["selector"]["matchLabels"].items()
+            for pod, endpoint in itertools.product(self.release.pods, monitor["spec"][endpoints]):
+                ports = {port["name"]: port["containerPort"] for port in pod.container["ports"]}
+                if wanted <= pod.labels.items() and endpoint["port"] in ports:
+                    url = f"http://{self.addresses[pod.name]}:{ports[endpoint['port']]}{endpoint['path']}"
+                    with urllib.request.urlopen(url, timeout=30) as answer:
+                        for family in text_string_to_metric_families(answer.read().decode()):
+                            for sample in family.samples:
+                                values.setdefault(sample.name, []).append(sample.value)
+        return values
+
     def probe(self, pod: Any, which: str) -> int:
         """The status that Kubernetes would get; 0 for no answer."""
         get = pod.container[which]["httpGet"]
@@ -91,7 +109,8 @@ class Machine:
 def machine(render: Any, example_values: Callable[[str], dict[str, Any]], short_path: Path) -> Machine:
     values = example_values("cpu-trial")
     config = values["config"] | {"threads": 1, "engine": "paced"}  # what computes is another test's
-    release = render(values | {"redis": {"enabled": False}, "config": config})
+    monitoring = {"serviceMonitor": {"enabled": True}}
+    release = render(values | {"redis": {"enabled": False}, "config": config, "monitoring": monitoring})
     return Machine(release, short_path)
 
 
@@ -115,3 +134,7 @@ def test_the_processes_of_a_release_make_a_cluster_that_serves(machine: Machine)
         assert told["usage"]["completion_tokens"] == 8
         assert told["moonpool"]["prefill_node"] == "moonpool-prefill"
         assert told["moonpool"]["decode_node"] == "moonpool-decode"
+        scraped = machine.scraped()
+        assert sum(scraped["vllm:request_success_total"]) == 1
+        assert sum(scraped["vllm:generation_tokens_total"]) == 8
+        assert len(scraped["vllm:num_requests_running"]) == 3  # of each node one

@@ -3,6 +3,7 @@ of one release fit together.
 """
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,48 @@ def test_selectors_find_pods_and_ports_are_there(example: Any) -> None:
         (service,) = [one for one in example.kind("Service") if matches(wanted, one["metadata"]["labels"])]
         ports = {port["name"] for port in service["spec"]["ports"]}
         assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+@pytest.mark.parametrize("mode", ["statefulset", "kuberay"])
+def test_every_process_is_scraped_once_and_a_policy_lets_prometheus_in(render: Any, mode: str) -> None:
+    prometheus = {"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}
+    policy = {"monitoringFrom": [prometheus], "frontendFrom": [{"podSelector": {}}]}
+    values = {"mode": mode, "networkPolicy": policy, "monitoring": {"serviceMonitor": {"enabled": True}}}
+    release = render(values)
+    (pods,) = release.kind("PodMonitor")
+    wanted = pods["spec"]["selector"]["matchLabels"]
+    scraped = {
+        pod.labels["app.kubernetes.io/component"]
+        for pod in release.pods
+        if matches(wanted, pod.labels) and "system" in {port["name"] for port in pod.container.get("ports", ())}
+    }
+    assert scraped == {"conductor"} | ({"pool", "prefill", "decode"} if mode == "statefulset" else set())
+    # Of the conductors, one exports the series of all nodes where these have no port; every pod has one path.
+    names = ["moonpool-conductor-0", "moonpool-conductor-1", "moonpool-conductor-10", "moonpool-decode-0"]
+    paths = {
+        name: [endpoint["path"] for endpoint in pods["spec"]["podMetricsEndpoints"] if is_kept(endpoint, name)]
+        for name in names
+    }
+    first = ["/metrics"] if mode == "statefulset" else ["/metrics/cluster"]
+    assert paths == {name: ["/metrics"] for name in names} | {"moonpool-conductor-0": first}
+    metrics = release.one("NetworkPolicy", "moonpool-metrics")["spec"]
+    assert metrics["podSelector"]["matchLabels"] == wanted
+    assert metrics["ingress"] == [{"ports": [{"protocol": "TCP", "port": "system"}], "from": [prometheus]}]
+    policy = {"frontendFrom": [{"podSelector": {}}]}
+    fallback = render({**values, "networkPolicy": policy}).one("NetworkPolicy", "moonpool-metrics")["spec"]
+    assert fallback["ingress"][0]["from"] == policy["frontendFrom"]
+    assert "moonpool-metrics" not in {one["metadata"]["name"] for one in render().kind("NetworkPolicy")}
+
+
+def is_kept(endpoint: dict[str, Any], pod: str) -> bool:
+    rules = endpoint.get("relabelings", ())
+    return all((re.fullmatch(rule["regex"], pod) is not None) == (rule["action"] == "keep") for rule in rules)
+
+
+def test_conductors_name_tenants_in_metrics_only_where_that_is_chosen(render: Any) -> None:
+    monitor = {"serviceMonitor": {"enabled": True, "tenants": True}}
+    assert "--metrics-tenants" in render({"monitoring": monitor}).pod("moonpool-conductor").container["args"]
+    assert "--metrics-tenants" not in render().pod("moonpool-conductor").container["args"]
 
 
 def test_what_is_referred_to_exists(example: Any) -> None:

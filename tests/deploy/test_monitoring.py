@@ -62,7 +62,14 @@ def test_a_dashboard_becomes_a_config_map_that_grafana_finds(render: Any, with_a
 
 def test_nothing_of_it_is_made_unasked(render: Any) -> None:
     kinds = {one["kind"] for one in render().objects}
-    assert not kinds & {"ServiceMonitor", "PrometheusRule", "Ingress", "HorizontalPodAutoscaler", "Certificate"}
+    assert not kinds & {
+        "ServiceMonitor",
+        "PodMonitor",
+        "PrometheusRule",
+        "Ingress",
+        "HorizontalPodAutoscaler",
+        "Certificate",
+    }
 
 
 def test_every_role_sends_its_spans_where_it_is_told_to_and_nowhere_unasked(render: Any) -> None:

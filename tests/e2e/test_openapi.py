@@ -33,6 +33,7 @@ GOT = (
     "/validate",
     "/version",
     "/metrics",
+    "/metrics/cluster",
     "/openapi.json",
 )
 # A sound body may ask for more than this cluster has, and a broken one may be one that a lenient server takes.

@@ -149,7 +149,7 @@ async def test_metrics_tell_of_requests_and_nodes(cluster: Any, front: Any) -> N
     cluster.answer_with(lambda submit: ([20, 21, 22], worker_pb2.FINISH_LENGTH))
     prompt = list(range(10, 20))
     assert (await front.post("/v1/completions", {"prompt": prompt, "max_tokens": 3}))[0] == 200
-    status, text = await front.get("/metrics")
+    status, text = await front.get("/metrics/cluster")
     assert status == 200
     for line in (
         'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0',

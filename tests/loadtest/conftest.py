@@ -49,6 +49,7 @@ class CompletionServer:
     usage: bool = True
     token_ids: bool = True
     answer_metrics: bool = True
+    metrics_path: str = "/metrics"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     running: int = 0
@@ -152,7 +153,7 @@ class ServerThread:
         app = web.Application()
         app.router.add_get("/v1/models", self.server.models)
         app.router.add_post("/tokenize", self.server.tokenise)
-        app.router.add_get("/metrics", self.server.metrics)
+        app.router.add_get(self.server.metrics_path, self.server.metrics)
         app.router.add_post("/v1/completions", self.server.completions)
         app.router.add_post("/v1/chat/completions", self.server.completions)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)

@@ -312,6 +312,12 @@ def test_metrics_that_cannot_be_read_are_counted_and_the_replay_goes_on(
     assert any("polls of /metrics failed" in notice for notice in figures["notices"])
 
 
+def test_a_server_with_the_clusters_metrics_at_a_path_of_its_own_is_asked_there(serve, replay, small_trace) -> None:
+    figures = written(replay(serve(metrics_path="/metrics/cluster").url, measure_unloaded=False))
+    assert figures["completed"] == len(small_trace)
+    assert figures["kv_bytes_moved"] == 100 * figures["prompt_tokens"]
+
+
 def test_senders_that_do_not_start_give_a_report_of_what_there_is(serve, replay, monkeypatch, small_trace) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     report = replay(serve().url, senders=2)

@@ -94,6 +94,9 @@ def test_nodes_are_exported_with_node_role_and_model() -> None:
         0,
         1,
     ]
+    own = new_registry()
+    own.register(NodesCollector(lambda: samples, own=True))
+    assert scrape(own).keys() == {each for each in seen if not each[0].startswith("moonpool:node_up")}
     samples.clear()
     assert key("moonpool:node_up", node="p0", role="prefill", model_name="tiny") not in scrape(registry)
 
