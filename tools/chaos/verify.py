@@ -16,7 +16,7 @@ from typing import Protocol
 
 import jsonschema
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from engine import LogitSteering, SamplingRow, find_tokenizer, load_model, noisy_scores
@@ -25,11 +25,10 @@ from frontend.api.request_models import ChatBody
 from frontend.grammars import JSON_SCHEMA, LARK, grammar_of
 from frontend.tools import tools_grammar, tools_of
 from loadtest.verify import TOLERANCE
-from moonpool_proto.v1.worker_pb2 import FINISH_NONE
 from tools.chaos.requests import PARAMETERS, SCHEMA, Choice, ClientRequest, Form, Received
 from worker.errors import GrammarError
-from worker.grammar import LIMITS, to_llguidance
-from worker.grammar_matching import GrammarMatcher, GrammarVocabulary
+from worker.grammar import LIMITS, shortened, to_llguidance
+from worker.grammar_matching import Bools, GrammarVocabulary
 from worker.paced.tokens import Draw, PacedTokens, states_after
 
 SHOWN = 40
@@ -49,7 +48,31 @@ class Asked:
     seed: int
     temperature: float
     index: int
-    matcher: GrammarMatcher | None
+    matcher: AnswerMatcher | None
+
+
+class AnswerMatcher:
+    """Position of one answer in its grammar, compiled in this process."""
+
+    def __init__(self, inner: LLMatcher, vocabulary: GrammarVocabulary) -> None:
+        self._inner, self._vocabulary = inner, vocabulary
+        self.is_over = False  # an end token has been taken
+
+    def allowed(self) -> Bools:
+        """Return bool [V]: the ids that may come next. Raises GrammarError."""
+        packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
+        self._raise_if_failed()
+        return np.unpackbits(packed, count=self._vocabulary.size, bitorder="little").view(np.bool_)
+
+    def take(self, token: int) -> None:
+        """Advance by one token. Raises GrammarError for a token that is not allowed."""
+        self._inner.consume_token(token)
+        self._raise_if_failed()
+        self.is_over = token in self._vocabulary.end_ids
+
+    def _raise_if_failed(self) -> None:
+        if self._inner.is_error():
+            raise GrammarError(shortened(self._inner.get_error()))
 
 
 class RealReference:
@@ -102,6 +125,8 @@ class Texts:
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._vocabulary = GrammarVocabulary(folder, config.vocab_size, config.eos_token_ids)
+        read = self._vocabulary.read()
+        self._tokens = LLTokenizer(read["json"], n_vocab=read["size"], eos_token=read["end_ids"])
         self._compiled: dict[tuple[int, str], LLMatcher] = {}
         self._tokenizer = Tokenizer.from_file(str(find_tokenizer(folder)))
 
@@ -116,7 +141,7 @@ class Texts:
                 at = found + len(message["content"])
         return False
 
-    def matcher(self, request: ClientRequest) -> GrammarMatcher | None:
+    def matcher(self, request: ClientRequest) -> AnswerMatcher | None:
         """Return a matcher at the beginning of the request's answer; None if it asks for no grammar."""
         if request.form not in (Form.STRUCTURED, Form.TOOLS):
             return None
@@ -130,8 +155,8 @@ class Texts:
             key = (int(JSON_SCHEMA), found[0].source)
         if key not in self._compiled:
             form = to_llguidance(LARK if plan is not None else JSON_SCHEMA, key[1])
-            self._compiled[key] = LLMatcher(self._vocabulary.tokens, form, log_level=0, limits=LIMITS)
-        return GrammarMatcher(self._compiled[key].deep_copy(), self._vocabulary)
+            self._compiled[key] = LLMatcher(self._tokens, form, log_level=0, limits=LIMITS)
+        return AnswerMatcher(self._compiled[key].deep_copy(), self._vocabulary)
 
 
 @dataclass
@@ -230,7 +255,7 @@ class Verifier:
                 verdict.wrong_tokens += 1
                 verdict.note(f"{name}: tokens outside the grammar: {error}")
                 continue
-            if matcher is not None and choice.finish == "stop" and matcher.finish == FINISH_NONE:
+            if matcher is not None and choice.finish == "stop" and not matcher.is_over:
                 verdict.wrong_answers += 1
                 verdict.note(f"{name}: ended before its grammar: {choice.text[:200]!r}")
             if wrong:
