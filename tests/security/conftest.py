@@ -29,7 +29,16 @@ JUDGED = 20  # answers whose tokens are computed again
 def attacked(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:  # noqa: F811
     """Two pool nodes stand for two hosts: KV goes over TCP between them and over shared memory within each."""
     tmp = tmp_path_factory.mktemp("attacked")
-    flags = ("--pool-nodes", "2", "--threads", "1", "--api-keys-file", str(write_keys_file(tmp / "keys.yaml")))
+    flags = (
+        "--pool-nodes",
+        "2",
+        "--frontends",
+        "2",
+        "--threads",
+        "1",
+        "--api-keys-file",
+        str(write_keys_file(tmp / "keys.yaml")),
+    )
     with running_cluster(tmp, random_model, *flags) as cluster:
         yield cluster
 
@@ -85,8 +94,8 @@ async def second_tenant(
     assert max(tenant.live_s) < LIVE_WITHIN_S
     assert wrong_tokens(judge_of(random_model), tenant.served) == []
     await wait_released(target, within_s=RELEASED_WITHIN_S)
-    after = {name: (node["pid"], node["restarts"]) for name, node in target.ready["nodes"].items()}
-    assert after == before
+    nodes = target.ready["nodes"]
+    assert {name: (nodes[name]["pid"], nodes[name]["restarts"]) for name in before} == before
     assert over_limit(memory.peak_bytes) == {}
 
 

@@ -1,15 +1,17 @@
-"""Strangers at the sockets between the processes: no request of a tenant is lost, delayed or answered wrongly."""
+"""Strangers at the sockets between the processes, and killed processes: no request of a tenant is lost or wrong."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.security.conftest import RELEASED_WITHIN_S, SecondTenant, carry_out
+from tests.security.conftest import RELEASED_WITHIN_S, SecondTenant, carry_out, wrong_tokens
 from tools.attacks import kills, strangers
 from tools.attacks.target import Attack, AttackedCluster, unlimited_session
 from tools.attacks.victim import Victim
@@ -44,4 +46,20 @@ async def test_a_restarted_worker_gets_in_while_strangers_hold_connections(targe
         async with unlimited_session() as session:
             served = await Victim(target, within_s=RECONNECTED_WITHIN_S).ask(session)
         assert served.error == ""
+    await wait_released(target, within_s=RELEASED_WITHIN_S)
+
+
+async def test_a_killed_frontend_costs_no_request_of_a_client_that_retries(
+    target: AttackedCluster,
+    random_model: Path,
+    judge_of: Callable[[Path], Any],
+) -> None:
+    over = asyncio.Event()
+    asking = asyncio.create_task(Victim(target, within_s=RECONNECTED_WITHIN_S).ask_until(over))
+    await carry_out(kills.KILLED, target)
+    await carry_out(kills.KILLED, target)
+    over.set()
+    answers = await asking
+    assert [answer.error for answer in answers if answer.error] == []
+    assert wrong_tokens(judge_of(random_model), answers) == []
     await wait_released(target, within_s=RELEASED_WITHIN_S)

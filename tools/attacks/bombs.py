@@ -55,6 +55,12 @@ def lark_nested(terms: int, serial: int) -> str:
     return "\n".join(lines)
 
 
+def late_bomb(depth: int, serial: int) -> str:
+    """Return a Lark grammar that is cheap to compile and takes seconds for the token after `x;`."""
+    alternatives = " | ".join(" ".join("s" for _ in range(count)) for count in range(2, depth))
+    return f'start: "x;" s "{serial}"\ns: {alternatives} | /-/ | '
+
+
 def many_patterns(patterns: int, serial: int) -> dict[str, Any]:
     """Return a schema of alternatives that are expensive each."""
     return {"anyOf": [{"type": "string", "pattern": f"^(.*a{at}x{serial}.*b){{3}}$"} for at in range(patterns)]}
@@ -136,4 +142,10 @@ AUTOMATA = _attack(
     [*[_guided("guided_regex", exponential_regex, 20)] * 4, *[_guided("guided_json", many_patterns, 400)] * 4],
     REFUSED | {"200"},
 )
-ATTACKS = (SCHEMAS, SCATTERED_SCHEMAS, GRAMMARS, SCATTERED_GRAMMARS, AUTOMATA)
+LATE = _attack(
+    "late grammar bombs",
+    "4 Lark grammars that compile at once and take seconds at the second token",
+    [_guided("guided_grammar", late_bomb, 60)] * 4,
+    REFUSED | {"200"},
+)
+ATTACKS = (SCHEMAS, SCATTERED_SCHEMAS, GRAMMARS, SCATTERED_GRAMMARS, AUTOMATA, LATE)
