@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from blake3 import blake3
 
-from frontend.errors import QuotaExceeded
+from frontend.errors import ApiError, ClientGone, Overloaded, QuotaExceeded
 from frontend.request import GenerationRequest
 
 _SALT_CONTEXT: Final = "moonpool v1 2026 tenant salt"
@@ -147,16 +147,18 @@ class TenantQuota:
         if self.tokens is None:
             return None
         if wait_s := self.tokens.wait_s(tokens, now_s):
-            return QuotaRefusal("quota_tokens", self.tokens.per_minute, wait_s)
+            # The refused request counts, since its prompt was tokenised: another may have to wait for its place, too.
+            place_s = 0.0 if self.requests is None else self.requests.wait_s(1, now_s)
+            return QuotaRefusal("quota_tokens", self.tokens.per_minute, max(wait_s, place_s))
         self.tokens.take(tokens, now_s)
         return None
 
-    def leave(self, *, reserved: int, used: int, served: bool, now_s: float) -> None:
-        """Return unused tokens to the bucket, and the request itself if it was not served."""
+    def leave(self, *, reserved: int, used: int, counts: bool, now_s: float) -> None:
+        """Return unused tokens to the bucket, and the request itself unless it counts."""
         self.num_running -= 1
         if self.tokens is not None:
             self.tokens.take(used - reserved, now_s)
-        if self.requests is not None and not served:
+        if self.requests is not None and not counts:
             self.requests.take(-1, now_s)
 
 
@@ -190,6 +192,7 @@ class QuotaReservation:
         self._tenant = tenant
         self._quota = quota
         self._reserved = 0
+        self._has_left = False
 
     def reserve(self, requests: Sequence[GenerationRequest]) -> None:
         """Reserve the tokens that the requests may use; those of an endless answer are taken at its end.
@@ -202,11 +205,12 @@ class QuotaReservation:
                 raise self._quotas.refused(self._tenant, self._quota, refusal)
             self._reserved = tokens
 
-    def leave(self, *, used_tokens: int, served: bool) -> None:
-        """Return unused tokens to the quota; a request that was not served is not charged."""
-        quotas, quota, self._quota = self._quotas, self._quota, None
-        if quotas is not None and quota is not None:
-            quota.leave(reserved=self._reserved, used=used_tokens, served=served, now_s=quotas.now_s())
+    def leave(self, *, used_tokens: int, counts: bool) -> None:
+        """Return unused tokens to the quota, and the request itself unless it counts. Tokens may be overdrawn."""
+        if self._quotas is None or self._quota is None or self._has_left:
+            return
+        self._has_left = True
+        self._quota.leave(reserved=self._reserved, used=used_tokens, counts=counts, now_s=self._quotas.now_s())
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's x-ratelimit-* headers for the tenant's limits."""
@@ -216,6 +220,17 @@ class QuotaReservation:
 
 
 UNMETERED: Final = QuotaReservation(None)
+
+
+def counts_in_quota(error: BaseException, *, has_own_objectives: bool = False) -> bool:
+    """Return True if a request that ended with `error` before its first token counts in its tenant's request quota.
+
+    Errors of the client count, and a disconnect. Errors of the cluster and rejections for load do not, unless the
+    request had objectives of its own, by which a client can have any request rejected.
+    """
+    if isinstance(error, Overloaded):
+        return has_own_objectives
+    return isinstance(error, ClientGone) or (isinstance(error, ApiError) and error.status < 500)
 
 
 class TenantQuotas:

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, Final
 
 from frontend.attempts import Attempt, AttemptFailure, AvoidedNodes, Placer, RetryBudget
-from frontend.callers import UNMETERED, QuotaReservation
+from frontend.callers import UNMETERED, QuotaReservation, counts_in_quota
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig
@@ -93,6 +93,7 @@ class Generation:
         self._placed_s = 0.0  # time of the last attempt's placement
         self._began_s: float | None = None
         self._ended_by: ApiError | None = None
+        self._error: ApiError | None = None  # that `next` raised
         self._limit: asyncio.Timeout | None = None  # deadline of the attempt that begins now
 
     def read_prompt(self) -> None:
@@ -103,6 +104,13 @@ class Generation:
     def was_refused(self) -> bool:
         """True if the request failed before its first token."""
         return self._outcome == "failed" and self.stats.last_token_s is None
+
+    @property
+    def counts_in_quota(self) -> bool:
+        """True unless the request failed before its first token for a reason that is not the client's."""
+        has_own = bool(self.request.ttft_objective_s or self.request.tpot_objective_s)
+        error = self._error
+        return not self.was_refused or (error is not None and counts_in_quota(error, has_own_objectives=has_own))
 
     @property
     def used_tokens(self) -> int:
@@ -142,8 +150,8 @@ class Generation:
         except TimeoutError as error:
             self._outcome = "failed"
             raise (self._ended_by or RequestDeadline(self._deadline_text())) from error
-        except ApiError:
-            self._outcome = "failed"
+        except ApiError as error:
+            self._outcome, self._error = "failed", error
             raise
 
     def end(self, error: ApiError) -> None:
@@ -452,8 +460,8 @@ class RequestSession:
         self._running.clear()
         for generation in self.generations:
             generation.close()
-        served = not all(generation.was_refused for generation in self.generations)
-        self._stay.leave(used_tokens=sum([each.used_tokens for each in self.generations]), served=served)
+        counts = any(generation.counts_in_quota for generation in self.generations)
+        self._stay.leave(used_tokens=sum([each.used_tokens for each in self.generations]), counts=counts)
 
     def _record_step(self, index: int, step: OutputChunk) -> tuple[int, OutputChunk]:
         if step.finish_reason is not None:

@@ -19,6 +19,7 @@ from frontend.config import FrontendConfig, ServedModelConfig
 from frontend.errors import ContextLengthExceeded, InvalidRequest
 from frontend.event_loop import WorkThreads
 from frontend.grammars import GrammarChecker, requested_grammar, wants_grammar
+from frontend.input_limits import InputLimits
 from frontend.prompts import ChatPrompt, ChatTruncator, PromptReader
 from frontend.request import GenerationRequest, Grammar, SamplingParams, TextOptions
 from frontend.tokenizer import Tokenizer
@@ -45,6 +46,7 @@ class RequestContext:
     slo_class: str = ""
     wants_timing: bool = False  # the response includes the time breakdown
     span: Span = OFF
+    body_nbytes: int = 0
 
     @classmethod
     def of(cls, headers: Mapping[str, str], *, at_s: float, caller: ApiCaller, span: Span = OFF) -> "RequestContext":
@@ -264,6 +266,7 @@ class Preparer:
         self._metrics = metrics
         self._threads = threads
         self._grammars = grammars
+        self.limits = InputLimits(tokenizer, lambda: self.max_model_len, config.max_body_nbytes)
 
     @property
     def max_model_len(self) -> int:
@@ -277,18 +280,18 @@ class Preparer:
             most = self._config.max_prompts
             raise InvalidRequest(f"prompt must hold at most {most} prompts, got {len(prompts)}", param="prompt")
         grammar = await self._grammar(body, arrival)
+        special = body.add_special_tokens is not False
 
-        def prepare() -> list[GenerationRequest]:
+        def read(prompt: str | list[int]) -> list[int]:
+            self._check_prompt(prompt, body)
+            return self._truncated(self._reader.prompt_ids(prompt, add_special_tokens=special), body)
+
+        def begin() -> list[list[int]]:
             check_choices(body, self._config, len(prompts))
-            special = body.add_special_tokens is not False
+            return [read(prompts[0])]
+
+        def finish(read: list[list[int]]) -> list[GenerationRequest]:
             requests: list[GenerationRequest] = []
-            if body.truncate_prompt_tokens is None:
-                for text in (prompt for prompt in prompts if isinstance(prompt, str)):
-                    least = self._tokenizer.least_tokens(text)
-                    self._check_length(least, body.max_tokens or 1, param="prompt", least=True)
-            read = [
-                self._truncated(self._reader.prompt_ids(prompt, add_special_tokens=special), body) for prompt in prompts
-            ]
             check_prompt_scores(body, self._config, read)
             for ids in read:
                 max_tokens = self._max_tokens(
@@ -300,7 +303,14 @@ class Preparer:
                 requests += self._requests(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return requests
 
-        return await self._threads.run(prepare)
+        tenant, nbytes = arrival.caller.tenant, arrival.body_nbytes // len(prompts)
+        run = partial(self._threads.run, tenant=tenant, nbytes=nbytes)
+        if len(prompts) == 1:
+            return await run(lambda: finish(begin()))
+        all_ids = await run(begin)
+        for prompt in prompts[1:]:  # separately, so that other tenants' work is not delayed by all of them
+            all_ids.append(await run(partial(read, prompt)))
+        return await run(lambda: finish(all_ids))
 
     async def chat(self, body: ChatBody, arrival: RequestContext) -> list[GenerationRequest]:
         """Return one request per choice."""
@@ -320,44 +330,53 @@ class Preparer:
             requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return [replace(request, place=prompt.place, dropped_messages=num_dropped) for request in requests]
 
-        return await self._threads.run(prepare)
+        return await self._threads.run(prepare, tenant=arrival.caller.tenant, nbytes=arrival.body_nbytes)
 
-    async def tokens(self, body: TokenizeBody) -> list[int]:
+    async def tokens(self, body: TokenizeBody, arrival: RequestContext) -> list[int]:
         """Return the token ids of a text or a chat."""
         prompt, messages = body.prompt, body.messages
         if (prompt is None) == (messages is None):
             raise InvalidRequest("exactly one of prompt and messages must be given", param="prompt")
         special = body.add_special_tokens
-        if messages is not None:
-            return await self._threads.run(
-                lambda: self._reader.chat_ids(messages, body, add_special_tokens=special is True)
-            )
-        return await self._threads.run(
-            lambda: self._tokenizer.encode(prompt or "", add_special_tokens=special is not False)
-        )
 
-    async def text(self, token_ids: Sequence[int]) -> str:
+        def read() -> list[int]:
+            if messages is not None:
+                check = partial(self.limits.check_tokenizable, param="messages")
+                return self._reader.chat_ids(messages, body, add_special_tokens=special is True, check=check)
+            self.limits.check_tokenizable(prompt or "", "prompt")
+            return self._tokenizer.encode(prompt or "", add_special_tokens=special is not False)
+
+        return await self._threads.run(read, tenant=arrival.caller.tenant, nbytes=arrival.body_nbytes)
+
+    async def text(self, token_ids: Sequence[int], arrival: RequestContext) -> str:
         """Return the text of token ids."""
+        self.limits.check_ids(token_ids, "tokens")
         self._reader.check_ids(token_ids, "tokens")
-        return await self._threads.run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        return await self._threads.run(
+            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False),
+            tenant=arrival.caller.tenant,
+            nbytes=arrival.body_nbytes,
+        )
 
     async def _grammar(self, body: GenerationBody, arrival: RequestContext) -> Grammar | None:
         """Return the body's grammar, checked; None if it has none. Raises InvalidRequest and Overloaded."""
         if not wants_grammar(body):
             return None
-        unchecked = await self._threads.run(lambda: requested_grammar(body))
+        tenant, nbytes = arrival.caller.tenant, arrival.body_nbytes
+        unchecked = await self._threads.run(lambda: requested_grammar(body), tenant=tenant, nbytes=nbytes)
         return None if unchecked is None else await self._grammars.check(unchecked, arrival.caller.tenant)
 
     def _chat_prompt(self, body: ChatBody, arrival: RequestContext, requested: int | None) -> tuple[ChatPrompt, int]:
         """Return (the chat's prompt, number of dropped messages)."""
         special, scope = body.add_special_tokens is True, (arrival.caller.tenant, body.cache_salt or "")
         limit = self.max_model_len
+        check = partial(self._check_text, wanted=requested or 1, param="messages")
         if body.truncation != "auto" or not limit:
-            check = partial(self._check_length, wanted=requested or 1, param="messages", least=True)
             return self._reader.chat(body.messages, body, add_special_tokens=special, scope=scope, check=check), 0
+        self.limits.check_truncatable([message.text for message in body.messages], "messages")
         wanted = requested or min(self._config.chat_default_tokens, max(1, limit // 8))
         return self._fitter.truncate(
-            body.messages, body, limit=limit, wanted=wanted, add_special_tokens=special, scope=scope
+            body.messages, body, limit=limit, wanted=wanted, add_special_tokens=special, scope=scope, check=check
         )
 
     def _requests(
@@ -404,6 +423,21 @@ class Preparer:
         arrival.span.past("tokenize", arrival.at_s, first.arrival_s + first.tokenize_s, prompt_tokens=len(prompt))
         further = range(1, body.num_choices)
         return [first, *(first.other_choice(choice) for choice in further)]
+
+    def _check_prompt(self, prompt: str | list[int], body: CompletionBody) -> None:
+        """Raise InvalidRequest for a completion's prompt that is too long to be tokenised."""
+        if body.truncate_prompt_tokens is not None:
+            if isinstance(prompt, str):
+                self.limits.check_truncatable([prompt], "prompt")
+        elif isinstance(prompt, str):
+            self._check_text(prompt, body.max_tokens or 1, "prompt")
+        else:
+            self._check_length(len(prompt), body.max_tokens or 1, param="prompt")
+
+    def _check_text(self, text: str, wanted: int, param: str) -> None:
+        """Raise ContextLengthExceeded for a text that is certainly too long, before it is tokenised."""
+        if limit := self.max_model_len:
+            self._check_length(self._tokenizer.least_tokens(text, limit), wanted, param=param, least=True)
 
     def _truncated(self, ids: list[int], body: CompletionBody) -> list[int]:
         """Return the prompt's last `truncate_prompt_tokens` tokens; -1 keeps as many as fit."""

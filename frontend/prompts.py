@@ -8,6 +8,7 @@ for many turns and its KV can be reused.
 
 import json
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,7 +26,7 @@ from frontend.chat_rendering import (
     native_messages,
     plain_messages,
 )
-from frontend.errors import InvalidRequest
+from frontend.errors import ContextLengthExceeded, InvalidRequest
 from frontend.tokenizer import Tokenizer
 
 Render = Callable[[Sequence[Message]], str]
@@ -60,11 +61,20 @@ class PromptReader:
         return prompt
 
     def chat_ids(
-        self, messages: Sequence[ChatMessage], rendering: ChatRendering, *, add_special_tokens: bool
+        self,
+        messages: Sequence[ChatMessage],
+        rendering: ChatRendering,
+        *,
+        add_special_tokens: bool,
+        check: Callable[[str], None] = lambda text: None,
     ) -> list[int]:
-        """Return the ids of a chat rendered with the model's template, all tokenised from its text."""
+        """Return the ids of a chat rendered with the model's template, all tokenised from its text.
+
+        Before tokenising, `check` is called with the text and may raise.
+        """
         chat, render = self._chat(messages, rendering)
         text = render(chat)
+        check(text)
         return self._ids(text, add_special_tokens=add_special_tokens)
 
     def chat(
@@ -74,16 +84,16 @@ class PromptReader:
         *,
         add_special_tokens: bool,
         scope: Sequence[str],
-        check: Callable[[int], None] = lambda least: None,
+        check: Callable[[str], None] = lambda text: None,
     ) -> ChatPrompt:
         """Return a chat's prompt in which remembered answers (within `scope`) keep the ids they were generated with.
 
         If these ids would not decode exactly to the template's text, all ids are made from the text. Before tokenising,
-        `check` is called with a lower bound on the number of tokens and may raise.
+        `check` is called with the text and may raise.
         """
         chat, render = self._chat(messages, rendering)
         text = render(chat)
-        check(self._tokenizer.least_tokens(text))
+        check(text)
         # If the tokenizer adds special tokens (such as BOS), parts tokenised separately would not equal the whole.
         if add_special_tokens or not self._answers.is_on:
             return ChatPrompt(self._ids(text, add_special_tokens=add_special_tokens))
@@ -238,50 +248,61 @@ class ChatTruncator:
         wanted: int,
         add_special_tokens: bool,
         scope: Sequence[str],
+        check: Callable[[str], None],
     ) -> tuple[ChatPrompt, int]:
         """Return (prompt of at most `limit` - `wanted` tokens, number of dropped messages).
 
-        The head and the last turn are always kept, even if they alone are too long.
+        The head and the last turn are always kept; if they alone are too long, so is the prompt. `check` is called with
+        each text before it is tokenised. It raises ContextLengthExceeded for one that cannot fit; so does this method
+        if none can.
         """
-
-        def read(kept: Sequence[ChatMessage]) -> ChatPrompt:
-            return self._reader.chat(kept, rendering, add_special_tokens=add_special_tokens, scope=scope)
-
-        prompt = read(messages)
-        if len(prompt.token_ids) + wanted <= limit:
-            return prompt, 0
         roles = [message.role for message in messages]
         head = head_length(roles)
-        if head == len(roles):
-            return prompt, 0
-        sizes = [self._size(message) for message in messages]
-        fixed = self._fixed(messages[:head], rendering)
-        step = -(-limit // _STEPS)
-        most = limit - step * (1 - (-wanted // step))
-        start = head
-        for share in range(_STEPS, -1, -2):  # sizes are estimates: if they were too low, drop more
-            budget = max(0, most) * share // _STEPS
-            at = first_kept(roles, sizes, fixed=fixed, budget=budget, target=budget // 2)
-            if at == start:
-                continue
-            start = at
-            prompt = read([*messages[:head], *messages[start:]])
-            if len(prompt.token_ids) + wanted <= limit:
-                break
-        return prompt, start - head
 
-    def _size(self, message: ChatMessage) -> int:
+        def read(start: int) -> _Tried:
+            kept = messages if start == head else [*messages[:head], *messages[start:]]
+            try:
+                prompt = self._reader.chat(
+                    kept, rendering, add_special_tokens=add_special_tokens, scope=scope, check=check
+                )
+            except ContextLengthExceeded as error:
+                return _Tried(error, fits=False)
+            return _Tried(prompt, fits=len(prompt.token_ids) + wanted <= limit)
+
+        whole = read(head)
+        if whole.fits or head == len(roles):
+            return whole.prompt(), 0
+        sizes = [self._size(message, limit) for message in messages]
+        fixed = self._fixed(messages[:head], rendering, limit, check)
+        step = -(-limit // _STEPS)
+        most = max(0, limit - step * (1 - (-wanted // step)))
+        starts = []
+        for share in range(_STEPS, -1, -2):  # sizes are estimates: if they were too low, drop more
+            budget = most * share // _STEPS
+            starts.append(first_kept(roles, sizes, fixed=fixed, budget=budget, target=budget // 2))
+        start, found = _first_fitting(starts, read, {head: whole})
+        return found.prompt(), start - head
+
+    def _size(self, message: ChatMessage, limit: int) -> int:
+        """Return the estimated tokens of a message; any number above `limit` has the same effect."""
         calls = [call.function.model_dump() for call in message.tool_calls or ()]
         text = message.text + (json.dumps(calls) if calls else "")
+        if self._tokenizer.least_tokens(text, limit) > limit:
+            return self._overhead + 2 * limit
         return self._overhead + len(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _fixed(self, head: Sequence[ChatMessage], rendering: ChatRendering) -> int:
-        """Return the tokens of the head, the tools and the answer's opening."""
+    def _fixed(
+        self, head: Sequence[ChatMessage], rendering: ChatRendering, limit: int, check: Callable[[str], None]
+    ) -> int:
+        """Return the tokens of the head, the tools and the answer's opening. Raises ContextLengthExceeded."""
         shape = ChatRendering(chat_template_kwargs=rendering.chat_template_kwargs, tools=rendering.tools)
         try:
-            return len(self._reader.chat_ids([*head, _WORD], shape, add_special_tokens=False)) - self._overhead - 1
+            ids = self._reader.chat_ids([*head, _WORD], shape, add_special_tokens=False, check=check)
+        except ContextLengthExceeded:
+            raise
         except InvalidRequest:  # the template requires other messages
-            return sum(map(self._size, head))
+            return sum(self._size(message, limit) for message in head)
+        return len(ids) - self._overhead - 1
 
     @cached_property
     def _overhead(self) -> int:
@@ -295,6 +316,43 @@ class ChatTruncator:
         except InvalidRequest:
             return _FALLBACK_OVERHEAD
         return max(1, -(-(three - one) // 2) - 1)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A prompt that was made, or the error because of which it was not, and whether it fits."""
+
+    result: "ChatPrompt | ContextLengthExceeded"
+    fits: bool
+
+    def prompt(self) -> ChatPrompt:
+        if isinstance(self.result, ContextLengthExceeded):
+            raise self.result
+        return self.result
+
+
+def _first_fitting(
+    starts: Sequence[int], read: Callable[[int], _Tried], tried: dict[int, _Tried]
+) -> tuple[int, _Tried]:
+    """Return the first of `starts` from which the chat fits, and its prompt; the last one if none fits.
+
+    The fewer messages, the fewer tokens: a binary search over the distinct starts finds the least that fits. The first
+    of `starts` is tried before, as it mostly fits. `tried` holds what was read already.
+    """
+
+    def fits(start: int) -> bool:
+        if start not in tried:
+            tried[start] = read(start)
+        return tried[start].fits
+
+    if fits(starts[0]):
+        return starts[0], tried[starts[0]]
+    distinct = sorted({start for start in starts if start > starts[0]})
+    at = bisect_left(distinct, True, key=fits)
+    least = distinct[at] if at < len(distinct) else None
+    start = starts[-1] if least is None else next(start for start in starts if start >= least)
+    fits(start)
+    return start, tried[start]
 
 
 _WORD: Final = ChatMessage.model_validate({"role": "user", "content": "a"})

@@ -291,6 +291,7 @@ class Service:
             "subscriptions": self.streams.num_subscriptions,
             "outgoing": self.streams.num_outgoing,
             "body_bytes": self.body_budget.used_nbytes,
+            "queued_work": self.threads.num_queued,
         }
         problems = [f"{count} {name} held" for name, count in counts.items() if count]
         # These are not leaks: streams are kept for the next request, and final reports end within their deadline.

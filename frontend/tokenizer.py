@@ -124,7 +124,15 @@ def piece_token(token: str) -> bytes:
     return token.replace("▁", " ").encode()
 
 
+def utf8_nbytes(text: str) -> int:
+    """Return the size of the text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
 _MANY_TOKENS: Final = 1024
+ORDINARY_NBYTES: Final = 8  # per token; most texts have fewer
+_DROPPED: Final = 4
+_PIECE_CHARS: Final = 64 << 10
 
 
 class Tokenizer:
@@ -158,7 +166,16 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         parts = json.loads(raw)
         self._is_byte_level = (parts.get("decoder") or {}).get("type") == "ByteLevel"
-        self._longest = self._longest_token(parts)
+        self._keeps_bytes = self._is_exact(parts)
+        # A character of a byte-level vocabulary's entry is a byte; those of added tokens and of others are text.
+        vocabulary = self._fast.get_vocab(with_added_tokens=True).items()
+        self._longest_nbytes = max(
+            1,
+            *(
+                len(token) if self._is_byte_level and token_id not in self._added_ids else utf8_nbytes(token)
+                for token, token_id in vocabulary
+            ),
+        )
         self.token_bytes = lru_cache(maxsize=None)(self._bytes_of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -166,9 +183,29 @@ class Tokenizer:
         ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def least_tokens(self, text: str) -> int:
-        """Return a lower bound on the text's number of tokens without tokenising; 0 if there is no bound."""
-        return -(-len(text) // self._longest) if self._longest else 0
+    def most_nbytes(self, num_tokens: int) -> int:
+        """Return the size of the longest text, in UTF-8, that can have `num_tokens` tokens.
+
+        It is exact for byte-level tokenizers. Others may drop any part of a text: for them it is four times as much.
+        """
+        return num_tokens * self._longest_nbytes * (1 if self._keeps_bytes else _DROPPED)
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """Return a lower bound on the text's number of tokens, which costs at most the tokenising of `enough` tokens.
+
+        A bound above `enough` comes from the text's size or, for a text of uncommonly many bytes for `enough` tokens,
+        from a tokenised part of it: as that is cut at other places than tokens end, a quarter is subtracted.
+        """
+        nbytes = utf8_nbytes(text)
+        bound = -(-nbytes // self.most_nbytes(1))
+        if bound > enough or nbytes <= ORDINARY_NBYTES * enough:
+            return bound
+        counted = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            counted += len(self.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False))
+            if counted * 3 // 4 > enough:
+                return counted * 3 // 4
+        return bound
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the ids' text; ids outside the vocabulary have none."""
@@ -207,13 +244,11 @@ class Tokenizer:
             return entry.encode()
         return byte_level_token(entry) if self._is_byte_level else piece_token(entry)
 
-    def _longest_token(self, parts: dict[str, Any]) -> int:
-        """Return the maximum number of characters of one token; 0 if there is no bound."""
+    def _is_exact(self, parts: dict[str, Any]) -> bool:
+        """Return True if each byte of a text is in one token."""
         takes_spaces = any(token.lstrip or token.rstrip for token in self._fast.get_added_tokens_decoder().values())
         drops_text = "Removed" in json.dumps(parts.get("pre_tokenizer"))
-        if not self._is_byte_level or parts.get("normalizer") or takes_spaces or drops_text:
-            return 0
-        return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=0)
+        return self._is_byte_level and not (parts.get("normalizer") or takes_spaces or drops_text)
 
     def _eos_ids(self, *sources: dict[str, Any]) -> tuple[int, ...]:
         """Return all end tokens in the folder's files; generation_config.json often has more than config.json."""

@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 HeaderRule = Literal["any", "tighten", "ignore"]  # how a request's header may change its bound
+# Clients must not relax their own admission. The rule of a record that names none; it is not part of the record's text.
+DEFAULT_HEADERS: HeaderRule = "tighten"
 Source = Literal["header", "tenant", "class", "model", "cluster", "none"]
 DEFAULT_PERCENTILE = 90.0
 _MAX_RESOLVED = 4096  # cache entries; bounded, since clients can name any number of tenants and classes
@@ -105,7 +107,7 @@ class SloRecord:
     classes: Mapping[str, SloClass] = field(default_factory=dict)
     tenants: Mapping[str, TenantSlo] = field(default_factory=dict)
     default_class: str = ""  # class of requests without one whose tenant has none either
-    headers: HeaderRule = "any"
+    headers: HeaderRule | None = None  # None: DEFAULT_HEADERS
 
 
 def configured_record(config: PolicyConfig) -> SloRecord:
@@ -220,7 +222,8 @@ def _resolve(record: SloRecord, model: str, tenant: str, slo_class: str) -> Reso
     )
     ttft, ttft_from = _first((source, scope.ttft) for source, scope in scopes)
     tbt, tbt_from = _first((source, scope.tbt) for source, scope in scopes)
-    return ResolvedObjectives(ttft, tbt, ttft_from, tbt_from, name, of_class.priority, own.headers or record.headers)
+    headers = own.headers or record.headers or DEFAULT_HEADERS
+    return ResolvedObjectives(ttft, tbt, ttft_from, tbt_from, name, of_class.priority, headers)
 
 
 def _first(specified: Iterable[tuple[Source, Objective | None]]) -> tuple[Objective, Source]:
@@ -258,7 +261,7 @@ def parse_record(value: Any) -> SloRecord:
         classes=_named(fields, "classes", _CLASS_NAME, _slo_class),
         tenants=_named(fields, "tenants", _NAME, _tenant),
         default_class=_text(fields.get("default_class", ""), "default_class"),
-        headers=_rule(fields.get("headers", "any"), "headers"),
+        headers=_rule(fields["headers"], "headers") if fields.get("headers") is not None else None,
     )
     wanted = {"default_class": record.default_class}
     wanted |= {f"tenants.{name}.class": tenant.slo_class for name, tenant in record.tenants.items()}
@@ -291,7 +294,7 @@ def record_to_plain(record: SloRecord) -> dict[str, Any]:
         }
     if record.default_class:
         plain["default_class"] = record.default_class
-    if record.headers != "any":
+    if record.headers is not None:
         plain["headers"] = record.headers
     return plain
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Final, TypeVar
@@ -11,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frontend.api.body import parse_body, read_body
+from frontend.api.body import BodyReservation, parse_body, read_body
 from frontend.api.formats import ChatFormatter, CompletionFormatter, ResponseFormatter
-from frontend.api.generate import answer, given_request_id
+from frontend.api.generate import PreparedAnswer, answer, given_request_id
 from frontend.api.openapi import describe
 from frontend.api.request_models import (
     ChatBody,
@@ -23,11 +24,11 @@ from frontend.api.request_models import (
     RequestModel,
     TokenizeBody,
 )
-from frontend.api.stream import encode, while_connected
-from frontend.callers import ApiCaller
+from frontend.api.stream import DisconnectWatch, encode
+from frontend.callers import ApiCaller, counts_in_quota
 from frontend.console.routes import CONSOLE, ConsoleRoutes
 from frontend.errors import ApiError, ClientGone
-from frontend.grammars import wants_grammar
+from frontend.input_limits import InputLimits
 from frontend.prepare import Preparer, RequestContext
 from frontend.request import GenerationRequest
 from frontend.service import ServedModel, Service
@@ -41,6 +42,7 @@ _MODEL: Final = "/v1/models/"
 B = TypeVar("B", bound=RequestModel)
 G = TypeVar("G", bound=GenerationBody)
 Prepare = Callable[[Preparer, G, RequestContext], Awaitable[list[GenerationRequest]]]
+MeteredWork = Callable[[B, RequestContext], Awaitable[tuple[Response, int]]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -117,23 +119,26 @@ class _Routes:
         return await self._generate(http, ChatBody, Preparer.chat, ChatFormatter)
 
     async def tokenize(self, http: Request) -> Response:
-        self._caller(http)
-        body = await self._body(http, TokenizeBody)
-        model = self._service.models.find(body.model)
-        ids = await model.preparer.tokens(body)
-        limit = model.preparer.max_model_len
+        async def work(body: TokenizeBody, arrival: RequestContext) -> tuple[Response, int]:
+            model = self._service.models.find(body.model)
+            ids = await model.preparer.tokens(body, arrival)
+            limit = model.preparer.max_model_len
 
-        def build() -> Response:
-            strings = model.tokenizer.tokens(ids) if body.return_token_strs else None
-            return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+            def build() -> Response:
+                strings = model.tokenizer.tokens(ids) if body.return_token_strs else None
+                return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
-        return await self._service.threads.run(build)  # a body's text may have millions of tokens
+            response = await self._service.threads.run(build, tenant=arrival.caller.tenant)
+            return response, len(ids)
+
+        return await self._metered(http, TokenizeBody, InputLimits.text_body_nbytes, work)
 
     async def detokenize(self, http: Request) -> Response:
-        self._caller(http)
-        body = await self._body(http, DetokenizeBody)
-        model = self._service.models.find(body.model)
-        return _json({"prompt": await model.preparer.text(body.tokens)})
+        async def work(body: DetokenizeBody, arrival: RequestContext) -> tuple[Response, int]:
+            model = self._service.models.find(body.model)
+            return _json({"prompt": await model.preparer.text(body.tokens, arrival)}), len(body.tokens)
+
+        return await self._metered(http, DetokenizeBody, InputLimits.ids_body_nbytes, work)
 
     async def models(self, http: Request) -> Response:
         self._caller(http)
@@ -178,27 +183,65 @@ class _Routes:
     ) -> Response:
         at_s, caller = monotonic(), self._caller(http)
         reservation = self._service.quotas.enter(caller)
+        disconnect_watch: DisconnectWatch | None = None
         try:
             arrival = RequestContext.of(http.headers, at_s=at_s, caller=caller, span=span_of(http))
-            body = await self._body(http, kind)
-            model = await self._service.admit(body.model)
-            preparing = prepare(model.preparer, body, arrival)
-            # The check of a costly grammar must end with its client.
-            requests = await (while_connected(http.receive, preparing) if wants_grammar(body) else preparing)
-            reservation.reserve(requests)
-            timing = arrival.wants_timing
-            return await answer(
-                self._service, http, body, model, requests, form, timing=timing, reservation=reservation
-            )
-        except BaseException:
-            reservation.leave(used_tokens=0, served=False)  # no effect if the session has settled it
+
+            async def prepared(raw: bytes) -> PreparedAnswer:
+                body = await self._parsed(kind, raw, caller)
+                model = await self._service.admit(body.model)
+                requests = await prepare(model.preparer, body, replace(arrival, body_nbytes=len(raw)))
+                return PreparedAnswer(body, model, requests, arrival.wants_timing)
+
+            with self._service.body_budget.place() as place:
+                raw = await self._read(http, place, InputLimits.any_body_nbytes)
+                disconnect_watch = DisconnectWatch(http.receive)
+                answering = await disconnect_watch.run(prepared(raw))
+            reservation.reserve(answering.requests)
+            return await answer(self._service, http, answering, form, reservation, disconnect_watch)
+        except BaseException as error:
+            if disconnect_watch is not None:
+                await disconnect_watch.close()
+            # No effect if the session has settled it
+            reservation.leave(used_tokens=0, counts=counts_in_quota(error))
             raise
 
-    async def _body(self, http: Request, kind: type[B]) -> B:
-        config = self._service.config
-        with self._service.body_budget.place() as place:
-            body = await read_body(http, place, max_nbytes=config.max_body_nbytes, timeout_s=config.body_timeout_s)
-            return await parse_body(kind, body, self._service.threads)
+    async def _metered(
+        self, http: Request, kind: type[B], max_nbytes: Callable[[InputLimits], int], work: MeteredWork[B]
+    ) -> Response:
+        """Return the response of `work`, and charge the caller's quota a request and the tokens that `work` returns."""
+        at_s, caller = monotonic(), self._caller(http)
+        reservation = self._service.quotas.enter(caller)
+        disconnect_watch: DisconnectWatch | None = None
+        try:
+            with self._service.body_budget.place() as place:
+                raw = await self._read(http, place, max_nbytes)
+                disconnect_watch = DisconnectWatch(http.receive)
+
+                async def worked() -> tuple[Response, int]:
+                    body = await self._parsed(kind, raw, caller)
+                    return await work(body, RequestContext(at_s, caller, body_nbytes=len(raw)))
+
+                response, num_tokens = await disconnect_watch.run(worked())
+            reservation.leave(used_tokens=num_tokens, counts=True)
+            response.headers.update(reservation.headers())
+            return response
+        except BaseException as error:
+            reservation.leave(used_tokens=0, counts=counts_in_quota(error))
+            raise
+        finally:
+            if disconnect_watch is not None:
+                await disconnect_watch.close()
+
+    async def _read(self, http: Request, place: BodyReservation, max_nbytes: Callable[[InputLimits], int]) -> bytes:
+        """Return the request's body. Its limit is that of the model with the largest, which is not known yet."""
+        most = max(max_nbytes(model.preparer.limits) for model in self._service.models)
+        return await read_body(http, place, max_nbytes=most, timeout_s=self._service.config.body_timeout_s)
+
+    async def _parsed(self, kind: type[B], raw: bytes, caller: ApiCaller) -> B:
+        max_prompts = self._service.config.max_prompts
+        most = max(model.preparer.limits.body_values(max_prompts) for model in self._service.models)
+        return await parse_body(kind, raw, self._service.threads, tenant=caller.tenant, max_values=most)
 
     def _caller(self, http: Request) -> ApiCaller:
         return self._service.keys.caller(http.headers.get("authorization"))

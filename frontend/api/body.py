@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from frontend.api.request_models import RequestModel, parse
 from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone, ServiceUnavailable
 from frontend.event_loop import WorkThreads
+from frontend.input_limits import check_values
 
 
 class BodyBudget:
@@ -82,8 +83,16 @@ async def read_body(request: Request, place: BodyReservation, *, max_nbytes: int
     return bytes(body)
 
 
-async def parse_body(model: type[B], body: bytes, threads: WorkThreads) -> B:
-    """Parse the body as a model; a large body in a thread. Raises InvalidRequest."""
+async def parse_body(model: type[B], body: bytes, threads: WorkThreads, *, tenant: str, max_values: int) -> B:
+    """Parse the body as a model; a large body in a thread.
+
+    Raises InvalidRequest, and BodyTooLarge for a body of more than `max_values` JSON values.
+    """
     if len(body) < _LARGE_BODY_NBYTES:
         return parse(model, body)
-    return await threads.run(lambda: parse(model, body))
+
+    def work() -> B:
+        check_values(body, max_values)
+        return parse(model, body)
+
+    return await threads.run(work, tenant=tenant, nbytes=len(body))

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from starlette.requests import Request
@@ -25,25 +26,33 @@ _MANY_TOKENS: Final = 1024  # encoding more tokens at once would block the event
 _STALLED_CLIENT_S: Final = 5.0  # the connection is closed this long after the request's deadline
 
 
+@dataclass(frozen=True)
+class PreparedAnswer:
+    """A validated body, its model, and one request per choice."""
+
+    body: GenerationBody
+    model: ServedModel
+    requests: list[GenerationRequest]
+    wants_timing: bool  # the response includes the time breakdown
+
+
 async def answer(
     service: Service,
     http: Request,
-    body: GenerationBody,
-    model: ServedModel,
-    requests: list[GenerationRequest],
+    prepared: PreparedAnswer,
     form: type[ResponseFormatter],
-    *,
-    timing: bool,
     reservation: QuotaReservation,
+    disconnect_watch: DisconnectWatch,
 ) -> Response:
-    """Run the requests on their model and return the response in `form`; with `timing`, include the time breakdown.
+    """Run the requests on their model and return the response in `form`.
 
-    Raises ApiError only before the first byte of the response is sent.
+    Closes the watch for the client's disconnect at the end. Raises ApiError only before the first byte of the response
+    is sent.
     """
+    body, model, requests, timing = prepared.body, prepared.model, prepared.requests, prepared.wants_timing
     headers = {"x-request-id": given_request_id(http) or requests[0].request_id} | reservation.headers()
     with logs.request(requests[0].request_id):
         session = service.open_session(model, requests, reservation)
-        disconnect_watch = DisconnectWatch(http.receive)
         handed_over = False
         try:
             shape = form(
@@ -52,17 +61,19 @@ async def answer(
                 ResponseOptions.of(body, timing=timing),
             )
             if sum(len(each.prompt_ids) for each in requests if each.shows_prompt) > _MANY_TOKENS:
-                await service.threads.run(session.read_prompts)
+                await service.threads.run(session.read_prompts, tenant=requests[0].tenant)
             if not body.stream:
                 steps = await disconnect_watch.run(session.collect())
                 prompts = requests if body.return_token_ids else []
                 headers |= server_timing(session.generations) if timing else {}
-                content = await _encoded(service, steps, lambda: encode(shape.whole(steps)), prompts)
+                content = await _encoded(
+                    service, requests[0].tenant, steps, lambda: encode(shape.whole(steps)), prompts
+                )
                 return Response(content, media_type="application/json", headers=headers)
 
             async def more() -> bytes:
                 index, step = await session.next()
-                return await _encoded(service, [step], lambda: shape.events(index, step))
+                return await _encoded(service, requests[0].tenant, [step], lambda: shape.events(index, step))
 
             # Await the first chunk before sending headers, so that an early error gets its HTTP status.
             first = await disconnect_watch.run(more())
@@ -93,12 +104,13 @@ async def _end(service: Service, session: RequestSession, disconnect_watch: Disc
 
 async def _encoded(
     service: Service,
+    tenant: str,
     steps: Sequence[OutputChunk],
     encode_steps: Callable[[], T],
     prompts: Sequence[GenerationRequest] = (),
 ) -> T:
     """Return `encode_steps()`, which encodes the steps and the returned `prompts`; in a thread if it is slow."""
-    return await service.threads.run(encode_steps) if _takes_long(steps, prompts) else encode_steps()
+    return await service.threads.run(encode_steps, tenant=tenant) if _takes_long(steps, prompts) else encode_steps()
 
 
 def _takes_long(steps: Sequence[OutputChunk], prompts: Sequence[GenerationRequest]) -> bool:

@@ -80,15 +80,6 @@ class RecedingDeadline:
             self.reached.set_result(None)
 
 
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`, cancelled with ClientGone if the client disconnects first. The request's body must be complete."""
-    watch = DisconnectWatch(receive)
-    try:
-        return await watch.run(work)
-    finally:
-        await watch.close()
-
-
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

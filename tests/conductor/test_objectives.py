@@ -81,12 +81,25 @@ def test_nothing_said_is_nothing_to_meet() -> None:
         ("tighten", 9.0, 2.0, "tenant"),
         ("tighten", 1.0, 1.0, "header"),
         ("ignore", 1.0, 2.0, "tenant"),
+        (None, 9.0, 2.0, "tenant"),
+        (None, 1.0, 1.0, "header"),
     ],
 )
 def test_the_record_says_what_a_header_may_do(rule, header_s, bound_s, source) -> None:
     for record in (RECORD | {"headers": rule}, RECORD | {"tenants": {"acme": {"ttft": "2s", "headers": rule}}}):
         found = effective(record, tenant="acme", header_ttft_s=header_s)
         assert (found.ttft_s, found.ttft_from) == (bound_s, source)
+
+
+def test_an_operator_may_let_one_tenant_loosen_its_objectives() -> None:
+    record = RECORD | {"tenants": {"acme": {"ttft": "2s", "headers": "any"}, "beta": {"ttft": "2s"}}}
+    assert effective(record, tenant="acme", header_ttft_s=9.0).ttft_s == 9.0
+    assert effective(record, tenant="beta", header_ttft_s=9.0).ttft_s == 2.0
+
+
+def test_a_record_stored_before_the_default_changed_is_read_with_the_same_digest() -> None:
+    for text in ('{"cluster":{"ttft":"2s"}}', '{"cluster":{"ttft":"2s"},"headers":"tighten"}'):
+        assert record_text(record_from_text(text)) == text
 
 
 def test_a_header_may_bound_what_nothing_else_does_even_where_it_may_only_tighten() -> None:
@@ -190,7 +203,7 @@ def records(draw) -> SloRecord:
         classes,
         draw(st.dictionaries(NAMES, tenant)),
         draw(named),
-        draw(rules),
+        draw(st.none() | rules),
     )
 
 

@@ -25,7 +25,7 @@ classes:
   batch: {ttft: off, priority: 10}
 default_class: chat
 """
-VERSION = "moonpool:slo_version 3.0"
+VERSION = "moonpool:slo_version 4.0"
 
 
 class Slo:
@@ -92,21 +92,24 @@ async def test_objectives_are_changed_held_to_and_counted(
     assert re.search(r"acknowledged by conductor, conductor-1$", said, re.MULTILINE)
     status, told = await complete(session, cluster)
     assert (status, told["error"]["code"]) == (429, "ttft")
-    assert (await complete(session, cluster, headers={"x-slo-ttft-ms": "30000"}))[0] == 200
+    looser = {"x-slo-ttft-ms": "30000"}
+    assert (await complete(session, cluster, headers=looser))[0] == 429, "clients may only tighten"
+    await slo.set(tight.replace("0.01ms", "0.01ms, headers: any"))
+    assert (await complete(session, cluster, headers=looser))[0] == 200
     assert (await complete(session, cluster, key=KEYS[1]))[0] == 200
     said = await slo.set(f"{FIRST}tenants: {{'0123456789abcdef': {{ttft: 1s}}}}\n", expect=2)
     assert "belongs to no API key of frontend" in said
 
     os.kill(cluster.ready["nodes"]["conductor"]["pid"], signal.SIGKILL)
     async with asyncio.timeout(60):
-        while await slo.version() != 2:
+        while await slo.version() != 3:
             await asyncio.sleep(0.2)
     await slo.run("rollback", "1", "--reason", "too tight")
     async with asyncio.timeout(60):
         while (await complete(session, cluster))[0] != 200:
             await asyncio.sleep(0.2)
     history = json.loads(await slo.run("history", "--json"))
-    assert [each["how"] for each in history] == ["rollback to 1", "admin", "configuration"]
+    assert [each["how"] for each in history] == ["rollback to 1", "admin", "admin", "configuration"]
 
     wanted = r'moonpool:slo_requests_total\{[^}]*objective="ttft",result="met",slo_class="chat"\} [1-9]'
     async with asyncio.timeout(60):

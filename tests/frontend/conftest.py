@@ -159,6 +159,10 @@ class Front:
         """Return the reply of /ready once it has this status."""
         return await until(lambda: self.get("/ready"), lambda answer: answer[0] == status)
 
+    async def validation(self) -> dict[str, Any]:
+        """Return what the frontend holds now."""
+        return json.loads((await self.get("/validate"))[1])
+
     async def quiet(self) -> dict[str, Any]:
         """The self-check once nothing is in flight any more."""
         _, text = await until(lambda: self.get("/validate"), lambda answer: json.loads(answer[1])["ok"])

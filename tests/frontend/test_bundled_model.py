@@ -41,8 +41,11 @@ def test_text_streams_back_unchanged(bundled: Tokenizer, text: str) -> None:
 @example("<|assistant|>" * 40)
 def test_no_text_has_fewer_tokens_than_it_must_have(text: str) -> None:
     tokenizer = _bundled()
-    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
-    assert tokenizer.least_tokens(text * 100) >= len(text)  # 100 characters make no token
+    num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.least_tokens(text, 0) <= num_tokens
+    assert tokenizer.least_tokens(text, num_tokens) <= num_tokens
+    assert len(text.encode()) <= tokenizer.most_nbytes(num_tokens)
+    assert tokenizer.least_tokens(text * 100, 0) >= len(text)  # 100 characters make no token
 
 
 def test_chats_are_rendered_and_unknown_roles_refused(bundled: Tokenizer) -> None:

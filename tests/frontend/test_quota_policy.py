@@ -48,12 +48,25 @@ def test_who_was_not_served_gives_back_all_it_took() -> None:
         refusal = quota.enter(0.0)
         assert refusal is not None
         assert refusal.reason == "quota_concurrent"
-        quota.leave(reserved=50, used=0, served=False, now_s=0.0)
+        quota.leave(reserved=50, used=0, counts=False, now_s=0.0)
     assert quota.enter(0.0) is None
-    quota.leave(reserved=0, used=0, served=True, now_s=0.0)
+    quota.leave(reserved=0, used=0, counts=True, now_s=0.0)
     refusal = quota.enter(0.0)
     assert refusal is not None
     assert (refusal.reason, refusal.retry_after_s) == ("quota_requests", 60.0)
+
+
+def test_a_request_refused_for_its_tokens_is_told_when_its_next_place_is_there() -> None:
+    quota = TenantQuota(Quota(requests_per_minute=1, tokens_per_minute=600), 0.0)
+    assert quota.enter(0.0) is None
+    quota.leave(reserved=0, used=10, counts=False, now_s=0.0)
+    assert quota.enter(0.0) is None
+    refusal = quota.reserve(600, 0.0)
+    assert refusal is not None
+    assert (refusal.reason, refusal.retry_after_s) == ("quota_tokens", 60.0)
+    quota.leave(reserved=0, used=0, counts=True, now_s=0.0)
+    assert quota.enter(refusal.retry_after_s) is None
+    assert quota.reserve(600, refusal.retry_after_s) is None
 
 
 class Tenant(RuleBasedStateMachine):
@@ -75,14 +88,14 @@ class Tenant(RuleBasedStateMachine):
             if self.quota.reserve(tokens, self.now_s) is None:
                 self.inside.append(tokens)
             else:
-                self.quota.leave(reserved=0, used=0, served=False, now_s=self.now_s)
+                self.quota.leave(reserved=0, used=0, counts=False, now_s=self.now_s)
 
     @precondition(lambda self: self.inside)
     @rule(share=st.floats(0, 1), served=st.booleans())
     def leaves(self, share: float, served: bool) -> None:
         reserved = self.inside.pop()
         used = int(share * reserved) if served else 0
-        self.quota.leave(reserved=reserved, used=used, served=served, now_s=self.now_s)
+        self.quota.leave(reserved=reserved, used=used, counts=served, now_s=self.now_s)
 
     @rule(requests=st.integers(1, 10), tokens=st.integers(1, 200), most=st.integers(1, 4))
     def is_changed(self, requests: int, tokens: int, most: int) -> None:
@@ -98,7 +111,7 @@ class Tenant(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for reserved in self.inside:
-            self.quota.leave(reserved=reserved, used=0, served=False, now_s=self.now_s)
+            self.quota.leave(reserved=reserved, used=0, counts=False, now_s=self.now_s)
         self.now_s += 10_000
         for bucket in (self.quota.requests, self.quota.tokens):
             assert bucket is not None
