@@ -152,6 +152,7 @@ def request_arrived(
         waited_s=waited_s if 0 <= waited_s <= _LONGEST_S else max(0.0, _seconds(waited_s)),
         endless=request.endless,
         prompt_key=prefix_key(kv_namespace, keys.item(-1)) if len(keys) else 0,
+        allowed_classes=tuple(allowed) if (allowed := request.allowed_classes) else (),
     )
 
 

@@ -94,6 +94,13 @@ class ApiKeys:
             raise Forbidden("this action requires an API key with admin scope, got a key with user scope")
         return caller
 
+    def is_admin(self, authorization: str | None) -> bool:
+        """Return True if the Authorization header holds a key with admin scope."""
+        try:
+            return self._caller(authorization).is_admin
+        except Unauthorized:
+            return False
+
     def _caller(self, authorization: str | None) -> ApiCaller:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():

@@ -13,6 +13,7 @@ from frontend.conductor import ConductorClient, ConductorStream
 from frontend.errors import (
     ApiError,
     ContextLengthExceeded,
+    Forbidden,
     GenerationFailed,
     InvalidRequest,
     ModelNotServed,
@@ -189,9 +190,20 @@ class Attempt:
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.0
 _REASONS: Final = frozenset(
-    {"ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "unknown_class", "too_long", "endless"}
+    {
+        "ttft",
+        "tbt",
+        "decode_capacity",
+        "queue",
+        "no_nodes",
+        "unknown_model",
+        "unknown_class",
+        "denied_class",
+        "too_long",
+        "endless",
+    }
 )
-_FINAL_REASONS: Final = frozenset({"unknown_model", "unknown_class", "too_long"})
+_FINAL_REASONS: Final = frozenset({"unknown_model", "unknown_class", "denied_class", "too_long"})
 
 
 class Placer:
@@ -299,6 +311,7 @@ class Placer:
             waited_s=max(0.0, monotonic() - request.arrival_s),
             endless=request.idle_s > 0,
             traceparent=traceparent,
+            allowed_classes=request.allowed_classes,
         )
 
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:
@@ -322,6 +335,8 @@ class Placer:
             return ContextLengthExceeded(text)
         if reason == "unknown_class":
             return InvalidRequest(text, param="slo_class", code="unknown_class")
+        if reason == "denied_class":
+            return Forbidden(text, param="slo_class", code="denied_class")
         if reason == "unknown_model":
             return ModelNotServed(text, param="model")
         if reason == "no_nodes":

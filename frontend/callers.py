@@ -40,6 +40,8 @@ class ApiCaller:
     cache_salt: str = field(default="", repr=False)
     """Configured salt of the tenant; "" derives it from the tenant's name."""
     quota: Quota = UNBOUNDED
+    slo_classes: tuple[str, ...] = ()
+    """Classes of objectives that the tenant may use; (): all."""
 
     def block_salt(self, requested: str) -> str:
         """Return the salt of the request's KV blocks: a request reuses only KV that was computed under the same salt.

@@ -10,6 +10,7 @@ keys:
   requests_per_minute: 600
   tokens_per_minute: 200000
   max_concurrent: 32
+  slo_classes: [chat, batch] # the only classes of objectives that the tenant may use
 """
 
 import datetime
@@ -27,10 +28,11 @@ NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _HASH: Final = re.compile(r"sha256:([0-9a-f]{64})")
 _SCOPES: Final = ("user", "admin")
 _QUOTAS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
-_FIELDS: Final = ("name", "hash", "tenant", "scope", "expires", "cache_salt", *_QUOTAS)
+_FIELDS: Final = ("name", "hash", "tenant", "scope", "expires", "cache_salt", *_QUOTAS, "slo_classes")
 _OTHERS: Final = "other"  # the conductor's name for all tenants beyond its limit
 _MOST: Final = 10**12
 _MOST_SALT_CHARS: Final = 512
+_MOST_CLASSES: Final = 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class KeyEntry:
     expires_s: float | None = None
     cache_salt: str = field(default="", repr=False)
     quota: Quota = UNBOUNDED
+    slo_classes: tuple[str, ...] = ()  # (): all
 
 
 def parse_keys(text: str) -> list[KeyEntry]:
@@ -63,12 +66,13 @@ def parse_keys(text: str) -> list[KeyEntry]:
 
 
 def callers_of(entries: Sequence[KeyEntry]) -> list[tuple[KeyEntry, ApiCaller]]:
-    """Return each entry with its caller. A tenant's salt and quotas, set in one entry, apply to all of its keys.
+    """Return each entry with its caller. A tenant's salt, quotas and classes, set in one entry, apply to all its keys.
 
     Raises KeysFileError if two entries of one tenant contradict each other.
     """
     salts: dict[str, str] = {}
     quotas: dict[str, Quota] = {}
+    classes: dict[str, tuple[str, ...]] = {}
     for entry in entries:
         if entry.cache_salt and salts.setdefault(entry.tenant, entry.cache_salt) != entry.cache_salt:
             raise KeysFileError(f"{entry.name!r}: another key of tenant {entry.tenant!r} has a different cache_salt")
@@ -77,6 +81,8 @@ def callers_of(entries: Sequence[KeyEntry]) -> list[tuple[KeyEntry, ApiCaller]]:
                 f"{entry.name!r}: another key of tenant {entry.tenant!r} has different quotas: set them in only one "
                 "of its entries, or to the same values in each"
             )
+        if entry.slo_classes and classes.setdefault(entry.tenant, entry.slo_classes) != entry.slo_classes:
+            raise KeysFileError(f"{entry.name!r}: another key of tenant {entry.tenant!r} has different slo_classes")
     return [
         (
             entry,
@@ -86,6 +92,7 @@ def callers_of(entries: Sequence[KeyEntry]) -> list[tuple[KeyEntry, ApiCaller]]:
                 entry.is_admin,
                 salts.get(entry.tenant, ""),
                 quotas.get(entry.tenant, UNBOUNDED),
+                classes.get(entry.tenant, ()),
             ),
         )
         for entry in entries
@@ -100,7 +107,8 @@ def plain(entry: KeyEntry) -> dict[str, Any]:
         fields["expires"] = datetime.datetime.fromtimestamp(entry.expires_s, datetime.UTC).isoformat()
     if entry.cache_salt:
         fields["cache_salt"] = entry.cache_salt
-    return fields | {name: value for name, value in asdict(entry.quota).items() if value is not None}
+    fields |= {name: value for name, value in asdict(entry.quota).items() if value is not None}
+    return fields | ({"slo_classes": list(entry.slo_classes)} if entry.slo_classes else {})
 
 
 def check_name(text: Any, where: str) -> str:
@@ -133,6 +141,7 @@ def _entry(fields: Any, where: str) -> KeyEntry:
         expiry(fields["expires"], where) if fields.get("expires") is not None else None,
         _salt(fields.get("cache_salt", ""), where),
         replace(Quota(), **dict(_limits(fields, where))),
+        _classes(fields.get("slo_classes"), where),
     )
 
 
@@ -156,6 +165,20 @@ def _salt(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > _MOST_SALT_CHARS:
         raise KeysFileError(f"{where}: cache_salt: expected a text of at most {_MOST_SALT_CHARS} characters")
     return value
+
+
+def _classes(value: Any, where: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    names = value if isinstance(value, list) else []
+    if not 1 <= len(names) <= _MOST_CLASSES or not all(
+        isinstance(each, str) and re.fullmatch(NAME, each) for each in names
+    ):
+        raise KeysFileError(
+            f"{where}: slo_classes: expected a list of 1 to {_MOST_CLASSES} names of classes of objectives; omit it to "
+            "allow all"
+        )
+    return tuple(sorted(set(names)))
 
 
 def _limits(fields: dict[str, Any], where: str) -> Iterable[tuple[str, int]]:

@@ -16,7 +16,7 @@ from frontend.api.request_models import CLASS_NAME, MAX_TOKEN_ID, ChatBody, Comp
 from frontend.callers import ApiCaller
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ServedModelConfig
-from frontend.errors import ContextLengthExceeded, InvalidRequest
+from frontend.errors import ContextLengthExceeded, Forbidden, InvalidRequest
 from frontend.event_loop import WorkThreads
 from frontend.grammars import GrammarChecker, requested_grammar, wants_grammar
 from frontend.input_limits import InputLimits
@@ -57,14 +57,22 @@ class RequestContext:
     def class_beside(self, in_body: str | None) -> str:
         """Return the class of objectives given in the header or the body.
 
-        Raises InvalidRequest if both are given and differ.
+        Raises InvalidRequest if both are given and differ, and Forbidden for a class that the caller may not use.
         """
-        if in_body is None or not self.slo_class or in_body == self.slo_class:
-            return in_body or self.slo_class
-        raise InvalidRequest(
-            f"slo_class is {in_body!r} but the header x-slo-class is {self.slo_class!r}: give only one of them",
-            param="slo_class",
-        )
+        if in_body is not None and self.slo_class and in_body != self.slo_class:
+            raise InvalidRequest(
+                f"slo_class is {in_body!r} but the header x-slo-class is {self.slo_class!r}: give only one of them",
+                param="slo_class",
+            )
+        name, allowed = in_body or self.slo_class, self.caller.slo_classes
+        if name and allowed and name not in allowed:
+            raise Forbidden(
+                f"tenant {self.caller.tenant!r} may not use the class {name!r} of objectives: name one of "
+                f"{', '.join(allowed)}",
+                param="slo_class",
+                code="denied_class",
+            )
+        return name
 
 
 def _milliseconds(headers: Mapping[str, str], name: str) -> float:
@@ -414,7 +422,8 @@ class Preparer:
             ttft_objective_s=arrival.ttft_objective_s,
             tpot_objective_s=arrival.tpot_objective_s,
             tenant=arrival.caller.tenant,
-            slo_class=arrival.class_beside(body.slo_class),
+            slo_class=arrival.slo_class,
+            allowed_classes=arrival.caller.slo_classes,
             priority=body.priority or 0,
             idle_s=config.http.endless_idle_s if body.endless else 0.0,
             text=text_options(body),

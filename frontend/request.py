@@ -173,6 +173,7 @@ class GenerationRequest:
     tpot_objective_s: float = 0.0
     tenant: str = ""
     slo_class: str = ""  # "": the tenant's class, or the default one
+    allowed_classes: tuple[str, ...] = ()  # that the tenant may use; (): all
     priority: int = 0  # among the tenant's requests of the same class: lower goes first
     idle_s: float = 0.0  # > 0: endless; after the first token, the deadline is this long after the last one
     place: bytes = b""  # of a chat's answer, where it is remembered; b"": it is not

@@ -36,6 +36,9 @@ class HttpSettings(SettingsGroup):
             "frontend of a cluster); auto: cluster under `serve`, else own"
         ),
     ] = "auto"
+    metrics_show_tenants: Annotated[
+        bool, Key("Show each tenant's series in /metrics to callers without an admin's API key, instead of their sums")
+    ] = False
     max_connections: Annotated[
         int,
         Key(

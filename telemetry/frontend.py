@@ -4,13 +4,14 @@ A registry belongs to one application: importing this module registers nothing. 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 T = TypeVar("T")
 
@@ -53,10 +54,42 @@ class IncludedRegistry(Collector):
         return self._registry.collect()
 
 
-def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """Return the registry's contents in the format of the `Accept` header, and its content type."""
+def exposition(registry: CollectorRegistry, accept: str, *, shows_tenants: bool = True) -> tuple[bytes, str]:
+    """Return the registry's contents in the format of the `Accept` header, and its content type.
+
+    Without `shows_tenants`, series of tenants are summed to series without the label `tenant`.
+    """
     encoder, content_type = choose_encoder(accept)
-    return encoder(registry), content_type
+    return encoder(registry if shows_tenants else _WithoutTenants(registry)), content_type
+
+
+class _WithoutTenants(CollectorRegistry):
+    """View of a registry whose metrics are summed over tenants."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._whole = registry
+
+    def collect(self) -> Iterator[Metric]:
+        return map(_without_tenants, self._whole.collect())
+
+
+def _without_tenants(metric: Metric) -> Metric:
+    """Return the metric summed over its label `tenant`; of the times of creation, the earliest is kept."""
+    if not any("tenant" in sample.labels for sample in metric.samples):
+        return metric
+    found: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
+    for sample in metric.samples:
+        labels = {name: value for name, value in sample.labels.items() if name != "tenant"}
+        key = sample.name, frozenset(labels.items())
+        before = found.get(key)
+        value = sample.value
+        if before is not None:
+            value = min(before.value, value) if sample.name.endswith("_created") else before.value + value
+        found[key] = Sample(sample.name, labels, value)
+    summed = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+    summed.samples = list(found.values())
+    return summed
 
 
 class RequestMetrics:

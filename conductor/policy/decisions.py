@@ -24,7 +24,16 @@ __all__ = [
 ]
 
 Reason = Literal[
-    "ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "unknown_class", "too_long", "endless"
+    "ttft",
+    "tbt",
+    "decode_capacity",
+    "queue",
+    "no_nodes",
+    "unknown_model",
+    "unknown_class",
+    "denied_class",
+    "too_long",
+    "endless",
 ]
 
 

@@ -280,6 +280,7 @@ class RequestArrived:
     waited_s: float = 0.0  # since it arrived at the frontend
     endless: bool = False  # generates until the client disconnects; not used to learn answer lengths
     prompt_key: int = 0  # short key of its last full block, which identifies the prompt; 0: it has no full block
+    allowed_classes: tuple[str, ...] = ()  # that its tenant may use; (): all
 
 
 @fast_dataclass

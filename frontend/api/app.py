@@ -110,7 +110,7 @@ class _Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._description = describe(asks_for_key=service.keys.are_required)
+        self._description = encode(describe(asks_for_key=service.keys.are_required))
 
     async def completions(self, http: Request) -> Response:
         return await self._generate(http, CompletionBody, Preparer.completion, CompletionFormatter)
@@ -163,11 +163,13 @@ class _Routes:
         return _json({"status": "not ready", "reason": reason}, status=503)
 
     async def metrics(self, http: Request) -> Response:
-        if self._service.config.http.metrics_need_admin:
-            self._service.keys.admin(http.headers.get("authorization"))
+        keys, settings, authorization = self._service.keys, self._service.config.http, http.headers.get("authorization")
+        if settings.metrics_need_admin:
+            keys.admin(authorization)
         is_cluster = http.url.path.rstrip("/").endswith("/cluster")
         registry = self._service.cluster_metrics if is_cluster else self._service.metrics
-        text, content_type = exposition(registry, http.headers.get("accept", ""))
+        shows_tenants = settings.metrics_show_tenants or keys.is_admin(authorization)
+        text, content_type = exposition(registry, http.headers.get("accept", ""), shows_tenants=shows_tenants)
         return Response(text, headers={"content-type": content_type})
 
     async def validate(self, http: Request) -> Response:
@@ -176,7 +178,7 @@ class _Routes:
         return _json(self._service.validate())
 
     async def openapi(self, http: Request) -> Response:
-        return _json(self._description)
+        return Response(self._description, media_type="application/json")
 
     async def _generate(
         self, http: Request, kind: type[G], prepare: Prepare[G], form: type[ResponseFormatter]
@@ -190,7 +192,8 @@ class _Routes:
             async def prepared(raw: bytes) -> PreparedAnswer:
                 body = await self._parsed(kind, raw, caller)
                 model = await self._service.admit(body.model)
-                requests = await prepare(model.preparer, body, replace(arrival, body_nbytes=len(raw)))
+                context = replace(arrival, slo_class=arrival.class_beside(body.slo_class), body_nbytes=len(raw))
+                requests = await prepare(model.preparer, body, context)
                 return PreparedAnswer(body, model, requests, arrival.wants_timing)
 
             with self._service.body_budget.place() as place:

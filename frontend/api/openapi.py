@@ -12,17 +12,18 @@ from frontend.api.request_models import CLASS_NAME, refused_fields
 _ERRORS: Final = {
     400: "The request is invalid; `param` names the invalid field.",
     401: "The API key is missing or invalid.",
+    403: "The tenant may not use this class of objectives.",
     404: "The model does not exist.",
     405: "The method is not allowed for this path.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "The cluster cannot meet its objectives for this request now; retry after the time in Retry-After.",
+    429: "Over the tenant's quota, or the cluster cannot meet its objectives now; retry after the time in Retry-After.",
     500: "The cluster accepted the request and could not finish it.",
     503: "The request cannot be served now.",
     504: "The request did not end within its deadline.",
 }
-_GENERATION: Final = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
-_TEXT: Final = (400, 401, 404, 405, 408, 413)
+_GENERATION: Final = (400, 401, 403, 404, 405, 408, 413, 429, 500, 503, 504)
+_TEXT: Final = (400, 401, 404, 405, 408, 413, 429, 503)
 _HEADERS: Final = [
     *(
         {

@@ -148,6 +148,27 @@ def test_an_unknown_class_is_refused_by_the_names_of_those_there_are(cluster, ma
     assert "batch, chat" in refused.message
 
 
+@pytest.mark.parametrize("named", ["chat", ""])
+def test_a_class_that_its_tenant_may_not_use_is_refused_also_by_default(cluster, make, named: str) -> None:
+    c = cluster()
+    changed(c, RECORD | {"default_class": "chat", "tenants": {"slow": {"class": "batch"}}})
+    (refused,) = c.send(make.request("a", slo_class=named, tenant="acme", allowed_classes=("batch", "gold")))
+    assert isinstance(refused, Reject)
+    assert (refused.reason, refused.retry_after_s) == ("denied_class", 0.0)
+    assert "'chat'" in refused.message
+    assert "batch, gold" in refused.message
+    assert isinstance(c.send(make.request("b", slo_class="batch", tenant="acme", allowed_classes=("batch",)))[0], Place)
+    assert isinstance(c.send(make.request("c", tenant="slow", allowed_classes=("batch",)))[0], Place)
+    assert isinstance(c.send(make.request("d", slo_class=named, tenant="acme"))[0], Place)
+    further = make.request("e", attempt=1, generated=3, slo_class=named, tenant="acme", allowed_classes=("batch",))
+    assert isinstance(c.send(further)[0], Place)
+
+
+def test_a_request_without_any_class_is_not_refused_for_it(cluster, make) -> None:
+    c = cluster()
+    assert isinstance(c.send(make.request(allowed_classes=("batch",)))[0], Place)
+
+
 def test_a_class_that_goes_away_does_not_stop_a_request_that_has_tokens(cluster, make) -> None:
     c = cluster()
     changed(c, RECORD)

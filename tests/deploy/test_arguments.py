@@ -254,7 +254,8 @@ def test_ray_is_asked_for_the_workers_and_its_pods_offer_to_take_them(render: An
 
 def test_keys_and_the_certificate_of_the_api_are_mounted_as_files(render: Any, told: Callable[[Any], Told]) -> None:
     frontend = {"apiKeys": {"existingSecret": "keys", "key": "k.yaml"}, "tls": {"existingSecret": "web"}}
-    release = render({"frontend": frontend, "monitoring": {"serviceMonitor": {"enabled": True}}})
+    monitor = {"enabled": True, "authorization": {"existingSecret": "scrape"}}
+    release = render({"frontend": frontend, "monitoring": {"serviceMonitor": monitor}})
     pod = release.pod("moonpool-frontend")
     mounts = {mount["name"]: mount["mountPath"] for mount in pod.container["volumeMounts"] if "subPath" not in mount}
     volumes = {volume["name"]: volume.get("secret") for volume in pod.spec["volumes"]}
@@ -271,8 +272,10 @@ def test_keys_and_the_certificate_of_the_api_are_mounted_as_files(render: Any, t
         assert pod.container[probe]["httpGet"]["scheme"] == "HTTPS"
     (port,) = release.one("Service", "moonpool-frontend")["spec"]["ports"]
     assert port["appProtocol"] == "https"
-    (monitor,) = release.kind("ServiceMonitor")
-    assert monitor["spec"]["endpoints"][0]["scheme"] == "https"
+    (found,) = release.kind("ServiceMonitor")
+    (endpoint,) = found["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "api-key"}}
 
 
 def test_without_them_the_api_is_plain_and_asks_for_no_key(render: Any, told: Callable[[Any], Told]) -> None:

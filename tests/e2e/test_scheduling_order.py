@@ -62,7 +62,12 @@ def cluster(
     slo = tmp_path_factory.mktemp("slo") / "slo.yaml"
     slo.write_text(json.dumps(SLO))
     flags = ["--slo-file", str(slo), "--aging", str(AGING_S), "--prefill-chunk-tokens", "64", "--max-endless", "1"]
-    flags += ["--endless-idle", "60", *(flag for key in KEYS.values() for flag in ("--api-key", key))]
+    flags += [
+        "--metrics-show-tenants",
+        "--endless-idle",
+        "60",
+        *(flag for key in KEYS.values() for flag in ("--api-key", key)),
+    ]
     with start_cluster(random_model, *flags) as running:
         yield running
 

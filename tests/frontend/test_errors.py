@@ -311,6 +311,7 @@ async def test_api_keys_are_asked_for_except_by_probes_and_metrics(cluster: Any,
         ("no_nodes", 503, "no_nodes"),
         ("unknown_model", 404, "model_not_found"),
         ("unknown_class", 400, "unknown_class"),
+        ("denied_class", 403, "denied_class"),
         ("too_long", 400, "context_length_exceeded"),
     ],
 )
@@ -324,7 +325,9 @@ async def test_rejection_is_told_with_its_status(cluster: Any, front: Any, reaso
                 "message": f"because of {reason}",
                 "type": "",
                 "code": code,
-                "param": {"unknown_model": "model", "unknown_class": "slo_class"}.get(reason),
+                "param": {"unknown_model": "model", "unknown_class": "slo_class", "denied_class": "slo_class"}.get(
+                    reason
+                ),
             }
             assert response.headers.get("retry-after") == ("3" if status in (429, 503) else None)
     _, metrics = await front.get("/metrics")

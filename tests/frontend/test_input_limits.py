@@ -1,9 +1,11 @@
 """Inputs that are too large are refused before they cost anything, and none that the model could take."""
 
 import asyncio
+import hashlib
 import io
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,3 +203,36 @@ async def test_a_client_that_leaves_while_its_text_waits_costs_no_tokenizing(
     assert [status for status, _ in await asyncio.gather(*busy)] == [200, 200]
     assert not begun.acquire(blocking=False), "nothing more was tokenised"
     await front.quiet()
+
+
+async def test_one_tenants_waiting_texts_delay_another_by_those_in_work(
+    start_front: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Any
+) -> None:
+    entries = [
+        {"name": name, "tenant": name, "hash": "sha256:" + hashlib.sha256(name.encode()).hexdigest()} for name in "ab"
+    ]
+    (tmp_path / "keys.yaml").write_text(json.dumps({"keys": entries}))
+    let, order, encode = threading.Semaphore(0), list[str](), Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        order.append(text)
+        assert let.acquire(timeout=10)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    async with start_front(api_keys_file=tmp_path / "keys.yaml") as front:
+
+        def call(tenant: str) -> "asyncio.Task[Any]":
+            headers = {"authorization": f"Bearer {tenant}"}
+            return asyncio.create_task(front.post(TOKENIZE, {"prompt": tenant}, headers=headers))
+
+        many = [call("a") for _ in range(30)]
+        await until(front.validation, lambda answer: answer["counts"]["queued_work"] == 28)
+        other = call("b")
+        await until(front.validation, lambda answer: answer["counts"]["queued_work"] == 29)
+        for _ in range(31):
+            let.release()
+        answers = await asyncio.gather(*many, other)
+        assert {status for status, _ in answers} == {200}
+        assert order.index("b") <= 3
+        await front.quiet()

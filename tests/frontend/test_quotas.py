@@ -34,7 +34,7 @@ async def post(front: Any, body: Any = BODY) -> tuple[int, Any, Any]:
 
 async def test_requests_over_the_rate_are_refused_and_counted(start_front: Any, cluster: Any, write: Any) -> None:
     cluster.answer_with(lambda submit: ([20], worker_pb2.FINISH_LENGTH))
-    async with start_front(api_keys_file=write(requests_per_minute=2)) as front:
+    async with start_front(api_keys_file=write(requests_per_minute=2), metrics_show_tenants=True) as front:
         status, headers, _ = await post(front)
         assert status == 200
         assert headers["x-ratelimit-limit-requests"] == "2"

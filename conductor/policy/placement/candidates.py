@@ -30,6 +30,8 @@ def find_candidates(now_ns: int, state: ClusterState, request: RequestArrived) -
     """Return the nodes that can serve the request, or the rejection with the reason why none can."""
     if not state.slo.knows(request.slo_class) and not request.generated:
         return _no_class(state, request)
+    if request.allowed_classes and not request.generated and (refusal := _denied_class(state, request)) is not None:
+        return refusal
     model = state.nodes.model(request.model)
     if model is None:
         return _unserved(now_ns, state, request)
@@ -84,6 +86,19 @@ def _no_class(state: ClusterState, request: RequestArrived) -> Reject:
     there_are = f"there are {known}" if known else "none is defined here"
     message = f"there is no class {request.slo_class!r} of objectives: {there_are}"
     return Reject(request.request_id, request.attempt, "unknown_class", message, 0.0)
+
+
+def _denied_class(state: ClusterState, request: RequestArrived) -> Reject | None:
+    """Return the rejection of a request whose class, possibly by default, its tenant may not use."""
+    effective = state.slo.resolve(request.model, request.tenant, request.slo_class).slo_class
+    if not effective or effective in request.allowed_classes:
+        return None
+    how = "" if request.slo_class else " (the request names none, and this is its default)"
+    message = (
+        f"tenant {request.tenant!r} may not use the class {effective!r} of objectives{how}: name one of "
+        f"{', '.join(request.allowed_classes)}"
+    )
+    return Reject(request.request_id, request.attempt, "denied_class", message, 0.0)
 
 
 def _no_nodes(request: RequestArrived, message: str, may_return: bool = False) -> Reject:

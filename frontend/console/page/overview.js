@@ -13,6 +13,7 @@ const REASONS = {
   no_nodes: "no node can serve it",
   unknown_model: "the model is not served",
   unknown_class: "the class is not defined in the objectives",
+  denied_class: "the tenant may not use the class",
   too_long: "prompt and answer are too long",
   endless: "too many endless requests of its tenant",
   after_prefill: "decode load was too high after its prefill",

@@ -505,6 +505,7 @@ class ScheduleRequest(_message.Message):
     ENDLESS_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    ALLOWED_CLASSES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -532,6 +533,10 @@ class ScheduleRequest(_message.Message):
     """W3C Trace Context of the sender's span; empty: not traced"""
     @_builtins.property
     def exclude_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def allowed_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """classes that its tenant may use, also by default; empty: all"""
+
     def __init__(
         self,
         *,
@@ -552,10 +557,11 @@ class ScheduleRequest(_message.Message):
         endless: _builtins.bool = ...,
         waited_s: _builtins.float = ...,
         traceparent: _builtins.str = ...,
+        allowed_classes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_classes", b"allowed_classes", "attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -734,7 +740,7 @@ class Rejection(_message.Message):
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     MAY_RETURN_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """"ttft" | "tbt" | "decode_capacity" | "queue" | "no_nodes" | "unknown_model" | "unknown_class" | "too_long" """
+    """"ttft" | "tbt" | "decode_capacity" | "queue" | "no_nodes" | "unknown_model" | "unknown_class" | "denied_class" | "too_long" """
     message: _builtins.str
     retry_after_s: _builtins.float
     may_return: _builtins.bool

@@ -60,6 +60,10 @@ def test_a_file_without_keys_lets_nobody_in(text: str) -> None:
             file_of(f"name: a, hash: {HASH}, tenant: t, max_concurrent: true"),
             "max_concurrent: expected an integer of at least 1",
         ),
+        *(
+            (file_of(f"name: a, hash: {HASH}, tenant: t, slo_classes: {wrong}"), "slo_classes: expected a list")
+            for wrong in ("[]", "chat", "[secret!]", "[[a]]", "[1]")
+        ),
         (file_of(f"name: a, hash: {HASH}, tenant: t", f"name: a, hash: {OTHER}, tenant: t"), "duplicate name"),
         (file_of(f"name: a, hash: {HASH}, tenant: t", f"name: b, hash: {HASH}, tenant: u"), "duplicate hash"),
     ],
@@ -73,16 +77,17 @@ def test_what_cannot_be_is_named_and_not_shown(text: str, problem: str) -> None:
 def test_what_one_entry_says_of_a_tenant_holds_for_all_its_keys() -> None:
     entries = parse_keys(
         file_of(
-            f"name: a, hash: {HASH}, tenant: t", f"name: b, hash: {OTHER}, tenant: t, cache_salt: s, max_concurrent: 3"
+            f"name: a, hash: {HASH}, tenant: t",
+            f"name: b, hash: {OTHER}, tenant: t, cache_salt: s, max_concurrent: 3, slo_classes: [chat, batch]",
         )
     )
     assert [caller for _, caller in callers_of(entries)] == [
-        ApiCaller("t", "a", cache_salt="s", quota=Quota(max_concurrent=3)),
-        ApiCaller("t", "b", cache_salt="s", quota=Quota(max_concurrent=3)),
+        ApiCaller("t", "a", cache_salt="s", quota=Quota(max_concurrent=3), slo_classes=("batch", "chat")),
+        ApiCaller("t", "b", cache_salt="s", quota=Quota(max_concurrent=3), slo_classes=("batch", "chat")),
     ]
 
 
-@pytest.mark.parametrize("said", ["cache_salt: s%d", "max_concurrent: %d"])
+@pytest.mark.parametrize("said", ["cache_salt: s%d", "max_concurrent: %d", "slo_classes: [c%d]"])
 def test_two_entries_that_differ_about_their_tenant_are_refused(said: str) -> None:
     entries = (f"name: k{i}, hash: {h}, tenant: t, {said % i}" for i, h in ((1, HASH), (2, OTHER)))
     with pytest.raises(KeysFileError, match="another key of tenant 't'"):
@@ -99,6 +104,7 @@ def test_two_entries_that_differ_about_their_tenant_are_refused(said: str) -> No
         expires_s=st.none() | st.integers(0, 4 * 10**9).map(float),
         cache_salt=st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
         quota=st.builds(Quota, *[st.none() | st.integers(1, 10**9)] * 3),
+        slo_classes=st.sets(st.sampled_from(["batch", "chat", "gold"])).map(sorted).map(tuple),
     )
 )
 def test_an_entry_survives_the_file(entry: KeyEntry) -> None:

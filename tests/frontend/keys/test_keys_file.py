@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from frontend.errors import FrontendConfigError
-from moonpool_proto.v1 import worker_pb2
+from moonpool_proto.v1 import conductor_pb2, worker_pb2
 from tests.frontend.keys.conftest import ADMIN, ENTRIES, OTHER, USER, WriteKeys, bearer, entry_of
 
 COMPLETIONS = "/v1/completions"
@@ -43,6 +43,58 @@ async def test_an_operator_s_page_is_for_admins_where_there_are_any(start_front:
         assert await ask(front, "/health", None) == 200
     async with start_front(api_keys_file=write_keys(*ENTRIES[1:])) as front:
         assert await ask(front, "/validate", None) == await ask(front, "/metrics", None) == 200
+
+
+async def test_metrics_name_tenants_to_admins_only(cluster: Any, start_front: Any, write_keys: WriteKeys) -> None:
+    async def scraped(front: Any, key: str | None, accept: str = "text/plain") -> list[str]:
+        headers = {"accept": accept, **({"authorization": f"Bearer {key}"} if key else {})}
+        async with front.http.get(f"{front.url}/metrics", headers=headers) as response:
+            assert response.status == 200
+            return (await response.text()).splitlines()
+
+    cluster.conductor.cluster.samples.extend(
+        conductor_pb2.Sample(name="tenant_requests", labels={"model_name": "tiny", "tenant": tenant}, value=count)
+        for tenant, count in (("acme", 2), ("beta", 3))
+    )
+    entries = [ENTRIES[0], *(each | {"requests_per_minute": 1} for each in ENTRIES[1:])]
+    path = write_keys(*entries)
+    async with start_front(api_keys_file=path) as front:
+        for key in (USER, OTHER, USER, OTHER, OTHER):
+            await front.post(COMPLETIONS, PROMPT, **bearer(key))
+        await front.has_counted("moonpool:tenant_requests", 5)
+        whole = await scraped(front, ADMIN)
+        assert 'moonpool:quota_rejected_total{reason="quota_requests",tenant="acme"} 1.0' in whole
+        assert 'moonpool:tenant_requests{model_name="tiny",tenant="beta"} 3.0' in whole
+        for key in (None, USER, "mp-wrong"):
+            summed = await scraped(front, key)
+            assert 'moonpool:quota_rejected_total{reason="quota_requests"} 3.0' in summed
+            assert 'moonpool:tenant_requests{model_name="tiny"} 5.0' in summed
+            assert not [line for line in summed if "acme" in line or "beta" in line]
+            others = [line for line in whole if "tenant" not in line and "quota_rejected" not in line]
+            assert {line.split(" ")[0] for line in others} <= {line.split(" ")[0] for line in summed}
+        openmetrics = await scraped(front, None, "application/openmetrics-text; version=1.0.0")
+        assert 'moonpool:quota_rejected_total{reason="quota_requests"} 3.0' in openmetrics
+        assert openmetrics[-1] == "# EOF"
+    async with start_front(api_keys_file=path, metrics_show_tenants=True) as front:
+        await front.has_counted("moonpool:tenant_requests", 5)
+        assert 'moonpool:tenant_requests{model_name="tiny",tenant="beta"} 3.0' in await scraped(front, None)
+
+
+async def test_a_tenant_uses_only_its_classes(cluster: Any, start_front: Any, write_keys: WriteKeys) -> None:
+    limited = entry_of("acme-1", USER, "acme", slo_classes=["batch", "chat"])
+    async with start_front(api_keys_file=write_keys(ENTRIES[0], limited, ENTRIES[2])) as front:
+        authorization = bearer(USER)["headers"]
+        for body, header in (({"slo_class": "gold"}, {}), ({}, {"x-slo-class": "gold"})):
+            status, answer = await front.post(COMPLETIONS, PROMPT | body, headers=authorization | header)
+            assert (status, answer["error"]["code"], answer["error"]["param"]) == (403, "denied_class", "slo_class")
+            assert "batch, chat" in answer["error"]["message"]
+        assert not cluster.conductor.scheduled
+        assert (await front.post(COMPLETIONS, PROMPT | {"slo_class": "chat"}, headers=authorization))[0] == 200
+        assert list(cluster.conductor.scheduled[-1].allowed_classes) == ["batch", "chat"]
+        assert (await front.post(COMPLETIONS, PROMPT, headers=authorization))[0] == 200
+        assert list(cluster.conductor.scheduled[-1].allowed_classes) == ["batch", "chat"], "for its default"
+        assert (await front.post(COMPLETIONS, PROMPT | {"slo_class": "gold"}, **bearer(OTHER)))[0] == 200
+        assert not cluster.conductor.scheduled[-1].allowed_classes
 
 
 async def test_no_two_tenants_reach_the_same_blocks_whatever_salt_they_name(
