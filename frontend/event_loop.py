@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from frontend.errors import Overloaded
+from frontend.errors import Overloaded, ServiceUnavailable
 
 T = TypeVar("T")
 _PER_ITERATION: Final = 8  # each takes some tenths of a millisecond
@@ -41,9 +41,11 @@ class WorkThreads:
     async def run(self, work: Callable[[], T], *, tenant: str, nbytes: int = 0) -> T:
         """Run `work` in a thread; return its result or raise its error.
 
-        `nbytes` is the size of the data that it processes. Raises Overloaded if the tenant has too much queued data.
-        If the caller is cancelled, work that has not begun is dropped.
+        `nbytes` is the size of the data that it processes. If the caller is cancelled, work that has not begun is
+        dropped. Raises Overloaded if the tenant has too much queued data, and ServiceUnavailable after `close`.
         """
+        if not self._num_threads:
+            raise ServiceUnavailable("this frontend is shutting down", code="draining", retry_after_s=_QUEUE_RETRY_S)
         if nbytes and self._queued_nbytes[tenant] + nbytes > self._max_queued_nbytes:
             raise Overloaded(
                 f"requests of this tenant that wait for tokenising at this frontend hold {self._max_queued_nbytes} "
@@ -66,7 +68,8 @@ class WorkThreads:
         return result
 
     def close(self) -> None:
-        """Drop queued work and wait for running work."""
+        """Drop queued work, wait for running work and accept no more."""
+        self._num_threads = 0
         for each in [work for queue in self._queues.values() for work in queue]:
             each.result.cancel()
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend.errors import Overloaded
+from frontend.errors import Overloaded, ServiceUnavailable
 from frontend.event_loop import WorkThreads
 
 LONG = 1 << 20
@@ -144,3 +144,5 @@ async def test_closing_drops_what_has_not_begun(gate: Gate) -> None:
     assert running.result() == "a"
     assert waiting.cancelled()
     assert gate.began == ["a"]
+    with pytest.raises(ServiceUnavailable):
+        await threads.run(lambda: "", tenant="a")
