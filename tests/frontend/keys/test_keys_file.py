@@ -58,7 +58,7 @@ async def test_metrics_name_tenants_to_admins_only(cluster: Any, start_front: An
     )
     entries = [ENTRIES[0], *(each | {"requests_per_minute": 1} for each in ENTRIES[1:])]
     path = write_keys(*entries)
-    async with start_front(api_keys_file=path) as front:
+    async with start_front(api_keys_file=path, metrics_scope="cluster") as front:
         for key in (USER, OTHER, USER, OTHER, OTHER):
             await front.post(COMPLETIONS, PROMPT, **bearer(key))
         await front.has_counted("moonpool:tenant_requests", 5)
@@ -75,7 +75,7 @@ async def test_metrics_name_tenants_to_admins_only(cluster: Any, start_front: An
         openmetrics = await scraped(front, None, "application/openmetrics-text; version=1.0.0")
         assert 'moonpool_quota_rejected_total{reason="quota_requests"} 3.0' in openmetrics  # this format has no colons
         assert openmetrics[-1] == "# EOF"
-    async with start_front(api_keys_file=path, metrics_show_tenants=True) as front:
+    async with start_front(api_keys_file=path, metrics_scope="cluster", metrics_show_tenants=True) as front:
         await front.has_counted("moonpool:tenant_requests", 5)
         assert 'moonpool:tenant_requests{model_name="tiny",tenant="beta"} 3.0' in await scraped(front, None)
 
