@@ -134,6 +134,7 @@ BODIES = (
     HostileBody(
         "200,000 parts of a message",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 200_000}]},
+        status=413,  # more JSON values than any context needs
         path=CHAT,
     ),
 )
