@@ -18,6 +18,8 @@ from pathlib import Path
 from tools.attacks.catalogue import ATTACKS
 from tools.attacks.target import AttackedCluster
 
+PAUSE_S = 0.5  # after each attack: a flood by volume is not what is tried
+
 
 async def repeat(names: list[str], target: AttackedCluster, seconds: float) -> Counter[str]:
     """Carry out the attacks again and again for `seconds`; return what the attacker saw in complete runs."""
@@ -31,6 +33,7 @@ async def repeat(names: list[str], target: AttackedCluster, seconds: float) -> C
             while True:
                 for name in names:
                     found += await ATTACKS[name].run(target)
+                    await asyncio.sleep(PAUSE_S)
     return found
 
 

@@ -16,7 +16,7 @@ POST = (
     b"authorization: Bearer " + KEYS[ATTACKER].encode() + b"\r\n"
 )
 _HOLD_S = 5.0
-_HEADS, _READERS, _PIPELINES, _BODIES = 500, 8, 32, 64
+_HEADS, _READERS, _PIPELINES, _BODIES = 500, 2, 32, 64
 _BODY_NBYTES = 16 << 20
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
