@@ -196,7 +196,7 @@ class _Routes:
                 requests = await prepare(model.preparer, body, context)
                 return PreparedAnswer(body, model, requests, arrival.wants_timing)
 
-            with self._service.body_budget.place() as place:
+            with self._service.body_budget.place(caller.tenant) as place:
                 raw = await self._read(http, place, InputLimits.any_body_nbytes)
                 disconnect_watch = DisconnectWatch(http.receive)
                 answering = await disconnect_watch.run(prepared(raw))
@@ -217,7 +217,7 @@ class _Routes:
         reservation = self._service.quotas.enter(caller)
         disconnect_watch: DisconnectWatch | None = None
         try:
-            with self._service.body_budget.place() as place:
+            with self._service.body_budget.place(caller.tenant) as place:
                 raw = await self._read(http, place, max_nbytes)
                 disconnect_watch = DisconnectWatch(http.receive)
 

@@ -1,6 +1,7 @@
 """Reading and parsing of request bodies, with limits on size, time and total memory."""
 
 import asyncio
+from collections import Counter
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -13,32 +14,49 @@ from frontend.input_limits import check_values
 
 
 class BodyBudget:
-    """Limit on the memory of all request bodies of one frontend."""
+    """Limit on the memory of all request bodies of one frontend, of which one tenant may use half."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
+        self._by_tenant: Counter[str] = Counter()
         self.used_nbytes = 0
 
-    def place(self) -> "BodyReservation":
-        """Return a reservation for one body; leaving its context releases it."""
-        return BodyReservation(self)
+    def place(self, tenant: str) -> "BodyReservation":
+        """Return a reservation for one body; leaving its context releases it. Without a tenant, only the limit on all
+        bodies applies.
+        """
+        return BodyReservation(self, tenant)
 
-    def take(self, nbytes: int) -> None:
-        """Reserve `nbytes`. Raises ServiceUnavailable if all bodies together would exceed the limit."""
+    def release(self, tenant: str, nbytes: int) -> None:
+        """Release what a body has reserved."""
+        self.used_nbytes -= nbytes
+        self._by_tenant[tenant] -= nbytes
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+    def take(self, nbytes: int, tenant: str) -> None:
+        """Reserve `nbytes`. Raises ServiceUnavailable if all bodies, or the tenant's, would exceed their limit."""
         if self.used_nbytes + nbytes > self._nbytes:
-            raise ServiceUnavailable(
-                f"request bodies in flight already use the {self._nbytes} bytes reserved for bodies; retry later",
-                code="bodies",
-                retry_after_s=1.0,
+            raise _no_room(f"request bodies in flight already use the {self._nbytes} bytes reserved for bodies")
+        if tenant and self._by_tenant[tenant] + nbytes > self._nbytes // 2:
+            raise _no_room(
+                f"your request bodies in flight already use {self._by_tenant[tenant]} bytes, and may use half of the "
+                f"{self._nbytes} bytes reserved for bodies"
             )
         self.used_nbytes += nbytes
+        self._by_tenant[tenant] += nbytes
+
+
+def _no_room(problem: str) -> ServiceUnavailable:
+    return ServiceUnavailable(f"{problem}; retry later", code="bodies", retry_after_s=1.0)
 
 
 class BodyReservation:
     """Memory reserved by one body."""
 
-    def __init__(self, room: BodyBudget) -> None:
+    def __init__(self, room: BodyBudget, tenant: str) -> None:
         self._room = room
+        self._tenant = tenant
         self._taken = 0
 
     def __enter__(self) -> Self:
@@ -47,11 +65,11 @@ class BodyReservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._room.used_nbytes -= self._taken
+        self._room.release(self._tenant, self._taken)
 
     def take(self, nbytes: int) -> None:
         """Reserve `nbytes` more. Raises ServiceUnavailable."""
-        self._room.take(nbytes)
+        self._room.take(nbytes, self._tenant)
         self._taken += nbytes
 
 

@@ -176,7 +176,7 @@ class ConsoleRoutes:
 
     async def _body(self, http: Request) -> Mapping[str, Any]:
         limit_s = self._service.config.body_timeout_s
-        with self._service.body_budget.place() as place:
+        with self._service.body_budget.place("") as place:
             raw = await read_body(http, place, max_nbytes=_MOST_BODY_NBYTES, timeout_s=limit_s)
         try:
             body = json.loads(raw)

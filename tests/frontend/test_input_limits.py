@@ -63,7 +63,7 @@ async def test_a_body_that_no_context_holds_is_refused_unread(
     front: Any, encoded: Encoded, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[int] = []
-    monkeypatch.setattr(BodyBudget, "take", lambda self, nbytes: received.append(nbytes))
+    monkeypatch.setattr(BodyBudget, "take", lambda self, nbytes, tenant: received.append(nbytes))
     status, answer = await send(front, path, json.dumps(body).encode())
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
     assert not received

@@ -1,8 +1,10 @@
 """A frontend whose keys are in a file that changes."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -208,3 +210,26 @@ async def test_a_frontend_does_not_start_with_a_broken_file(
     with pytest.raises(FrontendConfigError, match=problem):
         async with start_front(api_keys_file=path):
             pass
+
+
+async def test_a_tenants_unfinished_bodies_take_half_of_the_room_for_bodies(
+    start_front: Any, write_keys: WriteKeys, until: Any
+) -> None:
+    async def held(front: Any) -> int:
+        async with front.http.get(front.url + "/validate", **bearer(ADMIN)) as response:
+            return int((await response.json())["counts"]["body_bytes"])
+
+    async with start_front(api_keys_file=write_keys(*ENTRIES), max_bodies_nbytes=64 << 10) as front:
+        url = urlsplit(front.url)
+        _, writer = await asyncio.open_connection(url.hostname, url.port)
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {USER}\r\ncontent-length: 32768\r\n\r\n"
+        )
+        writer.write(head.encode() + b" " * 32767)  # lacks its last byte
+        await until(lambda: held(front), lambda nbytes: nbytes == 32767)
+        status, answer = await front.post(COMPLETIONS, PROMPT, **bearer(USER))
+        assert (status, answer["error"]["code"]) == (503, "bodies")
+        assert (await front.post(COMPLETIONS, PROMPT, **bearer(OTHER)))[0] == 200
+        writer.transport.abort()
+        await until(lambda: held(front), lambda nbytes: nbytes == 0)
+        assert (await front.post(COMPLETIONS, PROMPT, **bearer(USER)))[0] == 200
