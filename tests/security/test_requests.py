@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.security.conftest import carry_out
-from tools.attacks import authorisation, bodies, raw_http, slow_clients
-from tools.attacks.target import Attack, AttackedCluster
+from tools.attacks import authorisation, bodies, floods, raw_http, slow_clients
+from tools.attacks.target import REQUESTS_PER_MINUTE, Attack, AttackedCluster
 
 
 @pytest.mark.parametrize("attack", [raw_http.MALFORMED, bodies.HOSTILE], ids=lambda attack: attack.name)
@@ -22,6 +22,16 @@ async def test_callers_get_what_their_keys_allow(target: AttackedCluster, second
     await carry_out(authorisation.DENIED, target)
 
 
-@pytest.mark.parametrize("attack", [slow_clients.SLOW_HEADS, slow_clients.UNREAD], ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", slow_clients.ATTACKS, ids=lambda attack: attack.name)
 async def test_slow_clients_delay_nobody(target: AttackedCluster, second_tenant: Any, attack: Attack) -> None:
     await carry_out(attack, target)
+
+
+async def test_failed_requests_are_counted_by_the_quota(target: AttackedCluster, second_tenant: Any) -> None:
+    found = await carry_out(floods.FAILED, target)
+    assert found["429"] > 30
+
+
+async def test_tokenising_is_counted_by_the_quota(target: AttackedCluster, second_tenant: Any) -> None:
+    found = await carry_out(floods.TOKENIZE_QUOTA, target)
+    assert found.get("200", 0) <= REQUESTS_PER_MINUTE + 1  # one is refilled every 12 s

@@ -144,8 +144,8 @@ AUTOMATA = _attack(
 )
 LATE = _attack(
     "late grammar bombs",
-    "4 Lark grammars that compile at once and take seconds at the second token",
-    [_guided("guided_grammar", late_bomb, 60)] * 4,
+    "2 Lark grammars that are cheap to compile and take seconds at the second token",
+    [_guided("guided_grammar", late_bomb, 60)] * 2,
     REFUSED | {"200"},
 )
 ATTACKS = (SCHEMAS, SCATTERED_SCHEMAS, GRAMMARS, SCATTERED_GRAMMARS, AUTOMATA, LATE)

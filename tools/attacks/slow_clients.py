@@ -15,7 +15,7 @@ POST = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     b"authorization: Bearer " + KEYS[ATTACKER].encode() + b"\r\n"
 )
-_HOLD_S = 5.0
+_HOLD_S = 3.0
 _HEADS, _READERS, _PIPELINES, _BODIES = 500, 2, 32, 64
 _BODY_NBYTES = 16 << 20
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -135,7 +135,7 @@ GARBAGE = Attack(
 
 _EPOCHS = 4096
 _BATCH = 256  # notifications under way
-_FORGE_S = 4.0
+_FORGE_S = 3.0
 
 
 def forged_payloads(epoch: int) -> tuple[bytes, ...]:
@@ -234,7 +234,7 @@ GUESSED = Attack(
 # Connections held for good
 
 HOGS_EACH = 300  # more than a messenger's 256
-_HOLD_S = 5.0
+_HOLD_S = 3.0
 _MAX_UNANSWERED = 20  # greetings, after which no more connections are opened
 
 
