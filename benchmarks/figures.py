@@ -261,44 +261,6 @@ memory for {result["memory_share"]:.0%} of their KV. Of the prompt tokens {resul
 {result["reused_random"]:.1%} without; {result["reused_limit"]:.1%} would be with unlimited memory."""
 
 
-def hostile() -> str:
-    result, file = latest("hostile")
-    header = [
-        "attack",
-        "p50, ms",
-        "p99, ms",
-        "ratio of p99",
-        "released after, s",
-        "attacked process with the highest peak, MiB",
-    ]
-
-    def row(name: str, attack: Result) -> list[str]:
-        node, peak = max(attack["peak_mib"].items(), key=lambda item: item[1])
-        return [
-            name,
-            *(
-                f"{number(attack[f'without_{share}_ms'])} → {number(attack[f'under_{share}_ms'])}"
-                for share in ("p50", "p99")
-            ),
-            number(attack["p99_ratio"]),
-            number(attack["released_s"]) if attack["released_s"] is not None else "–",
-            f"{node} {peak:,}",
-        ]
-
-    limits = ", ".join(f"{role} {limit:,}" for role, limit in result["limit_mib"].items())
-    return f"""## Under attack
-
-{source("python -m benchmarks.hostile", file)}: the time to first token of a second tenant without and with [each attack](security-testing.md#attacks),
-{result["requests"]:,} requests during attacks at {number(result["rate"])} per second on two cores, one prefill and one decode node. The row *no attack* shows the noise.
-Requests that failed: {result["failures"]}. Processes over the chart's memory limit: {result["peak_rss_over_limit"]} (limits in MiB: {limits}).
-
-{table(header, [row(name, attack) for name, attack in result["attacks"].items()])}
-
-The aim is a ratio of at most 2.
-
-![p99 of the second tenant's time to first token, without and with each attack](pictures/hostile.svg)"""
-
-
 def summary() -> str:
     """Return the table of README.md."""
     engine_result, _ = latest("engine-cpu")
@@ -391,7 +353,7 @@ def _disaggregation() -> str:
 
 
 def performance() -> str:
-    parts = (engine, overhead, pool, messenger, conductor, admission, groups, dialogues, hostile)
+    parts = (engine, overhead, pool, messenger, conductor, admission, groups, dialogues)
     return "\n\n".join(part() for part in parts)
 
 
