@@ -3,7 +3,8 @@
 import pytest
 
 from conductor.policy.decisions import Place, Reject
-from conductor.policy.events import NodeLost, NodeReported
+from conductor.policy.events import NodeLost, NodeReported, ObjectivesChanged
+from conductor.policy.objectives import parse_record, record_text
 
 
 @pytest.fixture
@@ -45,6 +46,8 @@ def test_after_retry_after_the_request_is_admitted(pair, make):
 def test_a_requests_own_objective_replaces_the_clusters(pair, make):
     c = pair(ttft_slo_s=0.1)
     assert reason(c.send(make.request("r", prompt=300))) == "ttft"
+    assert reason(c.send(make.request("r", prompt=300, ttft_objective_s=5.0))) == "ttft"  # it may only tighten
+    c.send(ObjectivesChanged(1, record_text(parse_record({"headers": "any"}))))
     assert reason(c.send(make.request("r", prompt=300, ttft_objective_s=5.0))) is None
 
 

@@ -78,7 +78,7 @@ def test_multiples_of_the_unloaded_value_classes_and_headers_hold_as_when_a_requ
     c.send(make.request("plain", prompt=1000, slo_class="gone"))
     c.send(make.request("chat", prompt=200, slo_class="chat"))
     c.send(make.request("own", prompt=200, slo_class="chat", ttft_objective_s=60.0))
-    record = {"cluster": {"ttft": "1.5x"}, "classes": {"chat": {"ttft": "1ms"}}}
+    record = {"cluster": {"ttft": "1.5x"}, "classes": {"chat": {"ttft": "1ms"}}, "headers": "any"}
     by_class = {each.slo_class: each for each in previewed(c, record).rows}
     assert set(by_class) == {"", "chat"}  # a class that the record does not have counts as none
     assert (by_class[""].stay_admitted, by_class[""].now_rejected) == (1, 0)  # it had no queue: 1 x the unloaded value

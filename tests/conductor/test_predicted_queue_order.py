@@ -35,6 +35,7 @@ AGING_S = 30.0
 RECORD = {
     "classes": {"urgent": {"priority": -5, "ttft": "2s"}, "batch": {"priority": 5}, "usual": {"ttft": "10s"}},
     "tenants": {"b": {"weight": 3}},
+    "headers": "any",
 }
 
 

@@ -127,5 +127,7 @@ def test_the_security_page_names_tests_that_are_there(pages: list[Any]) -> None:
     assert len(named) >= 15
     for name in named:
         file, _, test = name.partition("::")
+        if (ROOT / file).is_dir():
+            continue
         text = (ROOT / file).read_text(encoding="utf-8")
         assert not test or re.search(rf"^(async )?def {test}\(", text, re.MULTILINE), name

@@ -24,7 +24,7 @@ def suspect(cluster: Any, node_id: str, *, incarnation: int = 1) -> None:
 @pytest.fixture
 def exported(front: Any, until: Any) -> Callable[[str], Any]:
     """Waits until the frontend exports this line: then it has looked, or has that many tokens."""
-    return lambda line: until(lambda: front.get("/metrics"), lambda answer: line in answer[1].splitlines())
+    return lambda line: until(lambda: front.get("/metrics/cluster"), lambda answer: line in answer[1].splitlines())
 
 
 def tokens(count: int) -> str:
