@@ -17,7 +17,7 @@ from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_STOP, Submit
-from tests.worker.grammar_bombs import allof_bomb, late_bomb
+from tools.attacks.bombs import late_bomb, schema_bomb
 from worker.fair_queue import MAX_RUNNING
 from worker.request import EngineSequence, Request
 
@@ -181,7 +181,7 @@ async def test_a_row_out_of_range_is_refused_before_it_meets_others(start_pair: 
 
 async def test_a_grammar_that_explodes_at_a_token_ends_only_its_own_request(start_pair: Start) -> None:
     pair = await start_pair()
-    bomb = Grammar(kind=Grammar.KIND_LARK, source=late_bomb())
+    bomb = Grammar(kind=Grammar.KIND_LARK, source=late_bomb(60, 0))
     beside = [
         await pair.frontend.submit(controlled(pair, f"b{name}", PROMPT, **CONTROLS[name]))
         for name in ("grammar", "bias")
@@ -208,7 +208,7 @@ async def test_a_grammar_that_explodes_at_a_token_ends_only_its_own_request(star
 
 async def test_a_grammar_that_explodes_when_compiled_holds_up_no_others(start_pair: Start) -> None:
     pair = await start_pair()
-    bomb = Grammar(kind=Grammar.KIND_JSON_SCHEMA, source=allof_bomb(26))
+    bomb = Grammar(kind=Grammar.KIND_JSON_SCHEMA, source=schema_bomb(26, 0))
     request = await pair.frontend.submit(controlled(pair, "bomb", PROMPT, grammar=bomb))
     for name, controls in CONTROLS.items():
         each = await pair.frontend.submit(controlled(pair, name, PROMPT, **controls))

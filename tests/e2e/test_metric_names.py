@@ -35,7 +35,9 @@ Labels = dict[str, dict[str, set[str]]]  # values by label by metric
 def cluster(random_model: Path, tmp_path_factory: pytest.TempPathFactory, start_cluster: Callable[..., Any]) -> Any:
     flags = ["--engine", "paced", "--ttft-slo", "60", "--tbt-slo", "10", "--block-tokens", "8", "--transport", "tcp"]
     folder = tmp_path_factory.mktemp("log")
-    with start_cluster(random_model, *flags, "--decision-log", str(folder), "--pool-bytes", "64MiB", "--metrics-show-tenants") as running:
+    with start_cluster(
+        random_model, *flags, "--decision-log", str(folder), "--pool-bytes", "64MiB", "--metrics-show-tenants"
+    ) as running:
         yield running
 
 

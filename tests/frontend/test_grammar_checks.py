@@ -13,7 +13,7 @@ import yaml
 
 from frontend import grammars
 from moonpool_proto.v1 import worker_pb2
-from tests.worker.grammar_bombs import allof_bomb
+from tools.attacks.bombs import schema_bomb
 from worker.fair_queue import MAX_RUNNING_PER_TENANT, MAX_WAITING_PER_TENANT
 from worker.grammar_processes import FRONTEND_LIMITS, GrammarProcesses, GrammarSource
 
@@ -58,7 +58,7 @@ def bombs_at_work() -> list[psutil.Process]:
 
 async def test_a_tenant_s_bombs_delay_no_other_tenant(front: Any, until: Any) -> None:
     before = psutil.Process().memory_info().rss
-    bombs = [asyncio.create_task(post(front, "attacker", guided_json=allof_bomb(24, i))) for i in range(6)]
+    bombs = [asyncio.create_task(post(front, "attacker", guided_json=schema_bomb(24, i))) for i in range(6)]
 
     async def look() -> list[psutil.Process]:
         return await asyncio.to_thread(bombs_at_work)
@@ -78,7 +78,7 @@ async def test_a_tenant_s_bombs_delay_no_other_tenant(front: Any, until: Any) ->
         assert (status, body["error"]["param"]) == (400, "guided_json")
         assert "1 s of CPU time" in body["error"]["message"]
     assert psutil.Process().memory_info().rss - before < 64 << 20
-    status, body = await post(front, "victim", guided_json=allof_bomb(24, 0))
+    status, body = await post(front, "victim", guided_json=schema_bomb(24, 0))
     assert (status, "without another attempt" in body["error"]["message"]) == (400, True)
     await front.has_counted("moonpool:http_grammars_refused_total", len(bombs) + 1)
     await front.has_counted("moonpool:http_grammar_processes_killed_total", len(bombs))
@@ -93,7 +93,7 @@ async def test_the_check_of_a_client_that_has_gone_ends(
 
 
 async def leave(front: Any, until: Any) -> None:
-    leaving = asyncio.create_task(post(front, "attacker", guided_json=allof_bomb(26)))
+    leaving = asyncio.create_task(post(front, "attacker", guided_json=schema_bomb(26, 0)))
 
     async def look() -> list[psutil.Process]:
         return await asyncio.to_thread(bombs_at_work)
@@ -106,7 +106,7 @@ async def leave(front: Any, until: Any) -> None:
 
 async def test_more_checks_than_may_wait_are_told_to_come_back(front: Any, until: Any) -> None:
     total = MAX_RUNNING_PER_TENANT + MAX_WAITING_PER_TENANT
-    bombs = [asyncio.create_task(post(front, "attacker", guided_json=allof_bomb(26, i))) for i in range(total + 5)]
+    bombs = [asyncio.create_task(post(front, "attacker", guided_json=schema_bomb(26, i))) for i in range(total + 5)]
     done, _ = await asyncio.wait(bombs, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
     status, body = done.pop().result()
     assert (status, body["error"]["code"]) == (429, "grammar_checks")

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.grammar_bombs import allof_bomb
+from tools.attacks.bombs import schema_bomb
 from worker.errors import GrammarBusy, GrammarError, GrammarTooCostly, WorkerError
 from worker.fair_queue import MAX_RUNNING, MAX_RUNNING_PER_TENANT, MAX_WAITING_PER_TENANT, Task
 from worker.grammar import JSON_SCHEMA, LARK, REGEX
@@ -86,7 +86,7 @@ def test_a_valid_grammar_passes_and_an_invalid_one_is_named(make: Callable[..., 
 
 def test_a_grammar_over_its_cpu_time_is_refused_and_remembered(make: Callable[..., Checked]) -> None:
     checked = make()
-    bomb = GrammarSource(JSON_SCHEMA, allof_bomb(24))
+    bomb = GrammarSource(JSON_SCHEMA, schema_bomb(24, 0))
     own = psutil.Process()
     before = own.memory_info().rss
     with pytest.raises(GrammarTooCostly, match="more than 1 s of CPU time"):
@@ -102,7 +102,7 @@ def test_a_grammar_over_its_cpu_time_is_refused_and_remembered(make: Callable[..
 def test_a_grammar_over_its_memory_is_refused(make: Callable[..., Checked]) -> None:
     checked = make(JobLimits(cpu_s=60, wall_s=60, memory_nbytes=24 << 20))
     with pytest.raises(GrammarTooCostly, match="more than 24 MiB of memory"):
-        checked.check(GrammarSource(JSON_SCHEMA, allof_bomb(20)))
+        checked.check(GrammarSource(JSON_SCHEMA, schema_bomb(20, 0)))
     checked.check(FINE)
 
 
@@ -110,7 +110,7 @@ def test_a_cancelled_check_ends_its_process_at_once(make: Callable[..., Checked]
     checked = make(ENDLESS)
 
     async def leave() -> None:
-        task = checked.processes.check("", GrammarSource(JSON_SCHEMA, allof_bomb(26)))
+        task = checked.processes.check("", GrammarSource(JSON_SCHEMA, schema_bomb(26, 0)))
         waiting = asyncio.create_task(task.result())
         children = await asyncio.to_thread(until, checked.children)
         waiting.cancel()
@@ -130,7 +130,7 @@ def test_a_crash_refuses_the_grammar_and_a_kill_from_outside_does_not(
     make: Callable[..., Checked], number: signal.Signals, error: type[WorkerError], message: str
 ) -> None:
     checked = make(ENDLESS)
-    bomb = GrammarSource(JSON_SCHEMA, allof_bomb(26))
+    bomb = GrammarSource(JSON_SCHEMA, schema_bomb(26, 0))
     task = checked.processes.check("", bomb)
     until(checked.children)[0].send_signal(number)
     with pytest.raises(error, match=message):
@@ -155,7 +155,7 @@ def test_a_killed_template_is_replaced(make: Callable[..., Checked]) -> None:
 
 def test_a_tenant_s_bombs_leave_room_for_others(make: Callable[..., Checked]) -> None:
     checked = make(ENDLESS)
-    bombs = [checked.processes.check("a", GrammarSource(JSON_SCHEMA, allof_bomb(26, i))) for i in range(6)]
+    bombs = [checked.processes.check("a", GrammarSource(JSON_SCHEMA, schema_bomb(26, i))) for i in range(6)]
     assert len(until(lambda: len(found := checked.children()) == MAX_RUNNING_PER_TENANT and found)) < MAX_RUNNING
     for i in range(5):
         checked.check(GrammarSource(REGEX, f"a{i}"), tenant="b")
@@ -189,7 +189,7 @@ def test_tenants_take_turns_and_too_many_waiting_are_refused(make: Callable[...,
 
 def test_closing_ends_what_runs_and_refuses_what_waits(make: Callable[..., Checked]) -> None:
     checked = make(ENDLESS)
-    bombs = [checked.processes.check("a", GrammarSource(JSON_SCHEMA, allof_bomb(26, i))) for i in range(4)]
+    bombs = [checked.processes.check("a", GrammarSource(JSON_SCHEMA, schema_bomb(26, i))) for i in range(4)]
     children = until(checked.children)
     checked.processes.close()
     for bomb in bombs:

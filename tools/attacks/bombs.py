@@ -6,6 +6,7 @@ Every run makes new ones, so that an answer remembered for an earlier one does n
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,11 @@ def scattered_conjunction(patterns: int, serial: int) -> dict[str, Any]:
     for name in names:
         schema = {"allOf": [{"$ref": f"#/$defs/{name}"}, schema]}
     return {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": definitions}
+
+
+def schema_bomb(patterns: int, serial: int) -> str:
+    """Return a scattered conjunction as text: it keeps to all limits on its size."""
+    return json.dumps(scattered_conjunction(patterns, serial))
 
 
 def lark_conjunction(terms: int, serial: int) -> str:
