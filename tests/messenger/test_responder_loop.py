@@ -1,5 +1,6 @@
 """The compiled owner loop does what the Python path does, for whatever a caller sends, and keeps the fence."""
 
+import contextlib
 import os
 import secrets
 import socket
@@ -146,7 +147,7 @@ def steps(draw: Callable[..., Any], transport: str) -> Step:
     total = sum(nbytes for _, nbytes in window) + draw(st.sampled_from([0] * 14 + [1]))
     nbytes = total if abs(total) < 1 << 40 else 0
     if kind == "read":
-        return Step(Read((1 << 32) + seq, 0, 0, nbytes, rows(*window)), key, flipped=flipped)
+        return Step(Read((1 << 32) + 1 + seq, 0, 0, nbytes, rows(*window)), key, flipped=flipped)
     packed = rows(*window) if transport == "tcp" else rows(*((at % 5000, at, size) for at, size in window))
     source_id = 0 if transport == "tcp" else draw(st.sampled_from([1] * 9 + [2]))
     write = Write(seq, draw(operations), 0, 0, source_id, nbytes, packed, draw(st.booleans()), draw(note), draw(note))
@@ -187,15 +188,13 @@ def test_both_paths_answer_alike_and_leave_the_same_memory(
         owner.array[:] = 0
         owner.notes.clear()
         before = owner.messenger.counters()
-        caller, keys = Caller(owner, transport, source), keys_of(owner)
+        keys = keys_of(owner)
         frames = [frame(step, keys) for step in script]
-        try:
-            for piece in [b"".join(frames)] if at_once else [part for one in frames for part in (one[:9], one[9:])]:
-                caller.sock.sendall(piece)
-        except OSError:
-            pass  # it has hung up
-        answers = caller.answers()
-        caller.close()
+        with contextlib.closing(Caller(owner, transport, source)) as caller:
+            with contextlib.suppress(OSError):  # it has hung up
+                for piece in [b"".join(frames)] if at_once else [part for one in frames for part in (one[:9], one[9:])]:
+                    caller.sock.sendall(piece)
+            answers = caller.answers()
         for key in keys.values():
             owner.messenger.revoke(key)
         after = owner.messenger.counters()
