@@ -141,7 +141,7 @@ def _entry(fields: Any, where: str) -> KeyEntry:
         expiry(fields["expires"], where) if fields.get("expires") is not None else None,
         _salt(fields.get("cache_salt", ""), where),
         replace(Quota(), **dict(_limits(fields, where))),
-        _classes(fields.get("slo_classes"), where),
+        check_classes(fields.get("slo_classes"), f"{where}: slo_classes"),
     )
 
 
@@ -167,7 +167,8 @@ def _salt(value: Any, where: str) -> str:
     return value
 
 
-def _classes(value: Any, where: str) -> tuple[str, ...]:
+def check_classes(value: Any, where: str) -> tuple[str, ...]:
+    """Return a tenant's classes, sorted; () for None. Raises KeysFileError."""
     if value is None:
         return ()
     names = value if isinstance(value, list) else []
@@ -175,8 +176,7 @@ def _classes(value: Any, where: str) -> tuple[str, ...]:
         isinstance(each, str) and re.fullmatch(NAME, each) for each in names
     ):
         raise KeysFileError(
-            f"{where}: slo_classes: expected a list of 1 to {_MOST_CLASSES} names of classes of objectives; omit it to "
-            "allow all"
+            f"{where}: expected a list of 1 to {_MOST_CLASSES} names of classes of objectives; omit it to allow all"
         )
     return tuple(sorted(set(names)))
 

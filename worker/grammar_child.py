@@ -23,6 +23,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ from worker.errors import GrammarError
 from worker.grammar import LIMITS, STACK_NBYTES, check_grammar, on_deep_stack, shortened, to_llguidance
 from worker.grammar_frames import (
     COMMAND,
+    ENDED_FOR_MEMORY,
     EXIT,
     FAILED,
     OPEN,
@@ -45,14 +47,19 @@ from worker.grammar_frames import (
 )
 
 NICENESS = 5  # below the role that serves requests
+_LOOK_S = 0.25  # how often the memory of all processes together is read
 
 
-def main(control_fd: int, parent_pid: int) -> None:
-    """Serve as the template until the role closes the control socket."""
+def main(control_fd: int, parent_pid: int, total_nbytes: int) -> None:
+    """Serve as the template until the role closes the control socket.
+
+    `total_nbytes` bounds the memory that all forked processes together use beyond the template's.
+    """
     if not die_with_parent(parent_pid):
         return
     for number in (signal.SIGINT, signal.SIGTERM):  # the role ends it; a terminal's Ctrl-C must not
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(ENDED_FOR_MEMORY, signal.SIG_DFL)
     control = socket.socket(fileno=control_fd)
     request = receive_frame(control)
     if request is None:
@@ -69,14 +76,16 @@ def main(control_fd: int, parent_pid: int) -> None:
     gc.collect()
     gc.freeze()  # the collector of a forked process must not write to the shared pages
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the role has ended
-        _Forker(control, tokenizer).run()
+        _Forker(control, tokenizer, total_nbytes).run()
 
 
 class _Forker:
-    """Loop that forks processes, kills them on request and reports their ends."""
+    """Loop that forks processes, kills them on request or for their memory, and reports their ends."""
 
-    def __init__(self, control: socket.socket, tokenizer: Any) -> None:
+    def __init__(self, control: socket.socket, tokenizer: Any, total_nbytes: int) -> None:
         self._control, self._tokenizer = control, tokenizer
+        self._total_nbytes = total_nbytes
+        self._look_at = 0.0
         self._jobs: dict[int, tuple[int, int]] = {}  # by pid: the job's id and the resident bytes at the fork
 
     def run(self) -> None:
@@ -90,11 +99,12 @@ class _Forker:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(ended, selectors.EVENT_READ)
             while True:
-                ready = {key.fileobj for key, _ in selector.select()}
+                ready = {key.fileobj for key, _ in selector.select(_LOOK_S if self._jobs else None)}
                 if ended in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(ended, 4096)
                 self._reap()
+                self._bound_memory()
                 if self._control in ready and not self._obey():
                     return
 
@@ -122,7 +132,7 @@ class _Forker:
             return
         if pid:
             os.close(fd)
-            self._jobs[pid] = (job_id, _memory_nbytes()[1])
+            self._jobs[pid] = (job_id, _memory_nbytes("self")[1])
             return
         status = 1
         try:
@@ -145,14 +155,26 @@ class _Forker:
             grown = max(0, used.ru_maxrss * _RSS_UNIT - before)
             self._control.sendall(EXIT.pack(job_id, status, used.ru_utime + used.ru_stime, grown))
 
+    def _bound_memory(self) -> None:
+        """End the largest processes while all together have grown by more than the limit."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_S
+        grown = {pid: max(0, _memory_nbytes(str(pid))[1] - before) for pid, (_, before) in self._jobs.items()}
+        total = sum(grown.values())
+        while total > self._total_nbytes:
+            largest = max(grown, key=grown.__getitem__)
+            total -= grown.pop(largest)
+            os.kill(largest, ENDED_FOR_MEMORY)
+
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
-def _memory_nbytes() -> tuple[int, int]:
-    """Return this process's address space and resident memory; zeros where the kernel does not tell."""
+def _memory_nbytes(process: str) -> tuple[int, int]:
+    """Return a process's address space and resident memory; zeros where the kernel does not tell."""
     try:
-        with open("/proc/self/statm", "rb") as file:
+        with open(f"/proc/{process}/statm", "rb") as file:
             size, resident = file.read().split()[:2]
     except OSError:
         return 0, 0
@@ -168,7 +190,7 @@ def _run_job(sock: socket.socket, tokenizer: Any) -> None:
     if frame is None:
         return
     job = json.loads(frame)
-    used, before = _memory_nbytes()
+    used, before = _memory_nbytes("self")
     if used:
         most = used + STACK_NBYTES + job["memory_nbytes"]
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -176,7 +198,7 @@ def _run_job(sock: socket.socket, tokenizer: Any) -> None:
     with cpu_limit(job["cpu_s"]):
         # One thread for all of it: the address space has room for one such stack.
         verdict, matcher = on_deep_stack(lambda: _judge(job, tokenizer))
-    grown = max(0, _memory_nbytes()[1] - before)
+    grown = max(0, _memory_nbytes("self")[1] - before)
     send_frame(sock, json.dumps({**verdict, "grown_nbytes": grown}).encode())
     if matcher is not None:
         _Follower(sock, matcher, job["cpu_s"], job["step_cpu_s"]).run()

@@ -9,6 +9,7 @@ id may come next.
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 
@@ -22,6 +23,7 @@ FAILED, OPEN, STOPPED = b"f", b"o", b"s"  # STOPPED: the grammar is complete
 
 MAX_SOURCE_NBYTES = 128 * 1024
 OUT_OF_MEMORY = 3  # exit status
+ENDED_FOR_MEMORY = signal.SIGUSR1  # to the largest process when all together take too much
 
 
 def receive_frame(sock: socket.socket) -> bytes | None:

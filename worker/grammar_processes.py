@@ -6,7 +6,8 @@ Threads: `submit` may be called from any thread or event loop. Up to `max_runnin
 they belong to this module, so that other work never waits for a grammar. One more thread reads the template's reports.
 
 A process ends by its own kernel limits (CPU time, address space), by `kill` at the wall-clock limit or when the caller
-cancels, and with the template or the role. Whatever ends it, the role continues.
+cancels, as the largest when all together take too much memory, and with the template or the role. Whatever ends it, the
+role continues.
 """
 
 from __future__ import annotations
@@ -31,7 +32,17 @@ from typing import Any, Final, TypeVar
 
 from worker.errors import GrammarBusy, GrammarError, GrammarTooCostly, WorkerError
 from worker.fair_queue import FairQueue, Task
-from worker.grammar_frames import COMMAND, EXIT, KILL, OUT_OF_MEMORY, START, receive_exactly, receive_frame, send_frame
+from worker.grammar_frames import (
+    COMMAND,
+    ENDED_FOR_MEMORY,
+    EXIT,
+    KILL,
+    OUT_OF_MEMORY,
+    START,
+    receive_exactly,
+    receive_frame,
+    send_frame,
+)
 
 T = TypeVar("T")
 
@@ -42,7 +53,7 @@ _START_S: Final = 60.0  # for the template; a large tokenizer takes seconds
 _END_S: Final = 5.0  # for the report of a process that has ended
 _BOOT: Final = (
     "import sys; sys.path.insert(0, sys.argv[1]); sys.path.append(sys.argv[2]); "
-    "from worker.grammar_child import main; main(int(sys.argv[3]), int(sys.argv[4]))"
+    "from worker.grammar_child import main; main(*map(int, sys.argv[3:]))"
 )
 
 
@@ -54,6 +65,7 @@ class JobLimits:
     wall_s: float
     memory_nbytes: int
     step_cpu_s: float = 0.0  # per token, in a worker
+    total_nbytes: int = 1 << 30  # of all processes together, beyond the template's; the largest is ended
 
 
 FRONTEND_LIMITS: Final = JobLimits(cpu_s=1.0, wall_s=5.0, memory_nbytes=256 << 20)
@@ -194,8 +206,12 @@ class GrammarProcesses:
         with self._remembering:
             self._count("killed")
             if reason is None:
+                most = self.limits.total_nbytes >> 20
                 return GrammarBusy(
-                    "the process that handled the grammar was ended from outside, or the machine is too busy"
+                    f"all grammars together take more than {most} MiB of memory, and this one takes most of it: "
+                    "try again later"
+                    if end.status == ENDED_FOR_MEMORY
+                    else "the process that handled the grammar was ended from outside, or the machine is too busy"
                 )
             self._count("refused")
             self._costly[grammar.key] = reason
@@ -212,6 +228,8 @@ class GrammarProcesses:
         if number == signal.SIGPROF or (number == signal.SIGKILL and work == _COMPILING and end.cpu_s >= cpu_s / 2):
             return f"the grammar takes more than {cpu_s:g} s of CPU time for {work}, which is the limit. {advice}"
         if number == signal.SIGKILL or (not number and not code):
+            return None
+        if number == ENDED_FOR_MEMORY and end.grown_nbytes <= self.limits.memory_nbytes // 2:
             return None
         if code == OUT_OF_MEMORY or end.grown_nbytes > self.limits.memory_nbytes // 2:
             most = self.limits.memory_nbytes >> 20
@@ -264,7 +282,7 @@ class GrammarProcesses:
                 if self._unusable is not None:
                     raise self._unusable
                 try:
-                    self._template = _TemplateProcess(self._vocabulary())
+                    self._template = _TemplateProcess(self._vocabulary(), self.limits.total_nbytes)
                     self._template.fork_spare()
                 except GrammarError as error:
                     self._unusable = error
@@ -275,7 +293,7 @@ class GrammarProcesses:
 class _TemplateProcess:
     """The template process as seen by the role. Raises GrammarError at creation if the tokenizer cannot be used."""
 
-    def __init__(self, vocabulary: Mapping[str, Any] | None) -> None:
+    def __init__(self, vocabulary: Mapping[str, Any] | None, total_nbytes: int) -> None:
         self.is_over = False
         self._sending = threading.Lock()  # guards the control socket's sending side and the jobs
         self._jobs: dict[int, Future[Exit]] = {}
@@ -285,7 +303,14 @@ class _TemplateProcess:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, *_IMPORT_FROM, str(theirs.fileno()), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-I",
+                    "-c",
+                    _BOOT,
+                    *_IMPORT_FROM,
+                    *map(str, (theirs.fileno(), os.getpid(), total_nbytes)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

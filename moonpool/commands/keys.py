@@ -15,7 +15,7 @@ import yaml
 from frontend.api_keys import digest_of
 from frontend.callers import Quota
 from frontend.errors import KeysFileError
-from frontend.keys_file import KeyEntry, callers_of, check_name, expiry, parse_keys, plain
+from frontend.keys_file import KeyEntry, callers_of, check_classes, check_name, expiry, parse_keys, plain
 from moonpool.commands.arguments import command_group
 from moonpool.errors import ConfigError
 from moonpool.options import reported_errors
@@ -42,6 +42,12 @@ def new(
     requests_per_minute: Bound = None,
     tokens_per_minute: Bound = None,
     max_concurrent: Bound = None,
+    slo_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Class of objectives that the tenant may use; may be repeated. Default: all.", metavar="NAME"
+        ),
+    ] = None,
     file: Annotated[
         Path | None, typer.Option(help="Keys file to add the entry to, created if missing. Default: print the entry.")
     ] = None,
@@ -61,6 +67,7 @@ def new(
                 admin,
                 expiry(expires, "--expires") if expires else None,
                 quota=quota,
+                slo_classes=check_classes(slo_class or None, "--slo-class"),
             )
         except KeysFileError as error:
             raise ConfigError(str(error)) from error

@@ -74,7 +74,7 @@ def test_a_valid_grammar_passes_and_an_invalid_one_is_named(make: Callable[..., 
     checked.check(FINE)
     with pytest.raises(GrammarError, match="unclosed group"):
         checked.check(GrammarSource(REGEX, "(("))
-    parts = ("{}", '{"type":"none"}')
+    parts: tuple[str, ...] = ("{}", '{"type":"none"}')
     with pytest.raises(InvalidPart, match="none") as caught:
         checked.check(GrammarSource(LARK, 'start: "a" | %json {"type":"none"}', parts, JSON_SCHEMA))
     assert caught.value.index == 1
@@ -104,6 +104,23 @@ def test_a_grammar_over_its_memory_is_refused(make: Callable[..., Checked]) -> N
     with pytest.raises(GrammarTooCostly, match="more than 24 MiB of memory"):
         checked.check(GrammarSource(JSON_SCHEMA, schema_bomb(20, 0)))
     checked.check(FINE)
+
+
+def test_the_largest_process_ends_when_all_together_take_too_much_memory(make: Callable[..., Checked]) -> None:
+    checked = make(replace(ENDLESS, total_nbytes=64 << 20))
+    grammars = [GrammarSource(JSON_SCHEMA, schema_bomb(26, i)) for i in range(2)]
+    larger = checked.processes.check("", grammars[0])
+    (process,) = until(checked.children)
+    at_first = process.memory_info().rss
+    until(lambda: process.memory_info().rss > at_first + (16 << 20))
+    smaller = checked.processes.check("", grammars[1])
+    with pytest.raises(GrammarBusy, match="together take more than 64 MiB"):
+        larger.future.result(WAIT_S)
+    assert not smaller.future.done()
+    checked.processes.raise_if_costly(grammars[0])
+    checked.check(FINE)
+    assert checked.counted == {"killed": 1}
+    smaller.cancel()
 
 
 def test_a_cancelled_check_ends_its_process_at_once(make: Callable[..., Checked]) -> None:
@@ -146,10 +163,11 @@ def test_a_crash_refuses_the_grammar_and_a_kill_from_outside_does_not(
 def test_a_killed_template_is_replaced(make: Callable[..., Checked]) -> None:
     checked = make()
     checked.check(FINE)
-    assert checked.processes._template is not None
-    checked.processes._template._process.kill()
-    checked.processes._template._process.wait()
-    until(lambda: checked.processes._template.is_over)
+    template = checked.processes._template
+    assert template is not None
+    template._process.kill()
+    template._process.wait()
+    until(lambda: template.is_over)
     checked.check(FINE)
 
 

@@ -20,7 +20,8 @@ def new(*flags: str) -> Any:
 def test_a_drawn_key_is_let_in_by_the_file_that_does_not_hold_it(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     first = new("--name", "a", "--tenant", "t", "--admin", "--expires", "2099-01-01", "--file", str(path))
-    second = new("--name", "b", "--tenant", "u", "--max-concurrent", "3", "--file", str(path))
+    limits = ("--max-concurrent", "3", "--slo-class", "chat", "--slo-class", "batch")
+    second = new("--name", "b", "--tenant", "u", *limits, "--file", str(path))
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
     drawn = [each.stdout.strip() for each in (first, second)]
     assert all(key.startswith("mp-") and len(key) > 40 for key in drawn)
@@ -31,7 +32,8 @@ def test_a_drawn_key_is_let_in_by_the_file_that_does_not_hold_it(tmp_path: Path)
     keys = ApiKeys(required=True)
     keys.replace(callers_of(parse_keys(text)))
     assert keys.admin(f"Bearer {drawn[0]}").tenant == "t"
-    assert keys.caller(f"Bearer {drawn[1]}").quota == Quota(max_concurrent=3)
+    caller = keys.caller(f"Bearer {drawn[1]}")
+    assert (caller.quota, caller.slo_classes) == (Quota(max_concurrent=3), ("batch", "chat"))
 
 
 def test_without_a_file_the_entry_is_shown_beside_the_key() -> None:
@@ -45,7 +47,12 @@ def test_what_would_be_of_no_use_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     assert new("--name", "a", "--tenant", "t", "--file", str(path)).exit_code == 0
     before = path.read_text()
-    for flags in (["a", "--tenant", "t"], ["b", "--tenant", "a b"], ["b", "--tenant", "t", "--expires", "soon"]):
+    for flags in (
+        ["a", "--tenant", "t"],
+        ["b", "--tenant", "a b"],
+        ["b", "--tenant", "t", "--expires", "soon"],
+        ["b", "--tenant", "t", "--slo-class", "a b"],
+    ):
         refused = new("--name", *flags, "--file", str(path))
         assert refused.exit_code == 2, refused.output
         assert "mp-" not in refused.output
