@@ -133,6 +133,7 @@ class Cluster:
     models: dict[str, Path] = field(default_factory=dict)  # by served name
     unexpected_exits: list[str] = field(default_factory=list)
     expected_kills: set[int] = field(default_factory=set)  # process ids
+    short_of_memory: set[str] = field(default_factory=set)  # nodes whose processes the kernel may kill
     failing_disks: set[int] = field(default_factory=set)  # hosts; a role may refuse to start there
     _library: Path = field(init=False)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -183,6 +184,8 @@ class Cluster:
         }
         with self.network.inside(name):
             pid = self.roles[name].start(environment)
+        if name in self.short_of_memory:
+            self.expected_kills.add(pid)
         self.groups.add(name, pid)
 
     async def supervise(self) -> None:

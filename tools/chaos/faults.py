@@ -187,6 +187,7 @@ class MemoryPressure(Injection):
 
     async def inject(self) -> None:
         groups, node = self.cluster.groups, self.fault.node
+        self.cluster.short_of_memory.add(node)
         self._pid = self.role.pid
         if self._pid is not None:
             self.cluster.expected_kills.add(self._pid)
@@ -196,10 +197,11 @@ class MemoryPressure(Injection):
 
     async def heal(self) -> None:
         await asyncio.to_thread(self.cluster.groups.limit_memory, self.fault.node, None)
+        self.cluster.short_of_memory.discard(self.fault.node)
         if self.role.pid != self._pid:
             self.detail += ", killed by the kernel"
-        elif self._pid is not None:
-            self.cluster.expected_kills.discard(self._pid)
+        if self.role.pid is not None:
+            self.cluster.expected_kills.discard(self.role.pid)
 
 
 CLASSES: dict[str, type[Injection]] = {
