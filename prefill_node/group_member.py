@@ -30,6 +30,7 @@ from moonpool_proto.v1.worker_pb2 import BlockSlots, Enlisted, Member
 from moonpool_proto.v1.worker_pb2 import RemoteKey as KeyMessage
 from prefill_node.chunk_assignment import TokenSpan
 from prefill_node.push import PushDestination, Pusher
+from rpc.errors import InvalidArgument
 from worker.errors import GroupLost
 from worker.node import WorkerNode
 from worker.request import Request
@@ -241,7 +242,7 @@ class GroupMember:
 
     def begin(self, spans: Sequence[TokenSpan], others: Sequence[Member], reused_blocks: int = 0) -> None:
         """Compute these chunks and push them to the members that need them; push the first `reused_blocks` blocks at
-        once.
+        once. Raises GroupLost for a member that cannot be reached.
         """
         for other in others:
             pusher = self._pusher(other)
@@ -251,10 +252,14 @@ class GroupMember:
 
     def _pusher(self, other: Member) -> Pusher:
         node = self._node
+        try:
+            peer, key = node.messenger.connect(Endpoint.from_proto(other.endpoint)), RemoteKey.unpack(other.key.packed)
+        except InvalidArgument as error:
+            raise GroupLost(f"member {other.endpoint.node_id!r} cannot be reached: {error}") from error
         destination = PushDestination(
-            peer=node.messenger.connect(Endpoint.from_proto(other.endpoint)),
+            peer=peer,
             epoch=other.epoch,
-            key=RemoteKey.unpack(other.key.packed),
+            key=key,
             offsets=[np.array(group.offsets, dtype=np.int64) for group in other.groups],
             push_from=other.held_blocks,
         )

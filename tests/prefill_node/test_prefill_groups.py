@@ -17,6 +17,7 @@ from engine.random_model import RandomModelSpec, write_random_model
 from moonpool_proto.v1.worker_pb2 import BeginShare, Enlist, HelpRequest, Span
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node import group_head
+from prefill_node.group_member import GroupMember
 from rpc.control import open_channel
 
 Start = Callable[..., Awaitable[Any]]
@@ -182,6 +183,24 @@ async def test_a_helper_that_cannot_be_reached_is_done_without(
     await request.ended.wait()
     assert request.token_ids == greedy(model, prompt(200), 12)
     await pair.at_rest()
+
+
+async def test_a_helper_whose_memory_cannot_be_reached_is_done_without(
+    start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await start_pair(helpers=1)
+    helper, enlisted = pair.helpers[0].node, GroupMember.enlisted
+
+    def without_endpoint(member: GroupMember) -> Any:
+        message = enlisted(member)
+        if member._node is helper:
+            message.endpoint.Clear()
+        return message
+
+    monkeypatch.setattr(GroupMember, "enlisted", without_endpoint)
+    request = await answer(pair, prompt(250))
+    assert request.token_ids == greedy(model, prompt(250), 12)
+    assert counter(pair.prefill, "lost_groups") == 1
 
 
 @pytest.mark.parametrize("damaging", ["prefill", "helper"])
