@@ -15,6 +15,10 @@ TEST_PROCESSES ?= 3
 SOAK_SECONDS ?= 600
 # Drawn, and told, if empty.
 SOAK_SEED ?=
+FUZZ_SECONDS ?= 60
+# All targets, if empty.
+FUZZ_TARGET ?=
+FUZZ_SEED ?=
 CHAOS_SECONDS ?= 600
 # Drawn, and told, if empty.
 CHAOS_SEED ?=
@@ -27,7 +31,7 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # all that it imports, which is more than half of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup lock demo test test-nightly check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma chaos clean distclean
+.PHONY: help setup lock demo test test-nightly check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -47,6 +51,7 @@ help:
 	@echo "make compare 1 prefill + 1 decode worker against 2 aggregated ones, on the same trace and cores"
 	@echo "make soak-messenger  load and faults for the messenger, SOAK_SECONDS=$(SOAK_SECONDS), SOAK_SEED=N"
 	@echo "make soak-rdma  the same over real verbs, in a VM"
+	@echo "make fuzz    fuzz what the cluster parses, FUZZ_SECONDS=$(FUZZ_SECONDS), FUZZ_TARGET=NAME, FUZZ_SEED=N; into out/fuzz"
 	@echo "make chaos   random faults in a live cluster under mixed load, CHAOS_SECONDS=$(CHAOS_SECONDS), CHAOS_SEED=N; needs root"
 	@echo "make clean   remove caches and output; distclean: the environment too"
 
@@ -118,6 +123,10 @@ compare: $(STAMP)
 
 soak-messenger: $(STAMP)
 	$(QUIET_THREADS) $(BIN)/python -m tools.soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+
+fuzz: $(STAMP)
+	$(QUIET_THREADS) $(BIN)/python -m tools.fuzz --seconds $(FUZZ_SECONDS) $(if $(FUZZ_TARGET),--target $(FUZZ_TARGET)) \
+	  $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 
 soak-rdma: $(STAMP)
 	$(BIN)/python -m tools.rdma_vm soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))

@@ -10,6 +10,8 @@ from conductor.directory.feeds import sample
 from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.wire import ROLES, node_ref
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from rpc.control import check_target
+from rpc.errors import InvalidArgument
 from rpc.versions import own_software, why_not_together
 
 Outcome = Literal["advised", "asked", "done", "kept", "left"]
@@ -267,6 +269,10 @@ class Registry:
             missing += [] if node.spec.block_tokens else ["spec.block_tokens"]
         if missing:
             raise JoinRefused(f"node {node.node_id!r} joined without {', '.join(missing)}")
+        try:
+            check_target(node.target)
+        except InvalidArgument as error:
+            raise JoinRefused(f"node {node.node_id!r} cannot be called: {error}") from error
         sizes = {
             "capacity_tokens": node.capacity_tokens,
             "kv_bytes_per_token": node.kv_bytes_per_token,

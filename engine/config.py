@@ -5,7 +5,7 @@ engine does not support raise `UnsupportedModel`, invalid values `ConfigInvalid`
 """
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +162,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         tie_word_embeddings=read.typed("tie_word_embeddings", bool, False),
         checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_eos(generation.get("eos_token_id", raw.get("eos_token_id")), where),
-        bos_token_id=raw.get("bos_token_id"),
+        bos_token_id=_bos(raw.get("bos_token_id"), where),
     )
 
 
@@ -187,7 +187,7 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise ConfigInvalid(f"{self.where}: {key} must be a positive integer, got {value!r}")
         if value > most:
-            raise ConfigInvalid(f"{self.where}: {key} must be at most {most}, got {value:.3g}")
+            raise ConfigInvalid(f"{self.where}: {key} must be at most {most}, got {_rounded(value)}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -198,15 +198,25 @@ class _Reader:
 
 def _positive(value: Any, what: str) -> float:
     """Return `value` as a float. Raises `ConfigInvalid`, naming `what`, unless it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigInvalid(f"{what} must be a positive number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ConfigInvalid(f"{what} must be a positive number, got {_shown(value)}")
     return float(value)
+
+
+def _rounded(value: int) -> str:
+    return f"{value:.3g}" if value <= sys.float_info.max else _shown(value)
+
+
+def _shown(value: object) -> str:
+    """Return a value for an error, shortened: a file may hold integers that Python does not convert to decimal."""
+    text = hex(value) if isinstance(value, int) and value.bit_length() > 64 else repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigInvalid(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigInvalid(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -260,7 +270,11 @@ def _rope(read: _Reader) -> RopeConfig:
     needed = {"linear": ["factor"], "yarn": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     for key in needed[rope_type]:
         _positive(given.get(key), f"{where}: {key} of rope_type {rope_type!r}")
-    numbers = {key: float(value) for key, value in given.items() if isinstance(value, int | float)}
+    numbers = {
+        key: float(value)
+        for key, value in given.items()
+        if isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    }
     return RopeConfig(rope_type, theta, tuple(sorted(numbers.items())))
 
 
@@ -272,8 +286,8 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
     window = read.raw.get("sliding_window", 4096)
     if family in ("qwen2", "qwen3") and not read.typed("use_sliding_window", bool, False):
         window = None
-    if window is not None and (not isinstance(window, int) or window <= 0):
-        raise ConfigInvalid(f"{where}: sliding_window must be a positive integer or null, got {window!r}")
+    if window is not None and not (type(window) is int and 0 < window <= _MAX_COUNT):
+        raise ConfigInvalid(f"{where}: sliding_window must be a positive integer or null, got {_shown(window)}")
     if family == "mistral":
         return (window or 0,) * num_layers
     if read.raw.get("layer_types") is None:
@@ -293,6 +307,16 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
 
 def _eos(value: Any, where: str) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(item, int) and item >= 0 for item in ids):
-        raise ConfigInvalid(f"{where}: eos_token_id must be an id or a list of ids, got {value!r}")
+    if not all(map(_is_token_id, ids)):
+        raise ConfigInvalid(f"{where}: eos_token_id must be an id or a list of ids, got {_shown(value)}")
     return tuple(ids)
+
+
+def _bos(value: Any, where: str) -> int | None:
+    if value is not None and not _is_token_id(value):
+        raise ConfigInvalid(f"{where}: bos_token_id must be an id or null, got {_shown(value)}")
+    return value  # type: ignore[no-any-return]
+
+
+def _is_token_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT

@@ -71,6 +71,7 @@ def layer_parts(config: ModelConfig) -> Iterator[TensorPart]:
 _DTYPES = {"F32", "F16", "BF16"}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MAX_NAME_BYTES = 255  # of file systems
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -127,11 +128,19 @@ def _shards(folder: Path) -> list[str]:
         raise ModelFolderMissing(f"{folder} has neither {_SINGLE} nor {_INDEX}: no weights in the safetensors format")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        if strange := [name for name in names if not _is_file_name(name)]:
+            raise ValueError(f"{strange[0]!r} is not the name of a file in the folder")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(f"{index} is not a weight index: {error!r}") from error
     if absent := [name for name in names if not (folder / name).is_file()]:
         raise ModelFolderMissing(f"{folder} lacks the shards {', '.join(absent)} listed in {_INDEX}")
     return names
+
+
+def _is_file_name(name: object) -> bool:
+    if not isinstance(name, str) or not 0 < len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME_BYTES:
+        return False
+    return name.isprintable() and "/" not in name and name not in (".", "..")
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
@@ -151,7 +160,7 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
             expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             for entry in entries.values():
                 _ = entry["dtype"], tuple(entry["shape"])
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise CheckpointDamaged(f"{path} has a malformed safetensors header: {error!r}") from error
     if size != expected:
         kind = "truncated" if size < expected else "longer than its header specifies"

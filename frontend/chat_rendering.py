@@ -39,7 +39,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.takes_tools = "tools" in find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError) as error:  # of Python's compiler, too
             raise ModelFilesError(f"chat template of {origin} does not compile: {error}") from error
         self._variables = dict(variables)
 
@@ -49,7 +49,8 @@ class ChatTemplate:
         file = path / "chat_template.jinja"
         source = file.read_text("utf-8") if file.exists() else settings.get("chat_template")
         if isinstance(source, list):  # several templates by name
-            source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+            named = [entry for entry in source if isinstance(entry, dict)]
+            source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
         if source is None:
             return None
         if not isinstance(source, str):

@@ -23,6 +23,7 @@ import yaml
 
 from frontend.callers import UNBOUNDED, ApiCaller, Quota
 from frontend.errors import KeysFileError
+from settings.yaml_nesting import events_of
 
 NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _HASH: Final = re.compile(r"sha256:([0-9a-f]{64})")
@@ -194,7 +195,7 @@ def _limits(fields: dict[str, Any], where: str) -> Iterable[tuple[str, int]]:
 def _plain(text: str) -> Any:
     # The YAML parser's messages quote the content, so only the position is reported.
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+        if any(isinstance(event, yaml.AliasEvent) for event in events_of(text)):
             raise KeysFileError("YAML aliases (*name) are not allowed: write each entry out")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         _refuse_twice(node)

@@ -149,7 +149,9 @@ class Tokenizer:
         raw = _read(path / "tokenizer.json")
         try:
             self._fast = FastTokenizer.from_buffer(raw)
-        except Exception as error:  # the binding raises bare Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the binding raises bare Exception, and for panics a BaseException
             raise ModelFilesError(f"{path / 'tokenizer.json'} is not a valid tokenizer: {error}") from error
         self._fast.no_truncation()
         self._fast.no_padding()
@@ -164,8 +166,9 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        parts = json.loads(raw)
-        self._is_byte_level = (parts.get("decoder") or {}).get("type") == "ByteLevel"
+        parts = _read_json(path / "tokenizer.json")
+        decoder = parts.get("decoder")
+        self._is_byte_level = isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
         self._keeps_bytes = self._is_exact(parts)
         # A character of a byte-level vocabulary's entry is a byte; those of added tokens and of others are text.
         vocabulary = self._fast.get_vocab(with_added_tokens=True).items()
@@ -258,9 +261,18 @@ class Tokenizer:
             found.update(token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
             text = source.get("eos_token")
             text = text.get("content") if isinstance(text, dict) else text
-            if isinstance(text, str) and (token_id := self._fast.token_to_id(text)) is not None:
+            # JSON can hold half of a surrogate pair, which is no text.
+            if isinstance(text, str) and _is_text(text) and (token_id := self._fast.token_to_id(text)) is not None:
                 found.add(token_id)
         return tuple(sorted(found))
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read(path: Path) -> bytes:
@@ -275,7 +287,7 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path} must contain a JSON object")

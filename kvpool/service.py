@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -246,13 +245,16 @@ def _keys(data: bytes) -> list[bytes]:
     return [data[i : i + KEY_NBYTES] for i in range(0, len(data), KEY_NBYTES)]
 
 
+_LONGEST_S = 1e9  # in nanoseconds, and added to any time of a monotonic clock, it fits into an int64
+
+
 def _wait_s(seconds: float) -> float:
-    if not 0 <= seconds < math.inf:
-        raise PoolRefused(f"wait_s must be a number of seconds, 0 or more, not {seconds!r}")
+    if not 0 <= seconds <= _LONGEST_S:
+        raise PoolRefused(f"wait_s must be a number of seconds from 0 to {_LONGEST_S:g}, got {seconds!r}")
     return seconds
 
 
 def _nanoseconds(name: str, seconds: float) -> int:
-    if not 0 < seconds < math.inf:
-        raise PoolRefused(f"{name} must be a positive number of seconds, not {seconds!r}")
+    if not 0 < seconds <= _LONGEST_S:
+        raise PoolRefused(f"{name} must be a positive number of seconds, at most {_LONGEST_S:g}, got {seconds!r}")
     return int(seconds * 1e9)

@@ -168,8 +168,12 @@ class KvSpec:
             if not isinstance(groups, list):
                 raise TypeError(f"groups is a {type(groups).__name__}")
             block_tokens = int(str(data["block_tokens"]))
+            if any(type(group[name]) is not int for group in groups for name in ("window", "kv_heads", "head_dim")):
+                raise TypeError("window, kv_heads and head_dim must be integers")
             return cls(tuple(KvGroup(**{**group, "layers": tuple(group["layers"])}) for group in groups), block_tokens)
-        except (KeyError, TypeError, AttributeError) as error:
+        except SpecError:
+            raise
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise SpecError(f"not a KvSpec: {error!r}") from error
 
 

@@ -96,7 +96,7 @@ def take_tokens(record: RequestRecord, ids: Any, now: float, *, has_text: bool) 
     if ids is None:
         record.token_times.extend([now] if has_text else [])
         return
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise StreamFailed(f"malformed event: found token_ids {str(ids)[:_SHOWN]}, expected a list of integers")
     record.token_ids.extend(ids)
     record.token_times.extend([now] * len(ids))
@@ -115,7 +115,7 @@ def cached_tokens_of(usage: dict[str, Any], prompt_tokens: int) -> int:
     """Return the reused prompt tokens in `usage`, 0 if not reported. Raises StreamFailed for an impossible count."""
     details = usage.get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens") or 0 if isinstance(details, dict) else details
-    if not isinstance(cached, int) or not 0 <= cached < max(prompt_tokens, 1):
+    if type(cached) is not int or not 0 <= cached < max(prompt_tokens, 1):
         raise StreamFailed(f"usage reports {cached} cached tokens for a prompt of {prompt_tokens}")
     return cached
 

@@ -83,12 +83,16 @@ class SseParser:
     MAX_EVENT_BYTES = 8 << 20
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[str]:
         """Return the data of the events completed by `chunk`. Raises MalformedStream."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        self._rest += chunk  # in place: a long line may come in many small chunks
+        lines: list[bytes] = []
+        if b"\n" in chunk:
+            *lines, rest = bytes(self._rest).split(b"\n")
+            self._rest = bytearray(rest)
         if len(self._rest) > self.MAX_EVENT_BYTES:
             raise MalformedStream(f"an event of more than {self.MAX_EVENT_BYTES} bytes")
         events = []

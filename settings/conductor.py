@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args
 
@@ -30,6 +30,7 @@ AdmissionMode = Literal["none", "load", "early", "predicted-uniform", "predicted
 RoleSwitching = Literal["off", "advise", "act"]
 ColocatedPrefill = Literal["off", "advise", "act"]
 _MAX_OVERRUN = 0.5
+_LONGEST_S = 1e9  # in nanoseconds within 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +238,10 @@ class PolicyConfig(SettingsGroup):
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, int | float) and (not isfinite(value) or value < 0):
+            if isinstance(value, int | float) and not 0 <= value < inf:
                 raise InvalidSetting(f"{each.name} must be a finite number of at least 0, got {value}")
+            if each.name.endswith("_s") and value > _LONGEST_S:
+                raise InvalidSetting(f"{each.name} must be at most {_LONGEST_S:g} seconds, got {value}")
         for name in ("prefill_group_size", "prefill_group_min_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidSetting(f"{name} must be at least 1, got {getattr(self, name)}")

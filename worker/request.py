@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.conductor_pb2 import Placement
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Finish, Submit
+from rpc.control import check_target
+from rpc.errors import InvalidArgument
 from worker.errors import RequestRefused, WorkerError, sequence_error
 from worker.grammar_matching import GrammarMatcher
 from worker.logprobs import PromptLogprobs
@@ -83,6 +85,7 @@ class Request:
         if submit.sampling.max_tokens <= submit.generated:
             raise RequestRefused("bad_sampling", "max_tokens must exceed the number of tokens generated so far")
         _check_times(submit)
+        _check_placement(submit.placement)
         now = time.monotonic()
         keys = tuple(submit.chain[i : i + KEY_NBYTES] for i in range(0, len(submit.chain), KEY_NBYTES))
         return cls(
@@ -143,6 +146,16 @@ class Request:
     def scores_prompt(self) -> bool:
         """True if log-probabilities of the whole prompt are still to be sent; none of it is reused then."""
         return self.sampling.prompt_logprobs is not None and self.generated == 0
+
+
+def _check_placement(placement: Placement) -> None:
+    """Raise RequestRefused if a node of the placement cannot be called."""
+    nodes = [placement.decode] if placement.HasField("decode") else []
+    for node in (*nodes, *placement.helpers):
+        try:
+            check_target(node.target)
+        except InvalidArgument as error:
+            raise RequestRefused("bad_placement", f"node {node.node_id!r} cannot be called: {error}") from error
 
 
 def _check_times(submit: Submit) -> None:

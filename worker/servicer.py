@@ -118,7 +118,7 @@ class WorkerService(WorkerServicer):
                 self._spawn(self.node.jobs.cancel_frontend(stream.frontend_id))
             for end in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(end, Exception):
-                    log.warning("the stream of frontend %s broke: %r", stream.frontend_id, end)
+                    log.warning("the stream of frontend %s broke: %r", stream.frontend_id, end, exc_info=end)
 
     async def _write(
         self, stream: FrontendStream, context: grpc.aio.ServicerContext[FrontendMessage, WorkerMessage]

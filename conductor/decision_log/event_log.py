@@ -21,6 +21,7 @@ from conductor.policy.decisions import Decision
 from conductor.policy.events import Event, ObjectivesChanged
 
 EVENTS_VERSION = 2
+_END_NS = 1 << 62  # of a monotonic clock
 
 
 class EventLogHeader(NamedTuple):
@@ -72,9 +73,10 @@ def read_row(line: bytes) -> EventRow:
     decisions = _member(row, "decisions")
     if not isinstance(decisions, list):
         raise LogFormatError(f"decisions must be a list, got {str(decisions)[:80]}")
-    return EventRow(
-        _number(row, "now_ns"), event_from_json(_member(row, "event")), [decision_from_json(one) for one in decisions]
-    )
+    now_ns = _number(row, "now_ns")
+    if not 0 <= now_ns < _END_NS:
+        raise LogFormatError(f"now_ns must be from 0 to {_END_NS - 1}, got {now_ns:#x}")
+    return EventRow(now_ns, event_from_json(_member(row, "event")), [decision_from_json(one) for one in decisions])
 
 
 def _object(line: bytes) -> Mapping[str, Any]:
@@ -172,7 +174,7 @@ def replay(
                 continue
             try:
                 made = conductor.on_event(row.now_ns, row.event)
-            except ObjectivesError as error:
+            except (ObjectivesError, OverflowError) as error:
                 raise LogFormatError(f"{path}, line {number}: {error}") from error
             yield ReplayStep(path, number, row.now_ns, row.event, row.decisions, made)
 

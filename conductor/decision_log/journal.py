@@ -87,7 +87,10 @@ def read_journal(folder: Path) -> dict[str, Record]:
             try:
                 row = json.loads(line)
                 if "open" in row:
-                    found[row["open"]["request_id"]] = row["open"]
+                    record = row["open"]
+                    request_id = record["request_id"]
+                    if isinstance(request_id, str) and isinstance(record["attempts"], list):
+                        found[request_id] = record
                 else:
                     found.pop(row["over"], None)
             except (ValueError, KeyError, TypeError, RecursionError):

@@ -39,10 +39,11 @@ class NodeRecord:
         try:
             fields = json.loads(text)
             record = cls(**{name: fields[name] for name in cls.__slots__})
-            int(record.incarnation), int(record.conductor)
-            if not all(isinstance(text, str) for text in (record.node_id, record.role, record.target)):
-                raise TypeError("node_id, role and target must be texts")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if type(record.incarnation) is not int or type(record.conductor) is not int:
+                raise TypeError("incarnation and conductor must be integers")
+            if not all(isinstance(each, str) for each in (record.node_id, record.role, record.target, record.host_id)):
+                raise TypeError("node_id, role, target and host_id must be texts")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SharedStoreRefused(f"a node's record is invalid ({error!r})") from error
         return record
 
@@ -66,7 +67,7 @@ class SnapshotPointer:
             fields = json.loads(text)
             positions = {node: (int(at[0]), int(at[1])) for node, at in fields["positions"].items()}
             return cls(str(fields["path"]), str(fields["host"]), float(fields["written_at"]), positions)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise SharedStoreRefused(f"a pointer to a snapshot is invalid ({error!r})") from error
 
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from rpc.private_folder import open_trusted
 _MAGIC = b"MOONDIR1"
 _DIGEST_NBYTES = 16
 _READ_NBYTES = 1 << 20
+_MAX_NODE_NUMBER = 1 << 20  # numbers of nodes that left are used again
 _LENGTH = struct.Struct("<I")
 
 
@@ -138,16 +140,12 @@ class SnapshotReader:
             )
 
     def _facts(self, path: Path) -> SnapshotFacts:
-        while (count := _length(self._file)) > 0:
-            self._file.seek(12 * count, os.SEEK_CUR)
         try:
+            while (count := _length(self._file)) > 0:
+                self._file.seek(12 * count, os.SEEK_CUR)
             fields = json.loads(self._file.read(_length(self._file)))
-            nodes = (
-                DumpedNode(node, number, generation, _position(position), right_at)
-                for node, number, generation, position, right_at in fields["nodes"]
-            )
-            return SnapshotFacts(fields["cluster"], fields["written_at"], tuple(nodes), fields["targets"])
-        except (ValueError, KeyError, TypeError) as error:
+            return _checked_facts(fields)
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, struct.error) as error:
             raise SnapshotUnusable(f"{path} has invalid metadata ({error!r})") from error
 
 
@@ -156,9 +154,30 @@ def _length(file: BinaryIO) -> int:
     return int(length)
 
 
-def _position(pair: list[int]) -> Position:
-    incarnation, seq = pair
-    return Position(int(incarnation), int(seq))
+def _checked_facts(fields: Any) -> SnapshotFacts:
+    """Return the metadata. Raises ValueError, TypeError or KeyError if a field has another type or range."""
+    nodes = tuple(_dumped_node(*row) for row in fields["nodes"])
+    targets = dict(fields["targets"])
+    if not isinstance(fields["cluster"], str) or not math.isfinite(fields["written_at"]):
+        raise ValueError("cluster must be a text, and written_at a finite number")
+    if not all(isinstance(text, str) for pair in targets.items() for text in pair):
+        raise TypeError("targets must be texts by node")
+    for what, values in (("node", [each.node for each in nodes]), ("number", [each.number for each in nodes])):
+        if len(set(values)) < len(values):
+            raise ValueError(f"a {what} occurs twice")
+    return SnapshotFacts(fields["cluster"], float(fields["written_at"]), nodes, targets)
+
+
+def _dumped_node(node: str, number: int, generation: int, position: Sequence[int], right_at: int) -> DumpedNode:
+    incarnation, seq = position
+    if not isinstance(node, str):
+        raise TypeError(f"a node's id must be a text, got {type(node).__name__}")
+    for value in (number, generation, incarnation, seq, right_at):
+        if type(value) is not int or not 0 <= value < 1 << 64:
+            raise ValueError(f"node {node[:80]!r} has numbers of another type or range")
+    if number > _MAX_NODE_NUMBER:
+        raise ValueError(f"node {node[:80]!r} has the number {number}, expected at most {_MAX_NODE_NUMBER}")
+    return DumpedNode(node, number, generation, Position(incarnation, seq), right_at)
 
 
 log = logging.getLogger(__name__)

@@ -133,7 +133,7 @@ class FileVersions:
             raise
         except OSError as error:
             raise SharedStoreUnavailable(f"{self._path} cannot be used: {error}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SharedStoreRefused(f"a file beside {self._path} is invalid ({error!r})") from error
 
     def _read(self) -> list[SloVersion]:
@@ -148,7 +148,7 @@ class FileVersions:
                 {o.version for o in versions}
             ):
                 raise ValueError(f"format {content['format']}, or versions out of order")
-        except (ValueError, KeyError, TypeError, SharedStoreRefused) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, SharedStoreRefused) as error:
             raise SharedStoreRefused(
                 f"{self._path} is damaged or of another version of this program ({error}); repair it or move it away: "
                 "without it, the configuration provides the first version again"
@@ -160,7 +160,7 @@ class FileVersions:
         """Return the name of the file's cluster; None if there is no file or it is unreadable."""
         try:
             name = json.loads(self._path.read_text(encoding="utf-8"))["cluster"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return name if isinstance(name, str) else None
 

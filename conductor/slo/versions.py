@@ -51,10 +51,15 @@ class SloVersion:
             texts = (found.content, found.author, found.reason, found.origin, found.peer)
             if not all(isinstance(each, str) for each in texts) or type(found.version) is not int or found.version < 1:
                 raise TypeError("a field has the wrong type")
+            if type(found.at_s) not in (int, float):
+                raise TypeError("at_s must be a number")
             float(found.at_s)
             if record_text(record_from_text(found.content)) != found.content or stored_digest != found.digest:
                 raise ValueError("its content does not match its digest")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ObjectivesError) as error:
+        except (
+            *(ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError),
+            ObjectivesError,
+        ) as error:
             raise SharedStoreRefused(f"a version of the record of objectives is invalid ({error})") from error
         return found
 
@@ -89,8 +94,11 @@ class Acknowledgement:
         try:
             fields = json.loads(text)
             found = cls(**{name: fields[name] for name in cls.__slots__})
-            int(found.incarnation), int(found.version)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if type(found.incarnation) is not int or type(found.version) is not int:
+                raise TypeError("incarnation and version must be integers")
+            if not isinstance(found.node_id, str) or not isinstance(found.digest, str):
+                raise TypeError("node_id and digest must be texts")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SharedStoreRefused(f"an acknowledgement of objectives is invalid ({error!r})") from error
         return found
 

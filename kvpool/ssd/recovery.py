@@ -11,6 +11,7 @@ Rules:
 
 import errno
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import msgpack
 
+from kvpool.address import KEY_NBYTES
 from kvpool.errors import SsdFolderError, SsdForeign
 from kvpool.spec import KvSpec
 from kvpool.ssd.disk import Disk
@@ -28,6 +30,18 @@ from kvpool.ssd.journal import FRAME, FRAME_MAGIC, HEADER, HEADER_MAGIC, JOURNAL
 from kvpool.ssd.records import PAGE_NBYTES, ExtentState, SsdConfig, SsdEntry, SsdExtent, extent_nbytes
 
 _CHUNK_NBYTES = 1 << 20
+_SPACE_END = 1 << 62
+_DIGEST_NBYTES = 8  # per layer
+# What unpacking raises for contents that this version never writes.
+_MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    msgpack.UnpackException,
+)
 
 
 @dataclass
@@ -54,10 +68,15 @@ def read_journal(path: Path) -> RecoveredJournal:
     at: dict[int, SsdExtent] = {}
     specs: dict[bytes, tuple[KvSpec, int]] = {}
     for body in _frames(data, journal_id, found.counts):
-        freed, groups = msgpack.unpackb(body)
+        try:
+            freed, sealed = _unpack_frame(body, specs)
+        except _MALFORMED as error:
+            _log.error("a frame of the SSD journal %s has a right checksum, but no valid contents: %r", path, error)
+            found.counts["lost_frames"] += 1
+            continue
         for offset in freed:
             at.pop(offset, None)
-        for extent in chain.from_iterable(_unpack_blocks(group, specs) for group in groups):
+        for extent in sealed:
             found.counts["superseded"] += at.pop(extent.start, None) is not None
             at[extent.start] = extent
     found.extents = _newest(list(at.values()), found.counts)
@@ -98,8 +117,14 @@ def _read_header(data: bytearray, path: Path) -> tuple[int, JournalHeader] | Non
             f"{path} has version {version} of the format, expected version {VERSION}: start the release of Moonpool "
             "that wrote it, give another folder, or empty this one (it is a cache). Nothing was changed"
         )
-    journal_id, *fields = msgpack.unpackb(body)
-    return journal_id, JournalHeader(*fields)
+    try:
+        journal_id, node_id, cluster, segment_nbytes = msgpack.unpackb(body)
+        _require(type(journal_id) is int and isinstance(node_id, str) and isinstance(cluster, str), "header")
+        _require(_is_offset(segment_nbytes) and segment_nbytes > 0, "size of a segment")
+    except _MALFORMED as error:
+        _log.error("the header of the SSD journal %s has a right checksum, but no valid contents: %r", path, error)
+        return None
+    return journal_id, JournalHeader(node_id, cluster, segment_nbytes)
 
 
 def _frames(data: bytearray, journal_id: int, counts: Counter[str]) -> Iterator[bytes]:
@@ -136,6 +161,26 @@ def _frame(data: bytearray, position: int, journal_id: int, least_sequence: int)
     return sequence, whole, body
 
 
+def _unpack_frame(body: bytes, specs: dict[bytes, tuple[KvSpec, int]]) -> tuple[list[int], list[SsdExtent]]:
+    """Return the offsets freed and the blocks sealed by a frame. Raises one of `_MALFORMED`."""
+    freed, groups = msgpack.unpackb(body)
+    _require(all(map(_is_offset, freed)), "freed offset")
+    return freed, list(chain.from_iterable(_unpack_blocks(group, specs) for group in groups))
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(f"invalid {what}")
+
+
+def _is_offset(value: object) -> bool:
+    return type(value) is int and 0 <= value < _SPACE_END and value % PAGE_NBYTES == 0
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, bytes) and len(value) == KEY_NBYTES
+
+
 def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list[SsdExtent]:
     """Return the blocks of a group; `known` caches specs with the size of their extents."""
     described, blocks = msgpack.unpackb(group)
@@ -148,7 +193,18 @@ def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list
         specs.append(known[name])
     extents = []
     for offset, kv_namespace, chain_key, parent, number, num_tokens, digests, compute_s, summed in blocks:
+        _require(type(number) is int and 0 <= number < len(specs), "number of a spec")
         spec, nbytes = specs[number]
+        _require(_is_offset(offset) and _is_offset(nbytes), "offset")
+        _require(_is_key(kv_namespace) and _is_key(chain_key) and _is_key(parent), "key")
+        _require(type(num_tokens) is int and 0 <= num_tokens < spec.block_tokens, "number of tokens")
+        _require(type(compute_s) in (int, float) and 0 <= compute_s < math.inf, "time")
+        _require(type(summed) is int and 0 <= summed < 1 << 64, "checksum")
+        _require(
+            [len(each) if isinstance(each, bytes) else -1 for each in digests]
+            == [_DIGEST_NBYTES * spec.num_layers(g) for g in range(spec.num_groups)],
+            "digests",
+        )
         entry = SsdEntry(offset, kv_namespace, chain_key, parent, spec, num_tokens, tuple(digests), compute_s)
         extents.append(SsdExtent(entry, offset, offset + nbytes, summed, ExtentState.SEALED))
     return extents

@@ -25,6 +25,7 @@ from messenger.transport import NoPath
 
 _MAX_RAILS: Final = 64
 _MAX_ADDRESS: Final = 1 << 63
+_END_LIMITS: Final = (1 << 24, 1 << 24, 1 << 32)  # of the hardware's numbers, in the order of `End`
 _BOTH_SIDES: Final = ("connection_io.py", "handshake.py", "inbox.py", "memory.py", "requester.py", "responder.py")
 
 End = tuple[int, int, int]
@@ -144,6 +145,7 @@ def check_ends(message: HandshakeReply | HandshakeConfirm, count: int) -> list[t
     _require(isinstance(message.ends, list) and len(message.ends) == count, f"list of {count} ends")
     for end in message.ends:
         _require(isinstance(end, list) and len(end) == 3 and all(type(part) is int for part in end), "end")
+        _require(all(0 <= part < most for part, most in zip(end, _END_LIMITS, strict=True)), "end")
     return [(RemoteQueuePair(qp_num, psn), rkey) for qp_num, psn, rkey in message.ends]
 
 

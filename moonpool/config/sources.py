@@ -10,6 +10,7 @@ import yaml
 
 from moonpool.errors import ConfigError, UnknownKey
 from settings.keys import InvalidSetting, Setting, assemble, check, composite_settings, flag_of, variable_of
+from settings.yaml_nesting import NestedTooDeeply, events_of
 
 PREFIX = "MOONPOOL_"
 CONFIG_VARIABLE = "MOONPOOL_CONFIG"
@@ -75,9 +76,14 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 def read_yaml(path: Path, what: str) -> Any:
     """Return the content of a YAML file; None if it is empty. Raises ConfigError, also for a duplicate key."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        text = path.read_text(encoding="utf-8")
+        for _ in events_of(text):
+            pass
+        return yaml.load(text, Loader=_StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the {what} {path}: {error}") from error
+    except NestedTooDeeply as error:
+        raise ConfigError(f"{path}: {error}") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
 

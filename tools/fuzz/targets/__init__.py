@@ -1,0 +1,35 @@
+"""The targets by name: "module:Class", so that naming them imports nothing."""
+
+from typing import Final
+
+TARGETS: Final = {
+    "traces": "tools.fuzz.targets.files:Traces",
+    "config": "tools.fuzz.targets.files:Configuration",
+    "keys": "tools.fuzz.targets.files:Keys",
+    "objectives": "tools.fuzz.targets.files:ObjectivesFile",
+    "model-config": "tools.fuzz.targets.models:ModelConfiguration",
+    "checkpoint": "tools.fuzz.targets.models:CheckpointHeaders",
+    "tokenizer": "tools.fuzz.targets.models:TokenizerFiles",
+    "json-schema": "tools.fuzz.targets.grammars:JsonSchema",
+    "regex": "tools.fuzz.targets.grammars:Regex",
+    "lark": "tools.fuzz.targets.grammars:Lark",
+    "sse": "tools.fuzz.targets.loadtest:EventStream",
+    "decision-log": "tools.fuzz.targets.conductor_files:EventLogFiles",
+    "decision-files": "tools.fuzz.targets.conductor_files:DecisionFiles",
+    "snapshot": "tools.fuzz.targets.conductor_files:DirectorySnapshot",
+    "shared-store": "tools.fuzz.targets.conductor_files:SharedRecords",
+    "ssd-journal": "tools.fuzz.targets.pool:SsdJournal",
+    "ssd-folder": "tools.fuzz.targets.pool:DamagedSsdFolder",
+    "pool-local": "tools.fuzz.targets.pool:LocalPool",
+    "kv-notification": "tools.fuzz.targets.worker:KvNotifications",
+    "frames": "tools.fuzz.targets.messenger:Frames",
+    "rdma-handshake": "tools.fuzz.targets.messenger:RdmaHandshake",
+    "messenger-tcp": "tools.fuzz.targets.messenger:Tcp",
+    "messenger-shm": "tools.fuzz.targets.messenger:Shm",
+    "messenger-tls": "tools.fuzz.targets.messenger:Tls",
+    "grpc-conductor": "tools.fuzz.targets.calls:ConductorCalls",
+    "grpc-pool": "tools.fuzz.targets.calls:PoolCalls",
+    "grpc-prefill": "tools.fuzz.targets.calls:PrefillCalls",
+    "grpc-decode": "tools.fuzz.targets.calls:DecodeCalls",
+    "http": "tools.fuzz.targets.http:HttpBodies",
+}
