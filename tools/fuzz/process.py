@@ -74,7 +74,7 @@ class TargetProcess:
                 env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}"},
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
             )
         earlier = Findings(**{**vars(self.findings), "defects": dict(self.findings.defects)})
         killed = ""

@@ -344,7 +344,7 @@ class ConductorCalls(CallsTarget):
 
     async def _run(self, calls: Sequence[tuple[str, list[bytes]]]) -> str:
         await self._join()
-        self._requests = {"r"}
+        self._requests = set[str]()
         for name, messages in calls:
             if name == "Schedule":
                 for data in messages:
@@ -363,6 +363,8 @@ class ConductorCalls(CallsTarget):
 
     async def settle(self, replies: Mapping[str, Any]) -> None:
         """Complete the requests; held ones that only a Join reported end with the node."""
+        if not self._requests:
+            return
         calls = conductor_pb2.FrontendCalls(software=own_software())
         for request_id in sorted(self._requests):
             ended = conductor_pb2.CompleteRequest(request_id=request_id, attempt=(1 << 32) - 1, outcome="failed")
