@@ -25,6 +25,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -47,7 +48,9 @@ from worker.grammar_frames import (
 )
 
 NICENESS = 5  # below the role that serves requests
-_LOOK_S = 0.25  # how often the memory of all processes together is read
+COSTLY_NICENESS = 12  # of a grammar that has used much CPU time
+_LOOK_S = 0.25  # how often the CPU time and memory of the processes are read
+_USUAL_CPU_S, _USUAL_CPU_SHARE = 0.1, 0.05  # CPU time of a grammar that is not costly: to compile, and while followed
 
 
 def main(control_fd: int, parent_pid: int, total_nbytes: int) -> None:
@@ -79,14 +82,24 @@ def main(control_fd: int, parent_pid: int, total_nbytes: int) -> None:
         _Forker(control, tokenizer, total_nbytes).run()
 
 
+@dataclass
+class _Job:
+    """A forked process: the job's id, and the resident memory and the time at its fork."""
+
+    job_id: int
+    resident_nbytes: int
+    forked_s: float
+    is_costly: bool = False
+
+
 class _Forker:
-    """Loop that forks processes, kills them on request or for their memory, and reports their ends."""
+    """Loop that forks processes, watches their CPU time and memory, kills them on request and reports their ends."""
 
     def __init__(self, control: socket.socket, tokenizer: Any, total_nbytes: int) -> None:
         self._control, self._tokenizer = control, tokenizer
         self._total_nbytes = total_nbytes
         self._look_at = 0.0
-        self._jobs: dict[int, tuple[int, int]] = {}  # by pid: the job's id and the resident bytes at the fork
+        self._jobs: dict[int, _Job] = {}  # by pid
 
     def run(self) -> None:
         """Run until the role closes the control socket; the processes die with this one."""
@@ -104,7 +117,7 @@ class _Forker:
                     with contextlib.suppress(BlockingIOError):
                         os.read(ended, 4096)
                 self._reap()
-                self._bound_memory()
+                self._look()
                 if self._control in ready and not self._obey():
                     return
 
@@ -117,8 +130,8 @@ class _Forker:
         if command == START:
             self._fork(job_id, fds[0])
         else:
-            for pid, (own_id, _) in self._jobs.items():
-                if own_id == job_id:
+            for pid, job in self._jobs.items():
+                if job.job_id == job_id:
                     os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is not another process's
         return True
 
@@ -132,7 +145,7 @@ class _Forker:
             return
         if pid:
             os.close(fd)
-            self._jobs[pid] = (job_id, _memory_nbytes("self")[1])
+            self._jobs[pid] = _Job(job_id, _memory_nbytes("self")[1], time.monotonic())
             return
         status = 1
         try:
@@ -151,16 +164,22 @@ class _Forker:
             pid, status, used = os.wait4(-1, os.WNOHANG)
             if not pid:
                 return
-            job_id, before = self._jobs.pop(pid)
-            grown = max(0, used.ru_maxrss * _RSS_UNIT - before)
-            self._control.sendall(EXIT.pack(job_id, status, used.ru_utime + used.ru_stime, grown))
+            job = self._jobs.pop(pid)
+            grown = max(0, used.ru_maxrss * _RSS_UNIT - job.resident_nbytes)
+            self._control.sendall(EXIT.pack(job.job_id, status, used.ru_utime + used.ru_stime, grown))
 
-    def _bound_memory(self) -> None:
-        """End the largest processes while all together have grown by more than the limit."""
-        if time.monotonic() < self._look_at:
+    def _look(self) -> None:
+        """Lower the priority of costly processes; end the largest while all have grown by more than the limit."""
+        now_s = time.monotonic()
+        if now_s < self._look_at:
             return
-        self._look_at = time.monotonic() + _LOOK_S
-        grown = {pid: max(0, _memory_nbytes(str(pid))[1] - before) for pid, (_, before) in self._jobs.items()}
+        self._look_at = now_s + _LOOK_S
+        for pid, job in self._jobs.items():
+            most_s = _USUAL_CPU_S + _USUAL_CPU_SHARE * (now_s - job.forked_s)
+            if not job.is_costly and _cpu_s(pid) > most_s:
+                job.is_costly = True
+                _lower_priority(pid)
+        grown = {pid: max(0, _memory_nbytes(str(pid))[1] - job.resident_nbytes) for pid, job in self._jobs.items()}
         total = sum(grown.values())
         while total > self._total_nbytes:
             largest = max(grown, key=grown.__getitem__)
@@ -169,6 +188,23 @@ class _Forker:
 
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time that a process has used; 0 where the kernel does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            user, system = file.read().rpartition(b")")[2].split()[11:13]
+    except OSError:
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _lower_priority(pid: int) -> None:
+    """Lower the priority of all threads of a process, each of which has its own."""
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), COSTLY_NICENESS)
 
 
 def _memory_nbytes(process: str) -> tuple[int, int]:

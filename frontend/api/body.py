@@ -1,7 +1,7 @@
 """Reading and parsing of request bodies, with limits on size, time and total memory."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -10,16 +10,29 @@ from starlette.requests import ClientDisconnect, Request
 from frontend.api.request_models import RequestModel, parse
 from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone, ServiceUnavailable
 from frontend.event_loop import WorkThreads
+from frontend.http.pace import Pace
 from frontend.input_limits import check_values
+
+_UNPACED_NBYTES: Final = 64 << 10  # of each body
+_PACE_NBYTES_PER_S: Final = 64 << 20
+_BURST_S: Final = 0.25
 
 
 class BodyBudget:
-    """Limit on the memory of all request bodies of one frontend, of which one tenant may use half."""
+    """Limits on the request bodies of one frontend: their memory, of which one tenant may use half, and their pace.
+
+    A tenant's long bodies together are read at 64 MiB/s: faster uploads would keep the event loop from other clients.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._by_tenant: Counter[str] = Counter()
+        self._paces: defaultdict[str, Pace] = defaultdict(lambda: Pace(_PACE_NBYTES_PER_S, _BURST_S))  # by tenant
         self.used_nbytes = 0
+
+    def pause_s(self, tenant: str, nbytes: int, now_s: float) -> float:
+        """Return how long to wait after `nbytes` of a long body before more of the tenant's are read."""
+        return self._paces[tenant].pause_s(nbytes, now_s)
 
     def place(self, tenant: str) -> "BodyReservation":
         """Return a reservation for one body; leaving its context releases it. Without a tenant, only the limit on all
@@ -67,10 +80,14 @@ class BodyReservation:
     ) -> None:
         self._room.release(self._tenant, self._taken)
 
-    def take(self, nbytes: int) -> None:
-        """Reserve `nbytes` more. Raises ServiceUnavailable."""
+    async def take(self, nbytes: int) -> None:
+        """Reserve `nbytes` more, and wait until more may be read. Raises ServiceUnavailable."""
         self._room.take(nbytes, self._tenant)
         self._taken += nbytes
+        if (paced := min(nbytes, self._taken - _UNPACED_NBYTES)) > 0:
+            pause_s = self._room.pause_s(self._tenant, paced, asyncio.get_running_loop().time())
+            if pause_s:
+                await asyncio.sleep(pause_s)
 
 
 B = TypeVar("B", bound=RequestModel)
@@ -90,7 +107,7 @@ async def read_body(request: Request, place: BodyReservation, *, max_nbytes: int
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
-                place.take(len(chunk))
+                await place.take(len(chunk))
                 body += chunk
                 if len(body) > max_nbytes:
                     raise BodyTooLarge(f"the body must have at most {max_nbytes} bytes, got more")

@@ -18,6 +18,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from frontend.http.pace import Pace
+
 _log = logging.getLogger(__name__)
 
 _LONGEST_TICK_S: Final = 1.0
@@ -25,6 +27,8 @@ _TICKS_OF_TIMEOUT: Final = 4
 _LEAVING_PART: Final = 16
 _STUCK_TIMEOUTS: Final = 4
 _TOLD_EVERY_S: Final = 60.0
+_DROPPED_NBYTES_PER_S: Final = 128 << 20
+_DROPPED_BURST_S: Final = 0.25
 
 
 class HttpConnection(Protocol):
@@ -69,6 +73,7 @@ class ConnectionMonitor:
         """`count(reason)` is called for each connection that is refused or closed by a limit."""
         self.limits = limits
         self.tick = 0
+        self.drops = Pace(_DROPPED_NBYTES_PER_S, _DROPPED_BURST_S)  # of the rest of refused requests
         self._open_now = open_now
         self._count = count
         self._tick_s = min(_LONGEST_TICK_S, limits.header_timeout_s / _TICKS_OF_TIMEOUT)
@@ -205,6 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Parse bytes from the client."""
         self._unset_keepalive_if_required()
         if self._is_leaving:
+            self._drop(len(data))
             return
         self._has_told = False
         self._unparsed_nbytes += len(data)
@@ -246,12 +252,21 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Note a piece of a request's body."""
         self._has_told = True
+        if self.cycle.response_complete:
+            self._drop(len(body))
         super().on_body(body)
 
     def on_response_complete(self) -> None:
         """Start the time limit for the next request's head or the rest of this body."""
         self.since_tick = self._watch.tick
         super().on_response_complete()
+
+    def _drop(self, nbytes: int) -> None:
+        """Pause reading what is dropped, as all connections together drop at a bounded pace."""
+        pause_s = self._watch.drops.pause_s(nbytes, self.loop.time())
+        if pause_s and not self.flow.read_paused:
+            self.flow.pause_reading()
+            self.loop.call_later(pause_s, self.flow.resume_reading)
 
     def _head_nbytes(self) -> int:
         return len(self.url) + sum([len(name) + len(value) for name, value in self.headers])

@@ -236,3 +236,26 @@ async def test_one_tenants_waiting_texts_delay_another_by_those_in_work(
         assert {status for status, _ in answers} == {200}
         assert order.index("b") <= 3
         await front.quiet()
+
+
+def test_a_tenants_long_bodies_are_read_at_a_bounded_pace() -> None:
+    budget, now_s, burst = BodyBudget(1 << 40), 100.0, 0
+    while not budget.pause_s("a", MIB, now_s):
+        burst += MIB
+    assert burst <= 16 * MIB
+    began_s = now_s
+    for _ in range(640):
+        now_s += budget.pause_s("a", MIB, now_s)
+    assert 640 / (now_s - began_s) == pytest.approx(64, rel=0.02)  # MiB per second
+    assert budget.pause_s("b", MIB, now_s) == 0  # another tenant's
+
+
+async def test_short_bodies_are_read_at_once_whatever_else_their_tenant_sends() -> None:
+    budget = BodyBudget(1 << 40)
+    budget.pause_s("a", 1 << 36, asyncio.get_running_loop().time())  # as much as takes minutes
+    with budget.place("a") as short, budget.place("a") as long:
+        reading = [asyncio.create_task(place.take(nbytes)) for place, nbytes in ((short, 64 << 10), (long, MIB))]
+        done, waiting = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+        assert (done, waiting) == ({reading[0]}, {reading[1]})
+        reading[1].cancel()
+    assert not budget.used_nbytes

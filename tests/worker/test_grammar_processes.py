@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from tools.attacks.bombs import schema_bomb
 from worker.errors import GrammarBusy, GrammarError, GrammarTooCostly, WorkerError
 from worker.fair_queue import MAX_RUNNING, MAX_RUNNING_PER_TENANT, MAX_WAITING_PER_TENANT, Task
 from worker.grammar import JSON_SCHEMA, LARK, REGEX
+from worker.grammar_child import COSTLY_NICENESS
 from worker.grammar_processes import FRONTEND_LIMITS, GrammarProcesses, GrammarSource, InvalidPart, JobLimits
 
 WAIT_S = 60.0
@@ -104,6 +106,14 @@ def test_a_grammar_over_its_memory_is_refused(make: Callable[..., Checked]) -> N
     with pytest.raises(GrammarTooCostly, match="more than 24 MiB of memory"):
         checked.check(GrammarSource(JSON_SCHEMA, schema_bomb(20, 0)))
     checked.check(FINE)
+
+
+def test_a_costly_grammar_has_a_lower_priority(make: Callable[..., Checked]) -> None:
+    checked = make(ENDLESS)
+    task = checked.processes.check("", GrammarSource(JSON_SCHEMA, schema_bomb(26, 0)))
+    (process,) = until(checked.children)
+    until(lambda: {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()} == {COSTLY_NICENESS})
+    task.cancel()
 
 
 def test_the_largest_process_ends_when_all_together_take_too_much_memory(make: Callable[..., Checked]) -> None:

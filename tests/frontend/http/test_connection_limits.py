@@ -1,6 +1,7 @@
 """Clients that try to fill the frontend: each is refused or sent away, others are served meanwhile and afterwards."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from frontend.http import connections
 from moonpool_proto.v1 import worker_pb2
 
 WAIT_S = 60
@@ -137,6 +139,22 @@ async def test_who_goes_on_sending_a_refused_body_is_sent_away(start_front: Any,
         assert await turned_away(front, "header_timeout") >= 1
         await serves(front)
         await at_rest(front, until)
+
+
+async def test_the_rest_of_a_refused_body_is_read_at_a_bounded_pace(
+    start_front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_DROPPED_NBYTES_PER_S", 1 << 20)
+    num_sent = 0
+    async with start_front(max_body_nbytes=1 << 20, header_timeout_s=2.0) as front, connected(front) as (_, writer):
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % (GIB * 1024))
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    writer.write(bytes(1 << 16))
+                    await writer.drain()
+                    num_sent += 1 << 16
+    assert num_sent < 64 << 20  # 2 MiB, and what the sockets hold; at full speed a GiB
 
 
 async def test_who_sent_its_small_body_after_the_refusal_keeps_its_connection(start_front: Any, serves: Any) -> None:
