@@ -24,7 +24,7 @@ class Plant(NamedTuple):
 
     place: str
     defect: Callable[[Any], Any]
-    cases: int = 1500
+    cases: int = 3000
 
 
 def _without_type_check(original: Any) -> Any:
@@ -64,11 +64,19 @@ def _rows_reversed(original: Any) -> Any:
 
 def _chain_unchecked(original: Any) -> Any:
     def from_proto(submit: Any, **limits: Any) -> Any:
-        if len(submit.chain_seed) != 16:
+        if len(submit.chain_seed) != 16 or len(submit.chain) != 32 or len(submit.prompt_ids) != 76:
             raise IndexError("a key beyond the chain")
         return original(submit, **limits)
 
     return from_proto
+
+
+def _names_unchecked(original: Any) -> Any:
+    def malformed(request: Any, num_keys: int, block_tokens: int) -> str:
+        _ = {"m": 1}[request.model], {"": 1, "chat": 2}[request.slo_class]
+        return str(original(request, num_keys, block_tokens))
+
+    return malformed
 
 
 def _damage_ignored(original: Any) -> Any:
@@ -108,7 +116,7 @@ PLANTS = {
     "keys": Plant("frontend.keys_file.check_name", lambda original: lambda text, where: text),
     "objectives": Plant("conductor.policy.objectives._weight", lambda original: lambda value, where: float(value)),
     "model-config": Plant("engine.config._is_token_id", lambda original: lambda value: True),
-    "checkpoint": Plant("engine.folder._is_file_name", lambda original: lambda name: True),
+    "checkpoint": Plant("engine.folder._is_file_name", lambda original: lambda name: True, 10_000),
     "tokenizer": Plant(
         "frontend.tokenizer._read_json",
         lambda original: lambda path, optional=False: json.loads(path.read_bytes()) if path.exists() else {},
@@ -137,7 +145,7 @@ PLANTS = {
     "messenger-tls": Plant(
         "messenger.tcp.tls_link.TlsLink._refused", lambda original: lambda self, error: {}[error], 400
     ),
-    "grpc-conductor": Plant("conductor.wire._seconds", lambda original: lambda value: float(int(value)), 600),
+    "grpc-conductor": Plant("conductor.scheduling._malformed", _names_unchecked, 600),
     "grpc-pool": Plant("kvpool.service._nanoseconds", lambda original: lambda name, seconds: int(seconds * 1e9), 600),
     "grpc-prefill": Plant("worker.request.Request.from_proto", _chain_unchecked, 600),
     "grpc-decode": Plant("decode_node.server.DecodeService.commit", _commit_any_epoch, 600),
