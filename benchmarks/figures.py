@@ -261,6 +261,42 @@ memory for {result["memory_share"]:.0%} of their KV. Of the prompt tokens {resul
 {result["reused_random"]:.1%} without; {result["reused_limit"]:.1%} would be with unlimited memory."""
 
 
+def hostile() -> str:
+    result, file = latest("hostile")
+    header = [
+        "attack",
+        "p50, ms",
+        "p99, ms",
+        "ratio of p99",
+        "released after, s",
+        "process with the highest peak, MiB",
+    ]
+
+    def row(name: str, attack: Result) -> list[str]:
+        node, peak = max(attack["peak_mib"].items(), key=lambda item: item[1])
+        return [
+            name,
+            number(attack["under_p50_ms"]),
+            number(attack["under_p99_ms"]),
+            number(attack["p99_ratio"]),
+            number(attack["released_s"]) if attack["released_s"] is not None else "–",
+            f"{node} {peak:,}",
+        ]
+
+    limits = ", ".join(f"{role} {limit:,}" for role, limit in result["limit_mib"].items())
+    return f"""## Under attack
+
+{source("python -m benchmarks.hostile", file)}: the time to first token of a second tenant during [each attack](security-testing.md#attacks), {result["requests"]:,}
+requests at {number(result["rate"])} per second on two cores, with one prefill and one decode node. Without an attack it is {number(result["without_p50_ms"])} ms (p50) and {number(result["without_p99_ms"])} ms (p99).
+The row *no attack* shows the noise. Requests that failed: {result["failures"]}. Processes over the chart's memory limit: {result["peak_rss_over_limit"]} (limits in MiB: {limits}).
+
+{table(header, [row(name, attack) for name, attack in result["attacks"].items()])}
+
+The aim is a ratio of at most 2. The attacker's own valid requests and the costs of its invalid ones share the two cores with the second tenant's.
+
+![p99 of the second tenant's time to first token during each attack](pictures/hostile.svg)"""
+
+
 def summary() -> str:
     """Return the table of README.md."""
     engine_result, _ = latest("engine-cpu")
@@ -353,7 +389,7 @@ def _disaggregation() -> str:
 
 
 def performance() -> str:
-    parts = (engine, overhead, pool, messenger, conductor, admission, groups, dialogues)
+    parts = (engine, overhead, pool, messenger, conductor, admission, groups, dialogues, hostile)
     return "\n\n".join(part() for part in parts)
 
 
