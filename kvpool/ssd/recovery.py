@@ -148,7 +148,7 @@ def _frames(data: bytearray, journal_id: int, counts: Counter[str]) -> Iterator[
 
 def _frame(data: bytearray, position: int, journal_id: int, least_sequence: int) -> tuple[int, int, bytes] | None:
     """Return (sequence, bytes in whole pages, body) of a valid frame at `position`; None if there is none."""
-    if data[position : position + len(FRAME_MAGIC)] != FRAME_MAGIC:
+    if data[position : position + len(FRAME_MAGIC)] != FRAME_MAGIC or len(data) - position < FRAME.size:
         return None
     _, found_id, sequence, nbytes, _, expected = FRAME.unpack_from(data, position)
     start = position + FRAME.size

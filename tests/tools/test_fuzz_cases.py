@@ -13,7 +13,7 @@ from conductor.registry import Registry
 from kvpool.errors import PoolRefused, SpecError
 from kvpool.service import _nanoseconds, _wait_s
 from kvpool.spec import KvSpec
-from kvpool.ssd.journal import FRAME, checksum
+from kvpool.ssd.journal import FRAME, FRAME_MAGIC, checksum
 from kvpool.ssd.records import PAGE_NBYTES
 from messenger.errors import ProtocolError
 from messenger.rdma import handshake
@@ -182,6 +182,14 @@ def test_a_frame_of_the_journal_with_a_right_checksum_and_invalid_contents_is_lo
     frame = start + checksum(start, body) + body
     case = whole[:PAGE_NBYTES] + frame.ljust(PAGE_NBYTES, b"\0") + whole[2 * PAGE_NBYTES :]
     targets["ssd-journal"].run(case)
+
+
+@pytest.mark.parametrize("nbytes", [len(FRAME_MAGIC), FRAME.size - 1, FRAME.size])
+def test_a_journal_that_ends_within_the_head_of_a_frame_has_a_torn_end(
+    targets: dict[str, FuzzTarget], nbytes: int
+) -> None:
+    (whole,) = targets["ssd-journal"].seeds()
+    targets["ssd-journal"].run(whole[: PAGE_NBYTES + nbytes])
 
 
 @pytest.mark.parametrize("change", [{"window": 1.5}, {"kv_heads": 2.0}, {"head_dim": "8"}, {"layers": ["x"]}])

@@ -174,6 +174,8 @@ class DirectorySnapshot(FolderTarget):
         super().open()
         self._loop = asyncio.new_event_loop()
         self.warm_up()
+        self._loop.close()  # with its threads: only those of the next one are traced
+        self._loop = asyncio.new_event_loop()
 
     def seeds(self) -> Sequence[bytes]:
         nodes = (DumpedNode("pool-0", 1, 3, Position(7, 9), 5), DumpedNode("pool-1", 2, 0, Position(8, 1), 1))
