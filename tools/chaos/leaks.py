@@ -36,7 +36,8 @@ def usage_of(pid: int) -> ProcessUsage:
 
 def shared_memory() -> set[str]:
     """Return the names of the machine's shared memory segments."""
-    return set(os.listdir("/dev/shm"))
+    with os.scandir("/dev/shm") as entries:
+        return {entry.name for entry in entries if entry.is_file()}
 
 
 def usages(cluster: Cluster) -> dict[str, ProcessUsage]:
