@@ -232,6 +232,16 @@ def check(declared: Setting, value: Any, source: str) -> None:
         raise InvalidSetting(f"{source} must be {_range_text(declared.key)}, got {value!r}")
 
 
+def parse_path(text: str) -> Path:
+    """Return a path, with ~ replaced by a home directory. Raises ValueError."""
+    if "\0" in text:
+        raise ValueError(f"must not contain a NUL character, got {text!r}")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # raised by pathlib for ~NAME
+        raise ValueError(f"must not name the home directory of an unknown user, got {text!r}") from None
+
+
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as "1073741824", "512MiB", "1.5 GiB" or "2GB". Raises ValueError."""
     units = {"": 1, "B": 1}

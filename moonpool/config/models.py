@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from moonpool.config.serve import TopologySettings
 from moonpool.config.sources import convert, nearest
 from settings.conductor import Objectives, PolicyConfig
-from settings.keys import InvalidSetting, Key, Setting, SettingsGroup, group_settings
+from settings.keys import InvalidSetting, Key, Setting, SettingsGroup, group_settings, parse_path
 from settings.worker import EngineSettings, ModelSettings, name_of_folder
 
 _TOPOLOGY_KEYS = ("prefill_nodes", "decode_nodes", "aggregated")
@@ -44,7 +44,10 @@ class ModelEntry:
         path = value.get("path")
         if not isinstance(path, str) or not path.strip():
             raise InvalidSetting(f"{source} must have a path, the model's Hugging Face folder, got {value!r}")
-        folder = Path(path).expanduser()
+        try:
+            folder = parse_path(path)
+        except ValueError as error:
+            raise InvalidSetting(f"{source}: path {error}") from None
         name = value.get("name") or name_of_folder(folder)
         where = f"{source}: model {name!r}"
         aliases = value.get("aliases") or []

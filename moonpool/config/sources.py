@@ -9,7 +9,16 @@ from typing import Any, TypeVar
 import yaml
 
 from moonpool.errors import ConfigError, UnknownKey
-from settings.keys import InvalidSetting, Setting, assemble, check, composite_settings, flag_of, variable_of
+from settings.keys import (
+    InvalidSetting,
+    Setting,
+    assemble,
+    check,
+    composite_settings,
+    flag_of,
+    parse_path,
+    variable_of,
+)
 from settings.yaml_nesting import NestedTooDeeply, events_of
 
 PREFIX = "MOONPOOL_"
@@ -141,10 +150,7 @@ def _from_text(declared: Setting, text: str) -> Any:
             raise ValueError(f"must be a finite number, got {text!r}")
         return number
     if declared.kind is Path:
-        try:
-            return Path(text).expanduser()
-        except RuntimeError:  # raised by pathlib for ~NAME
-            raise ValueError(f"must not name the home directory of an unknown user, got {text!r}") from None
+        return parse_path(text)
     if declared.kind is tuple:
         return tuple(item.strip() for item in text.split(",") if item.strip())
     return text

@@ -17,6 +17,7 @@ from kvpool.ssd.journal import FRAME, FRAME_MAGIC, checksum
 from kvpool.ssd.records import PAGE_NBYTES
 from messenger.errors import ProtocolError
 from messenger.rdma import handshake
+from moonpool.config import COMPOSITES, ServeConfig, WorkerRole
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
 from rpc.versions import own_software
 from tools.fuzz.process import load
@@ -50,6 +51,11 @@ def _tokenizer(**files: Any) -> bytes:
     return json.dumps({"tokenizer.json": _TOKENIZER, "config.json": config} | files).encode()
 
 
+def _for_role(kind: type, text: bytes) -> bytes:
+    """Return the text with a length that selects the role."""
+    return text.ljust(len(text) + (COMPOSITES.index(kind) - len(text)) % len(COMPOSITES), b"\n")
+
+
 _NODE = {"node_id": "a", "role": "pool", "target": "t", "incarnation": 1, "host_id": "h", "conductor": 1}
 _POINTER = {"path": "/s", "host": "h", "written_at": 1.5, "positions": {"p": [1, 2]}}
 
@@ -81,6 +87,9 @@ REFUSED = [
     ("keys", b"[" * 3000),
     ("keys", b"keys: " + b"[" * 200 + b"]" * 200),
     ("config", b"listen: " + b"[" * 3000),
+    ("config", _for_role(WorkerRole, b'model: "a\\0"')),
+    ("config", _for_role(ServeConfig, b'models: [{path: "a\\0"}]')),
+    ("config", _for_role(ServeConfig, b"models: [{path: ~no.such.user/a}]")),
     ("objectives", b"classes: " + b"[" * 3000),
     ("shared-store", b"0" + DEEP),
     ("shared-store", b"0" + _json(_NODE | {"incarnation": 1.5})),

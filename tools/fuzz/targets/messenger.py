@@ -59,7 +59,7 @@ from tools.fuzz.target import ROOT, FuzzTarget, Misjudged
 _NBYTES = 4096
 _KEYS = (b"<<all>>.", b"<window>", b"<reads>.", b"<writes>", b"<revoked")
 _KEY_NUMBERS = tuple(int.from_bytes(key, "little") for key in _KEYS)
-_PATIENCE_S = (0.004, 0.05, 2.0)  # for answers; an owner that waits for the rest of a frame sends none
+_PATIENCE_S = (0.002, 0.05, 2.0)  # for answers; an owner that waits for the rest of a frame sends none
 _LAST = Notify(1 << 61, b"last", b"")
 
 
