@@ -7,6 +7,7 @@ joining small ones.
 """
 
 import ssl
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from socket import MSG_DONTWAIT, SO_RCVLOWAT, SOL_SOCKET, socket
@@ -128,7 +129,7 @@ class TlsLink(BufferedLink):
         try:
             kind, nbytes = decode_prefix(frame)
             message = decode_body(kind, frame[PREFIX.size : PREFIX.size + nbytes])
-        except ProtocolError:
+        except (ProtocolError, struct.error):  # too short for a prefix, perhaps
             message = None
         if isinstance(message, ConnectionReject) and message.code == "full":
             return LinkClosed(f"{self.address} rejected the connection: {message.reason}")

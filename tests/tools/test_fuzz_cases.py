@@ -16,6 +16,7 @@ from kvpool.spec import KvSpec
 from kvpool.ssd.journal import FRAME, FRAME_MAGIC, checksum
 from kvpool.ssd.records import PAGE_NBYTES
 from messenger.errors import ProtocolError
+from messenger.frames import MAGIC
 from messenger.rdma import handshake
 from moonpool.config import COMPOSITES, ServeConfig, WorkerRole
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
@@ -205,6 +206,17 @@ def test_a_journal_that_ends_within_the_head_of_a_frame_has_a_torn_end(
 def test_a_spec_with_fields_of_wrong_types_is_refused_by_name(change: dict[str, Any]) -> None:
     with pytest.raises(SpecError):
         KvSpec.from_json({"groups": [SPEC["groups"][0] | change], "block_tokens": 4})  # type: ignore[index]
+
+
+def test_a_plain_frame_that_is_cut_off_is_refused_by_a_tls_listener(caplog: pytest.LogCaptureFixture) -> None:
+    target = load(TARGETS["messenger-tls"])
+    target.open()
+    try:
+        target.run(b"\1" + MAGIC + b"\5\0\1")
+    finally:
+        target.close()
+    assert "does not speak TLS" in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("end", [[1 << 24, 5, 9], [17, 1 << 24, 9], [17, 5, 1 << 32], [-1, 5, 9]])
