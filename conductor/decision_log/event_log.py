@@ -9,7 +9,7 @@ A recorded run starts with an empty policy, so a log can be replayed only from t
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ from conductor.errors import LogFormatError, ObjectivesError
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event, ObjectivesChanged
+from conductor.policy.objectives import HeaderRule
 
-EVENTS_VERSION = 2
+EVENTS_VERSION = 3
+_DEFAULT_HEADERS: Mapping[int, HeaderRule] = {2: "any", 3: "tighten"}  # by version: of records that name no rule
 _END_NS = 1 << 62  # of a monotonic clock
 
 
@@ -30,6 +32,7 @@ class EventLogHeader(NamedTuple):
     life: int
     part: int
     config: PolicyConfig
+    version: int = EVENTS_VERSION
 
 
 class EventRow(NamedTuple):
@@ -60,9 +63,10 @@ def read_head(line: bytes) -> EventLogHeader:
     row = _object(line)
     if "version" not in row:
         raise LogFormatError('not an event log: its first line has no "version"')
-    if row["version"] != EVENTS_VERSION:
-        raise LogFormatError(f"version must be {EVENTS_VERSION}, got {row['version']!r}")
-    return EventLogHeader(_number(row, "life"), _number(row, "part"), config_from_json(_member(row, "config")))
+    version = row["version"]
+    if type(version) is not int or version not in _DEFAULT_HEADERS:
+        raise LogFormatError(f"version must be {' or '.join(map(str, _DEFAULT_HEADERS))}, got {str(version)[:80]}")
+    return EventLogHeader(_number(row, "life"), _number(row, "part"), config_from_json(_member(row, "config")), version)
 
 
 def read_row(line: bytes) -> EventRow:
@@ -112,6 +116,7 @@ class RecordedRun:
     number: int
     config: PolicyConfig
     paths: tuple[Path, ...]
+    version: int  # of the log's format
     first_part: int  # number of the first file; above 1 if earlier files were removed by rotation
 
 
@@ -136,9 +141,9 @@ def recorded_runs(log: Path) -> list[RecordedRun]:
             continue
         last = found[-1] if found else None
         if last is not None and last.number == head.life and head.part == last.first_part + len(last.paths):
-            found[-1] = RecordedRun(last.number, last.config, (*last.paths, path), last.first_part)
+            found[-1] = replace(last, paths=(*last.paths, path))
         else:
-            found.append(RecordedRun(head.life, head.config, (path,), head.part))
+            found.append(RecordedRun(head.life, head.config, (path,), head.version, head.part))
     return found
 
 
@@ -156,7 +161,7 @@ def replay(
             f"{life.paths[0]}: this is part {life.first_part} of its conductor's run; the earlier parts were removed "
             "by rotation, and decisions cannot be reproduced without them"
         )
-    conductor = Conductor(config if config is not None else life.config)
+    conductor = Conductor(config if config is not None else life.config, _DEFAULT_HEADERS[life.version])
     for path in life.paths:
         for number, line in read_lines(path):
             if number == 1:

@@ -31,7 +31,14 @@ from conductor.policy.events import (
 from conductor.policy.fairness import Account
 from conductor.policy.history import ERROR_BOUNDS, Attainment, PredictionErrors, RequestHistory
 from conductor.policy.kernels import prefill_kernels
-from conductor.policy.objectives import ObjectiveBook, SloRecord, objective_text, record_from_text
+from conductor.policy.objectives import (
+    DEFAULT_HEADERS,
+    HeaderRule,
+    ObjectiveBook,
+    SloRecord,
+    objective_text,
+    record_from_text,
+)
 from conductor.policy.placement.colocated import COLOCATED_OUTCOMES
 from conductor.policy.placement.decode import decode_kernels
 from conductor.policy.placement.place import place
@@ -54,8 +61,9 @@ class Conductor:
     The same events at the same times give the same decisions.
     """
 
-    def __init__(self, config: PolicyConfig) -> None:
-        self._state = ClusterState(config)
+    def __init__(self, config: PolicyConfig, default_headers: HeaderRule = DEFAULT_HEADERS) -> None:
+        """`default_headers`: the rule for headers of an objectives record that names none."""
+        self._state = ClusterState(config, default_headers)
         self.loads = NodeLoads()
         self._now_ns = 0
         prefill_kernels(), decode_kernels()  # compile or load them now, so that the first decision is not delayed
@@ -98,7 +106,7 @@ class Conductor:
             case CopyFinished():
                 self._copy_finished(now_ns, event)
             case ObjectivesChanged(version, content):
-                state.slo = ObjectiveBook(record_from_text(content), version)
+                state.slo = ObjectiveBook(record_from_text(content), version, state.default_headers)
             case CostsGiven(model):
                 state.given[model] = event
                 state.transfers.give(event.paths)

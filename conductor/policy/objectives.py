@@ -17,6 +17,7 @@ from conductor.errors import ObjectivesError
 from settings.conductor import PolicyConfig
 
 __all__ = [
+    "DEFAULT_HEADERS",
     "NOTHING_TO_MEET",
     "NO_OBJECTIVE",
     "EffectiveObjectives",
@@ -179,11 +180,15 @@ class ResolvedObjectives:
 
 
 class ObjectiveBook:
-    """The record in force, with a cache of its resolution by model, tenant and class."""
+    """The record in force, with a cache of its resolution by model, tenant and class.
 
-    def __init__(self, record: SloRecord, version: int = 0) -> None:
+    `default_headers`: the rule of a record that names none.
+    """
+
+    def __init__(self, record: SloRecord, version: int = 0, default_headers: HeaderRule = DEFAULT_HEADERS) -> None:
         self.record = record
         self.version = version
+        self._default_headers = default_headers
         self._resolved: dict[tuple[str, str, str], ResolvedObjectives] = {}
 
     def knows(self, slo_class: str) -> bool:
@@ -205,11 +210,13 @@ class ObjectiveBook:
         if found is None:
             if len(self._resolved) >= _MAX_RESOLVED:
                 self._resolved.clear()
-            found = self._resolved[key] = _resolve(self.record, *key)
+            found = self._resolved[key] = _resolve(self.record, self._default_headers, *key)
         return found
 
 
-def _resolve(record: SloRecord, model: str, tenant: str, slo_class: str) -> ResolvedObjectives:
+def _resolve(
+    record: SloRecord, default_headers: HeaderRule, model: str, tenant: str, slo_class: str
+) -> ResolvedObjectives:
     own = record.tenants.get(tenant, TenantSlo())
     name = slo_class if slo_class in record.classes else own.slo_class or record.default_class
     of_class = record.classes.get(name, SloClass())
@@ -222,7 +229,7 @@ def _resolve(record: SloRecord, model: str, tenant: str, slo_class: str) -> Reso
     )
     ttft, ttft_from = _first((source, scope.ttft) for source, scope in scopes)
     tbt, tbt_from = _first((source, scope.tbt) for source, scope in scopes)
-    headers = own.headers or record.headers or DEFAULT_HEADERS
+    headers = own.headers or record.headers or default_headers
     return ResolvedObjectives(ttft, tbt, ttft_from, tbt_from, name, of_class.priority, headers)
 
 

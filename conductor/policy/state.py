@@ -17,7 +17,7 @@ from conductor.policy.history import Attainment, PredictionErrors, RequestHistor
 from conductor.policy.kernels import NODE_LOAD, prefill_kernels
 from conductor.policy.lengths import Lengths
 from conductor.policy.nodes import Liveness, ModelNodes, NodeTable, unobserved_ns
-from conductor.policy.objectives import ObjectiveBook, configured_record
+from conductor.policy.objectives import DEFAULT_HEADERS, HeaderRule, ObjectiveBook, configured_record
 from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
 from conductor.policy.roles import ModelSizing, Switching
@@ -58,6 +58,7 @@ class ClusterState:
     """State of the cluster as known to the policy."""
 
     config: PolicyConfig
+    default_headers: HeaderRule = DEFAULT_HEADERS
     nodes: NodeTable = field(default_factory=NodeTable)
     requests: RequestTable = field(default_factory=RequestTable)
     group_work: GroupMemberWork = field(default_factory=GroupMemberWork)  # what prefill nodes compute for others
@@ -91,7 +92,7 @@ class ClusterState:
     _now_ns: int | None = None
 
     def __post_init__(self) -> None:
-        self.slo = ObjectiveBook(configured_record(self.config))
+        self.slo = ObjectiveBook(configured_record(self.config), default_headers=self.default_headers)
         self.attainment = Attainment(lambda tenant: tenant in self.slo.record.tenants, self.history.traffic.attained)
         self.copies = CopiesInFlight(self.config.max_copies, self.config.max_copies_per_pool)
         self.prefix_hits = HitCounts(self.config.replication_horizon_s)

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from frontend.api.request_models import RequestModel, parse
 from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone, ServiceUnavailable
 from frontend.event_loop import WorkThreads
-from frontend.http.pace import Pace
+from frontend.http.read_pace import ReadPace
 from frontend.input_limits import check_values
 
 _UNPACED_NBYTES: Final = 64 << 10  # of each body
@@ -27,7 +27,9 @@ class BodyBudget:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._by_tenant: Counter[str] = Counter()
-        self._paces: defaultdict[str, Pace] = defaultdict(lambda: Pace(_PACE_NBYTES_PER_S, _BURST_S))  # by tenant
+        self._paces: defaultdict[str, ReadPace] = defaultdict(
+            lambda: ReadPace(_PACE_NBYTES_PER_S, _BURST_S)
+        )  # by tenant
         self.used_nbytes = 0
 
     def pause_s(self, tenant: str, nbytes: int, now_s: float) -> float:

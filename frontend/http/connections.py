@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from frontend.http.pace import Pace
+from frontend.http.read_pace import ReadPace
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ConnectionMonitor:
         """`count(reason)` is called for each connection that is refused or closed by a limit."""
         self.limits = limits
         self.tick = 0
-        self.drops = Pace(_DROPPED_NBYTES_PER_S, _DROPPED_BURST_S)  # of the rest of refused requests
+        self.drops = ReadPace(_DROPPED_NBYTES_PER_S, _DROPPED_BURST_S)  # of the rest of refused requests
         self._open_now = open_now
         self._count = count
         self._tick_s = min(_LONGEST_TICK_S, limits.header_timeout_s / _TICKS_OF_TIMEOUT)

@@ -10,10 +10,12 @@ from conductor.config import ConductorConfig
 from conductor.core import Core
 from conductor.decision_log import recorded_runs, replay
 from conductor.decision_log.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
+from conductor.decision_log.event_log import EventLogHeader, event_line, head_line
 from conductor.errors import LogFormatError
-from conductor.policy import Objectives, PolicyConfig
+from conductor.policy import Conductor, Objectives, PolicyConfig
 from conductor.policy.decisions import ColocatedScore, Considered, Copy, Place, Reject
 from conductor.policy.events import NodeJoined, ObjectivesChanged, RequestCompleted, Tick
+from conductor.policy.objectives import parse_record, record_text
 from settings.conductor import DecisionLogSettings
 from settings.keys import InvalidSetting, assemble, group_settings
 
@@ -50,6 +52,23 @@ def test_the_golden_log_replays_to_its_decisions():
         assert agree(as_json(step.logged), as_json(step.made)), (step.line, step.event)
         kinds |= {type(decision) for decision in step.made}
     assert kinds == {Place, Reject, Copy}
+
+
+@pytest.mark.parametrize(("version", "outcome"), [(2, Place), (3, Reject)])
+def test_a_log_replays_under_the_rule_for_headers_of_its_version(tmp_path, make, version, outcome):
+    """Before version 3 a client could relax its objective where the record named no rule."""
+    config = PolicyConfig()
+    conductor = Conductor(config, "any" if version == 2 else "tighten")
+    head = json.loads(head_line(EventLogHeader(1, 1, config)))
+    lines = [json.dumps(head | {"version": version}).encode() + b"\n"]
+    nodes = [NodeJoined(make.node(role, role)) for role in ("prefill", "decode")]
+    changed = ObjectivesChanged(1, record_text(parse_record({"cluster": {"ttft": "1ms"}})))
+    for now_ns, event in enumerate([*nodes, changed, make.request(ttft_objective_s=60.0)], start=1):
+        lines.append(event_line(now_ns, event, conductor.on_event(now_ns, event)))
+    (tmp_path / "events").write_bytes(b"".join(lines))
+    *_, last = steps = steps_of(tmp_path / "events")
+    assert all(step.logged == step.made for step in steps)
+    assert isinstance(last.made[0], outcome)
 
 
 def test_a_log_replays_under_another_configuration_to_other_decisions():
@@ -179,7 +198,7 @@ def test_a_log_that_is_not_there_is_named_as_it_was_given(tmp_path):
     ("head", "said"),
     [
         ('{"timestamp":1}', "not an event log"),
-        ('{"version":1}', "version must be 2, got 1"),
+        ('{"version":1}', "version must be 2 or 3, got 1"),
         ('{"version":2,"life":1,"part":1}', 'field "config" is missing'),
         (
             '{"version":2,"life":1,"part":1,"config":{"balancing_threshold":0}}',

@@ -1,7 +1,7 @@
 """Pace at which bytes are read from clients, so that fast uploads do not keep the event loop from other clients."""
 
 
-class Pace:
+class ReadPace:
     """Bound of `nbytes_per_s`; after a pause in reading, up to `burst_s` seconds of it are read at once."""
 
     def __init__(self, nbytes_per_s: float, burst_s: float) -> None:
