@@ -123,7 +123,7 @@ async def test_check_says_what_would_change_and_changes_nothing(slo: Commands) -
         ("cluster: {ttft: 2026-01-01}", "must contain only strings, numbers, lists and mappings"),
         ("a: [", "not valid YAML"),
         ("tenants: {0123: {ttft: 1s}}", "the name 83 must be a string"),
-        ("[" * 5000, "not valid YAML"),
+        ("[" * 5000, "must be nested at most 32 levels deep"),
         ("x" * (1 << 21), "at most 1048576"),
     ],
 )
