@@ -8,6 +8,7 @@ import errno
 import random
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ FLIPS = 64
 CLOCK_STEPS_S = (-3600.0, -20.0, 20.0, 3600.0, 90 * 86400.0)
 
 
-class Injection:
+class Injection(ABC):
     """One fault. `skipped` is the reason why it was not injected, "" if it was."""
 
     def __init__(self, fault: PlannedFault, cluster: Cluster) -> None:
@@ -33,11 +34,11 @@ class Injection:
         self.detail = ""
         self.skipped = ""
 
+    @abstractmethod
     async def inject(self) -> None:
         """Begin the fault."""
-        raise NotImplementedError
 
-    async def heal(self) -> None:
+    async def heal(self) -> None:  # noqa: B027  (some faults leave nothing to undo)
         """End the fault."""
 
 
