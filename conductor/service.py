@@ -25,7 +25,7 @@ from conductor.slo.service import SloCalls
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
 from rpc.versions import own_software
-from rpc.waiting import first_of
+from rpc.waiting import first_of, whole_write
 from telemetry import LoopWatch, tracing
 
 __all__ = ["ConductorService"]
@@ -76,9 +76,11 @@ class ConductorService(ConductorServicer):
             writing.cancel()
             reading.cancel()
             try:
-                end, _ = await asyncio.gather(reading, writing, return_exceptions=True)
+                end, last_write = await asyncio.gather(reading, writing, return_exceptions=True)
                 if isinstance(end, Exception):
                     log.error("a report of node %s cannot be processed", member.node.node_id, exc_info=end)
+                if isinstance(last_write, TimeoutError):  # no status can be sent
+                    raise asyncio.CancelledError
             finally:  # also if cancelled while waiting for both
                 self._left(member)
         if member.replaced.is_set():
@@ -214,9 +216,9 @@ class ConductorService(ConductorServicer):
 
     async def _send_commands(self, member: JoinedNode, context: Context) -> None:
         accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation, software=own_software())
-        await context.write(conductor_pb2.NodeCommand(accepted=accepted))
+        await whole_write(context.write(conductor_pb2.NodeCommand(accepted=accepted)))
         while True:
-            await context.write(await member.commands.get())
+            await whole_write(context.write(await member.commands.get()))
 
     async def _read(self, member: JoinedNode, reports: AsyncIterator[conductor_pb2.NodeReport]) -> None:
         async for report in reports:

@@ -1,9 +1,12 @@
-"""Waiting in asyncio: exponential backoff with jitter, the first of several events, cancellation of a task."""
+"""Waiting in asyncio: exponential backoff with jitter, the first of several events, writes and tasks to be ended."""
 
 import asyncio
 import random
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, Final
 
+LAST_WRITE_S: Final = 0.5
+"""What a pending write to a gRPC stream is given to end before the stream ends."""
 _GROWTH = 1.6
 
 
@@ -35,6 +38,23 @@ async def first_of(*either: "asyncio.Future[Any] | asyncio.Event") -> None:
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def whole_write(write: Awaitable[None]) -> None:
+    """Wait for a write to a gRPC stream. If cancelled, first give it LAST_WRITE_S to end.
+
+    A cancelled write remains pending in gRPC, which sends no status meanwhile: the peer would wait for its deadline.
+    Raises TimeoutError if the peer does not read.
+    """
+    pending = asyncio.ensure_future(write)
+    pending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # or asyncio logs it as lost
+    try:
+        await asyncio.shield(pending)
+    except asyncio.CancelledError:
+        await asyncio.wait([pending], timeout=LAST_WRITE_S)
+        if pending.cancel():
+            raise TimeoutError("the peer does not read its stream") from None
+        raise
 
 
 _CANCEL_AGAIN_S = 1.0

@@ -28,14 +28,13 @@ from moonpool_proto.v1.worker_pb2 import (
 )
 from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer
 from rpc.versions import own_software, why_not_together
+from rpc.waiting import LAST_WRITE_S
 from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode
 from worker.request import Request
 from worker.streams import FIRST_WIRE_WITH_HANDOFF, FrontendStream, first_message
 
 log = logging.getLogger(__name__)
-
-LAST_WRITE_S = 0.5
 
 
 Serve = Callable[[Request], Coroutine[Any, Any, None]]  # runs one request from Submit to its end

@@ -67,6 +67,13 @@ class Worker:
     async def report(self, **report):
         await self._call.write(conductor_pb2.NodeReport(**report))
 
+    async def end_reports(self):
+        """End its side of the stream, and read the conductor's to its end."""
+        await self._call.done_writing()
+        async with asyncio.timeout(10):
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+
     async def command(self):
         return await self._call.read()
 

@@ -223,6 +223,16 @@ async def test_a_node_that_leaves_while_a_command_is_written_to_it_is_taken_off(
         gc.enable()
 
 
+async def test_a_node_that_ends_its_reports_at_once_receives_its_status(conductor):
+    """A write that is cancelled halfway would keep gRPC from sending one."""
+    _, client = await conductor()
+    for _ in range(200):
+        worker = client.worker("prefill-0", common_pb2.ROLE_PREFILL)
+        await worker.report(node=worker.node)
+        await worker.end_reports()
+        assert await worker.ended() is grpc.StatusCode.OK
+
+
 async def test_a_node_is_taken_off_whenever_its_stream_is_cut_short_while_it_ends(conductor, services):
     """Sides of a stream end one after the other; gRPC may cancel the call at each step in between."""
     _, client = await conductor()
