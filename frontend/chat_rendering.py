@@ -47,7 +47,10 @@ class ChatTemplate:
     def find(cls, path: Path, settings: Mapping[str, Any]) -> "ChatTemplate | None":
         """Return the folder's template from chat_template.jinja or tokenizer_config.json; None if it has none."""
         file = path / "chat_template.jinja"
-        source = file.read_text("utf-8") if file.exists() else settings.get("chat_template")
+        try:
+            source = file.read_text("utf-8") if file.exists() else settings.get("chat_template")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelFilesError(f"{file} cannot be read as UTF-8 text: {error}") from error
         if isinstance(source, list):  # several templates by name
             named = [entry for entry in source if isinstance(entry, dict)]
             source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)

@@ -85,6 +85,7 @@ REFUSED = [
     ("checkpoint", _header(DEEP)),
     ("tokenizer", _tokenizer(**{"config.json": (DEEP).decode()})),
     ("tokenizer", _tokenizer(**{"chat_template.jinja": "{% break %}"})),
+    ("tokenizer", _tokenizer(**{"chat_template.jinja": "\ud800"})),
     ("keys", b"[" * 3000),
     ("keys", b"keys: " + b"[" * 200 + b"]" * 200),
     ("config", b"listen: " + b"[" * 3000),
