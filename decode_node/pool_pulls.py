@@ -75,9 +75,10 @@ class PoolPuller:
                 )
             )
             self._node.counters.add_transfer("pull", done.nbytes, time.perf_counter() - began)
-            right = await in_thread(self._rows_right, slots, [d[skip:] for d in lease.digests])
+            verified = await in_thread(self._rows_right, slots, [d[skip:] for d in lease.digests])
             if memory is not self._node.memory:  # pulled blocks must be converted before the engine can read them
-                await in_thread(memory.to_device, [slot for slot, ok in zip(slots, right, strict=True) if ok])
+                await in_thread(memory.to_device_now, [slot for slot, ok in zip(slots, verified, strict=True) if ok])
+            right = verified
             if not right.all():
                 reservation.corrupt_blocks.update(blocks[~right].tolist())
                 self._node.counters.add("digest_mismatches", int((~right).sum()))

@@ -152,6 +152,11 @@ class Messenger:
             raise InvalidArgument("the messenger has not been started")
         return self._endpoint
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports by which peers may reach this messenger; empty before the start."""
+        return tuple(self._transports)
+
     @overload
     def register(self, memory: SharedMemory) -> Region: ...
     @overload

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -28,6 +27,7 @@ from moonpool_proto.v1.worker_pb2 import Span as SpanMessage
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node.chunk_assignment import MIN_CHUNKS, TokenSpan, assign_chunks
 from prefill_node.group_member import GroupMember
+from prefill_node.senders import PushSenders
 from rpc.control import CallRefused, ControlError, call
 from worker.errors import GroupLost
 from worker.node import WorkerNode
@@ -176,7 +176,7 @@ class PrefillGroup:
 async def form_group(
     node: WorkerNode,
     work: Prepared,
-    executor: ThreadPoolExecutor,
+    senders: PushSenders,
     stub: Callable[[str], WorkerStub],
     forward: Callable[[int, list[int]], None],
 ) -> AsyncIterator[PrefillGroup | None]:
@@ -212,7 +212,7 @@ async def form_group(
     work.reused_tokens = start
     slots = work.slots[:num_blocks]
     member = GroupMember(
-        node, work.request, executor, slots, num_blocks=num_blocks, held_blocks=reused_blocks, forward=forward
+        node, work.request, senders, slots, num_blocks=num_blocks, held_blocks=reused_blocks, forward=forward
     )
     node.counters.add("prefill_groups", 1)
     group = PrefillGroup(node, member, helpers[: len(spans) - 1], spans)

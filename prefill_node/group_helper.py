@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import grpc
@@ -22,6 +21,7 @@ from moonpool_proto.v1.worker_pb2 import (
     HelpRequest,
 )
 from prefill_node.group_member import GroupMember
+from prefill_node.senders import PushSenders
 from rpc.waiting import first_of
 from telemetry import tracing
 from worker.errors import RequestFailed, RequestRefused
@@ -37,10 +37,10 @@ Tap = Callable[[EngineSequence, GroupMember], AbstractContextManager[None]]
 class GroupHelper:
     """Helper that computes chunks for the heads of prefill groups."""
 
-    def __init__(self, node: WorkerNode, executor: ThreadPoolExecutor, tap: Tap) -> None:
-        """While inside `tap(sequence, member)`, the member is notified of each computed layer of the sequence."""
+    def __init__(self, node: WorkerNode, senders: PushSenders, tap: Tap) -> None:
+        """While inside `tap(sequence, member)`, computed layers of the sequence are pushed as the member requires."""
         self._node = node
-        self._executor = executor
+        self._senders = senders
         self._tap = tap
 
     async def serve(self, request: Request, enlist: Enlist, further: Further, reply: Reply) -> None:
@@ -117,7 +117,7 @@ class GroupHelper:
         slots, held_blocks = taken
         member: GroupMember | None = None
         try:
-            member = GroupMember(node, request, self._executor, slots, num_blocks=len(slots), held_blocks=held_blocks)
+            member = GroupMember(node, request, self._senders, slots, num_blocks=len(slots), held_blocks=held_blocks)
             joined.set_result(member)
             await self._compute(request, member, await begun)
         finally:

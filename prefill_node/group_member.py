@@ -19,7 +19,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,8 @@ from messenger import Endpoint, RemoteKey
 from moonpool_proto.v1.worker_pb2 import BlockSlots, Enlisted, Member
 from moonpool_proto.v1.worker_pb2 import RemoteKey as KeyMessage
 from prefill_node.chunk_assignment import TokenSpan
-from prefill_node.push import PushDestination, Pusher
+from prefill_node.push import DuePush, PushDestination, Pusher
+from prefill_node.senders import PushSenders
 from rpc.errors import InvalidArgument
 from worker.errors import GroupLost
 from worker.node import WorkerNode
@@ -144,7 +144,7 @@ class MemberChunks:
             raise
 
     def _use(self, layer: int, blocks: NDArray[np.int64]) -> None:
-        self._memory.to_device([self.slots[b] for b in blocks], layer)
+        self._memory.to_device([self.slots[b] for b in blocks], layer).wait()
         with self._came:
             if self._lost is not None:
                 return
@@ -202,17 +202,17 @@ class GroupMember:
         self,
         node: WorkerNode,
         request: Request,
-        executor: ThreadPoolExecutor,
+        senders: PushSenders,
         slots: Sequence[int],
         *,
         num_blocks: int,
         held_blocks: int,
         forward: Callable[[int, list[int]], None] | None = None,
     ) -> None:
-        """See MemberChunks for the arguments; pushes run on the executor."""
+        """See MemberChunks for the arguments; pushes run on the senders."""
         self._node = node
         self._request = request
-        self._executor = executor
+        self._senders = senders
         self.held_blocks = held_blocks
         self.chunks = MemberChunks(
             node.memory,
@@ -265,7 +265,7 @@ class GroupMember:
         )
         return Pusher(
             node.memory,
-            self._executor,
+            self._senders,
             destination,
             slots=self.chunks.slots,
             prompt_len=len(self._request.prompt),
@@ -274,11 +274,9 @@ class GroupMember:
             on_moved=lambda nbytes, seconds: node.counters.add_transfer("group", nbytes, seconds),
         )
 
-    def layer_written(self, layer: int, start: int, end: int) -> None:
-        """Push tokens [start, end) of `layer`, which are now in the cache. Called on the engine thread."""
-        for each in self._pushers:
-            if start < each.until:
-                each.pusher.layer_written(layer, start, end)
+    def due(self, start: int, end: int) -> list[DuePush]:
+        """Return the pushes of the blocks that prompt tokens [start, end) complete."""
+        return [push for each in self._pushers if start < each.until for push in each.pusher.due(start, end)]
 
     async def flush(self) -> None:
         """Wait until all pushes have arrived. Raises RequestFailed."""

@@ -1,11 +1,13 @@
 """Pushes of a request's KV to its decode node, or to another member of its group, layer by layer as it is computed.
 
-The engine thread only reports which layer of which tokens is written; the push thread computes digests and writes. A
-block is pushed when it is complete, the partial last one with the prompt's last chunk.
+The engine thread only reports which layer of which tokens is written, and begins to copy it to host memory if it is on
+a GPU; a sender thread waits for the copy, computes digests and writes. A block is pushed when it is complete, the
+partial last one with the prompt's last chunk.
 
-Threads: `layer_written` on the engine thread, `_send` on the push thread, `_landed` on the messenger's thread, `flush`,
-`stop` and `settle` on the event loop. `_lock` guards `_open`, `_error`, `_stopped` and the byte counts. A future stays
-in `_open` from `_enqueue` until its write has ended, and the slots must not be released before `_open` is empty.
+Threads: `due` and `push_written` on the engine thread, `_send` on a sender thread (for one destination one at a time,
+in order), `_landed` on the messenger's thread, `flush`, `stop` and `settle` on the event loop. `_lock` guards `_open`,
+`_error`, `_stopped` and the byte counts. A future stays in `_open` from `_enqueue` until its copy and its write have
+ended, and the slots must not be released before `_open` is empty.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Peer, Priority, RemoteKey, TransferResult
+from messenger.staging import READY, Ticket
+from prefill_node.senders import PushSenders
 from telemetry.tracing import Span
 from worker.errors import RequestFailed
 from worker.kv_notification import KV_TAG, PushedBlocks, pack_notification
@@ -38,13 +42,36 @@ class PushDestination:
     push_from: int  # the receiver has or pulls the blocks below; they are pushed only on request
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DuePush:
+    """Blocks of a prompt that one pusher pushes next, in every layer."""
+
+    pusher: Pusher
+    blocks: range
+
+
+def push_written(memory: EngineMemory, layer: int, due: Sequence[DuePush]) -> None:
+    """Push one layer of blocks that a step has just written. Called on the engine thread; does not block.
+
+    All pushes share one copy from the device.
+    """
+    if not due:
+        return
+    copied = READY
+    if memory.staging.is_needed:
+        slots = dict.fromkeys(slot for each in due for slot in each.pusher.slots_of(each.blocks))
+        copied = memory.to_host(list(slots), layer)
+    for each in due:
+        each.pusher.push_copied(layer, each.blocks, copied)
+
+
 class Pusher:
     """Pusher of one request's KV to one destination."""
 
     def __init__(
         self,
         memory: EngineMemory,
-        executor: ThreadPoolExecutor,
+        senders: PushSenders,
         destination: PushDestination,
         *,
         slots: Sequence[int],
@@ -59,7 +86,7 @@ class Pusher:
         after `deadline_s()`. `on_moved(nbytes, seconds)` is called for every completed push.
         """
         self._memory = memory
-        self._executor = executor
+        self._senders = senders
         self._destination = destination
         self._slots = np.asarray(slots, dtype=np.int64)
         self._prompt_len = prompt_len
@@ -73,47 +100,55 @@ class Pusher:
         self._stopped = False
         self._moved_nbytes, self._began_at, self._landed_at = 0, 0.0, 0.0  # instants of time.perf_counter()
 
-    def layer_written(self, layer: int, start: int, end: int) -> None:
-        """Push prompt tokens [start, end) of `layer`, which are in the cache. Called on the engine thread."""
+    def due(self, start: int, end: int) -> list[DuePush]:
+        """Return the push of the blocks that prompt tokens [start, end) complete; empty if there are none."""
         block_tokens = self._memory.block_tokens
         last = end // block_tokens if end < self._prompt_len else -(-end // block_tokens)
         blocks = range(max(self._push_from, start // block_tokens), last)
-        if blocks:
-            self._memory.to_host(self._slots[blocks.start : blocks.stop].tolist(), layer)
-            self._enqueue(layer, list(blocks))
+        return [DuePush(self, blocks)] if blocks else []
 
     def push_blocks(self, blocks: Sequence[int]) -> None:
-        """Push all layers of blocks that are in the cache."""
+        """Push all layers of blocks that are in the cache. Not on the engine's thread."""
         if blocks:
-            self._memory.to_host([int(self._slots[b]) for b in blocks])
+            copied = self._memory.to_host(self.slots_of(blocks))
             for layer in self._memory.place_of_layer:
-                self._enqueue(layer, list(blocks))
+                self._enqueue(layer, list(blocks), copied)
+
+    def push_copied(self, layer: int, blocks: Sequence[int], copied: Ticket) -> None:
+        """Push one layer of blocks once they have been copied. Any thread."""
+        self._enqueue(layer, list(blocks), copied)
 
     def push_layer(self, layer: int, blocks: Sequence[int]) -> None:
         """Push one layer of blocks that the messenger can read. Any thread."""
         blocks = [block for block in blocks if block >= self._push_from]
         if blocks:
-            self._enqueue(layer, blocks)
+            self._enqueue(layer, blocks, READY)
 
-    def _enqueue(self, layer: int, blocks: list[int]) -> None:
+    def slots_of(self, blocks: Sequence[int]) -> list[int]:
+        """Return the blocks' slots in this node's memory."""
+        slots: list[int] = self._slots[list(blocks)].tolist()
+        return slots
+
+    def _enqueue(self, layer: int, blocks: list[int], copied: Ticket) -> None:
         done: Future[None] = Future()
         with self._lock:
             if self._stopped or self._error is not None:
                 return
             self._open.add(done)
         try:
-            self._executor.submit(self._send, layer, blocks, done)
+            self._senders.submit(self._destination.peer, self._send, layer, blocks, copied, done)
         except RuntimeError as error:  # shut down
             self._finish(done, error)
 
-    def _send(self, layer: int, blocks: list[int], done: Future[None]) -> None:
+    def _send(self, layer: int, blocks: list[int], copied: Ticket, done: Future[None]) -> None:
         try:
+            copied.wait()
             if self._stopped:
                 self._finish(done, None)
                 return
             began = time.perf_counter()
             block_tokens = self._memory.block_tokens
-            slots = self._slots[blocks].tolist()
+            slots = self.slots_of(blocks)
             valid = np.minimum(self._prompt_len - np.asarray(blocks) * block_tokens, block_tokens).astype(np.int32)
             digests = self._memory.one_layer_digests(layer, slots, valid)
             remote = [offsets[blocks] for offsets in self._destination.offsets]

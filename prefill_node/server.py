@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
@@ -18,7 +17,8 @@ from prefill_node.group_helper import GroupHelper
 from prefill_node.group_member import GroupMember
 from prefill_node.handoff import PrefillHandoff
 from prefill_node.lookahead import LookaheadLimiter, LookaheadPermit
-from prefill_node.push import PushDestination, Pusher
+from prefill_node.push import PushDestination, Pusher, push_written
+from prefill_node.senders import PushSenders
 from rpc.control import open_channel
 from telemetry import tracing
 from telemetry.tracing import Span
@@ -38,25 +38,29 @@ class PrefillService:
         self.node = node
         node.engine.on_layer(self._layer_written)
         self._taps: dict[int, tuple[Pusher | GroupMember, ...]] = {}
-        self._push_threads = ThreadPoolExecutor(1, thread_name_prefix="push")
+        self._senders = PushSenders()
         self._places = LookaheadLimiter(node.config.engine.prefill_lookahead, node.wait_queue)
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self.helper = GroupHelper(node, self._push_threads, self._tapped)
+        self.helper = GroupHelper(node, self._senders, self._tapped)
 
     async def close(self) -> None:
-        """Close the channels and the push thread."""
+        """Close the channels and the sender threads."""
         for channel in self._channels.values():
             await channel.close()
-        self._push_threads.shutdown()
+        self._senders.close()
 
     def _layer_written(self, layer: int, spans: list[tuple[EngineSequence, int, int]]) -> None:
-        for sequence, start, end in spans:
-            for tap in self._taps.get(id(sequence), ()):
-                tap.layer_written(layer, start, end)
+        due = [
+            push
+            for sequence, start, end in spans
+            for tap in self._taps.get(id(sequence), ())
+            for push in tap.due(start, end)
+        ]
+        push_written(self.node.memory, layer, due)
 
     @contextlib.contextmanager
     def _tapped(self, sequence: EngineSequence, *taps: Pusher | GroupMember) -> Iterator[None]:
-        """Notify `taps` of every written layer of the sequence while the context is open."""
+        """Push every written layer of the sequence as the `taps` require while the context is open."""
         self._taps[id(sequence)] = taps
         try:
             yield
@@ -129,7 +133,7 @@ class PrefillService:
         )
         pusher = Pusher(
             self.node.memory,
-            self._push_threads,
+            self._senders,
             destination,
             slots=work.slots,
             prompt_len=len(request.prompt),
@@ -145,7 +149,7 @@ class PrefillService:
     ) -> EngineSequence:
         """Compute the rest of the prompt and the first token, which goes to the frontend at once."""
         node, request = self.node, work.request
-        async with form_group(node, work, self._push_threads, self._stub, pusher.push_layer) as group:
+        async with form_group(node, work, self._senders, self._stub, pusher.push_layer) as group:
             sequence = sequence_of(node, work, matcher, prefill_only=True)
             node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
             is_through = False

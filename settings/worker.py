@@ -169,6 +169,14 @@ class KvSettings(SettingsGroup):
         Literal["exact", "int8"],
         Key("Storage of KV in the pool: exact, or rounded to int8, an approximation in less than half the space"),
     ] = "exact"
+    kv_staging: Annotated[
+        Literal["auto", "mirror", "direct"],
+        Key(
+            "Path of a GPU's KV: through a mirror in host memory, direct between the GPU and rdma adapters (needs "
+            "--transport rdma), or auto (direct if possible)",
+            panel="Transport",
+        ),
+    ] = "mirror"
     push_timeout_s: Annotated[
         float,
         Key(
@@ -183,6 +191,8 @@ class KvSettings(SettingsGroup):
     def check(self) -> None:
         if self.kv_storage == "int8" and self.kv_parity_sample:
             raise InvalidSetting("--kv-parity-sample conflicts with --kv-storage int8: it compares exact KV")
+        if self.kv_storage == "int8" and self.kv_staging == "direct":
+            raise InvalidSetting("--kv-staging direct conflicts with --kv-storage int8, which converts in host memory")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class WorkerConfig:
             raise ValueError("conductor_targets must hold the gRPC target of at least one conductor, got none")
         if self.kv.kv_storage == "int8" and self.engine.engine == "paced":
             raise ValueError("kv_storage must be exact with a paced engine, got int8")
+        if self.kv.kv_staging == "direct" and self.engine.engine == "paced":
+            raise ValueError("kv_staging must be auto or mirror with a paced engine, got direct")
         if self.engine.capacity_tokens % self.block_tokens:
             raise ValueError(
                 f"capacity_tokens must be a multiple of block_tokens ({self.block_tokens}), got "

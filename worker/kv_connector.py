@@ -236,7 +236,7 @@ class KVConnector:
                 await self.quarantine(pinned, [bad])
                 break
         if good:
-            await in_thread(self._memory.to_device, slots[:good])
+            await in_thread(self._memory.to_device_now, slots[:good])
         return good
 
     async def _read(self, pin: PinnedBlocks, rows: slice, slots: Sequence[int]) -> int:
@@ -400,7 +400,7 @@ class PoolWriter:
     ) -> None:
         remote = [ticket.offsets[g] for g in range(self._memory.num_groups)]
         began = time.perf_counter()
-        await in_thread(self._memory.to_host, slots)
+        await in_thread(self._memory.to_host_now, slots)
         digests = await in_thread(self._digests, slots, valid)
         peer = self._messenger.connect(ticket.endpoint)
         assert ticket.key is not None

@@ -1,8 +1,9 @@
 """The engine's KV cache in memory registered with the messenger, exact and in int8.
 
-On a CPU the cache is the registered memory itself: pushed data arrives in place. On a GPU the registered host memory is
-a mirror of the cache with the same offsets: call `to_host` before a peer reads a slot and `to_device` after a slot was
-received. Both are no-ops on a CPU.
+On a CPU the cache is the registered memory itself: pushed data arrives in place. On a GPU the registered memory is a
+page-locked mirror of the cache in host memory, with the same offsets, or the cache itself if all peers are reached by
+adapters that access it (`kv_staging`): `to_host` comes before a peer reads a slot and `to_device` after a slot was
+received. On a CPU both do nothing.
 
 In int8 (`kv_storage`), each row (one token's K or V in one head of one layer) is cut into groups of `scale_group`
 values. A group is stored as round(x / s) in int8 with s = max|x| / 127 as float16, after the row's values (PPL.LLM's
@@ -12,8 +13,10 @@ Such KV is an approximation, and so is everything computed from it, so it has it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -22,29 +25,111 @@ from numpy.typing import NDArray
 
 from engine import Model, PagedCache
 from kvpool import KvGroup, KvPoolError, KvSpec
-from messenger import Messenger
+from messenger import GpuMemory, GpuMemoryUnsupported, Messenger
+from messenger.staging import READY, DeviceRuntime, DirectStaging, MirrorStaging, StagingError, Ticket
+from settings.worker import KvSettings
+from worker.device_digests import DeviceDigests
+from worker.errors import StartupError
 from worker.slot_memory import EngineMemory, SlotMemory, spec_of
+
+log = logging.getLogger(__name__)
 
 # Relative to the largest value of a block's layer, K and V separately. Chunks and decode steps sum in different orders:
 # with the bundled model they differ by up to 7e-6, 3e-3 and 2e-2, and errors grow with a model's depth.
 TOLERANCE: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceCache:
+    """Device memory for an engine's cache, and the runtime that copies it."""
+
+    memory: torch.Tensor  # uint8 [nbytes]
+    runtime: DeviceRuntime
+    is_registered: bool = False  # adapters access the memory itself: there is no mirror
+
+
 class KvMemory(EngineMemory):
     """Slots of a transformer's paged cache."""
 
-    def __init__(self, model: Model, messenger: Messenger, *, num_slots: int, block_tokens: int) -> None:
-        super().__init__(spec_of(model.kv_groups, block_tokens), num_slots, messenger)
-        host = torch.from_numpy(self._memory.array)
-        self._on_gpu = model.device.type != "cpu"
-        device = torch.empty(self.nbytes, dtype=torch.uint8, device=model.device) if self._on_gpu else host
-        self._host, self._device = host, device
-        counts = (num_slots,) * len(model.kv_groups)
-        self.cache = PagedCache(model.kv_groups, counts, block_tokens=block_tokens, memory=device)
+    def __init__(
+        self,
+        model: Model,
+        messenger: Messenger,
+        *,
+        num_slots: int,
+        block_tokens: int,
+        device: DeviceCache | None = None,
+    ) -> None:
+        """Without `device` the cache is the registered host memory. Raises OSError and GpuMemoryUnsupported."""
+        spec = spec_of(model.kv_groups, block_tokens)
+        if device is not None and device.is_registered:
+            gpu = GpuMemory(device.memory.data_ptr(), device.memory.nbytes)
+            super().__init__(spec, num_slots, messenger, gpu=gpu)
+            self._digests: DeviceDigests | None = DeviceDigests(device.memory, spec)
+            self.staging = DirectStaging(device.runtime)
+        else:
+            super().__init__(spec, num_slots, messenger)
+            self._digests = None
+            self._host = torch.from_numpy(self._array)
+            if device is not None:
+                self.staging = MirrorStaging(device.runtime, self._array[: device.memory.nbytes])
+        memory = self._host if device is None else device.memory
+        self.cache = PagedCache(
+            model.kv_groups, (num_slots,) * len(model.kv_groups), block_tokens=block_tokens, memory=memory
+        )
+
+    @classmethod
+    def of(cls, model: Model, messenger: Messenger, *, num_slots: int, block_tokens: int, kv: KvSettings) -> KvMemory:
+        """Create the memory for the model's device, staged as `kv.kv_staging` selects.
+
+        Raises StartupError if it selects `direct` and that is impossible, and OSError.
+        """
+        new = partial(cls, model, messenger, num_slots=num_slots, block_tokens=block_tokens)
+        if model.device.type == "cpu":
+            if kv.kv_staging == "direct":
+                raise StartupError("kv_staging direct registers a GPU's memory, but the device is cpu: set mirror")
+            return new()
+        from messenger.staging.cuda import CudaRuntime
+
+        nbytes = PagedCache.required_nbytes(model.kv_groups, (num_slots,) * len(model.kv_groups), block_tokens)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=model.device)
+        try:
+            runtime = CudaRuntime(memory)
+        except StagingError as error:
+            raise StartupError(f"KV of {model.device} cannot be copied to host memory: {error}") from error
+        if kv.kv_staging != "mirror":
+            try:
+                _require_direct(messenger, kv)
+                return new(device=DeviceCache(memory, runtime, is_registered=True))
+            except GpuMemoryUnsupported as error:
+                if kv.kv_staging == "direct":
+                    raise StartupError(f"kv_staging direct is impossible: {error}") from error
+                log.warning("kv_staging auto: KV goes through a mirror in host memory, because %s", error)
+        return new(device=DeviceCache(memory, runtime))
 
     def close(self) -> None:
         super().close()
-        del self._host, self._device, self.cache
+        self.__dict__.pop("_host", None)
+        del self.cache
+
+    def slot_digests(self, group: int, slots: Sequence[int], valid: NDArray[np.int32]) -> NDArray[np.uint64]:
+        if self._digests is None:
+            return super().slot_digests(group, slots, valid)
+        return self._digests.of(group, self.offsets(group, slots), valid)
+
+    def one_layer_digests(self, layer: int, slots: Sequence[int], valid: NDArray[np.int32]) -> NDArray[np.uint64]:
+        if self._digests is None:
+            return super().one_layer_digests(layer, slots, valid)
+        group, index = self.place_of_layer[layer]
+        return self._digests.of(group, self.offsets(group, slots), valid, slice(index, index + 1))[:, 0]
+
+    def slot_bytes(self, group: int, slots: Sequence[int]) -> NDArray[np.uint8]:
+        if self._digests is None:
+            return super().slot_bytes(group, slots)
+        size = self._slot_nbytes[group]
+        rows = [self.cache.memory[at : at + size] for at in self.offsets(group, slots).tolist()]
+        found: NDArray[np.uint8] = torch.stack(rows).cpu().numpy()
+        return found
 
     def slot_values(self, group: int) -> torch.Tensor:
         """Return a group's slots as the messenger sees them.
@@ -55,16 +140,6 @@ class KvMemory(EngineMemory):
         end = start + self.cache.num_slots[group] * self._slot_nbytes[group]
         shape = (-1, len(g.layers), g.kv_heads, 2, self.block_tokens, g.head_dim)
         return self._host[start:end].view(getattr(torch, g.dtype)).view(shape)
-
-    def to_host(self, slots: Sequence[int], layer: int | None = None) -> None:
-        if self._on_gpu:
-            self._mirror(slots, layer, self._host, self._device)
-            torch.cuda.current_stream(self._device.device).synchronize()
-
-    def to_device(self, slots: Sequence[int], layer: int | None = None) -> None:
-        if self._on_gpu:
-            self._mirror(slots, layer, self._device, self._host)
-            torch.cuda.current_stream(self._device.device).synchronize()
 
     def differ(
         self, group: int, given: NDArray[np.uint8], computed: NDArray[np.uint8], valid: NDArray[np.int32]
@@ -81,17 +156,16 @@ class KvMemory(EngineMemory):
         found: NDArray[np.bool_] = (~(close | ~mask)).flatten(1).any(dim=1).numpy()
         return found
 
-    def _mirror(self, slots: Sequence[int], layer: int | None, target: torch.Tensor, source: torch.Tensor) -> None:
-        for group in range(self.num_groups):
-            start, stop = 0, self._slot_nbytes[group]
-            if layer is not None:
-                place, index = self.place_of_layer[layer]
-                if place != group:
-                    continue
-                start = index * self._layer_nbytes[group]
-                stop = start + self._layer_nbytes[group]
-            for offset in self.offsets(group, slots).tolist():
-                target[offset + start : offset + stop].copy_(source[offset + start : offset + stop], non_blocking=True)
+
+def _require_direct(messenger: Messenger, kv: KvSettings) -> None:
+    """Raise GpuMemoryUnsupported if some reader or writer of the slots can only use host memory."""
+    others = [name for name in messenger.transports if name != "rdma"]
+    if others:
+        raise GpuMemoryUnsupported(
+            f"peers may connect by {' or '.join(others)}, which move host memory only: set transport to rdma"
+        )
+    if kv.kv_storage != "exact":
+        raise GpuMemoryUnsupported(f"kv_storage {kv.kv_storage} converts KV in host memory: set kv_storage to exact")
 
 
 _LARGEST = 127
@@ -113,15 +187,18 @@ class QuantisedMemory(SlotMemory):
     def __init__(self, exact: KvMemory, messenger: Messenger, *, num_slots: int) -> None:
         super().__init__(quantised_spec(exact.spec), num_slots, messenger, name="moonpool-kv-int8")
         self._exact = exact
-        self._bytes = torch.from_numpy(self._memory.array)
+        self._bytes = torch.from_numpy(self._array)
 
     def close(self) -> None:
         super().close()
         del self._bytes
 
-    def to_host(self, slots: Sequence[int]) -> None:
-        """Quantise the engine's content of these slots. Raises KvPoolError for values that int8 cannot represent."""
-        self._exact.to_host(slots)
+    def to_host(self, slots: Sequence[int]) -> Ticket:
+        """Quantise the engine's content of these slots, which blocks.
+
+        Raises KvPoolError for values that int8 cannot represent, and StagingError.
+        """
+        self._exact.to_host_now(slots)
         index = torch.tensor(list(slots), dtype=torch.long)
         for g, group in enumerate(self.spec.groups):
             values = _grouped(self._exact.slot_values(g)[index].float(), group.scale_group)
@@ -133,9 +210,10 @@ class QuantisedMemory(SlotMemory):
             rows = self._rows(g)
             rows[index, ..., : group.head_dim] = steps.to(torch.int8).flatten(-2).view(torch.uint8)
             rows[index, ..., group.head_dim :] = scales.squeeze(-1).contiguous().view(torch.uint8)
+        return READY
 
-    def to_device(self, slots: Sequence[int]) -> None:
-        """Dequantise these slots into the same slots of the engine."""
+    def to_device(self, slots: Sequence[int]) -> Ticket:
+        """Dequantise these slots into the same slots of the engine, which blocks until they are in host memory."""
         index = torch.tensor(list(slots), dtype=torch.long)
         for g, group in enumerate(self.spec.groups):
             rows = self._rows(g)[index]
@@ -143,7 +221,7 @@ class QuantisedMemory(SlotMemory):
             scales = rows[..., group.head_dim :].contiguous().view(torch.float16).float().unsqueeze(-1)
             exact = self._exact.slot_values(g)
             exact[index] = (steps * scales).flatten(-2).to(exact.dtype)
-        self._exact.to_device(slots)
+        return self._exact.to_device(slots)
 
     def _rows(self, group: int) -> torch.Tensor:
         """Return uint8 [num_slots, layers, kv_heads, 2, block_tokens, bytes of a row]."""

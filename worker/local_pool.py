@@ -57,7 +57,9 @@ class LocalPoolAccess:
             return None
         digests = np.ascontiguousarray(np.concatenate([each[rows] for each in pin.digests], axis=1))
         lengths = pin.valid[rows].astype(np.uint32)
-        spec, memory = self._memory.spec, self._memory.region.array
+        region = self._memory.host_region
+        assert region is not None  # `_entered` connects for host memory only
+        spec, memory = self._memory.spec, region.array
         try:
             right = await in_thread(
                 pool.read_leased, spec, pin.offsets[:, rows], digests, memory, self._memory.all_offsets(slots), lengths
@@ -90,7 +92,7 @@ class LocalPoolAccess:
         lengths = np.array(partial[known:], np.uint32)
         tokens = int(np.where(lengths, lengths, self._memory.block_tokens).sum())
         part = slots[first + known : first + len(keys)]
-        self._memory.to_host(part)
+        self._memory.to_host_now(part)
         offsets = self._memory.all_offsets(part)
         digests = pool.digests(self._memory.spec, self._region_id, offsets, lengths)
         status = pool.put(
@@ -110,7 +112,7 @@ class LocalPoolAccess:
         """Return the open connection, or connect if it is time to; None if there is none."""
         if self._pool is not None and self._pool.alive:
             return self._pool
-        if time.monotonic() < self._next_try_s:
+        if self._memory.host_region is None or time.monotonic() < self._next_try_s:
             return None
         self._next_try_s = time.monotonic() + _AGAIN_S
         await self.close()
@@ -129,7 +131,9 @@ class LocalPoolAccess:
     def _enter(self, door: str) -> LocalPoolClient:
         pool = LocalPoolClient(door, owner=self._owner, owner_incarnation=self._incarnation, deadline_s=_ANSWER_S)
         try:
-            self._region_id = pool.register_memory(self._memory.region.memory)
+            region = self._memory.host_region
+            assert region is not None
+            self._region_id = pool.register_memory(region.memory)
         except BaseException:
             pool.close()
             raise

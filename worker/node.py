@@ -111,6 +111,7 @@ class WorkerNode:
             self.wait_queue,
             extend=self._extend,
             waits=lambda: self.counters.add("kv_growth_waits", 1),
+            broken=self._broken_by,
         )
         self._loop = asyncio.get_running_loop()
         self._reporting: asyncio.Task[None] | None = None
@@ -317,9 +318,13 @@ class WorkerNode:
             self._health.failed()
         elif result.decode_batch or result.prefill_tokens:
             self._health.succeeded()
-        if (self._health.is_broken or result.is_end) and not self.broken.done():
+        if self._health.is_broken or result.is_end:
             how = "its thread ended" if result.is_end else f"{self._health.num_failed} consecutive steps failed"
-            self.broken.set_result(f"{how}, the last with {type(result.error).__name__}: {result.error}")
+            self._broken_by(f"{how}, the last with {type(result.error).__name__}: {result.error}")
+
+    def _broken_by(self, reason: str) -> None:
+        if not self.broken.done():
+            self.broken.set_result(reason)
 
     def _report_prefill(self, sequence: EngineSequence, timing: Timing) -> None:
         request = sequence.request

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 
+from messenger.staging import READY, StagingError, Ticket
 from worker.config import WorkerConfig
 from worker.errors import RequestRefused
 from worker.policy import OutOfSlots, SlotPool
@@ -22,6 +24,8 @@ from worker.policy.scheduling_order import RequestKey, WaitQueue
 from worker.request import EngineSequence
 from worker.shielded_wait import shielded
 from worker.slot_memory import SlotMemory
+
+log = logging.getLogger(__name__)
 
 Taken = tuple[list[int], int]
 
@@ -177,9 +181,11 @@ class NodeSlots:
         *,
         extend: Callable[[EngineSequence, list[int]], None],
         waits: Callable[[], None],
+        broken: Callable[[str], None],
     ) -> None:
         """`memories` hold the slots' bytes, one per form. `extend` passes more slots to a running sequence; `waits()`
-        is called when an answer has to wait for one.
+        is called when an answer has to wait for one, `broken(reason)` when a device fails and returned slots therefore
+        cannot be reused.
         """
         self._config = config
         self._memories = tuple(dict.fromkeys(memories))
@@ -189,7 +195,8 @@ class NodeSlots:
         )
         self._queue = SlotQueue(wait_queue, self._acquire, self._undo)
         self._loop = asyncio.get_running_loop()
-        self._commits: set[asyncio.Task[None]] = set()
+        self._broken = broken
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Start committing memory ahead of use."""
@@ -229,9 +236,13 @@ class NodeSlots:
         return None
 
     def give(self, slots: Sequence[int]) -> None:
-        """Return slots."""
-        self.pool.release(slots)
-        self._serve_waiting()
+        """Return slots. They stay held until all copies and computation on the device that may use them have ended."""
+        ended = self._all_ended()
+        if ended:
+            self._keep(self._release_after(ended, slots))
+        else:
+            self.pool.release(slots)
+            self._serve_waiting()
 
     def left(self, sequence: EngineSequence) -> None:
         """Register that a sequence has left the engine, and serve those that waited for slots because of its growth."""
@@ -259,7 +270,7 @@ class NodeSlots:
 
     async def close(self) -> None:
         """Return when no thread works on the memories any more."""
-        await asyncio.gather(*self._commits)
+        await asyncio.gather(*self._tasks)
 
     def _acquire(self, request: RequestKey, keys: Sequence[bytes], count: int, wants: int) -> tuple[list[int], int]:
         if self.growing.is_short:
@@ -284,14 +295,39 @@ class NodeSlots:
     def _commit_ahead_of(self, slots: Sequence[int]) -> None:
         for memory in self._memories:
             for work in memory.commits_due(slots):
-                commit = self._loop.create_task(asyncio.to_thread(work))
-                self._commits.add(commit)
-                commit.add_done_callback(self._commits.discard)
+                self._keep(asyncio.to_thread(work))
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        """Run work in the background; `close` waits for it."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _readmit_after(self, fence: Callable[[], None], slots: Sequence[int]) -> None:
         await asyncio.to_thread(fence)
-        self.pool.readmit(slots)
-        self._serve_waiting()
+        if await self._have_ended(self._all_ended()):
+            self.pool.readmit(slots)
+            self._serve_waiting()
+
+    async def _release_after(self, ended: Sequence[Ticket], slots: Sequence[int]) -> None:
+        if await self._have_ended(ended):
+            self.pool.release(slots)
+            self._serve_waiting()
+
+    def _all_ended(self) -> list[Ticket]:
+        """Return tickets of what devices do now; empty if the engine computes in host memory."""
+        return [ticket for memory in self._memories if (ticket := memory.all_ended()) is not READY]
+
+    async def _have_ended(self, tickets: Sequence[Ticket]) -> bool:
+        """Wait for tickets. Returns False if the device failed: it may still use the slots, so nobody may get them."""
+        try:
+            for ticket in tickets:
+                await asyncio.to_thread(ticket.wait)
+        except StagingError as error:
+            log.error("slots are not reused, since the device failed: %s", error)
+            self._broken(str(error))
+            return False
+        return True
 
     def _serve_waiting(self) -> None:
         self.growing.serve()

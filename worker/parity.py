@@ -54,7 +54,7 @@ class ParityChecker:
         """Return the indices in the prompt of blocks that differ from the recomputed content of their slots. Blocks the
         thread.
         """
-        self._memory.to_host(aside.slots)
+        self._memory.to_host_now(aside.slots)
         wrong = np.zeros(len(aside.slots), dtype=bool)
         for g in range(self._memory.num_groups):
             wrong |= self._memory.differ(g, aside.content[g], self._memory.slot_bytes(g, aside.slots), aside.valid)

@@ -1,4 +1,9 @@
-"""Slots in memory registered with the messenger: their offsets, digests and slices. Imports no torch."""
+"""Slots in memory registered with the messenger: their offsets, digests and slices. Imports no torch.
+
+The registered memory is host memory: the memory in which the engine computes, or a mirror of a GPU's (`DeviceStaging`
+copies between them). It may also be the GPU's memory itself, if adapters reach it; then there is no host copy, and
+subclasses compute digests on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,22 @@ from numpy.typing import NDArray
 
 from engine import KvGroupShape
 from kvpool import CommitAhead, KvGroup, KvSpec, layer_digests_at
-from messenger import Messenger, Region, RemoteKey, SharedMemory
+from messenger import GpuMemory, GpuRegion, Messenger, Region, RemoteKey, SharedMemory
+from messenger.staging import READY, DeviceStaging, HostStaging, Ranges, Ticket
 
 
 class SlotMemory(ABC):
     """`num_slots` slots of every group of `spec`, group after group, in the layout of the engine's cache."""
 
-    def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger, *, name: str) -> None:
-        """Allocate and register the memory. Raises OSError if there is not enough."""
+    staging: DeviceStaging = HostStaging()
+
+    def __init__(
+        self, spec: KvSpec, num_slots: int, messenger: Messenger, *, name: str, gpu: GpuMemory | None = None
+    ) -> None:
+        """Allocate host memory and register it, or register `gpu` in its place.
+
+        Raises OSError if there is not enough memory, and GpuMemoryUnsupported.
+        """
         self.spec = spec
         self.num_slots = num_slots
         self.block_tokens = spec.block_tokens
@@ -29,17 +42,36 @@ class SlotMemory(ABC):
         ends = list(itertools.accumulate(num_slots * nbytes for nbytes in self._slot_nbytes))
         self._base: list[int] = [0, *ends[:-1]]
         self._messenger = messenger
-        self._memory = SharedMemory.create(ends[-1], name, "auto")
-        self._ahead = [CommitAhead(self._memory, *group) for group in zip(self._base, ends, strict=True)]
-        self.region: Region = messenger.register(self._memory)
+        self._memory: SharedMemory | None = None
+        self._ahead: list[CommitAhead] = []
+        self.region: Region | GpuRegion
+        if gpu is not None:
+            self.region = messenger.register(gpu)
+            return
+        host = self._memory = SharedMemory.create(ends[-1], name, "auto")
+        self._ahead = [CommitAhead(host, *group) for group in zip(self._base, ends, strict=True)]
+        self.region = messenger.register(host)
 
     def close(self) -> None:
+        self.staging.close()
         self._messenger.deregister(self.region)
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
 
     @property
     def nbytes(self) -> int:
-        return self._memory.nbytes
+        return self.region.nbytes
+
+    @property
+    def _array(self) -> NDArray[np.uint8]:
+        """The registered host memory, uint8 [nbytes]."""
+        assert self._memory is not None, "registered GPU memory has no host copy"
+        return self._memory.array
+
+    @property
+    def host_region(self) -> Region | None:
+        """The registered host memory; None if GPU memory is registered."""
+        return self.region if isinstance(self.region, Region) else None
 
     def offsets(self, group: int, slots: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the byte offsets [n] of whole slots in the region."""
@@ -80,20 +112,38 @@ class SlotMemory(ABC):
 
     def slot_digests(self, group: int, slots: Sequence[int], valid: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Return layer digests [n, layers of the group] of the valid tokens of each slot."""
-        return layer_digests_at(self._memory.array, self.offsets(group, slots), self.spec, group, valid)
+        return layer_digests_at(self._array, self.offsets(group, slots), self.spec, group, valid)
 
     def slot_bytes(self, group: int, slots: Sequence[int]) -> NDArray[np.uint8]:
         """Return a copy of whole slots as the messenger sees them, uint8 [n, slot_nbytes]."""
         size = self._slot_nbytes[group]
-        return np.stack([self._memory.array[at : at + size] for at in self.offsets(group, slots).tolist()])
+        return np.stack([self._array[at : at + size] for at in self.offsets(group, slots).tolist()])
 
     @abstractmethod
-    def to_host(self, slots: Sequence[int]) -> None:
-        """Make the engine's content of these slots readable by the messenger. Returns when the bytes are available."""
+    def to_host(self, slots: Sequence[int]) -> Ticket:
+        """Begin to make the engine's content of these slots readable by the messenger; see `DeviceStaging.to_host`."""
 
     @abstractmethod
-    def to_device(self, slots: Sequence[int]) -> None:
-        """Make received content of these slots readable by the engine."""
+    def to_device(self, slots: Sequence[int]) -> Ticket:
+        """Begin to make received content of these slots readable by the engine; see `DeviceStaging.to_device`."""
+
+    def to_host_now(self, slots: Sequence[int]) -> None:
+        """Make the engine's content of these slots readable by the messenger. Blocks; not on the engine's thread.
+
+        Raises StagingError.
+        """
+        self.to_host(slots).wait()
+
+    def to_device_now(self, slots: Sequence[int]) -> None:
+        """Make received content of these slots readable by the engine. Blocks; not on the engine's thread.
+
+        Raises StagingError.
+        """
+        self.to_device(slots).wait()
+
+    def all_ended(self) -> Ticket:
+        """Return a ticket of all copies and computation queued so far; only after it may slots be reused."""
+        return self.staging.all_ended()
 
 
 def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
@@ -112,8 +162,8 @@ def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
 class EngineMemory(SlotMemory):
     """Slots in which an engine computes, addressed by (group, slot, layer)."""
 
-    def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger) -> None:
-        super().__init__(spec, num_slots, messenger, name="moonpool-kv")
+    def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger, *, gpu: GpuMemory | None = None) -> None:
+        super().__init__(spec, num_slots, messenger, name="moonpool-kv", gpu=gpu)
         # model layer -> (group, layer within the group)
         self.place_of_layer = {
             layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
@@ -137,15 +187,23 @@ class EngineMemory(SlotMemory):
         """Return the digests [n] of one model layer of each slot."""
         group, index = self.place_of_layer[layer]
         one = slice(index, index + 1)
-        return layer_digests_at(self._memory.array, self.offsets(group, slots), self.spec, group, valid, one)[:, 0]
+        return layer_digests_at(self._array, self.offsets(group, slots), self.spec, group, valid, one)[:, 0]
 
-    @abstractmethod
-    def to_host(self, slots: Sequence[int], layer: int | None = None) -> None:
-        """Make one layer of the slots, or all layers, readable by the messenger. Returns when the bytes are there."""
+    def to_host(self, slots: Sequence[int], layer: int | None = None) -> Ticket:
+        """As SlotMemory, for all layers or one; a no-op for an engine that computes in host memory."""
+        return self.staging.to_host(self._ranges(slots, layer)) if self.staging.is_needed else READY
 
-    @abstractmethod
-    def to_device(self, slots: Sequence[int], layer: int | None = None) -> None:
-        """Make received content of one layer of the slots, or of all layers, readable by the engine."""
+    def to_device(self, slots: Sequence[int], layer: int | None = None) -> Ticket:
+        """As SlotMemory, for all layers or one; a no-op for an engine that computes in host memory."""
+        return self.staging.to_device(self._ranges(slots, layer)) if self.staging.is_needed else READY
+
+    def _ranges(self, slots: Sequence[int], layer: int | None) -> list[Ranges]:
+        """Return the byte ranges of one layer of the slots, or of all layers, equal in the mirror and on the device."""
+        if layer is None:
+            return [Ranges.same(self.offsets(g, slots), self._slot_nbytes[g]) for g in range(self.num_groups)]
+        group, index = self.place_of_layer[layer]
+        size = self._layer_nbytes[group]
+        return [Ranges.same(self.offsets(group, slots) + index * size, size)]
 
     @abstractmethod
     def differ(

@@ -30,6 +30,7 @@ from engine import (
 )
 from kvpool import Provenance
 from messenger import Messenger
+from settings.worker import KvSettings
 from worker.engine_interface import Engine, OnLayer, SampledToken
 from worker.errors import StartupError, sequence_error
 from worker.kv_memory import KvMemory, QuantisedMemory
@@ -168,12 +169,12 @@ class ModelSteps:
 class Transformer(Engine):
     """A model on a device."""
 
-    def __init__(self, model: Model, kv_storage: str, hardware: str = "") -> None:
+    def __init__(self, model: Model, kv: KvSettings, hardware: str = "") -> None:
         self.model = model
         self.config = model.config
         self.fingerprint = model.fingerprint
         self.hardware = hardware
-        self._kv_storage = kv_storage
+        self._kv = kv
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Transformer:
@@ -184,13 +185,13 @@ class Transformer(Engine):
             )
         except EngineError as error:
             raise StartupError(str(error)) from error
-        return cls(model, config.kv.kv_storage, hardware_name(model.device, config.engine.threads))
+        return cls(model, config.kv, hardware_name(model.device, config.engine.threads))
 
     def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> KvMemory:
-        return KvMemory(self.model, messenger, num_slots=num_slots, block_tokens=block_tokens)
+        return KvMemory.of(self.model, messenger, num_slots=num_slots, block_tokens=block_tokens, kv=self._kv)
 
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
-        if self._kv_storage != "int8":
+        if self._kv.kv_storage != "int8":
             return memory, Provenance.EXACT
         assert isinstance(memory, KvMemory)
         return QuantisedMemory(memory, messenger, num_slots=memory.num_slots), Provenance.QUANTISED

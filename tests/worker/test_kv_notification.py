@@ -324,7 +324,7 @@ async def test_a_push_ends_although_its_observer_fails() -> None:
             return None
 
     class Threads:
-        def submit(self, function: Callable[..., None], *arguments: Any) -> None:
+        def submit(self, destination: object, function: Callable[..., None], *arguments: Any) -> None:
             thread = threading.Thread(target=function, args=arguments)
             thread.start()
             thread.join()

@@ -32,7 +32,7 @@ def slots_of(num_slots: int) -> NodeSlots:
         block_tokens=BLOCK,
         capacity_tokens=num_slots * BLOCK,
     )
-    return NodeSlots(config, (), WaitQueue(), extend=EngineSequence.extend, waits=lambda: None)
+    return NodeSlots(config, (), WaitQueue(), extend=EngineSequence.extend, waits=lambda: None, broken=lambda _: None)
 
 
 async def answer(name: str, slots: NodeSlots, count: int, wants: int) -> EngineSequence:

@@ -19,7 +19,7 @@ class PacedMemory(EngineMemory):
 
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger) -> None:
         super().__init__(spec, num_slots, messenger)
-        self._words = self._memory.array.view(np.uint32)
+        self._words = self._array.view(np.uint32)
         self._layers = [
             np.array([(layer, i * spec.layer_nbytes(g) // _WORD_NBYTES) for i, layer in enumerate(group.layers)], LAYER)
             for g, group in enumerate(spec.groups)
@@ -28,12 +28,6 @@ class PacedMemory(EngineMemory):
     def close(self) -> None:
         del self._words
         super().close()
-
-    def to_host(self, slots: object, layer: int | None = None) -> None:
-        return  # the messenger reads this memory itself
-
-    def to_device(self, slots: object, layer: int | None = None) -> None:
-        return
 
     def write(
         self, sequence: EngineSequence, states: NDArray[np.uint64], start: int, end: int, layer: int | None
