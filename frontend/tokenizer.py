@@ -17,7 +17,7 @@ import blake3
 from tokenizers import Tokenizer as FastTokenizer
 
 from frontend.chat_rendering import ChatTemplate
-from frontend.errors import ModelFilesError
+from frontend.errors import InvalidRequest, ModelFilesError
 
 REPLACEMENT: Final = "�"
 CONTEXT_TOKENS: Final = 16  # at the prompt's end; they decide whether the first token's leading space is kept
@@ -182,8 +182,11 @@ class Tokenizer:
         self.token_bytes = lru_cache(maxsize=None)(self._bytes_of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the text's token ids."""
-        ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Return the text's token ids. Raises InvalidRequest for a text that the vocabulary cannot express."""
+        try:
+            ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except Exception as error:  # the binding raises no other class
+            raise InvalidRequest(f"the model's tokenizer cannot encode this text: {error}") from error
         return ids
 
     def most_nbytes(self, num_tokens: int) -> int:

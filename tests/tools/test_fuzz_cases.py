@@ -52,6 +52,9 @@ def _tokenizer(**files: Any) -> bytes:
     return json.dumps({"tokenizer.json": _TOKENIZER, "config.json": config} | files).encode()
 
 
+_WITHOUT_UNKNOWN = _TOKENIZER["model"] | {"unk_token": "absent", "end_of_word_suffix": "absent"}
+
+
 def _for_role(kind: type, text: bytes) -> bytes:
     """Return the text with a length that selects the role."""
     return text.ljust(len(text) + (COMPOSITES.index(kind) - len(text)) % len(COMPOSITES), b"\n")
@@ -86,6 +89,7 @@ REFUSED = [
     ("tokenizer", _tokenizer(**{"config.json": (DEEP).decode()})),
     ("tokenizer", _tokenizer(**{"chat_template.jinja": "{% break %}"})),
     ("tokenizer", _tokenizer(**{"chat_template.jinja": "\ud800"})),
+    ("tokenizer", _tokenizer(**{"tokenizer.json": _TOKENIZER | {"model": _WITHOUT_UNKNOWN}})),
     ("keys", b"[" * 3000),
     ("keys", b"keys: " + b"[" * 200 + b"]" * 200),
     ("config", b"listen: " + b"[" * 3000),
