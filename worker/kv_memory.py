@@ -89,23 +89,17 @@ class KvMemory(EngineMemory):
             if kv.kv_staging == "direct":
                 raise StartupError("kv_staging direct registers a GPU's memory, but the device is cpu: set mirror")
             return new()
-        from messenger.staging.cuda import CudaRuntime
-
         nbytes = PagedCache.required_nbytes(model.kv_groups, (num_slots,) * len(model.kv_groups), block_tokens)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=model.device)
-        try:
-            runtime = CudaRuntime(memory)
-        except StagingError as error:
-            raise StartupError(f"KV of {model.device} cannot be copied to host memory: {error}") from error
+        cache = cuda_cache(model.device, nbytes)
         if kv.kv_staging != "mirror":
             try:
                 _require_direct(messenger, kv)
-                return new(device=DeviceCache(memory, runtime, is_registered=True))
+                return new(device=replace(cache, is_registered=True))
             except GpuMemoryUnsupported as error:
                 if kv.kv_staging == "direct":
                     raise StartupError(f"kv_staging direct is impossible: {error}") from error
                 log.warning("kv_staging auto: KV goes through a mirror in host memory, because %s", error)
-        return new(device=DeviceCache(memory, runtime))
+        return new(device=cache)
 
     def close(self) -> None:
         super().close()
@@ -155,6 +149,17 @@ class KvMemory(EngineMemory):
         close = (a - b).abs() <= TOLERANCE[g.dtype] * scale  # false for NaN
         found: NDArray[np.bool_] = (~(close | ~mask)).flatten(1).any(dim=1).numpy()
         return found
+
+
+def cuda_cache(device: torch.device, nbytes: int) -> DeviceCache:
+    """Allocate memory for a cache on a CUDA device. Raises StartupError."""
+    from messenger.staging.cuda import CudaRuntime
+
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    try:
+        return DeviceCache(memory, CudaRuntime(memory))
+    except StagingError as error:
+        raise StartupError(f"KV of {device} cannot be copied to host memory: {error}") from error
 
 
 def _require_direct(messenger: Messenger, kv: KvSettings) -> None:
