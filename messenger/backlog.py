@@ -179,6 +179,8 @@ class InFlight:
         """Parts on the wire, oldest first; they are answered in this order."""
         self.repeats: deque[Part] = deque()
         """Parts to be sent again, before any new one."""
+        self.nbytes = 0
+        """Bytes of the parts on the wire."""
         self._next_seq = 1
 
     def begin(self, part: Part) -> None:
@@ -187,6 +189,7 @@ class InFlight:
             part.seq = self._next_seq
             self._next_seq += 1
         part.operation.num_in_flight += 1
+        self.nbytes += part.nbytes
         self.sent.append(part)
 
     def waiting(self, index: int = 0) -> Part | None:
@@ -208,12 +211,14 @@ class InFlight:
         """Remove and return the oldest part, which was answered."""
         part = self.sent.popleft()
         part.operation.num_in_flight -= 1
+        self.nbytes -= part.nbytes
         return part
 
     def ended(self, part: Part) -> None:
         """Remove the newest part, which ended without an answer."""
         assert self.sent.pop() is part
         part.operation.num_in_flight -= 1
+        self.nbytes -= part.nbytes
 
     def next_step(self) -> None:
         """Queue the oldest part, which was answered, to be sent once more as a new request."""
@@ -228,6 +233,7 @@ class InFlight:
             part.operation.num_in_flight -= 1
         self.repeats.extendleft(reversed(self.sent))
         self.sent.clear()
+        self.nbytes = 0
 
     def carries(self, operations: Collection[Operation]) -> bool:
         """Return True if a part of one of these operations is on the wire."""

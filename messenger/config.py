@@ -1,6 +1,6 @@
 """Configuration of one messenger, and `Endpoint`, the address of a messenger that peers receive."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moonpool_proto.v1 import common_pb2
@@ -54,11 +54,16 @@ class MessengerConfig:
             raise InvalidArgument(f"max_inbound_connections must be at least 1, got {self.max_inbound_connections!r}")
         if self.gpu is not None and self.gpu < 0:
             raise InvalidArgument(f"gpu must be at least 0, as CUDA numbers them, got {self.gpu}")
-        listen_host = self.transport.data_host
-        if self.transport.transport != "shm" and listen_host in _WILDCARDS and not self.host.data_advertise:
+        if self.transport.transport != "shm" and self.listens_everywhere and not self.host.data_advertise:
             raise InvalidArgument(
-                f"data_host is {listen_host!r}, a wildcard: set data_advertise to the address that peers dial"
+                f"data_host is {self.transport.data_host!r}, a wildcard: set data_advertise to the address that peers "
+                "dial"
             )
+
+    @property
+    def listens_everywhere(self) -> bool:
+        """True if the tcp listener binds all addresses of this host."""
+        return self.transport.data_host in _WILDCARDS
 
     @property
     def tls_files(self) -> TlsFiles | None:
@@ -78,6 +83,17 @@ class Endpoint:
     shm_socket: str
     rdma: bool = False
     """True if peers that connect at tcp_port may use rdma."""
+    tcp_paths: tuple[str, ...] = ()
+    """Further addresses (host:port) of the same messenger, on other networks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tcp_paths", tuple(self.tcp_paths))  # from JSON it comes as a list
+
+    def by_path(self) -> "tuple[Endpoint, ...]":
+        """Return the endpoint with each of its TCP addresses, the main one first, and no further ones."""
+        own = replace(self, tcp_paths=())
+        others = (path.rpartition(":") for path in self.tcp_paths)
+        return own, *(replace(own, tcp_host=host, tcp_port=int(port)) for host, _, port in others)
 
     def to_proto(self) -> common_pb2.Endpoint:
         return common_pb2.Endpoint(
@@ -88,6 +104,7 @@ class Endpoint:
             tcp_port=self.tcp_port,
             shm_socket=self.shm_socket,
             rdma=self.rdma,
+            tcp_paths=self.tcp_paths,
         )
 
     @classmethod
@@ -100,7 +117,13 @@ class Endpoint:
             tcp_port=proto.tcp_port,
             shm_socket=proto.shm_socket,
             rdma=proto.rdma,
+            tcp_paths=tuple(path for path in proto.tcp_paths if _is_address(path)),
         )
+
+
+def _is_address(path: str) -> bool:
+    host, _, port = path.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
 
 
 def boot_id() -> str:

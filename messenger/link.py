@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from messenger.errors import ProtocolError
 from messenger.frames import ACK_NBYTES, PREFIX, Frame, Message, ack_at, decode_body, decode_prefix
@@ -32,6 +32,13 @@ class Cuttable(Protocol):
     """Object that moves the bytes of an access to granted memory, and can be stopped at once."""
 
     def cut(self) -> None: ...
+
+
+class Delivered(NamedTuple):
+    """Bytes that a connection has delivered in both directions, as far as this side's kernel knows; its round trip."""
+
+    nbytes: int
+    round_trip_s: float
 
 
 class Link(ABC):
@@ -61,6 +68,10 @@ class Link(ABC):
     def try_receive(self) -> Message | None:
         """Return the next message if it is known to have arrived completely, else None."""
         return None
+
+    def progress(self) -> Delivered:
+        """Return what the connection has delivered so far. Any thread, before `close`."""
+        return Delivered(0, 0.0)
 
     @abstractmethod
     def peer_is_gone(self) -> bool:
@@ -98,6 +109,10 @@ DEAD_AFTER_S = 30
 _ROW = struct.Struct("@qq")
 _LENGTH, _LENGTH_AT = struct.Struct("<I"), PREFIX.size - 4
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+# Linux's struct tcp_info: tcpi_rtt; tcpi_bytes_acked and tcpi_bytes_received (since Linux 4.1).
+_TCP_INFO_NBYTES = 136
+_RTT, _RTT_AT = struct.Struct("@I"), 68
+_DELIVERED, _DELIVERED_AT = struct.Struct("@QQ"), 120
 
 
 class BufferedLink(Link):
@@ -205,6 +220,19 @@ class BufferedLink(Link):
             step = min(nbytes, len(scratch))
             self.receive_into([scratch[:step]])
             nbytes -= step
+
+    def progress(self) -> Delivered:
+        if self._is_unix:
+            return Delivered(0, 0.0)
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+        except OSError:
+            return Delivered(0, 0.0)
+        (round_trip_us,), (acked, received) = (
+            _RTT.unpack_from(info, _RTT_AT),
+            _DELIVERED.unpack_from(info, _DELIVERED_AT),
+        )
+        return Delivered(acked + received, round_trip_us / 1e6)
 
     def peer_is_gone(self) -> bool:
         """Return True if the other side closed, cut or died, even if bytes of it are still unread."""

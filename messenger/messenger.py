@@ -32,6 +32,7 @@ from messenger.frames import MAX_NODE_ID_CHARS, is_node_id
 from messenger.grants import GrantTable
 from messenger.inbound import ServerContext
 from messenger.memory import AnyRegion, GpuMemory, GpuRegion, Region, RemoteKey, SharedMemory
+from messenger.paths import PeerPaths
 from messenger.peer import Peer, stream_roles
 from messenger.priority import Priority, TrafficGate
 from messenger.rdma.topology import rdma_ports
@@ -109,6 +110,7 @@ class Messenger:
         config = self._config
         self._clock.start()
         tcp_host, tcp_port, shm_socket = "", 0, ""
+        tcp_paths: tuple[str, ...] = ()
         try:
             if config.transport.transport != "shm":
                 tcp = TcpTransport(config)
@@ -116,6 +118,7 @@ class Messenger:
                 self._transports |= accepted
                 tcp_host = config.host.data_advertise or config.transport.data_host
                 tcp_port = self._server.listen(tcp, accepted).getsockname()[1]
+                tcp_paths = self._listen_by_paths(accepted, tcp_port)
             if config.transport.transport in ("auto", "shm"):
                 shm = self._transports["shm"] = ShmTransport(config.shm_dir, self._node_id)
                 self._grants.page()
@@ -126,7 +129,14 @@ class Messenger:
             raise
         host_id = config.host.host_id or boot_id()
         self._endpoint = Endpoint(
-            self._node_id, self._incarnation, host_id, tcp_host, tcp_port, shm_socket, "rdma" in self._transports
+            node_id=self._node_id,
+            incarnation=self._incarnation,
+            host_id=host_id,
+            tcp_host=tcp_host,
+            tcp_port=tcp_port,
+            shm_socket=shm_socket,
+            rdma="rdma" in self._transports,
+            tcp_paths=tcp_paths,
         )
         return self._endpoint
 
@@ -252,6 +262,7 @@ class Messenger:
             "grants_open": grants,
             "connections_in_open": self._server.connections(),
             "connections_out_open": sum(peer.connections() for peer in peers),
+            "paths_down_open": sum(peer.paths_down() for peer in peers),
         }
 
     def validate(self) -> list[str]:
@@ -259,6 +270,19 @@ class Messenger:
         with self._lock:
             peers = list(self._peers.values())
         return [*self._grants.problems(), *(problem for peer in peers for problem in peer.problems())]
+
+    def _listen_by_paths(self, accepted: dict[str, Transport], tcp_port: int) -> tuple[str, ...]:
+        """Listen on the further addresses of this host. Returns them with their ports.
+
+        A listener on all addresses (a wildcard) serves them already.
+        """
+        paths = []
+        for host in self._config.transport.data_paths:
+            port = tcp_port
+            if not self._config.listens_everywhere:
+                port = self._server.listen(TcpTransport(self._config, host), accepted).getsockname()[1]
+            paths.append(f"{host}:{port}")
+        return tuple(paths)
 
     def _transports_over(self, tcp: TcpTransport) -> dict[str, Transport]:
         """Return the transports whose peers connect by tcp.
@@ -308,16 +332,31 @@ class Messenger:
         transports = self._choose(endpoint)
         identity = (endpoint.node_id, endpoint.incarnation)
         traffic = Traffic(endpoint, self._clock, self._counters, self._gate)
+        addresses = [f"{one.tcp_host}:{one.tcp_port}" for one in endpoint.by_path()]
+        paths, num_homes, num_streams = None, 1, self._config.transport.streams_per_peer
+        if len(addresses) > 1 and transports[-1].name == "tcp":
+            paths = PeerPaths(addresses, traffic.lock, self._clock, self._counters, name=endpoint.node_id)
+            if len(transports) == 1:
+                # The owner bounds the connections of one peer; the probes need one, too.
+                room = self._config.transport.max_connections_per_peer - 1
+                num_homes = max(1, min(len(addresses), room))
+                num_streams = max(1, min(num_streams, room // num_homes))
+        dialers = [
+            Dialer(
+                transports=transports,
+                endpoint=endpoint,
+                node_id=self._node_id,
+                incarnation=self._incarnation,
+                session=secrets.token_bytes(16),
+                timeout_s=self._config.handshake_timeout_s,
+                paths=paths,
+                home=number // num_streams,
+            )
+            for number in range(num_streams * num_homes)
+        ]
         streams = [
             Stream(
-                Dialer(
-                    transports=transports,
-                    endpoint=endpoint,
-                    node_id=self._node_id,
-                    incarnation=self._incarnation,
-                    session=secrets.token_bytes(16),
-                    timeout_s=self._config.handshake_timeout_s,
-                ),
+                dialers[index],
                 traffic,
                 role,
                 self._counters,
@@ -325,15 +364,18 @@ class Messenger:
                 on_lost=lambda reason: self._peer_lost(*identity, reason),
                 on_connected=lambda: self._peer_found(*identity),
             )
-            for index, role in enumerate(stream_roles(self._config.transport.streams_per_peer))
+            for index, role in enumerate(stream_roles(num_streams, num_homes))
         ]
         traffic.attach_streams(streams)
+        if paths is not None:
+            paths.attach(streams, dialers[0])
         return Peer(
             endpoint,
             traffic,
             streams,
             default_deadline_s=self._config.default_deadline_s,
             require_region=self._grants.require,
+            paths=paths,
         )
 
     def _evict_idle_peers(self) -> None:

@@ -13,6 +13,7 @@ from messenger.config import Endpoint
 from messenger.frames import MAX_NOTIFY_NBYTES, MAX_PART_NBYTES, MAX_PART_ROWS
 from messenger.memory import AnyRegion, Loan, Region, RemoteKey, SharedMemory
 from messenger.operation import NOTIFY, READ, WRITE, Kind, Notification, Operation, Part, Transfer, TransferResult
+from messenger.paths import PeerPaths
 from messenger.priority import BACKGROUND, BACKGROUND_PART_NBYTES, Priority
 from messenger.slices import Slices
 from messenger.stream import Stream
@@ -20,20 +21,22 @@ from messenger.traffic import COPY_PART_NBYTES, INLINE_READ_NBYTES, Traffic
 from rpc.errors import InvalidArgument
 
 SPREAD_NBYTES = 4 << 20
-"""Writes of at least this size go by several streams, if there are several for writes."""
+"""Writes of at least this size go by several streams, if there are several for writes; so do reads by several paths."""
 SPREAD_PART_NBYTES = 2 << 20
 
 
-def stream_roles(streams: int) -> list[StreamRole]:
-    """Return the role of each of a peer's streams.
+def stream_roles(streams: int, paths: int = 1) -> list[StreamRole]:
+    """Return the role of each of a peer's streams, `streams` for each of its `paths`, path by path.
 
-    The first half carries writes; of these streams, the first carries small writes and notifications.
+    The first half carries writes; of these streams, the very first carries small writes and notifications.
     """
     if streams == 1:
-        return [StreamRole(ordered=True, spread=False, reads=True)]
+        return [StreamRole(ordered=path == 0, spread=paths > 1, reads=True) for path in range(paths)]
     writers = (streams + 1) // 2
     return [
-        StreamRole(ordered=index == 0, spread=1 < writers > index, reads=index >= writers) for index in range(streams)
+        StreamRole(ordered=index == path == 0, spread=writers * paths > 1 and index < writers, reads=index >= writers)
+        for path in range(paths)
+        for index in range(streams)
     ]
 
 
@@ -58,11 +61,13 @@ class Peer:
         *,
         default_deadline_s: float,
         require_region: Callable[[AnyRegion], None],
+        paths: PeerPaths | None = None,
     ) -> None:
         self.endpoint = endpoint
         self._traffic = traffic
         self._streams = streams
         self._spreads = any(stream.role.spread for stream in streams)
+        self._paths = paths
         self._default_deadline_s = default_deadline_s
         self._require_region = require_region
         self._numbers = itertools.count(1)
@@ -178,11 +183,18 @@ class Peer:
 
     def is_idle(self) -> bool:
         """Return True if nothing is pending and no thread is left."""
-        return not self._traffic.pending() and not any(stream.has_thread() for stream in self._streams)
+        is_probing = self._paths is not None and self._paths.has_thread()
+        return not (self._traffic.pending() or is_probing or any(stream.has_thread() for stream in self._streams))
+
+    def paths_down(self) -> int:
+        """Return the number of network paths to the peer that are out of use; 0 if it has only one."""
+        return 0 if self._paths is None else self._paths.num_down()
 
     def close(self) -> None:
         """Fail everything pending and disconnect."""
         self._traffic.close()
+        if self._paths is not None:
+            self._paths.close()
         for stream in self._streams:
             stream.close()
 
@@ -207,6 +219,8 @@ class Peer:
         part_nbytes = MAX_PART_NBYTES if priority is not BACKGROUND else BACKGROUND_PART_NBYTES
         if self._spreads and kind is WRITE and checked.nbytes >= SPREAD_NBYTES:
             queue_kind, part_nbytes = SPREAD, min(part_nbytes, SPREAD_PART_NBYTES)
+        elif self._paths is not None and kind is READ and checked.nbytes >= SPREAD_NBYTES:
+            part_nbytes = min(part_nbytes, SPREAD_PART_NBYTES)
         pieces = checked.split(part_nbytes, MAX_PART_ROWS)
         # The notification goes with the last part, or, if the parts go by several streams, after all of them.
         apart = notification is not None and (queue_kind is SPREAD or not pieces)

@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from messenger.backlog import InFlight, StreamRole
 from messenger.counters import Counters, Flow
-from messenger.dialing import Dialer, Restarted, Unreachable
+from messenger.dialing import Dialed, Dialer, Restarted, Unreachable
 from messenger.errors import MemoryOutOfReach, PeerLost, PeerRestarted, PeerUnreachable, ProtocolError
 from messenger.frames import Ack, Goodbye, KeyInfo, Message, Offer, Refused
 from messenger.link import Link, LinkClosed
@@ -54,7 +54,7 @@ from messenger.memory import Loan, NotInHostMemory, RemoteKey
 from messenger.operation import READ, SELF_WAIT_ERROR, Kind, Operation, Part, Transfer
 from messenger.priority import BACKGROUND
 from messenger.traffic import Traffic
-from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, SendStatus, Transport
+from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, SendStatus
 from rpc.errors import InvalidArgument
 
 PARK_S = 0.02
@@ -109,6 +109,11 @@ class Stream:
         self._flows: dict[Kind, Flow] = {}
         self._answered = False  # the connection has brought at least one answer
         self._was_cut_here = False  # cut to end an operation early
+        self._paths = dialer.paths
+        self.path: int | None = None
+        """Path of the connection, if the peer has several."""
+        self._path_flows: dict[Kind, Flow] = {}
+        self._leaves_when_idle = False  # begins no part, and connects again by its home path when none is in flight
         self._fruitless_links = 0  # connections in a row that broke before any answer
         self._oldest_number = 0  # of the operation that was the oldest in flight on all of them
         # Sending.
@@ -208,8 +213,20 @@ class Stream:
     def has_room_locked(self) -> bool:
         """Return True if nothing is being sent, and nothing must be sent before a new part."""
         return self._requester is not None and not (
-            self._sending is not None or self._link_ended or self._closing or self.in_flight.repeats
+            self._sending is not None
+            or self._link_ended
+            or self._closing
+            or self.in_flight.repeats
+            or (self.path is not None and self._is_full_locked(self.path))
         )
+
+    def _is_full_locked(self, path: int) -> bool:
+        """Return True if no part may begin before others are answered, so that little is lost if the path fails."""
+        if self._leaves_when_idle:
+            return True
+        in_flight = self.in_flight
+        assert self._paths is not None
+        return bool(in_flight.sent) and in_flight.nbytes >= self._paths.window_nbytes_locked(path)
 
     def begin_locked(self, part: Part) -> None:
         """Begin the part; the calling thread must send it, by `send_as_caller` or as the sending thread."""
@@ -217,6 +234,8 @@ class Stream:
         if part.seq:
             self._counters.add("retries")
         self.in_flight.begin(part)
+        if self._paths is not None:
+            self._paths.began_locked()
         operation = part.operation
         operation.stream = self
         if (operation.observed or operation.awaited) and self._receiver is not None:
@@ -244,6 +263,7 @@ class Stream:
             ended = self._sent_locked(part, status)
             if self._link_ended or self._closing or self.in_flight.repeats or self._traffic.has_part_locked(self):
                 self.wake_locked()
+            self._leave_if_idle_locked()
         self._traffic.settle(ended)
 
     def wake_locked(self) -> None:
@@ -328,6 +348,7 @@ class Stream:
             return False
         with self.lock:
             ended = self._sent_locked(part, status)
+            self._leave_if_idle_locked()
         self._traffic.settle(ended)
         return True
 
@@ -336,6 +357,8 @@ class Stream:
         if self._sending is not None or self._link_ended or self._closing:
             return None
         repeats = self.in_flight.repeats
+        if not repeats and self.path is not None and self._is_full_locked(self.path):
+            return None
         part = repeats.popleft() if repeats else self._traffic.take_locked(self)
         if part is not None:
             self.begin_locked(part)
@@ -373,6 +396,10 @@ class Stream:
         operation = part.operation
         if part.transfer is not None:
             self._flows[operation.kind].add(part.nbytes, len(part.transfer.slices), now_s - operation.started_s)
+            if self.path is not None:
+                self._path_flows[operation.kind].add(
+                    part.nbytes, len(part.transfer.slices), now_s - operation.started_s
+                )
         if part.notification is not None:
             self._counters.add("notifies_sent")
         return self._traffic.part_ended_locked(part, now_s)
@@ -421,7 +448,7 @@ class Stream:
                 and self._only_helpers_wait_locked(ended)
             ):
                 receiver.stand_back_locked()
-            self._wake_for_background_locked(parts)
+            self._wake_for_room_locked(parts)
             parts.clear()  # drop the references to memory before the futures report that it is free
         self._traffic.settle(ended)
 
@@ -434,10 +461,14 @@ class Stream:
                 ended += self._landed_locked(part, now_s)
         return ended
 
-    def _wake_for_background_locked(self, answered: Iterable[Part]) -> None:
-        """Wake the sending thread if an answer lets another background part begin: their number is bounded."""
+    def _wake_for_room_locked(self, answered: Iterable[Part]) -> None:
+        """Wake the sending thread if an answer lets another part begin.
+
+        The number of background parts in flight is bounded, and so are the bytes on one of several paths.
+        """
+        self._leave_if_idle_locked()
         for part in answered:
-            if part.operation.priority is BACKGROUND:
+            if part.operation.priority is BACKGROUND or self.path is not None:
                 if self._traffic.has_part_locked(self):
                     self.wake_locked()
                 return
@@ -469,7 +500,7 @@ class Stream:
             self._answered = True
             self.in_flight.answered()
             ended = self._traffic.part_refused_locked(part, reason)
-            self._wake_for_background_locked([part])
+            self._wake_for_room_locked([part])
         self._traffic.settle(ended)
 
     # The connection's end, on any thread.
@@ -483,6 +514,30 @@ class Stream:
     def cut_if_idle_locked(self) -> None:
         """Cut the link if it is connected and carries nothing: it is made again, and nothing is repeated."""
         if self._receiver is not None and not self.in_flight.sent:
+            self.cut_locked()
+
+    # Paths.
+
+    def sampled_locked(self) -> tuple[Link | None, int]:
+        """Return the connection's link and the bytes of its unanswered requests, at least 1 for each."""
+        if self._receiver is None or self._link_ended:
+            return None, 0
+        return self._link, self.in_flight.nbytes + len(self.in_flight.sent)
+
+    def leave_path_locked(self, reason: str) -> None:
+        """Cut the connection, whose path is not used any more: the stream connects by another and repeats requests."""
+        if self._link is not None and not self._link_ended:
+            self.cause = f"its path was left: {reason}"
+            self.cut_locked()
+
+    def go_home_locked(self, home: int) -> None:
+        """Connect again by the home path, which is in use again, once nothing is in flight; no new part begins."""
+        if self._dialer.home == home and self.path not in (None, home):
+            self._leaves_when_idle = True
+            self._leave_if_idle_locked()
+
+    def _leave_if_idle_locked(self) -> None:
+        if self._leaves_when_idle and self._sending is None and not self.in_flight.sent:
             self.cut_locked()
 
     def end_link(self, error: BaseException) -> None:
@@ -504,9 +559,9 @@ class Stream:
         failures = 0
         while not self._gives_up(failures):
             try:
-                transport, link, requester = self._dialer.dial(self._opened)
-                self._begin_receiving(transport, link, requester)
-                return requester
+                dialed = self._dialer.dial(self._opened)
+                self._begin_receiving(dialed)
+                return dialed.requester
             except Unreachable as error:
                 self._lose(PeerUnreachable, str(error))
                 return None
@@ -538,12 +593,21 @@ class Stream:
         self._on_lost(self.cause)
         return True
 
-    def _begin_receiving(self, transport: Transport, link: Link, requester: Requester) -> None:
+    def _begin_receiving(self, dialed: Dialed) -> None:
+        transport, link, requester, path = dialed
         peer = self._dialer.endpoint.node_id
         flows = {
             Kind.WRITE: self._counters.flow(peer=peer, transport=transport.name, direction="written"),
             Kind.READ: self._counters.flow(peer=peer, transport=transport.name, direction="read"),
         }
+        path_flows = (
+            {}
+            if path is None
+            else {
+                Kind.WRITE: self._counters.flow(peer="", transport="tcp", direction="written", rail=f"path{path}"),
+                Kind.READ: self._counters.flow(peer="", transport="tcp", direction="read", rail=f"path{path}"),
+            }
+        )
         receiver = Receiver(self, link, requester, f"{self._name}-receive")
         try:
             with self.lock:
@@ -552,7 +616,8 @@ class Stream:
                 self.transport = transport.name
                 self._receiver = receiver
                 self._requester = requester
-                self._flows = flows
+                self._flows, self._path_flows = flows, path_flows
+                self.path, self._leaves_when_idle = path, False
                 self._link_ended = self._answered = self._was_cut_here = False
         except RuntimeError as error:
             link.close()
@@ -588,6 +653,7 @@ class Stream:
         with self.lock:
             self._receiver = None
             self._link_ended = False
+            self.path = None
             self._blame_oldest_locked()
             self.in_flight.connection_lost()
             ended = self._traffic.drop_doomed_locked()

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from settings.keys import InvalidSetting, Key, SettingsGroup
+from settings.node import is_wildcard
 
 __all__ = ["AccessSettings", "TlsSettings", "TransportChoice", "TransportSettings"]
 
+MAX_DATA_PATHS = 7
+"""Maximum number of further addresses for KV transfers."""
 TransportChoice = Literal["auto", "rdma", "tcp", "shm"]
 
 
@@ -24,6 +27,14 @@ class TransportSettings(SettingsGroup):
         ),
     ] = "auto"
     data_host: Annotated[str, Key("Address of this host for KV transfers over TCP")] = "127.0.0.1"
+    data_paths: Annotated[
+        tuple[str, ...],
+        Key(
+            "Address of this host on another network; may be given several times. Peers spread KV transfers over TCP "
+            "over all addresses, and avoid those that fail or are slow",
+            default_text="none",
+        ),
+    ] = ()
     streams_per_peer: Annotated[
         int, Key("Connections to each peer: one for writes, the others for reads", low=1, high=64)
     ] = 2
@@ -50,6 +61,15 @@ class TransportSettings(SettingsGroup):
                 "streams_per_peer must be at most max_connections_per_peer "
                 f"({self.max_connections_per_peer}), got {self.streams_per_peer}"
             )
+        if len({self.data_host, *self.data_paths}) <= len(self.data_paths) or not all(self.data_paths):
+            raise InvalidSetting(
+                f"data_paths must be distinct addresses other than data_host ({self.data_host}), got "
+                f"{list(self.data_paths)}"
+            )
+        if any(map(is_wildcard, self.data_paths)):
+            raise InvalidSetting(f"data_paths must be addresses that peers can reach, got {list(self.data_paths)}")
+        if len(self.data_paths) > MAX_DATA_PATHS:
+            raise InvalidSetting(f"data_paths must be at most {MAX_DATA_PATHS} addresses, got {len(self.data_paths)}")
         if len(set(self.rdma_devices)) < len(self.rdma_devices) or not all(self.rdma_devices):
             raise InvalidSetting(
                 f"rdma_devices must be distinct names, as listed by `ibv_devices`, got {list(self.rdma_devices)}"

@@ -186,12 +186,15 @@ def _lookup(host: str, port: int, flags: int) -> Address:
 
 
 class TcpTransport(Transport, Acceptor):
-    """The tcp transport and its acceptor. Raises InvalidArgument for key material that cannot be used."""
+    """The tcp transport and its acceptor, by default at `data_host`.
+
+    Raises InvalidArgument for key material that cannot be used.
+    """
 
     name = "tcp"
 
-    def __init__(self, config: MessengerConfig) -> None:
-        self._host = config.transport.data_host
+    def __init__(self, config: MessengerConfig, host: str = "") -> None:
+        self._host = host or config.transport.data_host
         self._port = config.host.data_port
         self._resolve_s = config.handshake_timeout_s
         self._identity = None if config.tls_files is None else identity(config.tls_files)

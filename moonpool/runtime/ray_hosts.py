@@ -106,7 +106,7 @@ def located(plan: RolePlan, host: RayHost, *, target: str, pool: str, gpu: bool,
     `target`: the gRPC address to listen at; `pool`: that of the host's pool node, "" for a pool node's own plan.
     `threads`: 0 = a share of the host's cores.
     """
-    settings = {**plan.settings, "listen": target, "data_host": host.address, "host_id": ""}
+    settings = {**plan.settings, "listen": target, "data_host": host.address, "data_paths": (), "host_id": ""}
     if plan.tier != POOL_TIER:
         settings |= {"pool": pool, "threads": threads or host.threads}
         if gpu:  # Ray shows the process its own GPU only

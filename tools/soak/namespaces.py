@@ -1,4 +1,4 @@
-"""Two simulated hosts for tests: network namespaces connected by a veth pair, each with a firewall.
+"""Two simulated hosts for tests: network namespaces connected by veth pairs, each with a firewall.
 
 Requires root, iproute2 and iptables (see `what_is_missing`). A thread that is `inside` a host uses its network, as do
 all threads and processes that it starts meanwhile.
@@ -30,23 +30,34 @@ def what_is_missing() -> str | None:
 
 
 class TwoHosts:
-    """Context manager that creates two hosts, numbered 0 and 1; `addresses[n]` is the address of host n."""
+    """Context manager that creates two hosts, numbered 0 and 1, connected by `wires` networks.
+
+    `addresses[n]` is the address of host n on the first wire.
+    """
 
     addresses = ("10.77.0.1", "10.77.0.2")
 
-    def __init__(self) -> None:
+    def __init__(self, wires: int = 1) -> None:
+        self._wires = wires
         self.names = tuple(f"mp-{os.getpid()}-{number}" for number in range(2))
 
     def __enter__(self) -> "TwoHosts":
         for name in self.names:
             run_tool("ip", "netns", "add", name)
         near, far = self.names
-        run_tool("ip", "link", "add", "wire", "netns", near, "type", "veth", "peer", "name", "wire", "netns", far)
-        for name, address in zip(self.names, self.addresses, strict=True):
-            run_tool("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "wire")
-            for device in ("lo", "wire"):
-                run_tool("ip", "-n", name, "link", "set", device, "up")
+        for wire in range(self._wires):
+            device = _device(wire)
+            run_tool("ip", "link", "add", device, "netns", near, "type", "veth", "peer", "name", device, "netns", far)
+            for host, name in enumerate(self.names):
+                run_tool("ip", "-n", name, "addr", "add", f"{self.address(host, wire)}/24", "dev", device)
+                for each in ("lo", device):
+                    run_tool("ip", "-n", name, "link", "set", each, "up")
         return self
+
+    def address(self, host: int, wire: int) -> str:
+        """Return the host's address on a wire."""
+        network, _, number = self.addresses[host].rpartition(".")
+        return f"{network.rpartition('.')[0]}.{wire}.{number}"
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
@@ -66,14 +77,24 @@ class TwoHosts:
         return [int(line.split()[0]) for line in listed[2:]]
 
     def heal(self) -> None:
-        """Remove all rules and set the link up."""
+        """Remove all rules and limits, and set the links up."""
         for host, name in enumerate(self.names):
             self.firewall(host, "-F")
-            run_tool("ip", "-n", name, "link", "set", "wire", "up")
+            for wire in range(self._wires):
+                run_tool("ip", "-n", name, "link", "set", _device(wire), "up")
+                run_tool(*self._shape(host, wire, "del"), check=False)
 
-    def unplug(self, host: int) -> None:
-        """Set the host's end of the link down."""
-        run_tool("ip", "-n", self.names[host], "link", "set", "wire", "down")
+    def unplug(self, host: int, wire: int = 0) -> None:
+        """Set the host's end of a link down."""
+        run_tool("ip", "-n", self.names[host], "link", "set", _device(wire), "down")
+
+    def limit(self, host: int, wire: int, bytes_s: int) -> None:
+        """Limit the speed at which the host sends by a wire (a token bucket; needs the kernel's sch_tbf)."""
+        shape = ("tbf", "rate", f"{8 * bytes_s}bit", "burst", "256kb", "latency", "20ms")
+        run_tool(*self._shape(host, wire, "replace"), *shape)
+
+    def _shape(self, host: int, wire: int, action: str) -> list[str]:
+        return [*self.command(host), "tc", "qdisc", action, "dev", _device(wire), "root"]
 
     @contextlib.contextmanager
     def inside(self, host: int) -> Iterator[None]:
@@ -87,6 +108,10 @@ class TwoHosts:
             enter_namespace(before)
             os.close(there)
             os.close(before)
+
+
+def _device(wire: int) -> str:
+    return f"wire{wire}" if wire else "wire"
 
 
 def enter_namespace(namespace: int) -> None:

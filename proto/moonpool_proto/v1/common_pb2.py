@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoonpool_proto/v1/common.proto\x12\x0bmoonpool.v1\"O\n\x08Software\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04wire\x18\x02 \x01(\r\x12\x13\n\x0boldest_wire\x18\x03 \x01(\r\x12\x0f\n\x07kv_wire\x18\x04 \x01(\r\"\x87\x01\n\x08\x45ndpoint\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08tcp_host\x18\x04 \x01(\t\x12\x10\n\x08tcp_port\x18\x05 \x01(\r\x12\x12\n\nshm_socket\x18\x06 \x01(\t\x12\x0c\n\x04rdma\x18\x07 \x01(\x08\"\x7f\n\x07KvGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0bscale_group\x18\x07 \x01(\r\"D\n\x06KvSpec\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.moonpool.v1.KvGroup\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\"\x80\x04\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x0c \x03(\x0b\x32$.moonpool.v1.Sampling.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x02\x88\x01\x01\x12%\n\x07grammar\x18\x10 \x01(\x0b\x32\x14.moonpool.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x95\x01\n\x07Grammar\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.moonpool.v1.Grammar.Kind\x12\x0e\n\x06source\x18\x02 \x01(\t\"Q\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_JSON_SCHEMA\x10\x01\x12\r\n\tKIND_LARK\x10\x02\x12\x0e\n\nKIND_REGEX\x10\x03\"\r\n\x0bJsonRequest\"\x19\n\tJsonReply\x12\x0c\n\x04json\x18\x01 \x01(\t*c\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x13\n\x0fROLE_AGGREGATED\x10\x03\x12\r\n\tROLE_POOL\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoonpool_proto/v1/common.proto\x12\x0bmoonpool.v1\"O\n\x08Software\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04wire\x18\x02 \x01(\r\x12\x13\n\x0boldest_wire\x18\x03 \x01(\r\x12\x0f\n\x07kv_wire\x18\x04 \x01(\r\"\x9a\x01\n\x08\x45ndpoint\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08tcp_host\x18\x04 \x01(\t\x12\x10\n\x08tcp_port\x18\x05 \x01(\r\x12\x12\n\nshm_socket\x18\x06 \x01(\t\x12\x0c\n\x04rdma\x18\x07 \x01(\x08\x12\x11\n\ttcp_paths\x18\x08 \x03(\t\"\x7f\n\x07KvGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0bscale_group\x18\x07 \x01(\r\"D\n\x06KvSpec\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.moonpool.v1.KvGroup\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\"\x80\x04\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x0c \x03(\x0b\x32$.moonpool.v1.Sampling.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x02\x88\x01\x01\x12%\n\x07grammar\x18\x10 \x01(\x0b\x32\x14.moonpool.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x95\x01\n\x07Grammar\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.moonpool.v1.Grammar.Kind\x12\x0e\n\x06source\x18\x02 \x01(\t\"Q\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_JSON_SCHEMA\x10\x01\x12\r\n\tKIND_LARK\x10\x02\x12\x0e\n\nKIND_REGEX\x10\x03\"\r\n\x0bJsonRequest\"\x19\n\tJsonReply\x12\x0c\n\x04json\x18\x01 \x01(\t*c\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x13\n\x0fROLE_AGGREGATED\x10\x03\x12\r\n\tROLE_POOL\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1174
-  _globals['_ROLE']._serialized_end=1273
+  _globals['_ROLE']._serialized_start=1193
+  _globals['_ROLE']._serialized_end=1292
   _globals['_SOFTWARE']._serialized_start=47
   _globals['_SOFTWARE']._serialized_end=126
   _globals['_ENDPOINT']._serialized_start=129
-  _globals['_ENDPOINT']._serialized_end=264
-  _globals['_KVGROUP']._serialized_start=266
-  _globals['_KVGROUP']._serialized_end=393
-  _globals['_KVSPEC']._serialized_start=395
-  _globals['_KVSPEC']._serialized_end=463
-  _globals['_SAMPLING']._serialized_start=466
-  _globals['_SAMPLING']._serialized_end=978
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=874
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=922
-  _globals['_GRAMMAR']._serialized_start=981
-  _globals['_GRAMMAR']._serialized_end=1130
-  _globals['_GRAMMAR_KIND']._serialized_start=1049
-  _globals['_GRAMMAR_KIND']._serialized_end=1130
-  _globals['_JSONREQUEST']._serialized_start=1132
-  _globals['_JSONREQUEST']._serialized_end=1145
-  _globals['_JSONREPLY']._serialized_start=1147
-  _globals['_JSONREPLY']._serialized_end=1172
+  _globals['_ENDPOINT']._serialized_end=283
+  _globals['_KVGROUP']._serialized_start=285
+  _globals['_KVGROUP']._serialized_end=412
+  _globals['_KVSPEC']._serialized_start=414
+  _globals['_KVSPEC']._serialized_end=482
+  _globals['_SAMPLING']._serialized_start=485
+  _globals['_SAMPLING']._serialized_end=997
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=893
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=941
+  _globals['_GRAMMAR']._serialized_start=1000
+  _globals['_GRAMMAR']._serialized_end=1149
+  _globals['_GRAMMAR_KIND']._serialized_start=1068
+  _globals['_GRAMMAR_KIND']._serialized_end=1149
+  _globals['_JSONREQUEST']._serialized_start=1151
+  _globals['_JSONREQUEST']._serialized_end=1164
+  _globals['_JSONREPLY']._serialized_start=1166
+  _globals['_JSONREPLY']._serialized_end=1191
 # @@protoc_insertion_point(module_scope)

@@ -87,6 +87,7 @@ class Endpoint(_message.Message):
     TCP_PORT_FIELD_NUMBER: _builtins.int
     SHM_SOCKET_FIELD_NUMBER: _builtins.int
     RDMA_FIELD_NUMBER: _builtins.int
+    TCP_PATHS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.int
     """random per process start; a restarted process is a different peer"""
@@ -97,6 +98,10 @@ class Endpoint(_message.Message):
     """path of a unix socket; empty without shm"""
     rdma: _builtins.bool
     """peers that connect at tcp_port may use rdma"""
+    @_builtins.property
+    def tcp_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """further TCP addresses, host:port, on other networks"""
+
     def __init__(
         self,
         *,
@@ -107,10 +112,11 @@ class Endpoint(_message.Message):
         tcp_port: _builtins.int = ...,
         shm_socket: _builtins.str = ...,
         rdma: _builtins.bool = ...,
+        tcp_paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "node_id", b"node_id", "rdma", b"rdma", "shm_socket", b"shm_socket", "tcp_host", b"tcp_host", "tcp_port", b"tcp_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "node_id", b"node_id", "rdma", b"rdma", "shm_socket", b"shm_socket", "tcp_host", b"tcp_host", "tcp_paths", b"tcp_paths", "tcp_port", b"tcp_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

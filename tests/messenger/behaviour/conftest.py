@@ -31,7 +31,7 @@ def greet(make_node: Any, transport: str, patience: float) -> Iterator[Callable[
             session=secrets.token_bytes(16),
             timeout_s=10 * patience,
         )
-        _, link, _ = dialer.dial(lambda _link: None)
+        link = dialer.dial(lambda _link: None).link
         links.append(link)
         return link
 
