@@ -4,6 +4,7 @@ Decode rows (chunks of one token) and prefill chunks may be mixed in any order. 
 step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ from engine.config import ModelConfig
 from engine.errors import InvalidBatch
 
 IntArray = npt.NDArray[np.int32]
+LayerHook = Callable[[int], None] | None
+"""Function that a step calls with each layer, or None."""
 
 
 @dataclass

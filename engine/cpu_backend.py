@@ -9,7 +9,6 @@ compiled softmax; with more threads it is torch's fused kernel, which parallelis
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import kernels
-from engine.batch import FlatBatch, first_visible
+from engine.batch import FlatBatch, LayerHook, first_visible
 from engine.cache import PagedCache
 from engine.config import ModelConfig
 from engine.kernels import DecoderDims, KernelWeights, StepArrays, WorkBuffers
@@ -169,7 +168,7 @@ class CpuBackend:
         self._arrays = KernelWeights(*(getattr(weights, name).numpy() for name in KernelWeights._fields))
         self._buffers: dict[str, kernels.Floats] = {}
 
-    def run(self, plan: FlatBatch, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+    def run(self, plan: FlatBatch, cache: PagedCache, on_layer: LayerHook, before_layer: LayerHook) -> torch.Tensor:
         """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         self._rope.reach(plan.max_context)
         count = len(plan.token_ids)
@@ -177,34 +176,39 @@ class CpuBackend:
         np.take(self._weights.embedding.numpy(), plan.token_ids, axis=0, out=work.x)
         step = self._step(plan, cache)
         if count <= self._few_rows:
-            self._run_compiled(step, work, on_layer)
+            self._run_compiled(step, work, on_layer, before_layer)
         else:
-            self._run_composed(plan, cache, step, work, on_layer)
+            attention = ChunkAttention(plan, cache, self._config, step)
+            self._run_composed(attention, step, work, on_layer, before_layer)
         return self._logits(plan, work.x, compiled=count <= self._few_rows)
 
-    def _run_compiled(self, step: StepArrays, work: WorkBuffers, on_layer: Callable[[int], None] | None) -> None:
+    def _run_compiled(self, step: StepArrays, work: WorkBuffers, on_layer: LayerHook, before_layer: LayerHook) -> None:
         layers, rows = self._config.num_layers, np.arange(len(work.x), dtype=np.int32)
-        if on_layer is None:
+        if on_layer is None and before_layer is None:
             kernels.run_layers(0, layers, self._shape, self._arrays, step, work, rows)
             return
         for layer in range(layers):
+            if before_layer is not None:
+                before_layer(layer)
             kernels.run_layers(layer, layer + 1, self._shape, self._arrays, step, work, rows)
-            on_layer(layer)
+            if on_layer is not None:
+                on_layer(layer)
 
     def _run_composed(
         self,
-        plan: FlatBatch,
-        cache: PagedCache,
+        attention: ChunkAttention,
         step: StepArrays,
         work: WorkBuffers,
-        on_layer: Callable[[int], None] | None,
+        on_layer: LayerHook,
+        before_layer: LayerHook,
     ) -> None:
         w, shape, arrays = self._weights, self._shape, self._arrays
         x, hidden, qkv, mixed, gate_up, gated, _ = (torch.from_numpy(buffer) for buffer in work)
-        attention = ChunkAttention(plan, cache, self._config, step)
         for layer in range(self._config.num_layers):
             kernels.rms_norm(work.x, arrays.attention_norm[layer], shape.eps, work.hidden)
             _multiply(hidden, w.qkv[layer], w.qkv_bias[layer], qkv)
+            if before_layer is not None:
+                before_layer(layer)
             kernels.place_rows(layer, shape, arrays, step, work.qkv)
             if on_layer is not None:
                 on_layer(layer)

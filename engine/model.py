@@ -3,7 +3,6 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, Protocol
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import FlatBatch, ForwardBatch, SequenceChunk, flatten_batch
+from engine.batch import FlatBatch, ForwardBatch, LayerHook, SequenceChunk, flatten_batch
 from engine.cache import DTYPES, PagedCache
 from engine.config import KvGroupShape, ModelConfig, read_config
 from engine.cpu_backend import CpuBackend
@@ -30,7 +29,7 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 class Backend(Protocol):
     """Executes planned steps."""
 
-    def run(self, plan: FlatBatch, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+    def run(self, plan: FlatBatch, cache: PagedCache, on_layer: LayerHook, before_layer: LayerHook) -> torch.Tensor:
         """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         ...
 
@@ -68,14 +67,19 @@ class Model:
         sample(logits, [SamplingRow(temperature=1.0, top_p=0.5, top_k=1, seed=0, choice=0, index=0, min_p=0.5)])
 
     def forward(
-        self, batch: ForwardBatch, cache: PagedCache, on_layer: Callable[[int], None] | None = None
+        self,
+        batch: ForwardBatch,
+        cache: PagedCache,
+        on_layer: LayerHook = None,
+        before_layer: LayerHook = None,
     ) -> torch.Tensor:
         """Run one step: write the KV of every token of the batch into the cache.
 
         Returns logits float32 [rows, vocab] in the order of the chunks, on the model's device: one row per chunk with
         `want_logits`, or one per token if the chunk has `every`. `on_layer(layer)` is called once per layer, in order,
         when that layer's KV of the whole batch is in the cache (on CUDA: when the write is queued on the current
-        stream). Raises `InvalidBatch` or `CacheMismatch` and leaves the cache unchanged.
+        stream). `before_layer(layer)` is called once per layer, in order, before KV of that layer is read or written.
+        Raises `InvalidBatch` or `CacheMismatch` and leaves the cache unchanged, or what a hook raised.
         """
         if cache.groups != self.kv_groups:
             raise CacheMismatch(f"the cache must have the model's groups {self.kv_groups}, got {cache.groups}")
@@ -83,7 +87,7 @@ class Model:
             raise CacheMismatch(f"the cache must be on the model's device {self.device}, got {cache.memory.device}")
         plan = flatten_batch(batch, self.config, cache)
         with self._turn, torch.inference_mode():
-            return self._backend.run(plan, cache, on_layer)
+            return self._backend.run(plan, cache, on_layer, before_layer)
 
     def score(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """Return the logits of every position, float32 [n, vocab], computed densely as the reference for verification.

@@ -4,14 +4,13 @@ Attention is split within a step: all decode rows in one padded call, each longe
 are gathered from the slots through the cache's strided views.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.batch import FlatBatch, first_visible
+from engine.batch import FlatBatch, LayerHook, first_visible
 from engine.cache import PagedCache
 from engine.config import ModelConfig
 from engine.rope import RopeTable
@@ -39,7 +38,7 @@ class TorchBackend:
         self._rope = rope
         self._device = weights.embedding.device
 
-    def run(self, plan: FlatBatch, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+    def run(self, plan: FlatBatch, cache: PagedCache, on_layer: LayerHook, before_layer: LayerHook) -> torch.Tensor:
         """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         config, w = self._config, self._weights
         self._rope.reach(plan.max_context)
@@ -52,6 +51,8 @@ class TorchBackend:
             group, depth = place[layer]
             h = F.rms_norm(x, (config.hidden_size,), w.attention_norm[layer], config.rms_norm_eps)
             q, k, v = self._project(layer, h, cos, sin)
+            if before_layer is not None:
+                before_layer(layer)
             view = cache.views[group][:, depth]  # [slots, kv_heads, 2, block_tokens, head_dim]
             index = groups[group]
             view[index.slots, :, 0, index.offsets] = k

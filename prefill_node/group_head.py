@@ -143,7 +143,7 @@ class PrefillGroup:
         ]
         for failed in await asyncio.gather(*begins, return_exceptions=True):
             if isinstance(failed, Exception):
-                chunks.lose(str(failed) or repr(failed))
+                chunks.gate.lose(str(failed) or repr(failed))
         self._watching = [asyncio.ensure_future(self._watch(helper)) for helper, _ in self._helpers]
         self._watching.append(asyncio.ensure_future(self._notice_silence()))
 
@@ -153,14 +153,14 @@ class PrefillGroup:
         except Exception as error:  # whatever it is, nobody may wait for this helper
             why = repr(error)
         if why:
-            self.member.chunks.lose(f"helper {helper.node_id}: {why}")
+            self.member.chunks.gate.lose(f"helper {helper.node_id}: {why}")
 
     async def _notice_silence(self) -> None:
         patience_s, chunks = self._node.config.kv.push_timeout_s, self.member.chunks
         while True:
             await asyncio.sleep(_LOOK_S)
-            if chunks.idle_s > patience_s:
-                chunks.lose(f"no helper has sent anything for {patience_s:g} s")
+            if chunks.gate.idle_s > patience_s:
+                chunks.gate.lose(f"no helper has sent anything for {patience_s:g} s")
 
     async def close(self) -> None:
         """Release the helpers. On return no other node can write into the request's slots."""

@@ -2,22 +2,18 @@
 
 A layer of a chunk may be computed once that layer of all preceding blocks is present and verified.
 
-Threads of `MemberChunks` (`_came` is its only lock):
+Threads of `MemberChunks`, which has no lock but its gate's:
 
-  engine thread    is_ready, next_span, wait, layer_computed, chunk_computed
+  engine thread    next_span, layer_computed, chunk_computed
   verifier thread  verified: marks blocks as present and wakes the engine thread
-  event loop       begin, lose, idle_s, leading_tokens
+  event loop       begin, leading_tokens
 
-`_here`, `_leading`, `_last_s` and `_lost` change under `_came`. `is_ready` reads them without the lock: they only move
-towards ready, so a stale value delays a step by one wake-up. `_spans` changes on the event loop before the sequence is
-submitted and on the engine thread afterwards.
+`_spans` changes on the event loop before the sequence is submitted and on the engine thread afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +28,7 @@ from prefill_node.push import DuePush, PushDestination, Pusher
 from prefill_node.senders import PushSenders
 from rpc.errors import InvalidArgument
 from worker.errors import GroupLost
+from worker.layer_gate import LayerGate
 from worker.node import WorkerNode
 from worker.request import Request
 from worker.shielded_wait import in_thread
@@ -60,20 +57,17 @@ class MemberChunks:
         self.slots = list(slots)
         self.held_blocks = held_blocks
         self.num_blocks = num_blocks
+        self.gate = LayerGate(
+            len(memory.place_of_layer),
+            num_blocks,
+            held_blocks=held_blocks,
+            stall_s=stall_s,
+            lost=GroupLost,
+            changed=changed,
+        )
         self._memory = memory
-        self._stall_s = stall_s
-        self._changed = changed
         self._forward = forward
-        self._num_layers = len(memory.place_of_layer)
-        self._here = np.zeros((self._num_layers, num_blocks), dtype=bool)
-        self._here[:, :held_blocks] = True
-        self._leading = [
-            held_blocks
-        ] * self._num_layers  # per layer, the number of leading blocks present without a gap
         self._spans: list[TokenSpan] = []
-        self._lost: GroupLost | None = None
-        self._came = threading.Condition()
-        self._last_s = time.monotonic()
 
     def valid_tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the valid tokens of each block: members push whole blocks only."""
@@ -81,9 +75,14 @@ class MemberChunks:
 
     def begin(self, spans: Sequence[TokenSpan]) -> None:
         """Set the chunks to compute, in order."""
-        with self._came:
-            self._spans = list(spans)
-            self._last_s = time.monotonic()
+        self._spans = list(spans)
+        self._require_next()
+
+    def _require_next(self) -> None:
+        # A step begins once the first layer of all blocks before its chunk is here, and then waits only for steps that
+        # began earlier, so members cannot wait for each other in a circle.
+        if self._spans:
+            self.gate.require(self._spans[0][0] // self._memory.block_tokens)
 
     # Engine thread.
 
@@ -92,40 +91,16 @@ class MemberChunks:
         """Prompt tokens [start, end) of the next chunk; None when all chunks are computed."""
         return self._spans[0] if self._spans else None
 
-    @property
-    def is_ready(self) -> bool:
-        """True if the first layer of the next chunk can be computed, or if the group is lost.
-
-        A step that has begun therefore waits only for steps that began earlier, so members cannot wait for each other
-        in a circle.
-        """
-        return self._lost is not None or self._has(0)
-
     def layer_computed(self, layer: int) -> None:
-        """Mark one layer of the next chunk as computed and wait for the input of the next layer. Raises GroupLost."""
+        """Mark one layer of the next chunk as computed."""
         start, end = self._spans[0]
         block_tokens = self._memory.block_tokens
-        with self._came:
-            self._mark(layer, np.arange(start // block_tokens, min(self.num_blocks, end // block_tokens)))
-        if layer + 1 < self._num_layers:
-            self.wait(layer + 1)
-
-    def wait(self, layer: int) -> None:
-        """Block until this layer of all blocks before the next chunk is present. Raises GroupLost."""
-        began_s = time.monotonic()
-        with self._came:
-            while self._lost is None and not self._has(layer):
-                left_s = max(began_s, self._last_s) + self._stall_s - time.monotonic()
-                if left_s <= 0:
-                    self._lost = GroupLost(f"layer {layer} of an earlier chunk has not arrived for {self._stall_s:g} s")
-                    break
-                self._came.wait(left_s)
-            if self._lost is not None:
-                raise self._lost
+        self.gate.mark([layer], np.arange(start // block_tokens, min(self.num_blocks, end // block_tokens)))
 
     def chunk_computed(self) -> None:
         """Advance to the following chunk."""
         del self._spans[0]
+        self._require_next()
 
     # Other threads.
 
@@ -135,56 +110,23 @@ class MemberChunks:
     def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
         """Mark verified blocks as present and pass them on. If that is not possible, the group is lost."""
         if not right.all():
-            self.lose(f"{int((~right).sum())} blocks of layer {layer} arrived damaged")
+            self.gate.lose(f"{int((~right).sum())} blocks of layer {layer} arrived damaged")
             return
         try:
             self._use(layer, blocks)
         except Exception as error:
-            self.lose(f"blocks of layer {layer} arrived and could not be used: {error!r}")
+            self.gate.lose(f"blocks of layer {layer} arrived and could not be used: {error!r}")
             raise
 
     def _use(self, layer: int, blocks: NDArray[np.int64]) -> None:
         self._memory.to_device([self.slots[b] for b in blocks], layer).wait()
-        with self._came:
-            if self._lost is not None:
-                return
-            self._mark(layer, blocks)
-            self._last_s = time.monotonic()
-            self._came.notify_all()
-        if self._forward is not None:
+        if self.gate.mark([layer], blocks) and self._forward is not None:
             self._forward(layer, blocks.tolist())
-        if layer == 0:
-            self._changed()
-
-    def lose(self, why: str) -> None:
-        """Mark the group as lost and wake all waiting callers. Does nothing if it is lost already."""
-        with self._came:
-            if self._lost is None:
-                self._lost = GroupLost(why)
-            self._came.notify_all()
-        self._changed()
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the last arrival while the next chunk is not ready; 0 if it is."""
-        with self._came:
-            waits = self._lost is None and bool(self._spans) and not self._has(0)
-            return time.monotonic() - self._last_s if waits else 0.0
 
     @property
     def leading_tokens(self) -> int:
         """Number of tokens at the beginning of the prompt with all layers present."""
-        with self._came:
-            return min(self._leading) * self._memory.block_tokens
-
-    def _has(self, layer: int) -> bool:
-        return bool(self._spans) and self._leading[layer] * self._memory.block_tokens >= self._spans[0][0]
-
-    def _mark(self, layer: int, blocks: NDArray[np.int64]) -> None:
-        here = self._here[layer]
-        here[blocks] = True
-        rest = here[self._leading[layer] :]
-        self._leading[layer] += len(rest) if rest.all() else int(rest.argmin())
+        return self.gate.complete * self._memory.block_tokens
 
 
 @dataclass(frozen=True, slots=True)

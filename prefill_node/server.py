@@ -24,7 +24,7 @@ from telemetry import tracing
 from telemetry.tracing import Span
 from worker.grammar_matching import GrammarMatcher
 from worker.node import WorkerNode
-from worker.prepare import Prepared, load, prepared, reusable_blocks, save_prefix, sequence_of, trace_prompt
+from worker.prepare import Prepared, compute, load, prepared, reusable_blocks, save_prefix, sequence_of, trace_prompt
 from worker.request import EngineSequence, Request
 from worker.shielded_wait import run_both, shielded
 
@@ -96,7 +96,8 @@ class PrefillService:
         handoff = PrefillHandoff(node, work, self._channel(request.placement.decode.target), span)
         pusher: Pusher | None = None
         try:
-            await run_both(load(node, work, span), handoff.reserve())
+            # A group pushes the reused blocks to its members before anything is computed.
+            await run_both(load(node, work, span, whole=bool(request.placement.helpers)), handoff.reserve())
             work.elsewhere_tokens = handoff.push_from * node.config.block_tokens
             pusher = self._pusher(work, handoff)
             sequence = await self._prefill(work, permit, matcher, pusher)
@@ -160,7 +161,7 @@ class PrefillService:
             if group is not None:
                 await pusher.settle()  # blocks must not be recomputed while they are being pushed
             with self._tapped(sequence, pusher):
-                await node.run_in_engine(sequence)
+                await compute(node, work, sequence, pusher.settle)
         permit.end()
         return sequence
 

@@ -8,7 +8,7 @@ from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
 from telemetry import tracing
 from telemetry.tracing import Span
 from worker.node import WorkerNode
-from worker.prepare import load, prepared, save_prefix, sequence_of, trace_answer, trace_prompt
+from worker.prepare import compute, load, prepared, save_prefix, sequence_of, trace_answer, trace_prompt
 from worker.request import Request
 
 
@@ -36,7 +36,7 @@ class AggregatedService:
                     sequence = sequence_of(node, work, matcher, prefill_only=False)
                     report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
                     with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
-                        await node.run_in_engine(sequence)
+                        await compute(node, work, sequence)
                         trace_prompt(span, sequence, work)
                         trace_answer(span, sequence)
                         await save_prefix(node, work, sequence)

@@ -37,12 +37,14 @@ class StepRunner(Protocol):
         decoding: Sequence[EngineSequence],
         chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
         on_layer: OnLayer | None,
+        before_layer: OnLayer | None = None,
     ) -> list[SampledToken | None]:
         """Compute one step: the next token of each decoding sequence, and the given prompt chunks.
 
-        Writes the KV of the computed tokens and calls `on_layer(layer)` when a layer's KV is written. Returns a token
-        per decoding sequence, then one per chunk that ends its prompt; None for a sequence that cannot continue, whose
-        `error` is set. Raises if the step fails as a whole.
+        Writes the KV of the computed tokens and calls `on_layer(layer)` when a layer's KV is written. Calls
+        `before_layer(layer)` before it reads or writes KV of a layer; the call may block until the preceding tokens'
+        KV is there. Returns a token per decoding sequence, then one per chunk that ends its prompt; None for a sequence
+        that cannot continue, whose `error` is set. Raises if the step fails as a whole, or what a hook raised.
         """
 
 

@@ -6,8 +6,8 @@ thread. A sequence's slots may be freed only after a StepResult has listed the s
 Threads, locks and lifetimes:
 
   event loop                        engine thread                          verifier thread
-  submit, cancel, extend, wake ──▶  _take_commands: inbox → _prefilling    MemberChunks.verified ──▶ wake
-  (under `_wake`)                   or _decoding                           (a layer from the group arrived)
+  submit, cancel, extend, wake ──▶  _take_commands: inbox → _prefilling    LayerGate.mark ──▶ wake
+  (under `_wake`)                   or _decoding                           (the first layer has arrived)
   on_step callback ◀──────────────  _step ends: StepResult
   (call_soon_threadsafe)            on_layer(layer, spans) within a step
 
@@ -17,7 +17,9 @@ Threads, locks and lifetimes:
 - A sequence belongs to the engine thread from `submit` until a StepResult lists it in `left`; other threads may only
   cancel it or extend its slot table. Steps read and write its slots, so a cancelled sequence keeps them until the step
   in progress has ended.
-- A step of a prefill group blocks in `group_chunks.wait` for layers of other nodes; `cancel` ends that wait by `lose`.
+- A step of a prefill group, or of a prompt whose reused KV is on its way, blocks in `LayerGate.wait` before each layer
+  that is not here yet; `cancel` ends that wait by `lose`. Such a prompt is alone in its step. While its KV is on its
+  way, all other work that is ready comes first, and its step gives up as soon as a sequence could decode.
 - The thread runs from `start` until `close` joins it or an error ends it. `close` does not report the sequences that
   are still in the loop. After an error `_ended_by` is set, all sequences are reported as left, and later submits are
   answered at once, on the caller's thread.
@@ -34,7 +36,7 @@ from dataclasses import dataclass, field
 
 from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
 from worker.engine_interface import StepRunner
-from worker.errors import GroupLost
+from worker.errors import GroupLost, LoadLost
 from worker.policy import BatchLimits, PrefillChunk, plan_step
 from worker.request import EngineSequence
 
@@ -117,8 +119,9 @@ class EngineLoop:
         with self._wake:
             sequence.cancelled = True
             self._wake.notify()
-        if sequence.group_chunks is not None:  # its own step may be in progress and waiting for other nodes
-            sequence.group_chunks.lose("the request was cancelled")
+        gate = sequence.gate
+        if gate is not None:  # its own step may be in progress and waiting for other nodes
+            gate.lose("the request was cancelled")
 
     def extend(self, sequence: EngineSequence, slots: list[int]) -> None:
         """Add slots to a decoding sequence."""
@@ -157,11 +160,14 @@ class EngineLoop:
     def _run(self) -> None:
         while self._take_commands():
             self._drop_cancelled()
+            self._look_at_gates()
             now_s = time.monotonic()
             # Sorted before every step: an urgent prompt takes precedence from its next chunk on.
             self._prefilling.sort(key=lambda sequence: sequence.queue_entry.rank(now_s))
             ready = [s for s in self._decoding if self._is_ready(s)]
-            prompts = [s for s in self._prefilling if s.group_chunks is None or s.group_chunks.is_ready]
+            prompts = [s for s in self._prefilling if s.gate is None or s.gate.is_ready]
+            arriving = [s for s in prompts if s.loading is not None]
+            prompts = [s for s in prompts if s.loading is None]
             # A chunk of a group may wait for other nodes at every layer, so it runs in its own step, and decoding
             # sequences get every other step.
             self._was_shared = bool(prompts and prompts[0].group_chunks is not None) and not (
@@ -171,6 +177,8 @@ class EngineLoop:
                 self._step_share(prompts[0])
                 continue
             prompts = [s for s in prompts if s.group_chunks is None]
+            if not (ready or prompts):
+                prompts = arriving[:1]
             plan = plan_step(
                 [s.remaining for s in ready],
                 [(s.num_computed, s.prompt_len) for s in prompts],
@@ -191,7 +199,7 @@ class EngineLoop:
             return not self._closing
 
     def _can_prefill(self) -> bool:
-        return any(s.group_chunks is None or s.cancelled or s.group_chunks.is_ready for s in self._prefilling)
+        return any(s.cancelled or s.gate is None or s.gate.is_ready for s in self._prefilling)
 
     def _can_decode(self) -> bool:
         return any(sequence.cancelled or self._is_ready(sequence) for sequence in self._decoding)
@@ -229,23 +237,48 @@ class EngineLoop:
         self._decoding = [s for s in self._decoding if id(s) not in ids]
         self._prefilling = [s for s in self._prefilling if id(s) not in ids]
 
+    def _look_at_gates(self) -> None:
+        """Remove prompts whose KV never arrives, and forget the gates of those whose reused KV is here."""
+        lost: list[EngineSequence] = []
+        for sequence in self._prefilling:
+            gate = sequence.gate
+            if gate is not None and gate.error is not None:
+                sequence.error = gate.error
+                lost.append(sequence)
+            elif sequence.loading is not None and sequence.loading.is_open:
+                sequence.loading = None
+        if lost:
+            self._remove(lost)
+            self._on_step(StepResult(left=lost))
+
     def _step_share(self, sequence: EngineSequence) -> None:
         assert sequence.group_chunks is not None
-        try:
-            sequence.group_chunks.wait(0)
-            span = sequence.group_chunks.next_span
-            assert span is not None
-        except GroupLost as error:
-            sequence.error = error
-            self._remove([sequence])
-            self._on_step(StepResult(left=[sequence]))
-            return
+        span = sequence.group_chunks.next_span
+        assert span is not None
         self._step([], [(sequence, PrefillChunk(0, *span, last=span[1] == sequence.prompt_len))])
+
+    def _await_layer(self, sequence: EngineSequence, layer: int) -> None:
+        """Wait until a layer of the blocks before the sequence's next chunk is here. Raises GroupLost or LoadLost."""
+        gate = sequence.gate
+        if gate is None or (gate.error is None and gate.has(layer)):
+            return
+        if sequence.loading is None:
+            gate.wait(layer)
+            return
+        began_s = time.monotonic()
+        gate.wait(layer, self._could_decode)
+        sequence.waited_s += time.monotonic() - began_s
+
+    def _could_decode(self) -> bool:
+        """Return True if a sequence waits for its next token only because a step is in progress."""
+        with self._wake:
+            arrived = any(s.num_computed >= s.prompt_len for s in self._inbox)
+        return arrived or any(self._is_ready(s) for s in self._decoding)
 
     def _step(self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]]) -> None:
         try:
             result = self._run_batch(decoding, chunks)
-        except GroupLost as error:  # a group's chunk is the only one in its step
+        except (GroupLost, LoadLost) as error:  # a chunk that waits for layers is the only one in its step
             chunks[0][0].error = error
             result = StepResult(left=[chunks[0][0]])
         except Exception as error:  # a failed step must not end the thread
@@ -265,7 +298,7 @@ class EngineLoop:
             sequence.first_step_at = sequence.first_step_at or began
         result = StepResult(decode_batch=len(decoding), decode_context=sum(s.num_computed for s in decoding))
         rows = decoding + [s for s, c in chunks if c.last]
-        hook = None
+        hook = before = None
         spans = [(s, c.start, c.end) for s, c in chunks if s.prefill_only]
         if self._on_layer is not None and spans:
             report = self._on_layer
@@ -276,7 +309,15 @@ class EngineLoop:
                     if sequence.group_chunks is not None:
                         sequence.group_chunks.layer_computed(layer)
 
-        chosen = self._steps.run(decoding, chunks, hook)
+        if any(sequence.gate is not None for sequence, _ in chunks):
+            assert len(chunks) == 1, "a prompt that waits for layers is alone in its step"
+
+            def before(layer: int) -> None:
+                self._await_layer(chunks[0][0], layer)
+
+        waited_s = sum(s.waited_s for s, _ in chunks)
+        chosen = self._steps.run(decoding, chunks, hook, before)
+        waited_s = sum(s.waited_s for s, _ in chunks) - waited_s
         ended = time.monotonic()
         result.seconds = ended - began
         for sequence in decoding:
@@ -286,7 +327,7 @@ class EngineLoop:
             sequence.num_computed = chunk.end
             sequence.computed_tokens += chunk.end - chunk.start
             sequence.is_beside_decodes |= bool(decoding)
-            sequence.compute_s += result.seconds * (chunk.end - chunk.start) / result.prefill_tokens
+            sequence.compute_s += (result.seconds - waited_s) * (chunk.end - chunk.start) / result.prefill_tokens
         for sequence, row in zip(rows, chosen, strict=True):
             index = sequence.next_index
             if row is not None and sequence.try_append(row.token):

@@ -4,6 +4,7 @@ WorkerError
 ├── RequestRefused        the request is invalid here (too long, unknown model): not retried
 ├── RequestFailed         this attempt failed here; another node may succeed
 │   ├── GroupLost         chunks of other members of a prefill group are missing or damaged
+│   ├── LoadLost          reused KV of a prompt whose computation has begun is missing or damaged
 │   └── GrammarLost       the process that followed the request's grammar has ended
 ├── GrammarError          a grammar that cannot be compiled
 │   └── GrammarTooCostly  a grammar that exceeds the limits on time or memory
@@ -45,6 +46,13 @@ class GroupLost(RequestFailed):
 
     def __init__(self, message: str) -> None:
         super().__init__("group", message)
+
+
+class LoadLost(RequestFailed):
+    """Reused KV of a prompt whose computation has begun is damaged or late. The node computes the prompt again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("load", message)
 
 
 class GrammarLost(RequestFailed):

@@ -20,9 +20,9 @@ from kvpool import KvPoolError, Lease, PoolClient, PutTicket
 from messenger import DeadlineExceeded, Messenger, MessengerError, Priority
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from rpc.control import ControlError
-from rpc.errors import NetworkError
 from settings.worker import KvSettings
 from worker.counters import WorkerCounters
+from worker.kv_loading import LoadSettings, PoolLoad
 from worker.local_pool import LocalPoolAccess
 from worker.policy import CircuitBreaker
 from worker.prefix_blocks import PinnedBlocks, PrefixSave, find_tail, key_array, names_of_tails
@@ -204,51 +204,17 @@ class KVConnector:
                 self._record_call(pin.client.target, error)
                 log.warning("lease %s was not returned and will expire: %s", pin.lease.lease_id, error)
 
-    async def load(self, pinned: Sequence[PinnedBlocks], slots: Sequence[int], first: int) -> int:
-        """Read leased blocks from `first` on, including the partial one, into `slots` and verify all of their layers.
-
-        Returns the number of leading blocks that are now in the slots and verified; each PinnedBlocks records its own.
-        A block that fails verification ends the run, is removed from the pool and counted.
-        """
-        good = 0
-        for pin in pinned:
-            skip = max(0, first + good - pin.first)
-            count = min(pin.num_rows - skip, len(slots) - good)
-            if count <= 0 or pin.first > first + good:
-                continue
-            rows = slice(skip, skip + count)
-            part = slots[good : good + count]
-            began = time.perf_counter()
-            try:
-                right = await self._read(pin, rows, part)
-            except NetworkError as error:
-                self._record_call(pin.client.target, error)
-                log.warning("reused blocks could not be read and will be computed: %s", error)
-                break
-            nbytes = count * self._memory.spec.block_nbytes
-            self._counters.add_transfer("load" if pin.is_own else "fetch", nbytes, time.perf_counter() - began)
-            pin.right = range(skip, skip + right)
-            good += right
-            if right < count:
-                bad = pin.first + skip + right
-                self._counters.add("digest_mismatches", 1)
-                log.error("block %d of a reused prefix at %s failed verification", bad, pin.lease.endpoint.node_id)
-                await self.quarantine(pinned, [bad])
-                break
-        if good:
-            await in_thread(self._memory.to_device_now, slots[:good])
-        return good
-
-    async def _read(self, pin: PinnedBlocks, rows: slice, slots: Sequence[int]) -> int:
-        """Read leased blocks into slots; return the number of leading ones that are verified. Raises NetworkError."""
-        right = await self._local_pool.load(pin, rows, slots) if pin.is_own else None
-        if right is not None:
-            return right
-        slices = self._memory.slot_slices(slots, list(pin.offsets[:, rows]))
-        peer = self._messenger.connect(pin.lease.endpoint)
-        await shielded(peer.read(pin.lease.key, self._memory.region, slices, deadline_s=self._settings.kv.lease_s))
-        expected = [each[rows] for each in pin.digests]
-        return await in_thread(self._count_right, slots, expected, pin.valid[rows])
+    def begin_load(self, pinned: Sequence[PinnedBlocks], slots: Sequence[int], first: int) -> PoolLoad:
+        """Return a load of the leased blocks from `first` on, including the partial one, into `slots`."""
+        settings = LoadSettings(
+            self._memory,
+            self._messenger,
+            self._local_pool,
+            self._counters,
+            self._settings.kv.lease_s,
+            self._record_call,
+        )
+        return PoolLoad(settings, pinned, slots, first)
 
     async def quarantine(self, pinned: Sequence[PinnedBlocks], blocks: Sequence[int]) -> None:
         """Remove leased blocks with wrong content from their pools; `blocks` are indices in the prompt.
@@ -328,22 +294,6 @@ class KVConnector:
         else:
             self._breaker.succeeded(target)
 
-    def _count_right(
-        self, slots: Sequence[int], expected: Sequence[NDArray[np.uint64]], valid: NDArray[np.int32]
-    ) -> int:
-        """Return the number of leading slots whose bytes match the expected layer digests.
-
-        `expected` has one array [n, layers] per group.
-        """
-        right = len(slots)
-        for group, want in enumerate(expected):
-            wrong = (self._memory.slot_digests(group, slots, valid) != want).any(axis=1).nonzero()[0]
-            if len(wrong):
-                right = min(right, int(wrong[0]))
-        return right
-
-
-log = logging.getLogger(__name__)
 
 PoolErrors = (KvPoolError, ControlError, MessengerError)
 

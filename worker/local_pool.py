@@ -6,13 +6,15 @@ host or container, tcp only) or it has closed, callers use the messenger; access
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvpool import PoolClient
+from kvpool import KvSpec, PoolClient
 from kvpool.errors import KvPoolError, LocalPoolUnavailable
 from kvpool.local import LocalPoolClient, PutStatus, RegisteredBlocks
 from messenger import Messenger
@@ -40,6 +42,7 @@ class LocalPoolAccess:
         self._pool: LocalPoolClient | None = None
         self._region_id = 0
         self._next_try_s = 0.0
+        self._entering = asyncio.Lock()  # concurrent reads wait for one attempt to connect
 
     async def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -47,27 +50,32 @@ class LocalPoolAccess:
         if pool is not None:
             await in_thread(pool.close)
 
-    async def load(self, pin: PinnedBlocks, rows: slice, slots: Sequence[int]) -> int | None:
-        """Copy the leased blocks `rows` into slots and verify them.
+    async def load(
+        self,
+        pin: PinnedBlocks,
+        spec: KvSpec,
+        places: tuple[NDArray[np.int64], NDArray[np.int64]],
+        digests: Sequence[NDArray[np.uint64]],
+        valid: NDArray[np.int32],
+    ) -> NDArray[np.bool_] | None:
+        """Copy leased blocks, or those layers of them that `spec` describes, into slots and verify them.
 
-        Returns the number of leading ones that are verified; None if the pool is not reachable this way.
+        `places` are byte offsets in the pool's arena and in this worker's region, both int64 [groups, n]; `digests` has
+        per group the expected ones [n, layers], `valid` [n] the tokens that are copied. Returns bool [n], True for
+        verified blocks; None if the pool is not reachable this way.
         """
         pool = await self._entered(pin.client)
         if pool is None or pool.incarnation != pin.lease.endpoint.incarnation:
             return None
-        digests = np.ascontiguousarray(np.concatenate([each[rows] for each in pin.digests], axis=1))
-        lengths = pin.valid[rows].astype(np.uint32)
+        expected = np.ascontiguousarray(np.concatenate(digests, axis=1))
         region = self._memory.host_region
         assert region is not None  # `_entered` connects for host memory only
-        spec, memory = self._memory.spec, region.array
+        memory, lengths = region.array, valid.astype(np.uint32)
         try:
-            right = await in_thread(
-                pool.read_leased, spec, pin.offsets[:, rows], digests, memory, self._memory.all_offsets(slots), lengths
-            )
+            return await in_thread(pool.read_leased, spec, places[0], expected, memory, places[1], lengths)
         except LocalPoolUnavailable as error:
             log.info("leased blocks are read through the messenger: %s", error)
             return None
-        return int(right.argmin()) if not right.all() else len(right)
 
     async def put(
         self, client: PoolClient, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float
@@ -110,6 +118,10 @@ class LocalPoolAccess:
 
     async def _entered(self, client: PoolClient) -> LocalPoolClient | None:
         """Return the open connection, or connect if it is time to; None if there is none."""
+        async with self._entering:
+            return await self._enter_again(client)
+
+    async def _enter_again(self, client: PoolClient) -> LocalPoolClient | None:
         if self._pool is not None and self._pool.alive:
             return self._pool
         if self._memory.host_region is None or time.monotonic() < self._next_try_s:

@@ -294,7 +294,8 @@ class WorkerNode:
                     timing.handoff.step_s = result.seconds
                 else:
                     timing.queue_s = sequence.first_step_at - sequence.request.submitted - timing.load_s
-                    timing.prefill_s = sequence.first_token_at - sequence.first_step_at
+                    timing.prefill_s = sequence.first_token_at - sequence.first_step_at - sequence.waited_s
+                    timing.load_s += sequence.waited_s
                     self._report_prefill(sequence, timing)
             self.streams.send_tokens(result.tokens, timings)
             self.counters.add("generation_tokens", len(result.tokens))

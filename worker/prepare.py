@@ -1,4 +1,11 @@
-"""Steps around a prefill on any worker: lease reusable KV, take slots, load and verify; save new blocks afterwards."""
+"""Steps around a prefill on any worker: lease reusable KV, take slots, load and verify, compute; save new blocks
+afterwards.
+
+If the reused KV is large, `load` returns with its first layers, and `compute` begins with them; the engine waits at the
+load's gate before each layer (`worker.layer_gate`). If a later layer turns out to be damaged or does not come, nothing
+that was computed is used: the step fails, the load ends, and the prompt is computed again from the first block that is
+not right in all of its layers.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from moonpool_proto.v1.worker_pb2 import Timing
+from rpc.waiting import first_of
 from telemetry.tracing import Span
+from worker.errors import LoadLost
 from worker.grammar_matching import GrammarMatcher
+from worker.kv_loading import PoolLoad
+from worker.layer_gate import LayerGate
 from worker.node import WorkerNode
 from worker.parity import ParitySample
 from worker.prefix_blocks import PinnedBlocks, PrefixSave
@@ -21,6 +33,9 @@ from worker.request import EngineSequence, Request
 from worker.shielded_wait import in_thread, shielded
 
 log = logging.getLogger(__name__)
+
+# A step that has waited so long for a layer is given up; the prompt is computed once the load has ended.
+_LONGEST_WAIT_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -36,7 +51,10 @@ class Prepared:
     elsewhere_tokens: int = 0  # prompt tokens that the decode node may reuse by itself
     store_from: int = 0  # blocks below this index are in the pool
     aside: ParitySample | None = None
-    load_s: float = 0.0
+    load_began: float = 0.0  # time.monotonic() instant
+    load_s: float = 0.0  # for which nothing could be computed
+    loading: asyncio.Task[None] | None = None  # sets `reused_tokens` and `store_from` when it ends
+    gate: LayerGate | None = None  # before the layers that `loading` has still to bring
     is_superseding: bool = False  # a stored block contains the reused partial one
 
     @property
@@ -63,7 +81,9 @@ class Prepared:
 
 @contextlib.asynccontextmanager
 async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> AsyncIterator[Prepared]:
-    """Take slots and leases for `request` and return them at the end. The caller loads the KV with `load`."""
+    """Take slots and leases for `request` and return them at the end, once the load has ended. The caller loads the KV
+    with `load`.
+    """
     block_tokens = node.config.block_tokens
     reusable = reusable_blocks(request, block_tokens)
     cut = node.parity.cut(request.request_id, reusable)
@@ -78,6 +98,8 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
         work = Prepared(request, slots, num_shared, await asyncio.shield(pinning), cut)
         yield work
     finally:
+        if work is not None:
+            await _end_load(work)
         node.slots.give(slots)
         await shielded(
             asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding))
@@ -103,26 +125,62 @@ async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[PinnedBlocks]], *,
         await node.kv_connector.unpin(pinning.result(), superseded=superseded)
 
 
-async def load(node: WorkerNode, work: Prepared, span: Span) -> None:
-    """Load the reused blocks from the pool into their slots and set `reused_tokens` to the verified ones; traced in
-    `span`.
+async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = False) -> None:
+    """Load the reused blocks from the pool into their slots; traced in `span`.
+
+    Returns when the first layers are there if the rest can be awaited layer by layer, otherwise and with `whole` when
+    all are verified. `reused_tokens` counts blocks that are on their way as reused until the load has ended.
     """
-    began = time.monotonic()
-    with span.child("load") as loading:
-        await _load(node, work, loading)
-        loading.note(reused_tokens=work.reused_tokens, local_blocks=work.local_blocks, pooled_blocks=work.pooled_blocks)
-    work.load_s = time.monotonic() - began
-
-
-async def _load(node: WorkerNode, work: Prepared, span: Span) -> None:
+    work.load_began = time.monotonic()
     block_tokens = node.config.block_tokens
     local, pooled = work.local_blocks, work.pooled_blocks
     tail = work.pinned[-1].tail if work.pinned and pooled >= local else None
     wanted = max(0, pooled - local) + (tail is not None)
-    good = 0
-    if wanted:
-        with span.child("messenger load", "client", blocks=wanted):
-            good = await node.kv_connector.load(work.pinned, work.slots[local : local + wanted], local)
+    pool_load = node.kv_connector.begin_load(work.pinned, work.slots[local : local + wanted], local)
+    # Blocks that are compared must all be here before any of them is computed.
+    if pool_load.has_steps and not whole and work.cut is None and pool_load.num_blocks == wanted:
+        work.gate = LayerGate(
+            len(node.memory.place_of_layer),
+            wanted,
+            held_blocks=0,
+            stall_s=_LONGEST_WAIT_S,
+            lost=LoadLost,
+            changed=node.engine.wake,
+        )
+        work.gate.require(wanted)
+        work.reused_tokens = pooled * block_tokens + (work.pinned[-1].tail_tokens if tail is not None else 0)
+    work.loading = asyncio.ensure_future(_load(node, work, pool_load, wanted, span))
+    await first_of(work.loading, pool_load.begun)
+    if work.gate is None or work.gate.error is not None:
+        await asyncio.shield(work.loading)
+    _take_up_load(work)
+    work.load_s = time.monotonic() - work.load_began
+
+
+async def _load(node: WorkerNode, work: Prepared, pool_load: PoolLoad, wanted: int, span: Span) -> None:
+    try:
+        with span.child("load") as loading:
+            good = 0
+            if wanted:
+                with loading.child("messenger load", "client", blocks=wanted):
+                    good = await pool_load.run(work.gate)
+                await node.kv_connector.quarantine(work.pinned, pool_load.bad_blocks)
+            await _loaded(node, work, good, wanted)
+            loading.note(
+                reused_tokens=work.reused_tokens, local_blocks=work.local_blocks, pooled_blocks=work.pooled_blocks
+            )
+    except BaseException as error:
+        work.reused_tokens = work.local_blocks * node.config.block_tokens
+        if work.gate is not None:
+            work.gate.lose(f"the load of reused blocks has ended: {error!r}")
+        raise
+
+
+async def _loaded(node: WorkerNode, work: Prepared, good: int, wanted: int) -> None:
+    """Record that `good` of the `wanted` blocks, the partial one included, are in their slots and verified."""
+    block_tokens = node.config.block_tokens
+    local, pooled = work.local_blocks, work.pooled_blocks
+    tail = work.pinned[-1].tail if work.pinned and pooled >= local else None
     work.store_from = pooled
     work.reused_tokens = (local + min(good, wanted - (tail is not None))) * block_tokens
     if good < wanted:
@@ -134,6 +192,56 @@ async def _load(node: WorkerNode, work: Prepared, span: Span) -> None:
         await _set_aside(node, work, good)
         work.reused_tokens = work.cut * block_tokens
     node.slots.index(work.slots[: work.reused_tokens // block_tokens], work.request.keys)
+
+
+def _take_up_load(work: Prepared) -> None:
+    """Forget the gate if the load has ended. Raises what the load raised."""
+    if work.loading is not None and work.loading.done():
+        work.loading.result()
+        work.gate = None
+
+
+async def _end_load(work: Prepared) -> None:
+    """Cancel the load if it has not ended; on return nothing is written to the slots any more."""
+    if work.loading is not None and not work.loading.done():
+        work.loading.cancel()
+        await shielded(asyncio.ensure_future(asyncio.wait([work.loading])))
+    if work.loading is not None and not work.loading.cancelled():
+        work.loading.exception()  # retrieve it: whoever awaited the load has raised it
+
+
+async def compute(
+    node: WorkerNode,
+    work: Prepared,
+    sequence: EngineSequence,
+    settle: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Run the sequence in the engine until it leaves. Raises RequestFailed, as `WorkerNode.run_in_engine`.
+
+    If reused KV that was on its way cannot be used, the sequence runs again from the first such block; `settle()` is
+    awaited before, after which the blocks that it computed may be overwritten.
+    """
+    lost: LoadLost | None = None
+    try:
+        await node.run_in_engine(sequence)
+    except LoadLost as error:
+        lost = error
+    if work.gate is None or work.loading is None:
+        return
+    if sequence.cancelled and not work.gate.is_open:  # the answer was ended before its reused KV was there
+        await _end_load(work)
+        sequence.error = None
+        sequence.num_computed = min(sequence.num_computed, work.reused_tokens)
+        return
+    if lost is not None and settle is not None:
+        await settle()
+    await asyncio.shield(work.loading)
+    if lost is not None:
+        log.warning("a prompt is computed again from token %d: %s", work.reused_tokens, lost)
+        work.load_s = time.monotonic() - work.load_began
+        sequence.restart(work.reused_tokens)
+        node.timings[id(sequence)] = _timing_of(node, work)
+        await node.run_in_engine(sequence)
 
 
 def trace_prompt(span: Span, sequence: EngineSequence, work: Prepared) -> None:
@@ -167,14 +275,25 @@ def sequence_of(
     node: WorkerNode, work: Prepared, matcher: GrammarMatcher | None, *, prefill_only: bool
 ) -> EngineSequence:
     """Create the engine sequence of prepared work and register its timing for the first token."""
-    cached = work.reused_tokens
+    _take_up_load(work)
     sequence = EngineSequence.of(
-        work.request, work.slots, num_computed=cached, prefill_only=prefill_only, matcher=matcher
+        work.request, work.slots, num_computed=work.reused_tokens, prefill_only=prefill_only, matcher=matcher
     )
     sequence.queue_entry = node.wait_queue.entry(work.request.key)
-    tiers = [pin.tokens_by_tier(cached) for pin in work.pinned]
-    dram, ssd, remote = (sum(column) for column in zip((0, 0, 0), *tiers, strict=True))
-    node.timings[id(sequence)] = Timing(
+    sequence.loading = work.gate
+    node.timings[id(sequence)] = _timing_of(node, work)
+    node.counters.add("prompt_tokens", len(work.request.prompt))
+    if work.gate is None or work.loading is None:
+        _count_reuse(node, work)
+    else:
+        work.loading.add_done_callback(lambda _: _count_reuse(node, work))
+    return sequence
+
+
+def _timing_of(node: WorkerNode, work: Prepared) -> Timing:
+    cached = work.reused_tokens
+    dram, ssd, remote = _tokens_by_tier(work)
+    return Timing(
         cached_tokens=cached,
         load_s=work.load_s,
         cached_dram_tokens=dram,
@@ -182,12 +301,21 @@ def sequence_of(
         cached_remote_tokens=remote,
         approximate_tokens=max(cached, work.elsewhere_tokens) if node.config.kv.kv_storage == "int8" else 0,
     )
-    node.counters.add("prompt_tokens", len(work.request.prompt))
-    node.counters.add("cached_tokens", cached)
+
+
+def _tokens_by_tier(work: Prepared) -> tuple[int, int, int]:
+    """Return the reused tokens from this host's memory, from its SSD and from other hosts."""
+    tiers = [pin.tokens_by_tier(work.reused_tokens) for pin in work.pinned]
+    dram, ssd, remote = (sum(column) for column in zip((0, 0, 0), *tiers, strict=True))
+    return dram, ssd, remote
+
+
+def _count_reuse(node: WorkerNode, work: Prepared) -> None:
+    dram, ssd, remote = _tokens_by_tier(work)
+    node.counters.add("cached_tokens", work.reused_tokens)
     node.counters.add("cached_dram_tokens", dram)
     node.counters.add("cached_ssd_tokens", ssd)
     node.counters.add("cached_remote_tokens", remote)
-    return sequence
 
 
 async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence, *, goes_on: bool = False) -> None:

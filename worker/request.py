@@ -17,6 +17,7 @@ from rpc.control import check_target
 from rpc.errors import InvalidArgument
 from worker.errors import RequestRefused, WorkerError, sequence_error
 from worker.grammar_matching import GrammarMatcher
+from worker.layer_gate import LayerGate
 from worker.logprobs import PromptLogprobs
 from worker.policy.scheduling_order import ALWAYS_NEXT, QueueEntry, RequestKey
 from worker.sampling import ValidatedSamplingParams
@@ -167,28 +168,22 @@ def _check_times(submit: Submit) -> None:
 class GroupChunks(Protocol):
     """The chunks of a prompt that this node computes as a member of a prefill group: the engine loop's view.
 
-    Implemented by `prefill_node.group_member.MemberChunks`. All methods but `lose` are called on the engine thread.
+    Implemented by `prefill_node.group_member.MemberChunks`. All methods are called on the engine thread.
     """
+
+    @property
+    def gate(self) -> LayerGate:
+        """The gate before each layer of the next chunk."""
 
     @property
     def next_span(self) -> tuple[int, int] | None:
         """Prompt tokens [start, end) of the next chunk; None when this member has computed all of its chunks."""
 
-    @property
-    def is_ready(self) -> bool:
-        """True if the first layer of the next chunk can be computed, or if the group is lost."""
-
-    def wait(self, layer: int) -> None:
-        """Block until this layer of all preceding blocks is present. Raises GroupLost."""
-
     def layer_computed(self, layer: int) -> None:
-        """Record one layer of the next chunk as computed and wait for the input of the next layer. Raises GroupLost."""
+        """Record one layer of the next chunk as computed."""
 
     def chunk_computed(self) -> None:
         """Record that all layers of the next chunk are computed."""
-
-    def lose(self, why: str) -> None:
-        """Mark the group as lost and wake the engine thread if it waits. Any thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +203,8 @@ class EngineSequence:
     finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
     group_chunks: GroupChunks | None = None  # set while a prefill group computes the prompt
+    loading: LayerGate | None = None  # set while layers of reused KV are on their way
+    waited_s: float = 0.0  # part of its steps in which it waited for such layers
     compute_s: float = 0.0  # its share of the duration of the steps that computed its prompt
     computed_tokens: int = 0  # prompt tokens computed here
     is_beside_decodes: bool = False  # other sequences decoded in some of those steps
@@ -253,10 +250,21 @@ class EngineSequence:
             sequence.prompt_scores = PromptLogprobs(request.prompt, request.sampling.prompt_logprobs or 0)
         return sequence
 
+    def restart(self, num_computed: int) -> None:
+        """Forget the steps so far, none of which is complete; the first `num_computed` tokens have their KV."""
+        self.num_computed = self.reused_tokens = num_computed
+        self.loading = self.error = self.engine_state = None
+        self.first_step_at = self.waited_s = 0.0
+
     def extend(self, slots: list[int]) -> None:
         """Append further slots."""
         self.slots.extend(slots)
         self.table = np.array(self.slots, dtype=np.int32)
+
+    @property
+    def gate(self) -> LayerGate | None:
+        """Gate before each layer of the next chunk; None if nothing has to arrive first."""
+        return self.group_chunks.gate if self.group_chunks is not None else self.loading
 
     @property
     def prompt_len(self) -> int:

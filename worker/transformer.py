@@ -146,12 +146,13 @@ class ModelSteps:
         decoding: Sequence[EngineSequence],
         chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
         on_layer: OnLayer | None,
+        before_layer: OnLayer | None = None,
     ) -> list[SampledToken | None]:
         batch = ForwardBatch(
             [self._chunk(s, s.num_computed, s.num_tokens, True) for s in decoding]
             + [self._chunk(s, c.start, c.end, c.last) for s, c in chunks]
         )
-        logits = self._model.forward(batch, self._cache, on_layer)
+        logits = self._model.forward(batch, self._cache, on_layer, before_layer)
         rows = [*decoding, *(s for s, c in chunks if c.last)]
         return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
 

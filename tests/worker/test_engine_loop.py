@@ -13,6 +13,8 @@ import pytest
 from engine import Model, PagedCache
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
+from worker.errors import LoadLost
+from worker.layer_gate import LayerGate
 from worker.policy import BatchLimits, SlotPool
 from worker.policy.scheduling_order import QueueEntry
 from worker.request import EngineSequence, Request
@@ -274,3 +276,91 @@ def test_an_urgent_prompt_overtakes_a_long_one_between_its_chunks(
     assert sum(size for length, size in chunks if length == 61) == 61  # nothing was computed twice
     answers = {s.prompt_len: s.tokens[s.prompt_len : s.num_tokens].tolist() for step in seen for s in step.left}
     assert answers == {61: greedy(model, long, 1), 5: greedy(model, short, 1)}
+
+
+def gate_of(num_layers: int, num_blocks: int, run: Harness) -> LayerGate:
+    gate = LayerGate(
+        num_layers, num_blocks, held_blocks=0, stall_s=60.0, lost=LoadLost, changed=lambda: run.loop.wake()
+    )
+    gate.require(num_blocks)
+    return gate
+
+
+def arriving(run: Harness, num_layers: int) -> tuple[EngineSequence, LayerGate]:
+    """A prompt whose first two blocks are on their way."""
+    sequence = run.sequence(prompts()[2], 3, prefill_only=True)
+    sequence.num_computed = sequence.reused_tokens = 2 * BLOCK
+    sequence.loading = gate = gate_of(num_layers, 2, run)
+    return sequence, gate
+
+
+def test_a_prompt_whose_kv_arrives_begins_with_its_first_layer(model: Model, harness: Callable[..., Harness]) -> None:
+    seen: queue.Queue[int] = queue.Queue()
+    run = harness(lambda layer, _: seen.put(layer))
+    layers = model.config.num_layers
+    sequence, gate = arriving(run, layers)
+    run.loop.submit(sequence)
+    for layer in range(layers):
+        assert seen.empty()
+        gate.mark([layer], np.arange(2))
+        assert seen.get(timeout=60) == layer
+    assert run.run(1)[-1].left == [sequence]
+    assert sequence.error is None
+
+
+def test_decoding_sequences_take_every_step_while_a_prompts_kv_arrives(
+    model: Model, harness: Callable[..., Harness]
+) -> None:
+    seen: list[int] = []
+    run = harness(lambda layer, _: seen.append(layer))
+    decoding = run.sequence(prompts()[0], 40)
+    sequence, gate = arriving(run, model.config.num_layers)
+    gate.mark([0], np.arange(2))
+    run.loop.submit(decoding)
+    run.loop.submit(sequence)
+    while len([one for one in (run.steps.get(timeout=60)).tokens if one.index == 20]) == 0:
+        pass
+    assert seen == []  # it has not begun, though its first layer is there
+    gate.mark(range(1, model.config.num_layers), np.arange(2))
+    left = [one for step in run.run(2) for one in step.left]
+    assert set(left) == {decoding, sequence}
+    assert sequence.waited_s == 0
+    assert decoding.tokens[decoding.prompt_len :].tolist() == greedy(model, prompts()[0], 40)
+
+
+def test_a_step_that_waits_gives_up_when_a_sequence_could_decode(model: Model, harness: Callable[..., Harness]) -> None:
+    begun = threading.Event()
+    run = harness(lambda *_: begun.set())
+    sequence, gate = arriving(run, model.config.num_layers)
+    gate.mark([0], np.arange(2))
+    run.loop.submit(sequence)
+    assert begun.wait(60)
+    joined = run.sequence(prompts()[3], 5)
+    joined.append(7)
+    joined.num_computed = joined.prompt_len
+    run.loop.submit(joined)
+    steps = run.run(2)
+    assert steps[0].left == [sequence]
+    assert isinstance(sequence.error, LoadLost)
+    assert joined.finish == FINISH_LENGTH
+
+
+def test_a_prompt_whose_kv_is_lost_leaves_without_a_step(model: Model, harness: Callable[..., Harness]) -> None:
+    run = harness()
+    sequence, gate = arriving(run, model.config.num_layers)
+    run.loop.submit(sequence)
+    gate.lose("block 1 failed verification")
+    (step,) = run.run(1)
+    assert (step.left, step.prefill_tokens) == ([sequence], 0)
+    assert isinstance(sequence.error, LoadLost)
+
+
+def test_a_cancelled_prompt_does_not_wait_for_its_kv(model: Model, harness: Callable[..., Harness]) -> None:
+    begun = threading.Event()
+    run = harness(lambda *_: begun.set())
+    sequence, gate = arriving(run, model.config.num_layers)
+    gate.mark([0], np.arange(2))
+    run.loop.submit(sequence)
+    assert begun.wait(60)
+    run.loop.cancel(sequence)
+    assert run.run(1)[-1].left == [sequence]

@@ -307,7 +307,7 @@ async def test_a_group_whose_member_cannot_use_a_block_is_lost_and_not_waited_fo
     epoch = receiver.kv.open_epoch(KEY, chunks)
     receiver.send(pack_notification(epoch, KEY.token, pushed(blocks=(1,), valid=(8,), digests=(7,))))
     with pytest.raises(GroupLost, match="the device is gone"):
-        chunks.wait(0)
+        chunks.gate.wait(0)
 
 
 async def test_a_push_ends_although_its_observer_fails() -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,6 +140,7 @@ class _Course:
         self.draw = Draw(sampling.seed, sampling.temperature, sampling.choice)
         self._states = np.empty(len(sequence.tokens), np.uint64)
         self._known = 0
+        self.is_checked = False  # the KV that the sequence arrived with was compared with its ids
         self.states(sequence, max(sequence.num_tokens, len(prompt)))
         own = len(prompt) - sequence.request.generated
         self.end = tokens.end(sampling.stop_ids)
@@ -179,6 +181,7 @@ class PacedSteps:
         decoding: Sequence[EngineSequence],
         chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
         on_layer: OnLayer | None,
+        before_layer: OnLayer | None = None,
     ) -> list[SampledToken | None]:
         self._pace.begin()
         seconds = self.cost_s(decoding, chunks)
@@ -187,7 +190,7 @@ class PacedSteps:
         for sequence in decoding:
             self._write(sequence, sequence.num_computed, sequence.num_tokens, None)
         if chunks:
-            self._fill_layers(chunks, seconds, on_layer)
+            self._fill_layers(chunks, seconds, on_layer, before_layer)
         rows = [*decoding, *(s for s, c in chunks if c.last)]
         chosen = [self._choose(sequence) for sequence in rows]
         self._pace.end(seconds)
@@ -208,21 +211,38 @@ class PacedSteps:
         return seconds
 
     def _fill_layers(
-        self, chunks: Sequence[tuple[EngineSequence, PrefillChunk]], seconds: float, on_layer: OnLayer | None
+        self,
+        chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
+        seconds: float,
+        on_layer: OnLayer | None,
+        before_layer: OnLayer | None,
     ) -> None:
-        """Write the layers one after another at their times, so that pushes are sent at the times of a real model."""
+        """Write the layers one after another at their times, so that pushes are sent at the times of a real model.
+
+        A layer begins when its reused KV is there, and then takes its own time.
+        """
         for done, layer in enumerate(self._layers, 1):
+            if before_layer is not None:
+                self._pace.run_out(partial(before_layer, layer))
             for sequence, chunk in chunks:
                 self._write(sequence, chunk.start, chunk.end, layer)
-            if on_layer is not None:
+            if on_layer is not None or before_layer is not None:
                 self._pace.wait(seconds * done / len(self._layers))
+            if on_layer is not None:
                 on_layer(layer)
+        for sequence, chunk in chunks:
+            course = _course(sequence)
+            if not course.is_checked:  # its KV was still arriving when the step began
+                course.is_checked = True
+                self._verify(sequence, course, chunk.start)
 
     def _take_up(self, sequence: EngineSequence) -> None:
         """Initialise a new sequence and verify that the KV it arrives with matches its ids."""
         if sequence.engine_state is None:
             course = sequence.engine_state = _Course(sequence, self._tokens)
-            self._verify(sequence, course, sequence.num_computed)
+            if sequence.gate is None:
+                course.is_checked = True
+                self._verify(sequence, course, sequence.num_computed)
 
     def _verify(self, sequence: EngineSequence, course: _Course, end: int) -> bool:
         """Return True if tokens [0, end) have the KV of their ids; otherwise set the sequence's error."""

@@ -45,6 +45,12 @@ class Pace:
         if left > 0:
             self._sleep(left)
 
+    def run_out(self, action: Callable[[], None]) -> None:
+        """Run an action whose time does not count as part of the step."""
+        began = self._now()
+        action()
+        self._began += self._now() - began
+
     def end(self, seconds: float) -> None:
         """End a step with a planned duration of `seconds`."""
         self.wait(seconds)
