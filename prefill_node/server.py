@@ -17,7 +17,7 @@ from prefill_node.group_helper import GroupHelper
 from prefill_node.group_member import GroupMember
 from prefill_node.handoff import PrefillHandoff
 from prefill_node.lookahead import LookaheadLimiter, LookaheadPermit
-from prefill_node.push import PushDestination, Pusher, push_written
+from prefill_node.push import DuePush, PushDestination, Pusher, WrittenLayers
 from prefill_node.senders import PushSenders
 from rpc.control import open_channel
 from telemetry import tracing
@@ -39,6 +39,7 @@ class PrefillService:
         node.engine.on_layer(self._layer_written)
         self._taps: dict[int, tuple[Pusher | GroupMember, ...]] = {}
         self._senders = PushSenders()
+        self._written = WrittenLayers(node.memory)
         self._places = LookaheadLimiter(node.config.engine.prefill_lookahead, node.wait_queue)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.helper = GroupHelper(node, self._senders, self._tapped)
@@ -50,13 +51,17 @@ class PrefillService:
         self._senders.close()
 
     def _layer_written(self, layer: int, spans: list[tuple[EngineSequence, int, int]]) -> None:
-        due = [
+        # Members of a group wait for each layer.
+        at_once = any(sequence.group_chunks is not None for sequence, _, _ in spans)
+        self._written.written(layer, lambda: self._due(spans), at_once=at_once)
+
+    def _due(self, spans: list[tuple[EngineSequence, int, int]]) -> list[DuePush]:
+        return [
             push
             for sequence, start, end in spans
             for tap in self._taps.get(id(sequence), ())
             for push in tap.due(start, end)
         ]
-        push_written(self.node.memory, layer, due)
 
     @contextlib.contextmanager
     def _tapped(self, sequence: EngineSequence, *taps: Pusher | GroupMember) -> Iterator[None]:

@@ -189,21 +189,33 @@ class EngineMemory(SlotMemory):
         one = slice(index, index + 1)
         return layer_digests_at(self._array, self.offsets(group, slots), self.spec, group, valid, one)[:, 0]
 
-    def to_host(self, slots: Sequence[int], layer: int | None = None) -> Ticket:
-        """As SlotMemory, for all layers or one; a no-op for an engine that computes in host memory."""
-        return self.staging.to_host(self._ranges(slots, layer)) if self.staging.is_needed else READY
+    def layer_nbytes(self, layer: int) -> int:
+        """Return the size of one model layer of a slot."""
+        return self._layer_nbytes[self.place_of_layer[layer][0]]
 
-    def to_device(self, slots: Sequence[int], layer: int | None = None) -> Ticket:
-        """As SlotMemory, for all layers or one; a no-op for an engine that computes in host memory."""
-        return self.staging.to_device(self._ranges(slots, layer)) if self.staging.is_needed else READY
+    def to_host(self, slots: Sequence[int], layers: int | Sequence[int] | None = None) -> Ticket:
+        """As SlotMemory, for some model layers or all; a no-op for an engine that computes in host memory."""
+        return self.staging.to_host(self._ranges(slots, layers)) if self.staging.is_needed else READY
 
-    def _ranges(self, slots: Sequence[int], layer: int | None) -> list[Ranges]:
-        """Return the byte ranges of one layer of the slots, or of all layers, equal in the mirror and on the device."""
-        if layer is None:
+    def to_device(self, slots: Sequence[int], layers: int | Sequence[int] | None = None) -> Ticket:
+        """As SlotMemory, for some model layers or all; a no-op for an engine that computes in host memory."""
+        return self.staging.to_device(self._ranges(slots, layers)) if self.staging.is_needed else READY
+
+    def _ranges(self, slots: Sequence[int], layers: int | Sequence[int] | None) -> list[Ranges]:
+        """Return the byte ranges of the layers of the slots, equal in the mirror and on the device."""
+        if layers is None:
             return [Ranges.same(self.offsets(g, slots), self._slot_nbytes[g]) for g in range(self.num_groups)]
-        group, index = self.place_of_layer[layer]
-        size = self._layer_nbytes[group]
-        return [Ranges.same(self.offsets(group, slots) + index * size, size)]
+        places = sorted(self.place_of_layer[layer] for layer in ([layers] if isinstance(layers, int) else layers))
+        found: list[Ranges] = []
+        while places:
+            group, first = places[0]
+            count = 1
+            while places[count : count + 1] == [(group, first + count)]:  # adjacent in every slot
+                count += 1
+            size = self._layer_nbytes[group]
+            found.append(Ranges.same(self.offsets(group, slots) + first * size, count * size))
+            del places[:count]
+        return found
 
     @abstractmethod
     def differ(

@@ -16,7 +16,7 @@ import pytest
 
 from kvpool import KvGroup, KvSpec
 from messenger import Endpoint, Messenger, MessengerConfig, Peer
-from prefill_node.push import PushDestination, Pusher, push_written
+from prefill_node.push import DuePush, PushDestination, Pusher, WrittenLayers
 from prefill_node.senders import NUM_SENDERS, PushSenders
 from settings.keys import assemble
 from worker.kv_notification import KvNotification
@@ -180,11 +180,13 @@ async def test_a_push_completes_while_another_peer_is_stopped_in_the_middle_of_o
     to_slow = pusher(slow.pushed_to(stuck))
     to_other = pusher(other.pushed_to(source.messenger.connect(other.endpoint)))
     try:
+        written = WrittenLayers(source.memory)
         for layer in range(NUM_LAYERS):
-            push_written(source.memory, layer, [*to_slow.due(0, 2 * BLOCK), *to_slow.due(2 * BLOCK, 37)])
+            two_chunks = [*to_slow.due(0, 2 * BLOCK), *to_slow.due(2 * BLOCK, 37)]
+            written.written(layer, lambda due=two_chunks: due, at_once=True)
         assert await asyncio.to_thread(stuck.is_stuck.wait, 30)
         for layer in range(NUM_LAYERS):
-            push_written(source.memory, layer, to_other.due(0, 37))
+            written.written(layer, lambda: to_other.due(0, 37), at_once=False)
         async with asyncio.timeout(30):
             await to_other.flush()
         assert other.layers == list(range(NUM_LAYERS))
@@ -196,3 +198,68 @@ async def test_a_push_completes_while_another_peer_is_stopped_in_the_middle_of_o
     assert slow.layers == [layer for layer in range(NUM_LAYERS) for _ in range(2)]
     assert (slow.memory._array == source.memory._array).all()
     assert (other.memory._array == source.memory._array).all()
+
+
+class Passed:
+    """A pusher that records the layers that it is given together."""
+
+    def __init__(self) -> None:
+        self.layers: list[list[int]] = []
+
+    def push_layers(self, layers: list[int], blocks: range, copied: object) -> None:
+        assert blocks == range(3)
+        self.layers.append(layers)
+
+
+@pytest.fixture
+def written(new_destination: Callable[[str], Destination], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    memory = new_destination("written").memory
+    layers, now_s = WrittenLayers(memory), 0.0
+
+    def step(*, layer_s: float = 0.0, together: int = 1 << 20, at_once: bool = False, stop: int = NUM_LAYERS) -> Any:
+        """Write a step's layers, one every `layer_s`; return those that were pushed together."""
+        passed = Passed()
+        nonlocal now_s
+        monkeypatch.setattr("prefill_node.push._TOGETHER_NBYTES", together)
+        monkeypatch.setattr("prefill_node.push.time.monotonic", lambda: now_s)
+        for layer in range(stop):
+            now_s += layer_s
+            layers.written(layer, lambda: [DuePush(passed, range(3))], at_once=at_once)  # type: ignore[arg-type]
+        return passed.layers
+
+    step()  # it learns how long a layer takes
+    return step
+
+
+def test_small_layers_of_a_short_step_are_pushed_together(written: Callable[..., Any]) -> None:
+    assert written() == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_layers_are_pushed_together_up_to_a_size(written: Callable[..., Any]) -> None:
+    layer_nbytes = 3 * SPEC.layer_nbytes(0)
+    assert written(together=2 * layer_nbytes) == [[0, 1], [2, 3], [4, 5]]
+    assert written(together=layer_nbytes) == [[0], [1], [2], [3], [4], [5]]
+    assert written(together=4 * layer_nbytes) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_layers_that_take_long_are_not_held_back(written: Callable[..., Any]) -> None:
+    assert written(layer_s=0.002) == [[0, 1, 2], [3, 4, 5]]
+    written(layer_s=0.006)
+    assert written(layer_s=0.006) == [[layer] for layer in range(NUM_LAYERS)]
+
+
+def test_the_first_layer_of_all_is_not_held_back(
+    new_destination: Callable[[str], Destination], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, passed = WrittenLayers(new_destination("first").memory), Passed()
+    layers.written(0, lambda: [DuePush(passed, range(3))], at_once=False)  # type: ignore[arg-type]
+    assert passed.layers == [[0]]
+
+
+def test_layers_that_others_wait_for_are_pushed_at_once(written: Callable[..., Any]) -> None:
+    assert written(at_once=True) == [[layer] for layer in range(NUM_LAYERS)]
+
+
+def test_layers_of_a_step_that_failed_are_not_pushed_with_the_next(written: Callable[..., Any]) -> None:
+    assert written(stop=4) == []
+    assert written() == [[0, 1, 2, 3, 4, 5]]

@@ -20,7 +20,7 @@ from engine import Model
 from kvpool import KvGroup, KvSpec, layer_digests_at
 from messenger import GpuMemoryUnsupported, Messenger, MessengerConfig
 from messenger.staging import READY, MirrorStaging, Ranges, StagingError, Ticket
-from prefill_node.push import push_written
+from prefill_node.push import WrittenLayers
 from settings.keys import InvalidSetting, assemble
 from settings.worker import KvSettings
 from tests.messenger.staging.device import Device
@@ -119,20 +119,20 @@ async def test_pushes_to_several_members_share_one_copy_of_a_layer(
     devices: list[Device], start_pair: Start, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, due_of_layers, callers = await start_pair(helpers=2), list[int](), list[int]()
-    to_host = MirrorStaging.to_host
+    to_host, written = MirrorStaging.to_host, WrittenLayers.written
 
     def count(self: MirrorStaging, parts: list[Ranges]) -> Ticket:
         callers.append(threading.get_ident())
         return to_host(self, parts)
 
-    def record(memory: Any, layer: int, due: list[Any]) -> None:
+    def record(self: WrittenLayers, layer: int, due: Callable[[], list[Any]], *, at_once: bool) -> None:
         before = callers.count(threading.get_ident())
-        push_written(memory, layer, due)
-        assert callers.count(threading.get_ident()) == before + bool(due)
-        due_of_layers.append(len(due))
+        written(self, layer, due, at_once=at_once)
+        assert callers.count(threading.get_ident()) == before + bool(due())
+        due_of_layers.append(len(due()))
 
     monkeypatch.setattr(MirrorStaging, "to_host", count)
-    monkeypatch.setattr("prefill_node.server.push_written", record)
+    monkeypatch.setattr(WrittenLayers, "written", record)
     one = await pair.frontend.submit(pair.submit(prompt(250), "r"))
     async with asyncio.timeout(60):
         await one.ended.wait()
