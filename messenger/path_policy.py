@@ -4,8 +4,8 @@ A path is one address of the peer. No I/O and no clock: the caller samples the p
 passes the time.
 
 A path with work in flight that moves no byte for several of its own round trips is *stalled*. That alone proves
-nothing, because the peer may be busy or stopped, so the path is left only if another path has shown meanwhile that the
-peer answers: by moving bytes, or by answering a probe, which the policy requests for this purpose. A path is *slow* if
+nothing, because the peer may be busy or stopped, so the path is left only if the peer has answered by another path
+meanwhile: a request, or a probe, which the policy requests for this purpose. A path is *slow* if
 another one would finish what it carries much sooner, even counting that path's own work.
 
 A path that was left rests, is probed, and is used again once it answers; the rests grow as those of RDMA rails do.
@@ -24,6 +24,10 @@ STALL_ROUND_TRIPS: Final = 4
 SLOW_FACTOR: Final = 4.0
 """A path is slow if another one would finish its work this many times as fast, and `SLOW_S` earlier."""
 SLOW_S: Final = 0.1
+CONFIRM_S: Final = 0.06
+"""Time for which a path must be suspected while the peer is known to answer, before it is left."""
+LATE_S: Final = 0.03
+"""Time by which a sample may notice an event late."""
 LEAST_SPAN_S: Final = 0.05
 """Shortest time with work in flight over which a speed is measured."""
 SPAN_S: Final = 0.12
@@ -44,6 +48,8 @@ class PathSample(NamedTuple):
     moved_nbytes: int
     in_flight_nbytes: int
     """Bytes of unanswered requests, at least 1 for each."""
+    num_answers: int
+    """Total of answers, which only the peer's process can give: its kernel accepts bytes even while it stands still."""
     round_trip_s: float
 
 
@@ -64,11 +70,14 @@ class _Path:
         self.in_flight_nbytes = 0
         self.is_on_trial = False
         self.progressed_s = -math.inf  # the path was idle, or moved bytes
-        self.alive_s = -math.inf  # the path moved bytes or answered a probe
+        self.alive_s = -math.inf  # the peer answered by this path, a request or a probe
         self.probed_s = -math.inf
         self.is_probed = False
         self.suspected_since_s = math.inf
+        self.witnessed_s: float | None = None  # another path has shown since the last progress that the peer answers
+        self.slow_since_s: float | None = None
         self._moved_nbytes = 0
+        self._num_answers = 0
         self._samples: deque[tuple[float, int]] = deque()
 
     @property
@@ -80,8 +89,11 @@ class _Path:
         self.round_trip_s = sample.round_trip_s
         has_moved = sample.moved_nbytes > self._moved_nbytes
         self._moved_nbytes = sample.moved_nbytes
-        if has_moved:
-            self.progressed_s = self.alive_s = now_s
+        if sample.num_answers > self._num_answers:
+            self.alive_s = now_s
+        if has_moved or sample.num_answers > self._num_answers:
+            self.progressed_s = now_s
+        self._num_answers = sample.num_answers
         if not sample.in_flight_nbytes:
             self.progressed_s = now_s
             self._samples.clear()
@@ -97,6 +109,7 @@ class _Path:
     def shift(self, gap_s: float) -> None:
         """Exclude a time in which nothing could be observed."""
         self.progressed_s += gap_s
+        self.witnessed_s = self.slow_since_s = None
         self._samples.clear()
 
     def is_stalled(self, now_s: float) -> bool:
@@ -104,7 +117,7 @@ class _Path:
         return self.in_flight_nbytes > 0 and now_s - self.progressed_s > limit_s
 
     def forget(self) -> None:
-        self.bytes_s = None
+        self.bytes_s = self.witnessed_s = self.slow_since_s = None
         self._samples.clear()
 
 
@@ -147,8 +160,9 @@ class PathPolicy:
             path.add(sample, now_s)
         departures = []
         for index, path in enumerate(self._paths):
+            self._note_witness(path, now_s)
             reason = self._suspicion(path, now_s) if path.is_up else ""
-            if reason and any(other.is_up and other.alive_s > path.suspected_since_s for other in self._others(path)):
+            if reason and self._is_confirmed(path, now_s):
                 self.failed(index, now_s)
                 departures.append(Departure(index, reason))
         return departures
@@ -167,7 +181,7 @@ class PathPolicy:
         suspected = [path for path in self._paths if path.is_up and self._suspicion(path, now_s)]
         due = []
         for index, path in enumerate(self._paths):
-            is_silent = any(other is not path and path.alive_s <= other.suspected_since_s for other in suspected)
+            is_silent = any(other is not path and not _shows_life(path, other.suspected_since_s) for other in suspected)
             is_witness = is_silent and now_s - path.probed_s >= PROBE_SPACING_S
             if path.is_probed or not (is_witness or path.health.is_rested(_ns(now_s))):
                 continue
@@ -201,6 +215,26 @@ class PathPolicy:
     def _others(self, path: _Path) -> list[_Path]:
         return [other for other in self._paths if other is not path]
 
+    def _note_witness(self, path: _Path, now_s: float) -> None:
+        if path.progressed_s >= now_s:
+            path.witnessed_s = None
+        elif path.witnessed_s is None and self._has_witness(path, path.progressed_s):
+            path.witnessed_s = now_s
+
+    def _has_witness(self, path: _Path, since_s: float) -> bool:
+        """Return True if another path in use has shown since then that the peer answers."""
+        return any(other.is_up and _shows_life(other, since_s) for other in self._others(path))
+
+    def _is_confirmed(self, path: _Path, now_s: float) -> bool:
+        """Return True if the suspicion has held for CONFIRM_S since the peer was known to answer.
+
+        When a peer continues that stood still, its paths move again one after the other.
+        """
+        if path.is_stalled(now_s):
+            return path.witnessed_s is not None and now_s - path.witnessed_s >= CONFIRM_S
+        is_long = path.slow_since_s is not None and now_s - path.slow_since_s >= CONFIRM_S
+        return is_long and self._has_witness(path, path.suspected_since_s)
+
     def _suspicion(self, path: _Path, now_s: float) -> str:
         """Return the reason to leave the path, unless the peer is the cause; "" if there is none.
 
@@ -210,6 +244,7 @@ class PathPolicy:
             path.suspected_since_s = path.progressed_s
             return f"nothing moved for {now_s - path.progressed_s:.3f} s while the peer answered by another path"
         if not path.bytes_s or not path.in_flight_nbytes:
+            path.slow_since_s = None
             return ""
         path.suspected_since_s = now_s - SPAN_S
         left_s = path.in_flight_nbytes / path.bytes_s
@@ -218,11 +253,18 @@ class PathPolicy:
                 continue
             instead_s = (path.in_flight_nbytes + other.in_flight_nbytes) / other.bytes_s + 2 * other.round_trip_s
             if left_s > SLOW_FACTOR * instead_s and left_s - instead_s > SLOW_S:
+                path.slow_since_s = now_s if path.slow_since_s is None else path.slow_since_s
                 return (
                     f"it moves {path.bytes_s / 1e6:.3g} MB/s, and another path, with {other.bytes_s / 1e6:.3g}, takes "
                     "over its work"
                 )
+        path.slow_since_s = None
         return ""
+
+
+def _shows_life(path: _Path, since_s: float) -> bool:
+    """Return True if the peer has answered by the path since then; samples notice both times late."""
+    return path.alive_s > since_s + LATE_S
 
 
 def _ns(seconds: float) -> int:

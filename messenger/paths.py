@@ -37,6 +37,8 @@ class PathStream(Protocol):
 
     path: int | None
 
+    num_answers: int
+
     def sampled_locked(self) -> tuple[Link | None, int]: ...
     def leave_path_locked(self, reason: str) -> None: ...
     def go_home_locked(self, home: int) -> None: ...
@@ -90,7 +92,7 @@ class PeerPaths:
         self._alarm = EarliestAlarm(clock, self._tick)
         self._streams: Sequence[PathStream] = ()
         self._dialer: PathDialer | None = None
-        self._moved = [0] * len(addresses)
+        self._moved, self._answers = [0] * len(addresses), [0] * len(addresses)
         self._counted: dict[Link, int] = {}  # bytes of open connections that `_moved` includes
         self._is_ticking = False
         self._used_s = 0.0
@@ -177,6 +179,8 @@ class PeerPaths:
                 continue
             link, nbytes = stream.sampled_locked()
             in_flight[path] += nbytes
+            self._answers[path] += stream.num_answers
+            stream.num_answers = 0
             if link is None:
                 continue
             progress = link.progress()
@@ -184,7 +188,7 @@ class PeerPaths:
             counted[link] = progress.nbytes
             round_trip_s[path] = max(round_trip_s[path], progress.round_trip_s)
         self._counted = counted
-        return [PathSample(*each) for each in zip(self._moved, in_flight, round_trip_s, strict=True)]
+        return [PathSample(*each) for each in zip(self._moved, in_flight, self._answers, round_trip_s, strict=True)]
 
     def _leave_locked(self, path: int, reason: str) -> None:
         self._counters.add("path_failovers")

@@ -112,6 +112,8 @@ class Stream:
         self._paths = dialer.paths
         self.path: int | None = None
         """Path of the connection, if the peer has several."""
+        self.num_answers = 0
+        """Answers since the paths' last sample."""
         self._path_flows: dict[Kind, Flow] = {}
         self._leaves_when_idle = False  # begins no part, and connects again by its home path when none is in flight
         self._fruitless_links = 0  # connections in a row that broke before any answer
@@ -466,6 +468,7 @@ class Stream:
 
         The number of background parts in flight is bounded, and so are the bytes on one of several paths.
         """
+        self.num_answers += 1
         self._leave_if_idle_locked()
         for part in answered:
             if part.operation.priority is BACKGROUND or self.path is not None:

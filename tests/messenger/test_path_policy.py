@@ -44,7 +44,7 @@ class Network:
 
     def sample(self) -> list[Departure]:
         samples = [
-            PathSample(int(moved), nbytes, self.round_trip_s)
+            PathSample(int(moved), nbytes, int(moved) // MIB, self.round_trip_s)
             for moved, nbytes in zip(self.moved, self.in_flight, strict=True)
         ]
         left = self.policy.sample(samples, self.now_s)
@@ -96,7 +96,28 @@ def test_an_idle_path_proves_by_a_probe_that_the_peer_answers() -> None:
     assert network.policy.probes_due(network.now_s) == [1]
     assert network.policy.probes_due(network.now_s) == [], "one at a time"
     assert not network.policy.probed(1, answered=True, now_s=network.now_s), "it was in use all the time"
-    assert [path for path, _ in network.run(TICK_S)] == [0]
+    assert network.run(TICK_S) == []
+    assert [path for path, _ in network.run(0.1)] == [0]
+
+
+def test_bytes_that_a_kernel_accepts_do_not_prove_that_the_peer_answers() -> None:
+    network = Network(1e9, 10 * MIB / 0.5)
+    network.run(1.0)
+    network.speeds[0] = 0
+    network.moved[1] -= network.moved[1] % MIB  # the next answer comes after as much as a second's part of it
+    network.speeds[1] = 0.9 * MIB / 0.5
+    assert network.run(0.5) == []
+
+
+def test_a_peer_that_continues_may_move_its_paths_one_after_the_other() -> None:
+    network = Network(1e9, 1e9)
+    network.run(1.0)
+    network.speeds = [0, 0]
+    assert network.run(1.0) == []
+    network.speeds = [0, 1e9]
+    assert network.run(2 * TICK_S) == []
+    network.speeds = [1e9, 1e9]
+    assert network.run(1.0) == []
 
 
 def test_an_answer_from_before_the_stall_proves_nothing() -> None:

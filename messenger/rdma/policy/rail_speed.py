@@ -35,6 +35,11 @@ class RailSpeed:
         self._average = before + WEIGHT * (typical - before)
         self._sampled_ns = now_ns
 
+    @property
+    def measured_bytes_s(self) -> float | None:
+        """The last estimate from samples, however old; None without samples."""
+        return self._average
+
     def bytes_s(self, now_ns: int) -> float:
         """Return the estimate at this time, at least 1."""
         if self._average is None:

@@ -34,6 +34,9 @@ _SAMPLE_NBYTES: Final = 1 << 20
 _SAMPLE_NS: Final = 100_000
 ANNOUNCE_DELAY_NS: Final = 20_000
 """Cost of waiting for another rail's completion before a frame, by which the frame rail is preferred."""
+LAG_FACTOR: Final = 6
+"""A rail without a completion for this many times the expected duration of its oldest post lags."""
+FRAME_RAIL_FACTOR: Final = 5
 DEFAULT_GBIT: Final = 10.0
 """Assumed speed of a link that reports none."""
 
@@ -133,6 +136,30 @@ class Rails:
 
     def in_flight_nbytes(self, rail: int) -> int:
         return self._rails[rail].in_flight_nbytes
+
+    def lagging(self, floor_ns: int, now_ns: int) -> list[int]:
+        """Return the rails that are far behind their own speed while another rail has completed work.
+
+        A rail lags if it has completed nothing for LAG_FACTOR times the duration of its oldest post at the measured
+        speed, and not for `floor_ns` either. If it carries the frames, the connection must be made again without it,
+        which is worth it only if the rail is dead: both limits are FRAME_RAIL_FACTOR times as long.
+        """
+        measured = [one.speed.measured_bytes_s for one in self._rails]
+        slowest = min((speed for speed in measured if speed is not None), default=None)
+        found = []
+        for index, rail in enumerate(self._rails):
+            bytes_s = measured[index] or slowest
+            if not rail.posts or bytes_s is None or rail.health.state is not RailState.UP:
+                continue
+            oldest = next(iter(rail.posts.values()))
+            since_ns = max(rail.done_ns, oldest.posted_ns)
+            limit_ns = max(floor_ns, int(LAG_FACTOR * oldest.nbytes / bytes_s * 1e9))
+            if index == self._frame_rail:
+                limit_ns *= FRAME_RAIL_FACTOR
+            is_alone = all(other is rail or other.done_ns <= since_ns for other in self._rails)
+            if now_ns - since_ns > limit_ns and not is_alone:
+                found.append(index)
+        return found
 
     # Events.
 

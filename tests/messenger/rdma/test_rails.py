@@ -394,3 +394,76 @@ def test_an_instruction_is_completed_once() -> None:
 def test_limits_that_cannot_work_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument):
         Limits(**limits)
+
+
+# Rails that lag.
+
+
+FLOOR_NS = 200 * MS
+
+
+def warmed(*speeds_gbit: float) -> tuple[Rails, list[Instruction], int]:
+    """Rails whose speeds are measured (100 MB/s), with 64 MiB to move: the posts in flight, and the time."""
+    rails = make(*speeds_gbit)
+    now_ns = 0
+    for _ in range(8):
+        rails.submit(rows_of(16 * MIB), announce=False)
+        for each in rails.due(now_ns):
+            now_ns += int(each.nbytes * 10) if isinstance(each, Post) else 0
+            rails.completed(each.number, each.rail, now_ns)
+        for each in rails.due(now_ns):
+            rails.completed(each.number, each.rail, now_ns)
+    rails.submit(rows_of(64 * MIB), announce=False)
+    return rails, rails.due(now_ns), now_ns
+
+
+def complete_on(rails: Rails, posts: list[Instruction], rail: int, now_ns: int) -> None:
+    for each in posts:
+        if each.rail == rail:
+            rails.completed(each.number, rail, now_ns)
+
+
+def test_a_rail_lags_that_completes_nothing_while_another_one_does() -> None:
+    rails, posts, now_ns = warmed(10, 10)
+    assert {each.rail for each in posts} == {0, 1}
+    assert rails.frame_rail == 0
+    complete_on(rails, posts, 0, now_ns + 50 * MS)
+    assert rails.lagging(FLOOR_NS, now_ns + 200 * MS) == []
+    assert rails.lagging(FLOOR_NS, now_ns + 3 * SECOND) == [1]
+    assert rails.lagging(4 * SECOND, now_ns + 3 * SECOND) == [], "the floor"
+
+
+def test_no_rail_lags_where_none_completes_anything() -> None:
+    rails, _, now_ns = warmed(10, 10)
+    assert rails.lagging(FLOOR_NS, now_ns + 60 * SECOND) == []
+
+
+def test_the_rail_of_the_frames_lags_later() -> None:
+    rails, posts, now_ns = warmed(10, 10)
+    complete_on(rails, posts, 1, now_ns + 50 * MS)
+    assert rails.lagging(FLOOR_NS, now_ns + SECOND) == []
+    assert rails.lagging(FLOOR_NS, now_ns + 60 * SECOND) == [0]
+
+
+def test_a_rail_without_a_measured_speed_is_judged_by_the_slowest_other_and_not_without_any() -> None:
+    rails = make(10, 10)
+    rails.submit(rows_of(32 * MIB), announce=False)
+    posts = rails.due(0)
+    small = next(each for each in posts if each.rail == 0)
+    assert rails.lagging(FLOOR_NS, 60 * SECOND) == []
+    rails.completed(small.number, 0, 40 * MS)
+    assert rails.lagging(FLOOR_NS, 100 * MS) == []
+    assert rails.lagging(FLOOR_NS, 60 * SECOND) == [1]
+
+
+def test_a_lagging_rails_work_goes_by_the_other_and_every_byte_once() -> None:
+    rails, posts, now_ns = warmed(10, 10)
+    complete_on(rails, posts, 0, now_ns + 50 * MS)
+    (lagging,) = rails.lagging(FLOOR_NS, now_ns + 3 * SECOND)
+    rails.rail_failed(lagging, now_ns + 3 * SECOND)
+    kept = [each for each in posts if each.rail == 0]
+    again = run_down(rails, rails.due(now_ns + 3 * SECOND), now_ns + 3 * SECOND)
+    moved = sum(each.nbytes for each in [*kept, *again] if isinstance(each, Post))
+    assert moved == 64 * MIB
+    assert rails.num_unfinished == 0
+    rails.validate()

@@ -1,5 +1,6 @@
 """Rails that fall silent: the peer's adapter answers nothing any more, and this side's never gives up by itself."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -91,3 +92,22 @@ def test_a_deadline_ends_a_write_over_rails_that_are_all_silent(connect: Any) ->
     a.fill(3)
     peer.write(key, a.region, [[0, 0, NBYTES]]).result()
     assert np.array_equal(a.array, b.array)
+
+
+def test_a_dead_rail_is_left_long_before_the_limit_while_the_other_one_moves_bytes(connect: Any) -> None:
+    a, b, peer, key = connect(60.0)
+    for fill in (1, 2, 3):  # so that both speeds are known
+        a.fill(fill)
+        peer.write(key, a.region, [[0, 0, NBYTES]]).result()
+    link = link_of(peer)
+    silence(b, 1)
+    a.fill(4)
+    began_s = time.monotonic()
+    futures = [peer.write_notify(key, a.region, [[0, 0, NBYTES]], b"%d" % i, b"", deadline_s=55) for i in range(3)]
+    for future in futures:
+        future.result()
+    assert time.monotonic() - began_s < 30
+    assert np.array_equal(a.array, b.array)
+    assert [tag for _, tag, _ in b.notes] == [b"0", b"1", b"2"]
+    assert a.messenger.counters()["rdma_failovers"] == 1
+    assert link_of(peer) is link, "the connection was made again"
