@@ -1,8 +1,8 @@
 """Commitment of memory ahead of its use, so that its first users do not wait for the kernel to find and clear pages.
 
 Slots are allocated from low addresses upwards, so the memory used next lies above the highest address used so far.
-Memory that was used once stays committed. If configured, pages are also merged into huge pages here, while they are
-empty.
+Memory that was used once stays committed, until the range is made shorter (`resize`). If configured, pages are also
+merged into huge pages here, while they are empty.
 
 Threads: `begins` is called in one thread (the owner's event loop) and starts at most one `run`, in another thread, at a
 time. While `_running` is set, only `run` touches `_committed`; it clears `_running` last.
@@ -23,6 +23,17 @@ class CommitAhead:
         self._end = memory.nbytes if end is None else end
         self._running = False
 
+    def resize(self, end: int) -> bool:
+        """Set the end of the range. Returns False while `run` may still commit bytes beyond it: repeat the call later.
+
+        Bytes beyond `end` count as uncommitted afterwards.
+        """
+        self._end = end
+        if self._running:
+            return False
+        self._committed = min(self._committed, end)
+        return True
+
     def begins(self, end: int) -> bool:
         """Return True if the caller must call `run(end)` once, because bytes up to `end` are about to be used."""
         near = min(end + _STEP_NBYTES // 2, self._end)
@@ -37,8 +48,8 @@ class CommitAhead:
         If the kernel does not support it, memory is committed on use.
         """
         try:
-            until = min(end + _STEP_NBYTES, self._end)
-            while self._committed < until:
+            # `resize` may set an earlier end meanwhile: then this ends soon.
+            while self._committed < (until := min(end + _STEP_NBYTES, self._end)):
                 nbytes = min(_CALL_NBYTES, until - self._committed)
                 if not self._memory.try_commit(self._committed, nbytes):
                     self._committed = self._end

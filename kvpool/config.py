@@ -43,6 +43,8 @@ class PoolNodeConfig:
     """How often an idle event stream sends a heartbeat."""
     max_incoming_copies: int = 2
     """Copies from other pool nodes that run at a time; others wait."""
+    files_root: Path = Path("/")
+    """Folder with the proc and sys from which an elastic pool reads memory and its pressure."""
 
     def __post_init__(self) -> None:
         if not self.node_id or not self.listen.listen:
@@ -78,6 +80,7 @@ class PoolNodeConfig:
         return PoolLimits(
             arena_nbytes=self.pool.pool_bytes,
             slab_nbytes=_slab_nbytes(self.pool.pool_bytes),
+            least_nbytes=self.pool.pool_min_bytes if self.pool.is_elastic else None,
             operation_ns=int(self.operation_s * 1e9),
             max_lease_ns=int(self.max_lease_s * 1e9),
             policy=self.pool.pool_policy,

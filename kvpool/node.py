@@ -6,8 +6,8 @@ messenger are passed on to the loop.
 
 Lifetimes of access to the arena:
 
-    readers    one key to the whole region, valid as long as the node. A lease protects slots from reuse; a read after
-               the lease's end is detected by its digests
+    readers    one key to the whole region, valid as long as the node. A lease protects slots from reuse, and an elastic
+               arena from moving or returning them; a read after the lease's end is detected by its digests
     writers    one key per put, to a window from its first to its last slot:
 
         allocate ── write_key ── writes ── seal | abort | expiry | owner lost ── key revoked ── fence_revoked
@@ -24,12 +24,15 @@ from typing import Any, TypeVar
 from kvpool import digest
 from kvpool.commit_ahead import CommitAhead
 from kvpool.config import PoolNodeConfig
+from kvpool.elastic import ElasticArena
 from kvpool.errors import PoolConfigError, PutLost
 from kvpool.events import PoolEvents
 from kvpool.local.shared_index import SharedIndex
+from kvpool.memory_readings import MemoryReader
 from kvpool.policy import LeaseGrant, PoolCore, PutAllocation, PutRequest
 from kvpool.ssd_tier import SsdState, SsdTier
 from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
+from messenger.memory import HugePages
 
 T = TypeVar("T")
 
@@ -45,6 +48,7 @@ class PoolNode:
         self.copying = asyncio.Semaphore(config.max_incoming_copies)
         self.num_copies = 0
         self.ssd: SsdTier | None = None
+        self.elastic: ElasticArena | None = None  # None: the arena keeps its size
         self.counters: defaultdict[str, float] = defaultdict(float)  # of the shell; the core has its own
         self.index: SharedIndex | None = None  # of the arena, for processes of this host; None: no LocalPoolServer
         self.local_socket = ""  # socket of the LocalPoolServer, which hands out arena and index; empty: none
@@ -78,6 +82,17 @@ class PoolNode:
                 self.memory.close()
                 raise
         self._arena_commit = CommitAhead(self.memory)
+        if self.config.pool.is_elastic:
+            self.elastic = ElasticArena(
+                self.core,
+                self.memory,
+                self._arena_commit,
+                MemoryReader(self.config.files_root),
+                self.publish_changes,
+                self._wake_writes,
+                self.counters,
+            )
+            self._spawn(self.elastic.run())
         self._commit_ahead(0)
         self.region = self.messenger.register(self.memory)
         self.read_key = self.messenger.grant(self.region, 0, self.memory.nbytes, read=True, write=False)
@@ -98,6 +113,8 @@ class PoolNode:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.ssd is not None:
             await self.ssd.close()
+        if self.elastic is not None:
+            await asyncio.to_thread(self.elastic.close)
         await asyncio.to_thread(self.messenger.close)
         self.memory.close()
 
@@ -258,6 +275,11 @@ class PoolNode:
                 self.ssd.write_back.wake()
 
     @property
+    def resident_nbytes(self) -> int:
+        """Bytes of memory that the arena has from the kernel; 0 before `start`."""
+        return self.memory.resident_nbytes if hasattr(self, "memory") else 0
+
+    @property
     def num_write_keys(self) -> int:
         """Number of write keys that are not revoked yet."""
         return len(self._keys)
@@ -290,12 +312,30 @@ class PoolNode:
         self.publish_changes()
 
     def _arena(self) -> SharedMemory:
+        settings = self.config.pool
+        huge_pages: HugePages = settings.pool_hugepages
+        if settings.is_elastic:
+            if self.messenger.endpoint.rdma:
+                raise PoolConfigError(
+                    "pool_min_bytes below pool_bytes conflicts with rdma, which pins all of the pool's memory: remove "
+                    "pool_min_bytes, or set transport to tcp"
+                )
+            huge_pages = "off" if huge_pages == "off" else "transparent"  # reserved ones cannot be returned
         try:
-            return SharedMemory.create(self.config.pool.pool_bytes, "moonpool-arena", self.config.pool.pool_hugepages)
+            return SharedMemory.create(
+                settings.pool_bytes, "moonpool-arena", huge_pages, returnable=settings.is_elastic
+            )
         except OSError as error:
-            if self.config.pool.pool_hugepages == "on":
+            if settings.pool_hugepages == "on":
                 raise PoolConfigError(f"the arena cannot be made of huge pages: {error.strerror}") from error
             raise
+
+    def _wake_writes(self) -> bool:
+        """Start writes to SSD. Returns False if it cannot be written."""
+        if self.ssd is None or self.ssd.state is not SsdState.OK:
+            return False
+        self.ssd.write_back.wake()
+        return True
 
     def _commit_ahead(self, end: int) -> None:
         if self._arena_commit.begins(end):

@@ -33,7 +33,7 @@ def state(node: PoolNode) -> dict[str, Any]:
             "dram": {
                 "blocks": store.dram.num_copies,
                 "used_bytes": store.dram.slabs.nbytes_used,
-                "capacity_bytes": node.config.pool.pool_bytes,
+                "capacity_bytes": node.core.resizing.usable_nbytes,
             },
             "ssd": {
                 "blocks": store.ssd.num_copies,
@@ -78,7 +78,10 @@ def gauges(node: PoolNode) -> dict[str, float]:
         "pool_puts_open": len(node.core.puts),
         "pool_held_blocks": store.dram.num_copies,
         "pool_used_bytes": store.dram.slabs.nbytes_used,
-        "pool_capacity_bytes": node.config.pool.pool_bytes,
+        "pool_capacity_bytes": node.core.resizing.usable_nbytes,
+        "pool_bound_bytes": node.config.pool.pool_bytes,
+        "pool_resident_bytes": node.resident_nbytes,
+        "pool_memory_pressure": 0 if node.elastic is None else int(node.elastic.pressure),
         "pool_ssd_held_blocks": store.ssd.num_copies,
         "pool_ssd_used_bytes": store.ssd.slabs.nbytes_used - store.ssd.freed_nbytes,
         "pool_ssd_capacity_bytes": node.config.limits.ssd_nbytes,

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HUGE_NBYTES", "advise_huge", "can_collapse", "collapse", "mapped", "populate"]
+__all__ = ["HUGE_NBYTES", "advise_huge", "can_collapse", "collapse", "give_back", "mapped", "populate"]
 
 HUGE_NBYTES = 2 << 20
 """Size of transparent huge pages, which the kernel makes of small pages; reserved huge pages may be larger."""
@@ -21,6 +21,7 @@ HUGE_NBYTES = 2 << 20
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _MADV_COLLAPSE = 25  # since Linux 6.1
+_FALLOC_PUNCH_HOLE = 0x01 | 0x02  # with FALLOC_FL_KEEP_SIZE, from linux/falloc.h
 _STEP_NBYTES = 32 << 20  # per call; each call first synchronises with the other cores
 
 
@@ -48,6 +49,13 @@ def populate(address: int, nbytes: int) -> bool:
     """Have the kernel allocate the pages of a writable mapping, keeping contents. Returns False if it cannot."""
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
     return bool(_libc().madvise(first, address + nbytes - first, _MADV_POPULATE_WRITE) == 0)
+
+
+def give_back(fd: int, start: int, nbytes: int) -> None:
+    """Remove the whole pages in [start, start + nbytes) of a memfd, from all mappings too. Raises OSError."""
+    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end and _libc().fallocate(fd, _FALLOC_PUNCH_HOLE, first, end - first):
+        raise _error()
 
 
 def advise_huge(address: int, nbytes: int) -> None:
@@ -96,5 +104,6 @@ def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     libc.mmap.restype = ctypes.c_void_p
     return libc

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from messenger.errors import ProtocolError
-from messenger.mapping import HUGE_NBYTES, advise_huge, collapse, mapped, populate
+from messenger.mapping import HUGE_NBYTES, advise_huge, collapse, give_back, mapped, populate
 from rpc.errors import InvalidArgument
 
 _PACKED = struct.Struct("<QQQQB")
@@ -58,9 +58,10 @@ Bytes = npt.NDArray[np.uint8]
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 2, 4, 16
 
-HugePages = Literal["auto", "on", "off"]
-"""on: reserved huge pages, or an error; auto: reserved huge pages if there are enough, otherwise small pages, which the
-kernel joins to transparent huge pages, as far as it can, when they are committed; off: small pages."""
+HugePages = Literal["auto", "transparent", "on", "off"]
+"""on: reserved huge pages, or an error; auto: reserved huge pages if there are enough, otherwise as transparent;
+transparent: small pages, which the kernel joins to transparent huge pages, as far as it can, when they are committed;
+off: small pages."""
 Pages = Literal["huge", "transparent", "small"]
 """Pages of a memory: reserved huge pages, mostly transparent huge pages, or small pages."""
 
@@ -68,11 +69,14 @@ Pages = Literal["huge", "transparent", "small"]
 class SharedMemory:
     """Anonymous shared memory with a file descriptor. Its size is sealed, so that a peer's mapping stays valid.
 
-    Other processes can map the descriptor for reading only.
+    Other processes can map the descriptor for reading only: the memory is sealed against further writable mappings. The
+    kernel takes back no pages of memory sealed like that; of `returnable` memory, `fd` is instead opened for reading,
+    which a process of the same user could evade on purpose, by opening it again in /proc.
     """
 
     def __init__(self, fd: int, array: Bytes, name: str, *, is_huge: bool = False, joins: bool = False) -> None:
-        self.fd = fd
+        self.fd = fd  # to pass to other processes
+        self._writable_fd: int | None = None  # of returnable memory
         self.name = name
         self.nbytes = int(array.nbytes)
         self._array: Bytes | None = array
@@ -82,23 +86,29 @@ class SharedMemory:
         self._joined_nbytes = 0
 
     @classmethod
-    def create(cls, nbytes: int, name: str, huge_pages: HugePages = "off") -> "SharedMemory":
+    def create(
+        cls, nbytes: int, name: str, huge_pages: HugePages = "off", *, returnable: bool = False
+    ) -> "SharedMemory":
         """Create zeroed memory of `nbytes` > 0, rounded up to whole huge pages if it is made of them.
 
-        `name` appears in /proc. Raises OSError if there is not enough memory, or not enough huge pages if `on`.
+        `returnable` memory supports `release`; it is not made of reserved huge pages. `name` appears in /proc. Raises
+        OSError if there is not enough memory, or not enough huge pages if `on`.
         """
         if nbytes <= 0:
             raise InvalidArgument(f"shared memory {name!r} must have a positive size, got {nbytes}")
-        if huge_pages != "off":
+        if huge_pages in ("auto", "on"):
             try:
                 return cls._create(_rounded_up(nbytes), name, is_huge=True)
             except OSError as error:
                 if huge_pages == "on":
                     raise OSError(error.errno, _TOO_FEW_HUGE_PAGES.format(nbytes=nbytes, name=name)) from error
-        return cls._create(nbytes, name, joins=huge_pages == "auto" and nbytes >= HUGE_NBYTES)
+        joins = huge_pages in ("auto", "transparent") and nbytes >= HUGE_NBYTES
+        return cls._create(nbytes, name, joins=joins, returnable=returnable)
 
     @classmethod
-    def _create(cls, nbytes: int, name: str, *, is_huge: bool = False, joins: bool = False) -> "SharedMemory":
+    def _create(
+        cls, nbytes: int, name: str, *, is_huge: bool = False, joins: bool = False, returnable: bool = False
+    ) -> "SharedMemory":
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if is_huge else 0)
         fd = os.memfd_create(name, flags)
         try:
@@ -107,6 +117,11 @@ class SharedMemory:
             array = mapped(fd, nbytes, writable=True)
             if joins:
                 advise_huge(int(array.ctypes.data), nbytes)
+            if returnable:
+                os.fchmod(fd, 0o400)
+                made = cls(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC), array, name, joins=joins)
+                made._writable_fd = fd
+                return made
             with contextlib.suppress(OSError):  # not supported before Linux 5.1
                 fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
             return cls(fd, array, name, is_huge=is_huge, joins=joins)
@@ -145,6 +160,19 @@ class SharedMemory:
         return populate(address + start, nbytes)
 
     @property
+    def resident_nbytes(self) -> int:
+        """Bytes of the pages that the memory has, in RAM or swap."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def release(self, start: int, nbytes: int) -> None:
+        """Return the whole pages in [start, start + nbytes) of returnable memory to the kernel.
+
+        They read as zeros until they are written again. Runs without the GIL. Raises OSError if the kernel cannot.
+        """
+        assert self._writable_fd is not None, "the memory is not returnable"
+        give_back(self._writable_fd, start, nbytes)
+
+    @property
     def closed(self) -> bool:
         """True after `close`."""
         return self._array is None
@@ -154,6 +182,8 @@ class SharedMemory:
         if self._array is not None:
             self._array = None
             os.close(self.fd)
+            if self._writable_fd is not None:
+                os.close(self._writable_fd)
 
 
 @dataclass(frozen=True, eq=False)

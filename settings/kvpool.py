@@ -26,6 +26,15 @@ class PoolSettings(SettingsGroup):
             default_text="1GiB",
         ),
     ] = 1 << 30
+    pool_min_bytes: Annotated[
+        int | None,
+        Key(
+            "Memory that each pool node keeps under memory pressure; it grows up to --pool-bytes while memory is idle",
+            low=1 << 16,
+            parse=parse_size,
+            default_text="--pool-bytes, which never shrinks",
+        ),
+    ] = None
     pool_hugepages: Annotated[
         Literal["auto", "on", "off"],
         Key("Huge pages for this memory: auto uses them if available, on requires them, off disables them"),
@@ -60,6 +69,11 @@ class PoolSettings(SettingsGroup):
         return 4 * self.pool_bytes if self.pool_ssd_bytes is None else self.pool_ssd_bytes
 
     @property
+    def is_elastic(self) -> bool:
+        """True if the memory may shrink."""
+        return self.pool_min_bytes is not None and self.pool_min_bytes < self.pool_bytes
+
+    @property
     def quotas(self) -> dict[bytes, float]:
         """Maximum share of memory by KV namespace."""
         return dict(_quota(entry) for entry in self.pool_quota)
@@ -67,6 +81,15 @@ class PoolSettings(SettingsGroup):
     def check(self) -> None:
         for entry in self.pool_quota:
             _quota(entry)
+        if self.pool_min_bytes is not None and self.pool_min_bytes > self.pool_bytes:
+            raise InvalidSetting(
+                f"--pool-min-bytes must be at most --pool-bytes ({self.pool_bytes}), got {self.pool_min_bytes}"
+            )
+        if self.is_elastic and self.pool_hugepages == "on":
+            raise InvalidSetting(
+                "--pool-min-bytes below --pool-bytes conflicts with --pool-hugepages on: reserved huge pages cannot be "
+                "returned to other processes; use --pool-hugepages auto"
+            )
         if self.pool_ssd_bytes is not None and self.pool_ssd_dir is None:
             raise InvalidSetting("--pool-ssd-bytes needs a folder: give it with --pool-ssd-dir FOLDER")
 

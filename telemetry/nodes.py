@@ -18,6 +18,7 @@ from telemetry.histograms import DurationHistogram, histogram_names, histogram_o
 
 GAUGE_SUFFIXES: Final = (
     *("_open", "_held_blocks", "_used_bytes", "_capacity_bytes", "_readable", "_writable", "_left_seconds"),
+    *("_bound_bytes", "_resident_bytes", "_pressure"),
 )
 # Traffic of the messenger, by path and unit.
 _WAY: Final = r"(?P<transport>[a-z]+)/(?P<direction>[a-z]+)"

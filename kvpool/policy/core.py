@@ -31,6 +31,7 @@ from kvpool.policy.records import (
     TierLoad,
     TierWrite,
 )
+from kvpool.policy.resizing import Resizing
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.policy.staging import Staging
 from kvpool.policy.store import BlockStore, flush
@@ -49,6 +50,7 @@ class PoolLimits:
     ssd_nbytes: int = 0  # for extents; 0: no SSD tier
     ssd_slab_nbytes: int = 1 << 20  # as `slab_nbytes`; must stay the same as long as the SSD store's files are kept
     write_above: float = 0.5  # share of DRAM in use above which the next victims are written to SSD before eviction
+    least_nbytes: int | None = None  # what the arena may be shrunk to; None: it is not shrunk
     max_tails: int = 1024  # partial blocks kept after one block; many dialogues may end after a prompt they share
     quotas: Mapping[bytes, float] = field(default_factory=dict)  # namespace -> largest share of DRAM it may take
 
@@ -123,7 +125,8 @@ class PoolCore:
             self.log,
             self.metrics,
         )
-        self.staging = Staging(self.store, self.metrics, limits.write_above)
+        self.staging = Staging(self.store, self.metrics, limits.write_above, limits.least_nbytes)
+        self.resizing = Resizing(self.store, self.staging.resized)
         self.puts: dict[str, PutRecord] = {}
         self.leases: dict[str, LeaseRecord] = {}
         self.fenced: dict[str, list[int]] = {}  # per ended put: offsets of the slots it left unsealed
@@ -199,6 +202,8 @@ class PoolCore:
         use = Use(now_ns, put.request_blocks, stores=True)
         kept = range(len(put.blocks)) if keep is None else [i for i, keep_block in enumerate(keep) if keep_block]
         self.store.seal([put.blocks[i] for i in kept], [digests[i] for i in kept], use)
+        if self.staging.writes_ahead:
+            self.staging.write_ahead([put.blocks[i] for i in kept])
         if len(kept) < len(put.blocks):
             self._fence(put_id, [block for block in put.blocks if not block.sealed])
         self.counters["stored_blocks"] += len(kept)

@@ -55,6 +55,7 @@ EVICTIONS = {
     "promotion": "a block loaded from SSD needed its slots",
     "quota": "its namespace reached its quota",
     "slab": "blocks of another size needed its slab",
+    "shrunk": "the pool yielded memory",
     "tail": "too many partial blocks followed the same block",
     "asked": "its eviction was requested",
     "flushed": "the pool was flushed",

@@ -4,15 +4,24 @@ A slab of a size spans the fewest units that keep the waste at its end to at mos
 freed returns to the tier at once, so that another size can use it. The lowest slab with a free slot is filled first:
 high addresses stay untouched (no memory is committed for them), and a lightly used tier occupies few slabs.
 
+The tier can be shrunk to its lowest units and extended again (`resize`). Slabs that reach beyond the usable units keep
+their used slots, but get no new ones:
+
+    units     0 ......... usable_units ......... num_units
+    free      can be used              withheld, until `resize` extends the tier
+    slabs     can be used   ├──straddles──┤    only freed: `high_offsets` returns their used slots
+
 If slots must be found again by their offset alone (`adopt`), slabs are aligned: they start at multiples of their own
 length, so that a slot's size and offset determine its slab.
 """
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 SLOT_ALIGNMENT = 64
 _MAX_WASTE = 1 / 8
+_FREE, _USED, _WITHHELD = 0, 1, 2
 
 
 @dataclass
@@ -40,11 +49,12 @@ class SlabAllocator:
     ) -> None:
         self.unit_nbytes = unit_nbytes
         self.num_units = nbytes // unit_nbytes
+        self.usable_units = self.num_units
         self.num_slots_used = 0
         self.nbytes_used = 0
         self._alignment = alignment
         self._aligned_slabs = aligned_slabs
-        self._unit_used = bytearray(self.num_units)
+        self._unit_state = bytearray(self.num_units)
         self._num_free_units = self.num_units
         self._slabs: dict[int, _Slab] = {}
         self._slab_of_unit: list[int] = [-1] * self.num_units
@@ -63,6 +73,51 @@ class SlabAllocator:
         """Return the number of slots of this size in one slab."""
         size_class = self._class_of(slot_nbytes)
         return size_class.units_per_slab * self.unit_nbytes // size_class.slot_nbytes
+
+    @property
+    def usable_nbytes(self) -> int:
+        """Bytes of the units that new slots can be in."""
+        return self.usable_units * self.unit_nbytes
+
+    def resize(self, usable_units: int) -> None:
+        """Restrict new slots to the first `usable_units`; used slots beyond them stay until they are freed."""
+        low, high = sorted((usable_units, self.usable_units))
+        wanted, given = (_FREE, _WITHHELD) if usable_units > self.usable_units else (_WITHHELD, _FREE)
+        changed = [unit for unit in range(low, high) if self._unit_state[unit] == given]
+        for unit in changed:
+            self._unit_state[unit] = wanted
+        self._num_free_units += len(changed) if wanted == _FREE else -len(changed)
+        self.usable_units = usable_units
+
+    def is_high(self, offset: int) -> bool:
+        """Return True if the used slot at `offset` lies in a slab that reaches beyond the usable units."""
+        if self.usable_units == self.num_units:
+            return False
+        return self._end_of(self._slabs[self._slab_of_unit[offset // self.unit_nbytes]]) > self.usable_units
+
+    def high_offsets(self) -> Iterator[int]:
+        """Yield the used slots of all slabs that reach beyond the usable units, the highest slab first.
+
+        Meanwhile slots may be freed, and low ones allocated.
+        """
+        unit = self.num_units - 1
+        while unit >= self.usable_units:
+            slab = self._slabs.get(self._slab_of_unit[unit])
+            unit -= 1
+            if slab is not None:
+                unit = slab.first_unit - 1
+                yield from self._used_in(slab)
+
+    def free_units(self, units: range) -> list[range]:
+        """Return the maximal ranges of these units that no slab occupies."""
+        found: list[range] = []
+        for unit in units:
+            if self._unit_state[unit] != _USED:
+                if found and found[-1].stop == unit:
+                    found[-1] = range(found[-1].start, unit + 1)
+                else:
+                    found.append(range(unit, unit + 1))
+        return found
 
     def open(self, slot_nbytes: int, first_unit: int) -> None:
         """Create a slab for slots of this size at `first_unit`, whose units must be free."""
@@ -89,7 +144,7 @@ class SlabAllocator:
         if offset < 0 or first + size_class.units_per_slab > self.num_units:
             return False
         slab = self._slabs.get(self._slab_of_unit[first])
-        if slab is None and not any(self._unit_used[first : first + size_class.units_per_slab]):
+        if slab is None and not any(self._unit_state[first : first + size_class.units_per_slab]):
             slab = self._make_slab(size_class, first)
         if slab is None or slab.slot_nbytes != size_class.slot_nbytes or offset not in slab.free:
             return False
@@ -115,7 +170,7 @@ class SlabAllocator:
         slab = self._slabs[self._slab_of_unit[offset // self.unit_nbytes]]
         length, step = size_class.units_per_slab, size_class.step
         first = max(0, slab.first_unit - length + 1)
-        last = min(slab.first_unit + slab.num_units - 1, self.num_units - length)
+        last = min(self._end_of(slab) - 1, self.usable_units - length)
         return [range(start, start + length) for start in range(-(-first // step) * step, last + 1, step)]
 
     def used_offsets(self, units: range) -> list[int]:
@@ -139,7 +194,9 @@ class SlabAllocator:
             if slab.free and (slab.first_unit, serial) not in self._classes[slab.slot_nbytes].partial:
                 problems.append(f"the slab at unit {slab.first_unit} has free slots but is not among the partial slabs")
             used += slab.num_slots - len(slab.free)
-        if covered != self._unit_used or covered.count(0) != self._num_free_units:
+        for unit in range(self.usable_units, self.num_units):
+            covered[unit] = covered[unit] or _WITHHELD
+        if covered != self._unit_state or covered.count(_FREE) != self._num_free_units:
             problems.append("the used units differ from the units of the slabs")
         if used != self.num_slots_used:
             problems.append(f"{used} slots are used, {self.num_slots_used} are counted")
@@ -168,7 +225,8 @@ class SlabAllocator:
         while partial:
             slab = self._slabs.get(partial[0][1])
             if slab is not None and slab.free:
-                return slab
+                # Slabs of one size are equally long: if the lowest one reaches too high, so do all others.
+                return slab if self._end_of(slab) <= self.usable_units else None
             heapq.heappop(partial)
         return None
 
@@ -178,9 +236,9 @@ class SlabAllocator:
         if self._num_free_units < length:
             return None
         wanted = bytes(length)
-        first = self._unit_used.find(wanted)
+        first = self._unit_state.find(wanted)
         while first >= 0 and first % step:
-            first = self._unit_used.find(wanted, first - first % step + step)
+            first = self._unit_state.find(wanted, first - first % step + step)
         return first if first >= 0 else None
 
     def _new_slab(self, size_class: _SizeClass) -> _Slab | None:
@@ -189,7 +247,7 @@ class SlabAllocator:
 
     def _make_slab(self, size_class: _SizeClass, first: int) -> _Slab:
         units = size_class.units_per_slab
-        self._unit_used[first : first + units] = b"\1" * units
+        self._unit_state[first : first + units] = bytes([_USED]) * units
         self._num_free_units -= units
         self._serial += 1
         self._slab_of_unit[first : first + units] = [self._serial] * units
@@ -209,9 +267,13 @@ class SlabAllocator:
         entry = (slab.first_unit, self._slab_of_unit[slab.first_unit])
         heapq.heappush(self._classes[slab.slot_nbytes].partial, entry)
 
+    def _end_of(self, slab: _Slab) -> int:
+        return slab.first_unit + slab.num_units
+
     def _release(self, slab: _Slab) -> None:
-        units = slice(slab.first_unit, slab.first_unit + slab.num_units)
+        units = range(slab.first_unit, self._end_of(slab))
         del self._slabs[self._slab_of_unit[slab.first_unit]]
-        self._unit_used[units] = bytes(slab.num_units)
-        self._num_free_units += slab.num_units
-        self._slab_of_unit[units] = [-1] * slab.num_units
+        for unit in units:
+            self._unit_state[unit] = _FREE if unit < self.usable_units else _WITHHELD
+        self._num_free_units += len(range(units.start, min(units.stop, self.usable_units)))
+        self._slab_of_unit[units.start : units.stop] = [-1] * slab.num_units

@@ -32,15 +32,36 @@ _MAX_ERRORS = 2  # in a row, of reading or of writing one block
 class Staging:
     """Loads and writes in flight, and the choice of the next ones. Each load and write is ended exactly once."""
 
-    def __init__(self, store: BlockStore, metrics: PolicyMetrics, write_above: float) -> None:
+    def __init__(
+        self, store: BlockStore, metrics: PolicyMetrics, write_above: float, least_nbytes: int | None = None
+    ) -> None:
+        """Set `least_nbytes` if the arena may be shrunk to it: then blocks are written ahead, so that it loses few."""
         self.loads: dict[TierLoad, None] = {}
         self.writes: dict[TierWrite, None] = {}
         self._store = store
         self._metrics = metrics
         self._has_ssd = store.ssd.slabs.num_units > 0
-        self._write_above_nbytes = write_above * store.dram.slabs.num_units * store.dram.slabs.unit_nbytes
+        self.writes_ahead = self._has_ssd and least_nbytes is not None
+        self._write_above = write_above
+        self._write_above_nbytes = write_above * store.dram.slabs.usable_nbytes
+        self._most_unwritten_nbytes = write_above * (least_nbytes or 0)
+        self._stored: deque[Block] = deque()  # stored by puts, the oldest first, and possibly not on SSD
+        self._stored_nbytes = 0
+        self._taken_stored: set[Block] = set()  # taken from it by this call of `next_writes`
         self._reused: deque[Block] = deque(maxlen=_MAX_REUSED)  # used again, and possibly not on SSD
         self._all: deque[Block] = deque()  # while everything is being written: blocks not yet considered
+
+    def resized(self, usable_nbytes: int) -> None:
+        """Adapt to another size of the arena's usable part."""
+        self._write_above_nbytes = self._write_above * usable_nbytes
+
+    def write_ahead(self, blocks: Sequence[Block]) -> None:
+        """Queue blocks that a put stored; the oldest are written while more wait than `write_above` of the least size.
+
+        So what the arena may have to yield at once is on SSD already, apart from what the SSD is too slow for.
+        """
+        self._stored += blocks
+        self._stored_nbytes += sum(block.namespace.nbytes[DRAM] for block in blocks)
 
     def mark_reused(self, blocks: Sequence[Block]) -> None:
         """Count another use of these blocks, and queue those that are not on SSD to be written."""
@@ -112,6 +133,8 @@ class Staging:
         # Per namespace: bytes without an extent, and the use in DRAM up to which copies on SSD are spared.
         wanted: dict[NamespaceState, list[float]] = {}
         skipped: set[Block | None] = set()
+        without_extent: list[Block] = []
+        self._taken_stored.clear()
         writes: list[TierWrite] = []
         for block, spare_until in self._plan(now_ns, max_nbytes, everything):
             parent = block.prefix_node.parent
@@ -127,8 +150,12 @@ class Staging:
             if is_worth_room and spare_until is not None:
                 need = wanted.setdefault(block.namespace, [0, spare_until])
                 need[0] += block.namespace.nbytes[SSD]
+                without_extent.append(block)
         if skipped and self._reused:
             self._reused.popleft()  # otherwise a chain that gets no extents would block all others
+        if skipped and self._stored_nbytes > self._most_unwritten_nbytes:
+            self._take_stored()  # for the same reason
+        self.write_ahead([block for block in without_extent if block in self._taken_stored])
         for namespace, (nbytes, spare_until) in wanted.items():
             store.ssd.make_room(namespace, int(nbytes), spare_until, now_ns)
         store.log_changes()
@@ -228,7 +255,17 @@ class Staging:
         if store.dram.slabs.nbytes_used > self._write_above_nbytes:
             for victim in store.dram.next_victims(now_ns, _NUM_AHEAD):
                 yield victim.block, victim.last_use
+        while self._stored_nbytes > self._most_unwritten_nbytes:
+            block = self._stored[0]
+            if block.dram is not None and block.ssd is None and not block.removed:
+                yield block, block.dram.last_use
+            self._take_stored()
         yield from ((block, None) for block in _taken(self._reused))
+
+    def _take_stored(self) -> None:
+        block = self._stored.popleft()
+        self._stored_nbytes -= block.namespace.nbytes[DRAM]
+        self._taken_stored.add(block)
 
     def _unwritten(self, block: Block, everything: bool) -> list[Block]:
         """Return the block and its ancestors that are not on SSD, first ancestor first.

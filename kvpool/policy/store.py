@@ -287,6 +287,11 @@ class BlockStore:
         self._dram_changes = []
         return changes
 
+    def relocated(self, block: Block) -> None:
+        """Record that the block's copy in DRAM has other slots now."""
+        if self._dram_changes is not None:
+            self._dram_changes += (False, block), (True, block)
+
     def log_changes(self) -> None:
         """Log visible changes since the last call: one event per namespace and move, removals first."""
         if not self._changed:

@@ -242,6 +242,67 @@ class TierSpace:
                 return False
         return True
 
+    def try_take_low(self, copy: BlockCopy) -> tuple[int, ...] | None:
+        """Allocate a low slot for each high slot of the copy. Returns the copy's offsets to come; None if impossible.
+
+        The copy must not be evicted until `move` is called with them.
+        """
+        offsets: list[int] = []
+        taken: list[int] = []
+        for offset, size in zip(copy.offsets, copy.block.namespace.sizes[self._tier], strict=True):
+            if self.slabs.is_high(offset):
+                low = self.slabs.try_allocate(size)
+                if low is None:
+                    self.free_slots(taken)
+                    return None
+                taken.append(low)
+                offset = low
+            offsets.append(offset)
+        return tuple(offsets)
+
+    def move(self, copy: BlockCopy, offsets: tuple[int, ...]) -> None:
+        """Replace the copy's slots by those that `try_take_low` returned, which have its bytes by now."""
+        for before, offset in zip(copy.offsets, offsets, strict=True):
+            if before != offset:
+                del self.holders[before]
+                self.holders[offset] = copy
+                self.slabs.free(before)
+        copy.offsets = offsets
+
+    def evict_next(
+        self, sizes: tuple[int, ...], count: int, reason: str, now_ns: int, may_lose: bool
+    ) -> tuple[int, int]:
+        """Evict up to `count` next victims whose slots have these sizes; without `may_lose`, none that is not on SSD.
+
+        Returns (number evicted, number skipped).
+        """
+        skipped: list[BlockCopy] = []
+
+        def may_take(resident: Resident) -> bool:
+            assert isinstance(resident, BlockCopy)
+            if not is_evictable(resident):
+                return False
+            if not may_lose and not resident.in_slower_tier:
+                skipped.append(resident)
+                return False
+            return True
+
+        partitions = [each for each in self._partitions.values() if each.sizes == sizes]
+        evicted = 0
+        while evicted < count and partitions:
+            # Those with a quota have partitions to themselves: the one whose next victim was used longest ago is first.
+            heads = [self._victims(each, now_ns, 1) if len(partitions) > 1 else [] for each in partitions]
+            partition = min(
+                zip(heads, partitions, strict=True), key=lambda each: each[0][0].last_use if each[0] else math.inf
+            )[1]
+            if self._pop(partition, reason, now_ns, may_take):
+                evicted += 1
+            else:
+                partitions.remove(partition)
+        for copy in skipped:
+            self.offer(copy)
+        return evicted, len(skipped)
+
     def adopt(self, copy: BlockCopy, offset: int) -> bool:
         """Allocate the slot at `offset` for a copy that is stored there. Returns False if impossible."""
         (size,) = copy.block.namespace.sizes[self._tier]
@@ -295,7 +356,11 @@ class TierSpace:
         """Free the copy's slots, which must not be in use any more; those on SSD are withheld until `take_freed`."""
         self._unassign(copy)
         recipient = self._recipient
-        if recipient is not None and recipient.block.namespace.sizes == copy.block.namespace.sizes:
+        if (
+            recipient is not None
+            and recipient.block.namespace.sizes == copy.block.namespace.sizes
+            and not any(self.slabs.is_high(offset) for offset in copy.offsets)
+        ):
             self._assign(recipient, copy.offsets)
             self._recipient = None
             return
@@ -414,15 +479,19 @@ class TierSpace:
         namespace.num_copies -= 1
 
     def _evict_one(self, partition: Partition, reason: str, now_ns: int, recipient: BlockCopy | None) -> bool:
-        victim = partition.policy.pop(now_ns, self._may_take)
+        self._recipient = recipient
+        is_evicted = self._pop(partition, reason, now_ns, self._may_take)
+        self._recipient = None
+        return is_evicted
+
+    def _pop(self, partition: Partition, reason: str, now_ns: int, may_take: Callable[[Resident], bool]) -> bool:
+        victim = partition.policy.pop(now_ns, may_take)
         if victim is None:
             return False
         assert isinstance(victim, BlockCopy)
         partition.num_copies -= 1
         self.num_copies -= 1
-        self._recipient = recipient
         self._give_up(victim, reason, now_ns)
-        self._recipient = None
         return True
 
     def _victims(self, partition: Partition, now_ns: int, count: int) -> list[BlockCopy]:

@@ -26,8 +26,9 @@ class PoolMachine(RuleBasedStateMachine):
         ssd_room=st.sampled_from([0, 3, 6, 12]),
         policy=st.sampled_from(sorted(POLICIES)),
         write_above=st.sampled_from([0.0, 0.5]),
+        least_room=st.sampled_from([None, 1, 2]),
     )
-    def start(self, room: int, ssd_room: int, policy: str, write_above: float) -> None:
+    def start(self, room: int, ssd_room: int, policy: str, write_above: float, least_room: int | None) -> None:
         self.now = 0
         self.limits = PoolLimits(
             room * SPEC.block_nbytes,
@@ -38,6 +39,7 @@ class PoolMachine(RuleBasedStateMachine):
             ssd_nbytes=ssd_room * 4096,
             ssd_slab_nbytes=4096,
             write_above=write_above,
+            least_nbytes=least_room and least_room * SPEC.block_nbytes,
             max_tails=2,
             quotas=QUOTA,
         )
@@ -81,6 +83,7 @@ class PoolMachine(RuleBasedStateMachine):
         parents = [ROOT, *chain[:-1]]
         num_tokens = [0] * (len(chain) - 1) + [1] if tail else []
         protected, before = self.protected(), self.seen()
+        yields = self.core.resizing.has_high_slots  # then victims may free slots that must not be used again
         got = self.core.allocate(
             self.now,
             PutRequest(ns, SPECS[ns], chain, parents, num_tokens, leaf),
@@ -92,10 +95,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert [b.chain_key for b in got.new_blocks] == [chain[i] for i in new]
         offsets = {offset for block in got.new_blocks for offset in block.offsets}
         assert not protected & offsets
+        assert all(offset < self.core.resizing.usable_nbytes for offset in offsets)
         statuses = list(got.status)
         if SlotStatus.NO_SPACE in statuses:
             assert SlotStatus.NEW not in statuses[statuses.index(SlotStatus.NO_SPACE) :]
-        if not tail:
+        if not tail and not yields:
             assert new or self.seen() == before, "something was evicted for nothing"
         assert all(got.status[i] is SlotStatus.EXISTS for i, k in enumerate(chain) if (ns, k) in before and not tail)
         if got.put_id:
@@ -252,6 +256,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(before[address(each.block)] == (False, True) for each in loads)
         for each in loads:
             assert not protected & set(each.offsets)
+            assert all(offset < self.core.resizing.usable_nbytes for offset in each.offsets)
             entry = self.extents[each.ssd_offset]
             assert entry is not None
             assert (entry.kv_namespace, entry.chain_key) == address(each.block)
@@ -324,6 +329,39 @@ class PoolMachine(RuleBasedStateMachine):
             removed = write.block.removed
             self.core.written(self.now, write, ok)
             assert removed or write.block.ssd_offset == (write.ssd_offset if ok else None)
+
+    @rule(units=st.integers(1, 24), may_lose=st.booleans())
+    def resize(self, units: int, may_lose: bool) -> None:
+        """Shrink or extend the arena, and vacate what is too high."""
+        resizing, slabs = self.core.resizing, self.core.store.dram.slabs
+        resizing.resize(units * slabs.unit_nbytes)
+        protected = self.protected()
+        while True:
+            before = self.seen()
+            step = resizing.vacate(self.now, 2 * SPEC.block_nbytes, may_lose=may_lose)
+            left = {where for where in before if where not in self.seen()}
+            assert may_lose or not left, "a block was lost"
+            for move in step.moves:
+                moved = {a: b for a, b in zip(move.before, move.after, strict=True) if a != b}
+                assert not protected & {*moved, *moved.values()}
+                assert all(self.dram[offset] == address(move.copy.block) for offset in move.before)
+                assert all(offset < resizing.usable_nbytes for offset in moved.values())
+                self.dram |= {b: self.dram[a] for a, b in moved.items()}
+            resizing.moved(step.moves)
+            policy_views.check_chains(before, self.seen(), self.parents)
+            self.before = self.seen()
+            assert self.core.validate() == []
+            if not step.is_progress:
+                break
+        high = set(slabs.high_offsets())
+        freed = {
+            offset for span in resizing.take_vacated() for offset in range(span.start, span.stop, slabs.unit_nbytes)
+        }
+        assert not freed & {offset // slabs.unit_nbytes * slabs.unit_nbytes for offset in high}
+        assert all(offset >= resizing.usable_nbytes for offset in freed)
+        if may_lose and not self.protected() and not high <= protected:
+            evictable = [b for b in self.core.store.index if self.core.store.may_remove(b)]
+            assert not evictable, "blocks that could be evicted keep memory that was to be yielded"
 
     @rule()
     def freed_is_taken(self) -> None:
