@@ -74,6 +74,7 @@ class DecodeService:
             held_blocks=reservation.held_blocks,
             groups=[BlockSlots(offsets=node.memory.offsets(g, blocks)) for g in range(node.memory.num_groups)],
             endpoint=node.endpoint.to_proto(),
+            takes_layer_ranges=True,
         )
 
     async def commit(self, asked: CommitRequest) -> CommitReply:

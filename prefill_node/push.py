@@ -2,12 +2,12 @@
 
 The engine thread only reports which layer of which tokens is written, and begins to copy it to host memory if it is on
 a GPU; a sender thread waits for the copy, computes digests and writes. A block is pushed when it is complete, the
-partial last one with the prompt's last chunk.
+partial last one with the prompt's last chunk. What is written before the destination is known is pushed afterwards.
 
 Threads: `due` and `WrittenLayers` on the engine thread, `_send` on a sender thread (for one destination one at a time,
-in order), `_landed` on the messenger's thread, `flush`, `stop` and `settle` on the event loop. `_lock` guards `_open`,
-`_error`, `_stopped` and the byte counts. A future stays in `_open` from `push_layers` until its copy and its writes
-have ended, and the slots must not be released before `_open` is empty.
+in order), `_landed` on the messenger's thread, `open`, `flush`, `stop` and `settle` on the event loop. `_lock` guards
+`_destination`, `_waiting`, `_open`, `_error`, `_stopped` and the byte counts. A future stays in `_open` from
+`push_layers` until its copy and its writes have ended, and the slots must not be released before `_open` is empty.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class PushDestination:
     key: RemoteKey  # grants write access to the slots
     offsets: Sequence[NDArray[np.int64]]  # per group, the remote byte offset of every prompt block
     push_from: int  # the receiver has or pulls the blocks below; they are pushed only on request
+    takes_layer_ranges: bool = False  # one notification may announce several layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +129,16 @@ class _Countdown:
             self._ended(self._error)
 
 
+@dataclass(slots=True, eq=False)
+class _Push:
+    """Layers of blocks to push, one after another, once they have been copied; `done` ends with the last write."""
+
+    layers: Sequence[int]
+    blocks: list[int]
+    copied: Ticket
+    done: Future[None]
+
+
 class Pusher:
     """Pusher of one request's KV to one destination."""
 
@@ -135,7 +146,7 @@ class Pusher:
         self,
         memory: EngineMemory,
         senders: PushSenders,
-        destination: PushDestination,
+        destination: PushDestination | None,
         *,
         slots: Sequence[int],
         prompt_len: int,
@@ -145,23 +156,35 @@ class Pusher:
     ) -> None:
         """Create a pusher for a prompt of `prompt_len` tokens whose blocks are in `slots`.
 
-        A push is given up after `stall_s` without progress, since its slots cannot be reused before it ends, and
-        after `deadline_s()`. `on_moved(nbytes, seconds)` is called for every completed push.
+        Without a destination, pushes wait until `open`. A push is given up after `stall_s` without progress, since its
+        slots cannot be reused before it ends, and after `deadline_s()`. `on_moved(nbytes, seconds)` is called for every
+        completed push.
         """
         self._memory = memory
         self._senders = senders
         self._destination = destination
         self._slots = np.asarray(slots, dtype=np.int64)
         self._prompt_len = prompt_len
-        self._push_from = destination.push_from
+        self._push_from = destination.push_from if destination is not None else 0
         self._deadline_s = deadline_s
         self._stall_s = stall_s
         self._on_moved = on_moved
         self._lock = threading.Lock()
+        self._waiting: list[_Push] = []  # for the destination
         self._open: set[Future[None]] = set()
         self._error: BaseException | None = None
         self._stopped = False
         self._moved_nbytes, self._began_at, self._landed_at = 0, 0.0, 0.0  # instants of time.perf_counter()
+
+    def open(self, destination: PushDestination) -> None:
+        """Begin to push to the destination, first what has been written so far. Once at most."""
+        with self._lock:
+            assert self._destination is None
+            self._destination, self._push_from = destination, destination.push_from
+            pushes, self._waiting = self._waiting, []
+        for push in pushes:
+            push.blocks = [block for block in push.blocks if block >= destination.push_from]
+            self._submit(push)
 
     def due(self, start: int, end: int) -> list[DuePush]:
         """Return the push of the blocks that prompt tokens [start, end) complete; empty if there are none."""
@@ -171,68 +194,93 @@ class Pusher:
         return [DuePush(self, blocks)] if blocks else []
 
     def push_blocks(self, blocks: Sequence[int]) -> None:
-        """Push all layers of blocks that are in the cache. Not on the engine's thread."""
+        """Push all layers of blocks that are in the cache, on request. Not on the engine's thread."""
         if blocks:
-            self.push_layers(list(self._memory.place_of_layer), blocks, self._memory.to_host(self.slots_of(blocks)))
+            copied = self._memory.to_host(self.slots_of(blocks))
+            self._push(sorted(self._memory.place_of_layer), list(blocks), copied)
 
     def push_layer(self, layer: int, blocks: Sequence[int]) -> None:
         """Push one layer of blocks that the messenger can read. Any thread."""
-        blocks = [block for block in blocks if block >= self._push_from]
-        if blocks:
-            self.push_layers([layer], blocks, READY)
+        self.push_layers([layer], blocks, READY)
 
     def push_layers(self, layers: Sequence[int], blocks: Sequence[int], copied: Ticket) -> None:
         """Push layers of blocks, one after another, once they have been copied. Any thread."""
-        done: Future[None] = Future()
+        blocks = [block for block in blocks if block >= self._push_from]
+        if blocks:
+            self._push(layers, blocks, copied)
+
+    def _push(self, layers: Sequence[int], blocks: list[int], copied: Ticket) -> None:
+        push = _Push(layers, blocks, copied, Future())
         with self._lock:
             if self._stopped or self._error is not None:
                 return
-            self._open.add(done)
+            self._open.add(push.done)
+            if self._destination is None:
+                self._waiting.append(push)
+                return
+        self._submit(push)
+
+    def _submit(self, push: _Push) -> None:
+        """Send the push; without a destination, drop it once its copy has ended."""
+        destination = self._destination
         try:
-            self._senders.submit(self._destination.peer, self._send, layers, list(blocks), copied, done)
+            self._senders.submit(push if destination is None else destination.peer, self._send, push)
         except RuntimeError as error:  # shut down
-            self._finish(done, error)
+            self._finish(push.done, error)
 
     def slots_of(self, blocks: Sequence[int]) -> list[int]:
         """Return the blocks' slots in this node's memory."""
         slots: list[int] = self._slots[list(blocks)].tolist()
         return slots
 
-    def _send(self, layers: Sequence[int], blocks: list[int], copied: Ticket, done: Future[None]) -> None:
-        """Begin the writes of the layers; `done` ends with the last of them."""
-        pending = _Countdown(len(layers), lambda error: self._finish(done, error))
+    def _send(self, push: _Push) -> None:
         try:
-            copied.wait()
+            push.copied.wait()
         except Exception as error:
-            self._finish(done, error)
+            self._finish(push.done, error)
             return
-        for layer in layers:
+        destination = self._destination
+        if destination is None or not push.blocks:
+            self._finish(push.done, None)
+            return
+        ranges = self._ranges(push) if destination.takes_layer_ranges else [range(n, n + 1) for n in push.layers]
+        pending = _Countdown(len(ranges), lambda error: self._finish(push.done, error))
+        for layers in ranges:
             if self._stopped:
                 pending.one_ended(None)
                 continue
             try:
-                self._send_layer(layer, blocks, pending)
+                self._send_layers(destination, layers, push.blocks, pending)
             except Exception as error:
                 pending.one_ended(error)
 
-    def _send_layer(self, layer: int, blocks: list[int], pending: _Countdown) -> None:
+    def _ranges(self, push: _Push) -> list[range]:
+        """Return the push's layers as ranges, each of which is sent at once."""
+        ranges: list[range] = []
+        nbytes = 0
+        for layer in push.layers:
+            if ranges and ranges[-1].stop == layer and nbytes < _TOGETHER_NBYTES:
+                ranges[-1] = range(ranges[-1].start, layer + 1)
+            else:
+                ranges.append(range(layer, layer + 1))
+                nbytes = 0
+            nbytes += len(push.blocks) * self._memory.layer_nbytes(layer)
+        return ranges
+
+    def _send_layers(self, destination: PushDestination, layers: range, blocks: list[int], pending: _Countdown) -> None:
         began = time.perf_counter()
-        block_tokens = self._memory.block_tokens
+        memory, block_tokens = self._memory, self._memory.block_tokens
         slots = self.slots_of(blocks)
         valid = np.minimum(self._prompt_len - np.asarray(blocks) * block_tokens, block_tokens).astype(np.int32)
-        digests = self._memory.one_layer_digests(layer, slots, valid)
-        remote = [offsets[blocks] for offsets in self._destination.offsets]
-        payload = pack_notification(
-            self._destination.epoch,
-            self._destination.key.token,
-            PushedBlocks(layer, np.asarray(blocks), valid, digests),
-        )
-        landed = self._destination.peer.write_notify(
-            self._destination.key,
-            self._memory.region,
-            self._memory.layer_slices(layer, slots, remote),
+        digests = np.stack([memory.one_layer_digests(layer, slots, valid) for layer in layers])
+        remote = [offsets[blocks] for offsets in destination.offsets]
+        pushed = PushedBlocks(layers, np.asarray(blocks), valid, digests)
+        landed = destination.peer.write_notify(
+            destination.key,
+            memory.region,
+            np.concatenate([memory.layer_slices(layer, slots, remote) for layer in layers]),
             KV_TAG,
-            payload,
+            pack_notification(destination.epoch, destination.key.token, pushed),
             deadline_s=max(0.1, self._deadline_s()),
             stall_s=self._stall_s,
             priority=Priority.URGENT,
@@ -279,10 +327,16 @@ class Pusher:
         await self.settle()
 
     async def settle(self) -> None:
-        """Wait until no push so far is in progress, whether successful or not."""
+        """Wait until no push so far is in progress, whether successful or not.
+
+        Pushes that still wait for the destination are dropped, and the destination will miss their blocks.
+        """
         while True:
             with self._lock:
-                waiting = [asyncio.wrap_future(future) for future in self._open]
-            if not waiting:
+                dropped, self._waiting = self._waiting, []
+                running = [asyncio.wrap_future(future) for future in self._open]
+            for push in dropped:
+                self._submit(push)
+            if not running:
                 return
-            await asyncio.wait(waiting)
+            await asyncio.wait(running)

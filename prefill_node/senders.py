@@ -28,9 +28,9 @@ class PushSenders:
     def __init__(self, num_threads: int = NUM_SENDERS) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="push")
         self._lock = threading.Lock()
-        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
+        self._waiting: dict[Hashable, deque[Callable[[], object]]] = {}
 
-    def submit(self, destination: Hashable, job: Callable[..., None], *arguments: Any) -> None:
+    def submit(self, destination: Hashable, job: Callable[..., object], *arguments: Any) -> None:
         """Run `job(*arguments)` after the earlier jobs of the destination. Raises RuntimeError after `close`.
 
         Wakes a thread only if the destination has no job at present.

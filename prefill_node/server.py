@@ -99,13 +99,32 @@ class PrefillService:
     ) -> None:
         node, request = self.node, work.request
         handoff = PrefillHandoff(node, work, self._channel(request.placement.decode.target), span)
-        pusher: Pusher | None = None
-        try:
+        pusher = self._pusher(work)
+        loaded, reserved = asyncio.Event(), asyncio.Event()
+        sequence: EngineSequence | None = None
+
+        async def load_and_compute() -> None:
+            nonlocal sequence
             # A group pushes the reused blocks to its members before anything is computed.
-            await run_both(load(node, work, span, whole=bool(request.placement.helpers)), handoff.reserve())
+            await load(node, work, span, whole=bool(request.placement.helpers))
+            loaded.set()
+            if node.config.kv.kv_storage == "int8":  # the first token's timing counts what the decode node reuses
+                await reserved.wait()
+            sequence = await self._prefill(work, matcher, pusher)
+
+        async def reserve_and_push() -> None:
+            await handoff.reserve()
             work.elsewhere_tokens = handoff.push_from * node.config.block_tokens
-            pusher = self._pusher(work, handoff)
-            sequence = await self._prefill(work, permit, matcher, pusher)
+            reserved.set()
+            pusher.open(self._destination(handoff))
+            await loaded.wait()
+            pusher.push_blocks(range(handoff.push_from, work.reused_tokens // node.config.block_tokens))
+
+        try:
+            # What is computed before the reservation is pushed after it.
+            await run_both(load_and_compute(), reserve_and_push())
+            permit.end()
+            assert sequence is not None
             trace_prompt(span, sequence, work)
             if sequence.finish:
                 await save_prefix(node, work, sequence)
@@ -119,40 +138,37 @@ class PrefillService:
         finally:
             await shielded(asyncio.ensure_future(self._leave(handoff, pusher)))
 
-    async def _leave(self, handoff: PrefillHandoff, pusher: Pusher | None) -> None:
+    async def _leave(self, handoff: PrefillHandoff, pusher: Pusher) -> None:
         """Abort the hand-off after the last write has ended, since the decode node may then reuse its slots."""
-        if pusher is not None:
-            await pusher.stop()
+        await pusher.stop()
         await handoff.abort()
 
-    def _pusher(self, work: Prepared, handoff: PrefillHandoff) -> Pusher:
+    def _pusher(self, work: Prepared) -> Pusher:
+        request, node = work.request, self.node
+        return Pusher(
+            node.memory,
+            self._senders,
+            None,
+            slots=work.slots,
+            prompt_len=len(request.prompt),
+            deadline_s=lambda: request.time_left_s,
+            stall_s=node.config.kv.push_timeout_s,
+            on_moved=lambda nbytes, seconds: node.counters.add_transfer("push", nbytes, seconds),
+        )
+
+    def _destination(self, handoff: PrefillHandoff) -> PushDestination:
         reply = handoff.reservation
         assert reply is not None
-        request = work.request
-        push_from = handoff.push_from
-        destination = PushDestination(
+        return PushDestination(
             peer=self.node.messenger.connect(handoff.endpoint),
             epoch=reply.epoch,
             key=RemoteKey.unpack(reply.key.packed),
             offsets=handoff.remote_offsets(),
-            push_from=push_from,
+            push_from=handoff.push_from,
+            takes_layer_ranges=reply.takes_layer_ranges,
         )
-        pusher = Pusher(
-            self.node.memory,
-            self._senders,
-            destination,
-            slots=work.slots,
-            prompt_len=len(request.prompt),
-            deadline_s=lambda: request.time_left_s,
-            stall_s=self.node.config.kv.push_timeout_s,
-            on_moved=lambda nbytes, seconds: self.node.counters.add_transfer("push", nbytes, seconds),
-        )
-        pusher.push_blocks(range(push_from, work.reused_tokens // self.node.config.block_tokens))
-        return pusher
 
-    async def _prefill(
-        self, work: Prepared, permit: LookaheadPermit, matcher: GrammarMatcher | None, pusher: Pusher
-    ) -> EngineSequence:
+    async def _prefill(self, work: Prepared, matcher: GrammarMatcher | None, pusher: Pusher) -> EngineSequence:
         """Compute the rest of the prompt and the first token, which goes to the frontend at once."""
         node, request = self.node, work.request
         async with form_group(node, work, self._senders, self._stub, pusher.push_layer) as group:
@@ -167,7 +183,6 @@ class PrefillService:
                 await pusher.settle()  # blocks must not be recomputed while they are being pushed
             with self._tapped(sequence, pusher):
                 await compute(node, work, sequence, pusher.settle)
-        permit.end()
         return sequence
 
     def _stub(self, target: str) -> WorkerStub:

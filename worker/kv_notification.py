@@ -1,7 +1,9 @@
-"""Notification that follows pushed KV: blocks of one layer, their digests, and the proof that the sender may push them.
+"""Notification that follows pushed KV: blocks of consecutive layers, their digests, and the proof that the sender may
+push them.
 
-Layout, little-endian and without padding: epoch u64, token of the reservation's key u64, layer u32, number of blocks
-n u32; then the block indices u32 [n], their valid tokens u32 [n] and their digests u64 [n]. Pure.
+Layout, little-endian and without padding: epoch u64, token of the reservation's key u64, first layer u16, number of
+further layers m u16, number of blocks n u32; then the block indices u32 [n], their valid tokens u32 [n] and their
+digests u64 [m + 1, n]. With m = 0 these are the bytes that nodes understand which know of no further layers. Pure.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from numpy.typing import NDArray
 
 KV_TAG = b"kv"
 
-_HEADER = struct.Struct("<Q8sII")
+_HEADER = struct.Struct("<Q8sHHI")
 _TOKEN = struct.Struct("<Q")
-_BLOCK_NBYTES = 4 + 4 + 8
+_BLOCK_NBYTES, _DIGEST_NBYTES = 4 + 4, 8
 
 
 class BadNotification(Exception):
@@ -25,12 +27,12 @@ class BadNotification(Exception):
 
 
 class PushedBlocks(NamedTuple):
-    """Blocks of one layer that were pushed."""
+    """Blocks of consecutive layers that were pushed."""
 
-    layer: int
+    layers: range
     blocks: NDArray[np.int64]  # [n], indices of the prompt's blocks
     valid: NDArray[np.int32]  # [n], tokens
-    digests: NDArray[np.uint64]  # [n]
+    digests: NDArray[np.uint64]  # [layers, n]
 
 
 class KvNotification(NamedTuple):
@@ -38,7 +40,8 @@ class KvNotification(NamedTuple):
 
     epoch: int
     token: bytes
-    layer: int
+    layers: range
+    num_blocks: int
     body: memoryview
 
     @classmethod
@@ -46,10 +49,13 @@ class KvNotification(NamedTuple):
         """Return the notification. Raises BadNotification unless the payload has exactly the announced length."""
         if len(payload) < _HEADER.size:
             raise BadNotification(f"a notification of KV has at least {_HEADER.size} bytes, got {len(payload)}")
-        epoch, token, layer, count = _HEADER.unpack_from(payload)
-        if len(payload) != _HEADER.size + _BLOCK_NBYTES * count:
-            raise BadNotification(f"a notification of {count} blocks has the wrong length, {len(payload)} bytes")
-        return cls(epoch, token, layer, memoryview(payload)[_HEADER.size :])
+        epoch, token, first, further, count = _HEADER.unpack_from(payload)
+        layers = range(first, first + further + 1)
+        if len(payload) != _HEADER.size + count * (_BLOCK_NBYTES + _DIGEST_NBYTES * len(layers)):
+            raise BadNotification(
+                f"a notification of {count} blocks of {len(layers)} layers has the wrong length, {len(payload)} bytes"
+            )
+        return cls(epoch, token, layers, count, memoryview(payload)[_HEADER.size :])
 
     def proves(self, token: int) -> bool:
         """Return True if the sender knows the key's token; takes the same time for every wrong token."""
@@ -57,18 +63,18 @@ class KvNotification(NamedTuple):
 
     def pushed(self) -> PushedBlocks:
         """Return the blocks; every content of the body is a valid array."""
-        count = len(self.body) // _BLOCK_NBYTES
+        count = self.num_blocks
         blocks, valid = np.frombuffer(self.body, "<u4", 2 * count).reshape(2, count)
-        digests = np.frombuffer(self.body, "<u8", count, offset=8 * count)
+        digests = np.frombuffer(self.body, "<u8", offset=_BLOCK_NBYTES * count).reshape(len(self.layers), count)
         # Counts of tokens beyond int32 become negative, which no block has.
-        return PushedBlocks(self.layer, blocks.astype(np.int64), valid.astype(np.int32), digests)
+        return PushedBlocks(self.layers, blocks.astype(np.int64), valid.astype(np.int32), digests)
 
 
 def pack_notification(epoch: int, token: int, pushed: PushedBlocks) -> bytes:
     """Return the payload that `KvNotification.unpack` reads."""
     return b"".join(
         (
-            _HEADER.pack(epoch, _TOKEN.pack(token), pushed.layer, len(pushed.blocks)),
+            _HEADER.pack(epoch, _TOKEN.pack(token), pushed.layers.start, len(pushed.layers) - 1, len(pushed.blocks)),
             pushed.blocks.astype("<u4").tobytes(),
             pushed.valid.astype("<u4").tobytes(),
             pushed.digests.astype("<u8").tobytes(),

@@ -40,7 +40,7 @@ class PushTarget(Protocol):
         """Return the number of pushed tokens of each block, int32 [n]."""
 
     def announce(self) -> None:
-        """Count data that has arrived and is to be verified; `verified` follows, whatever fails in between. Called on
+        """Count a layer that has arrived and is to be verified; `verified` follows, whatever fails in between. On
         the messenger's thread."""
 
     def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
@@ -99,16 +99,19 @@ class KVReceiver:
             raise BadNotification("it does not carry the key of its reservation")
         pushed = notification.pushed()
         self._check(pushed, target)
-        target.announce()
+        for _ in pushed.layers:
+            target.announce()
         try:
             self._verifier.submit(self._verify, target, pushed)
         except RuntimeError:  # the node closes
-            self._report(target, pushed, np.zeros(len(pushed.blocks), dtype=bool))
+            for layer in pushed.layers:
+                self._report(target, layer, pushed.blocks, np.zeros(len(pushed.blocks), dtype=bool))
 
     def _check(self, pushed: PushedBlocks, target: PushTarget) -> None:
         blocks = pushed.blocks
-        if pushed.layer not in self._memory.place_of_layer:
-            raise BadNotification(f"the model has no layer {pushed.layer}")
+        for layer in pushed.layers:
+            if layer not in self._memory.place_of_layer:
+                raise BadNotification(f"the model has no layer {layer}")
         if not len(blocks) or blocks.min() < target.held_blocks or blocks.max() >= target.num_blocks:
             raise BadNotification(
                 f"its {len(blocks)} blocks are not all in [{target.held_blocks}, {target.num_blocks}), as reserved"
@@ -119,21 +122,22 @@ class KVReceiver:
             raise BadNotification("its blocks have other numbers of tokens than the reservation's")
 
     def _verify(self, target: PushTarget, pushed: PushedBlocks) -> None:
-        layer, blocks, valid, digests = pushed
-        right = np.zeros(len(blocks), dtype=bool)
-        try:
-            slots = [target.slots[b] for b in blocks]
-            right = self._memory.one_layer_digests(layer, slots, valid) == digests
-            if not right.all():
-                self._counters.add("digest_mismatches", int((~right).sum()))
-                log.error("layer %d of %d pushed blocks failed verification", layer, int((~right).sum()))
-        except Exception:
-            log.exception("pushed blocks could not be verified; they count as damaged")
-        finally:
-            self._report(target, pushed, right)
+        layers, blocks, valid, digests = pushed
+        for layer, expected in zip(layers, digests, strict=True):
+            right = np.zeros(len(blocks), dtype=bool)
+            try:
+                slots = [target.slots[b] for b in blocks]
+                right = self._memory.one_layer_digests(layer, slots, valid) == expected
+                if not right.all():
+                    self._counters.add("digest_mismatches", int((~right).sum()))
+                    log.error("layer %d of %d pushed blocks failed verification", layer, int((~right).sum()))
+            except Exception:
+                log.exception("pushed blocks could not be verified; they count as damaged")
+            finally:
+                self._report(target, layer, blocks, right)
 
-    def _report(self, target: PushTarget, pushed: PushedBlocks, right: NDArray[np.bool_]) -> None:
+    def _report(self, target: PushTarget, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
         try:
-            target.verified(pushed.layer, pushed.blocks, right)
+            target.verified(layer, blocks, right)
         except Exception:
             log.exception("the verification of pushed blocks could not be reported")

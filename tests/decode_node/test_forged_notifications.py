@@ -51,7 +51,8 @@ class Forger:
         valid = target.valid_tokens(blocks)
         slots = [target.slots[block] for block in blocks]
         for layer in memory.place_of_layer:
-            told = PushedBlocks(layer, blocks, valid, memory.one_layer_digests(layer, slots, valid))
+            digests = memory.one_layer_digests(layer, slots, valid)[None]
+            told = PushedBlocks(range(layer, layer + 1), blocks, valid, digests)
             for guess in (0, token ^ 1, token ^ (1 << 63)):
                 yield self._notify(pack_notification(epoch, guess, told))
         yield self._notify(nested_lists(epoch))

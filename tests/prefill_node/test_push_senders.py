@@ -16,6 +16,7 @@ import pytest
 
 from kvpool import KvGroup, KvSpec
 from messenger import Endpoint, Messenger, MessengerConfig, Peer
+from messenger.staging import READY
 from prefill_node.push import DuePush, PushDestination, Pusher, WrittenLayers
 from prefill_node.senders import NUM_SENDERS, PushSenders
 from settings.keys import assemble
@@ -113,15 +114,25 @@ class Destination:
         self.messenger = Messenger(
             assemble(MessengerConfig, transport="tcp", shm_dir=folder), node_id=name, incarnation=1
         )
-        self.layers: list[int] = []
-        self.messenger.on_notify(lambda _, tag, payload: self.layers.append(KvNotification.unpack(payload).layer))
+        self.told: list[tuple[range, list[int]]] = []  # layers and blocks of each notification
+        self.messenger.on_notify(self._take)
         self.endpoint: Endpoint = self.messenger.start()
         self.memory = PacedMemory(SPEC, NUM_BLOCKS, self.messenger)
         self.slots = list(range(NUM_BLOCKS))
 
-    def pushed_to(self, peer: Any) -> PushDestination:
+    def _take(self, _: str, tag: bytes, payload: bytes) -> None:
+        notification = KvNotification.unpack(payload)
+        self.told.append((notification.layers, notification.pushed().blocks.tolist()))
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that have arrived, in order."""
+        return [layer for layers, _ in self.told for layer in layers]
+
+    def pushed_to(self, peer: Any, push_from: int = 0, *, takes_layer_ranges: bool = False) -> PushDestination:
         offsets = [self.memory.offsets(0, self.slots)]
-        return PushDestination(peer, 1, self.memory.grant_write(self.slots), offsets, 0)
+        key = self.memory.grant_write(self.slots)
+        return PushDestination(peer, 1, key, offsets, push_from, takes_layer_ranges=takes_layer_ranges)
 
     def close(self) -> None:
         self.memory.close()
@@ -158,27 +169,89 @@ def new_destination(tmp_path: Path) -> Iterator[Callable[[str], Destination]]:
         each.close()
 
 
+def pusher_of(source: Destination, senders: PushSenders, destination: PushDestination | None) -> Pusher:
+    """Return a pusher of random KV in the source's memory."""
+    source.memory._array[:] = np.random.default_rng(0).integers(0, 256, source.memory._array.shape, np.uint8)
+    return Pusher(
+        source.memory,
+        senders,
+        destination,
+        slots=source.slots,
+        prompt_len=NUM_BLOCKS * BLOCK - 3,
+        deadline_s=lambda: 30.0,
+        stall_s=30.0,
+        on_moved=lambda nbytes, seconds: None,
+    )
+
+
+@pytest.mark.parametrize("takes_layer_ranges", [False, True])
+async def test_what_is_written_before_the_destination_is_known_is_pushed_to_it(
+    new_destination: Callable[[str], Destination], senders: PushSenders, takes_layer_ranges: bool
+) -> None:
+    source, target = new_destination("source"), new_destination("target")
+    pusher = pusher_of(source, senders, None)
+    pusher.push_layers([0, 1, 2], range(NUM_BLOCKS), READY)
+    peer = source.messenger.connect(target.endpoint)
+    pusher.open(target.pushed_to(peer, 2, takes_layer_ranges=takes_layer_ranges))
+    pusher.push_layers([3, 4, 5], range(NUM_BLOCKS), READY)
+    async with asyncio.timeout(30):
+        await pusher.flush()
+    assert target.layers == list(range(NUM_LAYERS))
+    assert len(target.told) == (2 if takes_layer_ranges else NUM_LAYERS)
+    assert all(blocks == [2, 3, 4] for _, blocks in target.told), "the destination has the blocks below"
+    size = SPEC.slot_nbytes(0)
+    assert (target.memory._array[2 * size :] == source.memory._array[2 * size :]).all()
+    assert not target.memory._array[: 2 * size].any()
+
+
+async def test_requested_blocks_are_pushed_although_the_destination_should_have_them(
+    new_destination: Callable[[str], Destination], senders: PushSenders
+) -> None:
+    source, target = new_destination("source"), new_destination("target")
+    destination = target.pushed_to(source.messenger.connect(target.endpoint), 2, takes_layer_ranges=True)
+    pusher = pusher_of(source, senders, destination)
+    pusher.push_blocks([1, 3])
+    async with asyncio.timeout(30):
+        await pusher.flush()
+    assert target.told == [(range(NUM_LAYERS), [1, 3])]
+
+
+async def test_a_large_push_is_divided_into_ranges_of_layers(
+    new_destination: Callable[[str], Destination], senders: PushSenders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = new_destination("source"), new_destination("target")
+    monkeypatch.setattr("prefill_node.push._TOGETHER_NBYTES", 2 * NUM_BLOCKS * SPEC.layer_nbytes(0))
+    destination = target.pushed_to(source.messenger.connect(target.endpoint), takes_layer_ranges=True)
+    pusher = pusher_of(source, senders, destination)
+    pusher.push_layers([0, 1, 2, 4, 5], range(NUM_BLOCKS), READY)
+    async with asyncio.timeout(30):
+        await pusher.flush()
+    assert [layers for layers, _ in target.told] == [range(2), range(2, 3), range(4, 6)]
+
+
+@pytest.mark.parametrize("end", [Pusher.stop, Pusher.settle])
+async def test_pushes_without_a_destination_are_dropped_when_they_must_end(
+    new_destination: Callable[[str], Destination], senders: PushSenders, end: Callable[[Pusher], Any]
+) -> None:
+    source, target = new_destination("source"), new_destination("target")
+    pusher = pusher_of(source, senders, None)
+    for _ in range(2):
+        pusher.push_layers([0, 1], range(NUM_BLOCKS), READY)
+    async with asyncio.timeout(30):
+        await end(pusher)
+    pusher.open(target.pushed_to(source.messenger.connect(target.endpoint), takes_layer_ranges=True))
+    async with asyncio.timeout(30):
+        await pusher.flush()
+    assert target.told == []
+
+
 async def test_a_push_completes_while_another_peer_is_stopped_in_the_middle_of_one(
     new_destination: Callable[[str], Destination], senders: PushSenders
 ) -> None:
     source, slow, other = (new_destination(name) for name in ("source", "slow", "other"))
     stuck = StuckPeer(source.messenger.connect(slow.endpoint))
-    source.memory._array[:] = np.random.default_rng(0).integers(0, 256, source.memory._array.shape, np.uint8)
-
-    def pusher(destination: PushDestination) -> Pusher:
-        return Pusher(
-            source.memory,
-            senders,
-            destination,
-            slots=source.slots,
-            prompt_len=NUM_BLOCKS * BLOCK - 3,
-            deadline_s=lambda: 30.0,
-            stall_s=30.0,
-            on_moved=lambda nbytes, seconds: None,
-        )
-
-    to_slow = pusher(slow.pushed_to(stuck))
-    to_other = pusher(other.pushed_to(source.messenger.connect(other.endpoint)))
+    to_slow = pusher_of(source, senders, slow.pushed_to(stuck))
+    to_other = pusher_of(source, senders, other.pushed_to(source.messenger.connect(other.endpoint)))
     try:
         written = WrittenLayers(source.memory)
         for layer in range(NUM_LAYERS):

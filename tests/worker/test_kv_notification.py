@@ -97,12 +97,16 @@ def receiver() -> Any:
     one.kv.close()
 
 
-def pushed(layer: int = 0, blocks: Any = (1, 4), valid: Any = (8, 3), digests: Any = (7, 7)) -> PushedBlocks:
+def pushed(
+    layer: int = 0, blocks: Any = (1, 4), valid: Any = (8, 3), digests: Any = (7, 7), further: int = 0
+) -> PushedBlocks:
+    """Return blocks of one layer, or with the same digests of `further` ones."""
+    layers = range(layer, layer + 1 + further)
     return PushedBlocks(
-        layer,
+        layers,
         np.array(blocks, dtype=np.int64),
         np.array(valid, dtype=np.int32),
-        np.array(digests, dtype=np.uint64),
+        np.array([digests] * len(layers), dtype=np.uint64),
     )
 
 
@@ -111,7 +115,37 @@ def test_a_notification_is_read_as_it_was_packed() -> None:
     notification = KvNotification.unpack(pack_notification((1 << 64) - 1, KEY.token, pushed(digests=digests)))
     assert (notification.epoch, notification.proves(KEY.token)) == ((1 << 64) - 1, True)
     read = notification.pushed()
-    assert [read.layer, *(array.tolist() for array in read[1:])] == [0, [1, 4], [8, 3], digests]
+    assert [read.layers, *(array.tolist() for array in read[1:])] == [range(1), [1, 4], [8, 3], [digests]]
+
+
+def test_a_notification_of_one_layer_has_the_bytes_that_earlier_nodes_expect() -> None:
+    payload = pack_notification(5, KEY.token, pushed(layer=1))
+    numbers = struct.pack("<QQII", 5, KEY.token, 1, 2) + struct.pack("<4I", 1, 4, 8, 3) + struct.pack("<2Q", 7, 7)
+    assert payload == numbers
+
+
+def test_a_notification_of_several_layers_is_read_as_it_was_packed() -> None:
+    told = pushed(layer=3, further=2)
+    told.digests[:] = [[1, 2], [3, 4], [5, 6]]
+    read = KvNotification.unpack(pack_notification(5, KEY.token, told)).pushed()
+    assert (read.layers, read.digests.tolist()) == (range(3, 6), [[1, 2], [3, 4], [5, 6]])
+
+
+def test_each_layer_of_a_notification_is_announced_verified_and_reported(receiver: Receiver) -> None:
+    target = Target()
+    epoch = receiver.kv.open_epoch(KEY, target)
+    told = pushed(layer=0, further=1)
+    told.digests[1] = [7, 8]
+    receiver.send(pack_notification(epoch, KEY.token, told))
+    assert target.announced == 2
+    assert [(layer, right) for layer, _, right in target.reported] == [(0, [True, True]), (1, [True, False])]
+
+
+def test_a_notification_of_which_one_layer_does_not_exist_has_no_effect(receiver: Receiver) -> None:
+    target = Target()
+    epoch = receiver.kv.open_epoch(KEY, target)
+    receiver.send(pack_notification(epoch, KEY.token, pushed(layer=0, further=NUM_LAYERS)))
+    assert (target.announced, target.reported, receiver.count("refused_pushes")) == (0, [], 1)
 
 
 @pytest.mark.parametrize("bit", range(64))
@@ -133,7 +167,7 @@ def test_a_notification_with_the_key_completes_its_blocks(receiver: Receiver) ->
     [
         pack_notification(0, KEY.token ^ 1, pushed()),
         pack_notification(0, KEY.token, pushed(layer=2)),
-        pack_notification(0, KEY.token, pushed(layer=(1 << 32) - 1)),
+        pack_notification(0, KEY.token, pushed(layer=(1 << 16) - 1)),
         pack_notification(0, KEY.token, pushed(blocks=(0, 4), valid=(8, 3))),
         pack_notification(0, KEY.token, pushed(blocks=(1, 5))),
         pack_notification(0, KEY.token, pushed(blocks=(1, (1 << 32) - 1))),
@@ -209,7 +243,8 @@ def test_whatever_arrives_is_a_notification_or_refused_by_name(payload: bytes) -
         return
     notification.proves(KEY.token)
     read = notification.pushed()
-    assert len(read.blocks) == len(read.valid) == len(read.digests)
+    assert len(read.blocks) == len(read.valid)
+    assert read.digests.shape == (len(read.layers), len(read.blocks))
 
 
 @settings(max_examples=200, deadline=None)
@@ -224,7 +259,7 @@ def test_what_the_key_s_holder_sends_is_completed_or_refused_and_never_raises(
     try:
         epoch = receiver.kv.open_epoch(KEY, target)
         columns = list(zip(*rows, strict=True)) or [(), (), ()]
-        receiver.send(pack_notification(epoch, KEY.token, pushed(layer, *columns)))
+        receiver.send(pack_notification(epoch, KEY.token, pushed(layer, columns[0], columns[1], columns[2])))
         assert target.announced == len(target.reported) == 1 - receiver.count("refused_pushes")
         for _, blocks, _ in target.reported:
             assert set(blocks) <= {1, 2, 3, 4}
@@ -321,7 +356,7 @@ async def test_a_push_ends_although_its_observer_fails() -> None:
         region = None
 
         def layer_slices(self, *_: Any) -> Any:
-            return None
+            return np.empty((0, 3), np.int64)
 
     class Threads:
         def submit(self, destination: object, function: Callable[..., None], *arguments: Any) -> None:

@@ -143,7 +143,7 @@ def forged_payloads(epoch: int) -> tuple[bytes, ...]:
     the layout of protocol 4, well-formed and malformed."""
     old: dict[str, Any] = {"e": epoch, "l": 0, "b": [0, 1], "v": [16, 16], "d": bytes(16)}
     changes: tuple[dict[str, Any], ...] = ({"b": [[0], [1]], "v": [[16], [16]]}, {}, {"b": [[]], "v": [[]], "d": b""})
-    today = PushedBlocks(0, np.arange(2), np.full(2, 16, np.int32), np.zeros(2, np.uint64))
+    today = PushedBlocks(range(1), np.arange(2), np.full(2, 16, np.int32), np.zeros((1, 2), np.uint64))
     packed = pack_notification(epoch, 0x1234, today)
     return (*(msgpack.packb(old | changed) for changed in changes), packed, packed[:-1])
 

@@ -606,9 +606,12 @@ class ReserveReply(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    TAKES_LAYER_RANGES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     held_blocks: _builtins.int
     """the decode node has blocks [0, held_blocks) already"""
+    takes_layer_ranges: _builtins.bool
+    """one notification of pushed KV may announce several layers"""
     @_builtins.property
     def key(self) -> Global___RemoteKey: ...
     @_builtins.property
@@ -627,10 +630,11 @@ class ReserveReply(_message.Message):
         held_blocks: _builtins.int = ...,
         groups: _abc.Iterable[Global___BlockSlots] | None = ...,
         endpoint: _common_pb2.Endpoint | None = ...,
+        takes_layer_ranges: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "groups", b"groups", "held_blocks", b"held_blocks", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "groups", b"groups", "held_blocks", b"held_blocks", "key", b"key", "takes_layer_ranges", b"takes_layer_ranges"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,7 +38,8 @@ class _Target:
 
     def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
         self.reported.append((layer, blocks, right))
-        self.changed.set()
+        if len(self.reported) == self.announced:
+            self.changed.set()
 
 
 class KvNotifications(FuzzTarget):
@@ -63,9 +64,10 @@ class KvNotifications(FuzzTarget):
 
     def seeds(self) -> Sequence[bytes]:
         blocks, valid = np.array([3, 7], np.int64), np.array([4, 3], np.int32)
-        pushed = PushedBlocks(1, blocks, valid, np.array([103, 107], np.uint64))
+        one = PushedBlocks(range(1, 2), blocks, valid, np.array([[103, 107]], np.uint64))
+        both = PushedBlocks(range(2), blocks, valid, np.array([[3, 7], [103, 107]], np.uint64))
         epoch = int.from_bytes(_EPOCH, "little")
-        return [pack_notification(epoch, _TOKEN, pushed)]
+        return [pack_notification(epoch, _TOKEN, each) for each in (one, both)]
 
     def mutate(self, rng: random.Random, case: bytes, other: bytes) -> bytes:
         """Mutate the payload's bytes."""
