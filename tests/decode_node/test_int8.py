@@ -50,10 +50,9 @@ async def test_what_the_decode_node_alone_could_read_is_told_as_approximate(
     await timing_of(pair, prompt(40), "cold")
     forget(pair.prefill, pair.decode)
 
-    async def nothing(*_: Any) -> int:
-        return 0
-
-    monkeypatch.setattr(pair.prefill.node.kv_connector, "load", nothing)
+    connector = pair.prefill.node.kv_connector
+    begin_load = connector.begin_load
+    monkeypatch.setattr(connector, "begin_load", lambda pinned, slots, first: begin_load(pinned, [], first))
     timing = await timing_of(pair, prompt(40), "warm")
     assert (timing.cached_tokens, timing.approximate_tokens) == (0, 32)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,7 @@ async def test_a_push_completes_while_another_peer_is_stopped_in_the_middle_of_o
         written = WrittenLayers(source.memory)
         for layer in range(NUM_LAYERS):
             two_chunks = [*to_slow.due(0, 2 * BLOCK), *to_slow.due(2 * BLOCK, 37)]
-            written.written(layer, lambda due=two_chunks: due, at_once=True)
+            written.written(layer, partial(list, two_chunks), at_once=True)
         assert await asyncio.to_thread(stuck.is_stuck.wait, 30)
         for layer in range(NUM_LAYERS):
             written.written(layer, lambda: to_other.due(0, 37), at_once=False)
