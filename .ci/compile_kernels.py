@@ -53,6 +53,12 @@ def host_door() -> None:
     digest_kernel()
 
 
+def eviction() -> None:
+    from kvpool.policy.eviction.shadows import Shadows
+
+    Shadows()
+
+
 def small_ones() -> None:
     from kvpool import digest
     from messenger.shm.kernels import copy_rows, page_kernels
@@ -64,7 +70,7 @@ def small_ones() -> None:
     page_kernels()
 
 
-PARTS: tuple[Callable[[], None], ...] = (engine, directory, owner, host_door, ssd, small_ones)
+PARTS: tuple[Callable[[], None], ...] = (engine, directory, owner, eviction, host_door, ssd, small_ones)
 
 if __name__ == "__main__":
     began = time.monotonic()

@@ -48,6 +48,7 @@ class SimulatedPool:
         """
         added: list[Resident] = []
         refused: list[Resident] = []
+        expected = start  # blocks up to here are present, or the policy expects them
         for depth in range(start, len(chain)):
             key, parent = chain[depth], chain[depth - 1] if depth else None
             resident = self.present.get(key)
@@ -57,6 +58,8 @@ class SimulatedPool:
             if self._leaf_first and depth and parent not in self.present:
                 self.not_stored += len(chain) - depth
                 break
+            if depth >= expected:
+                expected = self._expect(chain, depth, use, last_tokens)
             partial = last_tokens if depth == len(chain) - 1 else 0
             now_ns = use.now_ns
             resident = Resident(key, parent, 1, depth=depth, num_tokens=partial, born_ns=now_ns, used_ns=now_ns)
@@ -82,6 +85,15 @@ class SimulatedPool:
         if resident is not None and self._is_leaf(resident):
             self._policy.remove(resident)
             self._forget(resident)
+
+    def _expect(self, chain: Sequence[Hashable], depth: int, use: Use, last_tokens: int) -> int:
+        """Announce the missing blocks from `depth` on to the policy. Returns the depth of the next present one."""
+        stop = depth
+        while stop < len(chain) and chain[stop] not in self.present:
+            stop += 1
+        parent = chain[depth - 1] if depth else None
+        self._policy.expect(parent, depth, chain[depth:stop], last_tokens if stop == len(chain) else 0, use)
+        return stop
 
     def _try_add(self, resident: Resident, use: Use) -> bool:
         # Counted before evicting, so that the parent cannot be the victim. `store` reverts it for a refused block.

@@ -86,6 +86,14 @@ def request_blocks(store: BlockStore, kv_namespace: bytes, chain: Sequence[bytes
     return len(chain) + (before.prefix_node.depth + 1 if before is not None else 0)
 
 
+def missing_run_end(found: Sequence[Block | None], request: PutRequest, start: int) -> int:
+    """Return the end of the blocks from `start` on that are all missing and follow each other."""
+    stop = start + 1
+    while stop < len(found) and found[stop] is None and request.parents[stop] == request.chain[stop - 1]:
+        stop += 1
+    return stop
+
+
 def cost_of_each(compute_s: float, num_blocks: int) -> float:
     """Return the seconds that computing one of the blocks took, 0 = unknown. Raises PoolRefused if out of range."""
     if not 0 <= compute_s <= _MOST_S:
@@ -155,6 +163,7 @@ class PoolCore:
         new_blocks: list[Block] = []
         full = False
         last: Block | None = None
+        expected = 0  # blocks up to here are stored, or the eviction policy expects them
         kept = store.hold_after_gap(found)
         for i, known in enumerate(found):
             prefix_node = known.prefix_node if known is not None else store.index.node_at(kv_namespace + chain[i])
@@ -170,6 +179,10 @@ class PoolCore:
                 is_next = last is not None and parents[i] == chain[i - 1]
                 before = last.prefix_node if is_next and last else store.index.node_at(kv_namespace + parents[i])
                 tokens = request.num_tokens[i] if request.num_tokens else 0
+                if i >= expected:
+                    expected = missing_run_end(found, request, i)
+                    last_tokens = request.num_tokens[expected - 1] if request.num_tokens else 0
+                    store.expect(namespace, before, chain[i:expected], last_tokens, use)
                 block = store.try_add(namespace, prefix_node, before, put_id, tokens, cost_s, use)
                 full = block is None
                 status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)

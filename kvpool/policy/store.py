@@ -63,6 +63,14 @@ class BlockStore:
         """Return the longest run of full sealed blocks from the start of `chain`, in any tier."""
         return self.index.leading_run(kv_namespace, chain)
 
+    def expect(
+        self, namespace: NamespaceState, before: PrefixNode, chain: Sequence[bytes], last_tokens: int, use: Use
+    ) -> None:
+        """Announce missing blocks after the node `before` to the eviction policy of DRAM (`EvictionPolicy.expect`)."""
+        keys = [block_key(namespace.kv_namespace, chain_key) for chain_key in chain]
+        parent = None if before.is_root else before.key
+        namespace.partitions[DRAM].policy.expect(parent, before.depth + 1, keys, last_tokens, use)
+
     def try_add(
         self,
         namespace: NamespaceState,

@@ -28,6 +28,8 @@ KERNELS: Final = (  # modules whose functions numba compiles and caches
     "kvpool/digest_kernels.py",
     "kvpool/local/copy_kernels.py",
     "kvpool/local/index_kernels.py",
+    "kvpool/policy/eviction/reuse.py",
+    "kvpool/policy/eviction/shadow_kernels.py",
     "kvpool/ssd/kernels.py",
     "messenger/native/grant_slots.py",
     "messenger/native/responder_loop.py",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.policy.eviction import EvictionPolicy, Resident, Use, make_policy
+from kvpool.policy.eviction import shadow_layout as at
 from kvpool.policy.eviction.moonpool import Moonpool
 
 SECOND = 10**9
@@ -96,7 +97,10 @@ def test_a_block_that_got_dearer_while_it_waited_is_not_taken_for_what_it_was() 
 
 
 def turn_of(policy: Moonpool, block: Resident) -> int:
-    return policy._entries[block.key].visit.turn
+    policy._flush()
+    shadows = policy._shadows
+    visit = int(shadows.rows[shadows.rows_by_key[block.key], at.VISIT])
+    return int(shadows.head[at.VISITS + visit * at.VISIT_FIELDS + at.V_TURN])
 
 
 def test_the_blocks_of_a_put_are_of_the_turn_that_looked_up_what_they_come_after() -> None:
@@ -168,5 +172,5 @@ def test_uses_and_departures_leave_no_entries_behind() -> None:
         policy.remove(block)
     for second in range(300, 700):
         used(policy, second, blocks[:1], 1)
-    entries = sum(len(queue) for queue in policy._queues.values())
-    assert entries <= 4 * 1 + 256
+    assert len(policy._unwanted) <= 2 * 1 + 256
+    assert len(policy._shadows.events) <= 2048

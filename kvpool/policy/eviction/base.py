@@ -7,7 +7,7 @@ any structure, with stale entries: `pop` calls `may_take` before it evicts a blo
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -46,6 +46,14 @@ class _SeenEnough(Exception):
 
 class EvictionPolicy(ABC):
     """Orders the blocks of one tier by the loss that their eviction causes."""
+
+    def expect(self, parent: object, depth: int, keys: Sequence[object], last_tokens: int, use: Use) -> None:
+        """Prepare for missing blocks that follow `parent` in a row, the first at `depth`; the default does nothing.
+
+        The tier then asks for room for them in this order, until one is refused. `last_tokens` is the number of tokens
+        of the last block, 0 if it is full.
+        """
+        return
 
     def admits(self, block: Resident, use: Use) -> bool:
         """Return True if a missing block is worth evicting another; the default is always.

@@ -1,214 +1,259 @@
-"""Moonpool's own policy: evicts the block with the fewest expected uses per second, weighted by the saving of each use.
+"""Moonpool's own policy: it follows the best of several experts, which it compares on the uses that it sees.
 
-Blocks are used along prompts, so a request is recorded as a visit (`reuse.Visit`) with facts that hold for all its
-blocks: how much of the prompt was known, which turn of a conversation it is, and how long the pause before it was.
-From these, `ReuseModel` derives a class of reuse rate; the blocks of one class and one value are queued by the time of
-their last use. The expected rate of a class rises with age and then falls, because users pause before they answer. So
-the worst block of a queue is its oldest or its newest: `pop` compares the two ends of some dozens of queues, once per
-instant, and evicts from the worst queue until another is worse.
+Each expert is a policy with a shadow cache, which has the tier's capacity, sees all uses and holds no data (`shadows`):
+LRU, ARC, and the policy of the reuse model. The latter evicts the block with the fewest expected uses per second,
+weighted by the saving of each use, and refuses a block that is worth less than all evictable ones (`reuse`). The tier
+follows one expert: it evicts blocks that the followed expert does not hold, in the order in which they left its cache.
+As long as the tier may evict these, it holds what the expert holds. After a switch it comes to hold what the new expert
+holds, block by block; nothing is evicted without need.
+
+Blocks are used along prompts, so a request is recorded as a visit with facts that hold for all its blocks: how much of
+the prompt was known, which turn of a conversation it is, and how long the pause before it was. A `Use` that stores what
+a request computed continues that request's visit; the blocks that it finds are not counted as used again.
 
 The value per byte is the time of computing the block, as far as known, divided among the copies on other nodes, and
-multiplied by 1/4 if a slower tier has the block too. It may change while a block is queued; the queue is corrected when
-the block reaches an end of its queue or is offered again. Evicted blocks are remembered as ghosts, up to twice the
-capacity, so that a conversation that returns too late is still recognised. A block that is worth less than all
-evictable blocks is not admitted.
-
-A `Use` that stores what a request computed continues that request's visit; the blocks that it finds are not counted as
-used again.
+multiplied by 1/4 if a slower tier has the block too.
 """
 
-import heapq
 import math
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
+from kvpool.policy.eviction import shadow_layout as at
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
-from kvpool.policy.eviction.reuse import ReuseModel, Visit
+from kvpool.policy.eviction.shadows import UNBOUNDED, Shadows
 
 _LOADING_SHARE = 0.25  # time of loading from a slower tier / time of computing
 _MAX_VALUE_STEPS = 8  # half octaves above and below the mean
-_GHOST_CAPACITIES = 2
-
-_QueueKey = tuple[int, int]  # class of reuse rate, half octaves of value
-
-
-class _QueuedBlock:
-    """State of a block in the tier. `serial` numbers its last use, `ticket` its last queueing (0 = not queued)."""
-
-    __slots__ = ("block", "key", "serial", "ticket", "visit")
-
-    def __init__(self, block: Resident, visit: Visit, serial: int) -> None:
-        self.block = block
-        self.visit = visit
-        self.serial = serial
-        self.ticket = 0
-        self.key: _QueueKey = (0, 0)
-
-
-_RankedEnd = tuple[float, int, int, int, _QueuedBlock]  # index, serial, 1 for the newest end, ticket
-_HeapEntry = tuple[int, int, _QueuedBlock]  # serial (of the newest end's heap: negative), ticket
-
-
-class _ReuseQueue:
-    """Blocks of one class by time of last use, accessible at both ends. Entries with old tickets are stale."""
-
-    def __init__(self) -> None:
-        self._ends: tuple[list[_HeapEntry], list[_HeapEntry]] = ([], [])
-
-    def add(self, entry: _QueuedBlock) -> None:
-        heapq.heappush(self._ends[0], (entry.serial, entry.ticket, entry))
-        heapq.heappush(self._ends[1], (-entry.serial, entry.ticket, entry))
-
-    def end(self, newest: int) -> _QueuedBlock | None:
-        heap = self._ends[newest]
-        while heap:
-            _, ticket, entry = heap[0]
-            if entry.ticket == ticket:
-                return entry
-            heapq.heappop(heap)
-        return None
-
-    def __len__(self) -> int:
-        return max(map(len, self._ends))
-
-    def sweep(self) -> None:
-        for heap in self._ends:
-            heap[:] = [entry for entry in heap if entry[2].ticket == entry[1]]
-            heapq.heapify(heap)
+_MAX_EXPECTED = 4096  # more than the blocks in the tier
 
 
 class Moonpool(EvictionPolicy):
-    """Policy described in the module's docstring. O(log n) per operation, occasionally some milliseconds to learn."""
+    """Policy described in the module's docstring. Some microseconds per use, occasionally milliseconds to learn."""
 
     def __init__(self, capacity_nbytes: int) -> None:
-        self._model = ReuseModel()
-        self._entries: dict[object, _QueuedBlock] = {}  # of the blocks in the tier, by key
-        self._ghosts: OrderedDict[object, tuple[int, Visit, int]] = OrderedDict()  # hits, last visit, bytes
-        self._ghost_nbytes = 0
-        self._max_ghost_nbytes = _GHOST_CAPACITIES * capacity_nbytes
+        self._shadows = Shadows()
+        self._blocks: dict[int, Resident] = {}  # in the tier, by row
+        # Keys whose use was played before they are inserted, oldest first. Some never are.
+        self._expected: dict[object, None] = {}
+        self._num_admitted = 0  # of them, since the last insertion
+        # Rows that left the followed cache, oldest first. Entries are checked when they are used.
+        self._unwanted: deque[int] = deque()
+        self._order: list[tuple[int, int]] = []  # (row, its visit) of further victims, next one last
+        self._ordered_at = -1  # number of uses
         self._use: Use | None = None
-        self._visit = Visit(0, 0)
-        self._queues: dict[_QueueKey, _ReuseQueue] = {}
-        # Heap of queue ends by their index at `_ranked_ns`, worst first; entries that are no longer an end are skipped.
-        self._worst: list[_RankedEnd] = []
-        self._ranked_ns = -1
-        self._num_uses = self._num_tickets = self._num_queued = self._num_entries = 0
+        self._peak_blocks = self._num_pops = self._max_pops = 0
         self._cost_s = self._cost_nbytes = 0.0
 
+    def expect(self, parent: object, depth: int, keys: Sequence[object], last_tokens: int, use: Use) -> None:
+        """Play the uses of the missing blocks through all experts, so that `admits` and `pop` can follow."""
+        if use is not self._use:
+            self._begin(parent, use)
+        shadows, expected = self._shadows, self._expected
+        if shadows.is_due:
+            self._flush()
+        shadows.run(parent, depth, keys, ends_partial=last_tokens > 0)
+        self._flush()
+        expected.update(dict.fromkeys(keys))
+        while len(expected) > _MAX_EXPECTED + len(self._blocks):
+            del expected[next(iter(expected))]
+
     def admits(self, block: Resident, use: Use) -> bool:
-        """Return True if the block's index is at least that of the block that would be evicted for it."""
-        visit = self._visit_of(block, use)
-        ghost = self._ghosts.get(block.key)
-        hits = ghost[0] + 1 if ghost else 0
-        key = self._queue_key(block, visit, hits)
-        worst = self._find_worst(use.now_ns)
-        if worst is None or self._index(key, 0) >= worst[0]:
-            return True
-        self._model.used(block.key, visit, hits, block.depth, block.num_tokens > 0, len(self._entries))
-        self._remember(block, hits, visit)
-        return False
+        """Return True if the followed expert stores the block."""
+        shadows = self._shadows
+        row = shadows.rows_by_key.get(block.key) if block.key in self._expected else None
+        if row is None:
+            self.expect(block.parent, block.depth, (block.key,), block.num_tokens, use)
+            row = shadows.rows_by_key[block.key]
+        admits = bool(shadows.cells[row * at.NUM_COLUMNS + at.IN] & shadows.followed_bit)
+        if admits:
+            self._num_admitted += 1
+        else:
+            del self._expected[block.key]
+        return admits
 
     def insert(self, block: Resident, use: Use) -> None:
-        visit = self._visit_of(block, use)
-        visit.reached_blocks = block.depth + 1
-        ghost = self._ghosts.pop(block.key, None)
-        block.hits = 0
-        if ghost is not None:
-            hits, before, nbytes = ghost
-            self._ghost_nbytes -= nbytes
-            block.hits = hits + 1
-            _follow(visit, before, block.depth + 1)
+        if use is not self._use:
+            self._begin(block.parent, use)
         if block.cost_s > 0:
             self._cost_s += block.cost_s
             self._cost_nbytes += block.nbytes
-        self._num_uses += 1
-        block.state = self._entries[block.key] = _QueuedBlock(block, visit, self._num_uses)
-        self._model.used(block.key, visit, block.hits, block.depth, block.num_tokens > 0, len(self._entries))
+        shadows = self._shadows
+        row = None
+        if block.key in self._expected:
+            del self._expected[block.key]
+            self._num_admitted -= self._num_admitted > 0
+            row = shadows.rows_by_key.get(block.key)
+        if row is None:
+            if shadows.is_due:
+                self._flush()
+            shadows.run(block.parent, block.depth, (block.key,), ends_partial=block.num_tokens > 0)
+            row = shadows.rows_by_key[block.key]
+            cells, place = shadows.cells, row * at.NUM_COLUMNS
+            block.hits = cells[place + at.HITS] + 1 if cells[place + at.VISIT] >= 0 else 0
+        else:
+            cells, place = shadows.cells, row * at.NUM_COLUMNS
+            block.hits = cells[place + at.HITS]
+        cells[place + at.LIVE] = 1
+        if block.cost_s > 0 or block.replicas or block.in_slower_tier or cells[place + at.VALUE]:
+            cells[place + at.VALUE] = self._value_steps(block)
+        self._blocks[row] = block
+        block.state = row
 
     def hit(self, block: Resident, use: Use) -> None:
-        entry = _entry_of(block)
-        visit, before = self._visit_of(block, use), entry.visit
-        visit.reached_blocks = block.depth + 1
-        if before is visit:
-            return
-        if not use.stores:
+        if use is not self._use:
+            self._begin(block.parent, use)
+        row = block.state
+        if use.stores:
+            self._shadows.events.append(row << 3 | at.TOUCH)  # type: ignore[operator]
+        else:
             block.hits += 1
-            _follow(visit, before, block.depth + 1)
-            self._model.used(block.key, visit, block.hits, block.depth, block.num_tokens > 0, len(self._entries))
-        entry.visit = visit
-        self._num_uses += 1
-        entry.serial = self._num_uses
-        if entry.ticket:
-            self._unqueue(entry)
-            self.offer(block)
+            self._shadows.events.append(row << 3)  # type: ignore[operator]
 
     def offer(self, block: Resident) -> None:
-        entry = _entry_of(block)
-        key = self._queue_key(block, entry.visit, block.hits)
-        if entry.ticket:
-            if entry.key == key:
-                return
-            self._unqueue(entry)
-        self._num_tickets += 1
-        self._num_queued += 1
-        self._num_entries += 1
-        entry.key, entry.ticket = key, self._num_tickets
-        queue = self._queues.get(key)
-        if queue is None:
-            queue = self._queues[key] = _ReuseQueue()
-        queue.add(entry)
-        for newest in (0, 1):
-            if self._ranked_ns >= 0 and queue.end(newest) is entry:
-                self._rank(entry, newest)
-        if self._num_entries > 4 * self._num_queued + 256:
-            self._sweep()
+        row = _row_of(block)
+        shadows = self._shadows
+        cells, place = shadows.cells, row * at.NUM_COLUMNS
+        cells[place + at.OFFERED] = 1
+        if block.cost_s > 0 or block.replicas or block.in_slower_tier or cells[place + at.VALUE]:
+            cells[place + at.VALUE] = self._value_steps(block)
+        if not cells[place + at.IN] & shadows.followed_bit:
+            # The parent of an evicted block was used as long ago as that one.
+            self._unwanted.appendleft(row)
+            if len(self._unwanted) > 2 * len(self._blocks) + 256:
+                self._unwanted = deque(row for row in dict.fromkeys(self._unwanted) if self._is_unwanted(row))
 
     def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
-        while (worst := self._find_worst(now_ns)) is not None:
-            entry = worst[-1]
-            block = entry.block
-            if self._value_steps(block) != entry.key[1]:
-                self.offer(block)
-                continue
-            self._unqueue(entry)
+        self._flush()
+        num_blocks = len(self._blocks) + max(0, self._num_admitted - 1)
+        self._num_pops += 1
+        if num_blocks > self._peak_blocks or self._num_pops > self._max_pops:
+            self._resize(num_blocks)
+        shadows, unwanted = self._shadows, self._unwanted
+        cells, bit = shadows.cells, shadows.followed_bit
+        while unwanted:
+            row = unwanted[0]
+            place = row * at.NUM_COLUMNS
+            if not cells[place + at.IN] & bit and cells[place + at.OFFERED] and cells[place + at.LIVE]:
+                block = self._blocks[row]
+                cells[place + at.OFFERED] = 0
+                if may_take(block):
+                    unwanted.popleft()
+                    cells[place + at.LIVE] = 0
+                    block.state = None
+                    del self._blocks[row]
+                    return block
+            unwanted.popleft()
+        for row in self._further_victims(now_ns):
+            block = self._blocks[row]
+            cells[row * at.NUM_COLUMNS + at.OFFERED] = 0
             if may_take(block):
-                self._remember(block, block.hits, entry.visit)
-                self.remove(block)
+                self._forget(block)
                 return block
         return None
 
+    def next_victims(self, now_ns: int, count: int, may_take: Callable[[Resident], bool]) -> list[Resident]:
+        self._flush()
+        seen: dict[int, Resident] = {}
+        for rows in (filter(self._is_unwanted, list(self._unwanted)), self._shadows.victims(now_ns)):
+            for row in rows:
+                if len(seen) >= count:
+                    return list(seen.values())
+                if row not in seen and may_take(self._blocks[row]):
+                    seen[row] = self._blocks[row]
+        return list(seen.values())
+
     def remove(self, block: Resident) -> None:
-        entry = _entry_of(block)
-        if entry.ticket:
-            self._unqueue(entry)
-        block.state = None
-        del self._entries[block.key]
+        self._shadows.events.append(_row_of(block) << 3 | at.REMOVE)
+        self._forget(block)
 
-    def _visit_of(self, block: Resident, use: Use) -> Visit:
-        if use is self._use:
-            return self._visit
-        visit = self._stored_by(block, use) if use.stores else Visit(use.now_ns, use.request_blocks)
-        self._use, self._visit = use, visit
-        if self._model.learn(use.now_ns):
-            self._ranked_ns = -1
-        return visit
+    def _begin(self, parent: object, use: Use) -> None:
+        """Begin the visit of a use, or resume that of the request whose blocks it stores."""
+        self._use = use
+        shadows = self._shadows
+        known = 0
+        if use.stores:
+            self._flush()
+            row = shadows.rows_by_key.get(parent if use.after is None else use.after)
+            if row is not None:
+                known = shadows.cells[row * at.NUM_COLUMNS + at.DEPTH] + 1
+                # The visit is new if another request has used that block since, as happens to shared prefixes.
+                if shadows.resume(row, use.request_blocks, known):
+                    return
+        elif shadows.is_due:
+            self._flush()
+        shadows.learn(use.now_ns)
+        shadows.begin(use.now_ns, use.request_blocks, known)
 
-    def _stored_by(self, block: Resident, use: Use) -> Visit:
-        """Return the visit of the request that stores `block`: that of the block which it found or stored last.
+    def _flush(self) -> None:
+        """Play the collected uses, and choose the expert to follow."""
+        shadows = self._shadows
+        if shadows.events:
+            left = shadows.flush()
+            if left is None or shadows.choose():
+                self._unwanted = deque(shadows.unwanted())
+                self._ordered_at = -1
+            else:
+                self._unwanted += left
 
-        Returns a new visit if another request has used that block since, as happens to prefixes that many share.
+    def _resize(self, num_blocks: int) -> None:
+        """Adapt the capacity in blocks to that of the tier, which is full: other partitions may take and free room.
+
+        It grows at once, and shrinks to the most blocks that the tier had during half a capacity of evictions.
         """
-        last = self._entries.get(block.parent if use.after is None else use.after)
-        if last is None:
-            return Visit(use.now_ns, use.request_blocks)
-        depth = last.block.depth + 1
-        if last.visit.reached_blocks != depth:
-            return Visit(use.now_ns, use.request_blocks, known_blocks=depth)
-        last.visit.request_blocks = max(last.visit.request_blocks, use.request_blocks)
-        return last.visit
+        counters = self._shadows.counters
+        self._peak_blocks = max(self._peak_blocks, num_blocks, 1)
+        if self._num_pops > self._max_pops:
+            counters[at.CAPACITY] = self._peak_blocks
+            # Puts that were admitted and failed are counted until here.
+            self._peak_blocks = self._num_pops = self._num_admitted = 0
+        elif counters[at.CAPACITY] == UNBOUNDED or num_blocks > counters[at.CAPACITY]:
+            counters[at.CAPACITY] = self._peak_blocks
+        self._max_pops = counters[at.CAPACITY] // 2 + 256
 
-    def _queue_key(self, block: Resident, visit: Visit, hits: int) -> _QueueKey:
-        return self._model.classify(visit, hits, block.depth, block.num_tokens > 0), self._value_steps(block)
+    def _is_unwanted(self, row: int) -> bool:
+        shadows, place = self._shadows, row * at.NUM_COLUMNS
+        cells = shadows.cells
+        return bool(
+            cells[place + at.OFFERED] and cells[place + at.LIVE] and not cells[place + at.IN] & shadows.followed_bit
+        )
+
+    def _further_victims(self, now_ns: int) -> Iterator[int]:
+        """Yield offered rows in the order in which the followed expert would evict them.
+
+        Needed if the tier evicts before its uses fill the experts' caches. The order is kept for some uses.
+        """
+        shadows = self._shadows
+        fresh = False
+        while True:
+            if not self._order and fresh:
+                return
+            num_uses = shadows.counters[at.NUM_USES]
+            if not self._order or self._ordered_at < 0 or num_uses - self._ordered_at > shadows.capacity // 8:
+                cells = shadows.cells
+                self._order = [(row, cells[row * at.NUM_COLUMNS + at.VISIT]) for row in shadows.victims(now_ns)]
+                self._order.reverse()
+                self._ordered_at = num_uses
+                fresh = True
+                continue
+            row, visit = self._order.pop()
+            place = row * at.NUM_COLUMNS
+            cells = shadows.cells
+            if not (cells[place + at.LIVE] and cells[place + at.OFFERED] and cells[place + at.VISIT] == visit):
+                continue
+            steps = self._value_steps(self._blocks[row])
+            if steps == cells[place + at.VALUE]:
+                yield row
+            else:
+                cells[place + at.VALUE] = steps
+                self._ordered_at = -1
+
+    def _forget(self, block: Resident) -> None:
+        row = _row_of(block)
+        cells, place = self._shadows.cells, row * at.NUM_COLUMNS
+        cells[place + at.LIVE] = cells[place + at.OFFERED] = 0
+        block.state = None
+        del self._blocks[row]
 
     def _value_steps(self, block: Resident) -> int:
         value = 1.0
@@ -221,76 +266,8 @@ class Moonpool(EvictionPolicy):
         steps = round(2 * math.log2(value / (1 + block.replicas)))
         return min(max(steps, -_MAX_VALUE_STEPS), _MAX_VALUE_STEPS)
 
-    def _index(self, key: _QueueKey, age_ns: int) -> float:
-        return self._model.uses_per_second(key[0], age_ns) * math.sqrt(2) ** key[1]
 
-    def _rank(self, entry: _QueuedBlock, newest: int) -> None:
-        index = self._index(entry.key, self._ranked_ns - entry.visit.now_ns)
-        heapq.heappush(self._worst, (index, entry.serial, newest, entry.ticket, entry))
-
-    def _find_worst(self, now_ns: int) -> _RankedEnd | None:
-        if self._ranked_ns != now_ns:
-            self._ranked_ns = now_ns
-            self._worst.clear()
-            for queue in self._queues.values():
-                self._rank_ends(queue)
-        while self._worst:
-            worst = self._worst[0]
-            _, _, newest, ticket, entry = worst
-            if entry.ticket == ticket and self._queues[entry.key].end(newest) is entry:
-                return worst
-            heapq.heappop(self._worst)
-        return None
-
-    def _rank_ends(self, queue: _ReuseQueue) -> None:
-        for newest in (0, 1):
-            entry = queue.end(newest)
-            if entry is not None:
-                self._rank(entry, newest)
-
-    def _unqueue(self, entry: _QueuedBlock) -> None:
-        """Remove the block from its queue; its neighbour becomes an end if it was one."""
-        queue = self._queues[entry.key]
-        was_end = queue.end(0) is entry, queue.end(1) is entry
-        entry.ticket = 0
-        self._num_queued -= 1
-        for newest in (0, 1):
-            if was_end[newest] and self._ranked_ns >= 0 and (end := queue.end(newest)) is not None:
-                self._rank(end, newest)
-
-    def _sweep(self) -> None:
-        for key, queue in list(self._queues.items()):
-            queue.sweep()
-            if not len(queue):
-                del self._queues[key]
-        self._num_entries = self._num_queued
-        self._ranked_ns = -1
-
-    def _remember(self, block: Resident, hits: int, visit: Visit) -> None:
-        known = self._ghosts.pop(block.key, None)
-        self._ghost_nbytes += block.nbytes - (known[2] if known else 0)
-        self._ghosts[block.key] = hits, visit, block.nbytes
-        while self._ghost_nbytes > self._max_ghost_nbytes:
-            _, (_, _, nbytes) = self._ghosts.popitem(last=False)
-            self._ghost_nbytes -= nbytes
-
-
-def _follow(visit: Visit, before: Visit, known_blocks: int) -> None:
-    """Update `visit` with the last visit `before` of the block that ends its first `known_blocks` blocks.
-
-    If most of the earlier prompt is used again, both belong to the same conversation; otherwise they only share a
-    prefix.
-    """
-    visit.known_blocks = known_blocks
-    unused = before.request_blocks - known_blocks
-    if before is not visit:
-        if unused <= max(1, before.request_blocks // 2):
-            visit.turn, visit.pause_s = before.turn + 1, (visit.now_ns - before.now_ns) * 1e-9
-        else:
-            visit.turn, visit.pause_s = 0, 0.0
-
-
-def _entry_of(block: Resident) -> _QueuedBlock:
-    entry = block.state
-    assert isinstance(entry, _QueuedBlock), "the block was not inserted, or was removed"
-    return entry
+def _row_of(block: Resident) -> int:
+    row = block.state
+    assert isinstance(row, int), "the block was not inserted, or was removed"
+    return row

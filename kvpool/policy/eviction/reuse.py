@@ -1,11 +1,12 @@
-"""Survival model of block reuse, learnt online. Independent of queues and tiers.
+"""Survival model of block reuse, learnt online. Independent of caches and tiers.
 
-A use of a block is followed by another at the rate m(facts) * base(age). `base` is shared; m is a product of one factor
-for each fact about the use (uses of the block, length of the prompt, pause before it, ...): Cox's proportional hazards,
-with Breslow's estimate of the base rate and factors by iterative proportional fitting. A sample of the latest uses is
-kept; those not yet followed by another are censored observations. Every estimate starts with a prior that counts as a
-number of events, so that a new pool starts with the usual behaviour of chats and shared prefixes: reused blocks are
-reused again, and users take minutes to answer.
+A use of a block is followed by another at the rate m(facts) * base(age, stratum): Cox's proportional hazards. m is a
+product of one factor for each fact about the use (uses of the block, length of the prompt, pause before it, ...),
+fitted by iterative proportional fitting. The base rate has Breslow's estimate, for each stratum of uses on its own: a
+tool that returns within seconds and a user who returns within the hour differ in more than a factor. A stratum with few
+events has a base rate of the shape of all. A sample of the latest uses is kept; those not yet followed by another are
+censored observations. Every estimate starts with a prior that counts as a number of events, so that a new pool starts
+with the usual behaviour of chats and shared prefixes: reused blocks are reused again, and users take minutes to answer.
 
 The index of a block is the highest rate of uses per second that keeping it can give, from its current age up to any
 later one (the Gittins index; LHD's hit density, with the optimal eviction time): max over T of P(used before T) /
@@ -15,93 +16,76 @@ Sources: Cox, "Regression Models and Life-Tables", 1972; Gittins, "Bandit Proces
 1979; Beckmann et al., "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from typing import Any, Final
 
+import numba
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
+
+from jit.compiling import compiled_with_gil
 
 _Floats = NDArray[np.float64]
 
-# Levels of age: one up to a quarter of a second, then two per octave, up to two hours.
-_EDGES_S = np.concatenate([[0.0], 2.0 ** (-2 + np.arange(31) / 2)])
+# Levels of age: one up to a quarter of a second, then two per octave, up to six days.
+_EDGES_S = np.concatenate([[0.0], 2.0 ** (-2 + np.arange(43) / 2)])
 _WIDTHS_S = np.diff(_EDGES_S)
+_NUM_LEVELS: Final = len(_WIDTHS_S)
 # Ages at which the index is tabulated: four per octave.
-_TABLED_S = np.concatenate([[0.0], 2.0 ** (-2 + np.arange(60) / 4)])
-_LAST_TABLED = len(_TABLED_S) - 2
+_TABLED_S = np.concatenate([[0.0], 2.0 ** (-2 + np.arange(82) / 4)])
+NUM_AGES: Final = len(_TABLED_S) - 1
 
-_LOG2 = math.log(2)
+LOG2: Final = math.log(2)
 
 # Classes of m: four per octave, from 1/256 to 256.
-_STEPS = 4
-NUM_CLASSES = 16 * _STEPS + 1
-_CLASS_RATIOS = 2.0 ** (np.arange(NUM_CLASSES) / _STEPS - 8)
+STEPS: Final = 4
+NUM_CLASSES: Final = 16 * STEPS + 1
+_CLASS_RATIOS = 2.0 ** (np.arange(NUM_CLASSES) / STEPS - 8)
 
 # The prior: users' pauses are log-normal with a median of two minutes; other uses are equally likely per octave of age.
 _PAUSE_MEDIAN_S, _PAUSE_SIGMA = 120.0, 1.0
 _PAUSED, _PER_OCTAVE = 0.5, 0.04
 _PRIOR_EVENTS = 100.0  # of the base rate, over all ages
+_PRIOR_STRATUM_EVENTS = 50.0  # of a stratum's base rate, with the shape of that of all strata
 _PRIOR_FACTOR_EVENTS = 300.0  # of each factor
 _PRIOR_PARTIAL_EVENTS = 5.0  # few: reuse of partial blocks differs between workloads, so it is learnt quickly
 
-_MAX_RECORDS = 8192
-_MIN_STEP = 8  # uses per recorded one, at least
-_NUM_COLUMNS = 7
+MAX_RECORDS: Final = 16384
+MIN_STEP: Final = 8  # uses per recorded one, at least
+NUM_COLUMNS: Final = 7  # most factors of a use
 _SWEEPS = 2
 
 # First factor of each group; at most one factor of a group applies to a use. Buckets of counts are bit lengths.
-_PARTIAL, _HITS, _TURN, _PROMPT, _NEW, _PLACE, _PAUSE, _SHARED, _NONE = 0, 2, 20, 30, 50, 70, 90, 110, 111
+PARTIAL, HITS, TURN, PROMPT, NEW, PLACE, PAUSE, SHARED, NONE = 0, 2, 20, 30, 50, 70, 90, 110, 111
+NUM_FACTORS: Final = NONE + 1
+
+# Strata: uses that may be the last, later uses of shared prefixes, and later turns by the pause before them.
+NUM_STRATA: Final = 6
+
+# Fields of a record. The gap until the next use is -1 if there was none yet.
+R_ROW, R_BEGUN, R_GAP, R_VISIT, R_STRATUM, R_FACTS = 0, 1, 2, 3, 4, 5
+RECORD_FIELDS: Final = R_FACTS + NUM_COLUMNS
 
 
-@dataclass(slots=True, eq=False)
-class Visit:
-    """One request's use of the blocks of its prompt."""
-
-    now_ns: int
-    request_blocks: int  # blocks of the whole prompt (and answer)
-    known_blocks: int = 0  # leading blocks that had been stored before
-    reached_blocks: int = 0  # leading blocks found or stored so far
-    turn: int = 0  # earlier requests of the same conversation, as far as known
-    pause_s: float = 0.0  # time since the previous request of the conversation
-
-
-def _bits(number: int, most: int) -> int:
-    return min(max(number, 0).bit_length(), most)
-
-
-def _facts(visit: Visit, hits: int, depth: int, partial: bool) -> tuple[int, ...]:
-    """Return the factors that apply to a use of the block at `depth`, its `hits`-th use after the first."""
-    if partial:
-        return (_PARTIAL,)
-    later = visit.turn > 0
-    if not hits and not later:  # most blocks when they are stored
-        prompt, place = _bits(visit.request_blocks, 11), _bits(depth - visit.known_blocks, 9)
-        return _HITS + 10, _TURN, _PROMPT + prompt, _PLACE + place
-    facts = [
-        _HITS + _bits(hits, 9) if hits else _HITS + 10 + later,
-        _TURN + _bits(visit.turn, 7),
-        _PROMPT + _bits(visit.request_blocks, 11),
-    ]
-    if not hits:
-        facts.append(_PLACE + 10 * later + _bits(depth - visit.known_blocks, 9))
-    if later:
-        facts.append(_NEW + _bits(visit.request_blocks - visit.known_blocks, 9))
-        facts.append(_PAUSE + min(max(int(math.log2(visit.pause_s + 0.01)) + 3, 0), 15))
-    if hits > visit.turn:
-        facts.append(_SHARED)
-    return tuple(facts)
+def place_of_ages(ages_s: _Floats) -> NDArray[np.int64]:
+    """Return the places of ages in the table of the index, int64 [n]; `index_of` does the same for one age."""
+    places = (np.log2(np.maximum(ages_s, 0.25)) + 2) * 4 + 0.5
+    result: NDArray[np.int64] = np.where(ages_s < 0.25, 0, np.minimum(places.astype(np.int64) + 1, NUM_AGES - 1))
+    return result
 
 
 def _prior_factors() -> _Floats:
     """Return the logarithms of the prior factors, float64 [factors]."""
-    prior = np.zeros(_NONE + 1)
-    prior[_PARTIAL] = -2.0
-    prior[_HITS : _HITS + 10] = (0.0, 0.0, 0.1, 0.4, 0.9, 1.2, 3.0, 5.0, 5.0, 5.0)
-    prior[_HITS + 10 : _HITS + 12] = -0.8
-    prior[_TURN : _TURN + 8] = (-0.2, 0.3, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
-    prior[_NEW : _NEW + 10] = (0.0, 0.0, 0.0, 0.0, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5)
-    prior[_PLACE : _PLACE + 10] = prior[_PLACE + 10 : _PLACE + 20] = 0.4 - 0.1 * np.arange(10)
-    prior[_PAUSE : _PAUSE + 16] = (0.2,) * 8 + (-0.2,) * 3 + (-0.5,) * 5
+    prior = np.zeros(NUM_FACTORS)
+    prior[PARTIAL] = -2.0
+    prior[HITS : HITS + 10] = (0.0, 0.0, 0.1, 0.4, 0.9, 1.2, 3.0, 5.0, 5.0, 5.0)
+    prior[HITS + 10 : HITS + 12] = -0.8
+    prior[TURN : TURN + 8] = (-0.2, 0.3, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
+    prior[NEW : NEW + 10] = (0.0, 0.0, 0.0, 0.0, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5)
+    prior[PLACE : PLACE + 10] = prior[PLACE + 10 : PLACE + 20] = 0.4 - 0.1 * np.arange(10)
+    prior[PAUSE : PAUSE + 16] = (0.2,) * 8 + (-0.2,) * 3 + (-0.5,) * 5
     return prior
 
 
@@ -116,118 +100,141 @@ def _prior_events() -> _Floats:
 
 
 class ReuseModel:
-    """Estimate of how likely and how soon a block with given facts is reused, learnt from every use."""
+    """Estimate of how likely and how soon a block with given facts is reused.
 
-    def __init__(self) -> None:
+    `factors` float64 [factors] and `index` float64 [strata * classes * ages], which the caller provides, are written at
+    the start and by `fit`.
+    """
+
+    def __init__(self, factors: _Floats, index: _Floats) -> None:
+        self._factors = factors
+        self._index = index.reshape(NUM_STRATA, NUM_CLASSES, NUM_AGES)
         self._prior_factors = _prior_factors()
-        self._prior_weights = np.full(_NONE + 1, _PRIOR_FACTOR_EVENTS)
-        self._prior_weights[_PARTIAL] = _PRIOR_PARTIAL_EVENTS
+        self._prior_weights = np.full(NUM_FACTORS, _PRIOR_FACTOR_EVENTS)
+        self._prior_weights[PARTIAL] = _PRIOR_PARTIAL_EVENTS
         prior_events = _prior_events()
         scale = _PRIOR_EVENTS / prior_events.sum()
         self._prior_events = prior_events * scale
         self._prior_seconds = _WIDTHS_S * scale
-        self._log_factors = self._prior_factors.copy()
-        self._factors: list[float] = self._log_factors.tolist()
-        # Ring of recorded uses. `seconds` is the time until the next use of the same block, -1 if there was none yet.
-        self._begun_ns = np.zeros(_MAX_RECORDS, np.int64)
-        self._seconds = np.full(_MAX_RECORDS, -1.0)
-        self._columns = np.full((_MAX_RECORDS, _NUM_COLUMNS), _NONE, np.intp)
-        self._keys: list[object] = [None] * _MAX_RECORDS
-        self._open: dict[object, int] = {}  # by key: records without a next use
-        self._unread: list[tuple[int, Visit, int, int, bool]] = []  # read by `learn`: visits change while in progress
-        self._num_records = self._num_fitted = self._num_skipped = 0
-        self._tabulate(self._prior_events / self._prior_seconds)
+        factors[:] = self._prior_factors
+        self._fit, self._tabulate = _kernels()
+        self._rates = np.tile(self._prior_events / self._prior_seconds, (NUM_STRATA, 1))
+        self._tabulate(self._rates, self._index)
 
-    def classify(self, visit: Visit, hits: int, depth: int, partial: bool) -> int:
-        """Return the class of m of a block's use, 0..NUM_CLASSES - 1; among blocks of equal age, higher is better."""
-        log_ratio = sum(map(self._factors.__getitem__, _facts(visit, hits, depth, partial)))
-        return min(max(round((log_ratio / _LOG2 + 8) * _STEPS), 0), NUM_CLASSES - 1)
-
-    def uses_per_second(self, reuse_class: int, age_ns: int) -> float:
-        """Return the index (highest rate of uses per second) of a block of this class, `age_ns` after its last use."""
-        age_s = age_ns * 1e-9
-        if age_s < 0.25:
-            return self._table[reuse_class][0]
-        place = int((math.log2(age_s) + 2) * 4 + 0.5) + 1
-        return self._table[reuse_class][min(place, _LAST_TABLED)]
-
-    def used(self, key: object, visit: Visit, hits: int, depth: int, partial: bool, resident_blocks: int) -> None:
-        """Record a use of a block, and the interval since the last recorded use of the same key.
-
-        Only a sample of the uses is recorded; it spans more time the more `resident_blocks` the pool has.
-        """
-        record = self._open.pop(key, None)
-        if record is not None:
-            self._seconds[record] = max((visit.now_ns - int(self._begun_ns[record])) * 1e-9, 1e-3)
-        self._num_skipped += 1
-        # The ring must span the uses of several times the blocks in the pool.
-        if self._num_skipped < max(_MIN_STEP, 4 * resident_blocks // _MAX_RECORDS):
-            return
-        self._num_skipped = 0
-        record = self._num_records % _MAX_RECORDS
-        if self._open.get(self._keys[record]) == record:
-            del self._open[self._keys[record]]
-        self._num_records += 1
-        self._keys[record] = key
-        self._open[key] = record
-        self._begun_ns[record] = visit.now_ns
-        self._seconds[record] = -1.0
-        self._unread.append((record, visit, hits, depth, partial))
-
-    def learn(self, now_ns: int) -> bool:
-        """Refit if there are enough new records. Returns True if it did. Takes milliseconds, at growing intervals."""
-        if self._num_records - self._num_fitted < max(64, min(1024, self._num_fitted // 6)):
-            return False
-        self._num_fitted = self._num_records
-        for record, visit, hits, depth, partial in self._unread:
-            facts = _facts(visit, hits, depth, partial)
-            self._columns[record] = _NONE
-            self._columns[record, : len(facts)] = facts
-        self._unread.clear()
-        self._tabulate(self._fit(now_ns, min(self._num_records, _MAX_RECORDS)))
-        return True
-
-    def _fit(self, now_ns: int, count: int) -> _Floats:
-        """Fit the factors to the first `count` records of the ring. Returns the base rate per level, float64."""
-        columns, seconds = self._columns[:count], self._seconds[:count]
-        again = seconds >= 0
-        ages = np.where(again, seconds, (now_ns - self._begun_ns[:count]) * 1e-9)
-        levels = np.minimum(np.searchsorted(_EDGES_S, ages, side="right") - 1, len(_WIDTHS_S) - 1)
-        events = np.bincount(levels[again], minlength=len(_WIDTHS_S)) + self._prior_events
-        lived_s = np.clip(ages[:, None] - _EDGES_S[None, :-1], 0, _WIDTHS_S[None])
-        factors = self._log_factors
-        rates: _Floats = events
-        for _ in range(_SWEEPS):
-            rates = events / (_ratios(factors, columns) @ lived_s + self._prior_seconds)
-            expected = lived_s @ rates
-            for column in columns.T:
-                self._fit_column(column, again, _ratios(factors, columns) * expected)
-        self._factors = factors.tolist()
-        return rates
-
-    def _fit_column(self, column: NDArray[np.intp], again: NDArray[np.bool_], expected: _Floats) -> None:
-        seen = np.unique(column)
-        seen = seen[seen != _NONE]
-        events = np.bincount(column, weights=again, minlength=_NONE + 1)[seen]
-        expected_events = np.bincount(column, weights=expected, minlength=_NONE + 1)[seen]
-        weights, factors = self._prior_weights[seen], self._log_factors[seen]
-        prior_expects = weights * np.exp(factors - self._prior_factors[seen])
-        self._log_factors[seen] += np.log((events + weights) / (expected_events + prior_expects))
-
-    def _tabulate(self, rates: _Floats) -> None:
-        """Tabulate the index by class and age for base `rates` per level."""
-        at_edges = np.concatenate([[0.0], np.cumsum(rates * _WIDTHS_S)])
-        lives = np.exp(-_CLASS_RATIOS[:, None] * np.interp(_TABLED_S, _EDGES_S, at_edges)[None])
-        steps = (lives[:, 1:] + lives[:, :-1]) / 2 * np.diff(_TABLED_S)
-        kept_s = np.concatenate([np.zeros((NUM_CLASSES, 1)), np.cumsum(steps, axis=1)], axis=1)
-        best = np.zeros((NUM_CLASSES, len(_TABLED_S) - 1))
-        for age in range(len(_TABLED_S) - 1):
-            used = lives[:, age, None] - lives[:, age + 1 :]
-            best[:, age] = (used / np.maximum(kept_s[:, age + 1 :] - kept_s[:, age, None], 1e-12)).max(axis=1)
-        self._table: list[list[float]] = best.tolist()
+    def fit(self, records: NDArray[np.int64], now_ns: int) -> None:
+        """Fit the model to records of uses, int64 [n, RECORD_FIELDS]. Takes some milliseconds."""
+        prior = self._prior_factors, self._prior_weights, self._prior_events, self._prior_seconds
+        self._fit(records, now_ns, *prior, self._factors, self._rates)
+        self._tabulate(self._rates, self._index)
 
 
-def _ratios(log_factors: _Floats, columns: NDArray[np.intp]) -> _Floats:
-    """Return m of each record, float64 [n]; `columns` [n, factors of a use] are indices of factors."""
-    ratios: _Floats = np.exp(np.clip(log_factors[columns].sum(axis=1), -6, 6))
-    return ratios
+@numba.njit
+def _ratio(log_factors: Any, record: Any) -> Any:
+    """Return m of a record."""
+    total = 0.0
+    for j in range(NUM_COLUMNS):
+        total += log_factors[record[R_FACTS + j]]
+    return math.exp(min(max(total, -6.0), 6.0))
+
+
+def _fit_rates(
+    records: Any,
+    now_ns: Any,
+    prior_factors: Any,
+    prior_weights: Any,
+    prior_events: Any,
+    prior_seconds: Any,
+    log_factors: Any,
+    rates: Any,
+) -> None:
+    """Fit the factors and the base rates per stratum and level to the records."""
+    count = len(records)
+    ages, levels = np.empty(count), np.empty(count, np.int64)
+    events = np.zeros((NUM_STRATA, _NUM_LEVELS))
+    for i in range(count):
+        gap = records[i, R_GAP]
+        ages[i] = (gap if gap >= 0 else now_ns - records[i, R_BEGUN]) * 1e-9
+        levels[i] = min(max(np.searchsorted(_EDGES_S, ages[i], side="right") - 1, 0), _NUM_LEVELS - 1)
+        if gap >= 0:
+            events[records[i, R_STRATUM], levels[i]] += 1
+    lived, expected = np.zeros((NUM_STRATA, _NUM_LEVELS)), np.empty(count)
+    passed = np.zeros((NUM_STRATA, _NUM_LEVELS + 1))  # base events expected before each level
+    base, weights = np.empty(_NUM_LEVELS), np.empty(_NUM_LEVELS)
+    seen_events, seen_expected = np.empty(NUM_FACTORS), np.empty(NUM_FACTORS)
+    for _ in range(_SWEEPS):
+        lived[:] = 0
+        passed[:] = 0
+        for i in range(count):
+            stratum, level, m = records[i, R_STRATUM], levels[i], _ratio(log_factors, records[i])
+            lived[stratum, level] += m * min(ages[i] - _EDGES_S[level], _WIDTHS_S[level])
+            passed[stratum, level] += m  # here: lived through all levels before this one
+        for stratum in range(NUM_STRATA):
+            through = 0.0
+            for level in range(_NUM_LEVELS - 1, -1, -1):
+                lived[stratum, level] += through * _WIDTHS_S[level]
+                through += passed[stratum, level]
+        total = 0.0
+        for level in range(_NUM_LEVELS):
+            weights[level] = prior_seconds[level] + lived[:, level].sum()
+            base[level] = (events[:, level].sum() + prior_events[level]) / weights[level]
+            total += base[level] * weights[level]
+        for stratum in range(NUM_STRATA):
+            passed[stratum, 0] = 0
+            for level in range(_NUM_LEVELS):
+                prior_s = weights[level] * _PRIOR_STRATUM_EVENTS / total
+                rate = (events[stratum, level] + base[level] * prior_s) / (lived[stratum, level] + prior_s)
+                rates[stratum, level] = rate
+                passed[stratum, level + 1] = passed[stratum, level] + rate * _WIDTHS_S[level]
+        for i in range(count):
+            stratum, level = records[i, R_STRATUM], levels[i]
+            within = min(ages[i] - _EDGES_S[level], _WIDTHS_S[level])
+            expected[i] = passed[stratum, level] + rates[stratum, level] * within
+        for j in range(NUM_COLUMNS):
+            seen_events[:] = 0
+            seen_expected[:] = 0
+            for i in range(count):
+                factor = records[i, R_FACTS + j]
+                if factor != NONE:
+                    seen_events[factor] += records[i, R_GAP] >= 0
+                    seen_expected[factor] += _ratio(log_factors, records[i]) * expected[i]
+            for factor in range(NONE):
+                if seen_expected[factor] > 0:
+                    weight = prior_weights[factor]
+                    prior_expects = weight * math.exp(log_factors[factor] - prior_factors[factor])
+                    log_factors[factor] += math.log(
+                        (seen_events[factor] + weight) / (seen_expected[factor] + prior_expects)
+                    )
+
+
+def _tabulate_index(rates: Any, index: Any) -> None:
+    """Tabulate the index by stratum, class and age for the base `rates` per stratum and level."""
+    num = NUM_AGES + 1
+    hazard, lives, kept_s = np.empty(num), np.empty(num), np.zeros(num)
+    for stratum in range(NUM_STRATA):
+        level, before = 0, 0.0  # base events expected before the level
+        for age in range(num):
+            while level < _NUM_LEVELS - 1 and _TABLED_S[age] >= _EDGES_S[level + 1]:
+                before += rates[stratum, level] * _WIDTHS_S[level]
+                level += 1
+            within = min(_TABLED_S[age] - _EDGES_S[level], _WIDTHS_S[level])
+            hazard[age] = before + rates[stratum, level] * within
+        for c in range(NUM_CLASSES):
+            for age in range(num):
+                lives[age] = math.exp(-_CLASS_RATIOS[c] * hazard[age])
+                if age:
+                    step = (lives[age] + lives[age - 1]) / 2 * (_TABLED_S[age] - _TABLED_S[age - 1])
+                    kept_s[age] = kept_s[age - 1] + step
+            for age in range(NUM_AGES):
+                best = 0.0
+                for end in range(age + 1, num):
+                    best = max(best, (lives[age] - lives[end]) / max(kept_s[end] - kept_s[age], 1e-12))
+                index[stratum, c, age] = best
+
+
+@functools.cache
+def _kernels() -> tuple[Any, Any]:
+    """Return (fit, tabulate), compiled or loaded from the cache at the first call."""
+    records, floats = types.Array(types.int64, 2, "C"), types.Array(types.float64, 1, "C")
+    rates, index = types.Array(types.float64, 2, "C"), types.Array(types.float64, 3, "C")
+    fit = compiled_with_gil(_fit_rates, types.void(records, types.int64, *(floats,) * 5, rates))
+    return fit, compiled_with_gil(_tabulate_index, types.void(rates, index))
