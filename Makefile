@@ -31,12 +31,13 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # all that it imports, which is more than half of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup lock demo test test-nightly check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos clean distclean
+.PHONY: help setup lock demo test test-nightly gpu-proof check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
 	@echo "make test    all checks and tests: what .ci/run runs"
 	@echo "make test-nightly  the tests that take long; records its outcome in tests/nightly.json"
+	@echo "make gpu-proof  what is written for GPUs and needs one to be proven, in at most 10 minutes; status 3 without a GPU"
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
 	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
 	@echo "make check   format, lint, import rules, house rules, types, generated code, every test importable"
@@ -77,6 +78,10 @@ test-nightly: $(STAMP)
 	@mkdir -p out
 	$(QUIET_THREADS) $(BIN)/python -m pytest -m nightly --junitxml=out/nightly.xml; \
 	  $(BIN)/python .ci/report_tests.py out/nightly.xml --record tests/nightly.json
+
+# Its status is 3 without a GPU, which make turns into 2.
+gpu-proof: $(STAMP)
+	$(QUIET_THREADS) $(BIN)/python -m tools.gpu_proof
 
 test-rdma: $(STAMP)
 	$(BIN)/python -m tools.rdma_vm test

@@ -150,8 +150,12 @@ class CudaRuntime:
         handle = ctypes.c_void_p(stream.stream.cuda_stream)
         with torch.cuda.device(self._device):  # its context becomes the calling thread's
             if self._batch is not None and len(copies) > _FEW:
-                self._copy_batch(self._batch, handle, copies, to_host=to_host)
-                return
+                try:
+                    self._copy_batch(self._batch, handle, copies, to_host=to_host)
+                    return
+                except StagingError as error:  # the driver has the function, but not for this device
+                    _log.warning("batched copies are not used: %s", error)
+                    self._batch = None
             for each in copies:
                 self._copy_2d(handle, each, to_host=to_host)
 

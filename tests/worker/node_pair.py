@@ -257,13 +257,18 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
                 conductor_targets=(f"unix:{tmp_path}/nobody.sock",),
                 model=path,
                 served_model_name=("m",),
-                device="cpu",
                 threads=1,
                 block_tokens=BLOCK,
                 messenger=assemble(MessengerConfig, transport=transport, shm_dir=tmp_path),  # type: ignore[arg-type]
                 kv_parity_sample=parity,
                 kv_storage=storage,
-                **{"capacity_tokens": 1024, "prefill_chunk_tokens": 32, "pool_target": pool_target, **options},
+                **{
+                    "device": "cpu",
+                    "capacity_tokens": 1024,
+                    "prefill_chunk_tokens": 32,
+                    "pool_target": pool_target,
+                    **options,
+                },
             )
 
         frontend = Frontend()
