@@ -149,11 +149,14 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
         )
         work.gate.require(wanted)
         work.reused_tokens = pooled * block_tokens + (work.pinned[-1].tail_tokens if tail is not None else 0)
-    work.loading = asyncio.ensure_future(_load(node, work, pool_load, wanted, span))
-    await first_of(work.loading, pool_load.begun)
-    if work.gate is None or work.gate.error is not None:
-        await asyncio.shield(work.loading)
-    _take_up_load(work)
+    if work.gate is None:
+        await _load(node, work, pool_load, wanted, span)
+    else:
+        work.loading = asyncio.ensure_future(_load(node, work, pool_load, wanted, span))
+        await first_of(work.loading, pool_load.begun)
+        if work.gate.error is not None:
+            await asyncio.shield(work.loading)
+        _take_up_load(work)
     work.load_s = time.monotonic() - work.load_began
 
 
