@@ -195,8 +195,7 @@ class PoolLoad:
             memory.to_device_now(slots)
             return count
         assert isinstance(memory, EngineMemory)
-        for ticket in [memory.to_device(slots, layer) for layer in range(piece.batch.first, piece.batch.end)]:
-            ticket.wait()
+        memory.to_device(slots, range(piece.batch.first, piece.batch.end)).wait()
         return count
 
     def _damaged(self, part: _Range, right: int) -> None:

@@ -120,14 +120,14 @@ class MirrorStaging(DeviceStaging):
                 self._out.wait(self._in.record())  # loaded bytes may be on their way to the same slots
                 return self._copy(self._out, parts, to_host=True)
         except Exception as error:
-            return FailedTicket(error)
+            return _failed(error, self._out)
 
     def to_device(self, parts: Iterable[Ranges]) -> Ticket:
         try:
             with self._in_lock:
                 return self._copy(self._in, parts, to_host=False)
         except Exception as error:
-            return FailedTicket(error)
+            return _failed(error, self._in)
 
     def _copy(self, stream: DeviceStream, parts: Iterable[Ranges], *, to_host: bool) -> Ticket:
         copies = merged(parts, self._runtime.max_pitch)
@@ -152,3 +152,11 @@ class MirrorStaging(DeviceStaging):
         if self._is_pinned:
             self._runtime.unpin(self._mirror)
             self._is_pinned = False
+
+
+def _failed(error: Exception, stream: DeviceStream) -> Ticket:
+    """Return a ticket that raises the error once the copies that were queued before it have ended."""
+    try:
+        return FailedTicket(error, stream.record())
+    except Exception:
+        return FailedTicket(error)

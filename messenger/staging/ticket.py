@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from messenger.errors import MessengerError
 from messenger.staging.runtime import DeviceEvent, DeviceStream
 
@@ -33,15 +35,24 @@ READY = Ticket()
 
 
 class FailedTicket(Ticket):
-    """Ticket of copies that could not be queued."""
+    """Ticket of copies of which some could not be queued, after those before `event`, if any."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, event: DeviceEvent | None = None) -> None:
         self._error = error
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        return self._event is None or _is_done(self._event)
 
     def wait(self) -> None:
-        raise _staging_error(self._error) from self._error
+        if self._event is not None:
+            with contextlib.suppress(Exception):  # the first error is raised
+                self._event.synchronize()
+        self.order_compute()
 
-    order_compute = wait
+    def order_compute(self) -> None:
+        raise _staging_error(self._error) from self._error
 
 
 class EventTicket(Ticket):
@@ -53,10 +64,7 @@ class EventTicket(Ticket):
 
     @property
     def is_done(self) -> bool:
-        try:
-            return self._event.is_done()
-        except Exception:
-            return True  # `wait` raises the error
+        return _is_done(self._event)
 
     def wait(self) -> None:
         try:
@@ -94,6 +102,13 @@ class TicketsOfAll(Ticket):
     def order_compute(self) -> None:
         for ticket in self._tickets:
             ticket.order_compute()
+
+
+def _is_done(event: DeviceEvent) -> bool:
+    try:
+        return event.is_done()
+    except Exception:
+        return True  # `wait` raises the error
 
 
 def _staging_error(error: BaseException) -> StagingError:

@@ -53,7 +53,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Device]]:
         cache = DeviceCache(torch.from_numpy(device.memory), device)
         return KvMemory(self.model, messenger, num_slots=num_slots, block_tokens=block_tokens, device=cache)
 
-    def run_on_device(self: ModelSteps, decoding: Any, chunks: Any, on_layer: Any) -> Any:
+    def run_on_device(self: ModelSteps, decoding: Any, chunks: Any, on_layer: Any, before_layer: Any) -> Any:
         device = next(each for each in made if each.memory.ctypes.data == self._cache.memory.data_ptr())
         device.engine_thread = threading.get_ident()
 
@@ -61,8 +61,13 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Device]]:
             on_layer(layer)
             device.computed()
 
+        def before_layer_of_device(layer: int) -> None:
+            before_layer(layer)
+            device.computed()
+
         device.computed()
-        return run(self, decoding, chunks, on_layer and on_layer_of_device)
+        hooks = on_layer and on_layer_of_device, before_layer and before_layer_of_device
+        return run(self, decoding, chunks, *hooks)
 
     monkeypatch.setattr(Transformer, "new_memory", new_memory)
     monkeypatch.setattr(ModelSteps, "run", run_on_device)
@@ -71,10 +76,23 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Device]]:
     assert not any(device.pinned for device in made), "closed workers unlock their mirrors"
 
 
-@pytest.mark.parametrize(("transport", "helpers"), [("tcp", 0), ("auto", 1)])
+@pytest.mark.parametrize(
+    ("transport", "helpers", "by_layer"), [("tcp", 0, False), ("auto", 1, False), ("tcp", 0, True)]
+)
 async def test_tokens_are_those_of_one_process(
-    devices: list[Device], start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy, transport: str, helpers: int
+    devices: list[Device],
+    start_pair: Start,
+    model: Model,
+    prompt: Prompt,
+    greedy: Greedy,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+    helpers: int,
+    by_layer: bool,
 ) -> None:
+    if by_layer:  # reused KV arrives layer by layer
+        monkeypatch.setattr("worker.kv_loading.LEAST_READ_NBYTES", 1)
+        monkeypatch.setattr("worker.kv_loading.LEAST_SLICE_NBYTES", 1)
     pair = await start_pair(transport, pool=True, helpers=helpers)
     prompts = [prompt(120), prompt(120)[:60] + prompt(70, seed=1), prompt(9, seed=2), prompt(133, seed=3)]
     for _ in range(2):  # the second time from the pool

@@ -116,6 +116,7 @@ class Device:
         self.pinned: list[NDArray[np.uint8]] = []
         self.can_pin = True
         self.refuses_copies = False  # an error of the call
+        self.refuses_after: int | None = None  # an error of the call, after so many of its copies were queued
         self.loses_copies = False  # an error after the call
         self._rng = random.Random(seed)
         self._mirror = np.zeros(0, np.uint8)
@@ -137,6 +138,11 @@ class Device:
 
     def copy(self, stream: Stream, copies: Sequence[StridedCopy], *, to_host: bool) -> None:
         if self.refuses_copies:
+            raise StagingError("the driver refused the copy")
+        if self.refuses_after is not None:
+            queued, self.refuses_after = copies[: self.refuses_after], None
+            if queued:
+                self.copy(stream, queued, to_host=to_host)
             raise StagingError("the driver refused the copy")
         self.copied.append(copies)
         rows = [(host, device, each.nbytes) for each in copies for host, device in each.each_row()]

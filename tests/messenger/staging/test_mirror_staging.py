@@ -163,6 +163,18 @@ def test_an_error_of_a_copy_is_raised_by_its_ticket_and_not_by_the_call(when: st
             rig.staging.all_ended().wait()
 
 
+def test_a_refused_copy_is_reported_after_the_copies_before_it_have_ended() -> None:
+    rig = Rig()
+    rig.device.memory[:] = 5
+    rig.device.refuses_after = 1
+    ticket = rig.staging.to_host(rig.ranges([0, 2, 5]))
+    assert not ticket.is_done
+    with pytest.raises(StagingError, match="refused the copy"):
+        ticket.wait()
+    assert not list(rig.device.pending())
+    assert [rig.read(rig.mirror, slot, 0)[0] for slot in (0, 2, 5)] == [5, 5, 0]
+
+
 def test_a_failed_device_does_not_keep_staging_from_closing(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig()
     rig.device.loses_copies = True
