@@ -72,6 +72,7 @@ class KvMemory(EngineMemory):
             self._digests = None
             self._host = torch.from_numpy(self._array)
             if device is not None:
+                self._commit_all()  # page-locking would commit small pages
                 self.staging = MirrorStaging(device.runtime, self._array[: device.memory.nbytes])
         memory = self._host if device is None else device.memory
         self.cache = PagedCache(

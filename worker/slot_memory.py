@@ -88,11 +88,19 @@ class SlotMemory(ABC):
         Each is to be called once, on a worker thread.
         """
         due: list[Callable[[], None]] = []
+        if not self._ahead:  # it is committed, or a GPU's
+            return due
         for ahead, base, nbytes in zip(self._ahead, self._base, self._slot_nbytes, strict=True):
             end = base + (max(slots, default=-1) + 1) * nbytes
             if ahead.begins(end):
                 due.append(partial(ahead.run, end))
         return due
+
+    def _commit_all(self) -> None:
+        """Commit the whole memory now. Blocks."""
+        assert self._memory is not None
+        self._memory.try_commit(0, self._memory.nbytes)
+        self._ahead = []
 
     def grant_write(self, slots: Sequence[int]) -> RemoteKey:
         """Grant write access to the range of the region that contains these slots."""

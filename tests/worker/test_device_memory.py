@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 
 from engine import Model
 from kvpool import KvGroup, KvSpec, layer_digests_at
-from messenger import GpuMemoryUnsupported, Messenger, MessengerConfig
-from messenger.staging import READY, MirrorStaging, Ranges, StagingError, Ticket
+from messenger import GpuMemoryUnsupported, Messenger, MessengerConfig, SharedMemory
+from messenger.staging import READY, DirectStaging, MirrorStaging, Ranges, StagingError, Ticket
 from prefill_node.push import WrittenLayers
 from settings.keys import InvalidSetting, assemble
 from settings.worker import KvSettings
@@ -40,17 +41,26 @@ Greedy = Callable[[Model, list[int], int], list[int]]
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Device]]:
-    """Give every worker's engine a device; the engine's thread computes at once what its stream then contains."""
+def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[Device]]:
+    """Give every worker's engine a device; the engine's thread computes at once what its stream then contains.
+
+    With the parameter `direct`, an adapter (in truth tcp) reads and writes the device's memory.
+    """
     made: list[Device] = []
-    run = ModelSteps.run
+    shared: list[SharedMemory] = []
+    run, is_direct = ModelSteps.run, getattr(request, "param", "mirror") == "direct"
 
     def new_memory(self: Transformer, messenger: Messenger, *, num_slots: int, block_tokens: int) -> KvMemory:
         groups = self.model.kv_groups
         nbytes = kv_memory.PagedCache.required_nbytes(groups, (num_slots,) * len(groups), block_tokens)
         device = Device(nbytes, seed=len(made))
         made.append(device)
-        cache = DeviceCache(torch.from_numpy(device.memory), device)
+        if is_direct:
+            shared.append(SharedMemory.create(nbytes, "device"))
+            device.memory = shared[-1].array
+            register = partial(messenger.register, shared[-1])
+            monkeypatch.setattr(messenger, "register", lambda _: register())
+        cache = DeviceCache(torch.from_numpy(device.memory), device, is_registered=is_direct)
         return KvMemory(self.model, messenger, num_slots=num_slots, block_tokens=block_tokens, device=cache)
 
     def run_on_device(self: ModelSteps, decoding: Any, chunks: Any, on_layer: Any, before_layer: Any) -> Any:
@@ -71,13 +81,25 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Device]]:
 
     monkeypatch.setattr(Transformer, "new_memory", new_memory)
     monkeypatch.setattr(ModelSteps, "run", run_on_device)
+    if is_direct:
+        monkeypatch.setattr(KvMemory, "host_region", None)
     yield made
+    for memory in shared:
+        memory.close()
     assert not any(device.has_blocked_engine for device in made)
     assert not any(device.pinned for device in made), "closed workers unlock their mirrors"
 
 
 @pytest.mark.parametrize(
-    ("transport", "helpers", "by_layer"), [("tcp", 0, False), ("auto", 1, False), ("tcp", 0, True)]
+    ("devices", "transport", "helpers", "by_layer"),
+    [
+        ("mirror", "tcp", 0, False),
+        ("mirror", "auto", 1, False),
+        ("mirror", "tcp", 0, True),
+        ("direct", "tcp", 1, False),
+        ("direct", "tcp", 0, True),
+    ],
+    indirect=["devices"],
 )
 async def test_tokens_are_those_of_one_process(
     devices: list[Device],
@@ -107,7 +129,8 @@ async def test_tokens_are_those_of_one_process(
             for key in list(node.slots.pool._index):
                 node.slots.pool.forget(key)
     assert sum(request.cached_tokens for request in requests) > 200
-    assert all(device.copied for device in devices)
+    is_direct = isinstance(pair.prefill.node.memory.staging, DirectStaging)
+    assert all(bool(device.copied) != is_direct for device in devices)
 
 
 def test_int8_on_a_device_has_the_bytes_that_it_has_on_a_cpu(model: Model, messenger: Messenger) -> None:
