@@ -296,3 +296,38 @@ async def test_an_unexpected_failure_of_a_load_fails_the_request_and_frees_every
     assert len(request.failures) == 1
     await pair.frontend.cancel("decode", "second", 1)
     await pair.at_rest()
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+async def test_an_answer_that_is_ended_during_its_load_saves_nothing_that_was_not_verified(
+    keep_kv: bool,
+    history: tuple[Any, list[int]],
+    deep: Model,
+    prompt: Prompt,
+    greedy: Greedy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, ids = history
+    node = pair.prefill.node
+    reads = Reads(pair, monkeypatch)
+    reads.hold(LAYERS - 1)
+    turn = [*ids, *prompt(21, seed=1)]
+    submit = pair.submit(turn, "ended")
+    submit.placement.ClearField("decode")  # one node runs both phases
+    await pair.frontend.submit(submit)
+    async with asyncio.timeout(60):
+        while not node.engine.num_sequences:
+            await asyncio.sleep(0.01)
+        await pair.frontend.cancel("prefill", "ended", 1, keep_kv=keep_kv)
+        while node.engine.num_sequences:
+            await asyncio.sleep(0.01)
+    assert node.slots.pool.num_held
+    damage(pair, ids, 3, LAYERS - 1)
+    slots = node.stored
+    for slot in range(slots.num_slots):  # what the last read has left is not what was stored
+        at = slots.offsets(0, [slot])[0] + (LAYERS - 1) * slots.spec.layer_nbytes(0)
+        slots.region.array[at] ^= 64
+    reads.release()
+    await pair.at_rest()
+    again = await ask(pair, turn, "again")
+    assert again.token_ids == greedy(deep, turn, 12)
