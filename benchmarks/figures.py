@@ -152,6 +152,35 @@ def _pair(row: Result, peer: str, what: str) -> list[str]:
     ]
 
 
+def overlap() -> str:
+    result, file = latest("overlap")
+    rows = {(row["mode"], row["layers"], row["ratio"]): row for row in result["rows"]}
+    cells = sorted({(layers, ratio) for _, layers, ratio in rows})
+
+    def columns(layers: int, ratio: float) -> list[str]:
+        load, push = rows["load", layers, ratio], rows["push", layers, ratio]
+        whole = rows["whole", layers, ratio]
+        times = (load["sum_s"], load["bound_s"], whole["seconds"], load["seconds"], push["seconds"])
+        return [str(layers), f"{ratio:g}", *map(number, times), number(max(load["over_bound"], push["over_bound"]))]
+
+    header = ["layers", "transfer / compute", "sum", "bound", "load, all layers first", "load", "push", "worse / bound"]
+    return f"""## Overlap of transfers and computing
+
+{source("python -m benchmarks.overlap", file)}: does moving KV hide behind computing? Real nodes with the paced engine, which computes for
+{number(result["compute_s"])} s, while {result["moved_bytes"] >> 20} MiB of KV go through a proxy that forwards at a bounded rate; seconds, medians of {result["rounds"]}. *Load*: a worker reuses KV
+from a pool node, until the first token. *Push*: a prefill node pushes a prompt to a decode node, until the decode node's first token. The
+*sum* is what both take one after the other. The *bound* is the longer one and one layer of the shorter one, since the first layer cannot be
+computed before it is there, nor the last one sent before it is computed. *All layers first* is the load of earlier versions.
+
+{table(header, [columns(*cell) for cell in cells])}
+
+The largest ratio to the bound is {number(result["worst_over_max"])}; the aim is 1.15. The rest is leases, the reservation, the hand-over, and digests on the cores that the
+nodes share. Only a prompt's first chunk overlaps with its load: a longer rest is computed after it, and the sum shrinks by the shorter of the load and
+that chunk. Placement still predicts the sum of both, an upper bound ([costs](costs.md)).
+
+![Time to the token by the ratio of transfer to compute time, for loads and pushes](pictures/overlap.svg)"""
+
+
 def conductor() -> str:
     result, file = latest("conductor")
     rows = [
@@ -389,7 +418,7 @@ def _disaggregation() -> str:
 
 
 def performance() -> str:
-    parts = (engine, overhead, pool, messenger, conductor, admission, groups, dialogues, hostile)
+    parts = (engine, overhead, pool, messenger, overlap, conductor, admission, groups, dialogues, hostile)
     return "\n\n".join(part() for part in parts)
 
 
