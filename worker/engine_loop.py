@@ -19,7 +19,7 @@ Threads, locks and lifetimes:
   in progress has ended.
 - A step of a prefill group, or of a prompt whose reused KV is on its way, blocks in `LayerGate.wait` before each layer
   that is not here yet; `cancel` ends that wait by `lose`. Such a prompt is alone in its step. While its KV is on its
-  way, all other work that is ready comes first, and its step gives up as soon as a sequence could decode.
+  way, all other work that is ready comes first, and its step gives up when other work has to wait for it.
 - The thread runs from `start` until `close` joins it or an error ends it. `close` does not report the sequences that
   are still in the loop. After an error `_ended_by` is set, all sequences are reported as left, and later submits are
   answered at once, on the caller's thread.
@@ -43,6 +43,7 @@ from worker.request import EngineSequence
 log = logging.getLogger(__name__)
 
 _GRAMMAR_WAIT_S = 0.005
+_LONGEST_WAIT_S = 1.0  # for one layer of reused KV while other prompts could be computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +267,21 @@ class EngineLoop:
             gate.wait(layer)
             return
         began_s = time.monotonic()
-        gate.wait(layer, self._could_decode)
+        gate.wait(layer, lambda: self._must_give_up(sequence, time.monotonic() - began_s))
         sequence.waited_s += time.monotonic() - began_s
 
-    def _could_decode(self) -> bool:
-        """Return True if a sequence waits for its next token only because a step is in progress."""
+    def _must_give_up(self, sequence: EngineSequence, waited_s: float) -> bool:
+        """Return True if other work waits only because the sequence's step waits for a layer.
+
+        Sequences that could decode wait for no layer; prompts that could be computed wait for a while, as they would
+        for a computation.
+        """
         with self._wake:
-            arrived = any(s.num_computed >= s.prompt_len for s in self._inbox)
-        return arrived or any(self._is_ready(s) for s in self._decoding)
+            arrived = list(self._inbox)
+        if any(s.num_computed >= s.prompt_len for s in arrived) or any(self._is_ready(s) for s in self._decoding):
+            return True
+        prompts = [s for s in (*arrived, *self._prefilling) if s is not sequence]
+        return waited_s >= _LONGEST_WAIT_S and any(s.gate is None or s.gate.is_open for s in prompts)
 
     def _step(self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]]) -> None:
         try:

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -33,9 +32,6 @@ from worker.request import EngineSequence, Request
 from worker.shielded_wait import in_thread, shielded
 
 log = logging.getLogger(__name__)
-
-# A step that has waited so long for a layer is given up; the prompt is computed once the load has ended.
-_LONGEST_WAIT_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -143,7 +139,7 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
             len(node.memory.place_of_layer),
             wanted,
             held_blocks=0,
-            stall_s=_LONGEST_WAIT_S,
+            stall_s=2 * node.config.kv.lease_s,  # every read has ended before
             lost=LoadLost,
             changed=node.engine.wake,
         )

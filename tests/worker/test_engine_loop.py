@@ -12,6 +12,7 @@ import pytest
 
 from engine import Model, PagedCache
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
+from worker import engine_loop
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
 from worker.errors import LoadLost
 from worker.layer_gate import LayerGate
@@ -364,3 +365,29 @@ def test_a_cancelled_prompt_does_not_wait_for_its_kv(model: Model, harness: Call
     assert begun.wait(60)
     run.loop.cancel(sequence)
     assert run.run(1)[-1].left == [sequence]
+
+
+def test_a_step_waits_for_long_unless_another_prompt_could_be_computed(
+    model: Model, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_loop, "_LONGEST_WAIT_S", 0.05)
+    begun = threading.Event()
+    run = harness(lambda *_: begun.set())
+    sequence, gate = arriving(run, model.config.num_layers)
+    gate.mark([0], np.arange(2))
+    run.loop.submit(sequence)
+    assert begun.wait(60)
+    with pytest.raises(queue.Empty):
+        run.steps.get(timeout=0.3)
+    second, second_gate = arriving(run, model.config.num_layers)  # its KV is on its way, too
+    second_gate.mark([0], np.arange(2))
+    run.loop.submit(second)
+    with pytest.raises(queue.Empty):
+        run.steps.get(timeout=0.3)
+    ready = run.sequence(prompts()[3], 1, prefill_only=True)
+    run.loop.submit(ready)
+    assert run.steps.get(timeout=60).left == [sequence]
+    assert isinstance(sequence.error, LoadLost)
+    assert run.run(1)[-1].left == [ready]
+    run.loop.cancel(second)
+    run.run(1)
