@@ -18,10 +18,18 @@ _DRAWS = 32
 
 
 @njit
+def copy_to_leaf(rows: Any, row: Any) -> None:
+    place = rows[row, at.LEAF_PLACE]
+    rows[place, at.LEAF_USED_NS], rows[place, at.LEAF_CLASS] = rows[row, at.USED_NS], rows[row, at.CLASS]
+    rows[place, at.LEAF_VALUE] = rows[row, at.VALUE]
+
+
+@njit
 def add_leaf(rows: Any, head: Any, row: Any) -> None:
-    rows[head[at.NUM_LEAVES], at.LEAF] = row
     rows[row, at.LEAF_PLACE] = head[at.NUM_LEAVES]
+    rows[head[at.NUM_LEAVES], at.LEAF] = row
     head[at.NUM_LEAVES] += 1
+    copy_to_leaf(rows, row)
 
 
 @njit
@@ -30,18 +38,25 @@ def drop_leaf(rows: Any, head: Any, row: Any) -> None:
     place, last = rows[row, at.LEAF_PLACE], rows[head[at.NUM_LEAVES], at.LEAF]
     rows[place, at.LEAF] = last
     rows[last, at.LEAF_PLACE] = place
+    copy_to_leaf(rows, last)
     rows[row, at.LEAF_PLACE] = -1
 
 
 @njit
-def index_of(rows: Any, model: Any, row: Any, now_ns: Any) -> Any:
-    """Return the row's expected uses per second, weighted by its value."""
-    age_s = (now_ns - rows[row, at.USED_NS]) * 1e-9
+def index_of(model: Any, used_ns: Any, reuse_class: Any, value: Any, now_ns: Any) -> Any:
+    """Return the expected uses per second of a block, weighted by its value."""
+    age_s = (now_ns - used_ns) * 1e-9
     place = 0
     if age_s >= 0.25:
         place = min(int((math.log2(age_s) + 2) * 4 + 0.5) + 1, reuse.NUM_AGES - 1)
-    index = model[at.INDEX + rows[row, at.CLASS] * reuse.NUM_AGES + place]
-    return index if rows[row, at.VALUE] == 0 else index * 2.0 ** (rows[row, at.VALUE] / 2)
+    index = model[at.INDEX + reuse_class * reuse.NUM_AGES + place]
+    return index if value == 0 else index * 2.0 ** (value / 2)
+
+
+@njit
+def index_of_leaf(rows: Any, model: Any, place: Any, now_ns: Any) -> Any:
+    used_ns, reuse_class = rows[place, at.LEAF_USED_NS], rows[place, at.LEAF_CLASS]
+    return index_of(model, used_ns, reuse_class, rows[place, at.LEAF_VALUE], now_ns)
 
 
 @njit
@@ -72,8 +87,7 @@ def worst_leaf(rows: Any, head: Any, model: Any, now_ns: Any) -> Any:
     worst, worst_index = -1, 0.0
     if num <= 2 * _DRAWS:
         for i in range(num):
-            row = rows[i, at.LEAF]
-            index = index_of(rows, model, row, now_ns)
+            row, index = rows[i, at.LEAF], index_of_leaf(rows, model, i, now_ns)
             if worst < 0 or index < worst_index or (index == worst_index and is_older(rows, row, worst)):
                 worst, worst_index = row, index
         return worst, worst_index
@@ -83,11 +97,13 @@ def worst_leaf(rows: Any, head: Any, model: Any, now_ns: Any) -> Any:
     for i in range(at.POOL_SIZE + _DRAWS):
         if i < at.POOL_SIZE:
             row = old[i]
-            if row < 0 or rows[row, at.LEAF_PLACE] < 0:
+            leaf = -1 if row < 0 else rows[row, at.LEAF_PLACE]
+            if leaf < 0:
                 continue
         else:
-            row = rows[draw(head, num), at.LEAF]
-        index = index_of(rows, model, row, now_ns)
+            leaf = draw(head, num)
+            row = rows[leaf, at.LEAF]
+        index = index_of_leaf(rows, model, leaf, now_ns)
         if kept == at.POOL_SIZE and index >= indices[kept - 1]:
             continue
         place = kept if kept < at.POOL_SIZE else at.POOL_SIZE - 1
@@ -163,6 +179,8 @@ def classify(rows: Any, head: Any, model: Any, row: Any, facts: Any) -> None:
     level = min(max(round((ratio / reuse.LOG2 + 8) * reuse.STEPS), 0), reuse.NUM_CLASSES - 1)
     stratum = stratum_of(head, rows[row, at.HITS], at.VISITS + rows[row, at.VISIT] % at.VISIT_RING * at.VISIT_FIELDS)
     rows[row, at.CLASS] = stratum * reuse.NUM_CLASSES + int(level)
+    if rows[row, at.LEAF_PLACE] >= 0:
+        copy_to_leaf(rows, row)
 
 
 @njit
@@ -196,7 +214,8 @@ def model_use(rows: Any, head: Any, model: Any, row: Any, now_ns: Any) -> Any:
         rows[parent, at.KIDS + at.MODEL_POLICY] += 1
     while head[at.NUM_STORED] >= head[at.CAPACITY]:
         worst, worst_index = worst_leaf(rows, head, model, now_ns)
-        if worst < 0 or index_of(rows, model, row, now_ns) < worst_index:
+        index = index_of(model, now_ns, rows[row, at.CLASS], rows[row, at.VALUE], now_ns)
+        if worst < 0 or index < worst_index:
             parent = count_child(rows, row, at.MODEL_POLICY, -1)
             if parent >= 0:
                 add_leaf(rows, head, parent)

@@ -96,7 +96,7 @@ class Moonpool(EvictionPolicy):
             block.hits = cells[place + at.HITS]
         cells[place + at.LIVE] = 1
         if block.cost_s > 0 or block.replicas or block.in_slower_tier or cells[place + at.VALUE]:
-            cells[place + at.VALUE] = self._value_steps(block)
+            shadows.set_value(row, self._value_steps(block))
         self._blocks[row] = block
         block.state = row
 
@@ -116,7 +116,7 @@ class Moonpool(EvictionPolicy):
         cells, place = shadows.cells, row * at.NUM_COLUMNS
         cells[place + at.OFFERED] = 1
         if block.cost_s > 0 or block.replicas or block.in_slower_tier or cells[place + at.VALUE]:
-            cells[place + at.VALUE] = self._value_steps(block)
+            shadows.set_value(row, self._value_steps(block))
         if not cells[place + at.IN] & shadows.followed_bit:
             # The parent of an evicted block was used as long ago as that one.
             self._unwanted.appendleft(row)
@@ -150,6 +150,7 @@ class Moonpool(EvictionPolicy):
             if may_take(block):
                 self._forget(block)
                 return block
+        self._num_admitted -= self._num_admitted > 0  # the block that was to be stored is refused
         return None
 
     def next_victims(self, now_ns: int, count: int, may_take: Callable[[Resident], bool]) -> list[Resident]:
@@ -166,6 +167,12 @@ class Moonpool(EvictionPolicy):
     def remove(self, block: Resident) -> None:
         self._shadows.events.append(_row_of(block) << 3 | at.REMOVE)
         self._forget(block)
+
+    def follow(self, expert: int) -> None:
+        """Follow this expert until another one is better. Evicts nothing."""
+        self._flush()
+        self._shadows.follow(expert)
+        self._find_unwanted()
 
     def _begin(self, parent: object, use: Use) -> None:
         """Begin the visit of a use, or resume that of the request whose blocks it stores."""
@@ -186,30 +193,40 @@ class Moonpool(EvictionPolicy):
         shadows.begin(use.now_ns, use.request_blocks, known)
 
     def _flush(self) -> None:
+        """Play the collected uses, if there are any."""
+        if self._shadows.events:
+            self._play()
+
+    def _play(self) -> None:
         """Play the collected uses, and choose the expert to follow."""
         shadows = self._shadows
-        if shadows.events:
-            left = shadows.flush()
-            if left is None or shadows.choose():
-                self._unwanted = deque(shadows.unwanted())
-                self._ordered_at = -1
-            else:
-                self._unwanted += left
+        left = shadows.flush()
+        if left is None or shadows.choose():
+            self._find_unwanted()
+        else:
+            self._unwanted += left
+
+    def _find_unwanted(self) -> None:
+        self._unwanted = deque(self._shadows.unwanted())
+        self._ordered_at = -1
 
     def _resize(self, num_blocks: int) -> None:
         """Adapt the capacity in blocks to that of the tier, which is full: other partitions may take and free room.
 
         It grows at once, and shrinks to the most blocks that the tier had during half a capacity of evictions.
         """
-        counters = self._shadows.counters
+        shadows = self._shadows
+        before = shadows.capacity
         self._peak_blocks = max(self._peak_blocks, num_blocks, 1)
         if self._num_pops > self._max_pops:
-            counters[at.CAPACITY] = self._peak_blocks
+            shadows.capacity = self._peak_blocks
             # Puts that were admitted and failed are counted until here.
             self._peak_blocks = self._num_pops = self._num_admitted = 0
-        elif counters[at.CAPACITY] == UNBOUNDED or num_blocks > counters[at.CAPACITY]:
-            counters[at.CAPACITY] = self._peak_blocks
-        self._max_pops = counters[at.CAPACITY] // 2 + 256
+        elif before == UNBOUNDED or num_blocks > before:
+            shadows.capacity = self._peak_blocks
+        self._max_pops = shadows.capacity // 2 + 256
+        if shadows.capacity < before:
+            self._play()
 
     def _is_unwanted(self, row: int) -> bool:
         shadows, place = self._shadows, row * at.NUM_COLUMNS
@@ -245,7 +262,7 @@ class Moonpool(EvictionPolicy):
             if steps == cells[place + at.VALUE]:
                 yield row
             else:
-                cells[place + at.VALUE] = steps
+                shadows.set_value(row, steps)
                 self._ordered_at = -1
 
     def _forget(self, block: Resident) -> None:

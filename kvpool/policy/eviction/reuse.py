@@ -129,12 +129,9 @@ class ReuseModel:
 
 
 @numba.njit
-def _ratio(log_factors: Any, record: Any) -> Any:
-    """Return m of a record."""
-    total = 0.0
-    for j in range(NUM_COLUMNS):
-        total += log_factors[record[R_FACTS + j]]
-    return math.exp(min(max(total, -6.0), 6.0))
+def _ratio(log_ratio: Any) -> Any:
+    """Return m, bounded."""
+    return math.exp(min(max(log_ratio, -6.0), 6.0))
 
 
 def _fit_rates(
@@ -161,11 +158,15 @@ def _fit_rates(
     passed = np.zeros((NUM_STRATA, _NUM_LEVELS + 1))  # base events expected before each level
     base, weights = np.empty(_NUM_LEVELS), np.empty(_NUM_LEVELS)
     seen_events, seen_expected = np.empty(NUM_FACTORS), np.empty(NUM_FACTORS)
+    log_ratios, changes = np.zeros(count), np.empty(NUM_FACTORS)
+    for i in range(count):
+        for j in range(NUM_COLUMNS):
+            log_ratios[i] += log_factors[records[i, R_FACTS + j]]
     for _ in range(_SWEEPS):
         lived[:] = 0
         passed[:] = 0
         for i in range(count):
-            stratum, level, m = records[i, R_STRATUM], levels[i], _ratio(log_factors, records[i])
+            stratum, level, m = records[i, R_STRATUM], levels[i], _ratio(log_ratios[i])
             lived[stratum, level] += m * min(ages[i] - _EDGES_S[level], _WIDTHS_S[level])
             passed[stratum, level] += m  # here: lived through all levels before this one
         for stratum in range(NUM_STRATA):
@@ -196,14 +197,17 @@ def _fit_rates(
                 factor = records[i, R_FACTS + j]
                 if factor != NONE:
                     seen_events[factor] += records[i, R_GAP] >= 0
-                    seen_expected[factor] += _ratio(log_factors, records[i]) * expected[i]
+                    seen_expected[factor] += _ratio(log_ratios[i]) * expected[i]
+            changes[:] = 0
             for factor in range(NONE):
                 if seen_expected[factor] > 0:
                     weight = prior_weights[factor]
                     prior_expects = weight * math.exp(log_factors[factor] - prior_factors[factor])
-                    log_factors[factor] += math.log(
-                        (seen_events[factor] + weight) / (seen_expected[factor] + prior_expects)
-                    )
+                    expects = seen_expected[factor] + prior_expects
+                    changes[factor] = math.log((seen_events[factor] + weight) / expects)
+                    log_factors[factor] += changes[factor]
+            for i in range(count):
+                log_ratios[i] += changes[records[i, R_FACTS + j]]
 
 
 def _tabulate_index(rates: Any, index: Any) -> None:

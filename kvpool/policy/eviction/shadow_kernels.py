@@ -18,20 +18,31 @@ from kvpool.policy.eviction import classic_shadows, model_shadow, reuse
 from kvpool.policy.eviction import shadow_layout as at
 from kvpool.policy.eviction.classic_shadows import (
     arc_drop_child,
+    arc_evict,
     arc_unlink,
     arc_use,
     count_child,
     leave,
+    length,
     link,
+    lru_evict,
     lru_use,
     same_visit,
     unlink,
 )
-from kvpool.policy.eviction.model_shadow import classify, follow, model_drop, model_use, record_use, write_facts
+from kvpool.policy.eviction.model_shadow import (
+    classify,
+    follow,
+    model_drop,
+    model_use,
+    record_use,
+    worst_leaf,
+    write_facts,
+)
 
 __all__ = ["shadow_kernel"]
 
-_GHOST_CAPACITIES = 5
+_GHOST_CAPACITIES = 4
 
 
 @njit
@@ -102,6 +113,20 @@ def remove(rows: Any, head: Any, row: Any) -> None:
 
 
 @njit
+def shrink(rows: Any, head: Any, model: Any) -> None:
+    """Evict from every cache that exceeds the capacity, which may have been reduced."""
+    capacity = head[at.CAPACITY]
+    while length(head, at.RECENT) > capacity and lru_evict(rows, head) >= 0:
+        pass
+    while length(head, at.ONCE) + length(head, at.AGAIN) > capacity and arc_evict(rows, head, False) >= 0:
+        pass
+    visit = at.VISITS + head[at.CURRENT_VISIT] % at.VISIT_RING * at.VISIT_FIELDS
+    while head[at.NUM_STORED] > capacity:
+        worst, _ = worst_leaf(rows, head, model, head[visit + at.V_NOW])
+        model_drop(rows, head, worst)
+
+
+@njit
 def forget_oldest(rows: Any, head: Any, most: Any) -> None:
     """Forget the rows that were not used for longest until there are `most`, except those that are needed."""
     for _ in range(2 * head[at.NUM_EVENTS] + 16):
@@ -166,7 +191,8 @@ def play(rows: Any, head: Any, model: Any) -> None:
             else:
                 head[visit + at.V_BLOCKS] = max(head[visit + at.V_BLOCKS], head[i + 1])
                 i += 2
-    forget_oldest(rows, head, _GHOST_CAPACITIES * head[at.CAPACITY] + 2 * reuse.MAX_RECORDS)
+    shrink(rows, head, model)
+    forget_oldest(rows, head, _GHOST_CAPACITIES * head[at.CAPACITY] + reuse.MAX_RECORDS)
     head[at.NUM_EVENTS] = 0
 
 

@@ -9,12 +9,14 @@ from typing import Final
 
 from kvpool.policy.eviction import reuse
 
-# Columns of a row. The model's policy reads the first ones of many rows for each eviction.
-USED_NS, CLASS, VALUE, IN, LEAF_PLACE, LEAF = 0, 1, 2, 3, 4, 5  # LEAF: row of the i-th leaf, unrelated to row i
-PARENT, DEPTH, PARTIAL, LIVE, OFFERED, VISIT, HITS, RECORD = 6, 7, 8, 9, 10, 11, 12, 13
-HISTORY_LINKS, LRU_LINKS, ARC_LINKS = 14, 16, 18  # each: towards the most recent, towards the least recent
-KIDS, ARC_LIST, PARKED = 20, 23, 24  # KIDS: followers in the cache of each expert
-NUM_COLUMNS: Final = 25
+# Columns of a row: 256 bytes, so that columns that are used together lie in one cache line.
+USED_NS, CLASS, VALUE, IN, VISIT, LEAF_PLACE, LIVE, OFFERED = 0, 1, 2, 3, 4, 5, 6, 7
+PARENT, DEPTH, PARTIAL, HITS, RECORD = 8, 9, 10, 11, 12
+KIDS, ARC_LIST, PARKED = 13, 16, 17  # KIDS: followers in the cache of each expert
+HISTORY_LINKS, LRU_LINKS, ARC_LINKS = 18, 20, 22  # each: towards the most recent, towards the least recent
+# The i-th leaf of the model's policy, in row i: its row, and copies of what its index depends on.
+LEAF, LEAF_USED_NS, LEAF_CLASS, LEAF_VALUE = 24, 25, 26, 27
+NUM_COLUMNS: Final = 32
 
 LRU, ARC, MODEL_POLICY = 0, 1, 2
 NUM_EXPERTS: Final = 3

@@ -86,6 +86,14 @@ class Shadows:
         if ends_partial:
             events[-1] += at.LAST_PARTIAL - at.NEXT
 
+    def set_value(self, row: int, steps: int) -> None:
+        """Set the value of the row's block, in half octaves."""
+        cells, place = self.cells, row * at.NUM_COLUMNS
+        cells[place + at.VALUE] = steps
+        leaf = cells[place + at.LEAF_PLACE]
+        if leaf >= 0:
+            cells[leaf * at.NUM_COLUMNS + at.LEAF_VALUE] = steps
+
     def begin(self, now_ns: int, request_blocks: int, known_blocks: int) -> None:
         """Begin a visit: the following uses are of one request, whose first `known_blocks` blocks were used before."""
         self.events += (at.BEGIN, now_ns, request_blocks, known_blocks)
@@ -110,7 +118,7 @@ class Shadows:
         left: list[int] = []
         complete = True
         # Events with operands are among the first (`is_due`), so no part separates them.
-        for start in range(0, len(events), at.MAX_EVENTS):
+        for start in range(0, max(1, len(events)), at.MAX_EVENTS):
             part = events[start : start + at.MAX_EVENTS]
             self.head[at.EVENTS : at.EVENTS + len(part)] = part
             counters[at.NUM_EVENTS] = len(part)
