@@ -3,9 +3,9 @@
 Keys are mapped to rows of the arrays of `shadow_layout`; uses are collected as events and played together. Rows are
 forgotten some capacities of uses after their last one, so memory is bounded by the capacity.
 
-An expert is chosen by its hits on the latest uses, weighted by the saving of each, with a half-life of several
-capacities. Another expert is followed once its lead exceeds a share of the blocks that the tier lacks of its cache: a
-switch costs no more than computing these again.
+An expert is chosen by its hits, weighted by the saving of each, with a half-life of many capacities of uses: the aim is
+to be no worse than the best expert over a whole workload. Another expert is followed once its lead exceeds a share of
+the blocks of its cache that the tier lacks, since these are what a switch may cost.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from kvpool.policy.eviction.reuse import MAX_RECORDS, NUM_AGES, NUM_FACTORS, REC
 from kvpool.policy.eviction.shadow_kernels import shadow_kernel
 
 UNBOUNDED = 2**40  # capacity before the first eviction
-_HALF_LIFE_CAPACITIES = 8
-_LACKING_SHARE = 0.2
+_HALF_LIFE_CAPACITIES = 32
+_LACKING_SHARE = 0.1
 _MIN_LEAD = 16.0
 _FLUSH_AT = 1024
 
