@@ -9,9 +9,10 @@ cuMemcpy2DAsync for few and for older drivers.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -116,9 +117,11 @@ class CudaRuntime:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise StagingError(f"NVIDIA's driver library cannot be loaded: {error}") from error
-        torch.cuda.synchronize(self._device)  # makes the device's context; no engine runs yet
-        pitch = ctypes.c_int()
-        self._call("cuDeviceGetAttribute", ctypes.byref(pitch), _MAX_PITCH, self._device.index or 0)
+        torch.cuda.synchronize(self._device)  # initialises the driver; no engine runs yet
+        pitch, number, context = ctypes.c_int(), self._device.index or 0, ctypes.c_void_p()
+        self._call("cuDeviceGetAttribute", ctypes.byref(pitch), _MAX_PITCH, number)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)  # the context that torch uses
+        self._context = context
         self.max_pitch = pitch.value
         self._batch = self._batch_function() if batches else None
 
@@ -136,19 +139,19 @@ class CudaRuntime:
 
     def pin(self, mirror: NDArray[np.uint8]) -> None:
         self._mirror_base = int(mirror.ctypes.data)
-        with torch.cuda.device(self._device):
+        with self._in_context():
             self._call(
                 "cuMemHostRegister_v2", ctypes.c_void_p(self._mirror_base), ctypes.c_size_t(mirror.nbytes), _PORTABLE
             )
 
     def unpin(self, mirror: NDArray[np.uint8]) -> None:
-        with torch.cuda.device(self._device):
+        with self._in_context():
             self._call("cuMemHostUnregister", ctypes.c_void_p(int(mirror.ctypes.data)))
 
     def copy(self, stream: DeviceStream, copies: Sequence[StridedCopy], *, to_host: bool) -> None:
         assert isinstance(stream, _CudaStream)
         handle = ctypes.c_void_p(stream.stream.cuda_stream)
-        with torch.cuda.device(self._device):  # its context becomes the calling thread's
+        with self._in_context():
             if self._batch is not None and len(copies) > _FEW:
                 try:
                     self._copy_batch(self._batch, handle, copies, to_host=to_host)
@@ -158,6 +161,16 @@ class CudaRuntime:
                     self._batch = None
             for each in copies:
                 self._copy_2d(handle, each, to_host=to_host)
+
+    @contextlib.contextmanager
+    def _in_context(self) -> Iterator[None]:
+        """Make the device's context the calling thread's, which may have none; torch sets it only when it must."""
+        popped = ctypes.c_void_p()
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(popped))
 
     def _copy_2d(self, stream: ctypes.c_void_p, each: StridedCopy, *, to_host: bool) -> None:
         one = _Memcpy2D(width=each.nbytes, height=each.rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -103,6 +104,15 @@ def test_the_mirror_in_shared_memory_is_page_locked(
     rig = new_rig()
     assert "not page-locked" not in caplog.text
     assert torch.from_numpy(rig.mirror).is_pinned()
+
+
+def test_a_thread_that_has_never_used_the_gpu_can_copy(new_rig: Callable[..., Rig]) -> None:
+    rig = new_rig()
+    rig.mirror[:] = 9
+    for copy in (rig.staging.to_device, rig.staging.to_host):
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(lambda copy=copy: copy(ranges(SHAPES["scattered"])).wait()).result()
+    assert all((rig.on_device(slot, 0) == 9).all() for slot in SHAPES["scattered"])
 
 
 @pytest.mark.parametrize("slots", [SHAPES["adjacent"], SHAPES["scattered"]], ids=["adjacent", "scattered"])

@@ -5,8 +5,8 @@ What the real driver does with them is proven on a GPU only (`make gpu-proof`).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from messenger.staging import Ranges, StagingError, merged
 from messenger.staging import cuda as cuda_module
 from messenger.staging.cuda import CudaRuntime, _Attributes, _CudaStream, _Memcpy2D
 
-NBYTES, STREAM = 4096, 0xABC
+NBYTES, STREAM, CONTEXT = 4096, 0xABC, 0xDEF
 
 
 class Driver:
@@ -27,6 +27,7 @@ class Driver:
 
     def __init__(self, *functions: str) -> None:
         self.calls: list[str] = []
+        self.current: dict[int, int] = {}  # the threads' contexts
         self.locked: dict[int, int] = {}
         self.refused: set[str] = set()
         for name in ("cuMemcpy2DAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", *functions):
@@ -36,6 +37,8 @@ class Driver:
 
     def _counted(self, name: str) -> Callable[..., int]:
         def call(*arguments: Any) -> int:
+            if self.current.get(threading.get_ident()) != CONTEXT:
+                return 201
             self.calls.append(name)
             if name in self.refused:
                 return 801
@@ -48,6 +51,19 @@ class Driver:
     def cuDeviceGetAttribute(self, found: Any, number: int, device: int) -> int:
         assert (number, device) == (11, 0)
         found._obj.value = 1000
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        assert device == 0
+        context._obj.value = CONTEXT
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:
+        self.current[threading.get_ident()] = context.value
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:
+        context._obj.value = self.current.pop(threading.get_ident())
         return 0
 
     def cuGetErrorName(self, code: int, text: Any) -> int:
@@ -94,7 +110,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch, memory: torch.Tensor) -> Callable[[
     def new(driver: Driver) -> CudaRuntime:
         monkeypatch.setattr(cuda_module.ctypes, "CDLL", lambda name: driver)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         return CudaRuntime(memory)
 
     return new
