@@ -21,8 +21,6 @@ import asyncio
 import contextlib
 import enum
 import logging
-import os
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -34,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES
+from kvpool.background_threads import background_threads
 from kvpool.config import PoolNodeConfig
 from kvpool.errors import SsdClosed, SsdFolderError, SsdFull, SsdIoError
 from kvpool.policy import LoadOutcome, PoolCore, SsdBlock, TierLoad, TierWrite
@@ -289,7 +288,6 @@ _WRITE_BATCH_NBYTES = 8 << 20
 _BATCH_SHARE = 16  # a batch is at most 1/16 of the arena, since blocks cannot be evicted while they are written
 _POLL_S = 0.25  # longest time until blocks worth writing are noticed
 _YIELD_S = 1.0  # longest wait of a batch for loads
-_NICENESS = 10
 
 T = TypeVar("T")
 
@@ -324,7 +322,7 @@ class WriteBack:
         )
         self._loader = loader
         self._counters = counters
-        self._thread = ThreadPoolExecutor(1, "moonpool-write", initializer=_lower_priority)
+        self._thread = background_threads(1, "moonpool-write")
         self._batch_lock = asyncio.Lock()  # of batches: one at a time
         self._batch_nbytes = min(_WRITE_BATCH_NBYTES, len(arena) // _BATCH_SHARE)
         self._changed = asyncio.Event()
@@ -430,12 +428,6 @@ class WriteBack:
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-
-
-def _lower_priority() -> None:
-    """Lower this thread's priority. Has an effect on Linux only, where priorities are per thread."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 _LAST_WRITES_S = 2.0

@@ -8,8 +8,8 @@ meanwhile: either the client sent the expected digests, or it must still be wait
 Threads and lifetimes:
 
     event loop       all state of server, connections and core: no locks. Requests of one client run one after the other
-    copy threads     only copies larger than 1 MiB; until one ends, its put's slots stay fenced (`PoolNode.own_read`)
-                     and its connection reads no further request
+    copy threads     of low priority, only for copies larger than 1 MiB; until one ends, its put's slots stay fenced
+                     (`PoolNode.own_read`) and its connection reads no further request
     client memory    mapped from RegisterMemory to UnregisterMemory or disconnect; a copy in flight keeps it mapped
 
 A client that breaks the protocol gets an ErrorReply and is disconnected; the node and other clients are unaffected.
@@ -27,7 +27,7 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES
+from kvpool.background_threads import background_threads
 from kvpool.errors import AddressError, KvPoolError, PoolRefused, SpecError
 from kvpool.local.block_copy import MappedBytes, SpecLayout, copy_blocks, warm_up
 from kvpool.local.protocol import (
@@ -474,7 +475,7 @@ class LocalPoolServer:
         self.index = index
         name = hashlib.blake2b(node.config.node_id.encode(), digest_size=8).hexdigest()
         self.path = folder / f"d-{name}.sock"
-        self.threads = ThreadPoolExecutor(_COPY_THREADS, "moonpool-local-put")
+        self.threads = background_threads(_COPY_THREADS, "moonpool-local-put")
         self.puts = PutHandler(node, MappedBytes.of(node.memory.array), self.threads)
         self.clients: set[ClientConnection] = set()
         self._landing = memoryview(bytearray(LANDING_NBYTES))
