@@ -7,10 +7,11 @@ ratios are medians over rounds of two turns of the same round. A batch is comple
 caller is notified. Throughput (1e9 bytes per second) is measured with several batches in flight, latency with one.
 
 Batches: 64 KiB, 1 MiB, 16 MiB, and 2,000 slices of 16 KiB that are not adjacent on either side. `tcp` and `shm` are
-without digests, like all peers; `tcp_encrypted` is tcp with mutual TLS. `..._digests` compute a digest of every 64 KiB
-of a write and send it in a notification to the owner, and compare digests after a read. With `..._notified`, every
-write has a notification: the messenger's is complete when the owner's handler has returned, NIXL's when the bytes have
-arrived. `shm_borrow` lends the owner's bytes in place: nothing is moved, so it has only a latency.
+without digests, like all peers; `tcp_encrypted` is tcp with mutual TLS, and `aes_socket` the bound for it:
+AES-256-GCM of large records over a plain socket. `..._digests` compute a digest of every 64 KiB of a write and send it
+in a notification to the owner, and compare digests after a read. With `..._notified`, every write has a notification:
+the messenger's is complete when the owner's handler has returned, NIXL's when the bytes have arrived. `shm_borrow`
+lends the owner's bytes in place: nothing is moved, so it has only a latency.
 
 Peers are included if they are installed:
     python -m venv mooncake && mooncake/bin/pip install mooncake-transfer-engine-non-cuda numpy   # --mooncake-python
@@ -76,6 +77,7 @@ def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[di
         run_dir = folder / name
         run_dir.mkdir()
         add(name, "messenger_peer.py", transport, str(run_dir), *filter(None, [how]))
+    add("aes_socket", "encrypted_stream.py")
     if has(mooncake_python, "mooncake"):
         add("mooncake", "mooncake_engine.py", python=mooncake_python)
     else:

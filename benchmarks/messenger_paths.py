@@ -18,6 +18,7 @@ Run: python benchmarks/messenger_paths.py [--rounds N]; the last line of output 
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -155,6 +156,7 @@ def main() -> None:
     missing = what_is_missing()
     if missing is not None:
         raise SystemExit(missing)
+    load_before = os.getloadavg()[0]
     found = measure(arguments.rounds)
     summary = {
         name: {figure: {"median_ms": statistics.median(each), "max_ms": max(each)} for figure, each in figures.items()}
@@ -168,6 +170,7 @@ def main() -> None:
             {
                 "benchmark": "messenger_paths",
                 "rounds": arguments.rounds,
+                "load_1m": [load_before, os.getloadavg()[0]],
                 "worst_stall_ms": max(stalls, default=None),
                 "by_failure": summary,
             }

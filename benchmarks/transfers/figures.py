@@ -34,6 +34,7 @@ PAIRS = (
     SpeedRatio("shm_vs_memcpy", "shm", "memcpy", 1 << 20),
     SpeedRatio("tcp_vs_plain_socket", "tcp", "plain_socket"),
     SpeedRatio("tcp_encrypted_vs_tcp", "tcp_encrypted", "tcp"),
+    SpeedRatio("tcp_encrypted_vs_aes_socket", "tcp_encrypted", "aes_socket"),
     SpeedRatio("tcp_digests_vs_tcp", "tcp_digests", "tcp"),
     SpeedRatio("tcp_digests_vs_mooncake", "tcp_digests", "mooncake"),
     SpeedRatio("shm_digests_vs_shm", "shm_digests", "shm"),

@@ -21,7 +21,7 @@ __all__ = ["TlsLink"]
 
 _CHUNK_NBYTES = 128 << 10
 _RECORD_NBYTES = 16 << 10
-_QUICK_NBYTES = 64 << 10
+_QUICK_NBYTES = 68 << 10  # 64 KiB with their frame
 # AES-GCM keys are safe for 2^24.5 records (RFC 8446, 5.5). Python cannot renew a key, but a stream can connect again.
 MAX_RECORDS = 1 << 24
 
