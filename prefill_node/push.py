@@ -95,6 +95,8 @@ class WrittenLayers:
         is_long = now_s + self._layer_s - self._first_s > _TOGETHER_S
         if at_once or is_long or self._nbytes >= _TOGETHER_NBYTES or layer == self._last:
             self._pass_on()
+        if layer == self._last:
+            self._due = []
 
     def _begin(self, due: list[DuePush]) -> None:
         self._due = due
