@@ -59,8 +59,8 @@ class Worker:
         return self
 
     async def refusal(self):
-        await self._call.write(conductor_pb2.NodeReport(node=self.node))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self._call.write(conductor_pb2.NodeReport(node=self.node))  # the refusal may come first
             await asyncio.wait_for(self._call.read(), 10)
         return caught.value
 
