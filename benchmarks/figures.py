@@ -227,6 +227,25 @@ that chunk. Placement still predicts the sum of both, an upper bound ([costs](co
 ![Time to the token by the ratio of transfer to compute time, for loads and pushes](pictures/overlap.svg)"""
 
 
+def paths() -> str:
+    result, file = latest("messenger-paths")
+    names = {"drop": "drops every packet", "unplug": "is unplugged", "slow_tenfold": "slows down tenfold"}
+
+    def cell(failure: str, figure: str) -> str:
+        found = result["by_failure"][failure][figure]
+        return f"{found['median_ms']:.0f} / {found['max_ms']:.0f}"
+
+    rows = [[label, *(cell(name, figure) for figure in ("detection", "stall"))] for name, label in names.items()]
+    low, high = sorted(result["load_1m"])
+    return f"""## Failing networks
+
+{source("benchmarks/messenger_paths.py", file)}: one of two networks between two hosts fails in the middle of a write ([several networks](messenger.md#several-networks)). Time until the path is left, and from then until its work is acknowledged by the other path; medians / maxima, in ms:
+
+{table(["the network", "detection", "stall"], rows)}
+
+The aim is a stall of at most 50 ms. The two cores were shared with other work (load {low:.1f} to {high:.1f}), on which the maxima depend."""
+
+
 def conductor() -> str:
     result, file = latest("conductor")
     rows = [
@@ -464,7 +483,20 @@ def _disaggregation() -> str:
 
 
 def performance() -> str:
-    parts = (engine, overhead, pool, interference, messenger, overlap, conductor, admission, groups, dialogues, hostile)
+    parts = (
+        engine,
+        overhead,
+        pool,
+        interference,
+        messenger,
+        paths,
+        overlap,
+        conductor,
+        admission,
+        groups,
+        dialogues,
+        hostile,
+    )
     return "\n\n".join(part() for part in parts)
 
 
