@@ -85,20 +85,21 @@ class Resizing:
         """
         moves: list[SlotMove] = []
         without_slot: defaultdict[tuple[int, ...], dict[BlockCopy, None]] = defaultdict(dict)
-        nbytes = 0
+        nbytes = num_without_slot = 0
         for offset in self._slabs.high_offsets():
             copy = self._store.dram.holders.get(offset)
             if copy is None or copy.holds or copy.gone or not copy.ready:
                 continue
-            nbytes += copy.nbytes
-            if nbytes > max_nbytes and nbytes > copy.nbytes:
-                break
             after = self._store.dram.try_take_low(copy)
             if after is None:
                 without_slot[copy.block.namespace.sizes[copy.tier]][copy] = None
+                num_without_slot += 1
             else:
                 copy.holds += 1
+                nbytes += copy.nbytes
                 moves.append(SlotMove(copy, copy.offsets, after))
+            if nbytes >= max_nbytes or num_without_slot >= _MAX_EVICTED:
+                break
         evicted, unwritten = self._evict(now_ns, without_slot, may_lose)
         self._store.log_changes()
         return Vacating(tuple(moves), evicted, unwritten)
