@@ -164,6 +164,7 @@ def write_facts(rows: Any, head: Any, row: Any, out: Any) -> Any:
 
 @njit
 def stratum_of(head: Any, row_hits: Any, visit: Any) -> Any:
+    """Return the stratum of a use: the first of a block, one of a shared prefix, or a later turn by its pause."""
     if head[visit + at.V_TURN] == 0:
         return 1 if row_hits else 0
     pause_s = head[visit + at.V_PAUSE] // 1_000_000_000

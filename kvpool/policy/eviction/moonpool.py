@@ -17,7 +17,7 @@ multiplied by 1/4 if a slower tier has the block too.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvpool.policy.eviction import shadow_layout as at
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
@@ -39,8 +39,9 @@ class Moonpool(EvictionPolicy):
         self._num_admitted = 0  # of them, since the last insertion
         # Rows that left the followed cache, oldest first. Entries are checked when they are used.
         self._unwanted: deque[int] = deque()
-        self._order: list[tuple[int, int]] = []  # (row, its visit) of further victims, next one last
-        self._ordered_at = -1  # number of uses
+        self._order: list[tuple[int, int]] = []  # (row, its visit) of further victims, next one first
+        self._ordered_at = -1  # number of uses; -1: outdated
+        self._num_passed = 0  # of them
         self._use: Use | None = None
         self._peak_blocks = self._num_pops = self._max_pops = 0
         self._cost_s = self._cost_nbytes = 0.0
@@ -156,12 +157,18 @@ class Moonpool(EvictionPolicy):
     def next_victims(self, now_ns: int, count: int, may_take: Callable[[Resident], bool]) -> list[Resident]:
         self._flush()
         seen: dict[int, Resident] = {}
-        for rows in (filter(self._is_unwanted, list(self._unwanted)), self._shadows.victims(now_ns)):
+
+        def look(rows: Iterable[int]) -> bool:
             for row in rows:
                 if len(seen) >= count:
-                    return list(seen.values())
+                    return True
                 if row not in seen and may_take(self._blocks[row]):
                     seen[row] = self._blocks[row]
+            return len(seen) >= count
+
+        if not look(row for row in list(self._unwanted) if self._is_unwanted(row)) and not look(self._ordered(now_ns)):
+            self._ordered_at = -1
+            look(self._ordered(now_ns))
         return list(seen.values())
 
     def remove(self, block: Resident) -> None:
@@ -236,34 +243,41 @@ class Moonpool(EvictionPolicy):
         )
 
     def _further_victims(self, now_ns: int) -> Iterator[int]:
-        """Yield offered rows in the order in which the followed expert would evict them.
+        """Yield offered rows in the order in which the followed expert would evict them, each at its current value.
 
-        Needed if the tier evicts before its uses fill the experts' caches. The order is kept for some uses.
+        Needed if the tier evicts before its uses fill the experts' caches.
         """
         shadows = self._shadows
-        fresh = False
+        is_renewed = False
         while True:
-            if not self._order and fresh:
-                return
-            num_uses = shadows.counters[at.NUM_USES]
-            if not self._order or self._ordered_at < 0 or num_uses - self._ordered_at > shadows.capacity // 8:
-                cells = shadows.cells
-                self._order = [(row, cells[row * at.NUM_COLUMNS + at.VISIT]) for row in shadows.victims(now_ns)]
-                self._order.reverse()
-                self._ordered_at = num_uses
-                fresh = True
-                continue
-            row, visit = self._order.pop()
-            place = row * at.NUM_COLUMNS
-            cells = shadows.cells
-            if not (cells[place + at.LIVE] and cells[place + at.OFFERED] and cells[place + at.VISIT] == visit):
-                continue
-            steps = self._value_steps(self._blocks[row])
-            if steps == cells[place + at.VALUE]:
+            for row in self._ordered(now_ns):
+                steps = self._value_steps(self._blocks[row])
+                if steps != shadows.cells[row * at.NUM_COLUMNS + at.VALUE]:
+                    shadows.set_value(row, steps)
+                    self._ordered_at = -1
+                    break
                 yield row
             else:
-                shadows.set_value(row, steps)
-                self._ordered_at = -1
+                if is_renewed:
+                    return
+                self._ordered_at, is_renewed = -1, True  # rows may have been offered since it was made
+
+    def _ordered(self, now_ns: int) -> Iterator[int]:
+        """Yield the offered rows in the order of eviction, which is kept for some uses, except those used since."""
+        shadows = self._shadows
+        num_uses = shadows.counters[at.NUM_USES]
+        if self._ordered_at < 0 or num_uses - self._ordered_at > shadows.capacity // 8:
+            cells = shadows.cells
+            self._order = [(row, cells[row * at.NUM_COLUMNS + at.VISIT]) for row in shadows.victims(now_ns)]
+            self._ordered_at, self._num_passed = num_uses, 0
+        for i in range(self._num_passed, len(self._order)):
+            row, visit = self._order[i]
+            place = row * at.NUM_COLUMNS
+            cells = shadows.cells
+            if cells[place + at.LIVE] and cells[place + at.OFFERED] and cells[place + at.VISIT] == visit:
+                yield row
+            elif i == self._num_passed:  # so that evicting all takes linear time
+                self._num_passed += 1
 
     def _forget(self, block: Resident) -> None:
         row = _row_of(block)

@@ -61,7 +61,7 @@ _SWEEPS = 2
 PARTIAL, HITS, TURN, PROMPT, NEW, PLACE, PAUSE, SHARED, NONE = 0, 2, 20, 30, 50, 70, 90, 110, 111
 NUM_FACTORS: Final = NONE + 1
 
-# Strata: uses that may be the last, later uses of shared prefixes, and later turns by the pause before them.
+# Strata: first uses, uses of shared prefixes, and later turns by the pause before them (`stratum_of`).
 NUM_STRATA: Final = 6
 
 # Fields of a record. The gap until the next use is -1 if there was none yet.
