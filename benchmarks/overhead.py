@@ -1,10 +1,13 @@
 """Overhead of the cluster over a single process: TTFT through frontend, conductor and prefill node, and of the engine.
 
-    python benchmarks/overhead.py [--model FOLDER] [--requests N]
+    python -m benchmarks.overhead [--model FOLDER] [--requests N] [--lengths N ...] [--store]
 
 Per prompt length, without load and reuse (a cache salt per request): the client's TTFT, its parts as reported by the
 cluster (queue, load, prefill; the rest is HTTP, tokenisation, scheduling, reservation and return), and the TTFT of the
-same prompt in `engine` in this process; also the mean time between tokens of both. The last line of output is JSON.
+same prompt in `engine` in this process; also the mean time between tokens of both. Both alternate, so that ratios hold
+on a busy machine. `--store` writes benchmarks/results/overhead-DATE.json. The last line of output is JSON:
+`ttft_ratio_N` and `tbt_ratio`, the cluster's medians divided by those of one process, for prompts of N tokens and over
+all lengths.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from engine import ForwardBatch, Model, SamplingRow, SequenceChunk, load_model, 
 BUNDLED = Path(__file__).parents[1] / "moonpool" / "data" / "model"
 BLOCK = 16
 OUTPUT = 16
+RESULTS = Path(__file__).parent / "results"
 
 
 def bare(model: Model, prompt: np.ndarray[Any, np.dtype[np.int32]]) -> tuple[float, float]:
@@ -101,11 +105,18 @@ async def measure(url: str, model_name: str, model: Model, lengths: list[int], r
     return rows
 
 
+def ratios(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the cluster's times divided by those of one process."""
+    found = {f"ttft_ratio_{row['prompt_tokens']:.0f}": round(row["ttft_s"] / row["bare_ttft_s"], 3) for row in rows}
+    return found | {"tbt_ratio": round(statistics.median(row["tbt_s"] / row["bare_tbt_s"] for row in rows), 3)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=BUNDLED)
     parser.add_argument("--requests", type=int, default=9)
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--store", action="store_true", help="write the result")
     args = parser.parse_args()
     model = load_model(args.model, threads=1)
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +142,13 @@ def main() -> None:
     for row in rows:
         table.add_row(f"{row['prompt_tokens']:.0f}", *(f"{row[name] * 1e3:.2f}" for name in columns[1:]))
     Console().print(table)
-    print(json.dumps({"rows": rows}))
+    result = ratios(rows)
+    if args.store:
+        date = time.strftime("%Y-%m-%d")
+        run = f"python -m benchmarks.overhead --requests {args.requests}"
+        stored = {"date": date, "command": run, **result, "rows": rows}
+        (RESULTS / f"overhead-{date}.json").write_text(json.dumps(stored, indent=1) + "\n")
+    print(json.dumps({**result, "rows": rows}))
 
 
 if __name__ == "__main__":

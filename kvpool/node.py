@@ -30,6 +30,7 @@ from kvpool.events import PoolEvents
 from kvpool.local.shared_index import SharedIndex
 from kvpool.memory_readings import MemoryReader
 from kvpool.policy import LeaseGrant, PoolCore, PutAllocation, PutRequest
+from kvpool.policy.eviction import make_policy
 from kvpool.ssd_tier import SsdState, SsdTier
 from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
 from messenger.memory import HugePages
@@ -66,6 +67,7 @@ class PoolNode:
         Raises AddressInUse, BindFailed, PoolConfigError (SsdFolderError is one) or OSError.
         """
         await asyncio.to_thread(digest.warm_up)
+        await asyncio.to_thread(make_policy, self.core.limits.policy, 1)  # compiles or loads its kernels, if it has any
         endpoint = self.messenger.start()
         try:
             self.memory = self._arena()
