@@ -274,7 +274,7 @@ CALLS: list[tuple[str, str, bytes, bool, set[str], str]] = [
         b"",
         False,
         {"FAILED_PRECONDITION"},
-        "unknown_model: model must be 'model0' on prefill-0",
+        "unknown_model: model must be '{model}' on prefill-0",
     ),
     (
         "decode-0",
@@ -282,7 +282,7 @@ CALLS: list[tuple[str, str, bytes, bool, set[str], str]] = [
         b"",
         False,
         {"FAILED_PRECONDITION"},
-        "unknown_model: model must be 'model0' on decode-0",
+        "unknown_model: model must be '{model}' on decode-0",
     ),
     ("decode-0", service("Worker/Reserve"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "ReserveRequest"),
     ("pool-0", service("Pool/Allocate"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "AllocateRequest"),
@@ -312,7 +312,7 @@ async def test_malformed_calls_are_refused_by_name(cluster: Any, undisturbed: No
             await call(f"unix:{cluster.ready['run_dir']}/{node}.sock", method, message, is_stream)
         told = f"{node} {method}: {caught.value.code()} {caught.value.details()}"
         assert caught.value.code().name in codes, told
-        assert said in str(caught.value.details()), told
+        assert said.format(model=cluster.ready["model"]) in str(caught.value.details()), told
     await wait_logged(cluster, "pool-0", "malformed call of /moonpool.v1.Pool/Allocate rejected", 1)
     assert not [node for node in ("conductor", *WORKERS, *POOLS) if "Traceback" in log_of(cluster, node)]
 

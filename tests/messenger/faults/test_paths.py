@@ -164,10 +164,11 @@ def test_flapping_paths_lose_nothing_and_double_nothing(paths: TwoPaths) -> None
     stop = threading.Event()
 
     def flap() -> None:
+        held_s = 0.4, 0.4, 0.15, 0.15  # longer and shorter than a dead path takes to be noticed
         for number in range(1000):
             proxy = paths.proxies[number % 2]
             proxy.hold()
-            if stop.wait(0.15):
+            if stop.wait(held_s[number % 4]):
                 break
             proxy.heal()
             if stop.wait(0.1):
