@@ -14,7 +14,6 @@ whole simulation per block of a prompt. `--store` writes the result and the pict
 """
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -31,6 +30,7 @@ from benchmarks.evicting.drawing import EvictionWorkload, build  # noqa: E402
 from benchmarks.evicting.held_out import HELD_OUT  # noqa: E402
 from benchmarks.evicting.picture import draw  # noqa: E402
 from benchmarks.evicting.tuning import TUNING  # noqa: E402
+from benchmarks.stored import PICTURES, store  # noqa: E402
 from kvpool.policy.eviction import make_policy  # noqa: E402
 from simulator.cache import BELADY, ChainedTrace, chained, simulate_cache  # noqa: E402
 from traces import load_conversation  # noqa: E402
@@ -114,10 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(line(cell), f"{cell['moonpool_us']:.1f} us", flush=True)
     result = result_of(sets, options.seed)
     if options.store:
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        stored = ROOT / "benchmarks" / "results" / f"eviction-{date}.json"
-        stored.write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, ROOT / "docs" / "pictures" / "eviction.svg")
+        store("eviction", result)
+        draw(result, PICTURES / "eviction.svg")
     del result["cells"]
     print(json.dumps(result))
 

@@ -7,26 +7,14 @@ generated parts of the pages are between the lines `<!-- figures -->` and `<!-- 
 status 1 if a page differs from the results.
 """
 
-import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+
+from benchmarks.stored import Result, latest
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
-
-Result = dict[str, Any]
-
-
-def latest(name: str) -> tuple[Result, str]:
-    """Return the latest result of a benchmark and the name of its file. Raises FileNotFoundError if there is none."""
-    paths = sorted(path for path in RESULTS.glob(f"{name}-20*.json") if re.fullmatch(rf"{name}-[\d-]+", path.stem))
-    if not paths:
-        raise FileNotFoundError(f"no result of {name} in {RESULTS}")
-    return json.loads(paths[-1].read_text(encoding="utf-8")), paths[-1].name
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

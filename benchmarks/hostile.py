@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.frontend.processes import BUNDLED, cluster
+from benchmarks.stored import PICTURES, store
 from tools.attacks.catalogue import ATTACKS
 from tools.attacks.target import AttackedCluster, write_keys_file
 from tools.attacks.victim import Victim, VictimAnswer
@@ -243,10 +243,8 @@ def main() -> None:
             found = asyncio.run(measure_all(target, options))
     result = result_of(found, options, time.monotonic() - began)
     if options.store:
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        stored = ROOT / "benchmarks" / "results" / f"hostile-{date}.json"
-        stored.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        draw(result, ROOT / "docs" / "pictures" / "hostile.svg")
+        store("hostile", result)
+        draw(result, PICTURES / "hostile.svg")
     print(json.dumps(result))
 
 

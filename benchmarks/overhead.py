@@ -30,12 +30,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.stored import store
 from engine import ForwardBatch, Model, SamplingRow, SequenceChunk, load_model, sample
 
 BUNDLED = Path(__file__).parents[1] / "moonpool" / "data" / "model"
 BLOCK = 16
 OUTPUT = 16
-RESULTS = Path(__file__).parent / "results"
 
 
 def bare(model: Model, prompt: np.ndarray[Any, np.dtype[np.int32]]) -> tuple[float, float]:
@@ -144,10 +144,8 @@ def main() -> None:
     Console().print(table)
     result = ratios(rows)
     if args.store:
-        date = time.strftime("%Y-%m-%d")
         run = f"python -m benchmarks.overhead --requests {args.requests}"
-        stored = {"date": date, "command": run, **result, "rows": rows}
-        (RESULTS / f"overhead-{date}.json").write_text(json.dumps(stored, indent=1) + "\n")
+        store("overhead", {"command": run, **result, "rows": rows})
     print(json.dumps({**result, "rows": rows}))
 
 

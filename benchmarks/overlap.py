@@ -21,7 +21,6 @@ the longer time alone. On a busy machine, run it with real-time priority (`chrt 
 import argparse
 import asyncio
 import contextlib
-import datetime
 import itertools
 import json
 import os
@@ -42,6 +41,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.stored import PICTURES, store
 from benchmarks.throttle import ThrottledProxy
 from engine.random_model import RandomModelSpec, write_random_model
 from kvpool import chain_keys, chain_seed
@@ -381,10 +381,8 @@ def main() -> None:
         "rows": rows,
     }
     if options.store:
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        stored = ROOT / "benchmarks" / "results" / f"overlap-{date}.json"
-        stored.write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, ROOT / "docs" / "pictures" / "overlap.svg")
+        store("overlap", result)
+        draw(result, PICTURES / "overlap.svg")
     print(json.dumps(result))
 
 

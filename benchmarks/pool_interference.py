@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
 import select
@@ -41,6 +40,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.frontend.processes import BUNDLED, Served, cluster
+from benchmarks.stored import store
 from kvpool import KvGroup, KvSpec, PoolClient, chain_keys, chain_seed, kv_namespace, parent_keys
 from kvpool.local import LocalPoolClient, PutStatus, RegisteredBlocks
 from messenger import SharedMemory
@@ -307,8 +307,7 @@ def main() -> None:
     ratios = {engine: result[engine]["pool"]["p99_ratio"] for engine in options.engines}
     result |= {"cores": os.cpu_count(), **{f"{engine}_p99_ratio": ratio for engine, ratio in ratios.items()}}
     if options.store:
-        path = ROOT / "benchmarks" / "results" / f"pool-interference-{datetime.date.today()}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        store("pool-interference", result)
     print(json.dumps(result))
 
 
