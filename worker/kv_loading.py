@@ -91,22 +91,25 @@ class PoolLoad:
             self.num_blocks += count
         self.num_right = self.num_blocks  # leading blocks of which no layer is known to be damaged or missing
         self.bad_blocks: list[int] = []  # blocks of the prompt that failed verification
-        spec = self._memory.spec
-        self._batches = layer_batches(
-            [group.layers for group in spec.groups],
-            [spec.layer_nbytes(g) for g in range(spec.num_groups)],
-            max(1, self.num_blocks),
-            least_read=LEAST_READ_NBYTES if isinstance(self._memory, EngineMemory) else 1 << 62,
-            least_slice=LEAST_SLICE_NBYTES,
-        )
+        self._batches = self._cut() if self.num_blocks else ()
         self._gate: LayerGate | None = None
         self._first_block = first
         self.begun = asyncio.Event()  # set when the gate's first layer is there, or its KV is lost
 
+    def _cut(self) -> tuple[LayerBatch, ...]:
+        spec = self._memory.spec
+        return layer_batches(
+            [group.layers for group in spec.groups],
+            [spec.layer_nbytes(g) for g in range(spec.num_groups)],
+            self.num_blocks,
+            least_read=LEAST_READ_NBYTES if isinstance(self._memory, EngineMemory) else 1 << 62,
+            least_slice=LEAST_SLICE_NBYTES,
+        )
+
     @property
     def has_steps(self) -> bool:
         """True if the layers arrive in several steps, so that a computation can begin before the last one."""
-        return self.num_blocks > 0 and len(self._batches) > 1
+        return len(self._batches) > 1
 
     async def run(self, gate: LayerGate | None = None) -> int:
         """Load and verify; return the number of leading blocks that are now in the slots with all of their layers.
