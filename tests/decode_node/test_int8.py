@@ -8,31 +8,21 @@ from typing import Any
 import pytest
 
 from kvpool import PoolClient
+from tests.worker.node_pair import forget
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]
 
 
 async def timing_of(pair: Any, ids: list[int], name: str) -> Any:
-    request = await pair.frontend.submit(pair.submit(ids, name))
-    await request.ended.wait()
-    assert request.failures == []
-    await pair.at_rest()
-    return request.messages[0].timing
-
-
-def forget(*faces: Any) -> None:
-    """Reuse every slot of these nodes."""
-    for face in faces:
-        slots = face.node.slots.pool
-        slots.release(slots.allocate(slots.num_available))
+    return (await pair.ask(ids, name)).messages[0].timing
 
 
 async def test_what_the_decode_node_alone_had_is_told_as_approximate(start_pair: Start, prompt: Prompt) -> None:
     pair = await start_pair(pool=True, storage="int8")
     cold = await timing_of(pair, prompt(40), "cold")
     assert (cold.cached_tokens, cold.approximate_tokens) == (0, 0)
-    forget(pair.prefill, pair.decode)
+    pair.forget()
     warm = await timing_of(pair, prompt(40), "from the pool")
     assert warm.approximate_tokens == warm.cached_tokens == 32
     forget(pair.prefill)
@@ -48,7 +38,7 @@ async def test_what_the_decode_node_alone_could_read_is_told_as_approximate(
 ) -> None:
     pair = await start_pair(pool=True, storage="int8")
     await timing_of(pair, prompt(40), "cold")
-    forget(pair.prefill, pair.decode)
+    pair.forget()
 
     connector = pair.prefill.node.kv_connector
     begin_load = connector.begin_load

@@ -86,18 +86,15 @@ class Reads:
             event.set()
 
 
-async def ask(pair: Any, ids: list[int], name: str, **options: Any) -> Any:
-    request = await pair.frontend.submit(pair.submit(ids, name, **options))
-    await request.ended.wait()
-    assert request.failures == []
-    await pair.at_rest()
+async def until_end(pair: Any, reads: Reads, turn: list[int], held: int) -> Any:
+    """Run a turn that computes the layers before `held`; then release the reads. Returns the ended request."""
+    request = await pair.frontend.submit(pair.submit(turn, "second"))
+    async with asyncio.timeout(60):
+        if held:
+            await reads.computed[held - 1].wait()
+        reads.release()
+        await request.ended.wait()
     return request
-
-
-def forget_everything(pair: Any) -> None:
-    for face in (pair.prefill, pair.decode):
-        slots = face.node.slots.pool
-        slots.release(slots.allocate(slots.num_available))
 
 
 def counter(pair: Any, name: str) -> float:
@@ -108,8 +105,8 @@ def counter(pair: Any, name: str) -> float:
 async def history(start_pair: Start, path: Path, prompt: Prompt) -> tuple[Any, list[int]]:
     """A pair of nodes, and a dialogue of 69 tokens (8 blocks and a partial one) that only the pool still has."""
     pair = await start_pair(pool=True, path=path)
-    first = await ask(pair, prompt(64), "first", max_tokens=6)
-    forget_everything(pair)
+    first = await pair.ask(prompt(64), "first", max_tokens=6)
+    pair.forget()
     return pair, [*prompt(64), *first.token_ids]
 
 
@@ -152,11 +149,11 @@ async def test_a_turn_takes_the_same_course_without_delays(
     pair, ids = history
     for turn in range(4):
         ids = [*ids, *prompt(1 + 9 * turn, seed=turn)]
-        request = await ask(pair, ids, f"turn {turn}", max_tokens=5)
+        request = await pair.ask(ids, f"turn {turn}", max_tokens=5)
         assert request.token_ids == greedy(deep, ids, 5)
         assert request.cached_tokens > 64
         ids = [*ids, *request.token_ids]
-        forget_everything(pair)
+        pair.forget()
     assert counter(pair, "digest_mismatches") == counter(pair, "recomputed_blocks") == 0
 
 
@@ -176,12 +173,7 @@ async def test_a_flipped_bit_is_found_at_its_layer_and_nothing_computed_after_it
     damage(pair, ids, block, layer)
     reads.hold(*range(max(1, layer), LAYERS))  # the step has begun when the damage is found
     turn = [*ids, *prompt(21, seed=1)]
-    request = await pair.frontend.submit(pair.submit(turn, "second"))
-    async with asyncio.timeout(60):
-        if layer:
-            await reads.computed[layer - 1].wait()
-        reads.release()
-        await request.ended.wait()
+    request = await until_end(pair, reads, turn, layer)
     assert request.failures == []
     assert request.token_ids == greedy(deep, turn, 12)
     assert request.cached_tokens == 8 * block
@@ -192,8 +184,8 @@ async def test_a_flipped_bit_is_found_at_its_layer_and_nothing_computed_after_it
     assert pair.pool.core.counters["quarantined_blocks"] >= 1
     if layer:
         assert [what for what, at in reads.events if at == 0].count("computed") > 1  # the prompt began again
-    forget_everything(pair)
-    again = await ask(pair, turn, "again")  # whatever was stored is right
+    pair.forget()
+    again = await pair.ask(turn, "again")  # whatever was stored is right
     assert again.token_ids == greedy(deep, turn, 12)
 
 
@@ -224,12 +216,7 @@ async def test_a_read_that_fails_is_replaced_by_computing(
     reads.hold(*range(max(1, layer), LAYERS))
     reads.failing[layer] = PeerLost("the pool node is gone", peer="pool", transport="shm", address="")
     turn = [*ids, *prompt(21, seed=1)]
-    request = await pair.frontend.submit(pair.submit(turn, "second"))
-    async with asyncio.timeout(60):
-        if layer:
-            await reads.computed[layer - 1].wait()
-        reads.release()
-        await request.ended.wait()
+    request = await until_end(pair, reads, turn, layer)
     assert request.failures == []
     assert request.token_ids == greedy(deep, turn, 12)
     assert request.cached_tokens == 0
@@ -257,7 +244,7 @@ async def test_a_cancelled_request_keeps_its_slots_until_its_reads_have_ended(
     reads.release()
     await pair.at_rest()
     assert ("computed", LAYERS - 1) not in reads.events
-    again = await ask(pair, turn, "again")
+    again = await pair.ask(turn, "again")
     assert again.token_ids == greedy(deep, turn, 12)
 
 
@@ -272,10 +259,10 @@ async def test_layers_of_two_kinds_arrive_in_their_order(
     )
     model = load_model(path, threads=1)
     pair = await start_pair(pool=True, path=path)
-    first = await ask(pair, prompt(64), "first", max_tokens=6)
-    forget_everything(pair)
+    first = await pair.ask(prompt(64), "first", max_tokens=6)
+    pair.forget()
     turn = [*prompt(64), *first.token_ids, *prompt(21, seed=1)]
-    second = await ask(pair, turn, "second")
+    second = await pair.ask(turn, "second")
     assert second.token_ids == greedy(model, turn, 12)
     assert second.cached_tokens == 69
     assert counter(pair, "recomputed_blocks") == 0
@@ -288,11 +275,7 @@ async def test_an_unexpected_failure_of_a_load_fails_the_request_and_frees_every
     reads = Reads(pair, monkeypatch)
     reads.hold(3)
     reads.failing[3] = ZeroDivisionError("a bug")
-    request = await pair.frontend.submit(pair.submit([*ids, *prompt(21, seed=1)], "second"))
-    async with asyncio.timeout(60):
-        await reads.computed[2].wait()
-        reads.release()
-        await request.ended.wait()
+    request = await until_end(pair, reads, [*ids, *prompt(21, seed=1)], 3)
     assert len(request.failures) == 1
     await pair.frontend.cancel("decode", "second", 1)
     await pair.at_rest()
@@ -329,5 +312,5 @@ async def test_an_answer_that_is_ended_during_its_load_saves_nothing_that_was_no
         slots.region.array[at] ^= 64
     reads.release()
     await pair.at_rest()
-    again = await ask(pair, turn, "again")
+    again = await pair.ask(turn, "again")
     assert again.token_ids == greedy(deep, turn, 12)

@@ -16,21 +16,6 @@ Greedy = Callable[[Model, list[int], int], list[int]]
 BLOCK = 8
 
 
-async def ask(pair: Any, ids: list[int], name: str, **options: Any) -> Any:
-    request = await pair.frontend.submit(pair.submit(ids, name, **options))
-    await request.ended.wait()
-    assert request.failures == []
-    await pair.at_rest()
-    return request
-
-
-def forget_everything(pair: Any) -> None:
-    """Reuse every slot of both nodes, so that nothing is left to share but what the pool has."""
-    for face in (pair.prefill, pair.decode):
-        slots = face.node.slots.pool
-        slots.release(slots.allocate(slots.num_available))
-
-
 @pytest.mark.parametrize("forget", [False, True], ids=["blocks still here", "all from the pool"])
 async def test_each_turn_reuses_all_before_it_to_the_token(
     forget: bool, start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
@@ -39,13 +24,13 @@ async def test_each_turn_reuses_all_before_it_to_the_token(
     history = prompt(5)  # not even one block
     computed = 0
     for turn, num_answer in enumerate([2, 1, 3, 12, 8, 5, 13, 9]):
-        answer = await ask(pair, history, f"turn {turn}", max_tokens=num_answer)
+        answer = await pair.ask(history, f"turn {turn}", max_tokens=num_answer)
         assert answer.token_ids == greedy(model, history, num_answer)
         assert answer.cached_tokens == computed
         computed = len(history) + num_answer - 1  # an answer's last token is never fed back
         history = [*history, *answer.token_ids, *prompt(1 + 5 * turn, seed=turn)]
         if forget:
-            forget_everything(pair)
+            pair.forget()
     assert "digest_mismatches" not in pair.prefill.node.counters.snapshot()
 
 
@@ -53,11 +38,11 @@ async def test_a_tail_of_another_course_is_not_used(
     start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
 ) -> None:
     pair = await start_pair(pool=True)
-    first = await ask(pair, prompt(20), "first")
+    first = await pair.ask(prompt(20), "first")
     history = [*prompt(20), *first.token_ids]
     for name, edited in (("an answer edited", [*history[:-3], 7]), ("a question edited", [*history[:18], 9])):
         turn = [*edited, *prompt(4, seed=1)]
-        answer = await ask(pair, turn, name)
+        answer = await pair.ask(turn, name)
         assert answer.token_ids == greedy(model, turn, 12)
         assert answer.cached_tokens == (len(edited) - 1) // BLOCK * BLOCK
 
@@ -66,7 +51,7 @@ async def test_several_turns_may_go_on_from_one_tail_at_once(
     start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
 ) -> None:
     pair = await start_pair(pool=True)
-    first = await ask(pair, prompt(20), "first")
+    first = await pair.ask(prompt(20), "first")
     turns = [[*prompt(20), *first.token_ids, *prompt(3 + i, seed=i)] for i in range(3)]
     answers = [await pair.frontend.submit(pair.submit(turn, f"turn {i}")) for i, turn in enumerate(turns)]
     for turn, answer in zip(turns, answers, strict=True):
@@ -80,7 +65,7 @@ async def test_a_tail_that_a_longer_one_replaces_leaves_the_pool(start_pair: Sta
     pair = await start_pair(pool=True)
     history = prompt(17)
     for turn in range(3):
-        answer = await ask(pair, history, f"turn {turn}", max_tokens=2)
+        answer = await pair.ask(history, f"turn {turn}", max_tokens=2)
         history = [*history, *answer.token_ids, 3]
     await pair.at_rest()  # the last one is stored
     # 17 + 2, 20 + 2, 23 + 2 tokens, but for the last one: three whole blocks, and no partial one is left.
@@ -92,14 +77,14 @@ async def test_the_same_prompt_again_computes_its_last_token_alone(
 ) -> None:
     pair = await start_pair(pool=True)
     for time, cached in enumerate((0, 20, 20, 20)):
-        answer = await ask(pair, prompt(21), f"time {time}", max_tokens=1)  # nothing is decoded elsewhere
+        answer = await pair.ask(prompt(21), f"time {time}", max_tokens=1)  # nothing is decoded elsewhere
         assert answer.token_ids == greedy(model, prompt(21), 1)
         assert answer.cached_tokens == cached
 
 
 async def test_a_scored_prompt_uses_no_tail(start_pair: Start, prompt: Prompt) -> None:
     pair = await start_pair(pool=True)
-    await ask(pair, prompt(21), "first", max_tokens=1)
+    await pair.ask(prompt(21), "first", max_tokens=1)
     submit = pair.submit(prompt(21), "scored", max_tokens=1)
     submit.sampling.prompt_logprobs = 0
     scored = await pair.frontend.submit(submit)
@@ -113,7 +98,7 @@ async def test_any_number_of_dialogues_may_end_after_one_shared_block(start_pair
     pair = await start_pair(pool=True)
     histories = [[*prompt(10), *prompt(2, seed=i)] for i in range(9)]
     for i, history in enumerate(histories):
-        first = await ask(pair, history, f"first {i}", max_tokens=3)
+        first = await pair.ask(history, f"first {i}", max_tokens=3)
         history += [*first.token_ids, 7]
     for i, history in enumerate(histories):
         submit = pair.submit(history, f"second {i}", max_tokens=2)
@@ -127,9 +112,9 @@ async def test_any_number_of_dialogues_may_end_after_one_shared_block(start_pair
 
 async def test_a_holder_that_has_lost_its_blocks_hides_no_tail(start_pair: Start, prompt: Prompt) -> None:
     pair = await start_pair(pool=True)
-    await ask(pair, prompt(5, seed=9), "short", max_tokens=1)  # a tail that begins a prompt
-    first = await ask(pair, prompt(17), "first", max_tokens=3)
-    forget_everything(pair)
+    await pair.ask(prompt(5, seed=9), "short", max_tokens=1)  # a tail that begins a prompt
+    first = await pair.ask(prompt(17), "first", max_tokens=3)
+    pair.forget()
     submit = pair.submit([*prompt(17), *first.token_ids, *prompt(20, seed=1)], "second")
     stale = submit.placement.holders.add(first_block=0, num_blocks=4)
     stale.pool.node_id, stale.pool.target = "other", pair.prefill.node.config.pool_target
@@ -142,7 +127,7 @@ async def test_a_holder_that_has_lost_its_blocks_hides_no_tail(start_pair: Start
 
 async def test_a_turn_that_is_given_up_leaves_the_tail_it_went_on_from(start_pair: Start, prompt: Prompt) -> None:
     pair = await start_pair(pool=True)
-    first = await ask(pair, prompt(17), "first", max_tokens=3)
+    first = await pair.ask(prompt(17), "first", max_tokens=3)
     history = [*prompt(17), *first.token_ids]
     for name in ("given up", "again"):
         request = await pair.frontend.submit(pair.submit([*history, 7], name, max_tokens=200))
@@ -172,7 +157,7 @@ async def test_an_answer_is_stored_where_its_prompt_is(start_pair: Start, prompt
 
 async def test_the_pool_is_told_what_its_blocks_cost(start_pair: Start, prompt: Prompt) -> None:
     pair = await start_pair(pool=True)
-    await ask(pair, prompt(17), "first", max_tokens=12)
+    await pair.ask(prompt(17), "first", max_tokens=12)
     costs = [block.dram.cost_s for block in pair.pool.core.store.index]
     assert len(costs) == 4  # two whole ones of the prompt, a third with the answer's begin, and its end
     assert all(0 < cost < 60 for cost in costs)

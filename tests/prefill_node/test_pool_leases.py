@@ -10,6 +10,7 @@ import pytest
 
 from engine import Model
 from rpc.control import Unavailable
+from tests.worker.node_pair import forget
 from worker.prefix_blocks import PrefixSave
 
 Start = Callable[..., Awaitable[Any]]
@@ -24,8 +25,7 @@ async def test_reused_blocks_come_from_the_pool_to_both_nodes(
     first = await pair.frontend.submit(pair.submit(prompt(64), "first"))
     await first.ended.wait()
     await pair.at_rest()
-    for face in (pair.prefill, pair.decode):
-        _forget_everything(face)
+    pair.forget()
     second = await pair.frontend.submit(pair.submit(prompt(64), "second"))
     await second.ended.wait()
     assert second.token_ids == greedy(model, prompt(64), 12)
@@ -41,8 +41,7 @@ async def test_blocks_that_change_under_a_lease_are_computed_instead(
     first = await pair.frontend.submit(pair.submit(prompt(64), "first"))
     await first.ended.wait()
     await pair.at_rest()
-    for face in (pair.prefill, pair.decode):
-        _forget_everything(face)
+    pair.forget()
     # As if the lease had run out and the slots had gone to others: the third block of all in the arena.
     slot = pair.prefill.node.memory.spec.slot_nbytes(0)
     pair.pool.memory.array[2 * slot : 3 * slot] ^= 1
@@ -64,7 +63,7 @@ async def test_a_damaged_block_is_stored_again_at_the_end_of_the_request_that_fo
     await first.ended.wait()
     await pair.at_rest()
     faces = {"prefill": pair.prefill, "decode": pair.decode}
-    _forget_everything(faces[reader])  # the other node has the prompt's blocks in its own pages
+    forget(faces[reader])  # the other node has the prompt's blocks in its own pages
     slot = pair.prefill.node.memory.spec.slot_nbytes(0)
     pair.pool.memory.array[2 * slot : 3 * slot] ^= 1
     for name, mismatches in (("second", 1), ("third", 0)):
@@ -75,8 +74,7 @@ async def test_a_damaged_block_is_stored_again_at_the_end_of_the_request_that_fo
         await pair.at_rest()
         after = sum(face.node.counters.snapshot().get("digest_mismatches", 0) for face in faces.values())
         assert (after - before > 0) == (mismatches > 0)
-        for face in faces.values():
-            _forget_everything(face)
+        pair.forget()
     assert request.cached_tokens == 56
 
 
@@ -132,9 +130,3 @@ async def test_a_pool_that_went_away_during_a_store_does_not_swallow_a_cancel(
 
 async def _refuse(*args: Any) -> None:
     raise Unavailable("gone", what="Pool.AbortPut", target="pool", code="UNAVAILABLE")
-
-
-def _forget_everything(face: Any) -> None:
-    """Reuse every slot, so that nothing is left to share on the node itself."""
-    slots = face.node.slots.pool
-    slots.release(slots.allocate(slots.num_available))

@@ -18,19 +18,9 @@ Prompt = Callable[..., list[int]]
 Greedy = Callable[[Model, list[int], int], list[int]]
 
 
-async def ask(pair: Any, ids: list[int], name: str) -> Any:
-    request = await pair.frontend.submit(pair.submit(ids, name))
-    await request.ended.wait()
-    assert request.failures == []
-    await pair.at_rest()
-    return request
-
-
 async def on_ssd_alone(pair: Any) -> None:
     """Nothing of what was computed is left but on the SSD."""
-    for face in (pair.prefill, pair.decode):
-        slots = face.node.slots.pool
-        slots.release(slots.allocate(slots.num_available))
+    pair.forget()
     _, left = await pair.pool.flush(None, dram_only=True)
     assert left == 0
 
@@ -48,10 +38,10 @@ async def pair(start_pair: Start, tmp_path: Path) -> Any:
 async def test_a_turn_waits_for_its_blocks_and_its_tail_on_ssd(
     pair: Any, model: Model, prompt: Prompt, greedy: Greedy
 ) -> None:
-    first = await ask(pair, prompt(60), "first")
+    first = await pair.ask(prompt(60), "first")
     turn = [*prompt(60), *first.token_ids, *prompt(5, seed=1)]
     await on_ssd_alone(pair)
-    second = await ask(pair, turn, "second")
+    second = await pair.ask(turn, "second")
     assert second.token_ids == greedy(model, turn, 12)
     timing = timing_of(second)
     assert timing.cached_tokens == 71
@@ -62,7 +52,7 @@ async def test_a_turn_waits_for_its_blocks_and_its_tail_on_ssd(
 async def test_blocks_of_a_request_that_waits_for_its_turn_are_fetched_meanwhile(
     pair: Any, model: Model, prompt: Prompt, greedy: Greedy
 ) -> None:
-    await ask(pair, prompt(65), "first")
+    await pair.ask(prompt(65), "first")
     await on_ssd_alone(pair)
     async with contextlib.AsyncExitStack() as turns:
         for place in range(pair.prefill.node.config.engine.prefill_lookahead):
@@ -78,7 +68,7 @@ async def test_blocks_of_a_request_that_waits_for_its_turn_are_fetched_meanwhile
 
 
 async def test_blocks_of_a_request_that_waits_for_pages_are_fetched_meanwhile(pair: Any, prompt: Prompt) -> None:
-    await ask(pair, prompt(65), "first")
+    await pair.ask(prompt(65), "first")
     await on_ssd_alone(pair)
     node = pair.prefill.node
     others = node.slots.pool.allocate(node.slots.pool.num_available)
@@ -95,7 +85,7 @@ async def test_blocks_of_a_request_that_waits_for_pages_are_fetched_meanwhile(pa
 async def test_what_the_ssd_does_not_give_in_time_is_computed(
     pair: Any, model: Model, prompt: Prompt, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await ask(pair, prompt(65), "first")
+    await pair.ask(prompt(65), "first")
     await on_ssd_alone(pair)
     may_read = asyncio.Event()
     real = pair.pool.ssd.loader._work

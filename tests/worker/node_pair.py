@@ -138,6 +138,12 @@ class Frontend:
             await channel.close()
 
 
+def forget(face: PrefillService | DecodeService) -> None:
+    """Reuse every slot of a node, so that it has nothing left to share."""
+    slots = face.node.slots.pool
+    slots.release(slots.allocate(slots.num_available))
+
+
 @dataclass
 class Pair:
     prefill: PrefillService
@@ -171,6 +177,19 @@ class Pair:
             node = helper.node
             message.placement.helpers.append(NodeRef(node_id=node.config.node_id, target=node.target))
         return message
+
+    async def ask(self, prompt: list[int], name: str, **options: Any) -> Request:
+        """Return a request that has ended without a failure, once no node holds anything; `options` as `submit`."""
+        request = await self.frontend.submit(self.submit(prompt, name, **options))
+        await request.ended.wait()
+        assert request.failures == []
+        await self.at_rest()
+        return request
+
+    def forget(self) -> None:
+        """Reuse every slot of both nodes, so that nothing is left to share but what the pool has."""
+        for face in (self.prefill, self.decode):
+            forget(face)
 
     async def at_rest(self) -> None:
         """Returns once no node holds anything; fails after 20 s with what is held."""

@@ -295,6 +295,17 @@ def arriving(run: Harness, num_layers: int) -> tuple[EngineSequence, LayerGate]:
     return sequence, gate
 
 
+def begun(model: Model, harness: Callable[..., Harness]) -> tuple[Harness, EngineSequence]:
+    """A prompt whose step has computed its first layer and waits for the second."""
+    computed = threading.Event()
+    run = harness(lambda *_: computed.set())
+    sequence, gate = arriving(run, model.config.num_layers)
+    gate.mark([0], np.arange(2))
+    run.loop.submit(sequence)
+    assert computed.wait(60)
+    return run, sequence
+
+
 def test_a_prompt_whose_kv_arrives_begins_with_its_first_layer(model: Model, harness: Callable[..., Harness]) -> None:
     seen: queue.Queue[int] = queue.Queue()
     run = harness(lambda layer, _: seen.put(layer))
@@ -330,12 +341,7 @@ def test_decoding_sequences_take_every_step_while_a_prompts_kv_arrives(
 
 
 def test_a_step_that_waits_gives_up_when_a_sequence_could_decode(model: Model, harness: Callable[..., Harness]) -> None:
-    begun = threading.Event()
-    run = harness(lambda *_: begun.set())
-    sequence, gate = arriving(run, model.config.num_layers)
-    gate.mark([0], np.arange(2))
-    run.loop.submit(sequence)
-    assert begun.wait(60)
+    run, sequence = begun(model, harness)
     joined = run.sequence(prompts()[3], 5)
     joined.append(7)
     joined.num_computed = joined.prompt_len
@@ -357,12 +363,7 @@ def test_a_prompt_whose_kv_is_lost_leaves_without_a_step(model: Model, harness: 
 
 
 def test_a_cancelled_prompt_does_not_wait_for_its_kv(model: Model, harness: Callable[..., Harness]) -> None:
-    begun = threading.Event()
-    run = harness(lambda *_: begun.set())
-    sequence, gate = arriving(run, model.config.num_layers)
-    gate.mark([0], np.arange(2))
-    run.loop.submit(sequence)
-    assert begun.wait(60)
+    run, sequence = begun(model, harness)
     run.loop.cancel(sequence)
     assert run.run(1)[-1].left == [sequence]
 
@@ -371,12 +372,7 @@ def test_a_step_waits_for_long_unless_another_prompt_could_be_computed(
     model: Model, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_loop, "_LONGEST_WAIT_S", 0.05)
-    begun = threading.Event()
-    run = harness(lambda *_: begun.set())
-    sequence, gate = arriving(run, model.config.num_layers)
-    gate.mark([0], np.arange(2))
-    run.loop.submit(sequence)
-    assert begun.wait(60)
+    run, sequence = begun(model, harness)
     with pytest.raises(queue.Empty):
         run.steps.get(timeout=0.3)
     second, second_gate = arriving(run, model.config.num_layers)  # its KV is on its way, too

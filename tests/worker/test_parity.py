@@ -67,21 +67,6 @@ class BadHost:
         self._memory.close()
 
 
-def forget_everything(pair: Any) -> None:
-    """Reuse every slot of both nodes, so that nothing is left to share but what the pool has."""
-    for face in (pair.prefill, pair.decode):
-        slots = face.node.slots.pool
-        slots.release(slots.allocate(slots.num_available))
-
-
-async def ask(pair: Any, ids: list[int], name: str) -> Any:
-    request = await pair.frontend.submit(pair.submit(ids, name))
-    await request.ended.wait()
-    assert request.failures == []
-    await pair.at_rest()
-    return request
-
-
 @pytest.mark.parametrize("parity", [0.0, 1.0])
 async def test_only_parity_mode_finds_a_block_that_was_computed_wrongly(
     parity: float, start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy, tmp_path: Any
@@ -89,15 +74,15 @@ async def test_only_parity_mode_finds_a_block_that_was_computed_wrongly(
     pair = await start_pair(pool=True, parity=parity)
     ids = prompt(LENGTH)
     right = greedy(model, ids, 12)
-    assert (await ask(pair, ids, "first")).token_ids == right
+    assert (await pair.ask(ids, "first")).token_ids == right
     bad = BadHost(pair, model, tmp_path)
     try:
         await bad.spoil(ids, 7)
     finally:
         await bad.close()
     counters = pair.prefill.node.counters.snapshot
-    forget_everything(pair)
-    second = await ask(pair, ids, "second")
+    pair.forget()
+    second = await pair.ask(ids, "second")
     assert "digest_mismatches" not in counters()
     if not parity:  # the negative control: nothing else finds it
         assert second.cached_tokens == 64
@@ -106,10 +91,10 @@ async def test_only_parity_mode_finds_a_block_that_was_computed_wrongly(
     assert second.token_ids == right
     assert second.cached_tokens <= 56
     assert counters()["parity_mismatches"] == 1
-    forget_everything(pair)
+    pair.forget()
     for face in (pair.prefill, pair.decode):
         face.node.parity = ParityChecker(face.node.memory, 0.0)
-    third = await ask(pair, ids, "third")
+    third = await pair.ask(ids, "third")
     assert third.cached_tokens == 64  # the block was stored again, from what was computed
     assert third.token_ids == right
 
@@ -119,18 +104,18 @@ async def test_what_was_found_wrong_is_shared_no_more_on_either_node(
 ) -> None:
     pair = await start_pair(pool=True)
     ids = prompt(LENGTH)
-    await ask(pair, ids, "first")
+    await pair.ask(ids, "first")
     bad = BadHost(pair, model, tmp_path)
     try:
         await bad.spoil(ids, 7)
     finally:
         await bad.close()
-    forget_everything(pair)
-    assert (await ask(pair, ids, "second")).token_ids != greedy(model, ids, 12)  # both nodes hold the wrong block now
+    pair.forget()
+    assert (await pair.ask(ids, "second")).token_ids != greedy(model, ids, 12)  # both nodes hold the wrong block now
     for share in (1.0, 0.0):
         for face in (pair.prefill, pair.decode):
             face.node.parity = ParityChecker(face.node.memory, share)
-        assert (await ask(pair, ids, f"share {share}")).token_ids == greedy(model, ids, 12)
+        assert (await pair.ask(ids, f"share {share}")).token_ids == greedy(model, ids, 12)
 
 
 async def test_kv_of_any_chunks_and_decode_steps_is_within_the_tolerance(
@@ -139,10 +124,10 @@ async def test_kv_of_any_chunks_and_decode_steps_is_within_the_tolerance(
     pair = await start_pair(pool=True, parity=1.0)
     history = prompt(20)
     for turn in range(6):
-        answer = await ask(pair, history, f"turn {turn}")
+        answer = await pair.ask(history, f"turn {turn}")
         assert answer.token_ids == greedy(model, history, 12)
         history = [*history, *answer.token_ids, *prompt(3 + 5 * turn, seed=turn)]
-        forget_everything(pair)
+        pair.forget()
     counters = pair.prefill.node.counters.snapshot()
     assert counters["parity_checked_blocks"] >= 12
     assert "parity_mismatches" not in counters
