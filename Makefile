@@ -117,7 +117,7 @@ train: $(STAMP)
 	$(BIN)/python -m tools.training.export .train/run/last.pt out/model
 
 bench: $(STAMP)
-	@set -e; for script in $(filter-out benchmarks/figures.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done
 	@echo "== benchmarks.frontend"; $(BIN)/python -m benchmarks.frontend
 
 clients: $(STAMP)

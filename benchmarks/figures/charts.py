@@ -1,0 +1,184 @@
+"""Charts of docs/performance.md that are drawn from stored results alone: ratios to peers, and the cluster's overhead."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stored import Result, latest
+
+_OURS, _MISSED, _GREY = "#0969da", "#cf222e", "#57606a"
+_LARGE = "16 MiB"  # copying bounds it, so its aim is lower
+_PARTS = (("queue_s", "queue", "#8250df"), ("prefill_s", "prefill", "#0969da"), ("other_s", "all else", "#bf8700"))
+
+
+@dataclass(frozen=True)
+class RatioRow:
+    """Ratios of one comparison; `better` is "higher" or "lower", and `aim` the ratio to reach."""
+
+    label: str
+    values: Sequence[tuple[str, float]]  # (size or case, ratio)
+    aim: float
+    better: str = "higher"
+
+    def misses(self, value: float) -> bool:
+        """Return True if a ratio misses the aim."""
+        return value < self.aim if self.better == "higher" else value > self.aim
+
+
+def draw_all(folder: Path) -> None:
+    """Draw every chart into `folder`, as SVG."""
+    draw_ratios(pool_rows(latest("kvpool")[0], latest("kvpool-ssd")[0]), folder / "kvpool.svg")
+    draw_ratios(conductor_rows(latest("conductor")[0]), folder / "conductor.svg")
+    draw_ratios(frontend_rows(latest("frontend")[0]), folder / "frontend.svg")
+    draw_overhead(latest("overhead")[0], folder / "overhead.svg")
+
+
+def pool_rows(memory: Result, ssd: Result) -> list[RatioRow]:
+    """Return the pool's ratios to Mooncake Store and fio by block size."""
+
+    small = [size for size in memory["by_size"] if size != _LARGE]
+
+    def values(name: str, *sizes: str) -> list[tuple[str, float]]:
+        return [(size, row[name]) for size in sizes if name in (row := memory["by_size"].get(size, {}))]
+
+    def disk(kind: str) -> list[tuple[str, float]]:
+        cases = ssd["by_size"].items()
+        return [(size, row["depth_8"][kind]["vs_fio"]) for size, row in cases if "vs_fio" in row["depth_8"][kind]]
+
+    return [
+        RatioRow("get to Mooncake Store", values("get_vs_mooncake_store", *small, _LARGE), 1.2),
+        RatioRow("put to Mooncake Store", values("put_vs_mooncake_store", *small), 1.2),
+        RatioRow("put to Mooncake Store", values("put_vs_mooncake_store", _LARGE), 0.9),
+        RatioRow("batched put", values("put_batch_vs_mooncake_store", *small), 1.2),
+        RatioRow("batched put", values("put_batch_vs_mooncake_store", _LARGE), 0.9),
+        RatioRow("SSD read to fio", disk("read"), 0.9),
+        RatioRow("SSD write to fio", disk("write"), 0.9),
+    ]
+
+
+def conductor_rows(result: Result) -> list[RatioRow]:
+    """Return the conductor's ratios to Dynamo's radix index and selector."""
+    matches = [
+        (f"{count} blocks", result[name]) for count in (16, 128, 1000) if (name := f"index_vs_dynamo_{count}") in result
+    ]
+    decisions = [
+        (what, result[name])
+        for what in ("tokens", "hashes")
+        if (name := f"decisions_vs_dynamo_selector_{what}") in result
+    ]
+    return [
+        RatioRow("matches to Dynamo's radix index", matches, 3.0),
+        RatioRow("decisions to Dynamo's selector", decisions, 6.0),
+    ]
+
+
+def frontend_rows(result: Result) -> list[RatioRow]:
+    """Return the frontend's CPU time as a multiple of a plain HTTP server's."""
+    values = [("per request", result["requests"]["frontend_cpu_over_floor"])]
+    if "streams" in result:
+        values.append(("per token of 1,000 streams", result["streams"]["frontend_cpu_over_floor"]))
+    return [RatioRow("frontend's CPU to its HTTP floor", values, 3.0, "lower")]
+
+
+def draw_ratios(rows: Sequence[RatioRow], path: Path) -> None:
+    """Draw one line per ratio on a logarithmic axis, with its aim as a tick; ratios that miss their aim are red."""
+    plt = _pyplot()
+    lines = [(row, case, value) for row in rows for case, value in row.values]
+    with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
+        figure, axis = plt.subplots(figsize=(8.5, 0.7 + 0.27 * len(lines)), layout="constrained")
+        for place, (row, _, value) in enumerate(lines):
+            colour = _MISSED if row.misses(value) else _OURS
+            axis.hlines(place, 1.0, value, color=colour, linewidth=4, alpha=0.35)
+            axis.plot(value, place, "o", color=colour, markersize=5)
+            axis.plot(row.aim, place, "|", color=_GREY, markersize=11)
+            axis.annotate(
+                f"{value:.2f}",
+                (value, place),
+                (7 if value >= 1 else -7, 0),
+                textcoords="offset points",
+                va="center",
+                ha="left" if value >= 1 else "right",
+                fontsize=8,
+                color=colour,
+            )
+        axis.axvline(1.0, color=_GREY, linewidth=0.8)
+        axis.set_xscale("log")
+        axis.margins(x=0.12)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.xaxis.set_minor_formatter(lambda *_: "")
+        axis.set_yticks(range(len(lines)), [f"{row.label}, {case}" for row, case, _ in lines])
+        axis.set_ylim(len(lines) - 0.5, -0.5)
+        axis.set_xlabel(f"ratio, {'above' if rows[0].better == 'higher' else 'below'} 1 is better; grey tick: aim")
+        _finish(figure, [axis], path)
+
+
+def draw_overhead(result: Result, path: Path) -> None:
+    """Draw TTFT by its parts and TBT beside those of one process, by prompt length."""
+    plt = _pyplot()
+    rows = result["rows"]
+    names = [f"{row['prompt_tokens']:,.0f} tokens" for row in rows]
+    with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
+        figure, (first, between) = plt.subplots(
+            1, 2, figsize=(9.5, 0.9 + 0.55 * len(rows)), layout="constrained", width_ratios=(2, 1)
+        )
+        for place, row in enumerate(rows):
+            first.barh(
+                place - 0.2, row["bare_ttft_s"] * 1e3, 0.36, color="#afb8c1", label="one process" if not place else None
+            )
+            start = 0.0
+            for name, label, colour in _PARTS:
+                first.barh(
+                    place + 0.2,
+                    row[name] * 1e3,
+                    0.36,
+                    left=start,
+                    color=colour,
+                    label=f"cluster: {label}" if not place else None,
+                )
+                start += row[name] * 1e3
+            first.annotate(
+                f"{row['ttft_s'] / row['bare_ttft_s']:.2f} times",
+                (start, place + 0.2),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+            between.barh(place - 0.2, row["bare_tbt_s"] * 1e3, 0.36, color="#afb8c1")
+            between.barh(place + 0.2, row["tbt_s"] * 1e3, 0.36, color="#0969da")
+            between.annotate(
+                f"{row['tbt_s'] / row['bare_tbt_s']:.2f} times",
+                (row["tbt_s"] * 1e3, place + 0.2),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        for axis, title in ((first, "time to first token, ms"), (between, "time between tokens, ms")):
+            axis.set_title(title, fontsize=9.5)
+            axis.margins(x=0.16)
+            axis.set_ylim(len(rows) - 0.5, -0.5)
+        first.set_yticks(range(len(rows)), names)
+        between.set_yticks(range(len(rows)), [""] * len(rows))
+        figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+        _finish(figure, [first, between], path)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _finish(figure: Any, axes: Sequence[Any], path: Path) -> None:
+    """Style the axes and write the figure."""
+    for axis in axes:
+        axis.grid(axis="x", color="#d8dee4", linewidth=0.7)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+    _pyplot().close(figure)

@@ -1,0 +1,55 @@
+"""The generated parts of README.md and docs/performance.md, and their comparison with the stored results."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.figures import charts, data_plane, serving, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
+SECTIONS = (
+    summary.at_a_glance,
+    serving.engine,
+    serving.overhead,
+    serving.frontend,
+    serving.conductor,
+    data_plane.pool,
+    data_plane.interference,
+    data_plane.eviction,
+    data_plane.messenger,
+    data_plane.paths,
+    data_plane.overlap,
+    serving.admission,
+    serving.groups,
+    serving.dialogues,
+    serving.hostile,
+)
+
+
+def performance() -> str:
+    """Return the generated part of docs/performance.md."""
+    return "\n\n".join(section() for section in SECTIONS)
+
+
+PAGES: dict[str, Callable[[], str]] = {"README.md": summary.readme, "docs/performance.md": performance}
+
+
+def main(mode: str) -> int:
+    """Write the pages and their charts, or check the pages; return the exit status."""
+    stale = []
+    for name, render in PAGES.items():
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        before, rest = text.split(BEGIN, 1)
+        after = rest.split(END, 1)[1]
+        current = f"{before}{BEGIN}\n{render()}\n{END}{after}"
+        if current != text:
+            stale.append(name)
+            if mode == "write":
+                path.write_text(current, encoding="utf-8")
+    if mode == "write":
+        charts.draw_all(ROOT / "docs" / "pictures")
+    if stale and mode == "check":
+        print(f"{', '.join(stale)}: figures differ from benchmarks/results; run `python -m benchmarks.figures write`")
+        return 1
+    return 0

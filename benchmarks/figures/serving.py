@@ -1,0 +1,228 @@
+"""Sections of docs/performance.md on what serves requests: engine, nodes, frontend, conductor, whole clusters."""
+
+from benchmarks.figures.formatting import number, source, table
+from benchmarks.stored import Result, latest
+
+
+def engine() -> str:
+    result, file = latest("engine-cpu")
+    names = {"decode_b1": "decode, batch 1", "decode_b8": "decode, batch 8", "prefill_1024": "prefill of 1,024 tokens"}
+    rows = [
+        [label, number(result[f"{key}_tokens_per_s"]), number(result[f"{key}_ratio"])] for key, label in names.items()
+    ]
+    return f"""## Engine
+
+{source("benchmarks/engine_cpu.py", file)}: the CPU engine against `transformers`, with the same weights and one thread each, in one run.
+
+{table(["work", "tokens/s", "ratio to transformers"], rows)}
+
+The aim is 3 for decode at batch 8."""
+
+
+def overhead() -> str:
+    result, file = latest("overhead")
+    columns = ("bare_ttft_s", "ttft_s", "queue_s", "prefill_s", "other_s", "bare_tbt_s", "tbt_s")
+    rows = [[f"{row['prompt_tokens']:,.0f}", *(f"{row[name] * 1e3:.1f}" for name in columns)] for row in result["rows"]]
+    header = [
+        "prompt tokens",
+        "TTFT, one process",
+        "TTFT, cluster",
+        "queue",
+        "prefill",
+        "all else",
+        "TBT, one process",
+        "TBT, cluster",
+    ]
+    return f"""## Overhead of the cluster
+
+{source("benchmarks/overhead.py", file)}: one request at a time without reuse, medians in milliseconds. *Queue* includes the leases at the
+pool; *prefill* is computed while the decode node is reserved and KV is pushed; *all else* is HTTP, tokenising, scheduling and the way of the
+token back.
+
+{table(header, rows)}
+
+TTFT is {result["ttft_ratio_64"]:.2f} times that of one process at 64 tokens and {result["ttft_ratio_1024"]:.2f} times at 1,024, TBT {result["tbt_ratio"]:.2f} times; the aims
+are 1.8, 1.15 and 1.4.
+
+![Time to first token by its parts, and time between tokens, beside those of one process](pictures/overhead.svg)"""
+
+
+def frontend() -> str:
+    result, file = latest("frontend")
+    ours, floor = (result["requests"][name] for name in ("moonpool", "floor"))
+    rows = [
+        ["requests/s, 8 tokens each", number(ours["requests_per_s"]), number(floor["requests_per_s"])],
+        [
+            "CPU of the frontend per request, ms",
+            number(ours["cpu_ms_per_request"]["frontend"]),
+            number(floor["cpu_ms_per_request"]["frontend"]),
+        ],
+        ["first token, ms", number(ours["first_token_ms"]), number(floor["first_token_ms"])],
+    ]
+    if "streams" in result:
+        streams = [result["streams"][name] for name in ("moonpool", "floor")]
+        rows.append(
+            [
+                "CPU of the frontend per token, µs, many streams",
+                *(number(each["cpu_us_per_token"]["frontend"]) for each in streams),
+            ]
+        )
+        rows.append(["delay that it adds to a token, p99, ms", *(number(each["added_ms_p99"]) for each in streams)])
+    return f"""## Frontend
+
+{source("python -m benchmarks.frontend", file)}: the frontend and the conductor before scripted nodes that answer at once, and the *floor*: a server on the same HTTP
+library that streams as many events and does nothing else.
+
+{table(["figure", "Moonpool", "floor"], rows)}
+
+A request takes {number(result["requests"]["frontend_cpu_over_floor"])} times the floor's CPU time in the frontend; the aim is 3. Half of it is gRPC's: the frontend tokenises, schedules at the
+conductor, submits to two nodes and reads their streams, none of which the floor does.
+
+![The frontend's CPU time as a multiple of a plain HTTP server's](pictures/frontend.svg)"""
+
+
+def conductor() -> str:
+    result, file = latest("conductor")
+    rows = [
+        ["decisions per second, one core", number(result["decisions_per_s"]), "5,000"],
+        ["decision, p99", f"{result['decision_p99_us'] / 1e3:.2f} ms", "1 ms"],
+        ["directory, bytes per block of 512 tokens", number(result["bytes_per_block"]), "–"],
+    ]
+    peers = {
+        "index_vs_dynamo_16": ("matches of 16 blocks to Dynamo's radix index", "3"),
+        "index_vs_dynamo_128": ("matches of 128 blocks to Dynamo's radix index", "3"),
+        "decisions_vs_dynamo_selector": ("decisions with 4 workers to Dynamo's selector", "6"),
+    }
+    rows += [[label, number(result[key]), aim] for key, (label, aim) in peers.items() if key in result]
+    return f"""## Conductor
+
+{source("benchmarks/conductor.py", file)}: {result["nodes"]:,} nodes, {result["blocks"]:,} blocks, {result["live_requests"]:,} requests under way.
+
+{table(["figure", "value", "aim"], rows)}
+
+![Ratios to Dynamo's radix index and selector](pictures/conductor.svg)"""
+
+
+def admission() -> str:
+    simulated, simulated_file = latest("overload")
+    live, live_file = latest("overload-live")
+    small, small_file = latest("overload-small")
+    rows = [
+        [
+            f"`{row['mode']}`",
+            _interval(row["goodput"], 2),
+            _share(row["wasted_share"]),
+            f"{_share(row['false_rejects'])} of {row['rejects_tried']}",
+            _share(row["false_accepts"]),
+        ]
+        for row in simulated["summaries"]
+    ]
+    header = [
+        "mode",
+        "goodput, requests/s",
+        "prefill tokens in vain",
+        "false rejects, of rejections judged",
+        "false accepts",
+    ]
+
+    def live_rows(result: Result) -> list[list[str]]:
+        order = [name for name in ("none", "early", "predicted-uniform", "predicted") if name in result["modes"]]
+        return [
+            [f"`{name}`", number(mode["goodput_rps"]), f"{mode['wasted_share']:.0%}", str(mode["wrong_tokens"])]
+            for name, mode in ((name, result["modes"][name]) for name in order)
+        ]
+
+    live_header = ["mode", "goodput, requests/s", "prefill tokens in vain", "wrong tokens"]
+    return f"""## Admission under twofold overload
+
+Goodput counts the requests that met both objectives. Simulated, eight prefill and eight decode nodes, ten paired seeds
+({source("moonpool simulate overload", simulated_file)}; 95 % intervals):
+
+{table(header, rows)}
+
+The rejections that are judged are a small sample, and nearly all of them are false in the modes that predict: a rejected
+request is judged as if it alone had been admitted. [Overload](overload.md) explains the method.
+
+Live at the same size, paced engines over the real protocol, {live["seconds"]:.0f} s of which the first {live["uncounted_s"]:.0f} are not counted
+({source("benchmarks/overload_live.py", live_file)}); decode nodes can complete {number(live["decode_rps"])} requests/s:
+
+{table(live_header, live_rows(live))}
+
+Live with one prefill and one decode node and real engines ({source("benchmarks/overload_small.py", small_file)}), where the three modes that reject
+do not differ significantly:
+
+{table(live_header, live_rows(small))}"""
+
+
+def _interval(value: Result, digits: int) -> str:
+    return f"{value['mean']:.{digits}f} ({value['low']:.{digits}f} to {value['high']:.{digits}f})"
+
+
+def _share(value: Result) -> str:
+    low, high = max(value["low"], 0.0), min(value["high"], 1.0)
+    return f"{value['mean']:.0%} ({low:.0%} to {high:.0%})"
+
+
+def groups() -> str:
+    result, file = latest("prefill-group")
+    rows = [
+        [
+            f"paced, {run['paced']}" if run.get("paced") else "real engine, two cores",
+            f"{row['tokens']:,}",
+            str(row["members"]),
+            number(row["speedup"]),
+        ]
+        for run in result["runs"]
+        for row in run["rows"]
+        if row["members"] > 1
+    ]
+    return f"""## Prefill groups
+
+{source("benchmarks/prefill_group.py", file)}: the time to first token of one long prompt, one node against a group of several.
+
+{table(["engine", "prompt tokens", "nodes", "speed-up"], rows)}"""
+
+
+def dialogues() -> str:
+    result, file = latest("dialogues")
+    return f"""## Reuse in dialogues
+
+{source("benchmarks/dialogues.py", file)}: {result["dialogues"]:,} simulated dialogues with a mean history of {result["mean_history_messages"]:.0f} messages and
+memory for {result["memory_share"]:.0%} of their KV. Of the prompt tokens {result["reused_sticky"]:.1%} are reused with sticky sessions,
+{result["reused_random"]:.1%} without; {result["reused_limit"]:.1%} would be with unlimited memory."""
+
+
+def hostile() -> str:
+    result, file = latest("hostile")
+    header = [
+        "attack",
+        "p50, ms",
+        "p99, ms",
+        "ratio of p99",
+        "released after, s",
+        "process with the highest peak, MiB",
+    ]
+
+    def row(name: str, attack: Result) -> list[str]:
+        node, peak = max(attack["peak_mib"].items(), key=lambda item: item[1])
+        return [
+            name,
+            number(attack["under_p50_ms"]),
+            number(attack["under_p99_ms"]),
+            number(attack["p99_ratio"]),
+            number(attack["released_s"]) if attack["released_s"] is not None else "–",
+            f"{node} {peak:,}",
+        ]
+
+    limits = ", ".join(f"{role} {limit:,}" for role, limit in result["limit_mib"].items())
+    return f"""## Under attack
+
+{source("python -m benchmarks.hostile", file)}: the time to first token of a second tenant during [each attack](security-testing.md#attacks), {result["requests"]:,}
+requests at {number(result["rate"])} per second on two cores, with one prefill and one decode node. Without an attack it is {number(result["without_p50_ms"])} ms (p50) and {number(result["without_p99_ms"])} ms (p99).
+The row *no attack* shows the noise. Requests that failed: {result["failures"]}. Processes over the chart's memory limit: {result["peak_rss_over_limit"]} (limits in MiB: {limits}).
+
+{table(header, [row(name, attack) for name, attack in result["attacks"].items()])}
+
+The aim is a ratio of at most 2. The attacker's own valid requests and the costs of its invalid ones share the two cores with the second tenant's.
+
+![p99 of the second tenant's time to first token during each attack](pictures/hostile.svg)"""

@@ -1,0 +1,220 @@
+"""Summaries of the stored results: the table of README.md and the first table of docs/performance.md."""
+
+from collections.abc import Iterable
+
+from benchmarks.figures.formatting import number, table, write_and_read
+from benchmarks.stored import Result, latest
+
+
+def at_a_glance() -> str:
+    """Return the first section of docs/performance.md: each question, its figure, the aim and the section below."""
+    overlap, eviction, overhead = (latest(name)[0] for name in ("overlap", "eviction", "overhead"))
+    pool, ssd, messenger = (latest(name)[0] for name in ("kvpool", "kvpool-ssd", "messenger"))
+    paths, beside, frontend, conductor = (
+        latest(name)[0] for name in ("messenger-paths", "pool-interference", "frontend", "conductor")
+    )
+    small = [row for size, row in pool["by_size"].items() if size != "16 MiB"]
+    large = pool["by_size"]["16 MiB"]
+    rows = [
+        [
+            "Does moving KV hide behind computing? Time to the longer of both and one layer",
+            "overlap of transfers and computing",
+            number(overlap["worst_over_max"]),
+            "≤ 1.15",
+        ],
+        [
+            "Is eviction ever worse than the better of LRU and ARC? Difference of hit rates",
+            "eviction",
+            f"{eviction['worst_minus_best_classic']:+.4f}",
+            "≥ -0.005",
+        ],
+        [
+            "How much of the gap to the oracle does it close?",
+            "eviction",
+            f"{eviction['mean_gap_closed']:.0%}",
+            "≥ 15 %",
+        ],
+        [
+            "Transfers over tcp to Mooncake's Transfer Engine / NIXL, least of all sizes",
+            "messenger",
+            f"{number(messenger['tcp_vs_mooncake'])} / {number(messenger['tcp_vs_nixl_tcp'])}",
+            "≥ 1",
+        ],
+        [
+            "Transfers in shared memory to NIXL, least of all sizes",
+            "messenger",
+            number(messenger["shm_vs_nixl"]),
+            "≥ 1",
+        ],
+        [
+            "Transfers with digests to those without, least from 64 KiB up, tcp / shared memory",
+            "messenger",
+            f"{_known(messenger, 'tcp_digests_vs_tcp')} / {_known(messenger, 'shm_digests_vs_shm')}",
+            "≥ 0.8",
+        ],
+        [
+            "Encrypted transfers to AES-GCM over a socket, least of all sizes",
+            "messenger",
+            _known(messenger, "tcp_encrypted_vs_aes_socket"),
+            "≥ 0.8",
+        ],
+        [
+            "Stall of a transfer whose network fails, beyond detection, median / maximum",
+            "failing networks",
+            _stalls(paths),
+            "≤ 50 ms",
+        ],
+        [
+            "Gets from the pool to Mooncake Store",
+            "KV pool",
+            _span(row.get("get_vs_mooncake_store") for row in pool["by_size"].values()),
+            "≥ 1.2",
+        ],
+        [
+            "Puts up to 1 MiB to Mooncake Store, one by one / batched",
+            "KV pool",
+            f"{_span(row.get('put_vs_mooncake_store') for row in small)} / {_span(row.get('put_batch_vs_mooncake_store') for row in small)}",
+            "≥ 1.2",
+        ],
+        ["Puts of 16 MiB to Mooncake Store", "KV pool", _known(large, "put_vs_mooncake_store"), "≥ 0.9"],
+        ["SSD reads of 4 KiB to fio", "KV pool", _known(ssd["by_size"]["4 KiB"]["depth_8"]["read"], "vs_fio"), "≥ 0.9"],
+        [
+            "Decoding beside full pool I/O, p99 of the time between tokens, real engine",
+            "decoding beside full pool I/O",
+            f"{number(beside['real']['pool']['p99_ratio'])} times",
+            "≤ 1.05",
+        ],
+        [
+            "TTFT to one process without a cluster, 64 / 1,024 tokens",
+            "overhead of the cluster",
+            f"{overhead['ttft_ratio_64']:.2f} / {overhead['ttft_ratio_1024']:.2f}",
+            "≤ 1.8 / 1.15",
+        ],
+        ["Time between tokens to one process", "overhead of the cluster", f"{overhead['tbt_ratio']:.2f}", "≤ 1.4"],
+        [
+            "The frontend's CPU time per request to a plain HTTP server's",
+            "frontend",
+            number(frontend["requests"]["frontend_cpu_over_floor"]),
+            "≤ 3",
+        ],
+        [
+            "Decisions to Dynamo's selector, by tokens / by hashes",
+            "conductor",
+            f"{_known(conductor, 'decisions_vs_dynamo_selector_tokens')} / {_known(conductor, 'decisions_vs_dynamo_selector_hashes')}",
+            "≥ 6",
+        ],
+    ]
+    linked = [
+        [question, f"[{section}](#{section.replace('/', '').replace(' ', '-').lower()})", figure, aim]
+        for question, section, figure, aim in rows
+    ]
+    return f"""## At a glance
+
+Each section names the script that repeats it, and says what bounds a figure that misses its aim.
+
+{table(["question", "section", "figure", "aim"], linked)}"""
+
+
+def _anchor(title: str) -> str:
+    """Return the anchor of a section's title."""
+    return title.replace("/", "").replace(" ", "-").lower()
+
+
+def _known(result: Result, name: str) -> str:
+    return number(result[name]) if name in result else "–"
+
+
+def _stalls(result: Result) -> str:
+    stalls = [failure["stall"] for name, failure in result["by_failure"].items() if name != "undisturbed"]
+    return f"{max(stall['median_ms'] for stall in stalls):.0f} / {max(stall['max_ms'] for stall in stalls):.0f} ms"
+
+
+def readme() -> str:
+    """Return the table of README.md."""
+    engine_result, _ = latest("engine-cpu")
+    pool_result, _ = latest("kvpool")
+    messenger_result, _ = latest("messenger")
+    conductor_result, _ = latest("conductor")
+    overload_result, _ = latest("overload")
+    group_result, _ = latest("prefill-group")
+    disaggregation = _disaggregation()
+    sizes, by_size = list(pool_result["by_size"]), pool_result["by_size"]
+    tcp = {
+        size: write_and_read(messenger_result["by_size"][size], "tcp_vs_mooncake", "throughput")
+        for size in ("64KiB", "1MiB", "16MiB")
+    }
+    modes = ", ".join(f"`{row['mode']}` {row['goodput']['mean']:.1f}" for row in overload_result["summaries"])
+    false = ", ".join(
+        f"`{row['mode']}` {row['false_rejects']['mean']:.0%} of {row['rejects_tried']}"
+        for row in overload_result["summaries"][1:]
+    )
+    speedups = [
+        (run.get("paced"), row["members"], row["speedup"]) for run in group_result["runs"] for row in run["rows"]
+    ]
+    real = [speedup for paced, members, speedup in speedups if members == 2 and not paced]
+
+    def span(members: int) -> str:
+        found = [speedup for paced, count, speedup in speedups if count == members and paced]
+        return f"{min(found):.1f} to {max(found):.1f}"
+
+    rows = [
+        [
+            "engine to `transformers`, same weights, one thread",
+            ", ".join(
+                f"{label} {number(engine_result[f'{key}_ratio'])}"
+                for key, label in (
+                    ("decode_b1", "decode at batch 1"),
+                    ("decode_b8", "at batch 8"),
+                    ("prefill_1024", "prefill"),
+                )
+            ),
+        ],
+        [
+            f"KV pool, {sizes[0]} to {sizes[-1]}, to Mooncake Store",
+            f"get {_span(by_size[size].get('get_vs_mooncake_store') for size in sizes)}, put "
+            f"{_span(by_size[size].get('put_vs_mooncake_store') for size in sizes)}, batched put "
+            + _span(
+                row["mooncake_put_batch_us"] / row["put_batch_us"]
+                for row in by_size.values()
+                if "mooncake_put_batch_us" in row
+            ),
+        ],
+        [
+            "messenger over tcp to Mooncake's Transfer Engine, writes / reads",
+            ", ".join(f"{size} {' / '.join(pair)}" for size, pair in tcp.items()),
+        ],
+        [
+            f"conductor, {conductor_result['nodes']:,} nodes, {conductor_result['blocks']:,} blocks, one core",
+            f"{conductor_result['decisions_per_s']:,.0f} decisions/s, p99 {conductor_result['decision_p99_us'] / 1e3:.2f} ms",
+        ],
+        ["goodput under twofold overload, simulated, requests/s", modes],
+        ["false rejects of the rejections judged there", false],
+        [
+            "prefill groups, time to first token of one long prompt",
+            f"two paced nodes {span(2)} times as fast, four {span(4)}; two real engines on two cores {real[-1]:.2f}",
+        ],
+        ["1 prefill + 1 decode node to 2 aggregated workers, same two cores", disaggregation],
+    ]
+    return table(["what", "figure (above 1: Moonpool is faster)"], rows)
+
+
+def _span(values: Iterable[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    return f"{number(min(found))} to {number(max(found))}" if found else "–"
+
+
+def _disaggregation() -> str:
+    """Return the ratios of medians at the lowest speed, disaggregated over aggregated."""
+    result, _ = latest("disaggregation")
+    speed = min(run["speed"] for run in result["runs"])
+
+    def median(shape: str, figure: str) -> float:
+        values = sorted(
+            run["figures"][figure] for run in result["runs"] if run["speed"] == speed and run["shape"].startswith(shape)
+        )
+        return float(values[len(values) // 2])
+
+    def ratio(figure: str) -> str:
+        return f"{median('1', figure) / median('2', figure):.2f}"
+
+    return f"TTFT p50 takes {ratio('ttft_p50_s')} times as long, TPOT p50 {ratio('tpot_p50_s')}; goodput {ratio('goodput_rps')}"
