@@ -11,7 +11,7 @@ Moonpool and its peers alternate within each round; a ratio is the median of the
 reported, and `decision_p10_us` is affected least. Dynamo is included if `ai-dynamo-runtime` can be imported;
 --peer-path adds a folder to search. The last line of output is JSON.
 
-    python benchmarks/conductor.py [--blocks 10000000] [--nodes 1000] [--live 4000] [--peer-path DIR]
+    python benchmarks/conductor.py [--blocks 10000000] [--nodes 1000] [--live 4000] [--peer-path DIR] [--store]
 """
 
 import argparse
@@ -41,6 +41,7 @@ from benchmarks.conducting.contents import (  # noqa: E402
     resident_nbytes,
 )
 from benchmarks.conducting.index import measure_index  # noqa: E402
+from benchmarks.stored import store  # noqa: E402
 from kvpool import PoolEvents  # noqa: E402
 
 PROMPT_TOKENS, PROMPT_BLOCK = 2048, 16
@@ -174,6 +175,7 @@ async def main() -> None:
     )
     parser.add_argument("--block-tokens", type=int, nargs="*", default=[TRACE_BLOCK, 16], help="block sizes at scale")
     parser.add_argument("--peer-path", default="", help="folder where ai-dynamo-runtime is installed")
+    parser.add_argument("--store", action="store_true", help="write the result")
     args = parser.parse_args()
     result: dict[str, Any] = {"cores": os.cpu_count(), "load_average_before": os.getloadavg()[0]}
     if args.rounds:
@@ -187,6 +189,8 @@ async def main() -> None:
     result["load_average_after"] = os.getloadavg()[0]
     for key, value in result.items():
         print(f"{key:40} {value:,.2f}" if isinstance(value, float) else f"{key:40} {value}")
+    if args.store:
+        store("conductor", result)
     print(json.dumps(result))
 
 

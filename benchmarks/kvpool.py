@@ -9,8 +9,8 @@ registered buffers, its segment on this host, no checksum) runs with its master 
 and ratios are medians over rounds. All memory has been touched before. Mooncake Store's blocks are removed after each
 round; the pool's are evicted when it is full. With --ssd-dir, kvpool_ssd.py measures the SSD tier.
 
-Run: python benchmarks/kvpool.py [--mooncake-python PATH] [--ssd-dir FOLDER]; the last line of output is JSON. Each
-ratio is the minimum over the sizes (`..._vs_memcpy`: from 1 MiB up); all figures are under `by_size`.
+Run: python benchmarks/kvpool.py [--mooncake-python PATH] [--ssd-dir FOLDER] [--store]; the last line of output is
+JSON. Each ratio is the minimum over the sizes (`..._vs_memcpy`: from 1 MiB up); all figures are under `by_size`.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)
 
+from benchmarks.stored import store  # noqa: E402
 from kvpool import (  # noqa: E402
     KvGroup,
     KvSpec,
@@ -331,6 +332,7 @@ def main() -> None:
         "--mooncake-python", help="Python with mooncake-transfer-engine; without it, Mooncake Store is skipped"
     )
     parser.add_argument("--ssd-dir", type=Path, help="folder on a disk in which to measure the SSD tier")
+    parser.add_argument("--store", action="store_true", help="write the result")
     args = parser.parse_args()
     result = measure(args.sizes, args.rounds, args.mooncake_python)
     if args.mooncake_python is None:
@@ -340,6 +342,8 @@ def main() -> None:
 
         ssd = kvpool_ssd.measure(args.ssd_dir, min(args.rounds, 5), args.sizes)
         result |= {key: value for key, value in ssd.items() if key.startswith("ssd_")} | {"ssd": ssd}
+    if args.store:
+        store("kvpool", result)
     print(json.dumps(result))
 
 

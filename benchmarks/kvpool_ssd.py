@@ -9,8 +9,8 @@ same round, with the fastest of fio's engines (determined per case in a prelimin
   it).
 - write_unsynced: the same bytes through the store's I/O path only, compared with fio without sync.
 
-Run: python benchmarks/kvpool_ssd.py [--dir FOLDER] [--rounds N]; the last line of output is JSON. It writes several GB
-to a temporary folder, which is removed at the end.
+Run: python benchmarks/kvpool_ssd.py [--dir FOLDER] [--rounds N] [--store]; the last line of output is JSON. It writes
+several GB to a temporary folder, which is removed at the end.
 """
 
 import argparse
@@ -32,6 +32,7 @@ import numpy as np
 # Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.stored import store  # noqa: E402
 from kvpool import KvGroup, KvSpec  # noqa: E402
 from kvpool.ssd import SsdConfig, SsdEntry, SsdRead, SsdStore, SsdWrite  # noqa: E402
 from kvpool.ssd.disk import (  # noqa: E402
@@ -219,6 +220,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes per block, from " + str(SIZES))
     parser.add_argument("--depths", default=",".join(map(str, DEPTHS)), help="I/Os in flight")
+    parser.add_argument("--store", action="store_true", help="write the result")
     options = parser.parse_args()
     sizes, depths = ([int(each) for each in text.split(",")] for text in (options.sizes, options.depths))
     result = measure(options.dir, options.rounds, sizes, depths)
@@ -227,6 +229,8 @@ def main() -> None:
             print(f"{size:>8} {depth:8} " + "  ".join(f"{kind} {value}" for kind, value in kinds.items()))
     if not result["fio"]:
         print("fio was not found: no ratios")
+    if options.store:
+        store("kvpool-ssd", result)
     print(json.dumps(result))
 
 

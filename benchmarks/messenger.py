@@ -19,7 +19,7 @@ Peers are included if they are installed:
     python -m venv nixl && nixl/bin/pip install nixl-cu12 numpy                                   # --nixl-python
     apt install iperf3
 
-Run: python benchmarks/messenger.py [--mooncake-python PATH] [--nixl-python PATH] [--rounds N] [--picture FILE]; the
+Run: python benchmarks/messenger.py [--mooncake-python PATH] [--nixl-python PATH] [--rounds N] [--store]; the
 last line of output is JSON: each ratio `<ours>_vs_<theirs>` is the minimum throughput ratio over all sizes and both
 directions (`..._latency`: the latency ratio; iperf3 and memcpy: from 1 MiB up), and all of them are under `by_size`.
 """
@@ -38,6 +38,7 @@ from typing import Any
 # Replace this folder on the path by the repository root: this file would hide the package messenger.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.stored import PICTURES, store  # noqa: E402
 from benchmarks.transfers.contenders import ContenderScript, Iperf3, Turn, TurnFailed, has, has_iperf3  # noqa: E402
 from benchmarks.transfers.figures import DIRECTIONS, PAIRS, Rounds, slices_vs_one_piece, summary  # noqa: E402
 
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these contenders, such as: tcp plain_socket")
     parser.add_argument("--mooncake-python", default=sys.executable, help="Python with Mooncake's Transfer Engine")
     parser.add_argument("--nixl-python", default=sys.executable, help="Python with NIXL")
-    parser.add_argument("--picture", type=Path, help="file for a picture of the figures (.svg or .png)")
+    parser.add_argument("--store", action="store_true", help="write the result and the picture")
     arguments = parser.parse_args()
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -195,10 +196,11 @@ def main() -> None:
         **({"slices_vs_one_piece": min(slices.values()), "slices_vs_one_piece_by": slices} if slices else {}),
         **told,
     }
-    if arguments.picture is not None:
+    if arguments.store:
         from benchmarks.transfers.picture import draw
 
-        draw(result, arguments.picture)
+        store("messenger", result)
+        draw(result, PICTURES / "messenger.svg")
     for name, reason in absent.items():
         print(f"{name} was skipped: {reason}")
     print(json.dumps(result))

@@ -1,6 +1,6 @@
 """Cost of frontend and conductor with nodes that compute nothing, and stalls of their event loops.
 
-    python -m benchmarks.frontend [--requests N] [--streams N] [--rounds N]
+    python -m benchmarks.frontend [--requests N] [--streams N] [--rounds N] [--store]
 
 The conductor (with its decision log) and the frontend are real; the nodes implement the real protocol and compute
 nothing. The baseline ("floor") is a bare uvicorn that streams events of the same size. Both alternate:
@@ -34,6 +34,7 @@ import aiohttp
 
 from benchmarks.frontend.load import StreamedAnswer, ask, gaps, many, percentile
 from benchmarks.frontend.processes import Served, floor, long_folder, scripted_cluster
+from benchmarks.stored import store
 
 Figures = dict[str, Any]
 LONG = 128_000
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.5, help="seconds between two tokens of a stream")
     parser.add_argument("--long", type=int, default=3, help="sequential long prompts of each kind")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of requests")
+    parser.add_argument("--store", action="store_true", help="write the result")
     args = parser.parse_args()
     result: Figures = {}
     with tempfile.TemporaryDirectory() as name:
@@ -175,6 +177,8 @@ def main() -> None:
             over = ours["cpu_us_per_token"]["frontend"] / theirs["cpu_us_per_token"]["frontend"]
             result["streams"] = {"moonpool": ours, "floor": theirs, "frontend_cpu_over_floor": over}
     print(json.dumps(result, indent=1))
+    if args.store:
+        store("frontend", result)
     print(json.dumps(result))
 
 
