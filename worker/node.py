@@ -134,6 +134,11 @@ class WorkerNode:
         )
         self._reporting = asyncio.create_task(self.reporter.run())
 
+    @property
+    def has_started(self) -> bool:
+        """True once `start` has found the pool node, so that requests can be served."""
+        return self._reporting is not None
+
     def _description(self) -> Node:
         return Node(
             node_id=self.config.node_id,

@@ -153,7 +153,7 @@ class WorkerService(WorkerServicer):
                     attempt=submit.attempt,
                     code=error.code,
                     message=str(error),
-                    retryable=error.code == "draining",
+                    retryable=error.code in ("draining", "starting"),
                 ),
             )
 
@@ -172,6 +172,8 @@ class WorkerService(WorkerServicer):
     def checked(self, submit: Submit) -> Request:
         """Parse a submit. Raises RequestRefused if this node cannot serve it now."""
         node = self.node
+        if not node.has_started:
+            raise RequestRefused("starting", f"{node.config.node_id} starts: it waits for its pool node")
         if node.draining.is_set():
             raise RequestRefused("draining", f"{node.config.node_id} is draining")
         if submit.model != node.config.model.name:

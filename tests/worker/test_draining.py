@@ -7,17 +7,21 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conductor.config import ConductorConfig
 from conductor.server import serve_conductor
 from engine import Model
+from kvpool import chain_keys, chain_seed
 from moonpool.role_process.worker import serve_worker
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE
 from moonpool_proto.v1.conductor_pb2 import DrainNodeRequest
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from moonpool_proto.v1.worker_pb2 import Submit
 from rpc.control import open_channel
 from settings.keys import assemble
+from tests.worker.node_pair import Frontend
 from worker.config import WorkerConfig
 
 Start = Callable[..., Awaitable[Any]]
@@ -65,7 +69,9 @@ async def test_a_prompt_that_comes_to_a_node_turned_decode_is_refused_for_anothe
     await pair.at_rest()
 
 
-async def test_a_worker_stops_even_while_it_waits_for_its_pool_node(tmp_path: Path, model_path: Path) -> None:
+async def test_a_worker_that_waits_for_its_pool_node_refuses_what_comes_and_stops(
+    tmp_path: Path, model_path: Path, prompt: Prompt
+) -> None:
     config = assemble(
         WorkerConfig,
         device="cpu",
@@ -79,10 +85,33 @@ async def test_a_worker_stops_even_while_it_waits_for_its_pool_node(tmp_path: Pa
         block_tokens=8,
         capacity_tokens=256,
     )
-    stop = asyncio.Event()
-    stop.set()
-    async with asyncio.timeout(20):
-        await serve_worker(config, "aggregated", stop, lambda target: pytest.fail("it was never ready"))
+    stop, frontend = asyncio.Event(), Frontend()
+    ids = np.array(prompt(20), "<i4")
+    seed = chain_seed("", "test", 8)
+    early = Submit(
+        request_id="early",
+        attempt=1,
+        frontend_id="front",
+        model="m",
+        prompt_ids=ids.tobytes(),
+        chain=chain_keys(seed, ids, 8).tobytes(),
+        chain_seed=seed,
+        timeout_s=60,
+    )
+    early.sampling.max_tokens = 4
+    async with asyncio.timeout(60):
+        serving = asyncio.create_task(
+            serve_worker(config, "aggregated", stop, lambda target: pytest.fail("it was never ready"))
+        )
+        while not (tmp_path / "lonely.sock").exists():
+            await asyncio.sleep(0.01)
+        await frontend.attach("lonely", f"unix:{tmp_path}/lonely.sock")
+        request = await frontend.submit(early, "lonely")
+        await request.ended.wait()
+        assert [(f.code, f.retryable) for f in request.failures] == [("starting", True)]
+        await frontend.close()
+        stop.set()
+        await serving
 
 
 async def test_a_worker_that_the_conductor_drains_leaves_and_says_so(tmp_path: Path, model_path: Path) -> None:
