@@ -120,3 +120,25 @@ def drop_rail() -> Iterator[Callable[[int], Callable[[], None]]]:
     yield drop
     for rule in rules:
         subprocess.run(["iptables", "-D", *rule], check=True)
+
+
+@pytest.fixture
+def slow_rail() -> Iterator[Callable[[int, float], Callable[[], None]]]:
+    """`heal = slow_rail(number, bytes_per_s)`: limit what this host sends on a rail, until `heal()`."""
+    slow: set[str] = set()
+
+    def slowed(number: int, bytes_per_s: float) -> Callable[[], None]:
+        device = f"eth{number}"
+        limit = ["rate", f"{8 * bytes_per_s:.0f}bit", "burst", "32kb", "limit", "16mb"]  # it queues and drops nothing
+        subprocess.run(["tc", "qdisc", "add", "dev", device, "root", "tbf", *limit], check=True)
+        slow.add(device)
+
+        def heal() -> None:
+            subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=True)
+            slow.remove(device)
+
+        return heal
+
+    yield slowed
+    for device in slow:
+        subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=True)

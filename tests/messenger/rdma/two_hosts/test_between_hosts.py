@@ -1,6 +1,7 @@
 """The rdma transport between two machines: bytes over both rails, a host that dies, rails that fall silent."""
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,34 @@ def test_slices_of_a_rail_that_falls_silent_go_by_the_other_and_the_rail_returns
         return all(nbytes > silent[rail] for rail, nbytes in _nbytes_by_rail(near).items())
 
     wait_until(has_returned, "both rails carry again", 30)
+    assert far.ask("digest") == _digest(near)
+
+
+def test_a_rail_that_slows_down_tenfold_is_left_in_mid_transfer_and_returns(
+    make_near_node: Any, make_far_child: Any, slow_rail: Any, wait_until: Callable[..., None]
+) -> None:
+    near, far = make_near_node("near", NBYTES, rdma_silence_s=60.0), make_far_child("far", NBYTES)
+    peer = near.messenger.connect(far.endpoint)
+    for fill in (1, 2, 3):  # so that both speeds are known
+        near.fill(fill)
+        began_s = time.monotonic()
+        peer.write(far.key, near.region, SLICES).result()
+    usual_s = time.monotonic() - began_s
+    writes = [peer.write(far.key, near.region, SLICES, deadline_s=250) for _ in range(4)]
+    heal = slow_rail(1, NBYTES / 2 / usual_s / 10)
+    for future in writes:
+        future.result()
+    assert far.ask("digest") == _digest(near)
+    assert near.messenger.counters()["rdma_failovers"] == 1
+    heal()
+    near.fill(4)
+    slow = _nbytes_by_rail(near)
+
+    def has_returned() -> bool:
+        peer.write(far.key, near.region, SLICES).result()
+        return all(nbytes > slow[rail] for rail, nbytes in _nbytes_by_rail(near).items())
+
+    wait_until(has_returned, "both rails carry again", 60)
     assert far.ask("digest") == _digest(near)
 
 
