@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from messenger.rdma.policy.rail_health import RailHealth, RailState
+from messenger.path_health import PathHealth, PathState
 
 STALL_S: Final = 0.1
 """Shortest time without progress after which a path is stalled."""
@@ -64,7 +64,7 @@ class _Path:
     """State of one path."""
 
     def __init__(self) -> None:
-        self.health = RailHealth()
+        self.health = PathHealth()
         self.bytes_s: float | None = None
         self.round_trip_s = 0.0
         self.in_flight_nbytes = 0
@@ -82,7 +82,7 @@ class _Path:
 
     @property
     def is_up(self) -> bool:
-        return self.health.state is RailState.UP
+        return self.health.state is PathState.UP
 
     def add(self, sample: PathSample, now_s: float) -> None:
         self.in_flight_nbytes = sample.in_flight_nbytes
@@ -197,7 +197,7 @@ class PathPolicy:
         probed.is_probed = False
         if answered:
             probed.alive_s = now_s
-        if probed.health.state is not RailState.PROBING:
+        if probed.health.state is not PathState.PROBING:
             return False
         if not answered:
             probed.health.failed(_ns(now_s))
@@ -209,7 +209,7 @@ class PathPolicy:
 
     def next_probe_s(self) -> float | None:
         """Return the time at which the next rest ends; None if no path rests."""
-        resting = [path.health.rested_ns for path in self._paths if path.health.state is RailState.RESTING]
+        resting = [path.health.rested_ns for path in self._paths if path.health.state is PathState.RESTING]
         return min(resting) / 1e9 if resting else None
 
     def _others(self, path: _Path) -> list[_Path]:

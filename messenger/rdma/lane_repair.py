@@ -25,10 +25,10 @@ import msgpack
 from messenger.counters import Counters
 from messenger.errors import ProtocolError
 from messenger.frames import Fabric, encode
+from messenger.path_health import PathState
 from messenger.rdma.connection_io import ConnectionIO
 from messenger.rdma.lane import Lane
 from messenger.rdma.memory import FrameMemory
-from messenger.rdma.policy.rail_health import RailState
 from messenger.rdma.verbs.queue_pair import RemoteQueuePair
 
 _log = logging.getLogger(__name__)
@@ -79,12 +79,12 @@ class LaneRepair:
         rails = self._io.rails
         if not self._leads:
             return False
-        if rails.state(index) is RailState.UP and rails.frame_rail == index:
+        if rails.state(index) is PathState.UP and rails.frame_rail == index:
             return False
         self._io.lanes[index].pair.fail()
         self._trying.pop(index, None)
         self._returning.pop(index, None)
-        if rails.state(index) is RailState.PROBING:
+        if rails.state(index) is PathState.PROBING:
             self._io.lane_lost(index)
         else:
             self._going.add(index)
@@ -149,7 +149,7 @@ class LaneRepair:
         self._send(RepairMessage.IS_DOWN, index)
 
     def _come_up(self, index: int, end: tuple[int, int, int] | None) -> None:
-        if self._io.rails.state(index) is RailState.UP:
+        if self._io.rails.state(index) is PathState.UP:
             raise ProtocolError("received a new end for a lane that is not down")
         try:
             lane = self._replace(index)
@@ -179,7 +179,7 @@ class LaneRepair:
     def _is_up(self, index: int, end: tuple[int, int, int] | None) -> None:
         lane = self._io.lanes[index]
         # Otherwise the lane may be in use, and work in flight on it would land after being posted again.
-        if self._io.rails.state(index) is not RailState.PROBING or lane.pair.connected:
+        if self._io.rails.state(index) is not PathState.PROBING or lane.pair.connected:
             raise ProtocolError("received an end for a lane that is not down")
         try:
             self._connect(lane, end)

@@ -23,9 +23,9 @@ from typing import Final
 
 import numpy as np
 
+from messenger.path_health import PathHealth, PathState
 from messenger.rdma.policy.batch_split import CUT_NBYTES, shares, take
 from messenger.rdma.policy.posting import Announce, Instruction, Limits, Post, RailSpec
-from messenger.rdma.policy.rail_health import RailHealth, RailState
 from messenger.rdma.policy.rail_speed import RailSpeed
 from messenger.slices import NBYTES, Rows
 from rpc.errors import InvalidArgument
@@ -65,7 +65,7 @@ class _Batch:
 class _Rail:
     spec: RailSpec
     speed: RailSpeed
-    health: RailHealth = field(default_factory=RailHealth)
+    health: PathHealth = field(default_factory=PathHealth)
     in_flight_nbytes: int = 0
     in_flight_rows: int = 0
     posts: dict[int, Post] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Rails:
         """Number of batches that are not done."""
         return len(self._batches)
 
-    def state(self, rail: int) -> RailState:
+    def state(self, rail: int) -> PathState:
         return self._rails[rail].health.state
 
     def bytes_s(self, rail: int, now_ns: int) -> float:
@@ -149,7 +149,7 @@ class Rails:
         found = []
         for index, rail in enumerate(self._rails):
             bytes_s = measured[index] or slowest
-            if not rail.posts or bytes_s is None or rail.health.state is not RailState.UP:
+            if not rail.posts or bytes_s is None or rail.health.state is not PathState.UP:
                 continue
             oldest = next(iter(rail.posts.values()))
             since_ns = max(rail.done_ns, oldest.posted_ns)
@@ -253,13 +253,13 @@ class Rails:
 
     def next_probe_ns(self) -> int | None:
         """Return the time at which the next rest ends; None if no rail rests."""
-        resting = [rail.health for rail in self._rails if rail.health.state is RailState.RESTING]
+        resting = [rail.health for rail in self._rails if rail.health.state is PathState.RESTING]
         return min((health.rested_ns for health in resting), default=None)
 
     def rail_returned(self, rail: int, now_ns: int) -> None:
         """Use the rail again after a successful probe."""
         returned = self._rails[rail]
-        if returned.health.state is not RailState.PROBING:
+        if returned.health.state is not PathState.PROBING:
             raise InvalidArgument(f"rail {returned.spec.name} was not being probed")
         returned.health.returned(now_ns)
         returned.speed.forget()
@@ -273,10 +273,10 @@ class Rails:
         for index, rail in enumerate(self._rails):
             assert rail.in_flight_nbytes == sum(post.nbytes for post in rail.posts.values())
             assert rail.in_flight_rows == sum(len(post.rows) for post in rail.posts.values())
-            assert rail.health.state is RailState.UP or not rail.posts
+            assert rail.health.state is PathState.UP or not rail.posts
             assert all(self._batches[post.batch].posts[post.number] is post for post in rail.posts.values())
             assert all(post.rail == index for post in rail.posts.values())
-        assert self.all_are_up == all(rail.health.state is RailState.UP for rail in self._rails)
+        assert self.all_are_up == all(rail.health.state is PathState.UP for rail in self._rails)
         assert self._waiting_nbytes == sum(batch.waiting_nbytes for batch in self._batches.values())
         for batch in self._batches.values():
             assert not batch.is_done
@@ -404,7 +404,7 @@ class Rails:
 
     def _find_usable(self) -> None:
         """Update the usable rails: those that are up, spares only if no other is."""
-        up = [rail for rail, each in enumerate(self._rails) if each.health.state is RailState.UP]
+        up = [rail for rail, each in enumerate(self._rails) if each.health.state is PathState.UP]
         self.all_are_up = len(up) == len(self._rails)
         self._usable = [rail for rail in up if not self._rails[rail].spec.is_spare] or up
 

@@ -10,9 +10,9 @@ import pytest
 from messenger.counters import Counters
 from messenger.errors import ProtocolError
 from messenger.frames import Fabric
+from messenger.path_health import PathState
 from messenger.rdma.connection_io import ConnectionIO
 from messenger.rdma.lane_repair import LaneRepair, RepairMessage
-from messenger.rdma.policy.rail_health import RailState
 
 END = (17, 0, 1)
 
@@ -49,7 +49,7 @@ def test_a_lane_in_use_is_not_taken_away_by_an_answer_or_an_end_that_nobody_aske
     repairs.receive(Fabric(msgpack.packb((step, 1, end))))
     with pytest.raises(ProtocolError, match="not down"):
         repairs.work()
-    assert io.rails.state(1) is RailState.UP
+    assert io.rails.state(1) is PathState.UP
     assert io.lanes == lanes
 
 
@@ -62,4 +62,4 @@ def test_a_lane_that_answered_is_not_connected_again() -> None:
     repairs.receive(Fabric(msgpack.packb((RepairMessage.IS_UP, 1, END))))
     with pytest.raises(ProtocolError, match="not down"):
         repairs.work()
-    assert io.rails.state(1) is RailState.PROBING
+    assert io.rails.state(1) is PathState.PROBING

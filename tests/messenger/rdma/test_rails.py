@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from messenger.path_health import FIRST_REST_NS, HEALED_AFTER_NS, LONGEST_REST_NS
 from messenger.rdma.policy.batch_split import CUT_NBYTES, shares, take
 from messenger.rdma.policy.posting import Announce, Instruction, Limits, Post, RailSpec
-from messenger.rdma.policy.rail_health import FIRST_REST_NS, HEALED_AFTER_NS, LONGEST_REST_NS
 from messenger.rdma.policy.rail_speed import FORGET_NS, RailSpeed
 from messenger.rdma.policy.rails import Rails
 from messenger.slices import NBYTES, Rows, coalesced

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from messenger.path_health import FIRST_REST_NS, LONGEST_REST_NS, PathState
 from messenger.rdma.policy.posting import Announce, Instruction, Limits, Post, RailSpec
-from messenger.rdma.policy.rail_health import FIRST_REST_NS, LONGEST_REST_NS, RailState
 from messenger.rdma.policy.rails import Rails
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows
 
@@ -57,7 +57,7 @@ class Fabric(RuleBasedStateMachine):
     @rule()
     def post(self) -> None:
         for each in self.rails.due(self.now_ns):
-            assert self.rails.state(each.rail) is RailState.UP
+            assert self.rails.state(each.rail) is PathState.UP
             self.queues[each.rail].append(each)
 
     @rule(rail=st.integers(0, 3))
@@ -117,7 +117,7 @@ class Fabric(RuleBasedStateMachine):
 
     @rule(rail=st.integers(0, 3))
     def fail(self, rail: int) -> None:
-        if rail < len(self.queues) and self.rails.state(rail) is RailState.UP:
+        if rail < len(self.queues) and self.rails.state(rail) is PathState.UP:
             self.queues[rail].clear()
             self.untold[rail].clear()
             self.rails.rail_failed(rail, self.now_ns)

@@ -1,4 +1,4 @@
-"""Retry schedule of failed rails: rests that grow with every consecutive failure."""
+"""Retry schedule of failed network paths, RDMA rails included: rests that grow with every consecutive failure."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -11,33 +11,33 @@ HEALED_AFTER_NS: Final = 60_000 * _MS
 """Time without failures after which the next rest is the shortest again."""
 
 
-class RailState(Enum):
+class PathState(Enum):
     UP = "up"
     RESTING = "resting"
     PROBING = "probing"
 
 
 @dataclass
-class RailHealth:
-    """State of one rail: UP → RESTING (it failed) → PROBING (the rest is over, it is rebuilt) → UP or RESTING."""
+class PathHealth:
+    """State of one path: UP → RESTING (it failed) → PROBING (the rest is over, it is tested) → UP or RESTING."""
 
-    state: RailState = RailState.UP
+    state: PathState = PathState.UP
     failures: int = 0
     since_ns: int = 0
     rest_ns: int = 0
 
     def failed(self, now_ns: int) -> None:
-        """Start a rest, from UP or PROBING: twice as long as the last, unless the rail worked for HEALED_AFTER_NS."""
-        if self.state is RailState.RESTING:
+        """Start a rest, from UP or PROBING: twice as long as the last, unless the path worked for HEALED_AFTER_NS."""
+        if self.state is PathState.RESTING:
             return
-        if self.state is RailState.UP and now_ns - self.since_ns >= HEALED_AFTER_NS:
+        if self.state is PathState.UP and now_ns - self.since_ns >= HEALED_AFTER_NS:
             self.failures = 0
         self.rest_ns = min(FIRST_REST_NS << min(self.failures, 16), LONGEST_REST_NS)
         self.failures += 1
-        self._become(RailState.RESTING, now_ns)
+        self._become(PathState.RESTING, now_ns)
 
     def is_rested(self, now_ns: int) -> bool:
-        return self.state is RailState.RESTING and now_ns >= self.rested_ns
+        return self.state is PathState.RESTING and now_ns >= self.rested_ns
 
     @property
     def rested_ns(self) -> int:
@@ -46,12 +46,12 @@ class RailHealth:
 
     def probe(self, now_ns: int) -> None:
         """Enter PROBING after the rest."""
-        self._become(RailState.PROBING, now_ns)
+        self._become(PathState.PROBING, now_ns)
 
     def returned(self, now_ns: int) -> None:
-        """Enter UP. Earlier failures count until the rail has worked for HEALED_AFTER_NS."""
-        self._become(RailState.UP, now_ns)
+        """Enter UP. Earlier failures count until the path has worked for HEALED_AFTER_NS."""
+        self._become(PathState.UP, now_ns)
 
-    def _become(self, state: RailState, now_ns: int) -> None:
+    def _become(self, state: PathState, now_ns: int) -> None:
         self.state = state
         self.since_ns = now_ns
