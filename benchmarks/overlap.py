@@ -10,6 +10,8 @@ computed, one layer of the shorter one: this is the bound.
 
     load   an aggregated worker reuses KV from a pool node and computes the rest; until the first token. `whole`: the
            same when all layers are loaded before the first one is computed
+    chunks the same on a prefill node whose chunks are a quarter of the rest; the decode node, beside the pool node,
+           reads the reused KV from shared memory
     push   a prefill node computes a prompt and pushes it to a decode node; until the first token of the decode node,
            which the request takes over when all KV has arrived
 
@@ -60,7 +62,8 @@ BLOCK, VOCAB = 64, 2048
 MOVED_TOKENS, NEW_TOKENS = 2048, 255  # tokens whose KV is moved, and tokens that a load leaves to compute
 KV_BYTES = 16 << 10  # per token
 OPEN_ADDRESS, PROXIED_ADDRESS = "127.0.0.1", "127.0.0.2"
-MODES = ("load", "push")
+MODES = ("load", "chunks", "push")
+TITLES = ("load of reused KV", "load, rest in four chunks", "push to the decode node")
 # Makes a worker read all layers before it computes, as if every load were small.
 WHOLE = "import sys, worker.kv_loading as k; k.LEAST_READ_NBYTES = 1 << 60; from moonpool.cli import main; main()"
 
@@ -75,8 +78,21 @@ class Setup:
     whole: bool = False
 
     @property
+    def loads(self) -> bool:
+        return self.mode != "push"
+
+    @property
+    def workers(self) -> list[str]:
+        return ["aggregated"] if self.mode == "load" else ["prefill", "decode"]
+
+    @property
     def computed_tokens(self) -> int:
-        return NEW_TOKENS if self.mode == "load" else MOVED_TOKENS
+        return NEW_TOKENS if self.loads else MOVED_TOKENS
+
+    def placement(self, name: str) -> list[str]:
+        """Return a node's transport and host flags; nodes of the same host may use its shared memory."""
+        beside = self.mode == "chunks" and name in ("pool", "decode")
+        return ["--transport", "auto", "--host-id", "pool"] if beside else ["--transport", "tcp", "--host-id", name]
 
     def transfer_rate(self, ratio: float) -> float:
         """Return the bytes per second at which the transfer takes `ratio` times as long as the computation."""
@@ -192,9 +208,9 @@ def processes(setup: Setup, folder: Path) -> Iterator[tuple[dict[str, str], Thro
     instant = profile_of("instant")
     prefill = replace(instant.prefill, per_token_s=setup.compute_s / setup.computed_tokens)
     save_profile(replace(instant, name="overlap", prefill=prefill), folder / "profile.json")
-    workers = ["aggregated"] if setup.mode == "load" else ["prefill", "decode"]
+    workers = setup.workers
     names = ["conductor", "pool", *workers]
-    proxied = "pool" if setup.mode == "load" else "decode"
+    proxied = "pool" if setup.loads else "decode"
     targets = {name: f"unix:{folder}/{name}.sock" for name in names}
     running: list[subprocess.Popen[bytes]] = []
     proxy: ThrottledProxy | None = None
@@ -203,8 +219,8 @@ def processes(setup: Setup, folder: Path) -> Iterator[tuple[dict[str, str], Thro
             command = ["node", name, "--listen", targets[name]]
             if name != "conductor":
                 port = free_port()
-                command += ["--node-id", name, "--transport", "tcp", "--conductor", targets["conductor"]]
-                command += ["--host-id", name, "--data-host", OPEN_ADDRESS, "--data-port", str(port)]
+                command += ["--node-id", name, *setup.placement(name), "--conductor", targets["conductor"]]
+                command += ["--data-host", OPEN_ADDRESS, "--data-port", str(port)]
                 command += ["--data-advertise", PROXIED_ADDRESS if name == proxied else OPEN_ADDRESS]
             if name == proxied:
                 proxy = ThrottledProxy(PROXIED_ADDRESS, OPEN_ADDRESS, port)
@@ -212,12 +228,12 @@ def processes(setup: Setup, folder: Path) -> Iterator[tuple[dict[str, str], Thro
                 command += ["--pool-bytes", "1GiB"]
             elif name in workers:
                 # Every prompt takes all slots, so that its prefix is never found here but in the pool.
-                capacity = MOVED_TOKENS + (NEW_TOKENS + 1 if setup.mode == "load" else BLOCK)
+                capacity = MOVED_TOKENS + (NEW_TOKENS + 1 if setup.loads else BLOCK)
                 command += ["--pool", targets["pool"], "--model", str(model), "--served-model-name", "m"]
                 command += ["--engine", "paced", "--paced-profile", str(folder / "profile.json")]
                 command += ["--paced-kv-bytes", str(KV_BYTES), "--paced-answer-tokens", "0"]
                 command += ["--block-tokens", str(BLOCK), "--capacity-tokens", str(capacity)]
-                command += ["--prefill-chunk-tokens", "4096"]
+                command += ["--prefill-chunk-tokens", str((NEW_TOKENS + 1) // 4 if setup.mode == "chunks" else 4096)]
             program = ["-c", WHOLE] if setup.whole and name in workers else ["-m", "moonpool"]
             running.append(
                 subprocess.Popen(
@@ -254,7 +270,7 @@ async def measure(
 
     async def load(name: str) -> float:
         prompt = np.concatenate([prefixes[next(turns) % 2], ids(NEW_TOKENS)])
-        took_s, cached = await client.ask(name, prompt, node="aggregated", num_tokens=1)
+        took_s, cached = await client.ask(name, prompt, node=setup.workers[0], num_tokens=1)
         if cached != MOVED_TOKENS and not name.startswith("warm up"):
             raise SystemExit(
                 f"{cached} of {MOVED_TOKENS} tokens came from the pool: a read has failed, or slots had them"
@@ -262,17 +278,17 @@ async def measure(
         return took_s
 
     async def push(name: str) -> float:
-        took_s, _ = await client.ask(name, ids(MOVED_TOKENS), node="prefill", num_tokens=2)
+        took_s, _ = await client.ask(name, ids(MOVED_TOKENS), node=setup.workers[0], num_tokens=2)
         return took_s
 
     rows = []
     try:
         await client.attach()
-        await client.begin("aggregated" if setup.mode == "load" else "prefill")
-        if setup.mode == "load":
+        await client.begin(setup.workers[0])
+        if setup.loads:
             for i, prefix in enumerate(prefixes):
-                await client.ask(f"store {i}", prefix, node="aggregated", num_tokens=1)
-        run = load if setup.mode == "load" else push
+                await client.ask(f"store {i}", prefix, node=setup.workers[0], num_tokens=1)
+        run = load if setup.loads else push
         for turn in range(2):
             await run(f"warm up {turn}")
         for ratio in ratios:
@@ -313,8 +329,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     colours = dict(zip(counts, ("#0969da", "#8250df", "#1a7f37", "#bf8700"), strict=False))
     compute_s = result["compute_s"]
     with plt.rc_context({"svg.hashsalt": "overlap", "font.size": 9.0, "axes.titlelocation": "left"}):
-        figure, both = plt.subplots(1, 2, figsize=(9.0, 3.6), layout="constrained", sharey=True)
-        for axes, mode in zip(both, MODES, strict=True):
+        figure, panels = plt.subplots(1, len(MODES), figsize=(12.5, 3.6), layout="constrained", sharey=True)
+        for axes, mode, title in zip(panels, MODES, TITLES, strict=True):
             ratios = sorted({row["ratio"] for row in result["rows"]})
             line = np.geomspace(ratios[0], ratios[-1], 100)
             axes.plot(line, 1 + line, color="#cf222e", linestyle=":", label="compute + transfer")
@@ -334,14 +350,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
                         )
             axes.set_xscale("log", base=2)
             axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
-            axes.set_title("load of reused KV" if mode == "load" else "push to the decode node")
+            axes.set_title(title)
             axes.set_xlabel("transfer time / compute time")
             axes.grid(color="#d8dee4", linewidth=0.7)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False, fontsize=8, loc="upper left")
-        both[0].set_ylabel("time until the token / compute time")
-        both[0].set_ylim(0, None)
+        panels[0].set_ylabel("time until the token / compute time")
+        panels[0].set_ylim(0, None)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 

@@ -55,6 +55,7 @@ class Engine(ABC):
     fingerprint: str
     hardware = ""  # name of the device in cost profiles; empty if nothing is computed
     label = ""  # name of the stand-in; empty for a real model
+    allows_long_steps = True  # the memory of a step does not grow with the product of its tokens and their context
 
     @abstractmethod
     def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> EngineMemory:

@@ -83,9 +83,13 @@ class EngineLoop:
         steps: StepRunner,
         limits: BatchLimits,
         on_step: Callable[[StepResult], None],
+        *,
+        allows_long_steps: bool = False,
     ) -> None:
+        """`allows_long_steps`: prompts that wait for reused KV may be computed in longer steps than `limits`."""
         self._steps = steps
         self._limits = limits
+        self._arriving_limits = limits.while_arriving() if allows_long_steps else limits
         self._on_step = on_step
         self._on_layer: LayerHook | None = None
         self._wake = threading.Condition()
@@ -178,12 +182,15 @@ class EngineLoop:
                 self._step_share(prompts[0])
                 continue
             prompts = [s for s in prompts if s.group_chunks is None]
-            if not (ready or prompts):
+            limits = self._limits
+            if arriving and not (ready or prompts):
                 prompts = arriving[:1]
+                if prompts[0].prefill_only:  # where sequences decode, the next one waits for the end of the step
+                    limits = self._arriving_limits
             plan = plan_step(
                 [s.remaining for s in ready],
                 [(s.num_computed, s.prompt_len) for s in prompts],
-                self._limits,
+                limits,
             )
             if not plan.is_empty:
                 self._step([ready[i] for i in plan.decode], [(prompts[c.index], c) for c in plan.prefill])

@@ -84,7 +84,12 @@ class WorkerNode:
         self.parity = ParityChecker(self.memory, config.kv.kv_parity_sample)
         self.streams = TokenStreams()
         limits = BatchLimits(config.engine.max_batch, config.engine.prefill_chunk_tokens, config.block_tokens)
-        self.engine = EngineLoop(self.model.steps(self.memory), limits, self._on_step_thread)
+        self.engine = EngineLoop(
+            self.model.steps(self.memory),
+            limits,
+            self._on_step_thread,
+            allows_long_steps=self.model.allows_long_steps,
+        )
         self.draining = asyncio.Event()
         self.broken: asyncio.Future[str] = (
             asyncio.get_running_loop().create_future()

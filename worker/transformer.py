@@ -175,6 +175,7 @@ class Transformer(Engine):
         self.config = model.config
         self.fingerprint = model.fingerprint
         self.hardware = hardware
+        self.allows_long_steps = model.device.type == "cpu"
         self._kv = kv
 
     @classmethod

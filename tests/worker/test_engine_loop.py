@@ -27,13 +27,14 @@ BLOCK = 8
 class Harness:
     """An engine loop over a cache of its own, driven from the test's thread."""
 
-    def __init__(self, model: Model, hook: LayerHook | None = None) -> None:
+    def __init__(self, model: Model, hook: LayerHook | None = None, *, allows_long_steps: bool = False) -> None:
         self.model = model
         self.steps: queue.Queue[StepResult] = queue.Queue()
         self.slots = SlotPool(64)
         cache = PagedCache(model.kv_groups, (64,) * len(model.kv_groups), block_tokens=BLOCK)
         limits = BatchLimits(max_batch=8, chunk_tokens=24, block_tokens=BLOCK)
-        self.loop = EngineLoop(ModelSteps(model, cache), limits, self.steps.put)
+        steps = ModelSteps(model, cache)
+        self.loop = EngineLoop(steps, limits, self.steps.put, allows_long_steps=allows_long_steps)
         if hook is not None:
             self.loop.on_layer(hook)
         self.loop.start()
@@ -60,8 +61,8 @@ class Harness:
 def harness(model: Model) -> Iterator[Callable[..., Harness]]:
     made: list[Harness] = []
 
-    def make(hook: LayerHook | None = None) -> Harness:
-        made.append(Harness(model, hook))
+    def make(hook: LayerHook | None = None, *, allows_long_steps: bool = False) -> Harness:
+        made.append(Harness(model, hook, allows_long_steps=allows_long_steps))
         return made[-1]
 
     yield make
@@ -318,6 +319,36 @@ def test_a_prompt_whose_kv_arrives_begins_with_its_first_layer(model: Model, har
         assert seen.get(timeout=60) == layer
     assert run.run(1)[-1].left == [sequence]
     assert sequence.error is None
+
+
+@pytest.mark.parametrize("prefill_only", [True, False])
+def test_all_chunks_of_a_prompt_are_computed_while_its_kv_arrives_where_nothing_decodes(
+    model: Model, harness: Callable[..., Harness], prefill_only: bool
+) -> None:
+    """Tokens of later steps would be computed after the last layer has arrived."""
+    layers, prompt = model.config.num_layers, prompts()[2]
+    computed = threading.Event()
+    run = harness(lambda *_: computed.set(), allows_long_steps=True)
+    held = run.sequence(prompt, 1, prefill_only=True)
+    run.loop.submit(held)
+    run.run(1)
+    computed.clear()
+    sequence = run.sequence(prompt, 2, prefill_only=prefill_only)
+    sequence.table[:2] = held.table[:2]  # their KV "arrives"
+    sequence.num_computed = sequence.reused_tokens = 2 * BLOCK
+    sequence.loading = gate = gate_of(layers, 2, run)
+    gate.mark([0], np.arange(2))
+    run.loop.submit(sequence)
+    assert not prefill_only or computed.wait(60)
+    gate.mark(range(1, layers), np.arange(2))
+    first, *rest = run.run(1)
+    rest_tokens = len(prompt) - 2 * BLOCK
+    assert rest_tokens > 24
+    if prefill_only:
+        assert (first.prefill_tokens, rest) == (rest_tokens, [])
+    else:
+        assert first.prefill_tokens == 24
+    assert sequence.tokens[len(prompt) : len(prompt) + 1].tolist() == greedy(model, prompt, 1)
 
 
 def test_decoding_sequences_take_every_step_while_a_prompts_kv_arrives(

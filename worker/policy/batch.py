@@ -6,7 +6,11 @@ Every decoding sequence advances by one token; the rest of the step's token budg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
+
+ARRIVING_CHUNKS: Final = 8
+"""Chunks that one step may compute while layers of the prompt's reused KV arrive, if there is nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +20,14 @@ class BatchLimits:
     max_batch: int
     chunk_tokens: int
     block_tokens: int
+
+    def while_arriving(self) -> BatchLimits:
+        """Return the bounds of a step whose prompt waits, layer by layer, for reused KV.
+
+        Only the tokens of this step are computed while the KV arrives; those of later steps follow after it. So a
+        longer step hides more of the transfer.
+        """
+        return replace(self, chunk_tokens=ARRIVING_CHUNKS * self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
