@@ -1,15 +1,17 @@
 """Benchmark of the conductor: longest-prefix matching, complete decisions, and its directory at full size.
 
 *Index*: the holders of a chain, compared with a plain dict and Dynamo's Rust RadixTree with equal contents (16 workers,
-2,000 sequences); each returns what its router needs. *Decisions*: four workers and prompts of 2,048 tokens, from block
-keys to a booked decision, compared with Dynamo's selector, which books nothing. *Scale*: 1,000 workers with a pool node
-each, ten million blocks, the conversation trace's prompts; a decision is a complete Schedule from the serialised
-message to the serialised reply, without gRPC, and the Complete of an earlier request.
+2,000 sequences); each returns what its router needs. *Live index*: events and look-ups mixed, compared with the
+concurrent index of Dynamo's selection service, the strongest that its wheel offers without a server. *Decisions*: four
+workers and prompts of 2,048 tokens, from block keys to a booked decision, compared with Dynamo's selector, which books
+nothing. *Scale*: 1,000 workers with a pool node each, ten million blocks, the conversation trace's prompts; a decision
+is a complete Schedule from the serialised message to the serialised reply, without gRPC, and the Complete of an earlier
+request.
 
 Moonpool and its peers alternate within each round; a ratio is the median of the rounds' ratios. Times are CPU times
 (for Dynamo, of all threads) unless marked by `_wall`. Both are longer on a machine with other work: its load average is
 reported, and `decision_p10_us` is affected least. Dynamo is included if `ai-dynamo-runtime` can be imported;
---peer-path adds a folder to search. The last line of output is JSON.
+--peer-path adds a folder to search (pyzmq carries its events). The last line of output is JSON.
 
     python benchmarks/conductor.py [--blocks 10000000] [--nodes 1000] [--live 4000] [--peer-path DIR] [--store]
 """
@@ -41,6 +43,7 @@ from benchmarks.conducting.contents import (  # noqa: E402
     resident_nbytes,
 )
 from benchmarks.conducting.index import measure_index  # noqa: E402
+from benchmarks.conducting.live_index import measure_live_index  # noqa: E402
 from benchmarks.stored import store  # noqa: E402
 from kvpool import PoolEvents  # noqa: E402
 
@@ -180,6 +183,7 @@ async def main() -> None:
     result: dict[str, Any] = {"cores": os.cpu_count(), "load_average_before": os.getloadavg()[0]}
     if args.rounds:
         result |= measure_index(args.rounds, args.peer_path)
+        result |= await measure_live_index(args.rounds, args.peer_path)
         result |= await measure_selector(args.rounds, args.per_round, 64, args.peer_path)
     result |= {"nodes": args.nodes, "live_requests": args.live}
     for block_tokens in args.block_tokens if args.blocks else []:

@@ -67,8 +67,10 @@ def conductor_rows(result: Result) -> list[RatioRow]:
         for what in ("tokens", "hashes")
         if (name := f"decisions_vs_dynamo_selector_{what}") in result
     ]
+    mixed = [("events and look-ups", result[name]) for name in ("live_index_vs_dynamo",) if name in result]
     return [
         RatioRow("matches to Dynamo's radix index", matches, 3.0),
+        RatioRow("to the index of its selection service", mixed, 3.0),
         RatioRow("decisions to Dynamo's selector", decisions, 6.0),
     ]
 

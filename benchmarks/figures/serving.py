@@ -91,6 +91,7 @@ def conductor() -> str:
     peers = {
         "index_vs_dynamo_16": ("matches of 16 blocks to Dynamo's radix index", "3"),
         "index_vs_dynamo_128": ("matches of 128 blocks to Dynamo's radix index", "3"),
+        "live_index_vs_dynamo": ("events and look-ups mixed to the index of Dynamo's selection service", "3"),
         "decisions_vs_dynamo_selector": ("decisions with 4 workers to Dynamo's selector", "6"),
     }
     rows += [[label, number(result[key]), aim] for key, (label, aim) in peers.items() if key in result]
