@@ -102,8 +102,8 @@ class JoinedNode:
             num_running=report.num_running,
             free_tokens=report.free_tokens,
             draining=report.draining,
-            counters=dict(report.counters),
         )
+        self.report.counters.MergeFrom(report.counters)
 
 
 class Registry:

@@ -44,6 +44,7 @@ from worker.streams import TokenStreams
 
 log = logging.getLogger(__name__)
 
+COUNT_EVERY_S = 0.5  # the age of the counters in a report, at most
 SWITCH_INTERVAL_S = 0.0005  # the default of 5 ms would delay I/O while the engine thread runs Python
 
 
@@ -120,6 +121,7 @@ class WorkerNode:
         )
         self._loop = asyncio.get_running_loop()
         self._reporting: asyncio.Task[None] | None = None
+        self._counted, self._counted_s = b"", -COUNT_EVERY_S  # serialised counters of the reports, and their time
         self.reporter: ConductorReporter
 
     def warm_up(self) -> None:
@@ -352,10 +354,20 @@ class WorkerNode:
     def sample(self) -> NodeSample:
         """Return the node's own metrics, those of a report to the conductor."""
         report = NodeReport()
-        self._fill_report(report)
+        self._fill_load(report)
+        self._fill_counters(report)
         return node_sample(self._description(), report)
 
     def _fill_report(self, report: NodeReport) -> None:
+        self._fill_load(report)
+        # Every request causes reports, but nobody reads the counters as often: they are collected now and then.
+        if (now_s := time.monotonic()) >= self._counted_s + COUNT_EVERY_S:
+            counted = NodeReport()
+            self._fill_counters(counted)
+            self._counted, self._counted_s = counted.SerializeToString(), now_s
+        report.MergeFromString(self._counted)
+
+    def _fill_load(self, report: NodeReport) -> None:
         report.num_running = self.engine.num_sequences
         report.num_waiting = max(0, len(self.jobs) - self.engine.num_sequences)
         report.free_tokens = self.slots.pool.num_available * self.config.block_tokens
@@ -365,6 +377,8 @@ class WorkerNode:
         for held in report.held:
             if (key := (held.request_id, held.attempt)) in self.wait_queue:
                 held.turn.CopyFrom(queue_entry_to_proto(self.wait_queue.entry(key), now_s))
+
+    def _fill_counters(self, report: NodeReport) -> None:
         for name, value in self.counters.snapshot().items():
             report.counters[name] = value
         for name, value in self.model.counters().items():

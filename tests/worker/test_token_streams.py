@@ -9,13 +9,16 @@ from typing import Any
 import grpc
 import pytest
 
+import worker.node
 import worker.streams
 from engine import Model
 from moonpool_proto.v1.common_pb2 import Software
-from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Hello
+from moonpool_proto.v1.conductor_pb2 import NodeReport
+from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Hello, Token, WorkerMessage
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from rpc.control import open_channel
 from rpc.versions import named, own_software
+from worker.streams import FrontendStream
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]
@@ -133,3 +136,41 @@ async def test_a_stream_without_a_greeting_is_refused(start_pair: Start) -> None
         await call.write(FrontendMessage())
         with pytest.raises(grpc.aio.AioRpcError, match="hello"):
             await call.read()
+
+
+async def test_messages_that_queue_up_are_sent_as_one_in_order() -> None:
+    stream = FrontendStream("front", 1)
+    reading = aiter(stream.messages())
+    for index in range(3):
+        stream.send(WorkerMessage(tokens=[Token(request_id="r", index=index)]))
+    stream.send(WorkerMessage(failures=[Failure(request_id="other")]))
+    message = await anext(reading)
+    assert [token.index for token in message.tokens] == [0, 1, 2]
+    assert [failure.request_id for failure in message.failures] == ["other"]
+    later = asyncio.ensure_future(anext(reading))
+    await asyncio.sleep(0)
+    stream.send(WorkerMessage(tokens=[Token(request_id="r", index=3)]))
+    assert [token.index for token in (await later).tokens] == [3]
+    ended = asyncio.ensure_future(anext(reading, None))
+    await asyncio.sleep(0)
+    stream.close()
+    assert await ended is None
+
+
+async def test_reports_carry_counters_of_a_moment_ago_and_metrics_current_ones(
+    start_pair: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.node, "COUNT_EVERY_S", 3600.0)
+    node = (await start_pair()).prefill.node
+    node._counted_s = -3600.0
+    seen = []
+    for _ in range(2):
+        report = NodeReport()
+        node._fill_report(report)
+        seen.append((report.counters["generation_tokens"], node.sample().counters.get("generation_tokens", 0)))
+        node.counters.add("generation_tokens", 5)
+    assert seen == [(0, 0), (0, 5)]
+    node._counted_s -= 3600.0
+    report = NodeReport()
+    node._fill_report(report)
+    assert report.counters["generation_tokens"] == 10
