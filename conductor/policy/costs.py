@@ -161,7 +161,8 @@ class CostFit:
                 self._coefficients = self._fit_first()
                 self._first = []
             return
-        self._take(features, seconds, self.predict(features))
+        scaled = list(map(mul, self._prior, features))
+        self._take(scaled, sum(scaled), seconds, self.predict(features))
         self._coefficients = None
 
     def note_error(self, predicted_s: float, seconds: float) -> None:
@@ -179,36 +180,40 @@ class CostFit:
         self._gram = [[value / factor**2 for value in row] for row in self._gram]
         self._coefficients = None
 
-    def _take(self, features: Sequence[float], seconds: float, predicted: float) -> None:
+    def _take(self, scaled: Sequence[float], shape: float, seconds: float, predicted: float) -> None:
+        """Add a sample: its features multiplied by the prior's coefficients, and their sum."""
         # Errors are relative to the geometric mean of measured and predicted time: relative to the measured time
         # alone, short measurements would dominate.
         usual = sqrt(seconds * max(predicted, _FLOOR_S))
         self._weight = _FORGETTING * self._weight + 1
-        self._log_scale += (log(seconds / self._shape(features)) - self._log_scale) / self._weight
-        rows = [p * x / usual for p, x in zip(self._prior, features, strict=True)]
+        self._log_scale += (log(seconds / shape) - self._log_scale) / self._weight
+        rows = [each / usual for each in scaled]
+        moment = self._moment
+        # Loops instead of comprehensions, which would take twice as long for two or three features.
         for i, row in enumerate(rows):
-            self._moment[i] = _FORGETTING * self._moment[i] + row * seconds / usual
-            self._gram[i] = [_FORGETTING * old + row * other for old, other in zip(self._gram[i], rows, strict=True)]
+            moment[i] = _FORGETTING * moment[i] + row * seconds / usual
+            gram = self._gram[i]
+            for j, other in enumerate(rows):
+                gram[j] = _FORGETTING * gram[j] + row * other
 
     def _fit_first(self) -> tuple[float, ...]:
         """Return the coefficients fitted to the first samples, with outliers clipped."""
-        logs = sorted(log(seconds / self._shape(features)) for features, seconds in self._first)
+        samples = [(features, list(map(mul, self._prior, features)), seconds) for features, seconds in self._first]
+        shapes = [sum(scaled) for _, scaled, _ in samples]
+        logs = sorted([log(seconds / shape) for (_, _, seconds), shape in zip(samples, shapes, strict=True)])
         scale = exp((logs[(len(logs) - 1) // 2] + logs[len(logs) // 2]) / 2)
         found = tuple(scale * p for p in self._prior)
         size = len(self._prior)
         for _ in range(_ROUNDS):
-            predicted = [sum(c * x for c, x in zip(found, features, strict=True)) for features, _ in self._first]
-            errors = [log(s / max(p, _FLOOR_S)) for p, (_, s) in zip(predicted, self._first, strict=True)]
+            predicted = [max(sum(map(mul, found, features)), _FLOOR_S) for features, _, _ in samples]
+            errors = [log(seconds / usual_s) for usual_s, (_, _, seconds) in zip(predicted, samples, strict=True)]
             band = _LEAST_BAND + _BAND * sorted(map(abs, errors))[len(errors) // 2]
             self._gram, self._moment = [[0.0] * size for _ in range(size)], [0.0] * size
             self._weight = self._log_scale = 0.0
-            for (features, _), usual_s, error in zip(self._first, predicted, errors, strict=True):
-                self._take(features, max(usual_s, _FLOOR_S) * exp(min(max(error, -band), band)), usual_s)
+            for (_, scaled, _), shape, usual_s, error in zip(samples, shapes, predicted, errors, strict=True):
+                self._take(scaled, shape, usual_s * exp(min(max(error, -band), band)), usual_s)
             found = self._solve()
         return found
-
-    def _shape(self, features: Sequence[float]) -> float:
-        return sum(p * x for p, x in zip(self._prior, features, strict=True))
 
     def _solve(self) -> tuple[float, ...]:
         """Return the non-negative solution; coefficients that would be negative are fixed at 0, one by one."""
