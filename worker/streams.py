@@ -1,19 +1,23 @@
-"""Token streams to the frontends: one multiplexed gRPC stream per (frontend, worker), one message per engine step."""
+"""Token streams to the frontends: one multiplexed gRPC stream per (frontend, worker).
+
+A message holds the tokens of one engine step, or of all steps that ended while the message before it was written.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
-from moonpool_proto.v1.worker_pb2 import Failure, Timing, Token, WorkerMessage
+from moonpool_proto.v1.worker_pb2 import Failure, Timing, WorkerMessage
 from worker.engine_loop import GeneratedToken
 
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED_MESSAGES = 4096
+MAX_JOINED_MESSAGES = 64
 FIRST_WIRE_WITH_HANDOFF = 2  # some versions of wire 1 support it as well, but cannot be distinguished
 
 T = TypeVar("T")
@@ -30,33 +34,43 @@ class FrontendStream:
         self.incarnation = incarnation
         self.knows_handoff = knows_handoff
         self.closed = asyncio.Event()
-        self._queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
+        self._queue: deque[WorkerMessage] = deque()
+        self._waiter: asyncio.Future[None] | None = None  # of `messages`, while the queue is empty
 
     def send(self, message: WorkerMessage) -> None:
         """Queue a message. A frontend that does not read is disconnected, which bounds the buffer."""
         if self.closed.is_set():
             return
-        try:
-            self._queue.put_nowait(message)
-        except asyncio.QueueFull:
+        if len(self._queue) >= MAX_BUFFERED_MESSAGES:
             log.error("frontend %s does not read its token stream; closing it", self.frontend_id)
             self.close()
+            return
+        self._queue.append(message)
+        self._wake()
 
     def close(self) -> None:
         """End the stream. Idempotent."""
         self.closed.set()
-        try:
-            self._queue.put_nowait(None)
-        except asyncio.QueueFull:
-            pass
+        self._wake()
 
     async def messages(self) -> AsyncIterator[WorkerMessage]:
-        """Yield the queued messages until the stream is closed."""
+        """Yield the queued messages until the stream is closed; those that have queued up meanwhile as one."""
         while not self.closed.is_set():
-            message = await self._queue.get()
-            if message is None:
-                return
+            if not self._queue:
+                self._waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
+                continue
+            message = self._queue.popleft()
+            for _ in range(min(len(self._queue), MAX_JOINED_MESSAGES - 1)):
+                message.MergeFrom(self._queue.popleft())  # appends its tokens and failures
             yield message
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class TokenStreams:
@@ -94,10 +108,13 @@ class TokenStreams:
 
     def send_tokens(self, tokens: Iterable[GeneratedToken], timing: dict[str, Timing]) -> None:
         """Send one step's tokens; `timing` by request id accompanies an attempt's first token."""
-        by_frontend: dict[str, WorkerMessage] = defaultdict(WorkerMessage)
+        by_frontend: dict[str, WorkerMessage] = {}
         for generated in tokens:
             request = generated.sequence.request
-            message = Token(
+            batch = by_frontend.get(request.frontend_id)
+            if batch is None:
+                batch = by_frontend[request.frontend_id] = WorkerMessage()
+            message = batch.tokens.add(
                 request_id=request.request_id,
                 attempt=request.attempt,
                 index=generated.index,
@@ -112,7 +129,6 @@ class TokenStreams:
             times = timing.get(request.request_id)
             if times is not None and (not times.HasField("handoff") or self._knows_handoff(request.frontend_id)):
                 message.timing.CopyFrom(times)
-            by_frontend[request.frontend_id].tokens.append(message)
         for frontend_id, batch in by_frontend.items():
             stream = self._streams.get(frontend_id)
             if stream is not None:
