@@ -205,7 +205,8 @@ class DecodeService:
         await in_thread(node.messenger.revoke, reservation.key)
         reservation.fenced = True
         blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
-        await in_thread(node.memory.to_device_now, blocks)
+        if node.memory.staging.is_needed:
+            await in_thread(node.memory.to_device_now, blocks)
         node.slots.index(reservation.slots, request.keys, anew_from=cut)
         sequence = EngineSequence.of(
             request, reservation.slots, num_computed=len(request.prompt), prefill_only=False, matcher=matcher
