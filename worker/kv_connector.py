@@ -26,7 +26,7 @@ from worker.kv_loading import LoadSettings, PoolLoad
 from worker.local_pool import LocalPoolAccess
 from worker.policy import CircuitBreaker
 from worker.prefix_blocks import PinnedBlocks, PrefixSave, find_tail, key_array, names_of_tails
-from worker.request import Request
+from worker.request import KEY_NBYTES, Request
 from worker.shielded_wait import in_thread, shielded
 from worker.slot_memory import SlotMemory
 
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 # A call to a hanging pool node costs its deadline. The first pause equals the time after which the conductor suspects a
 # node; the longest one bounds the delay until a recovered node is used again.
 _HOLD_OFF_S, _LONGEST_HOLD_OFF_S = 5.0, 30.0
+_LOOK_UP_BLOCKS = 1024  # longest chain that is looked up in this host's pool without a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,8 @@ class KVConnector:
         """
         chain = key_array(request.keys[:num_blocks])
         tail_keys = self._tail_keys(request, num_blocks)
-        targets = [(self._own_target, 0, num_blocks)]
+        own_target = "" if self._own_lacks(request, chain, tail_keys) else self._own_target
+        targets = [(own_target, 0, num_blocks)]
         targets += [
             (h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks))
             for h in request.placement.holders
@@ -168,6 +170,14 @@ class KVConnector:
                 pinned.append(replace(pin, tail=found[0], tail_tokens=found[1]))
                 break
         return pinned
+
+    def _own_lacks(self, request: Request, chain: NDArray[np.uint8], tail_keys: bytes) -> bool:
+        """Return True if this host's pool certainly holds nothing of a prompt of which the conductor knows no block."""
+        placement = request.placement
+        # The shared index does not list blocks on SSD.
+        if placement.holders or placement.reuse_blocks or self._has_ssd or len(chain) > _LOOK_UP_BLOCKS:
+            return False
+        return self._local_pool.lacks(chain, np.frombuffer(tail_keys, np.uint8).reshape(-1, KEY_NBYTES))
 
     async def _pin(self, target: str, chain: NDArray[np.uint8], tail_keys: bytes, time_left_s: float) -> Lease | None:
         wait_s = max(0.0, min(self._settings.kv.kv_load_wait_s, time_left_s))

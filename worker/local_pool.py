@@ -50,6 +50,23 @@ class LocalPoolAccess:
         if pool is not None:
             await in_thread(pool.close)
 
+    def lacks(self, chain: NDArray[np.uint8], tail_keys: NDArray[np.uint8]) -> bool:
+        """Return True if the pool's memory certainly holds neither the first block of `chain` [n, 16] nor any block of
+        `tail_keys` [m, 16]: the shared index says so, without a call. False if it cannot be read.
+        """
+        pool = self._pool
+        if pool is None:
+            return False
+        try:
+            if any(pool.contains(self._namespace, key) for key in (*chain[:1], *tail_keys)):
+                return False
+            # Counted now: later, the look-up would find the blocks that this request is about to store.
+            pool.touch(self._namespace, chain)
+            pool.send_touches()
+        except LocalPoolUnavailable:
+            return False
+        return True
+
     async def load(
         self,
         pin: PinnedBlocks,
