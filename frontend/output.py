@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from frontend.errors import GenerationFailed
 from frontend.request import GenerationRequest
 from frontend.tokenizer import Detokenizer
+from jit.fast_dataclass import fast_dataclass
 from moonpool_proto.v1 import worker_pb2
 
 TokenBytes = Callable[[int], bytes]
@@ -176,7 +177,8 @@ class Echo:
     scores: PromptTokenScores | None  # None unless log-probabilities were requested
 
 
-@dataclass(frozen=True)
+@fast_dataclass  # one is created per token
+@dataclass(frozen=True, slots=True)
 class OutputChunk:
     """New tokens, the text they complete and, in the last chunk, the finish reason."""
 

@@ -202,6 +202,23 @@ def _metrics(prefix: str, whole: str, parts: TtftBreakdown | HandoffBreakdown | 
     return [f"{name};dur={1000 * seconds:.3f}" for name, seconds in values.items()]
 
 
+class _PlainEvent:
+    """Template of events that differ in text and token ids only: filling it takes a fifth of encoding an event."""
+
+    SAMPLE: ClassVar[OutputChunk] = OutputChunk((-1,), "\0")
+
+    def __init__(self, sample: bytes) -> None:
+        """`sample`: the event of SAMPLE."""
+        self._head, _, rest = sample.rpartition(encode(self.SAMPLE.text))
+        self._middle, ids, self._tail = rest.partition(encode(list(self.SAMPLE.token_ids)))
+        self._has_ids = bool(ids)
+
+    def of(self, step: OutputChunk) -> bytes:
+        """Return the event of a step."""
+        ids = encode(list(step.token_ids)) if self._has_ids else b""
+        return b"".join((self._head, encode(step.text), self._middle, ids, self._tail))
+
+
 class ResponseFormatter(ABC):
     """Formatter of one response. Call `events` for every chunk, in order."""
 
@@ -217,6 +234,7 @@ class ResponseFormatter(ABC):
         self._started: set[int] = set()
         self._num_sent = [0] * len(generations)  # returned tokens by choice
         self._num_running = len(generations)
+        self._plain: dict[int, _PlainEvent] = {}  # by choice
 
     def whole(self, steps: Sequence[OutputChunk]) -> dict[str, Any]:
         """Return the response object of a request that does not stream."""
@@ -229,6 +247,8 @@ class ResponseFormatter(ABC):
         opens, is_first = not self._started, index not in self._started
         self._started.add(index)
         self._num_sent[index] += len(step.token_ids)
+        if not is_first and step.finish_reason is None and self._is_plain(index):
+            return self._plain_event(index).of(step)
         self._num_running -= step.finish_reason is not None
         chunks = [([choice], self._beside()) for choice in self._chunk_choices(index, step, is_first)]
         if opens:
@@ -238,6 +258,17 @@ class ResponseFormatter(ABC):
                 chunks.append(([], {"usage": self._usage()}))
             chunks[-1][1].update(self._facts())
         return b"".join(event(self._chunk(choices, beside)) for choices, beside in chunks)
+
+    def _is_plain(self, index: int) -> bool:
+        """Return True if a choice's events between its first and last one differ in text and token ids only."""
+        return self._view.num_top is None and not self._view.continuous_usage
+
+    def _plain_event(self, index: int) -> "_PlainEvent":
+        found = self._plain.get(index)
+        if found is None:
+            choices = self._chunk_choices(index, _PlainEvent.SAMPLE, is_first=False)
+            found = self._plain[index] = _PlainEvent(event(self._chunk(choices, self._beside())))
+        return found
 
     @abstractmethod
     def _whole_choice(self, index: int, step: OutputChunk) -> dict[str, Any]: ...
@@ -334,6 +365,9 @@ class ChatFormatter(ResponseFormatter):
     def __init__(self, generations: Sequence[Generation], model: str, view: ResponseOptions) -> None:
         super().__init__(generations, model, view)
         self._calls = [ToolCallFormatter() if view.reads_calls else None for _ in generations]
+
+    def _is_plain(self, index: int) -> bool:
+        return self._calls[index] is None and super()._is_plain(index)
 
     def whole(self, steps: Sequence[OutputChunk]) -> dict[str, Any]:
         return super().whole(steps) | self._once() | self._prompt_logprobs(steps[0])
