@@ -169,6 +169,9 @@ class Attempt:
 
     def _in_order(self, event: TokenReceived) -> list[TokenReceived]:
         index = event.token.index
+        if index == self.next_index and not self._early:  # nearly always
+            self.next_index += 1
+            return [event]
         if index < self.next_index or index in self._early:
             self.num_duplicates += 1
             return []
