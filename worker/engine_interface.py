@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import ModelConfig
+from jit.fast_dataclass import fast_dataclass
 from kvpool import Provenance
 from messenger import Messenger
 from moonpool_proto.v1.worker_pb2 import LogProbs
@@ -21,6 +22,7 @@ from worker.slot_memory import EngineMemory, SlotMemory
 OnLayer = Callable[[int], None]
 
 
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """Next token of one row, with its log-probabilities if the request needs them."""

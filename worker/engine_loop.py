@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jit.fast_dataclass import fast_dataclass
 from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
 from worker.engine_interface import StepRunner
 from worker.errors import GroupLost, LoadLost
@@ -46,6 +47,7 @@ _GRAMMAR_WAIT_S = 0.005
 _LONGEST_WAIT_S = 1.0  # for one layer of reused KV while other prompts could be computed
 
 
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
     """One generated token with its values at that time: the sequence may have advanced before the token is sent."""
@@ -165,10 +167,11 @@ class EngineLoop:
     def _run(self) -> None:
         while self._take_commands():
             self._drop_cancelled()
-            self._look_at_gates()
-            now_s = time.monotonic()
-            # Sorted before every step: an urgent prompt takes precedence from its next chunk on.
-            self._prefilling.sort(key=lambda sequence: sequence.queue_entry.rank(now_s))
+            if self._prefilling:
+                self._look_at_gates()
+                now_s = time.monotonic()
+                # Sorted before every step: an urgent prompt takes precedence from its next chunk on.
+                self._prefilling.sort(key=lambda sequence: sequence.queue_entry.rank(now_s))
             ready = [s for s in self._decoding if self._is_ready(s)]
             prompts = [s for s in self._prefilling if s.gate is None or s.gate.is_ready]
             arriving = [s for s in prompts if s.loading is not None]
@@ -219,23 +222,19 @@ class EngineLoop:
         it is there, so that slow grammars delay others by at most _GRAMMAR_WAIT_S per step.
         """
         for sequence in self._decoding:
-            if sequence.waits_for_grammar:
-                assert sequence.steering is not None
+            if sequence.steering is not None and not sequence.steering.is_ready():
                 sequence.steering.is_ready(max(0.0, sequence.steering.asked_at + _GRAMMAR_WAIT_S - time.monotonic()))
 
     def _is_ready(self, sequence: EngineSequence) -> bool:
-        """Return True if the next step can compute the sequence."""
-        return self._has_room(sequence) and not sequence.waits_for_grammar
-
-    def _has_room(self, sequence: EngineSequence) -> bool:
-        """Return True if the slot table has room for the last token, which the next step computes.
+        """Return True if the next step can compute the sequence: its mask is there, and a slot for its last token.
 
         A growing answer may have to wait for a slot.
         """
-        return sequence.num_tokens <= len(sequence.table) * self._limits.block_tokens
+        has_room = sequence.num_tokens <= len(sequence.table) * self._limits.block_tokens
+        return has_room and (sequence.steering is None or not sequence.waits_for_grammar)
 
     def _drop_cancelled(self) -> None:
-        gone = [s for s in (*self._decoding, *self._prefilling) if s.cancelled]
+        gone = [s for s in self._decoding if s.cancelled] + [s for s in self._prefilling if s.cancelled]
         if gone:
             self._remove(gone)
             self._on_step(StepResult(left=gone))
@@ -300,9 +299,11 @@ class EngineLoop:
             log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
             result = StepResult(error=error, left=decoding + [s for s, _ in chunks])
         # Rotate: with more sequences than rows, each gets its share of the steps.
-        stepped = {id(sequence) for sequence in decoding}
-        self._decoding = [s for s in self._decoding if id(s) not in stepped] + decoding
-        self._remove(result.left)
+        if len(decoding) < len(self._decoding):
+            stepped = {id(sequence) for sequence in decoding}
+            self._decoding = [s for s in self._decoding if id(s) not in stepped] + decoding
+        if result.left:
+            self._remove(result.left)
         self._on_step(result)
 
     def _run_batch(

@@ -91,7 +91,10 @@ def sample_tokens(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> 
     """Sample one token per row of logits [B, V]; None for a sequence that cannot continue, whose `error` is set."""
     if not sequences:
         return []
-    tokens = _sampled(steer(logits, [_steering(s) for s in sequences]), sequences)
+    steered = logits
+    if any(s.steering is not None for s in sequences):
+        steered = steer(logits, [_steering(s) for s in sequences])
+    tokens = _sampled(steered, sequences)
     scores = score_tokens(logits, tokens, [s.request.sampling.logprobs if s.error is None else None for s in sequences])
     return [
         SampledToken(token, score) if sequence.error is None else None
