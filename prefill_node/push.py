@@ -31,8 +31,9 @@ from worker.errors import RequestFailed
 from worker.kv_notification import KV_TAG, PushedBlocks, pack_notification
 from worker.slot_memory import EngineMemory
 
-_TOGETHER_NBYTES = 256 << 10
+_TOGETHER_NBYTES = 512 << 10
 _TOGETHER_S = 0.005
+_SHORT_STEP_S = 0.015
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,12 +61,14 @@ class WrittenLayers:
 
     Waking senders for every layer of a short prompt costs the engine more than the pushes take: they compete for the
     interpreter. Layers are held back to be passed on together, up to `_TOGETHER_NBYTES`, as long as the first of them
-    is not held back for more than `_TOGETHER_S`, judged by the time between the last two layers.
+    is not held back for more than `_TOGETHER_S`, or the whole step takes less than `_SHORT_STEP_S`, judged by the time
+    between the last two layers.
     """
 
     def __init__(self, memory: EngineMemory) -> None:
         self._memory = memory
         self._first, self._last = min(memory.place_of_layer), max(memory.place_of_layer)
+        self._num_layers = len(memory.place_of_layer)
         self._due: list[DuePush] = []
         self._slots: list[int] = []
         self._num_blocks = 0
@@ -92,7 +95,9 @@ class WrittenLayers:
         self._nbytes += self._num_blocks * self._memory.layer_nbytes(layer)
         if len(self._layers) == 1:
             self._first_s = now_s
-        is_long = now_s + self._layer_s - self._first_s > _TOGETHER_S
+        is_long = (
+            now_s + self._layer_s - self._first_s > _TOGETHER_S and self._layer_s * self._num_layers > _SHORT_STEP_S
+        )
         if at_once or is_long or self._nbytes >= _TOGETHER_NBYTES or layer == self._last:
             self._pass_on()
         if layer == self._last:

@@ -305,8 +305,10 @@ def written(new_destination: Callable[[str], Destination], monkeypatch: pytest.M
     return step
 
 
-def test_small_layers_of_a_short_step_are_pushed_together(written: Callable[..., Any]) -> None:
-    assert written() == [[0, 1, 2, 3, 4, 5]]
+@pytest.mark.parametrize("layer_s", [0.0, 0.0024])
+def test_small_layers_of_a_short_step_are_pushed_together(written: Callable[..., Any], layer_s: float) -> None:
+    written(layer_s=layer_s)
+    assert written(layer_s=layer_s) == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_layers_are_pushed_together_up_to_a_size(written: Callable[..., Any]) -> None:
@@ -317,7 +319,8 @@ def test_layers_are_pushed_together_up_to_a_size(written: Callable[..., Any]) ->
 
 
 def test_layers_that_take_long_are_not_held_back(written: Callable[..., Any]) -> None:
-    assert written(layer_s=0.002) == [[0, 1, 2], [3, 4, 5]]
+    written(layer_s=0.003)
+    assert written(layer_s=0.003) == [[0, 1], [2, 3], [4, 5]]
     written(layer_s=0.006)
     assert written(layer_s=0.006) == [[layer] for layer in range(NUM_LAYERS)]
 
