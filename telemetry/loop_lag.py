@@ -5,7 +5,6 @@ process can have caused, at most the CPU time it used meanwhile.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Final
@@ -22,21 +21,22 @@ class LoopWatch:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = self._cpu_s = 0.0  # of the next wake-up; CPU time of the process at the last one
         self._window_s = now()
         self._before, self._longest = (0.0, 0.0), (0.0, 0.0)  # (lag, own) of the last whole window, of this one
         self.num_stalls = 0  # of STALL_S and longer, by its own work
 
     def start(self) -> None:
         """Start watching."""
-        self._task = asyncio.create_task(self._watch(), name="loop watch")
+        self._cpu_s = time.process_time()
+        self._schedule()
 
     async def close(self) -> None:
         """Stop watching."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     @property
     def lag_s(self) -> float:
@@ -57,11 +57,15 @@ class LoopWatch:
         self._longest = max(self._longest[0], lag_s), max(self._longest[1], own_s)
         self.num_stalls += own_s >= STALL_S
 
-    async def _watch(self) -> None:
-        while True:
-            due, cpu_s = self._now() + _EVERY_S, time.process_time()
-            await asyncio.sleep(_EVERY_S)
-            self.note(max(0.0, self._now() - due), time.process_time() - cpu_s)
+    # A timer, because a task that sleeps would take several times as long for each of the wake-ups.
+    def _schedule(self) -> None:
+        self._due_s = self._now() + _EVERY_S
+        self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._wake_up)
+
+    def _wake_up(self) -> None:
+        before_s, self._cpu_s = self._cpu_s, time.process_time()
+        self.note(max(0.0, self._now() - self._due_s), self._cpu_s - before_s)
+        self._schedule()
 
     def _turn_over(self) -> None:
         passed = self._now() - self._window_s
