@@ -11,7 +11,6 @@ from conductor.policy import Conductor
 from conductor.policy.events import CostsGiven, PathCosts
 from conductor.policy.history import ERROR_BOUNDS
 from moonpool_proto.v1 import conductor_pb2
-from moonpool_proto.v1.conductor_pb2 import Sample
 from worker.policy.cost_profile import CostProfile
 
 _BOUNDS = (*(str(bound) for bound in ERROR_BOUNDS), "+Inf")
@@ -39,24 +38,23 @@ def costs_given(model: str, profile: CostProfile) -> CostsGiven:
     )
 
 
-def cost_samples(policy: Conductor) -> Iterator[Sample]:
+def cost_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
     """Yield prediction errors (cumulative buckets), node slowdowns, rejected cost samples and extrapolations."""
     for errors in policy.errors:
         labels = {"what": errors.what, "model_name": errors.model, "node": errors.node_id}
         for bound, count in zip(_BOUNDS, accumulate(errors.counts), strict=True):
-            yield Sample(name="prediction_relative_error", labels={**labels, "le": bound}, value=count)
+            yield sample("prediction_relative_error", count, **labels, le=bound)
     for node, prefill, decode in policy.slowdowns():
         labels = {"node": node.node_id, "model_name": node.model}
         if node.role != "decode":
-            yield Sample(name="node_slowdown", labels={**labels, "what": "prefill"}, value=prefill)
+            yield sample("node_slowdown", prefill, **labels, what="prefill")
         if node.role != "prefill":
-            yield Sample(name="node_slowdown", labels={**labels, "what": "step"}, value=decode)
+            yield sample("node_slowdown", decode, **labels, what="step")
     for node_id, refused in sorted(policy.refused_samples.items()):
         for reason, count in sorted(refused.items()):
-            yield Sample(name="cost_samples_refused_total", labels={"node": node_id, "reason": reason}, value=count)
+            yield sample("cost_samples_refused_total", count, node=node_id, reason=reason)
     for model, what, count in policy.extrapolations():
-        labels = {"model_name": model, "what": what}
-        yield Sample(name="predictions_extrapolated_total", labels=labels, value=count)
+        yield sample("predictions_extrapolated_total", count, model_name=model, what=what)
 
 
 def admission_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:

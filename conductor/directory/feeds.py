@@ -237,7 +237,11 @@ class DirectoryUpdater:
 
 def sample(name: str, value: float, **labels: str) -> conductor_pb2.Sample:
     """Return one metric sample of the conductor; the help texts are in `telemetry.conductor`."""
-    return conductor_pb2.Sample(name=name, labels=labels, value=float(value))
+    made = conductor_pb2.Sample(name=name, value=float(value))
+    own = made.labels
+    for label, of in labels.items():  # one by one: a whole mapping is converted by protobuf in Python
+        own[label] = of
+    return made
 
 
 def _log_failure(task: "asyncio.Task[None]") -> None:
