@@ -185,7 +185,7 @@ class DecodeService:
         finally:
             if not pulling.done():
                 pulling.cancel()
-            await shielded(asyncio.ensure_future(asyncio.wait([pulling])))
+                await shielded(asyncio.ensure_future(asyncio.wait([pulling])))
             if not pulling.cancelled():
                 pulling.result()
 
