@@ -4,10 +4,11 @@ Each part of a time breakdown is a duration measured by one process on its own c
 `delivery_s` is the rest, the time between the processes, so the parts sum to the whole.
 """
 
+import functools
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +25,18 @@ class _Parts:
 
     def parts(self) -> Mapping[str, float]:
         """Return the parts by name without their unit, in order of time."""
-        return {each.name.removesuffix(_UNIT): getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        return {name: getattr(self, attribute) for name, attribute in _names_of(type(self))}
 
     @property
     def whole_s(self) -> float:
         """Sum of all parts, in seconds."""
-        return sum(self.parts().values())
+        return sum([getattr(self, attribute) for _, attribute in _names_of(type(self))])
+
+
+@functools.cache
+def _names_of(kind: type[Any]) -> tuple[tuple[str, str], ...]:
+    """Return (name without its unit, attribute) of each part."""
+    return tuple((each.name.removesuffix(_UNIT), each.name) for each in fields(kind))
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,8 @@ class RequestModel(BaseModel):
         """Yield the model itself and the models directly inside it."""
         yield self
         for value in self.__dict__.values():
+            if value is None:  # as most fields are
+                continue
             for item in value if isinstance(value, list) else (value,):
                 if isinstance(item, RequestModel):
                     yield item
