@@ -25,12 +25,17 @@ class _Parts:
 
     def parts(self) -> Mapping[str, float]:
         """Return the parts by name without their unit, in order of time."""
-        return {name: getattr(self, attribute) for name, attribute in _names_of(type(self))}
+        return {name: getattr(self, attribute) for name, attribute in self._names}
 
     @property
     def whole_s(self) -> float:
         """Sum of all parts, in seconds."""
-        return sum([getattr(self, attribute) for _, attribute in _names_of(type(self))])
+        return sum([getattr(self, attribute) for _, attribute in self._names])
+
+    @property
+    def _names(self) -> tuple[tuple[str, str], ...]:
+        kind: Any = type(self)  # mypy takes a class of dataclasses as not hashable
+        return _names_of(kind)
 
 
 @functools.cache
