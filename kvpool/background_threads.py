@@ -13,9 +13,10 @@ def background_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
 
     Has an effect on Linux only, where priorities are per thread.
     """
-    return ThreadPoolExecutor(num_threads, name, initializer=_lower_priority)
+    return ThreadPoolExecutor(num_threads, name, initializer=lower_priority)
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
+    """Lower the priority of the calling thread."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jit.fast_dataclass import fast_dataclass
 from kvpool.address import KEY_NBYTES, Namespace, short_keys_from_bytes
 from kvpool.errors import AddressError
 from moonpool_proto.v1 import pool_pb2
@@ -64,6 +65,7 @@ def _sum_of_few(fold: int, chain: bytes, shift: int) -> int:
     return total & _MASK
 
 
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class BlockRun:
     """Blocks of one namespace; `chain` has 16 bytes per block. They need not be neighbours in any prompt.

@@ -29,8 +29,9 @@ from kvpool.errors import PoolConfigError, PutLost
 from kvpool.events import PoolEvents
 from kvpool.local.shared_index import SharedIndex
 from kvpool.memory_readings import MemoryReader
-from kvpool.policy import LeaseGrant, PoolCore, PutAllocation, PutRequest
+from kvpool.policy import LeaseGrant, NewBlocks, PoolCore, PutAllocation, PutRequest
 from kvpool.policy.eviction import make_policy
+from kvpool.policy.records import DRAM
 from kvpool.ssd_tier import SsdState, SsdTier
 from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
 from messenger.memory import HugePages
@@ -125,15 +126,32 @@ class PoolNode:
 
         If the SSD cannot be read, blocks that are only there are allocated again.
         """
+        new = self.add(request)
+        if not new.blocks:
+            return PutAllocation("", tuple(new.status))
+        put_id = self.track(new, owner=owner, owner_incarnation=owner_incarnation, ttl_ns=ttl_ns)
+        return PutAllocation(put_id, tuple(new.status), tuple(new.blocks))
+
+    def add(self, request: PutRequest) -> NewBlocks:
+        """Allocate slots as `PoolCore.add`. Their bytes may be written at once."""
         if self.ssd is not None and self.ssd.state is SsdState.FAILED:
             self.core.drop_ssd_only(request.kv_namespace, request.chain)
-        allocation = self.core.allocate(
-            time.monotonic_ns(), request, owner=owner, owner_incarnation=owner_incarnation, ttl_ns=ttl_ns
-        )
+        new = self.core.add(time.monotonic_ns(), request)
         self.publish_changes()
-        if allocation.new_blocks:
-            self._commit_ahead(max(max(block.offsets) for block in allocation.new_blocks) + request.spec.block_nbytes)
-        return allocation
+        if new.blocks:
+            self._commit_ahead(max(map(max, new.offsets)) + new.blocks[0].namespace.nbytes[DRAM])
+        return new
+
+    def track(self, new: NewBlocks, *, owner: str, owner_incarnation: int, ttl_ns: int) -> str:
+        """Make new blocks those of a put as `PoolCore.track`, because they will not be complete at once."""
+        return self.core.track(
+            time.monotonic_ns(), new, owner=owner, owner_incarnation=owner_incarnation, ttl_ns=ttl_ns
+        )
+
+    def seal_new(self, new: NewBlocks, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool]) -> None:
+        """Seal blocks as `PoolCore.seal_new`, whose bytes were written right after `add`."""
+        self.core.seal_new(new, digests, keep)
+        self.publish_changes()
 
     def write_key(self, allocation: PutAllocation) -> RemoteKey:
         """Return a key to write to the slots of an allocation's NEW blocks (at least one), valid until the put ends."""
@@ -171,11 +189,6 @@ class PoolNode:
         self.publish_changes()
         self.core.fence_revoked(put_id)
         return sealed
-
-    def drop_now(self, put_id: str) -> None:
-        """Abort a put that has no write key and no writes in progress; its slots are free at once."""
-        if self.core.abort(put_id):
-            self.core.fence_revoked(put_id)
 
     async def abort(self, put_id: str) -> None:
         """Abort as `PoolCore.abort`; on return the slots are free."""

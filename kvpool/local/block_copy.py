@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.errors import SpecError
+from kvpool.helper_threads import HelperThreads
 from kvpool.spec import GROUP_LAYOUT, KvSpec
 
 _NO_WORDS = np.empty(0, np.uint32)
-_NO_DIGESTS = np.empty((0, 0), np.uint64)
+_SHARED_NBYTES = 1 << 20  # copies from here on pay to be shared: waking a helper takes as long as copying a quarter
+_MAX_HELPERS = 3  # more would hardly be faster: the memory's bandwidth is used up
 
 
 @dataclass(frozen=True)
@@ -87,28 +91,51 @@ def copy_blocks(
     targets: NDArray[np.int64],
     layout: SpecLayout,
     num_tokens: NDArray[np.uint32],
-    expected: NDArray[np.uint64] | None,
-) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+    helpers: HelperThreads | None = None,
+    *,
+    with_digests: bool = True,
+) -> NDArray[np.uint64]:
     """Copy blocks from byte offsets `starts` of `source` to `targets` of `target`, both int64 [groups, n].
 
-    Of each block, the first `num_tokens` uint32 [n] tokens are copied (0: all). Returns (bool [n], True if the written
-    bytes have the `expected` digests uint64 [n, layers of all groups] or these are None; the digests of the written
-    bytes, of the same shape). Releases the GIL. Raises SpecError, before anything is copied, if a slot is out of
-    bounds, a block has too many tokens, or shapes do not match.
+    Of each block, the first `num_tokens` uint32 [n] tokens are copied (0: all). Returns the digests of the written
+    bytes, uint64 [n, layers of all groups]; without `with_digests`, whole slots are copied, and none are returned.
+    Releases the GIL. `helpers` copy a part if there is much. Raises SpecError, before anything is copied, if a slot is
+    out of bounds, a block has too many tokens, or shapes do not match.
     """
-    n, shape = len(num_tokens), (len(num_tokens), layout.num_layers)
-    wanted = _NO_DIGESTS if expected is None else expected
+    n = len(num_tokens)
     if starts.shape != (layout.spec.num_groups, n) or targets.shape != starts.shape:
         raise SpecError(
             f"slots {starts.shape} and {targets.shape} of {n} blocks: expected [{layout.spec.num_groups}, n]"
         )
-    if expected is not None and expected.shape != shape:
-        raise SpecError(f"digests of shape {expected.shape}: expected [{n}, {layout.num_layers}]")
-    right, digests = np.empty(n, np.uint8), np.empty(shape, np.uint64)
-    done = _kernels()[0](source.both, starts, target.both, targets, layout.groups, num_tokens, wanted, (digests, right))
-    if done:
-        raise _not_done(done, f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to", layout)
-    return right.view(np.bool_), digests
+    digests = np.empty((n, layout.num_layers) if with_digests else (0, 0), np.uint64)
+    kernel, results = _kernels()[0], []
+    cursor = np.zeros(1, np.int64)
+
+    def run() -> None:
+        results.append(kernel(source.both, starts, target.both, targets, layout.groups, num_tokens, digests, cursor))
+
+    if helpers is None or n * layout.block_nbytes < _SHARED_NBYTES:
+        run()
+    else:
+        helpers.share(run, _MAX_HELPERS).finish()
+    if results[0]:
+        space = f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to"
+        raise _not_done(results[0], space, layout)
+    return digests
+
+
+def copy_helpers(name: str, at_start: Callable[[], None] = lambda: None) -> HelperThreads:
+    """Return as many helpers for `copy_blocks` as pay: none on one core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return HelperThreads(min(cores - 1, _MAX_HELPERS), name, at_start)
+
+
+def matches(digests: NDArray[np.uint64], expected: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Compare digests of blocks [n, layers] with the expected ones. Returns bool [n]. Raises SpecError."""
+    if expected.shape != digests.shape:
+        raise SpecError(f"digests of shape {expected.shape}: expected {list(digests.shape)}")
+    result: NDArray[np.bool_] = (digests == expected).all(axis=1)
+    return result
 
 
 def digest_blocks(

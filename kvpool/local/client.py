@@ -10,6 +10,7 @@ Locks and lifetimes, for any number of threads:
     LocalPoolConnection._lock   one request and its reply on the socket at a time; `try_send` skips instead of waiting
     LocalPoolClient._moving     one thread maps a new index at a time; taken before `_lock`
     gets and matches            no lock: they read the index by its versions (`kvpool.local.index_layout`)
+    large copies                shared with helper threads, which end by `close`; the caller waits for them
     touches, cached layouts     no lock: concurrent threads may lose a touch or compute a layout twice
     mapped arena and index      live as long as an array over them is referenced, even after `close`. Each call first
                                 checks that the node is alive, so they are not read after its end was noticed
@@ -31,8 +32,9 @@ from numpy.typing import NDArray
 from kvpool import errors
 from kvpool.address import KEY_NBYTES, check_chain
 from kvpool.errors import AddressError, KvPoolError, LocalPoolUnavailable, SpecError
-from kvpool.local import index_layout
-from kvpool.local.block_copy import MappedBytes, SpecLayout, copy_blocks, digest_blocks
+from kvpool.local import index_layout, index_reading
+from kvpool.local.block_copy import MappedBytes, SpecLayout, copy_blocks, copy_helpers, digest_blocks, matches
+from kvpool.local.index_reading import BlockTarget, MappedIndex, get_blocks, match_blocks
 from kvpool.local.protocol import (
     MAX_BODY_NBYTES,
     Attach,
@@ -211,14 +213,6 @@ _MOVES = 16  # most replacements of the index during one call
 
 
 @dataclass(frozen=True, eq=False)
-class _Index:
-    """A mapped index: its words, and the shape in its header, checked once."""
-
-    words: NDArray[np.uint64]
-    shape: NDArray[np.int64]  # buckets, entries, words of an entry
-
-
-@dataclass(frozen=True, eq=False)
 class RegisteredBlocks:
     """Blocks in memory registered with the pool node, as the source of a put."""
 
@@ -235,10 +229,7 @@ class LocalPoolClient:
 
         Raises LocalPoolUnavailable.
         """
-        # Imported late: numba takes half a second to import, and only processes with a local pool need it.
-        from kvpool.local.index_kernels import index_kernels
-
-        self._kernels = index_kernels()
+        index_reading.warm_up()
         self._connection = LocalPoolConnection(
             Path(local_socket), owner=owner, owner_incarnation=owner_incarnation, deadline_s=deadline_s
         )
@@ -248,6 +239,7 @@ class LocalPoolClient:
         self._moving = threading.Lock()
         self._plans: dict[KvSpec, SpecLayout] = {}
         self._last_plan: tuple[KvSpec | None, SpecLayout] = None, _NO_PLAN
+        self._helpers = copy_helpers("moonpool-local-get-helper")
         self._last = self._arena  # the caller's memory of the last call
         self._registered: dict[int, MappedBytes] = {}
         self._regions = 0
@@ -266,6 +258,7 @@ class LocalPoolClient:
         except LocalPoolUnavailable:
             pass
         self._connection.close()
+        self._helpers.stop()
 
     def match(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> int:
         """Return the number of leading blocks of `chain` uint8 [n, 16] in the pool's DRAM."""
@@ -273,9 +266,9 @@ class LocalPoolClient:
         for _ in range(_MOVES):
             self._check_alive()
             index = self._index
-            count, why = self._kernels.match(index.words, index.shape, name, keys)
+            count, why = match_blocks(index, name, keys)
             if why != index_layout.STALE:
-                return int(count)
+                return count
             self._renew_index(index)
         raise LocalPoolUnavailable(f"the pool node's index was replaced {_MOVES} times during one call")
 
@@ -300,27 +293,24 @@ class LocalPoolClient:
         index proves that a block stayed in place meanwhile. Releases the GIL. Raises SpecError if a slot of `memory`
         is out of bounds.
         """
-        layout, target = self._layout(spec), self._mapped(memory)
+        layout, target = self._layout(spec), BlockTarget(self._mapped(memory), offsets)
         name, keys = _words(kv_namespace, chain)
         if offsets.shape != (spec.num_groups, len(keys)):
             raise SpecError(f"offsets of shape {offsets.shape}: expected [{spec.num_groups}, {len(keys)}]")
-        done = 0
+        done, why = 0, index_layout.FOUND
         for _ in range(_MOVES):
             self._check_alive()
             index = self._index
-            done, why = self._kernels.get(
-                (index.words, index.shape), name, keys, layout.groups, self._arena.both, (target.both, offsets), done,
-                verify,
-            )  # fmt: skip
+            done, why = get_blocks(
+                index, name, keys, layout, self._arena, target, self._helpers, first_block=done, verify=verify
+            )
             if why != index_layout.STALE:
                 break
             self._renew_index(index)
-        if done < 0:
-            raise SpecError(f"a slot lies outside of the {len(memory)} bytes of memory to get blocks into")
         if why == index_layout.CORRUPT:
             self.report_corrupt(kv_namespace, chain[done : done + 1])
         self.touch(kv_namespace, chain[:done])
-        return int(done)
+        return done
 
     def read_leased(
         self,
@@ -339,8 +329,9 @@ class LocalPoolClient:
         self._check_alive()
         lengths = np.zeros(len(digests), np.uint32) if num_tokens is None else num_tokens
         starts, targets = np.ascontiguousarray(leased), np.ascontiguousarray(offsets)
-        right, _ = copy_blocks(self._arena, starts, self._mapped(memory), targets, self._layout(spec), lengths, digests)
-        return right
+        layout, target = self._layout(spec), self._mapped(memory)
+        copied = copy_blocks(self._arena, starts, target, targets, layout, lengths, self._helpers)
+        return matches(copied, digests)
 
     def register_memory(self, memory: SharedMemory) -> int:
         """Register `memory` with the pool node, which maps it, as a source of puts. Returns its region id."""
@@ -443,7 +434,7 @@ class LocalPoolClient:
                 raise SpecError("the memory to copy blocks to is not writable")
         return last
 
-    def _renew_index(self, old: _Index) -> None:
+    def _renew_index(self, old: MappedIndex) -> None:
         """Map the index that replaced `old`, unless another thread has already done so."""
         with self._moving:
             if self._index is old:
@@ -452,7 +443,7 @@ class LocalPoolClient:
                 self._connection.renew_index()
                 self._index = self._attach()
 
-    def _attach(self) -> _Index:
+    def _attach(self) -> MappedIndex:
         words = self._connection.index.array.view(np.uint64)
         header = [int(word) for word in words[: index_layout.HEADER_WORDS]]
         buckets, entries = header[index_layout.AT_BUCKETS], header[index_layout.AT_ENTRIES]
@@ -467,7 +458,7 @@ class LocalPoolClient:
             raise LocalPoolUnavailable(
                 f"pool node {self.node_id!r} has an index of another format: run one version of Moonpool everywhere"
             )
-        return _Index(words, np.array([buckets, entries, entry_words], np.int64))
+        return MappedIndex(words, np.array([buckets, entries, entry_words], np.int64))
 
 
 def _words(kv_namespace: bytes, chain: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

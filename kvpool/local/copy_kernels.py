@@ -11,6 +11,7 @@ import numba
 import numpy as np
 from numba import types
 
+from jit.atomic_counter import take_next
 from jit.compiling import compiled
 from kvpool.digest_kernels import digest_bytes, digest_words, mix
 from kvpool.spec import GROUP_LAYOUT, TOKEN_RANGE
@@ -55,20 +56,20 @@ _move_words = numba.njit(_move_words_of)
 _move_row = numba.njit(_move_row_of)
 
 
-def _move_group(
-    source: Any, start: Any, target: Any, to: Any, group: Any, tokens: Any, in_words: Any, digests: Any
+def _move_layers(
+    source: Any, start: Any, target: Any, to: Any, group: Any, tokens: Any, in_words: Any, layers: Any, digests: Any
 ) -> None:
-    """Copy the first `tokens` tokens of one slot from byte `start` to byte `to`, and set its layers' `digests`.
+    """Copy the first `tokens` tokens of layers of one slot from byte `start` to byte `to`, and set their `digests`.
 
-    `source` and `target` are (bytes, words), `group` is a GROUP_LAYOUT, `digests` is uint64 [layers]. `in_words` is
-    True if both offsets and the row length are multiples of 4.
+    `source` and `target` are (bytes, words), `group` is a GROUP_LAYOUT, `layers` is (first, last + 1), `digests` is
+    uint64 [layers]. `in_words` is True if both offsets and the row length are multiples of 4.
     """
     block_tokens, row_nbytes = group.block_tokens, group.row_nbytes
     whole = tokens == block_tokens
     runs = 1 if whole else group.num_runs
     run_tokens = group.num_runs * block_tokens if whole else tokens
     row_words = (row_nbytes + 3) // 4
-    for layer in range(group.num_layers):
+    for layer in range(layers[0], layers[1]):
         shift = layer * group.layer_nbytes
         total = np.uint64(0)
         for run in range(runs):
@@ -83,10 +84,10 @@ def _move_group(
                     row = run * block_tokens + token
                     near = shift + row * row_nbytes
                     total += _move_row(source[0], start + near, target[0], to + near, row_nbytes, row * row_words)
-        digests[layer] = total
+        digests[layer - layers[0]] = total
 
 
-move_group = numba.njit(_move_group)
+move_layers = numba.njit(_move_layers)
 
 
 def _within(nbytes: Any, offsets: Any, layout: Any) -> bool:
@@ -111,8 +112,21 @@ within = numba.njit(_within)
 rows_in_words = numba.njit(_rows_in_words)
 
 
-def _copy_blocks(
-    source: Any, starts: Any, target: Any, targets: Any, layout: Any, num_tokens: Any, expected: Any, results: Any
+_PIECE_NBYTES = 1 << 18  # copied by one thread: short, since others may have to wait for the last one
+
+
+@numba.njit
+def layers_per_piece(group: Any) -> Any:
+    return max(np.int64(1), _PIECE_NBYTES // max(np.int64(1), group.layer_nbytes))
+
+
+@numba.njit
+def num_pieces(group: Any) -> Any:
+    return -(-group.num_layers // layers_per_piece(group))
+
+
+def _copy_pieces(
+    source: Any, starts: Any, target: Any, targets: Any, layout: Any, num_tokens: Any, digests: Any, cursor: Any
 ) -> Any:
     if not (within(len(source[0]), starts, layout) and within(len(target[0]), targets, layout)):
         return np.int64(OUT_OF_BOUNDS)
@@ -120,22 +134,43 @@ def _copy_blocks(
     for i in range(len(num_tokens)):
         if num_tokens[i] > block_tokens:
             return np.int64(TOO_MANY_TOKENS)
-    digests, matches = results
     words = rows_in_words(source, target, layout)
-    for i in range(len(num_tokens)):
-        tokens = np.int64(num_tokens[i]) if num_tokens[i] else block_tokens
-        same, at = True, 0
-        for g in range(len(layout)):
-            start, to = starts[g, i], targets[g, i]
+    per_block = np.int64(0)
+    for g in range(len(layout)):
+        per_block += num_pieces(layout[g])
+    while True:
+        piece = take_next(cursor)
+        i, piece = piece // per_block, piece % per_block
+        if i >= len(num_tokens):
+            return np.int64(DONE)
+        g = at = 0
+        while piece >= num_pieces(layout[g]):
+            piece -= num_pieces(layout[g])
+            at += layout[g].num_layers
+            g += 1
+        first = piece * layers_per_piece(layout[g])
+        last = min(layout[g].num_layers, first + layers_per_piece(layout[g]))
+        start, to = starts[g, i], targets[g, i]
+        if len(digests):
+            tokens = np.int64(num_tokens[i]) if num_tokens[i] else block_tokens
             in_words = words and start % 4 == 0 and to % 4 == 0
-            end = at + layout[g].num_layers
-            move_group(source, start, target, to, layout[g], tokens, in_words, digests[i, at:end])
-            at = end
-        if len(expected):
-            for layer in range(digests.shape[1]):
-                same = same and digests[i, layer] == expected[i, layer]
-        matches[i] = same
-    return np.int64(DONE)
+            move_layers(
+                source,
+                start,
+                target,
+                to,
+                layout[g],
+                tokens,
+                in_words,
+                (first, last),
+                digests[i, at + first : at + last],
+            )
+        else:
+            memcpy(
+                np.uint64(target[0].ctypes.data) + np.uint64(to + first * layout[g].layer_nbytes),
+                np.uint64(source[0].ctypes.data) + np.uint64(start + first * layout[g].layer_nbytes),
+                np.uint64((last - first) * layout[g].layer_nbytes),
+            )
 
 
 def _digest_blocks(source: Any, starts: Any, layout: Any, num_tokens: Any, digests: Any) -> Any:
@@ -184,10 +219,9 @@ def copy_kernel() -> Any:
     """Return the compiled copy of blocks; it releases the GIL.
 
     Arguments: source (bytes, words), byte offsets int64 [groups, n]; target likewise; GROUP_LAYOUT [groups]; tokens
-    per block uint32 [n], 0 = all; expected digests uint64 [n, layers of all groups], or [0, 0] for none; the output
-    (digests of the copied bytes uint64 [n, layers of all groups]; uint8 [n], 1 where they equal the expected ones).
-    Returns DONE; or OUT_OF_BOUNDS or TOO_MANY_TOKENS, having copied nothing.
+    per block uint32 [n], 0 = all; the output, digests of the copied bytes uint64 [n, layers of all groups], or [0, 0]:
+    then whole slots are copied without digests; cursor int64 [1], 0 at first: several threads that share it share the
+    work. Returns DONE when no piece is left; or OUT_OF_BOUNDS or TOO_MANY_TOKENS, having copied nothing.
     """
-    expected, digests = types.Array(types.uint64, 2, "C", readonly=True), types.Array(types.uint64, 2, "C")
-    results = types.Tuple((digests, types.Array(types.uint8, 1, "C")))  # type: ignore[no-untyped-call]
-    return compiled(_copy_blocks, types.int64(SOURCE, OFFSETS, TARGET, OFFSETS, LAYOUT, _TOKENS, expected, results))
+    digests, cursor = types.Array(types.uint64, 2, "C"), types.Array(types.int64, 1, "C")
+    return compiled(_copy_pieces, types.int64(SOURCE, OFFSETS, TARGET, OFFSETS, LAYOUT, _TOKENS, digests, cursor))

@@ -11,8 +11,8 @@ import numba
 import numpy as np
 from numba import types
 
-from jit.compiling import compiled
-from kvpool.local.copy_kernels import LAYOUT, OFFSETS, SOURCE, TARGET, memcpy, move_group, rows_in_words, within
+from jit.compiling import compiled, compiled_with_gil
+from kvpool.local.copy_kernels import LAYOUT
 from kvpool.local.index_layout import (
     AT_BUCKETS_VERSION,
     AT_STATE,
@@ -74,8 +74,19 @@ def _find_entry(words: Any, shape: Any, name: Any, key: Any) -> Any:
 _find = numba.njit(_find_entry)
 
 
+def _write_all(words: Any, buckets: Any, entry_words: Any, entries: Any, records: Any) -> None:
+    """Write the `records` [n, words], which start with the key, to free `entries` [n]."""
+    for i in range(len(entries)):
+        write_entry(words, buckets, entry_words, entries[i], records[i])
+
+
+def _erase_all(words: Any, buckets: Any, entry_words: Any, entries: Any) -> None:
+    for entry in entries:
+        erase_entry(words, buckets, entry_words, entry)
+
+
 def _write(words: Any, buckets: Any, entry_words: Any, entry: Any, record: Any) -> None:
-    """Write a free entry, and point the first empty bucket from its hash on to it. `record` starts with the key."""
+    """Write a free entry, and point the first empty bucket from its hash on to it."""
     at = HEADER_WORDS + buckets + entry * entry_words
     version = words[at + ENTRY_VERSION]
     store_release(words, at + ENTRY_VERSION, version + _ONE)
@@ -123,6 +134,9 @@ def _erase(words: Any, buckets: Any, entry_words: Any, entry: Any) -> None:
     store_release(words, AT_BUCKETS_VERSION, moves + np.uint64(2))
 
 
+write_entry, erase_entry = numba.njit(_write), numba.njit(_erase)
+
+
 def _state(words: Any, otherwise: Any) -> Any:
     """Return STALE if the index was replaced or closed, and `otherwise` if it is live."""
     if load_acquire(words, AT_STATE) != np.uint64(LIVE):
@@ -142,25 +156,35 @@ def _match(words: Any, shape: Any, name: Any, chain: Any) -> Any:
     return np.int64(len(chain)), _if_live(words, FOUND)
 
 
-def _get(
-    index: Any, name: Any, chain: Any, layout: Any, source: Any, destination: Any, first_block: Any, verify: Any
-) -> Any:
-    """Copy blocks of `chain` from `first_block` on. Returns (number of leading blocks copied, reason for ending).
+def _confirm(words: Any, places: Any, start: Any, stop: Any) -> Any:
+    """Return (end of the blocks from `start` to `stop` whose entries have not changed since, reason for ending).
 
-    `index` is (words, shape); `source` is (bytes, words) of the arena; `destination` is ((bytes, words), byte offsets
-    int64 [groups, n]). Returns (-1, _), having copied nothing, if a slot of the destination is out of bounds.
+    Slots are reused only after their entry was voided, so an unchanged version proves that the bytes copied since were
+    the block's.
+    """
+    fence_acquire()
+    for i in range(start, stop):
+        still = load_acquire(words, np.int64(places[i, 0]) + ENTRY_VERSION) == places[i, 1]
+        why = _if_live(words, FOUND if still else MISSING)
+        if why != FOUND:
+            return np.int64(i), why
+    return np.int64(stop), np.int64(FOUND)
+
+
+confirm_entries = numba.njit(_confirm)
+
+
+def _locate(
+    index: Any, name: Any, chain: Any, layout: Any, arena_nbytes: Any, first_block: Any, places: Any, found: Any
+) -> Any:
+    """Look up blocks of `chain` [n, 2] from `first_block` on. Returns (end of the run found, reason for ending there).
+
+    `index` is (words, shape). Of each block found, writes its entry's start and version to `places` uint64 [n, 2], and
+    to `found` its offsets in the arena int64 [groups, n], tokens uint32 [n] (0: all) and digests uint64 [n, layers].
     """
     words, shape = index
-    target, targets = destination
-    arena, landing = source[0], target[0]
-    if not within(len(landing), targets, layout):
-        return np.int64(-1), np.int64(MISSING)
-    rows = rows_in_words(source, target, layout)
-    groups = len(layout)
-    layers = 0
-    for g in range(groups):
-        layers += layout[g].num_layers
-    digests = np.empty(layers, np.uint64)
+    offsets, num_tokens, digests = found
+    groups, layers = len(layout), digests.shape[1]
     for i in range(first_block, len(chain)):
         at, version = _find(words, shape, name, chain[i])
         if at < 0:
@@ -168,52 +192,36 @@ def _get(
         facts = np.int64(words[at + ENTRY_SHAPE])
         if facts & ((1 << SHAPE_TOKENS_SHIFT) - 1) != groups << SHAPE_GROUPS_SHIFT | layers:
             return np.int64(i), _if_live(words, MISSING)
+        places[i, 0], places[i, 1] = np.uint64(at), version
         tokens = facts >> SHAPE_TOKENS_SHIFT
-        if tokens == 0:
-            tokens = layout[0].block_tokens
         right = tokens <= layout[0].block_tokens
-        first = 0
         for g in range(groups):
-            end = first + layout[g].num_layers
-            nbytes = layout[g].num_layers * layout[g].layer_nbytes
-            start, to = np.int64(words[at + ENTRY_OFFSETS + g]), targets[g, i]
-            if not right or start < 0 or start > len(arena) - nbytes:
-                right = False
-                break
-            if verify:
-                in_words = rows and start % 4 == 0 and to % 4 == 0
-                move_group(source, start, target, to, layout[g], tokens, in_words, digests[first:end])
-                for layer in range(first, end):
-                    right = right and digests[layer] == words[at + ENTRY_OFFSETS + groups + layer]
-            else:
-                memcpy(
-                    np.uint64(landing.ctypes.data) + np.uint64(to),
-                    np.uint64(arena.ctypes.data) + np.uint64(start),
-                    np.uint64(nbytes),
-                )
-            first = end
-        # Slots are reused only after their entry was voided, so an unchanged version proves that the bytes were valid.
-        fence_acquire()
-        still = load_acquire(words, at + ENTRY_VERSION) == version
-        why = _if_live(words, FOUND if still else MISSING)
-        if why != FOUND:
-            return np.int64(i), why
+            start = np.int64(words[at + ENTRY_OFFSETS + g])
+            right = right and 0 <= start <= arena_nbytes - layout[g].num_layers * layout[g].layer_nbytes
+            offsets[g, i] = start
+        for layer in range(layers):
+            digests[i, layer] = words[at + ENTRY_OFFSETS + groups + layer]
+        num_tokens[i] = tokens
         if not right:
-            return np.int64(i), np.int64(CORRUPT)
+            # Either the entry is corrupt, or it was written meanwhile.
+            done, why = confirm_entries(words, places, i, i + 1)
+            return np.int64(i), np.int64(CORRUPT) if done > i else why
     return np.int64(len(chain)), np.int64(FOUND)
 
 
 class IndexKernels(NamedTuple):
-    """Compiled loops over the index; all release the GIL.
+    """Compiled loops over the index. All but `match` keep the GIL: they take about a microsecond.
 
-    `write(words, buckets, entry_words, entry, record)` and `erase(words, buckets, entry_words, entry)` are for the one
-    writer; `match(words, shape, name, chain)` and `get(...)` as `_match` and `_get`.
+    `write(words, buckets, entry_words, entries, records)` and `erase(words, buckets, entry_words, entries)` are for the
+    one writer, with entries int64 [n] and records uint64 [n, words]; `match(words, shape, name, chain)`,
+    `locate(...)` and `confirm(words, places, start, stop)` as `_match`, `_locate` and `_confirm`.
     """
 
     write: Any
     erase: Any
     match: Any
-    get: Any
+    locate: Any
+    confirm: Any
 
 
 @functools.cache
@@ -222,13 +230,15 @@ def index_kernels() -> IndexKernels:
     words, read_words = types.Array(types.uint64, 1, "C"), types.Array(types.uint64, 1, "C", readonly=True)
     shape = types.Array(types.int64, 1, "C", readonly=True)
     chain = types.Array(types.uint64, 2, "C", readonly=True)
-    one = types.int64
+    one, entries = types.int64, types.Array(types.int64, 1, "C", readonly=True)
     answer = types.UniTuple(one, 2)  # type: ignore[no-untyped-call]
     index = types.Tuple((read_words, shape))  # type: ignore[no-untyped-call]
-    destination = types.Tuple((TARGET, OFFSETS))  # type: ignore[no-untyped-call]
+    places, offsets = types.Array(types.uint64, 2, "C"), types.Array(types.int64, 2, "C")
+    found = types.Tuple((offsets, types.Array(types.uint32, 1, "C"), places))  # type: ignore[no-untyped-call]
     return IndexKernels(
-        compiled(_write, types.void(words, one, one, one, read_words)),
-        compiled(_erase, types.void(words, one, one, one)),
+        compiled_with_gil(_write_all, types.void(words, one, one, entries, chain)),
+        compiled_with_gil(_erase_all, types.void(words, one, one, entries)),
         compiled(_match, answer(read_words, shape, read_words, chain)),
-        compiled(_get, answer(index, read_words, chain, LAYOUT, SOURCE, destination, one, types.boolean)),
+        compiled_with_gil(_locate, answer(index, read_words, chain, LAYOUT, one, one, places, found)),
+        compiled_with_gil(_confirm, answer(read_words, places, one, one)),
     )

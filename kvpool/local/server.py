@@ -37,9 +37,10 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES
-from kvpool.background_threads import background_threads
+from kvpool.background_threads import background_threads, lower_priority
 from kvpool.errors import AddressError, KvPoolError, PoolRefused, SpecError
-from kvpool.local.block_copy import MappedBytes, SpecLayout, copy_blocks, warm_up
+from kvpool.helper_threads import HelperThreads
+from kvpool.local.block_copy import MappedBytes, SpecLayout, copy_blocks, copy_helpers, matches, warm_up
 from kvpool.local.protocol import (
     Attach,
     Attached,
@@ -96,18 +97,18 @@ class _CheckedPut(NamedTuple):
 class _PutCopy(NamedTuple):
     """Remaining work of a put after allocation: indices of its NEW blocks and their slots."""
 
-    put_id: str
     new: list[int]
     targets: NDArray[np.int64]  # [groups, new]
 
 
 class PutHandler:
-    """Executor of puts at one pool node, in its event loop and in `threads`."""
+    """Executor of puts at one pool node, in its event loop, and in `threads` with the help of `helpers`."""
 
-    def __init__(self, node: PoolNode, arena: MappedBytes, threads: Executor) -> None:
+    def __init__(self, node: PoolNode, arena: MappedBytes, threads: Executor, helpers: HelperThreads) -> None:
         self._node = node
         self._arena = arena
         self._threads = threads
+        self._helpers = helpers
 
     def put(
         self, owner: LocalOwner, message: PutBlocks, source: MappedBytes, is_connected: Callable[[], bool]
@@ -122,59 +123,61 @@ class PutHandler:
             request.layout.spec,
             request.chain,
             request.parents,
-            request.num_tokens.tolist(),
+            request.num_tokens.tolist() if message.num_tokens.strip(b"\0") else (),
             message.compute_s,
         )
-        allocation = self._node.allocate(
-            put, owner=owner.owner, owner_incarnation=owner.owner_incarnation, ttl_ns=_PUT_TTL_NS
-        )
-        status = bytearray(allocation.status)  # PutStatus starts with the values of SlotStatus
-        if not allocation.new_blocks:
+        blocks = self._node.add(put)
+        status = bytearray(blocks.status)  # PutStatus starts with the values of SlotStatus
+        if not blocks.blocks:
             return bytes(status)
-        new = [i for i, each in enumerate(allocation.status) if each is SlotStatus.NEW]
-        targets = np.array(list(zip(*[block.offsets for block in allocation.new_blocks], strict=True)), np.int64)
-        copy = _PutCopy(allocation.put_id, new, targets)
+        new = [i for i, each in enumerate(blocks.status) if each is SlotStatus.NEW]
+        copy = _PutCopy(new, np.array(list(zip(*blocks.offsets, strict=True)), np.int64))
         if len(new) * request.layout.block_nbytes > _QUICK_NBYTES:
-            return self._put_later(request, copy, source, status, is_connected)
+            put_id = self._node.track(
+                blocks, owner=owner.owner, owner_incarnation=owner.owner_incarnation, ttl_ns=_PUT_TTL_NS
+            )
+            return self._put_later(request, put_id, copy, source, status, is_connected)
         try:
             right, digests = self._copy(request, copy, source)
             _check_certain(request, is_connected)
         except BaseException:
-            self._node.drop_now(copy.put_id)
+            self._node.core.drop_new(blocks)
             raise
-        self._node.seal_now(copy.put_id, digests, right)
+        self._node.seal_new(blocks, digests, right)
         return self._statuses(status, new, right)
 
     async def _put_later(
         self,
         request: _CheckedPut,
+        put_id: str,
         copy: _PutCopy,
         source: MappedBytes,
         status: bytearray,
         is_connected: Callable[[], bool],
     ) -> bytes:
-        submit = functools.partial(self._threads.submit, self._copy, request, copy, source)
-        copying = asyncio.wrap_future(self._node.own_read(copy.put_id, submit))
+        submit = functools.partial(self._threads.submit, self._copy, request, copy, source, self._helpers)
+        copying = asyncio.wrap_future(self._node.own_read(put_id, submit))
         try:
             await asyncio.wait([copying])
             right, digests = copying.result()
             _check_certain(request, is_connected)
-            self._node.seal_now(copy.put_id, digests, right)
+            self._node.seal_now(put_id, digests, right)
         except BaseException:
-            await self._node.abort(copy.put_id)
+            await self._node.abort(put_id)
             raise
         return self._statuses(status, copy.new, right)
 
     def _copy(
-        self, request: _CheckedPut, copy: _PutCopy, source: MappedBytes
+        self, request: _CheckedPut, copy: _PutCopy, source: MappedBytes, helpers: HelperThreads | None = None
     ) -> tuple[list[bool], list[tuple[bytes, ...]]]:
         """Copy the NEW blocks. Returns (True per valid block, digests per block and group, as `PoolNode.seal`)."""
         starts, expected, num_tokens = request.offsets, request.digests, request.num_tokens
         if len(copy.new) < len(request.chain):
             starts, num_tokens = np.ascontiguousarray(starts[:, copy.new]), num_tokens[copy.new]
             expected = None if expected is None else expected[copy.new]
-        right, digests = copy_blocks(source, starts, self._arena, copy.targets, request.layout, num_tokens, expected)
-        return right.tolist(), _by_group(request.layout, digests)
+        digests = copy_blocks(source, starts, self._arena, copy.targets, request.layout, num_tokens, helpers)
+        right = [True] * len(digests) if expected is None else matches(digests, expected).tolist()
+        return right, _by_group(request.layout, digests)
 
     def _statuses(self, status: bytearray, new: list[int], right: list[bool]) -> bytes:
         for i, good in zip(new, right, strict=True):
@@ -476,7 +479,8 @@ class LocalPoolServer:
         name = hashlib.blake2b(node.config.node_id.encode(), digest_size=8).hexdigest()
         self.path = folder / f"d-{name}.sock"
         self.threads = background_threads(_COPY_THREADS, "moonpool-local-put")
-        self.puts = PutHandler(node, MappedBytes.of(node.memory.array), self.threads)
+        self.helpers = copy_helpers("moonpool-local-put-helper", lower_priority)
+        self.puts = PutHandler(node, MappedBytes.of(node.memory.array), self.threads, self.helpers)
         self.clients: set[ClientConnection] = set()
         self._landing = memoryview(bytearray(LANDING_NBYTES))
         self._identity: tuple[int, int] | None = None
@@ -511,6 +515,7 @@ class LocalPoolServer:
         self.node.index, self.node.local_socket = None, ""
         self.index.close()
         await asyncio.to_thread(self.threads.shutdown)
+        await asyncio.to_thread(self.helpers.stop)
 
     def _accept(self) -> None:
         try:

@@ -8,8 +8,10 @@ Lifetime of an index: when it is full, its entries are copied to a larger one, a
 Readers keep their mapping until they find the mark.
 """
 
+import functools
 import struct
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,12 +43,9 @@ class SharedIndex:
 
     def apply(self, changes: Iterable[tuple[bool, Block]]) -> None:
         """Add (True) or remove (False) blocks, in order. Must precede any write to slots of the removed blocks."""
-        last = {block.key: (added, block) for added, block in changes}
-        for key in last:
-            self._remove(key)
-        for key, (added, block) in last.items():
-            if added:
-                self._add(key, _record(block))
+        last = {block.key: block if added else None for added, block in changes}
+        self._remove([key for key in last if key in self._entry_of])
+        self._add({key: _record(block) for key, block in last.items() if block is not None})
 
     def close(self) -> None:
         """Mark the index as closed, which readers see at their next look-up, and release it."""
@@ -55,7 +54,7 @@ class SharedIndex:
 
     def validate(self, blocks: Iterable[Block]) -> list[str]:
         """Return descriptions of all differences from `blocks`, those in DRAM; empty if there are none."""
-        expected = {block.key: _record(block) for block in blocks}
+        expected = {block.key: np.frombuffer(_record(block), np.uint64) for block in blocks}
         problems = []
         if self._entry_of.keys() != expected.keys():
             problems.append(f"the shared index has {len(self._entry_of)} blocks, expected {len(expected)}")
@@ -67,29 +66,36 @@ class SharedIndex:
             problems.append("the shared index has lost entries")
         return problems
 
-    def _add(self, key: bytes, record: NDArray[np.uint64]) -> None:
-        if not self._free or len(record) + index_layout.ENTRY_KEY > self._entry_words:
-            self._grow(len(record) + index_layout.ENTRY_KEY)
-        entry = self._free.pop()
-        self._kernels.write(self._words, self._num_buckets, self._entry_words, entry, record)
-        self._entry_of[key] = entry
+    def _add(self, records: Mapping[bytes, bytes]) -> None:
+        """Add entries by their blocks' keys, those of one length at a time."""
+        by_length: defaultdict[int, list[bytes]] = defaultdict(list)
+        for key, record in records.items():
+            by_length[len(record)].append(key)
+        for nbytes, keys in by_length.items():
+            record_words = nbytes // 8
+            if len(self._free) < len(keys) or record_words + index_layout.ENTRY_KEY > self._entry_words:
+                self._grow(len(keys), record_words + index_layout.ENTRY_KEY)
+            entries = self._free[-len(keys) :]
+            del self._free[-len(keys) :]
+            words = np.frombuffer(b"".join([records[key] for key in keys]), np.uint64).reshape(-1, record_words)
+            self._kernels.write(self._words, self._num_buckets, self._entry_words, np.array(entries, np.int64), words)
+            self._entry_of.update(zip(keys, entries, strict=True))
 
-    def _remove(self, key: bytes) -> None:
-        entry = self._entry_of.pop(key, None)
-        if entry is not None:
-            self._kernels.erase(self._words, self._num_buckets, self._entry_words, entry)
-            self._free.append(entry)
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            entries = [self._entry_of.pop(key) for key in keys]
+            self._kernels.erase(self._words, self._num_buckets, self._entry_words, np.array(entries, np.int64))
+            self._free += entries
 
-    def _grow(self, record_words: int) -> None:
-        """Replace the index by one with twice the entries, or with larger entries of `record_words`."""
+    def _grow(self, num_more: int, entry_words: int) -> None:
+        """Replace the index by one with room for more entries, or with larger ones of at least `entry_words`."""
         old, words, at_of = self.memory, self._words, {key: self._at(entry) for key, entry in self._entry_of.items()}
-        record_words = max(record_words, self._entry_words)
-        num_entries = self._num_entries * (1 if self._free else 2)
-        old_words = self._entry_words
-        self._create(num_entries, -(-record_words // 8) * 8)
+        num_entries, old_words = self._num_entries, self._entry_words
+        while num_entries < len(at_of) + num_more:
+            num_entries *= 2
+        self._create(num_entries, -(-max(entry_words, old_words) // 8) * 8)
         self._entry_of = {}
-        for key, at in at_of.items():
-            self._add(key, words[at + index_layout.ENTRY_KEY : at + old_words].copy())
+        self._add({key: words[at + index_layout.ENTRY_KEY : at + old_words].tobytes() for key, at in at_of.items()})
         words[index_layout.AT_STATE] = index_layout.MOVED
         old.close()
 
@@ -111,10 +117,14 @@ class SharedIndex:
         return index_layout.HEADER_WORDS + self._num_buckets + entry * self._entry_words
 
 
-def _record(block: Block) -> NDArray[np.uint64]:
-    """Return the words of a block's entry, from its key on, uint64 [words]."""
-    digests, offsets = b"".join(block.digests), block.offsets
+def _record(block: Block) -> bytes:
+    """Return the words of a block's entry, from its key on."""
+    offsets, digests = block.offsets, block.digests[0] if len(block.digests) == 1 else b"".join(block.digests)
     groups, layers = len(offsets), len(digests) // 8
     shape = block.num_tokens << index_layout.SHAPE_TOKENS_SHIFT | groups << index_layout.SHAPE_GROUPS_SHIFT | layers
-    numbers = struct.pack(f"<{1 + groups}Q", shape, *offsets)
-    return np.frombuffer(block.key + numbers + digests, np.uint64)
+    return block.key + _numbers(1 + groups).pack(shape, *offsets) + digests
+
+
+@functools.cache
+def _numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")

@@ -23,6 +23,7 @@ from kvpool.policy.records import (
     LeaseGrant,
     LeaseRecord,
     LoadOutcome,
+    NewBlocks,
     PutAllocation,
     PutRecord,
     PutRequest,
@@ -88,8 +89,8 @@ def request_blocks(store: BlockStore, kv_namespace: bytes, chain: Sequence[bytes
 
 def missing_run_end(found: Sequence[Block | None], request: PutRequest, start: int) -> int:
     """Return the end of the blocks from `start` on that are all missing and follow each other."""
-    stop = start + 1
-    while stop < len(found) and found[stop] is None and request.parents[stop] == request.chain[stop - 1]:
+    stop, chain, parents = start + 1, request.chain, request.parents
+    while stop < len(found) and found[stop] is None and parents[stop] == chain[stop - 1]:
         stop += 1
     return stop
 
@@ -106,13 +107,15 @@ def check_digests(blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]])
     """Raise SpecError unless there are digests of the right length per block and group."""
     if len(digests) != len(blocks):
         raise SpecError(f"expected digests for the put's {len(blocks)} new blocks, got digests for {len(digests)}")
-    spec = blocks[0].spec
-    want = [8 * spec.num_layers(g) for g in range(spec.num_groups)]
+    want = blocks[0].namespace.digests_nbytes
     for per_group in digests:
-        if list(map(len, per_group)) != want:
-            raise SpecError(f"expected digests per group of {want} bytes, got {[len(each) for each in per_group]}")
+        if tuple(map(len, per_group)) != want:
+            raise SpecError(
+                f"expected digests per group of {list(want)} bytes, got {[len(each) for each in per_group]}"
+            )
 
 
+_UNTRACKED = "untracked"  # in place of the id of a put that ends at once
 _PAGE_NBYTES = 4096  # extents on SSD start at multiples of it
 
 
@@ -143,22 +146,32 @@ class PoolCore:
     def allocate(
         self, now_ns: int, request: PutRequest, *, owner: str, owner_incarnation: int, ttl_ns: int
     ) -> PutAllocation:
+        """Allocate slots as `add`, for a put that its owner ends by `seal` or `abort` within `ttl_ns`."""
+        new = self.add(now_ns, request)
+        if not new.blocks:
+            return PutAllocation("", tuple(new.status))
+        put_id = self.track(now_ns, new, owner=owner, owner_incarnation=owner_incarnation, ttl_ns=ttl_ns)
+        return PutAllocation(put_id, tuple(new.status), tuple(new.blocks))
+
+    def add(self, now_ns: int, request: PutRequest) -> NewBlocks:
         """Allocate slots for the missing blocks, in order, evicting others. After a NO_SPACE, no later block is NEW.
 
-        A block that is only on SSD counts as EXISTS. A partial block beyond `PoolLimits.max_tails` evicts the oldest
-        partial block after the same parent. Raises SpecMismatch if the namespace has another spec here, SpecError if
-        none of its blocks could ever fit, AddressError if parents or token counts do not match the blocks, PoolRefused
-        for a `compute_s` out of range.
+        The next call must be `seal_new`, `drop_new` or `track`, apart from `take_dram_changes`. A block that is only on
+        SSD counts as EXISTS. A partial block beyond `PoolLimits.max_tails` evicts the oldest partial block after the
+        same parent. Raises SpecMismatch if the namespace has another spec here, SpecError if none of its blocks could
+        ever fit, AddressError if parents or token counts do not match the blocks, PoolRefused for a `compute_s` out of
+        range.
         """
         check_request(request)
         kv_namespace, chain, parents = request.kv_namespace, request.chain, request.parents
         cost_s = cost_of_each(request.compute_s, len(chain))
         store = self.store
+        index = store.index
         namespace = store.namespaces.of(kv_namespace, request.spec)
-        put_id = self._next_id("put")
+        keys = [kv_namespace + chain_key for chain_key in chain]
         after = kv_namespace + parents[0] if parents else None
         use = Use(now_ns, request_blocks(store, kv_namespace, chain, parents), stores=True, after=after)
-        found = store.index.find(kv_namespace, chain)
+        found = index.find(keys)
         status: list[SlotStatus] = []
         new_blocks: list[Block] = []
         full = False
@@ -166,24 +179,24 @@ class PoolCore:
         expected = 0  # blocks up to here are stored, or the eviction policy expects them
         kept = store.hold_after_gap(found)
         for i, known in enumerate(found):
-            prefix_node = known.prefix_node if known is not None else store.index.node_at(kv_namespace + chain[i])
+            prefix_node = known.prefix_node if known is not None else index.node_at(keys[i])
             block = prefix_node.block  # not `known`: a key may come twice
             if block is not None:
                 if not block.put_id:
                     store.hit([block], use)
                 status.append(SlotStatus.EXISTS)
             elif full:
-                store.index.discard(prefix_node)
+                index.discard(prefix_node)
                 status.append(SlotStatus.NO_SPACE)
             else:
                 is_next = last is not None and parents[i] == chain[i - 1]
-                before = last.prefix_node if is_next and last else store.index.node_at(kv_namespace + parents[i])
+                before = last.prefix_node if is_next and last else index.node_at(kv_namespace + parents[i])
                 tokens = request.num_tokens[i] if request.num_tokens else 0
                 if i >= expected:
                     expected = missing_run_end(found, request, i)
                     last_tokens = request.num_tokens[expected - 1] if request.num_tokens else 0
-                    store.expect(namespace, before, chain[i:expected], last_tokens, use)
-                block = store.try_add(namespace, prefix_node, before, put_id, tokens, cost_s, use)
+                    store.expect(namespace, before, keys[i:expected], last_tokens, use)
+                block = store.try_add(namespace, prefix_node, before, _UNTRACKED, tokens, cost_s, use)
                 full = block is None
                 status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
                 if block is not None:
@@ -191,12 +204,34 @@ class PoolCore:
             last = block
         store.release_all(kept)
         store.log_changes()
-        self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)
-        if not new_blocks:
-            return PutAllocation("", tuple(status))
+        if full:
+            self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)
+        return NewBlocks(status, new_blocks, use)
+
+    def track(self, now_ns: int, new: NewBlocks, *, owner: str, owner_incarnation: int, ttl_ns: int) -> str:
+        """Make the blocks those of a put, which its owner ends by `seal` or `abort` within `ttl_ns`. Returns its id."""
+        put_id = self._next_id("put")
+        for block in new.blocks:
+            block.put_id = put_id
         expires_ns = now_ns + min(ttl_ns, self.limits.max_lease_ns)
-        self.puts[put_id] = PutRecord(put_id, owner, owner_incarnation, new_blocks, expires_ns, use.request_blocks)
-        return PutAllocation(put_id, tuple(status), tuple(new_blocks))
+        self.puts[put_id] = PutRecord(put_id, owner, owner_incarnation, new.blocks, expires_ns, new.use.request_blocks)
+        return put_id
+
+    def seal_new(
+        self, new: NewBlocks, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None
+    ) -> None:
+        """Make blocks visible that `add` returned, as `seal`; those whose `keep` is False are dropped.
+
+        No other process may have access to the slots; those of dropped blocks are free at once.
+        """
+        check_digests(new.blocks, digests)
+        self._seal(new.blocks, digests, keep, new.use)
+        self._free_unsealed(new.blocks)
+
+    def drop_new(self, new: NewBlocks) -> None:
+        """Drop the blocks that `add` returned; their slots are free at once."""
+        self._free_unsealed(new.blocks)
+        self.counters["aborted_puts"] += 1
 
     def seal(
         self, now_ns: int, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None
@@ -212,15 +247,10 @@ class PoolCore:
             raise PutLost(f"put {put_id!r} has ended (expired, aborted or sealed): allocate again")
         check_digests(put.blocks, digests)
         del self.puts[put_id]
-        use = Use(now_ns, put.request_blocks, stores=True)
-        kept = range(len(put.blocks)) if keep is None else [i for i, keep_block in enumerate(keep) if keep_block]
-        self.store.seal([put.blocks[i] for i in kept], [digests[i] for i in kept], use)
-        if self.staging.writes_ahead:
-            self.staging.write_ahead([put.blocks[i] for i in kept])
-        if len(kept) < len(put.blocks):
+        num_sealed = self._seal(put.blocks, digests, keep, Use(now_ns, put.request_blocks, stores=True))
+        if num_sealed < len(put.blocks):
             self._fence(put_id, [block for block in put.blocks if not block.sealed])
-        self.counters["stored_blocks"] += len(kept)
-        return len(kept)
+        return num_sealed
 
     def abort(self, put_id: str) -> bool:
         """End a put unsealed; its slots stay fenced until `fence_revoked`. Returns False if there is no such put."""
@@ -429,6 +459,24 @@ class PoolCore:
     def validate(self) -> list[str]:
         """Return descriptions of all inconsistencies; empty if the state is consistent."""
         return audit(self.store, self.staging, self.puts, self.leases, self.fenced)
+
+    def _seal(
+        self, blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None, use: Use
+    ) -> int:
+        """Seal the blocks, except those whose `keep` is False. Returns the number sealed."""
+        if keep is not None and not all(keep):
+            kept = [i for i, keep_block in enumerate(keep) if keep_block]
+            blocks, digests = [blocks[i] for i in kept], [digests[i] for i in kept]
+        self.store.seal(blocks, digests, use)
+        if self.staging.writes_ahead:
+            self.staging.write_ahead(blocks)
+        self.counters["stored_blocks"] += len(blocks)
+        return len(blocks)
+
+    def _free_unsealed(self, blocks: Sequence[Block]) -> None:
+        unsealed = [block for block in blocks if block.put_id]
+        if unsealed:
+            self.store.dram.free_slots(self.store.remove_unsealed(unsealed))
 
     def _look_up(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> tuple[list[Block], int]:
         """Look up the leading run in DRAM; record and count its use.

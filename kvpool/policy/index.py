@@ -32,11 +32,10 @@ class BlockIndex:
         node = self._nodes.get(key)
         return None if node is None else node.block
 
-    def find(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block | None]:
+    def find(self, keys: Sequence[BlockKey]) -> list[Block | None]:
         """Return the blocks at these addresses, sealed or not; None for each that is missing."""
         nodes = self._nodes
-        found = [nodes.get(kv_namespace + chain_key) for chain_key in chain]
-        return [None if node is None else node.block for node in found]
+        return [None if (node := nodes.get(key)) is None else node.block for key in keys]
 
     def find_node(self, key: BlockKey) -> PrefixNode | None:
         """Return the node at this address; None if it has neither a block nor followers."""

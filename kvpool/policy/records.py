@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from jit.fast_dataclass import fast_dataclass
 from kvpool.events import Tier
-from kvpool.policy.eviction import EvictionPolicy, Resident
+from kvpool.policy.eviction import EvictionPolicy, Resident, Use
 from kvpool.spec import KvSpec
 
 BlockKey = bytes  # namespace (16) + chain key (16): the full address of a block, over all its groups
@@ -94,6 +95,7 @@ class NamespaceState:
     sizes: tuple[tuple[int, ...], tuple[int, ...]]  # of a copy's slots: per group in DRAM, one extent on SSD
     nbytes: tuple[int, int]  # of a copy
     partitions: tuple[Partition, Partition]
+    digests_nbytes: tuple[int, ...]  # per group
     quotas_nbytes: tuple[int | None, int | None] = (None, None)  # most bytes it may take; None: no limit
     used_nbytes: list[int] = field(default_factory=lambda: [0, 0])
     num_blocks: int = 0  # in the index
@@ -203,6 +205,7 @@ def is_evictable(copy: BlockCopy) -> bool:
     return not prefix_node.following_ssd and (block.dram is not None or not prefix_node.num_following)
 
 
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PutRequest:
     """Request of a client to store blocks, in the order of their chain."""
@@ -239,13 +242,29 @@ class LeaseRecord:
     kept_until_ns: int
 
 
+@fast_dataclass
+@dataclass(frozen=True, slots=True)
+class NewBlocks:
+    """Blocks that a put added, in order, with slots and without bytes, and a status per block of its request."""
+
+    status: list[SlotStatus]
+    blocks: list[Block]
+    use: Use
+
+    @property
+    def offsets(self) -> list[tuple[int, ...]]:
+        """Offsets of the blocks' slots in the arena, one per group."""
+        return [copy.offsets for block in self.blocks if (copy := block.dram) is not None]
+
+
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class PutAllocation:
     """Result of an Allocate: a status per block, and the NEW blocks in order. `put_id` is empty if none is NEW."""
 
     put_id: str
     status: tuple[SlotStatus, ...]
-    new_blocks: tuple[Block, ...] = field(default=())
+    new_blocks: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Staging:
         is_loaded = outcome is LoadOutcome.OK and not block.removed
         if is_loaded:
             dram.promoted = True
-            store.complete_in_dram(block, Use(now_ns))
+            store.complete_in_dram([block], Use(now_ns))
         elif not block.removed:
             store.withdraw(dram)
         store.release(dram)
@@ -121,7 +121,7 @@ class Staging:
 
     def num_loading(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
         """Implement `PoolCore.num_loading`."""
-        found = self._store.index.find(kv_namespace, chain)
+        found = self._store.index.find([kv_namespace + chain_key for chain_key in chain])
         copies = (block.dram for block in found if block is not None and block.sealed)
         return sum(copy is not None and not copy.ready for copy in copies)
 
@@ -174,7 +174,7 @@ class Staging:
         elif ok:
             block.num_write_errors = 0
             dram.in_slower_tier = True
-            store.ssd.insert(ssd, Use(now_ns))
+            store.ssd.insert([ssd], Use(now_ns))
         else:
             block.num_write_errors += block_at_fault
             store.withdraw(ssd)

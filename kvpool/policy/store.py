@@ -18,6 +18,7 @@ from kvpool.policy.records import (
     SSD,
     Block,
     BlockCopy,
+    BlockKey,
     NamespaceState,
     PrefixNode,
     SsdBlock,
@@ -64,10 +65,9 @@ class BlockStore:
         return self.index.leading_run(kv_namespace, chain)
 
     def expect(
-        self, namespace: NamespaceState, before: PrefixNode, chain: Sequence[bytes], last_tokens: int, use: Use
+        self, namespace: NamespaceState, before: PrefixNode, keys: Sequence[BlockKey], last_tokens: int, use: Use
     ) -> None:
         """Announce missing blocks after the node `before` to the eviction policy of DRAM (`EvictionPolicy.expect`)."""
-        keys = [block_key(namespace.kv_namespace, chain_key) for chain_key in chain]
         parent = None if before.is_root else before.key
         namespace.partitions[DRAM].policy.expect(parent, before.depth + 1, keys, last_tokens, use)
 
@@ -118,7 +118,7 @@ class BlockStore:
         copy = self.new_copy(block, before, SSD)
         if self.ssd.adopt(copy, entry.offset):
             self.add(block, before)
-            self.ssd.insert(copy, use)
+            self.ssd.insert([copy], use)
             self._changed[block] = None
             return block
         self.abandon(copy, before)
@@ -178,20 +178,19 @@ class BlockStore:
         self.index.num_sealed += len(blocks)
         for block, block_digests in zip(blocks, digests, strict=True):
             block.put_id, block.digests = "", block_digests
-            self.complete_in_dram(block, use)
+        self.complete_in_dram(blocks, use)
         for block in blocks:
             if not block.prefix_node.num_following:
                 self.offer(block)
         self.log_changes()
 
-    def complete_in_dram(self, block: Block, use: Use) -> None:
-        """Record that the block's copy in DRAM is complete. The caller must then `offer` the block."""
-        copy = block.dram
-        assert copy is not None
-        self.dram.insert(copy, use)
-        self._changed[block] = None
+    def complete_in_dram(self, blocks: Sequence[Block], use: Use) -> None:
+        """Record that the copies in DRAM of blocks of one namespace are complete. The caller must then `offer` them."""
+        self.dram.insert([copy for block in blocks if (copy := block.dram) is not None], use)
+        for block in blocks:
+            self._changed[block] = None
         if self._dram_changes is not None:
-            self._dram_changes.append((True, block))
+            self._dram_changes += [(True, block) for block in blocks]
 
     def hit(self, blocks: Sequence[Block], use: Use) -> None:
         """Record that a request used these sealed blocks of one namespace, in any tier."""

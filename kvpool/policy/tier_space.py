@@ -311,16 +311,21 @@ class TierSpace:
         self._assign(copy, (offset,))
         return True
 
-    def insert(self, copy: BlockCopy, use: Use) -> None:
-        """Record that the copy is complete, and pass it to its partition's policy."""
-        copy.ready = True
-        copy.born_ns = copy.used_ns = self._now_ns = use.now_ns
-        self._num_uses += 1
-        copy.last_use = self._num_uses
-        partition = copy.block.namespace.partitions[self._tier]
-        partition.num_copies += 1
-        self.num_copies += 1
-        partition.policy.insert(copy, use)
+    def insert(self, copies: Sequence[BlockCopy], use: Use) -> None:
+        """Record that copies of one namespace are complete, and pass them to its partition's policy."""
+        if not copies:
+            return
+        partition = copies[0].block.namespace.partitions[self._tier]
+        insert, now_ns, num_uses = partition.policy.insert, use.now_ns, self._num_uses
+        for copy in copies:
+            num_uses += 1
+            copy.ready = True
+            copy.born_ns = copy.used_ns = now_ns
+            copy.last_use = num_uses
+            insert(copy, use)
+        self._num_uses, self._now_ns = num_uses, now_ns
+        partition.num_copies += len(copies)
+        self.num_copies += len(copies)
 
     def hit(self, copies: Sequence[BlockCopy], use: Use) -> None:
         """Record that a request used these copies of one namespace, in the order of its chain."""
@@ -556,7 +561,13 @@ class NamespaceTable:
                 for space, partition in zip((self._dram, self._ssd), namespace.partitions, strict=True):
                     space.forget(partition)
         made = NamespaceState(
-            kv_namespace, spec, (slots, extent), (sum(slots), sum(extent)), partitions, (quota_nbytes, None)
+            kv_namespace,
+            spec,
+            (slots, extent),
+            (sum(slots), sum(extent)),
+            partitions,
+            tuple(8 * spec.num_layers(g) for g in range(spec.num_groups)),
+            (quota_nbytes, None),
         )
         self._namespaces[kv_namespace] = made
         return made

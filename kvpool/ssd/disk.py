@@ -1,30 +1,22 @@
 """File-system operations of the SSD store, and batches of I/Os shared among the caller and helper threads.
 
-A helper thread is woken once per batch, not per I/O: it takes piece after piece in a compiled loop. `Disk` has one
-method per effect, so that tests can record or fail each of them.
-
-A batch's progress, among any number of threads:
-
-    caller    start ────────── finish: takes pieces ── no piece left ── `closed`, waits for num_helpers == 0 ── results
-    helper      └─ join: num_helpers += 1 ── takes pieces ── no piece left ── leave: num_helpers -= 1
-    late helper                                            finds the job closed, and skips it
-
-Pieces are taken by an atomic increment of the batch's cursor. `_IoJob.changed` guards `closed` and `num_helpers`. So no
-thread touches a batch's memory after `finish` has returned.
+A helper thread is woken once per batch, not per I/O: it takes piece after piece in a compiled loop, by an atomic
+increment of the batch's cursor (`kvpool.helper_threads`). `Disk` has one method per effect, so that tests can record or
+fail each of them.
 """
 
+import functools
 import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.helper_threads import HelperThreads, SharedWork
 from kvpool.ssd.kernels import EXTENT_RESULT, IOVEC, PIECE, PIECE_NBYTES, kernels
 from kvpool.ssd.records import PAGE_NBYTES, Run
 
@@ -80,96 +72,49 @@ class IoBatch:
         return BatchResult(results["checksum"], results["status"], self.pieces["latency_ns"])
 
 
-@dataclass
-class _IoJob:
-    """A batch and the number of helpers that work on it. Helpers that come late find it closed and skip it."""
-
-    batch: IoBatch
-    fds: NDArray[np.int32]
-    write: bool
-    num_helpers: int = 0
-    closed: bool = False
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def join(self) -> bool:
-        with self.changed:
-            self.num_helpers += not self.closed
-            return not self.closed
-
-    def leave(self) -> None:
-        with self.changed:
-            self.num_helpers -= 1
-            self.changed.notify_all()
-
-    def end(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.changed.wait_for(lambda: not self.num_helpers)
-
-
 class InFlightBatch:
     """Batch in progress."""
 
-    def __init__(self, threads: "IoThreads", job: _IoJob) -> None:
-        self._threads, self._job = threads, job
+    def __init__(self, batch: IoBatch, work: SharedWork) -> None:
+        self._batch, self._work = batch, work
 
     @property
     def nbytes(self) -> int:
         """Bytes transferred to or from the disk."""
-        return self._job.batch.nbytes
+        return self._batch.nbytes
 
     def finish(self) -> BatchResult:
         """Run the remaining pieces and return the results. No I/O of the batch is in flight afterwards."""
-        try:
-            self._threads.work(self._job)
-        finally:
-            self._job.end()
-        return self._job.batch.outcome()
+        self._work.finish()
+        return self._batch.outcome()
 
 
 class IoThreads:
     """Helper threads, shared by all callers, that keep up to `depth` I/Os of a batch in flight with the caller's."""
 
     def __init__(self, depth: int, name: str) -> None:
-        self._jobs: SimpleQueue[_IoJob | None] = SimpleQueue()
+        self._helpers = HelperThreads(depth - 1, name)
         self._bounce_buffers: deque[mmap.mmap] = deque()
-        self._helpers = [threading.Thread(target=self._help, name=f"{name}-{i}", daemon=True) for i in range(depth - 1)]
-        for helper in self._helpers:
-            helper.start()
 
     def start(self, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
         """Start the batch in the helpers. The caller must always call `finish` before it releases the memory."""
-        job = _IoJob(batch, fds, write)
-        for _ in range(min(len(self._helpers), len(batch.pieces))):
-            self._jobs.put(job)
-        return InFlightBatch(self, job)
+        run = functools.partial(self._run, batch, fds, write)
+        return InFlightBatch(batch, self._helpers.share(run, len(batch.pieces)))
 
     def stop(self) -> None:
         """Stop the helpers; no batch may be in progress."""
-        for _ in self._helpers:
-            self._jobs.put(None)
-        for helper in self._helpers:
-            helper.join()
+        self._helpers.stop()
 
-    def _help(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if job.join():
-                try:
-                    self.work(job)
-                finally:
-                    job.leave()
-            del job
-
-    def work(self, job: _IoJob) -> None:
+    def _run(self, batch: IoBatch, fds: NDArray[np.int32], write: bool) -> None:
         """Run pieces of this batch until none is left."""
-        if job.batch.pieces["is_direct"].all():
-            job.batch.run(job.fds, write=job.write, bounce=0)
+        if batch.pieces["is_direct"].all():
+            batch.run(fds, write=write, bounce=0)
             return
         bounce = self._bounce_buffers.pop() if self._bounce_buffers else mmap.mmap(-1, PIECE_NBYTES)
         try:
             address = np.frombuffer(bounce, np.uint8).__array_interface__["data"][0]
             assert address % PAGE_NBYTES == 0
-            job.batch.run(job.fds, write=job.write, bounce=address)
+            batch.run(fds, write=write, bounce=address)
         finally:
             self._bounce_buffers.append(bounce)
 

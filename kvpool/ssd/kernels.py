@@ -16,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from jit.atomic_counter import take_next
 from jit.compiling import compiled
 
 PIECE_NBYTES = 1 << 20
@@ -105,17 +106,8 @@ def _load(of: Any, llvm_type: Any) -> Any:
     return intrinsic(typed)
 
 
-def _fetch_and_add(_typing: Any, _cursor: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        cursor = context.make_array(signature.args[0])(context, builder, args[0])
-        return builder.atomic_rmw("add", cursor.data, cgutils.intp_t(1), "seq_cst")
-
-    return _i64(_cursor), codegen
-
-
 _load_u64 = _load(types.uint64, cgutils.intp_t)
 _load_i32 = _load(types.int32, cgutils.int32_t)
-_take_next: Any = intrinsic(_fetch_and_add)  # cursor[0]++, atomically
 
 
 @numba.njit(inline="always")
@@ -253,7 +245,7 @@ def _transfer(
     bounced = np.zeros(1, IOVEC)
     bounced[0].address = bounce
     while True:
-        p = _take_next(cursor)
+        p = take_next(cursor)
         if p >= len(pieces):
             return
         piece = pieces[p]

@@ -10,7 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jit.fast_dataclass import fast_dataclass
 
+
+@fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Use:
     """One request's use of blocks: a look-up that found them, or the put that stored them."""

@@ -34,7 +34,7 @@ class Moonpool(EvictionPolicy):
     def __init__(self, capacity_nbytes: int) -> None:
         self._shadows = Shadows()
         self._blocks: dict[int, Resident] = {}  # in the tier, by row
-        # Keys whose use was played before they are inserted, oldest first. Some never are.
+        # Keys whose use was collected before they are inserted, oldest first. Some never are.
         self._expected: dict[object, None] = {}
         self._num_admitted = 0  # of them, since the last insertion
         # Rows that left the followed cache, oldest first. Entries are checked when they are used.
@@ -47,24 +47,26 @@ class Moonpool(EvictionPolicy):
         self._cost_s = self._cost_nbytes = 0.0
 
     def expect(self, parent: object, depth: int, keys: Sequence[object], last_tokens: int, use: Use) -> None:
-        """Play the uses of the missing blocks through all experts, so that `admits` and `pop` can follow."""
+        """Collect the uses of the missing blocks, which are played through all experts before one is admitted or stored."""
         if use is not self._use:
             self._begin(parent, use)
         shadows, expected = self._shadows, self._expected
         if shadows.is_due:
             self._flush()
         shadows.run(parent, depth, keys, ends_partial=last_tokens > 0)
-        self._flush()
-        expected.update(dict.fromkeys(keys))
+        for key in keys:
+            expected[key] = None
         while len(expected) > _MAX_EXPECTED + len(self._blocks):
             del expected[next(iter(expected))]
 
     def admits(self, block: Resident, use: Use) -> bool:
         """Return True if the followed expert stores the block."""
         shadows = self._shadows
+        self._flush()
         row = shadows.rows_by_key.get(block.key) if block.key in self._expected else None
         if row is None:
             self.expect(block.parent, block.depth, (block.key,), block.num_tokens, use)
+            self._flush()
             row = shadows.rows_by_key[block.key]
         admits = bool(shadows.cells[row * at.NUM_COLUMNS + at.IN] & shadows.followed_bit)
         if admits:
@@ -83,6 +85,7 @@ class Moonpool(EvictionPolicy):
         row = None
         if block.key in self._expected:
             del self._expected[block.key]
+            self._flush()
             self._num_admitted -= self._num_admitted > 0
             row = shadows.rows_by_key.get(block.key)
         if row is None:

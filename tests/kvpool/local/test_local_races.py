@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from kvpool import KvGroup, KvSpec, layer_digests
 from kvpool.local import LocalPoolClient, index_layout
-from kvpool.local.block_copy import SpecLayout
-from kvpool.local.index_kernels import index_kernels
+from kvpool.local.block_copy import MappedBytes, SpecLayout
+from kvpool.local.index_reading import BlockTarget, MappedIndex, get_blocks, match_blocks
 from kvpool.local.shared_index import SharedIndex
 from messenger.memory import PeerMemory
 
@@ -71,24 +71,23 @@ class Reader:
         self.words = index.view(np.uint64)
         at = index_layout.AT_BUCKETS, index_layout.AT_ENTRIES, index_layout.AT_ENTRY_WORDS
         self.shape = np.array([self.words[i] for i in at], np.int64)
-        self.kernels = index_kernels()
+        self.index = MappedIndex(self.words, self.shape)
         spec = KvSpec((KvGroup("full", 0, tuple(range(NUM_LAYERS)), kv_heads=1, head_dim=1, dtype="float32"),), 1)
-        self.layout = SpecLayout(spec).groups
+        self.layout = SpecLayout(spec)
 
     def find(self, i: int) -> bool:
         name = key = np.full(2, int.from_bytes(bytes([i + 1]) * 8, "little"), np.uint64)
-        return bool(self.kernels.match(self.words, self.shape, name, key.reshape(1, 2))[0])
+        return bool(match_blocks(self.index, name, key.reshape(1, 2))[0])
 
     def get(self, i: int, verify: bool = False, *memory: NDArray[np.uint8]) -> tuple[int, int]:
         """A get from an arena to a landing place, by default of nothing but zeros."""
         name = key = np.full(2, int.from_bytes(bytes([i + 1]) * 8, "little"), np.uint64)
         zeros = np.zeros(64 * NUM_BLOCKS + 8 * NUM_LAYERS, np.uint8), np.zeros(8 * NUM_LAYERS, np.uint8)
         arena, landing = memory or zeros
-        done: tuple[int, int] = self.kernels.get(
-            (self.words, self.shape), name, key.reshape(1, 2), self.layout, (arena, arena.view(np.uint32)),
-            ((landing, landing.view(np.uint32)), np.zeros((1, 1), np.int64)), 0, verify,
-        )  # fmt: skip
-        return done
+        target = BlockTarget(MappedBytes.of(landing), np.zeros((1, 1), np.int64))
+        return get_blocks(
+            self.index, name, key.reshape(1, 2), self.layout, MappedBytes.of(arena), target, None, verify=verify
+        )
 
 
 def test_a_writer_killed_in_mid_update_leaves_misses_and_no_torn_entry() -> None:
@@ -147,7 +146,7 @@ def test_a_block_that_leaves_while_it_is_copied_is_a_miss(verify: bool) -> None:
     leaving.digests = (layer_digests(arena.reshape(1, -1), spec, 0, np.full(1, spec.block_tokens, np.int32)).tobytes(),)
     index.apply([(True, leaving)])  # type: ignore[list-item]
     reader = Reader(index.memory.array)
-    reader.layout = SpecLayout(spec).groups
+    reader.layout = SpecLayout(spec)
 
     cleared = threading.Event()
 
