@@ -34,6 +34,11 @@ class CommitAhead:
         self._committed = min(self._committed, end)
         return True
 
+    @property
+    def is_complete(self) -> bool:
+        """True if the whole range is committed."""
+        return self._committed >= self._end
+
     def begins(self, end: int) -> bool:
         """Return True if the caller must call `run(end)` once, because bytes up to `end` are about to be used."""
         near = min(end + _STEP_NBYTES // 2, self._end)

@@ -138,7 +138,7 @@ class PoolNode:
             self.core.drop_ssd_only(request.kv_namespace, request.chain)
         new = self.core.add(time.monotonic_ns(), request)
         self.publish_changes()
-        if new.blocks:
+        if new.blocks and not self._arena_commit.is_complete:
             self._commit_ahead(max(map(max, new.offsets)) + new.blocks[0].namespace.nbytes[DRAM])
         return new
 
@@ -148,10 +148,21 @@ class PoolNode:
             time.monotonic_ns(), new, owner=owner, owner_incarnation=owner_incarnation, ttl_ns=ttl_ns
         )
 
-    def seal_new(self, new: NewBlocks, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool]) -> None:
-        """Seal blocks as `PoolCore.seal_new`, whose bytes were written right after `add`."""
-        self.core.seal_new(new, digests, keep)
-        self.publish_changes()
+    def seal_new(
+        self, new: NewBlocks, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool]
+    ) -> Callable[[], None]:
+        """Seal blocks as `PoolCore.seal_new`, whose bytes were written right after `add`; all processes find them now.
+
+        Returns a function that must be called before anything else is done with the node, once nobody waits for it.
+        """
+        sealed = self.core.seal_new(new, digests, keep)
+        self._publish_dram()
+
+        def settle() -> None:
+            self.core.settle_new(new, sealed)
+            self.publish_changes()
+
+        return settle
 
     def write_key(self, allocation: PutAllocation) -> RemoteKey:
         """Return a key to write to the slots of an allocation's NEW blocks (at least one), valid until the put ends."""
@@ -279,15 +290,18 @@ class PoolNode:
 
         Must follow every call to the core that may move blocks, before slots that it allocated are written.
         """
-        if self.index is not None:
-            changes = self.core.take_dram_changes()
-            if changes:
-                self.index.apply(changes)
+        self._publish_dram()
         if self.core.log.seq != self._published_seq:
             self._published_seq = self.core.log.seq
             self._wake()
             if self.ssd is not None:
                 self.ssd.write_back.wake()
+
+    def _publish_dram(self) -> None:
+        if self.index is not None:
+            changes = self.core.take_dram_changes()
+            if changes:
+                self.index.apply(changes)
 
     @property
     def resident_nbytes(self) -> int:

@@ -34,7 +34,7 @@ from kvpool.address import KEY_NBYTES, check_chain
 from kvpool.errors import AddressError, KvPoolError, LocalPoolUnavailable, SpecError
 from kvpool.local import index_layout, index_reading
 from kvpool.local.block_copy import MappedBytes, SpecLayout, copy_blocks, copy_helpers, digest_blocks, matches
-from kvpool.local.index_reading import BlockTarget, MappedIndex, get_blocks, match_blocks
+from kvpool.local.index_reading import BlockReader, BlockTarget, MappedIndex, match_blocks
 from kvpool.local.protocol import (
     MAX_BODY_NBYTES,
     Attach,
@@ -240,6 +240,7 @@ class LocalPoolClient:
         self._plans: dict[KvSpec, SpecLayout] = {}
         self._last_plan: tuple[KvSpec | None, SpecLayout] = None, _NO_PLAN
         self._helpers = copy_helpers("moonpool-local-get-helper")
+        self._reader = BlockReader(self._arena, self._helpers)
         self._last = self._arena  # the caller's memory of the last call
         self._registered: dict[int, MappedBytes] = {}
         self._regions = 0
@@ -301,9 +302,7 @@ class LocalPoolClient:
         for _ in range(_MOVES):
             self._check_alive()
             index = self._index
-            done, why = get_blocks(
-                index, name, keys, layout, self._arena, target, self._helpers, first_block=done, verify=verify
-            )
+            done, why = self._reader.get(index, name, keys, layout, target, done, verify=verify)
             if why != index_layout.STALE:
                 break
             self._renew_index(index)

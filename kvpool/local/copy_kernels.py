@@ -57,13 +57,15 @@ _move_row = numba.njit(_move_row_of)
 
 
 def _move_layers(
-    source: Any, start: Any, target: Any, to: Any, group: Any, tokens: Any, in_words: Any, layers: Any, digests: Any
+    source: Any, target: Any, slots: Any, group: Any, tokens: Any, in_words: Any, layers: Any, digests: Any
 ) -> None:
-    """Copy the first `tokens` tokens of layers of one slot from byte `start` to byte `to`, and set their `digests`.
+    """Copy the first `tokens` tokens of layers of one slot, and set their `digests`.
 
-    `source` and `target` are (bytes, words), `group` is a GROUP_LAYOUT, `layers` is (first, last + 1), `digests` is
-    uint64 [layers]. `in_words` is True if both offsets and the row length are multiples of 4.
+    `source` and `target` are (bytes, words), `slots` is (first byte in the source, first byte in the target), `group`
+    is a GROUP_LAYOUT, `layers` is (first, last + 1), `digests` is uint64 [layers]. `in_words` is True if both first
+    bytes and the row length are multiples of 4.
     """
+    start, to = slots
     block_tokens, row_nbytes = group.block_tokens, group.row_nbytes
     whole = tokens == block_tokens
     runs = 1 if whole else group.num_runs
@@ -154,17 +156,8 @@ def _copy_pieces(
         if len(digests):
             tokens = np.int64(num_tokens[i]) if num_tokens[i] else block_tokens
             in_words = words and start % 4 == 0 and to % 4 == 0
-            move_layers(
-                source,
-                start,
-                target,
-                to,
-                layout[g],
-                tokens,
-                in_words,
-                (first, last),
-                digests[i, at + first : at + last],
-            )
+            out = digests[i, at + first : at + last]
+            move_layers(source, target, (start, to), layout[g], tokens, in_words, (first, last), out)
         else:
             memcpy(
                 np.uint64(target[0].ctypes.data) + np.uint64(to + first * layout[g].layer_nbytes),

@@ -36,65 +36,72 @@ def match_blocks(index: MappedIndex, name: NDArray[np.uint64], keys: NDArray[np.
     return int(count), int(why)
 
 
-def get_blocks(
-    index: MappedIndex,
-    name: NDArray[np.uint64],
-    keys: NDArray[np.uint64],
-    layout: SpecLayout,
-    arena: MappedBytes,
-    target: BlockTarget,
-    helpers: HelperThreads | None,
-    *,
-    first_block: int = 0,
-    verify: bool = True,
-) -> tuple[int, int]:
-    """Copy blocks of `keys` uint64 [n, 2] from `first_block` on, as `LocalPoolClient.get`.
+class BlockReader:
+    """Reader of the blocks in an arena, for any number of threads. `helpers` share large copies."""
 
-    Returns (number of leading blocks copied and valid, reason for ending there: FOUND, MISSING, CORRUPT or STALE).
-    """
-    done, step = first_block, max(1, _STEP_NBYTES // max(1, layout.block_nbytes))
-    while done < len(keys):
-        stop = min(done + step, len(keys))
-        reached, why = _get_step(index, name, keys[:stop], layout, arena, target, helpers, done, verify)
-        if why != index_layout.FOUND:
-            return reached, why
-        done = reached
-    return done, index_layout.FOUND
+    def __init__(self, arena: MappedBytes, helpers: HelperThreads | None) -> None:
+        self._arena, self._helpers = arena, helpers
 
+    def get(
+        self,
+        index: MappedIndex,
+        name: NDArray[np.uint64],
+        keys: NDArray[np.uint64],
+        layout: SpecLayout,
+        target: BlockTarget,
+        first_block: int = 0,
+        *,
+        verify: bool = True,
+    ) -> tuple[int, int]:
+        """Copy blocks of `keys` uint64 [n, 2] from `first_block` on, as `LocalPoolClient.get`.
 
-def _get_step(
-    index: MappedIndex,
-    name: NDArray[np.uint64],
-    keys: NDArray[np.uint64],
-    layout: SpecLayout,
-    arena: MappedBytes,
-    target: BlockTarget,
-    helpers: HelperThreads | None,
-    first: int,
-    verify: bool,
-) -> tuple[int, int]:
-    kernels, n = _kernels(), len(keys)
-    places, num_tokens = np.empty((n, 2), np.uint64), np.empty(n, np.uint32)
-    offsets, expected = np.empty((len(layout.groups), n), np.int64), np.empty((n, layout.num_layers), np.uint64)
-    end, why = kernels.locate(
-        (index.words, index.shape), name, keys, layout.groups, len(arena.array), first, places,
-        (offsets, num_tokens, expected),
-    )  # fmt: skip
-    if end == first:
-        return int(end), int(why)
-    starts, targets = (
-        each if end - first == each.shape[1] else np.ascontiguousarray(each[:, first:end])
-        for each in (offsets, target.offsets)
-    )
-    digests = copy_blocks(
-        arena, starts, target.memory, targets, layout, num_tokens[first:end], helpers, with_digests=verify
-    )
-    still, changed = kernels.confirm(index.words, places, first, end)
-    if verify:
-        wrong = np.flatnonzero(~matches(digests, expected[first:end]))
-        if len(wrong) and first + wrong[0] < still:
-            return int(first + wrong[0]), index_layout.CORRUPT
-    return (int(end), int(why)) if still == end else (int(still), int(changed))
+        Returns (number of leading blocks copied and valid, reason for ending there: FOUND, MISSING, CORRUPT or STALE).
+        """
+        done, step = first_block, max(1, _STEP_NBYTES // max(1, layout.block_nbytes))
+        while done < len(keys):
+            part = keys[: min(done + step, len(keys))]
+            done, why = self._get_some(index, name, part, layout, target, done, verify)
+            if why != index_layout.FOUND:
+                return done, why
+        return done, index_layout.FOUND
+
+    def _get_some(
+        self,
+        index: MappedIndex,
+        name: NDArray[np.uint64],
+        keys: NDArray[np.uint64],
+        layout: SpecLayout,
+        target: BlockTarget,
+        first: int,
+        verify: bool,
+    ) -> tuple[int, int]:
+        kernels, n = _kernels(), len(keys)
+        places, num_tokens = np.empty((n, 2), np.uint64), np.empty(n, np.uint32)
+        offsets, expected = np.empty((len(layout.groups), n), np.int64), np.empty((n, layout.num_layers), np.uint64)
+        end, why = kernels.locate(
+            tuple(index),
+            name,
+            keys,
+            layout.groups,
+            len(self._arena.array),
+            first,
+            places,
+            (offsets, num_tokens, expected),
+        )
+        if end == first:
+            return int(end), int(why)
+        starts = np.ascontiguousarray(offsets[:, first:end])
+        targets = np.ascontiguousarray(target.offsets[:, first:end])
+        tokens = num_tokens[first:end]
+        digests = copy_blocks(
+            self._arena, starts, target.memory, targets, layout, tokens, self._helpers, with_digests=verify
+        )
+        still, changed = kernels.confirm(index.words, places, first, end)
+        if verify:
+            wrong = np.flatnonzero(~matches(digests, expected[first:end]))
+            if len(wrong) and first + wrong[0] < still:
+                return int(first + wrong[0]), index_layout.CORRUPT
+        return (int(end), int(why)) if still == end else (int(still), int(changed))
 
 
 def warm_up() -> None:

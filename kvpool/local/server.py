@@ -111,11 +111,17 @@ class PutHandler:
         self._helpers = helpers
 
     def put(
-        self, owner: LocalOwner, message: PutBlocks, source: MappedBytes, is_connected: Callable[[], bool]
-    ) -> bytes | Awaitable[bytes]:
-        """Execute a put. Returns a PutStatus per block, or an awaitable of it for more than 1 MiB. Raises KvPoolError.
+        self,
+        owner: LocalOwner,
+        message: PutBlocks,
+        source: MappedBytes,
+        is_connected: Callable[[], bool],
+        reply: Callable[[bytes], None],
+    ) -> Awaitable[bytes] | None:
+        """Execute a put, and `reply` with a PutStatus per block, or return an awaitable of them for more than 1 MiB.
 
         `is_connected()` returns False once the client has left; blocks without expected digests are then not stored.
+        Raises KvPoolError.
         """
         request = _checked(message)
         put = PutRequest(
@@ -129,7 +135,8 @@ class PutHandler:
         blocks = self._node.add(put)
         status = bytearray(blocks.status)  # PutStatus starts with the values of SlotStatus
         if not blocks.blocks:
-            return bytes(status)
+            reply(bytes(status))
+            return None
         new = [i for i, each in enumerate(blocks.status) if each is SlotStatus.NEW]
         copy = _PutCopy(new, np.array(list(zip(*blocks.offsets, strict=True)), np.int64))
         if len(new) * request.layout.block_nbytes > _QUICK_NBYTES:
@@ -143,8 +150,12 @@ class PutHandler:
         except BaseException:
             self._node.core.drop_new(blocks)
             raise
-        self._node.seal_new(blocks, digests, right)
-        return self._statuses(status, new, right)
+        settle = self._node.seal_new(blocks, digests, right)
+        try:
+            reply(self._statuses(status, new, right))
+        finally:
+            settle()
+        return None
 
     async def _put_later(
         self,
@@ -374,12 +385,13 @@ class ClientConnection:
         source = self._regions.get(message.region_id)
         if source is None or self._owner is None:
             raise ProtocolError(f"a put from memory {message.region_id}, which is not registered")
-        stored = self._puts.put(self._owner, message, source, self._is_connected)
-        if isinstance(stored, bytes):
-            self._send(PutReply(stored))
-        else:
+        stored = self._puts.put(self._owner, message, source, self._is_connected, self._reply_to_put)
+        if stored is not None:
             self._loop.remove_reader(self._sock.fileno())
             self.putting = self._loop.create_task(self._finish(stored))
+
+    def _reply_to_put(self, status: bytes) -> None:
+        self._send(PutReply(status))
 
     def _is_connected(self) -> bool:
         """Return True if the client, which waits for a reply, has not disconnected."""

@@ -115,7 +115,16 @@ def check_digests(blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]])
             )
 
 
-_UNTRACKED = "untracked"  # in place of the id of a put that ends at once
+def _kept(
+    blocks: list[Block], digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None
+) -> tuple[list[Block], Sequence[tuple[bytes, ...]]]:
+    """Return the blocks whose `keep` is not False, and their digests."""
+    if keep is None or all(keep):
+        return blocks, digests
+    kept = [i for i, keep_block in enumerate(keep) if keep_block]
+    return [blocks[i] for i in kept], [digests[i] for i in kept]
+
+
 _PAGE_NBYTES = 4096  # extents on SSD start at multiples of it
 
 
@@ -178,7 +187,9 @@ class PoolCore:
         last: Block | None = None
         expected = 0  # blocks up to here are stored, or the eviction policy expects them
         kept = store.hold_after_gap(found)
-        for i, known in enumerate(found):
+        i = -1
+        while (i := i + 1) < len(found):
+            known = found[i]
             prefix_node = known.prefix_node if known is not None else index.node_at(keys[i])
             block = prefix_node.block  # not `known`: a key may come twice
             if block is not None:
@@ -196,7 +207,15 @@ class PoolCore:
                     expected = missing_run_end(found, request, i)
                     last_tokens = request.num_tokens[expected - 1] if request.num_tokens else 0
                     store.expect(namespace, before, keys[i:expected], last_tokens, use)
-                block = store.try_add(namespace, prefix_node, before, _UNTRACKED, tokens, cost_s, use)
+                    if not request.num_tokens and (
+                        run := store.add_run(namespace, keys[i:expected], before, cost_s, use)
+                    ):
+                        new_blocks += run
+                        status += [SlotStatus.NEW] * len(run)
+                        i += len(run) - 1
+                        last = run[-1]
+                        continue
+                block = store.try_add(namespace, prefix_node, before, tokens, cost_s, use)
                 full = block is None
                 status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
                 if block is not None:
@@ -219,13 +238,20 @@ class PoolCore:
 
     def seal_new(
         self, new: NewBlocks, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None
-    ) -> None:
-        """Make blocks visible that `add` returned, as `seal`; those whose `keep` is False are dropped.
+    ) -> list[Block]:
+        """Make blocks visible that `add` returned, as `seal`; return those whose `keep` is not False.
 
-        No other process may have access to the slots; those of dropped blocks are free at once.
+        The next call must be `settle_new` with them, apart from `take_dram_changes`: what nobody has to wait for is
+        left to it. No other process may have access to the slots of blocks that are not kept.
         """
         check_digests(new.blocks, digests)
-        self._seal(new.blocks, digests, keep, new.use)
+        blocks, digests = _kept(new.blocks, digests, keep)
+        self.store.complete(blocks, digests, new.use)
+        return blocks
+
+    def settle_new(self, new: NewBlocks, sealed: list[Block]) -> None:
+        """Log blocks that `seal_new` sealed, and pass them to the eviction policy; free the slots of all others."""
+        self._settle(sealed, new.use)
         self._free_unsealed(new.blocks)
 
     def drop_new(self, new: NewBlocks) -> None:
@@ -247,10 +273,13 @@ class PoolCore:
             raise PutLost(f"put {put_id!r} has ended (expired, aborted or sealed): allocate again")
         check_digests(put.blocks, digests)
         del self.puts[put_id]
-        num_sealed = self._seal(put.blocks, digests, keep, Use(now_ns, put.request_blocks, stores=True))
-        if num_sealed < len(put.blocks):
+        use = Use(now_ns, put.request_blocks, stores=True)
+        sealed, kept_digests = _kept(put.blocks, digests, keep)
+        self.store.complete(sealed, kept_digests, use)
+        self._settle(sealed, use)
+        if len(sealed) < len(put.blocks):
             self._fence(put_id, [block for block in put.blocks if not block.sealed])
-        return num_sealed
+        return len(sealed)
 
     def abort(self, put_id: str) -> bool:
         """End a put unsealed; its slots stay fenced until `fence_revoked`. Returns False if there is no such put."""
@@ -460,18 +489,11 @@ class PoolCore:
         """Return descriptions of all inconsistencies; empty if the state is consistent."""
         return audit(self.store, self.staging, self.puts, self.leases, self.fenced)
 
-    def _seal(
-        self, blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None, use: Use
-    ) -> int:
-        """Seal the blocks, except those whose `keep` is False. Returns the number sealed."""
-        if keep is not None and not all(keep):
-            kept = [i for i, keep_block in enumerate(keep) if keep_block]
-            blocks, digests = [blocks[i] for i in kept], [digests[i] for i in kept]
-        self.store.seal(blocks, digests, use)
+    def _settle(self, sealed: Sequence[Block], use: Use) -> None:
+        self.store.settle(sealed, use)
         if self.staging.writes_ahead:
-            self.staging.write_ahead(blocks)
-        self.counters["stored_blocks"] += len(blocks)
-        return len(blocks)
+            self.staging.write_ahead(sealed)
+        self.counters["stored_blocks"] += len(sealed)
 
     def _free_unsealed(self, blocks: Sequence[Block]) -> None:
         unsealed = [block for block in blocks if block.put_id]

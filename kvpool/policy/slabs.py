@@ -125,7 +125,7 @@ class SlabAllocator:
 
     def try_allocate(self, slot_nbytes: int) -> int | None:
         """Return the offset of a newly allocated slot, or None if no slab has one and no slab can be created."""
-        size_class = self._class_of(slot_nbytes)
+        size_class = self._classes.get(slot_nbytes) or self._class_of(slot_nbytes)
         slab = self._partial_slab(size_class) or self._new_slab(size_class)
         if slab is None:
             return None
@@ -226,7 +226,7 @@ class SlabAllocator:
             slab = self._slabs.get(partial[0][1])
             if slab is not None and slab.free:
                 # Slabs of one size are equally long: if the lowest one reaches too high, so do all others.
-                return slab if self._end_of(slab) <= self.usable_units else None
+                return slab if slab.first_unit + slab.num_units <= self.usable_units else None
             heapq.heappop(partial)
         return None
 

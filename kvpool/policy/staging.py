@@ -107,7 +107,9 @@ class Staging:
         is_loaded = outcome is LoadOutcome.OK and not block.removed
         if is_loaded:
             dram.promoted = True
-            store.complete_in_dram([block], Use(now_ns))
+            use = Use(now_ns)
+            store.complete_in_dram([block], use)
+            store.dram.insert([dram], use)
         elif not block.removed:
             store.withdraw(dram)
         store.release(dram)
@@ -174,7 +176,9 @@ class Staging:
         elif ok:
             block.num_write_errors = 0
             dram.in_slower_tier = True
-            store.ssd.insert([ssd], Use(now_ns))
+            use = Use(now_ns)
+            store.ssd.complete(ssd, use)
+            store.ssd.insert([ssd], use)
         else:
             block.num_write_errors += block_at_fault
             store.withdraw(ssd)

@@ -28,6 +28,7 @@ from kvpool.policy.records import (
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.policy.tier_space import NamespaceTable, TierSpace
 
+UNTRACKED = "untracked"  # in place of a put's id, until it has one
 _MAX_OFFERED = 4  # partial blocks returned if the tail keys of the prompt are not known
 
 
@@ -76,12 +77,11 @@ class BlockStore:
         namespace: NamespaceState,
         prefix_node: PrefixNode,
         before: PrefixNode,
-        put_id: str,
         num_tokens: int,
         cost_s: float,
         use: Use,
     ) -> Block | None:
-        """Add an unsealed block of put `put_id` at an empty node, after its parent's node `before`.
+        """Add an unsealed block of a put without an id at an empty node, after its parent's node `before`.
 
         Returns None if it cannot or should not get slots, or would form a cycle, which genuine keys never do. Then
         nothing has changed, and empty nodes are removed.
@@ -89,7 +89,7 @@ class BlockStore:
         if self.index.would_form_cycle(prefix_node, before):
             self.index.discard(prefix_node)
             return None
-        block = Block(prefix_node, namespace, put_id, num_tokens, cost_s)
+        block = Block(prefix_node, namespace, UNTRACKED, num_tokens, cost_s)
         # Counted before anything is evicted for the block, so that the victim cannot be its parent.
         before.num_following += 1
         if not num_tokens or self._make_way_for_tail(before):
@@ -106,6 +106,38 @@ class BlockStore:
         self.index.discard(before)
         return None
 
+    def add_run(
+        self, namespace: NamespaceState, keys: Sequence[BlockKey], before: PrefixNode, cost_s: float, use: Use
+    ) -> list[Block]:
+        """Add unsealed full blocks that follow `before` in a row, as `try_add` does, but evict nothing for them.
+
+        Returns those added: all before the first that is in the tree already or for which no slots are free.
+        """
+        index, allocate = self.index, self.dram.try_slots
+        nbytes, is_limited = namespace.nbytes[DRAM], namespace.quotas_nbytes[DRAM] is not None
+        blocks: list[Block] = []
+        for key in keys:
+            prefix_node = index.node_at(key)
+            is_new = prefix_node.block is None and prefix_node is not before
+            if is_limited or not is_new or (prefix_node.num_following and index.would_form_cycle(prefix_node, before)):
+                index.discard(prefix_node)
+                break
+            offsets = allocate(namespace)
+            if offsets is None:
+                index.discard(prefix_node)
+                break
+            block = Block(prefix_node, namespace, UNTRACKED, 0, cost_s)
+            parent = None if before.is_root else before.key
+            block.dram = copy = BlockCopy(key, parent, nbytes, before.depth + 1, cost_s, block=block, tier=DRAM)
+            self.dram.assign(copy, offsets)
+            before.following_dram += 1
+            before.num_following += 1
+            index.add(block, before)
+            blocks.append(block)
+            before = prefix_node
+        namespace.num_blocks += len(blocks)
+        return blocks
+
     def try_adopt(self, namespace: NamespaceState, entry: SsdBlock, use: Use) -> Block | None:
         """Add a block that is stored on SSD; the caller must then `offer` it.
 
@@ -118,6 +150,7 @@ class BlockStore:
         copy = self.new_copy(block, before, SSD)
         if self.ssd.adopt(copy, entry.offset):
             self.add(block, before)
+            self.ssd.complete(copy, use)
             self.ssd.insert([copy], use)
             self._changed[block] = None
             return block
@@ -173,22 +206,30 @@ class BlockStore:
         _unlink(copy, before)
         self.offer(before.block)
 
-    def seal(self, blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]], use: Use) -> None:
-        """Make the blocks visible to readers."""
+    def complete(self, blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]], use: Use) -> None:
+        """Make unsealed blocks of one put visible to readers. The caller must then `settle` them."""
         self.index.num_sealed += len(blocks)
         for block, block_digests in zip(blocks, digests, strict=True):
             block.put_id, block.digests = "", block_digests
         self.complete_in_dram(blocks, use)
+
+    def settle(self, blocks: Sequence[Block], use: Use) -> None:
+        """Pass blocks that `complete` made visible to the eviction policy, and log them."""
+        self.dram.insert([copy for block in blocks if (copy := block.dram) is not None], use)
         for block in blocks:
             if not block.prefix_node.num_following:
                 self.offer(block)
         self.log_changes()
 
     def complete_in_dram(self, blocks: Sequence[Block], use: Use) -> None:
-        """Record that the copies in DRAM of blocks of one namespace are complete. The caller must then `offer` them."""
-        self.dram.insert([copy for block in blocks if (copy := block.dram) is not None], use)
+        """Record that the copies in DRAM of blocks of one namespace are complete; the eviction policy has yet to know.
+
+        The caller must then `TierSpace.insert` and `offer` them.
+        """
         for block in blocks:
             self._changed[block] = None
+            if block.dram is not None:
+                self.dram.complete(block.dram, use)
         if self._dram_changes is not None:
             self._dram_changes += [(True, block) for block in blocks]
 

@@ -209,16 +209,26 @@ class TierSpace:
 
     def try_take(self, copy: BlockCopy) -> bool:
         """Allocate free slots for the copy without evicting. Returns False if there are not enough."""
-        offsets: list[int] = []
-        for size in copy.block.namespace.sizes[self._tier]:
-            offset = self.slabs.try_allocate(size)
-            if offset is None:
-                for taken in offsets:
-                    self.slabs.free(taken)
-                return False
-            offsets.append(offset)
-        self._assign(copy, tuple(offsets))
+        offsets = self.try_slots(copy.block.namespace)
+        if offsets is None:
+            return False
+        self.assign(copy, offsets)
         return True
+
+    def try_slots(self, namespace: NamespaceState) -> tuple[int, ...] | None:
+        """Allocate free slots for a copy, which must then be assigned to one; None if there are not enough."""
+        sizes, allocate = namespace.sizes[self._tier], self.slabs.try_allocate
+        if len(sizes) == 1:
+            offset = allocate(sizes[0])
+            return None if offset is None else (offset,)
+        offsets: list[int] = []
+        for size in sizes:
+            offset = allocate(size)
+            if offset is None:
+                self.free_slots(offsets)
+                return None
+            offsets.append(offset)
+        return tuple(offsets)
 
     def take(self, copy: BlockCopy, use: Use, reason: str, *, choosy: bool) -> bool:
         """Allocate slots for the copy, evicting others as needed. Returns False, and evicts nothing, if impossible.
@@ -308,22 +318,24 @@ class TierSpace:
         (size,) = copy.block.namespace.sizes[self._tier]
         if not self.slabs.adopt(size, offset):
             return False
-        self._assign(copy, (offset,))
+        self.assign(copy, (offset,))
         return True
 
+    def complete(self, copy: BlockCopy, use: Use) -> None:
+        """Record that the copy is complete. The caller must then `insert` it."""
+        copy.ready = True
+        copy.born_ns = copy.used_ns = self._now_ns = use.now_ns
+        self._num_uses += 1
+        copy.last_use = self._num_uses
+
     def insert(self, copies: Sequence[BlockCopy], use: Use) -> None:
-        """Record that copies of one namespace are complete, and pass them to its partition's policy."""
+        """Pass complete copies of one namespace to its partition's policy."""
         if not copies:
             return
         partition = copies[0].block.namespace.partitions[self._tier]
-        insert, now_ns, num_uses = partition.policy.insert, use.now_ns, self._num_uses
+        insert = partition.policy.insert
         for copy in copies:
-            num_uses += 1
-            copy.ready = True
-            copy.born_ns = copy.used_ns = now_ns
-            copy.last_use = num_uses
             insert(copy, use)
-        self._num_uses, self._now_ns = num_uses, now_ns
         partition.num_copies += len(copies)
         self.num_copies += len(copies)
 
@@ -366,7 +378,7 @@ class TierSpace:
             and recipient.block.namespace.sizes == copy.block.namespace.sizes
             and not any(self.slabs.is_high(offset) for offset in copy.offsets)
         ):
-            self._assign(recipient, copy.offsets)
+            self.assign(recipient, copy.offsets)
             self._recipient = None
             return
         for offset in copy.offsets:
@@ -470,7 +482,8 @@ class TierSpace:
             problems.append(f"{len(missing)} evictable copies are not offered")
         return problems
 
-    def _assign(self, copy: BlockCopy, offsets: tuple[int, ...]) -> None:
+    def assign(self, copy: BlockCopy, offsets: tuple[int, ...]) -> None:
+        """Make allocated slots those of the copy."""
         copy.offsets = offsets
         for offset in offsets:
             self.holders[offset] = copy

@@ -5,18 +5,23 @@ increment of the batch's cursor (`kvpool.helper_threads`). `Disk` has one method
 fail each of them.
 """
 
+import contextlib
+import ctypes
+import errno
 import functools
 import mmap
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.helper_threads import HelperThreads, SharedWork
+from kvpool.helper_threads import HelperThreads
+from kvpool.ssd.async_kernels import CONTROL_BLOCK, EVENT, SYSTEM_CALLS, async_kernel
 from kvpool.ssd.kernels import EXTENT_RESULT, IOVEC, PIECE, PIECE_NBYTES, kernels
 from kvpool.ssd.records import PAGE_NBYTES, Run
 
@@ -53,6 +58,8 @@ class IoBatch:
         self.segment_nbytes = segment_nbytes
         self.pieces, self.piece_runs = pieces[:num_pieces], piece_runs[:num_runs]
         self._cursor = np.zeros(1, np.int64)
+        self.is_direct = bool(self.pieces["is_direct"].all())
+        self.largest_nbytes = int(self.pieces["nbytes"].max(initial=0))
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +72,12 @@ class IoBatch:
         """
         kernels().transfer(self.pieces, self.piece_runs, fds, self.segment_nbytes, write, bounce, self._cursor)
 
+    def read_async(self, fds: NDArray[np.int32], queue: "AsyncQueue") -> None:
+        """Take and read pieces as `run`, several at a time. All must be direct."""
+        async_kernel()(
+            self.pieces, self.piece_runs, fds, self.segment_nbytes, queue.context, queue.memory, self._cursor
+        )
+
     def outcome(self) -> BatchResult:
         """Return the results. No thread may be running the batch any more."""
         results = np.zeros(self.num_extents, EXTENT_RESULT)
@@ -75,8 +88,8 @@ class IoBatch:
 class InFlightBatch:
     """Batch in progress."""
 
-    def __init__(self, batch: IoBatch, work: SharedWork) -> None:
-        self._batch, self._work = batch, work
+    def __init__(self, batch: IoBatch, finish: Callable[[], None]) -> None:
+        self._batch, self._finish = batch, finish
 
     @property
     def nbytes(self) -> int:
@@ -85,29 +98,72 @@ class InFlightBatch:
 
     def finish(self) -> BatchResult:
         """Run the remaining pieces and return the results. No I/O of the batch is in flight afterwards."""
-        self._work.finish()
+        self._finish()
         return self._batch.outcome()
 
 
+_ASYNC_NBYTES = 16 << 10  # largest I/O that is cheaper to start than to wait for; a checksum of more takes a thread
+
+
+class AsyncQueue:
+    """I/O context of the system for `depth` I/Os at a time, and its memory. Used by one thread at a time."""
+
+    def __init__(self, depth: int) -> None:
+        """Set up the context. Raises OSError if the system has none, or no more of them."""
+        if SYSTEM_CALLS is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        context = ctypes.c_long(0)
+        if self._libc.syscall(SYSTEM_CALLS.setup, ctypes.c_long(depth), ctypes.byref(context)):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.context = context.value
+        self.memory = np.zeros(depth, CONTROL_BLOCK), np.zeros(depth, EVENT), np.zeros((2, depth), np.int64)
+
+    def close(self) -> None:
+        """Destroy the context; no I/O may be in flight."""
+        assert SYSTEM_CALLS is not None
+        self._libc.syscall(SYSTEM_CALLS.destroy, ctypes.c_long(self.context))
+
+
 class IoThreads:
-    """Helper threads, shared by all callers, that keep up to `depth` I/Os of a batch in flight with the caller's."""
+    """Helper threads, shared by all callers, that keep up to `depth` I/Os of a batch in flight with the caller's.
+
+    Each runs one I/O at a time. If a batch consists of small reads, one other thread runs `depth` of them at a time
+    (`kvpool.ssd.async_kernels`), and batch after batch, if the system supports it. Writes gain nothing by that.
+    """
 
     def __init__(self, depth: int, name: str) -> None:
         self._helpers = HelperThreads(depth - 1, name)
         self._bounce_buffers: deque[mmap.mmap] = deque()
+        self._for_small = ThreadPoolExecutor(1, f"{name}-small")  # starts its thread when it is needed
+        self._queue: AsyncQueue | None = None
+        if depth > 1:
+            with contextlib.suppress(OSError):
+                self._queue = AsyncQueue(depth)
+
+    @property
+    def reads_async(self) -> bool:
+        """True if one thread keeps several small reads in flight."""
+        return self._queue is not None
 
     def start(self, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
         """Start the batch in the helpers. The caller must always call `finish` before it releases the memory."""
+        if self._queue is not None and not write and batch.is_direct and batch.largest_nbytes <= _ASYNC_NBYTES:
+            done = self._for_small.submit(batch.read_async, fds, self._queue)
+            return InFlightBatch(batch, done.result)
         run = functools.partial(self._run, batch, fds, write)
-        return InFlightBatch(batch, self._helpers.share(run, len(batch.pieces)))
+        return InFlightBatch(batch, self._helpers.share(run, len(batch.pieces)).finish)
 
     def stop(self) -> None:
         """Stop the helpers; no batch may be in progress."""
         self._helpers.stop()
+        if self._queue is not None:
+            self._for_small.shutdown()
+            self._queue.close()
 
     def _run(self, batch: IoBatch, fds: NDArray[np.int32], write: bool) -> None:
         """Run pieces of this batch until none is left."""
-        if batch.pieces["is_direct"].all():
+        if batch.is_direct:
             batch.run(fds, write=write, bounce=0)
             return
         bounce = self._bounce_buffers.pop() if self._bounce_buffers else mmap.mmap(-1, PIECE_NBYTES)

@@ -143,7 +143,7 @@ def _finish(a: Any, b: Any, c: Any, d: Any, nbytes: Any) -> Any:
 
 
 @numba.njit
-def _xxh64(runs: Any) -> Any:
+def xxh64(runs: Any) -> Any:
     """Return XXH64 of the concatenated runs (IOVEC [:]); each run's length is a multiple of 32 bytes."""
     a, b, c, d = _P1 + _P2, _P2, np.uint64(0), np.uint64(0) - _P1
     nbytes = np.int64(0)
@@ -196,7 +196,7 @@ def _plan(offsets: Any, first_run: Any, runs: Any, segment_nbytes: Any, pieces: 
 
 
 @numba.njit
-def _now_ns(clock: Any) -> Any:
+def now_ns(clock: Any) -> Any:
     _clock_gettime(np.int32(_CLOCK_MONOTONIC), clock.ctypes.data)
     return clock[0].seconds * 1_000_000_000 + clock[0].nanoseconds
 
@@ -227,7 +227,7 @@ def _once(fds: Any, segment_nbytes: Any, at: Any, nbytes: Any, runs: Any, write:
 
 
 @numba.njit
-def _perform(fds: Any, segment_nbytes: Any, at: Any, nbytes: Any, runs: Any, write: Any) -> Any:
+def perform(fds: Any, segment_nbytes: Any, at: Any, nbytes: Any, runs: Any, write: Any) -> Any:
     """Run one I/O, with retries; return its status."""
     status = _once(fds, segment_nbytes, at, nbytes, runs, write)
     while status == _EINTR:
@@ -259,13 +259,13 @@ def _transfer(
                     _memcpy(bounce + filled, given[r].address, given[r].nbytes)
                     filled += given[r].nbytes
                 _memset(bounce + filled, np.int32(0), piece.nbytes - filled)
-            piece.checksum = _xxh64(runs)
-        began = _now_ns(clock)
-        status = _perform(fds, segment_nbytes, piece.offset, piece.nbytes, runs, write)
+            piece.checksum = xxh64(runs)
+        began = now_ns(clock)
+        status = perform(fds, segment_nbytes, piece.offset, piece.nbytes, runs, write)
         piece.status = status
-        piece.latency_ns = _now_ns(clock) - began
+        piece.latency_ns = now_ns(clock) - began
         if not write and status == 0:
-            piece.checksum = _xxh64(runs)
+            piece.checksum = xxh64(runs)
             if not piece.is_direct:
                 filled = np.int64(0)
                 for r in range(len(given)):
@@ -291,4 +291,4 @@ def _fold(pieces: Any, results: Any) -> None:
                 padded[i] = pieces[first + i].checksum
             whole[0].address = padded.ctypes.data
             whole[0].nbytes = len(padded) * 8
-            result.checksum = _xxh64(whole)
+            result.checksum = xxh64(whole)

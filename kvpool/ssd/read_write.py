@@ -32,7 +32,9 @@ class BlockMemory:
 
     def runs(self, arrays: Sequence[Bytes], spec: KvSpec, *, writable: bool) -> list[Run] | str:
         """Return the arrays' runs of memory, or the reason why they cannot be a block's memory."""
-        slots = self._sizes(spec)
+        last, slots = self._last
+        if spec is not last:
+            slots = self._sizes(spec)
         if len(arrays) != len(slots):
             return f"expected one array for each of {len(slots)} groups, got {len(arrays)}"
         runs = []
@@ -50,13 +52,10 @@ class BlockMemory:
 
     def _sizes(self, spec: KvSpec) -> tuple[int, ...]:
         # Hashing a spec takes longer than the rest of the check, and the blocks of a request nearly always share one.
-        last, slots = self._last
-        if spec is not last:
-            found = self._slots.get(spec)
-            if found is None:
-                found = self._slots[spec] = tuple(spec.slot_nbytes(g) for g in range(spec.num_groups))
-            slots = found
-            self._last = (spec, slots)
+        slots = self._slots.get(spec)
+        if slots is None:
+            slots = self._slots[spec] = tuple(spec.slot_nbytes(g) for g in range(spec.num_groups))
+        self._last = (spec, slots)
         return slots
 
 

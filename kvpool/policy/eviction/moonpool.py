@@ -47,7 +47,7 @@ class Moonpool(EvictionPolicy):
         self._cost_s = self._cost_nbytes = 0.0
 
     def expect(self, parent: object, depth: int, keys: Sequence[object], last_tokens: int, use: Use) -> None:
-        """Collect the uses of the missing blocks, which are played through all experts before one is admitted or stored."""
+        """Collect the uses of the missing blocks, which are played through all experts before one is stored."""
         if use is not self._use:
             self._begin(parent, use)
         shadows, expected = self._shadows, self._expected
@@ -85,8 +85,10 @@ class Moonpool(EvictionPolicy):
         row = None
         if block.key in self._expected:
             del self._expected[block.key]
-            self._flush()
-            self._num_admitted -= self._num_admitted > 0
+            if shadows.events:
+                self._play()
+            if self._num_admitted:
+                self._num_admitted -= 1
             row = shadows.rows_by_key.get(block.key)
         if row is None:
             if shadows.is_due:

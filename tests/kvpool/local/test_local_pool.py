@@ -245,7 +245,7 @@ async def test_what_cannot_be_is_refused_with_its_reason(
     chain = chain_of(2)
     await asyncio.to_thread(host.put, chain)
     get: Callable[..., int] = host.pool.get
-    with pytest.raises(SpecError, match="a slot lies beyond memory of .* 1048576 to copy to"):
+    with pytest.raises(SpecError, match=r"a slot lies beyond memory of .* 1048576 to copy to"):
         await asyncio.to_thread(get, host.ns, host.spec, chain, host.landing, host.offsets(2) + (1 << 20) - 8)
     with pytest.raises(SpecError, match="offsets of shape"):
         await asyncio.to_thread(get, host.ns, host.spec, chain, host.landing, host.offsets(1))

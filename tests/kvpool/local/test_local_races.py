@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvpool import KvGroup, KvSpec, layer_digests
 from kvpool.local import LocalPoolClient, index_layout
 from kvpool.local.block_copy import MappedBytes, SpecLayout
-from kvpool.local.index_reading import BlockTarget, MappedIndex, get_blocks, match_blocks
+from kvpool.local.index_reading import BlockReader, BlockTarget, MappedIndex, match_blocks
 from kvpool.local.shared_index import SharedIndex
 from messenger.memory import PeerMemory
 
@@ -85,9 +85,8 @@ class Reader:
         zeros = np.zeros(64 * NUM_BLOCKS + 8 * NUM_LAYERS, np.uint8), np.zeros(8 * NUM_LAYERS, np.uint8)
         arena, landing = memory or zeros
         target = BlockTarget(MappedBytes.of(landing), np.zeros((1, 1), np.int64))
-        return get_blocks(
-            self.index, name, key.reshape(1, 2), self.layout, MappedBytes.of(arena), target, None, verify=verify
-        )
+        blocks = BlockReader(MappedBytes.of(arena), None)
+        return blocks.get(self.index, name, key.reshape(1, 2), self.layout, target, verify=verify)
 
 
 def test_a_writer_killed_in_mid_update_leaves_misses_and_no_torn_entry() -> None:
