@@ -16,7 +16,7 @@ from kvpool.helper_threads import HelperThreads
 from kvpool.spec import GROUP_LAYOUT, KvSpec
 
 _NO_WORDS = np.empty(0, np.uint32)
-_SHARED_NBYTES = 1 << 20  # copies from here on pay to be shared: waking a helper takes as long as copying a quarter
+SHARED_NBYTES = 1 << 20  # copies from here on pay to be shared: waking a helper takes as long as copying a quarter
 _MAX_HELPERS = 3  # more would hardly be faster: the memory's bandwidth is used up
 
 
@@ -114,13 +114,12 @@ def copy_blocks(
     def run() -> None:
         results.append(kernel(source.both, starts, target.both, targets, layout.groups, num_tokens, digests, cursor))
 
-    if helpers is None or n * layout.block_nbytes < _SHARED_NBYTES:
+    if helpers is None or n * layout.block_nbytes < SHARED_NBYTES:
         run()
     else:
         helpers.share(run, _MAX_HELPERS).finish()
     if results[0]:
-        space = f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to"
-        raise _not_done(results[0], space, layout)
+        raise not_copied(results[0], source, target, layout)
     return digests
 
 
@@ -167,6 +166,11 @@ def _kernels() -> tuple[Any, Any]:
     from kvpool.local.copy_kernels import copy_kernel, digest_kernel
 
     return copy_kernel(), digest_kernel()
+
+
+def not_copied(why: int, source: MappedBytes, target: MappedBytes, layout: SpecLayout) -> SpecError:
+    """Return the error for what the copy kernel returned instead of DONE."""
+    return _not_done(why, f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to", layout)
 
 
 def _not_done(why: int, space: str, layout: SpecLayout) -> SpecError:

@@ -166,6 +166,9 @@ def _copy_pieces(
             )
 
 
+copy_pieces = numba.njit(_copy_pieces)
+
+
 def _digest_blocks(source: Any, starts: Any, layout: Any, num_tokens: Any, digests: Any) -> Any:
     if not within(len(source[0]), starts, layout):
         return np.int64(OUT_OF_BOUNDS)

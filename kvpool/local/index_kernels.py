@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 
 from jit.compiling import compiled, compiled_with_gil
-from kvpool.local.copy_kernels import LAYOUT
+from kvpool.local.copy_kernels import LAYOUT, OFFSETS, SOURCE, TARGET, copy_pieces
 from kvpool.local.index_layout import (
     AT_BUCKETS_VERSION,
     AT_STATE,
@@ -209,17 +209,56 @@ def _locate(
     return np.int64(len(chain)), np.int64(FOUND)
 
 
+locate_blocks = numba.njit(_locate)
+
+
+def _get(
+    index: Any, name: Any, chain: Any, layout: Any, source: Any, destination: Any, first_block: Any, verify: Any
+) -> Any:
+    """Look up, copy and check blocks of `chain` from `first_block` on. Returns (end of those valid, reason for ending).
+
+    `source` is (bytes, words) of the arena; `destination` is ((bytes, words), byte offsets int64 [groups, n]). Returns
+    (-1, OUT_OF_BOUNDS), having copied nothing, if a slot of the destination is out of bounds.
+    """
+    words, target, targets = index[0], destination[0], destination[1]
+    n, layers = len(chain), 0
+    for g in range(len(layout)):
+        layers += layout[g].num_layers
+    places, num_tokens = np.empty((n, 2), np.uint64), np.empty(n, np.uint32)
+    offsets, expected = np.empty((len(layout), n), np.int64), np.empty((n, layers), np.uint64)
+    found = (offsets, num_tokens, expected)
+    end, why = locate_blocks(index, name, chain, layout, len(source[0]), first_block, places, found)
+    if end == first_block:
+        return end, why
+    digests = np.empty((end - first_block if verify else 0, layers), np.uint64)
+    starts, ends = offsets[:, first_block:end].copy(), targets[:, first_block:end].copy()
+    tokens = num_tokens[first_block:end]
+    failed = copy_pieces(source, starts, target, ends, layout, tokens, digests, np.zeros(1, np.int64))
+    if failed:
+        return np.int64(-1), failed
+    still, changed = confirm_entries(words, places, first_block, end)
+    if verify:
+        for i in range(first_block, still):
+            for layer in range(layers):
+                if digests[i - first_block, layer] != expected[i, layer]:
+                    return i, np.int64(CORRUPT)
+    if still < end:
+        return still, changed
+    return end, why
+
+
 class IndexKernels(NamedTuple):
-    """Compiled loops over the index. All but `match` keep the GIL: they take about a microsecond.
+    """Compiled loops over the index. All but `match` and `get` keep the GIL: they take about a microsecond.
 
     `write(words, buckets, entry_words, entries, records)` and `erase(words, buckets, entry_words, entries)` are for the
     one writer, with entries int64 [n] and records uint64 [n, words]; `match(words, shape, name, chain)`,
-    `locate(...)` and `confirm(words, places, start, stop)` as `_match`, `_locate` and `_confirm`.
+    `get(...)`, `locate(...)` and `confirm(words, places, start, stop)` as `_match`, `_get`, `_locate` and `_confirm`.
     """
 
     write: Any
     erase: Any
     match: Any
+    get: Any
     locate: Any
     confirm: Any
 
@@ -233,12 +272,14 @@ def index_kernels() -> IndexKernels:
     one, entries = types.int64, types.Array(types.int64, 1, "C", readonly=True)
     answer = types.UniTuple(one, 2)  # type: ignore[no-untyped-call]
     index = types.Tuple((read_words, shape))  # type: ignore[no-untyped-call]
+    destination = types.Tuple((TARGET, OFFSETS))  # type: ignore[no-untyped-call]
     places, offsets = types.Array(types.uint64, 2, "C"), types.Array(types.int64, 2, "C")
     found = types.Tuple((offsets, types.Array(types.uint32, 1, "C"), places))  # type: ignore[no-untyped-call]
     return IndexKernels(
         compiled_with_gil(_write_all, types.void(words, one, one, entries, chain)),
         compiled_with_gil(_erase_all, types.void(words, one, one, entries)),
         compiled(_match, answer(read_words, shape, read_words, chain)),
+        compiled(_get, answer(index, read_words, chain, LAYOUT, SOURCE, destination, one, types.boolean)),
         compiled_with_gil(_locate, answer(index, read_words, chain, LAYOUT, one, one, places, found)),
         compiled_with_gil(_confirm, answer(read_words, places, one, one)),
     )

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvpool.helper_threads import HelperThreads
 from kvpool.local import block_copy, index_layout
-from kvpool.local.block_copy import MappedBytes, SpecLayout, copy_blocks, matches
+from kvpool.local.block_copy import SHARED_NBYTES, MappedBytes, SpecLayout, copy_blocks, matches, not_copied
 
 if TYPE_CHECKING:
     from kvpool.local.index_kernels import IndexKernels
@@ -76,26 +76,23 @@ class BlockReader:
         verify: bool,
     ) -> tuple[int, int]:
         kernels, n = _kernels(), len(keys)
+        arena, memory, words = self._arena, target.memory, (index.words, index.shape)
+        if self._helpers is None or (n - first) * layout.block_nbytes < SHARED_NBYTES:
+            destination = memory.both, target.offsets
+            end, why = kernels.get(words, name, keys, layout.groups, arena.both, destination, first, verify)
+            if end < 0:
+                raise not_copied(why, arena, memory, layout)
+            return int(end), int(why)
         places, num_tokens = np.empty((n, 2), np.uint64), np.empty(n, np.uint32)
         offsets, expected = np.empty((len(layout.groups), n), np.int64), np.empty((n, layout.num_layers), np.uint64)
-        end, why = kernels.locate(
-            tuple(index),
-            name,
-            keys,
-            layout.groups,
-            len(self._arena.array),
-            first,
-            places,
-            (offsets, num_tokens, expected),
-        )
+        found = offsets, num_tokens, expected
+        end, why = kernels.locate(words, name, keys, layout.groups, len(arena.array), first, places, found)
         if end == first:
             return int(end), int(why)
         starts = np.ascontiguousarray(offsets[:, first:end])
         targets = np.ascontiguousarray(target.offsets[:, first:end])
         tokens = num_tokens[first:end]
-        digests = copy_blocks(
-            self._arena, starts, target.memory, targets, layout, tokens, self._helpers, with_digests=verify
-        )
+        digests = copy_blocks(arena, starts, memory, targets, layout, tokens, self._helpers, with_digests=verify)
         still, changed = kernels.confirm(index.words, places, first, end)
         if verify:
             wrong = np.flatnonzero(~matches(digests, expected[first:end]))
