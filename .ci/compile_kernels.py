@@ -39,8 +39,10 @@ def owner() -> None:
 
 
 def ssd() -> None:
+    from kvpool.ssd.async_kernels import async_kernel
     from kvpool.ssd.kernels import kernels
 
+    async_kernel()
     kernels()
 
 

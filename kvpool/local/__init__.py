@@ -4,6 +4,7 @@ trip.
     pool node's process    server.py         LocalPoolServer: the unix socket and puts
                            shared_index.py   SharedIndex: the only writer of the index
     client's process       client.py         LocalPoolClient: gets, puts, touches
+                           index_reading.py  look-ups and gets in the mapped index and arena
     both                   index_layout.py   the index in memory, and its synchronisation
                            protocol.py       messages on the socket
                            block_copy.py     copies and digests of blocks; *_kernels.py: compiled loops

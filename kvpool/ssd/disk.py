@@ -112,6 +112,7 @@ class AsyncQueue:
         """Set up the context. Raises OSError if the system has none, or no more of them."""
         if SYSTEM_CALLS is None:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        async_kernel()  # compiled or loaded now, not during the first read
         self._libc = ctypes.CDLL(None, use_errno=True)
         context = ctypes.c_long(0)
         if self._libc.syscall(SYSTEM_CALLS.setup, ctypes.c_long(depth), ctypes.byref(context)):

@@ -30,6 +30,7 @@ KERNELS: Final = (  # modules whose functions numba compiles and caches
     "kvpool/local/index_kernels.py",
     "kvpool/policy/eviction/reuse.py",
     "kvpool/policy/eviction/shadow_kernels.py",
+    "kvpool/ssd/async_kernels.py",
     "kvpool/ssd/kernels.py",
     "messenger/native/grant_slots.py",
     "messenger/native/responder_loop.py",
