@@ -9,6 +9,7 @@ KvPoolError
 ├── PutLost                  the put has expired, was aborted or sealed, or its pool node restarted
 ├── LocalPoolUnavailable     this host's pool node does not answer or is gone: use the messenger
 ├── CopyFailed               a copy between pool nodes failed
+├── CodedBlockInvalid        bytes are not the coded form of a block
 └── SsdError                 the SSD store failed
     ├── SsdFolderError       its folder cannot be used: missing, read-only, in memory, too small (also PoolConfigError)
     │   ├── SsdInUse         another process has it open
@@ -56,6 +57,10 @@ class LocalPoolUnavailable(KvPoolError):
 
 class CopyFailed(KvPoolError):
     """Blocks could not be copied from the source pool node."""
+
+
+class CodedBlockInvalid(KvPoolError):
+    """The bytes are not the coded form of a block of the expected spec."""
 
 
 class SsdError(KvPoolError):

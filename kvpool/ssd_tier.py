@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool import block_coding
 from kvpool.address import KEY_NBYTES
 from kvpool.background_threads import background_threads
 from kvpool.config import PoolNodeConfig
@@ -39,7 +40,8 @@ from kvpool.policy import LoadOutcome, PoolCore, SsdBlock, TierLoad, TierWrite
 from kvpool.policy.records import block_key
 from kvpool.ssd import SsdConfig, SsdEntry, SsdStore, extent_nbytes
 from kvpool.ssd.folder import check_folder
-from kvpool.verified_io import LoadResults, WriteResults, read_blocks, write_blocks
+from kvpool.ssd_compression import SsdCompression
+from kvpool.verified_io import LoadResults, WriteResults, measure_read, read_blocks, write_blocks
 from rpc.private_folder import UnsafePath, check_private
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -128,6 +130,7 @@ class Loader:
         store: SsdStore,
         arena: NDArray[np.uint8],
         health: SsdHealth,
+        compression: SsdCompression,
         publish: Callable[[], None],
         counters: defaultdict[str, float],
     ) -> None:
@@ -138,6 +141,7 @@ class Loader:
             health,
             publish,
         )
+        self._compression = compression
         self._counters = counters
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "moonpool-load")
         self._urgent: deque[TierLoad] = deque()  # started by pins; run before prefetches
@@ -210,6 +214,9 @@ class Loader:
             return
         loads = self._core.load(time.monotonic_ns(), kv_namespace, chain, tails=tails, tail_keys=tail_keys)
         self._publish()
+        if loads:
+            nbytes = sum(extent_nbytes(load.block.spec) for load in loads)
+            self._compression.begun(nbytes / _LOAD_BATCH_NBYTES)
         self._in_flight |= dict.fromkeys(loads)
         queue.extend(loads)
         while (self._urgent or self._prefetches) and len(self._workers) < _NUM_THREADS:
@@ -267,6 +274,7 @@ class Loader:
                 self._counters["ssd_read_errors"] += 1
                 trouble = trouble or str(error)
         self._counters["load_seconds"] += read.seconds
+        self._compression.loaded(sum(load.block.spec.block_nbytes for load in batch), read)
         if read.outcomes.count(LoadOutcome.IO_ERROR) == len(batch):
             self._health.read_failed(time.monotonic(), trouble)
         else:
@@ -310,6 +318,7 @@ class WriteBack:
         arena: NDArray[np.uint8],
         health: SsdHealth,
         loader: Loader,
+        compression: SsdCompression,
         publish: Callable[[], None],
         counters: defaultdict[str, float],
     ) -> None:
@@ -321,6 +330,7 @@ class WriteBack:
             publish,
         )
         self._loader = loader
+        self._compression = compression
         self._counters = counters
         self._thread = background_threads(1, "moonpool-write")
         self._batch_lock = asyncio.Lock()  # of batches: one at a time
@@ -382,8 +392,12 @@ class WriteBack:
             if freed:
                 await self._in_thread(self._store.free, freed)
             if writes:
-                written = await self._in_thread(write_blocks, self._store, self._arena, writes)
+                storage = self._compression.storage(writes)
+                written = await self._in_thread(write_blocks, self._store, self._arena, writes, storage)
                 outcomes = self._classify(writes, written)
+                self._compression.written(writes, storage, written)
+                if self._compression.should_measure(writes) and not self._loader.num_in_flight:
+                    self._compression.was_read(await self._in_thread(measure_read, self._store, writes))
             if freed and _WriteOutcome.DURABLE not in outcomes:
                 # A restart must not restore blocks that were found corrupt.
                 await self._in_thread(self._store.sync_frees)
@@ -443,14 +457,16 @@ class SsdTier:
         folder: Path,
         core: PoolCore,
         arena: NDArray[np.uint8],
+        compression: SsdCompression,
         publish: Callable[[], None],
         counters: defaultdict[str, float],
     ) -> None:
         self.store = store
         self._folder = folder
         self.health = SsdHealth(str(folder))
-        self.loader = Loader(core, store, arena, self.health, publish, counters)
-        self.write_back = WriteBack(core, store, arena, self.health, self.loader, publish, counters)
+        self._compression = compression
+        self.loader = Loader(core, store, arena, self.health, compression, publish, counters)
+        self.write_back = WriteBack(core, store, arena, self.health, self.loader, compression, publish, counters)
         self._writing = asyncio.get_running_loop().create_task(self.write_back.run())
 
     @classmethod
@@ -488,7 +504,10 @@ class SsdTier:
         except BaseException:
             await asyncio.to_thread(store.close)
             raise
-        return cls(store, folder, core, arena, publish, counters)
+        if config.pool.pool_ssd_compression == "auto":
+            await asyncio.to_thread(block_coding.warm_up)
+        compression = SsdCompression(counters, auto=config.pool.pool_ssd_compression == "auto")
+        return cls(store, folder, core, arena, compression, publish, counters)
 
     @property
     def state(self) -> SsdState:
@@ -508,6 +527,7 @@ class SsdTier:
             "read_p99_s": stats.reads.p99_s,
             "write_p50_s": stats.writes.p50_s,
             "write_p99_s": stats.writes.p99_s,
+            "compression": self._compression.describe(),
         }
 
     async def close(self) -> None:
@@ -550,6 +570,7 @@ def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:
             owner_id=config.node_id,
             read_depth=config.pool.pool_ssd_depth,
             write_depth=config.pool.pool_ssd_depth,
+            coded=config.pool.pool_ssd_compression == "auto",
         )
     )
 

@@ -53,6 +53,10 @@ class PoolSettings(SettingsGroup):
         ),
     ] = None
     pool_ssd_depth: Annotated[int, Key("Maximum concurrent reads and writes on the SSD", low=1, high=256)] = 16
+    pool_ssd_compression: Annotated[
+        Literal["off", "auto"],
+        Key("Lossless compression of KV on the SSD: auto compresses what is predicted to load sooner, off nothing"),
+    ] = "off"
     pool_policy: Annotated[
         str, Key("Eviction policy of a full pool", choices=("lru", "lfu", "length-aware", "arc", "moonpool"))
     ] = "moonpool"

@@ -6,9 +6,9 @@ at offsets that are the same in all versions, then the identity of the folder. F
     magic 8 | journal id 8 | sequence 8 | body length 4 | zero 4 | BLAKE3-128 of all that and the body 16 | body
 
 A frame is one commit: offsets freed, then groups of blocks sealed, each with the specs that its blocks refer to by
-index, so that a frame can be read without the others. A frame's pages are zeros before it is written and are never
-written again, so a torn frame damages no other. When the file has grown too large, the remaining blocks are written to
-a new file, which replaces it by rename.
+index, so that a frame can be read without the others. A coded block has one more field than a plain one, its length. A
+frame's pages are zeros before it is written and are never written again, so a torn frame damages no other. When the
+file has grown too large, the remaining blocks are written to a new file, which replaces it by rename.
 """
 
 import secrets
@@ -27,7 +27,8 @@ from kvpool.ssd.records import PAGE_NBYTES, SsdConfig, SsdExtent
 
 JOURNAL = "journal"
 _NEW_JOURNAL = "journal.new"
-VERSION = 1
+VERSION, CODED_VERSION = 1, 2
+"""Versions of the format. A folder has the second, which older releases reject, only if it may have coded blocks."""
 HEADER_MAGIC, HEADER = b"MOONPSSD", struct.Struct("<8sII16s")
 FRAME_MAGIC, FRAME = b"MOONPFRM", struct.Struct("<8sQQII16s")
 _CHECKSUM_NBYTES = 16
@@ -43,9 +44,9 @@ class JournalHeader:
     cluster: str
     segment_nbytes: int
 
-    def to_page(self, journal_id: int) -> bytes:
+    def to_page(self, journal_id: int, version: int) -> bytes:
         body = msgpack.packb([journal_id, self.node_id, self.cluster, self.segment_nbytes])
-        start = HEADER.pack(HEADER_MAGIC, VERSION, len(body), b"")[:-_CHECKSUM_NBYTES]
+        start = HEADER.pack(HEADER_MAGIC, version, len(body), b"")[:-_CHECKSUM_NBYTES]
         return _padded(start + checksum(start, body) + body)
 
 
@@ -66,10 +67,12 @@ class JournalWriter:
         self._sequence = 0
         self._nbytes_zeroed = 0
         self.nbytes = PAGE_NBYTES
+        extents = list(extents)
+        is_coded = config.coded or any(extent.entry.coded_nbytes for extent in extents)
         self._fd = disk.open(self._folder / _NEW_JOURNAL, create=True)
         try:
             disk.truncate(self._fd, 0)
-            disk.write(self._fd, header.to_page(self._journal_id), 0)
+            disk.write(self._fd, header.to_page(self._journal_id, CODED_VERSION if is_coded else VERSION), 0)
             remaining = iter(extents)
             while chunk := list(islice(remaining, _SNAPSHOT_BLOCKS)):
                 self._write(self.frame([], [pack_blocks(chunk)]))
@@ -139,6 +142,7 @@ def pack_blocks(extents: Iterable[SsdExtent]) -> bytes:
                 entry.digests,
                 entry.compute_s,
                 extent.checksum,
+                *((entry.coded_nbytes,) if entry.coded_nbytes else ()),
             )
         )
     packed: bytes = msgpack.packb([[spec.to_json() for spec in specs], blocks])

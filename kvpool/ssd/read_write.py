@@ -17,26 +17,31 @@ from kvpool.ssd.disk import BatchResult, Disk, InFlightBatch, IoBatch, IoThreads
 from kvpool.ssd.folder import Segments
 from kvpool.ssd.group_commit import GroupCommit, io_error
 from kvpool.ssd.journal import pack_blocks
-from kvpool.ssd.records import PAGE_NBYTES, Bytes, ExtentState, Run, SsdExtent, SsdRead, SsdWrite
+from kvpool.ssd.records import PAGE_NBYTES, Bytes, ExtentState, Run, SsdEntry, SsdExtent, SsdRead, SsdWrite
 from kvpool.ssd.stats import DirectionCounters
 
 _UINT8 = np.dtype(np.uint8)
 
 
 class BlockMemory:
-    """Validator of arrays as a block's memory, with a cache of the slot sizes of specs."""
+    """Validator of arrays as the memory of a block or coded block, with a cache of the slot sizes of specs."""
 
     def __init__(self) -> None:
         self._slots: dict[KvSpec, tuple[int, ...]] = {}
         self._last: tuple[KvSpec | None, tuple[int, ...]] = (None, ())
 
-    def runs(self, arrays: Sequence[Bytes], spec: KvSpec, *, writable: bool) -> list[Run] | str:
-        """Return the arrays' runs of memory, or the reason why they cannot be a block's memory."""
+    def runs(self, arrays: Sequence[Bytes], entry: SsdEntry, *, writable: bool) -> list[Run] | str:
+        """Return the arrays' runs of memory, or the reason why they cannot be the memory of this block."""
         last, slots = self._last
-        if spec is not last:
-            slots = self._sizes(spec)
+        if entry.coded_nbytes:
+            slots = (entry.nbytes,)
+        elif entry.spec is not last:
+            slots = self._sizes(entry.spec)
         if len(arrays) != len(slots):
-            return f"expected one array for each of {len(slots)} groups, got {len(arrays)}"
+            whole = (
+                "an array for the coded block" if entry.coded_nbytes else f"one array for each of {len(slots)} groups"
+            )
+            return f"expected {whole}, got {len(arrays)}"
         runs = []
         for array, nbytes in zip(arrays, slots, strict=True):
             if array.nbytes != nbytes or array.dtype != _UINT8:
@@ -107,6 +112,11 @@ class SsdReader:
                 self._finish(reads, chunk, results)
         return results
 
+    def coded_nbytes(self, offset: int) -> int:
+        """Return the length of the coded block at `offset`; 0 if there is none."""
+        extent = self._commits.extents.get(offset)
+        return 0 if extent is None else extent.entry.coded_nbytes
+
     def _start(
         self, reads: Sequence[SsdRead], indices: range, results: list[SsdError | None], chunks: list[_ReadChunk]
     ) -> None:
@@ -119,7 +129,7 @@ class SsdReader:
             if extent is None:
                 results[i] = SsdNotStored(f"block {read.chain_key.hex()} is not stored at offset {read.offset}")
                 continue
-            runs = self._memory.runs(read.targets, extent.entry.spec, writable=True)
+            runs = self._memory.runs(read.targets, extent.entry, writable=True)
             if isinstance(runs, str):
                 results[i] = SsdRefused(f"targets of the block at {read.offset}: {runs}")
                 continue
@@ -171,8 +181,8 @@ class _WriteChunk:
 class SsdWriter:
     """Writer of blocks, for any number of threads."""
 
-    def __init__(self, commits: GroupCommit, io: IoDirection) -> None:
-        self._commits, self._io = commits, io
+    def __init__(self, commits: GroupCommit, io: IoDirection, *, accepts_coded: bool) -> None:
+        self._commits, self._io, self._accepts_coded = commits, io, accepts_coded
         self._memory = BlockMemory()
 
     def write(self, writes: Sequence[SsdWrite]) -> _Results:
@@ -213,7 +223,10 @@ class SsdWriter:
             for i in indices:
                 entry, sources = writes[i].entry, writes[i].sources
                 start = entry.offset
-                runs = self._memory.runs(sources, entry.spec, writable=False)
+                if entry.coded_nbytes and not self._accepts_coded:
+                    results[i] = SsdRefused(f"the block at {start} is coded, but the store was opened for plain ones")
+                    continue
+                runs = self._memory.runs(sources, entry, writable=False)
                 if isinstance(runs, str):
                     results[i] = SsdRefused(f"sources of the block at {start}: {runs}")
                     continue

@@ -20,9 +20,12 @@ Run = tuple[int, int]
 """A run of this process's memory: its address and its length in bytes."""
 
 
-def extent_nbytes(spec: KvSpec) -> int:
-    """Return the bytes of a block on the SSD: all groups, one after the other, rounded up to whole pages."""
-    return -(-spec.block_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+def extent_nbytes(spec: KvSpec, coded_nbytes: int = 0) -> int:
+    """Return the bytes of a block on the SSD, rounded up to whole pages.
+
+    That is all groups, one after the other, or the coded block if `coded_nbytes` is given.
+    """
+    return -(-(coded_nbytes or spec.block_nbytes) // PAGE_NBYTES) * PAGE_NBYTES
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class SsdConfig:
     """Most I/Os in flight for writes."""
     min_journal_nbytes: int = 4 << 20
     """The journal is rewritten when it is larger than this and more than twice its size after the last rewrite."""
+    coded: bool = False
+    """Coded blocks may be written. Blocks stored before are read in either form."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dir", Path(self.dir))
@@ -75,11 +80,12 @@ class SsdEntry:
     num_tokens: int  # 0 for a full block, otherwise the tokens of a tail
     digests: tuple[bytes, ...]  # per group: uint64 little-endian per layer
     compute_s: float = 0.0  # time that computing it took; 0 = unknown
+    coded_nbytes: int = 0  # length of the coded block (`kvpool.block_coding`) that is stored; 0 = its plain bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of the extent."""
-        return extent_nbytes(self.spec)
+        return extent_nbytes(self.spec, self.coded_nbytes)
 
     @property
     def end(self) -> int:
@@ -90,6 +96,7 @@ class SsdEntry:
 class SsdWrite:
     """A block to write to `entry.offset`. `sources`: per group uint8 [slot_nbytes], contiguous.
 
+    Of a coded block: its bytes and padding up to the extent's end, in one array uint8 [entry.nbytes].
     Sources whose addresses and lengths are multiples of 4096 are written directly; others are copied first. They must
     not change until the write returns.
     """
@@ -102,6 +109,7 @@ class SsdWrite:
 class SsdRead:
     """A block to read from `offset`. `targets`: per group uint8 [slot_nbytes], contiguous and writable.
 
+    Of a coded block, one array for its extent (`SsdStore.coded_nbytes`).
     `kv_namespace` and `chain_key` identify the expected block: if another one is stored there, the read fails.
     """
 

@@ -26,7 +26,17 @@ from kvpool.errors import SsdFolderError, SsdForeign
 from kvpool.spec import KvSpec
 from kvpool.ssd.disk import Disk
 from kvpool.ssd.folder import Segments
-from kvpool.ssd.journal import FRAME, FRAME_MAGIC, HEADER, HEADER_MAGIC, JOURNAL, VERSION, JournalHeader, checksum
+from kvpool.ssd.journal import (
+    CODED_VERSION,
+    FRAME,
+    FRAME_MAGIC,
+    HEADER,
+    HEADER_MAGIC,
+    JOURNAL,
+    VERSION,
+    JournalHeader,
+    checksum,
+)
 from kvpool.ssd.records import PAGE_NBYTES, ExtentState, SsdConfig, SsdEntry, SsdExtent, extent_nbytes
 
 _CHUNK_NBYTES = 1 << 20
@@ -112,10 +122,10 @@ def _read_header(data: bytearray, path: Path) -> tuple[int, JournalHeader] | Non
     body = bytes(data[HEADER.size : HEADER.size + nbytes])
     if magic != HEADER_MAGIC or checksum(bytes(data[: HEADER.size - len(expected)]), body) != expected:
         return None
-    if version != VERSION:
+    if version not in (VERSION, CODED_VERSION):
         raise SsdForeign(
-            f"{path} has version {version} of the format, expected version {VERSION}: start the release of Moonpool "
-            "that wrote it, give another folder, or empty this one (it is a cache). Nothing was changed"
+            f"{path} has version {version} of the format, expected {VERSION} or {CODED_VERSION}: start the release "
+            "of Moonpool that wrote it, give another folder, or empty this one (it is a cache). Nothing was changed"
         )
     try:
         journal_id, node_id, cluster, segment_nbytes = msgpack.unpackb(body)
@@ -192,9 +202,14 @@ def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list
             known[name] = spec, extent_nbytes(spec)
         specs.append(known[name])
     extents = []
-    for offset, kv_namespace, chain_key, parent, number, num_tokens, digests, compute_s, summed in blocks:
+    for offset, kv_namespace, chain_key, parent, number, num_tokens, digests, compute_s, summed, *coded in blocks:
         _require(type(number) is int and 0 <= number < len(specs), "number of a spec")
         spec, nbytes = specs[number]
+        coded_nbytes = 0
+        if coded:
+            (coded_nbytes,) = coded
+            _require(type(coded_nbytes) is int and 0 < coded_nbytes < spec.block_nbytes, "length of a coded block")
+            nbytes = extent_nbytes(spec, coded_nbytes)
         _require(_is_offset(offset) and _is_offset(nbytes), "offset")
         _require(_is_key(kv_namespace) and _is_key(chain_key) and _is_key(parent), "key")
         _require(type(num_tokens) is int and 0 <= num_tokens < spec.block_tokens, "number of tokens")
@@ -205,7 +220,9 @@ def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list
             == [_DIGEST_NBYTES * spec.num_layers(g) for g in range(spec.num_groups)],
             "digests",
         )
-        entry = SsdEntry(offset, kv_namespace, chain_key, parent, spec, num_tokens, tuple(digests), compute_s)
+        entry = SsdEntry(
+            offset, kv_namespace, chain_key, parent, spec, num_tokens, tuple(digests), compute_s, coded_nbytes
+        )
         extents.append(SsdExtent(entry, offset, offset + nbytes, summed, ExtentState.SEALED))
     return extents
 

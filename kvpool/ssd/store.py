@@ -93,7 +93,9 @@ class SsdStore:
             self._commits, IoDirection(disk, self._segments, self._reading, self._reads, write=False)
         )
         self._writer = SsdWriter(
-            self._commits, IoDirection(disk, self._segments, self._writing, self._writes, write=True)
+            self._commits,
+            IoDirection(disk, self._segments, self._writing, self._writes, write=True),
+            accepts_coded=config.coded,
         )
         self._calls = CallGate()
         self._released = threading.Event()
@@ -129,6 +131,10 @@ class SsdStore:
         I/O touches the targets after the call has returned.
         """
         return self._counted(self._reads, reads, self._reader.read)
+
+    def coded_nbytes(self, offset: int) -> int:
+        """Return the length of the coded block that is stored at `offset`; 0 if it is plain or there is none."""
+        return self._reader.coded_nbytes(offset)
 
     def free(self, offsets: Iterable[int]) -> None:
         """Free the blocks at these offsets; offsets without a block are ignored.

@@ -127,9 +127,11 @@ def _lookups(node: PoolNodeStatus) -> str:
 
 def _ssd(node: PoolNodeStatus) -> str:
     errors = f"; {counts_text(node.ssd_errors)}" if node.ssd_errors else "; no errors"
+    coded = "" if node.coded_ratio is None else f" ({node.coded_blocks:,} compressed to {node.coded_ratio:.0%})"
     return (
-        f"SSD {node.ssd_state} in {node.ssd_folder}: {node.written_blocks:,} blocks written, {node.unwritten_blocks:,} "
-        f"only in memory, {node.loaded_blocks:,} loaded, {node.load_timeouts:,} requests timed out waiting{errors}"
+        f"SSD {node.ssd_state} in {node.ssd_folder}: {node.written_blocks:,} blocks written{coded}, "
+        f"{node.unwritten_blocks:,} only in memory, {node.loaded_blocks:,} loaded, "
+        f"{node.load_timeouts:,} requests timed out waiting{errors}"
     )
 
 

@@ -47,6 +47,8 @@ class PoolNodeStatus:
     load_timeouts: int = 0
     loading_blocks: int = 0
     written_blocks: int = 0
+    coded_blocks: int = 0  # of them, those written compressed
+    coded_ratio: float | None = None  # bytes written of these blocks / their bytes
     unwritten_blocks: int | None = None  # backlog of blocks in memory that are not on SSD; None without an SSD
     ssd_state: str = ""  # "ok", "read_only", "failed"; "" without one
     ssd_folder: str = ""
@@ -136,6 +138,8 @@ def node_status(
         load_timeouts=count("load_timeouts"),
         loading_blocks=state["counts"]["loads"],
         written_blocks=count("written_blocks"),
+        coded_blocks=count("ssd_coded_blocks"),
+        coded_ratio=count("ssd_coded_bytes") / count("ssd_coded_plain_bytes") if count("ssd_coded_blocks") else None,
         unwritten_blocks=None if ssd is None else state["counts"]["blocks"] - on_ssd,
         ssd_state="" if ssd is None else ssd["state"],
         ssd_folder="" if ssd is None else ssd["folder"],

@@ -269,6 +269,7 @@ class Worker:
         self.memory = SharedMemory.create(1 << 20, "worker")
         self.region = self.messenger.register(self.memory)
         self.clients: list[PoolClient] = []
+        self.byte_values = 256  # of the KV that it writes; fewer can be compressed
 
     def client(self, target: str) -> PoolClient:
         self.clients.append(PoolClient(target, owner=self.name, owner_incarnation=1))
@@ -309,7 +310,7 @@ class Worker:
         n = len(ticket.new_blocks)
         rng = np.random.default_rng(seed)
         for view in self.slots(n):
-            view[:] = rng.integers(0, 256, view.shape, dtype=np.uint8)
+            view[:] = rng.integers(0, self.byte_values, view.shape, dtype=np.uint8)
         peer = self.messenger.connect(ticket.endpoint)
         assert ticket.key is not None
         await asyncio.wrap_future(peer.write(ticket.key, self.region, self.slices(n, ticket.offsets)))

@@ -85,11 +85,11 @@ def test_another_versions_folder_is_refused_and_left_alone(
     open_store: Open, ssd_path: Path, filled: dict[str, bytes]
 ) -> None:
     journal = bytearray(filled["journal"])
-    struct.pack_into("<I", journal, 8, 2)
+    struct.pack_into("<I", journal, 8, 3)
     (length,) = struct.unpack_from("<I", journal, 12)
     journal[16:32] = blake3(bytes(journal[:16] + journal[32 : 32 + length])).digest(length=16)
     (ssd_path / "journal").write_bytes(journal)
-    with pytest.raises(SsdForeign, match="version 2 of the format, expected version 1"):
+    with pytest.raises(SsdForeign, match="version 3 of the format, expected 1 or 2"):
         open_store()
     assert contents(ssd_path) == filled | {"journal": bytes(journal)}
 
