@@ -89,7 +89,7 @@ class CodecRecord:
     size: SmoothedPace = field(
         default_factory=lambda: SmoothedPace(_CPU_MEMORY_NBYTES)
     )  # coded bytes in place of seconds
-    num_plain: int = 0  # blocks stored plain since the last trial
+    num_plain: int = _TRIAL_EVERY  # blocks stored plain since the last trial
 
 
 class CompressionPolicy:
@@ -132,7 +132,7 @@ class CompressionPolicy:
         if costs is not None and costs.gain > MARGIN:
             return Storage.CODED
         codec = self._codec(kv_namespace)
-        is_due = not codec.size.known or codec.num_plain >= _TRIAL_EVERY
+        is_due = codec.num_plain >= _TRIAL_EVERY
         codec.num_plain = 0 if is_due else codec.num_plain + 1
         return Storage.TRIAL if is_due else Storage.PLAIN
 

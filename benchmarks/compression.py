@@ -1,0 +1,369 @@
+"""Compression of KV at rest: size and speed by layout, load times from slow and fast SSDs, and the quality of int8.
+
+    python -m benchmarks.compression [--bandwidths MB_PER_S ...] [--rounds N] [--store]
+
+The KV is the bundled model's, computed from the repository's documentation, on which the model was not trained; float16
+and bfloat16 are its float32 values rounded, int8 is what `--kv-storage int8` stores.
+
+    layouts   ratio of coded to plain bytes, and the speeds of coding and decoding on one core, in bytes of plain KV
+    loads     time until the blocks of one prompt are in memory, from a pool node's SSD whose reads are throttled to a
+              bandwidth, with `--pool-ssd-compression` off and auto, by turns. A prompt's TTFT has the same difference.
+              Blocks are as large as a larger model's: the KV of eight blocks, stacked as layers
+    quality   of int8: a text is scored with the exact KV of its first half, and with that KV rounded to int8
+
+The last line of output is JSON, with `worst_auto_over_off` and `best_auto_over_off`: the largest and the smallest ratio
+of the two settings' load times. `--store` writes benchmarks/results/compression-DATE.json and
+docs/pictures/compression.svg. Needs a disk with 300 MB free at --dir, and an idle core.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from benchmarks.stored import PICTURES, store
+from engine import Model, load_model
+from engine.batch import ForwardBatch, SequenceChunk
+from kvpool import KvGroup, KvSpec, PoolNodeConfig, kv_namespace, layer_digests
+from kvpool.block_coding import decode_block, encode_block, warm_up
+from kvpool.node import PoolNode
+from kvpool.policy import PutRequest
+from kvpool.ssd.disk import Disk, InFlightBatch, IoBatch, IoThreads
+from messenger import Messenger, MessengerConfig
+from settings.keys import assemble
+from settings.worker import BUNDLED_MODEL, KvSettings
+from worker.kv_memory import KvMemory, QuantisedMemory
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = ("docs/structure.md", "docs/kv-pool.md", "docs/costs.md", "docs/fairness.md")
+BLOCK, TOKENS = 16, 2048
+STACKED = 8  # blocks of the bundled model that form one block of the loads
+PROMPT_NBYTES = 32 << 20
+LAYOUTS = ("float32", "float16", "bfloat16", "int8")
+UNLIMITED = 0
+
+Bytes = NDArray[np.uint8]
+
+
+class ThrottledDisk(Disk):
+    """Disk whose reads share a bandwidth of `bytes_per_s`; 0: as fast as it can."""
+
+    bytes_per_s = 0.0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def start(self, threads: IoThreads, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
+        """Start a batch; a read ends when the bandwidth has room for it."""
+        if not write and self.bytes_per_s:
+            with self._lock:
+                self._free_at_s = end_s = max(self._free_at_s, time.monotonic()) + batch.nbytes / self.bytes_per_s
+            time.sleep(max(0.0, end_s - time.monotonic()))
+        return super().start(threads, batch, fds, write=write)
+
+
+def model_kv(model: Model) -> tuple[NDArray[np.float32], Bytes]:
+    """Return the KV of the texts.
+
+    float32 [blocks, layers, kv_heads, 2, 16, head_dim], and in int8 as slots uint8 [blocks, slot_nbytes].
+    """
+    ids = token_ids(TOKENS)
+    slots = np.arange(TOKENS // BLOCK, dtype=np.int32)
+    with open_memory(model, len(slots)) as (exact, stored):
+        for start in range(0, TOKENS, 256):
+            chunk = SequenceChunk(
+                ids[start : start + 256], start, (slots[: (start + 256) // BLOCK],), want_logits=False
+            )
+            model.forward(ForwardBatch([chunk]), exact.cache)
+        stored.to_host(slots.tolist())
+        return exact.cache.views[0].numpy().copy(), stored.slot_bytes(0, slots.tolist()).copy()
+
+
+class open_memory:
+    """Context of a model's KV memory with its int8 counterpart."""
+
+    def __init__(self, model: Model, num_slots: int) -> None:
+        self._messenger = Messenger(MessengerConfig(), node_id="benchmark", incarnation=1)
+        self._messenger.start()
+        self._exact = KvMemory.of(model, self._messenger, num_slots=num_slots, block_tokens=BLOCK, kv=KvSettings())
+        self._stored = QuantisedMemory(self._exact, self._messenger, num_slots=num_slots)
+
+    def __enter__(self) -> tuple[KvMemory, QuantisedMemory]:
+        return self._exact, self._stored
+
+    def __exit__(self, *_: object) -> None:
+        self._stored.close()
+        self._exact.close()
+        self._messenger.close()
+
+
+def token_ids(count: int) -> NDArray[np.int32]:
+    """Return the first ids of the texts."""
+    tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXTS)
+    return np.array(tokenizer.encode(text).ids[:count], np.int32)
+
+
+def blocks_of(layout: str, exact: NDArray[np.float32], int8: Bytes) -> tuple[KvSpec, Bytes]:
+    """Return the KV in a layout, as blocks uint8 [n, block_nbytes] of stacked layers, and their spec."""
+    layers, heads, head_dim = exact.shape[1], exact.shape[2], exact.shape[5]
+    if layout == "int8":
+        data: Any = int8
+        scale_group = 16
+    else:
+        rounded = torch.from_numpy(exact).to(getattr(torch, layout))
+        data, scale_group = rounded.view(torch.uint8).numpy(), 0
+    group = KvGroup("full", 0, tuple(range(STACKED * layers)), heads, head_dim, layout, scale_group)
+    spec = KvSpec((group,), BLOCK)
+    return spec, np.ascontiguousarray(data).reshape(-1, spec.block_nbytes)
+
+
+def measure_layout(layout: str, spec: KvSpec, blocks: Bytes, rounds: int) -> dict[str, Any]:
+    """Return ratio and speeds of the codec."""
+    out = np.empty_like(blocks)
+    encode_s, decode_s = [], []
+    coded: list[bytes] = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        coded = [encode_block([block], spec) or b"" for block in blocks]
+        encoded = time.thread_time()
+        for data, target in zip(coded, out, strict=True):
+            decode_block(np.frombuffer(data, np.uint8), [target], spec)
+        encode_s.append(encoded - began)
+        decode_s.append(time.thread_time() - encoded)
+    assert np.array_equal(out, blocks)
+    return {
+        "layout": layout,
+        "block_bytes": spec.block_nbytes,
+        "ratio": round(sum(map(len, coded)) / blocks.nbytes, 4),
+        "encode_gb_per_s": round(blocks.nbytes / statistics.median(encode_s) / 1e9, 3),
+        "decode_gb_per_s": round(blocks.nbytes / statistics.median(decode_s) / 1e9, 3),
+    }
+
+
+class Prompt:
+    """One prompt's blocks at one pool node."""
+
+    def __init__(self, node: PoolNode, spec: KvSpec, blocks: Bytes) -> None:
+        self._node, self._spec = node, spec
+        count = PROMPT_NBYTES // spec.block_nbytes
+        self._blocks = blocks[np.arange(count) % len(blocks)]
+        self._chain = [number.to_bytes(16, "big") for number in range(1, count + 1)]
+        self._namespace = kv_namespace("benchmark", spec)
+
+    async def store(self) -> None:
+        """Store the blocks, and write them to the SSD."""
+        request = PutRequest(self._namespace, self._spec, self._chain, [bytes(16), *self._chain[:-1]])
+        put = self._node.allocate(request, owner="benchmark", owner_incarnation=1, ttl_ns=60_000_000_000)
+        for block, data in zip(put.new_blocks, self._blocks, strict=True):
+            self._node.memory.array[block.offsets[0] : block.offsets[0] + len(data)] = data
+        full = np.full(len(self._blocks), BLOCK, np.int32)
+        digests = [(row.tobytes(),) for row in layer_digests(self._blocks, self._spec, 0, full)]
+        self._node.seal_now(put.put_id, digests, [True] * len(digests))
+        await self.empty_memory()
+
+    async def empty_memory(self) -> None:
+        await self._node.flush(None, dram_only=True)
+
+    async def load_s(self) -> float:
+        """Return the time until the blocks are leased in memory."""
+        began = time.perf_counter()
+        grant = await self._node.pin(
+            self._namespace, self._chain, owner="benchmark", owner_incarnation=1, lease_ns=10**10, wait_s=60
+        )
+        took_s = time.perf_counter() - began
+        assert grant is not None
+        assert len(grant.blocks) == len(self._chain)
+        self._node.core.unpin(grant.lease_id)
+        return took_s
+
+
+async def measure_loads(
+    folder: Path, spec: KvSpec, blocks: Bytes, layout: str, bandwidths: Sequence[int], rounds: int
+) -> list[dict[str, Any]]:
+    """Return a row per bandwidth: median load times of both settings, and the share of blocks that auto coded."""
+    rows = []
+    for megabytes in bandwidths:
+        ThrottledDisk.bytes_per_s = megabytes * 1e6
+        nodes = {setting: await start_node(folder, setting) for setting in ("off", "auto")}
+        prompts = {setting: Prompt(node, spec, blocks) for setting, node in nodes.items()}
+        times: dict[str, list[float]] = {"off": [], "auto": []}
+        try:
+            for prompt in prompts.values():
+                await prompt.store()
+                for _ in range(2):  # after which the costs are known
+                    await prompt.load_s()
+                    await prompt.empty_memory()
+            for setting, prompt in prompts.items():
+                await nodes[setting].flush(None, dram_only=False)
+                await prompt.store()
+            before = dict(nodes["auto"].counters)
+            await nodes["auto"].flush(None, dram_only=False)
+            await prompts["auto"].store()
+            grown = {name: value - before.get(name, 0) for name, value in nodes["auto"].counters.items()}
+            for _ in range(rounds):
+                for setting, prompt in prompts.items():
+                    times[setting].append(await prompt.load_s())
+                    await prompt.empty_memory()
+        finally:
+            for node in nodes.values():
+                await node.close()
+        off_s, auto_s = (statistics.median(times[setting]) for setting in ("off", "auto"))
+        rows.append(
+            {
+                "layout": layout,
+                "megabytes_per_s": megabytes,
+                "off_s": round(off_s, 4),
+                "auto_s": round(auto_s, 4),
+                "auto_over_off": round(
+                    statistics.median(a / b for a, b in zip(times["auto"], times["off"], strict=True)), 3
+                ),
+                "coded_share": round(grown.get("ssd_coded_blocks", 0) / grown["written_blocks"], 3),
+            }
+        )
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
+async def start_node(folder: Path, setting: str) -> PoolNode:
+    own = Path(tempfile.mkdtemp(prefix=f"{setting}-", dir=folder))
+    config = assemble(
+        PoolNodeConfig,
+        node_id="pool",
+        listen=f"unix:{own}/pool.sock",
+        pool_bytes=4 * PROMPT_NBYTES,
+        pool_ssd_dir=own,
+        pool_ssd_bytes=2 * PROMPT_NBYTES,
+        pool_ssd_compression=setting,
+        messenger=MessengerConfig(),
+    )
+    node = PoolNode(config, incarnation=1)
+    await node.start()
+    return node
+
+
+def measure_quality(model: Model, num_texts: int = 8, length: int = 512) -> dict[str, Any]:
+    """Score the second half of texts with exact KV of the first half, and with that KV in int8."""
+    ids, half = token_ids(num_texts * length).reshape(num_texts, length), length // 2
+    slots = np.arange(length // BLOCK, dtype=np.int32)
+    changes, largest, agree = [], 0.0, []
+    nll = []
+    with open_memory(model, len(slots)) as (exact, stored):
+        for text in ids:
+            first = slots[: half // BLOCK]
+            rest = SequenceChunk(text[half:], half, (slots,), want_logits=True, every=True)
+            model.forward(ForwardBatch([SequenceChunk(text[:half], 0, (first,), want_logits=False)]), exact.cache)
+            scores = []
+            for is_rounded in (False, True):
+                if is_rounded:
+                    stored.to_host(first.tolist())
+                    stored.to_device(first.tolist())
+                scores.append(torch.log_softmax(model.forward(ForwardBatch([rest]), exact.cache).double(), dim=-1)[:-1])
+            target = torch.from_numpy(text[half + 1 :].astype(np.int64))[:, None]
+            right, approximate = (score.gather(1, target)[:, 0] for score in scores)
+            nll.append(-right.mean().item())
+            changes.append((right - approximate).mean().item())
+            largest = max(largest, (scores[0] - scores[1]).abs().max().item())
+            agree.append((scores[0].argmax(dim=1) == scores[1].argmax(dim=1)).double().mean().item())
+    return {
+        "texts": num_texts,
+        "tokens": num_texts * (half - 1),
+        "nll": round(statistics.mean(nll), 4),
+        "nll_change": round(statistics.mean(changes), 6),
+        "largest_logprob_change": round(largest, 4),
+        "greedy_agreement": round(statistics.mean(agree), 4),
+    }
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw load times with auto relative to off over the SSD's bandwidth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    colours = dict(zip(LAYOUTS, ("#0969da", "#8250df", "#1a7f37", "#bf8700"), strict=True))
+    with plt.rc_context({"svg.hashsalt": "compression", "font.size": 9.0, "axes.titlelocation": "left"}):
+        figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
+        axes.axhline(1, color="#57606a", linewidth=0.9)
+        for layout in LAYOUTS:
+            rows = [row for row in result["loads"] if row["layout"] == layout and row["megabytes_per_s"]]
+            label = f"{layout}, coded to {next(r['ratio'] for r in result['layouts'] if r['layout'] == layout):.2f}"
+            speeds = [row["megabytes_per_s"] for row in rows]
+            axes.plot(speeds, [row["auto_over_off"] for row in rows], marker="o", color=colours[layout], label=label)
+        axes.set_xscale("log")
+        axes.set_xlabel("SSD, MB/s")
+        axes.set_ylabel("load time, auto / off")
+        axes.grid(color="#d8dee4", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="folder on a disk [.]")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument(
+        "--bandwidths",
+        type=int,
+        nargs="+",
+        default=[50, 100, 200, 400, 800, 1600, UNLIMITED],
+        help="MB/s; 0: unlimited",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="loads per cell; medians count [5]")
+    parser.add_argument("--store", action="store_true", help="write the result and the picture")
+    options = parser.parse_args()
+    warm_up()
+    model = load_model(BUNDLED_MODEL, threads=1)
+    exact, int8 = model_kv(model)
+    layouts, loads = [], []
+    with mock.patch("kvpool.ssd.store.Disk", ThrottledDisk):
+        for layout in options.layouts:
+            spec, blocks = blocks_of(layout, exact, int8)
+            layouts.append(measure_layout(layout, spec, blocks, options.rounds))
+            print(layouts[-1], file=sys.stderr)
+            with tempfile.TemporaryDirectory(prefix="moonpool-bench-", dir=options.dir) as folder:
+                loads += asyncio.run(
+                    measure_loads(Path(folder), spec, blocks, layout, options.bandwidths, options.rounds)
+                )
+    result = {
+        "benchmark": "compression",
+        "prompt_bytes": PROMPT_NBYTES,
+        "rounds": options.rounds,
+        "worst_auto_over_off": max(row["auto_over_off"] for row in loads),
+        "best_auto_over_off": min(row["auto_over_off"] for row in loads),
+        "layouts": layouts,
+        "loads": loads,
+        "quality": measure_quality(model),
+    }
+    table = Table("layout", "MB/s", "off s", "auto s", "auto / off", "coded")
+    for row in loads:
+        table.add_row(*(str(value) for value in row.values()))
+    Console(stderr=True).print(table)
+    if options.store:
+        store("compression", result)
+        draw(result, PICTURES / "compression.svg")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
