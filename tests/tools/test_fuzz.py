@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 import pytest
+import zstandard
 
 from tools.fuzz.campaign import campaign
 from tools.fuzz.coverage import LineCoverage
@@ -89,6 +90,10 @@ def _damage_ignored(original: Any) -> Any:
     return finish
 
 
+def _frame_unchecked(original: Any) -> Any:
+    return lambda frame, length: np.frombuffer(zstandard.ZstdDecompressor().decompress(frame.data), np.uint8)
+
+
 def _commit_any_epoch(original: Any) -> Any:
     async def commit(self: Any, asked: Any) -> Any:
         assert self._open[asked.epoch]
@@ -134,6 +139,7 @@ PLANTS = {
     "shared-store": Plant("conductor.shared_store.redis_store.NodeRecord.from_json", _unguarded_record),
     "ssd-journal": Plant("kvpool.ssd.recovery._is_key", lambda original: lambda value: True),
     "ssd-folder": Plant("kvpool.ssd.read_write.SsdReader._finish", _damage_ignored, 400),
+    "coded-block": Plant("kvpool.block_coding._decompressed", _frame_unchecked, 400),
     "pool-local": Plant("kvpool.local.server.decode_body", _without_type_check),
     "kv-notification": Plant("worker.kv_receiver.KVReceiver._check", lambda original: lambda *_: None),
     "frames": Plant("messenger.frames.decode_body", _frames_without_type_check),

@@ -20,6 +20,7 @@ TARGETS: Final = {
     "shared-store": "tools.fuzz.targets.conductor_files:SharedRecords",
     "ssd-journal": "tools.fuzz.targets.pool:SsdJournal",
     "ssd-folder": "tools.fuzz.targets.pool:DamagedSsdFolder",
+    "coded-block": "tools.fuzz.targets.pool:CodedBlocks",
     "pool-local": "tools.fuzz.targets.pool:LocalPool",
     "kv-notification": "tools.fuzz.targets.worker:KvNotifications",
     "frames": "tools.fuzz.targets.messenger:Frames",

@@ -1,6 +1,7 @@
 """Targets: what a pool node reads. Its journal, its folder on the SSD, and frames of its local clients."""
 
 import asyncio
+import functools
 import random
 import socket
 import struct
@@ -16,7 +17,8 @@ import msgpack
 import numpy as np
 
 from kvpool import KvGroup, KvSpec, PoolNodeConfig, node_metrics
-from kvpool.errors import KvPoolError, SsdError, SsdFolderError
+from kvpool.block_coding import decode_block, encode_block
+from kvpool.errors import CodedBlockInvalid, KvPoolError, SsdError, SsdFolderError
 from kvpool.local.protocol import Attach, GetIndex, PutBlocks, RegisterMemory, ReportCorrupt, TouchBlocks, encode
 from kvpool.local.server import LocalPoolServer, start_local_pool_server
 from kvpool.node import PoolNode
@@ -60,7 +62,7 @@ class StoreTarget(FuzzTarget):
         self.original.mkdir()
         store = SsdStore.open(self.config(self.original), UnsyncedDisk())
         for number in range(_NUM_BLOCKS):
-            if any(store.write([SsdWrite(entry_of(number), data_of(number))])):
+            if any(store.write([SsdWrite(entry_of(number), stored_of(number))])):
                 raise RuntimeError("a block of the seed cannot be written")
             if number % 4 == 3:
                 store.free([entry_of(number - 2).offset])
@@ -68,8 +70,9 @@ class StoreTarget(FuzzTarget):
 
     def config(self, folder: Path) -> SsdConfig:
         """Return the store's configuration."""
+        depths = {"read_depth": 1, "write_depth": 1}
         return SsdConfig(
-            folder, _SPACE_NBYTES, "pool", "c", _SEGMENT_NBYTES, read_depth=1, write_depth=1, min_journal_nbytes=1 << 16
+            folder, _SPACE_NBYTES, "pool", "c", _SEGMENT_NBYTES, min_journal_nbytes=1 << 16, coded=True, **depths
         )
 
     def close(self) -> None:
@@ -79,17 +82,45 @@ class StoreTarget(FuzzTarget):
 
 
 def entry_of(number: int) -> SsdEntry:
-    """Return the block's entry; blocks lie one after the other."""
-    spec = _OTHER_SPEC if number % 3 == 2 else _SPEC
+    """Return the block's entry; blocks lie one after the other. Some are coded."""
+    spec = _spec_of(number)
     digests = tuple(bytes([number]) * (8 * spec.num_layers(g)) for g in range(spec.num_groups))
     key, parent = number.to_bytes(16, "big"), max(0, number - 1).to_bytes(16, "big")
-    return SsdEntry(number * 4 * PAGE_NBYTES, _NAMESPACE, key, parent, spec, number % 3, digests, number / 4)
+    coded_nbytes = len(_coded_of(number)) if _is_coded(number) else 0
+    start = number * 4 * PAGE_NBYTES
+    return SsdEntry(start, _NAMESPACE, key, parent, spec, number % 3, digests, number / 4, coded_nbytes)
 
 
 def data_of(number: int) -> list[Any]:
     """Return the block's bytes."""
-    rng, spec = np.random.default_rng(number), entry_of(number).spec
-    return [rng.integers(0, 256, spec.slot_nbytes(g), dtype=np.uint8) for g in range(spec.num_groups)]
+    rng, spec = np.random.default_rng(number), _spec_of(number)
+    values = 16 if _is_coded(number) else 256
+    return [rng.integers(0, values, spec.slot_nbytes(g), dtype=np.uint8) for g in range(spec.num_groups)]
+
+
+def stored_of(number: int) -> list[Any]:
+    """Return the bytes that are stored for the block."""
+    if not _is_coded(number):
+        return data_of(number)
+    padded = np.zeros(entry_of(number).nbytes, np.uint8)
+    padded[: len(_coded_of(number))] = np.frombuffer(_coded_of(number), np.uint8)
+    return [padded]
+
+
+def _spec_of(number: int) -> KvSpec:
+    return _OTHER_SPEC if number % 3 == 2 else _SPEC
+
+
+def _is_coded(number: int) -> bool:
+    return number % 6 == 5
+
+
+@functools.cache
+def _coded_of(number: int) -> bytes:
+    coded = encode_block(data_of(number), _spec_of(number))
+    if coded is None:
+        raise RuntimeError("a block of the seed cannot be coded")
+    return coded
 
 
 class SsdJournal(StoreTarget):
@@ -249,9 +280,9 @@ class DamagedSsdFolder(StoreTarget):
             number = int.from_bytes(entry.chain_key, "big")
             if entry != entry_of(number):
                 raise Misjudged("a recovered block is not one that was written")
-            targets = [np.zeros(entry.spec.slot_nbytes(g), np.uint8) for g in range(entry.spec.num_groups)]
+            targets = [np.zeros(len(each), np.uint8) for each in stored_of(number)]
             (error,) = store.read([SsdRead(entry.offset, entry.kv_namespace, entry.chain_key, targets)])
-            if error is None and not all(map(np.array_equal, targets, data_of(number))):
+            if error is None and not all(map(np.array_equal, targets, stored_of(number))):
                 raise Misjudged("wrong bytes were served")
             if error is not None and not isinstance(error, SsdError):
                 raise error
@@ -261,7 +292,7 @@ class DamagedSsdFolder(StoreTarget):
     def _write_again(self, store: SsdStore, kept: set[int]) -> None:
         missing = next((number for number in range(_NUM_BLOCKS) if number not in kept), None)
         if missing is not None:
-            (error,) = store.write([SsdWrite(entry_of(missing), data_of(missing))])
+            (error,) = store.write([SsdWrite(entry_of(missing), stored_of(missing))])
             if error is not None:
                 raise Misjudged(f"a store that opened does not take a block: {error!r}")
         elif kept:
@@ -295,6 +326,48 @@ def _damage(path: Path, action: str, at: int, data: bytes) -> None:
         file.seek(0)
         file.truncate()
         file.write(whole)
+
+
+class CodedBlocks(FuzzTarget):
+    """Coded blocks, as read from an SSD."""
+
+    name = "coded-block"
+    covers: tuple[str, ...] = ("kvpool/block_coding.py",)
+    allowed: tuple[type[BaseException], ...] = (CodedBlockInvalid,)
+    tokens: tuple[bytes, ...] = (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18", struct.pack("<I", 1 << 31), bytes(16))
+    max_growth_nbytes = 64 << 20
+
+    _spec = KvSpec(
+        (KvGroup("full", 0, (0,), 2, 32, "bfloat16"), KvGroup("window", 8, (1,), 1, 32, "int8", scale_group=16)), 8
+    )
+    _guard = 64
+
+    def seeds(self) -> Sequence[bytes]:
+        rng = np.random.default_rng(0)
+        sizes = [self._spec.slot_nbytes(g) for g in range(2)]
+        coded = [
+            encode_block([rng.integers(0, values, size, dtype=np.uint8) for size in sizes], self._spec)
+            for values in (2, 16, 128)
+        ]
+        return [each for each in coded if each is not None]
+
+    def run(self, case: bytes) -> None:
+        """Decode the case between bytes that must not change. What is accepted must be encoded and decoded again."""
+        sizes = [self._spec.slot_nbytes(g) for g in range(2)]
+        memory = np.full(sum(sizes) + 3 * self._guard, 7, np.uint8)
+        slots = [memory[self._guard :][: sizes[0]], memory[2 * self._guard + sizes[0] :][: sizes[1]]]
+        try:
+            decode_block(np.frombuffer(case, np.uint8), slots, self._spec)
+        finally:
+            ends = (0, self._guard + sizes[0], 2 * self._guard + sum(sizes))
+            if any((memory[at : at + self._guard] != 7).any() for at in ends):
+                raise Misjudged("bytes outside of the block's slots changed")
+        coded = encode_block(slots, self._spec)
+        if coded is not None:
+            again = [np.zeros(size, np.uint8) for size in sizes]
+            decode_block(np.frombuffer(coded, np.uint8), again, self._spec)
+            if not all(map(np.array_equal, again, slots)):
+                raise Misjudged("a block is another one after encoding and decoding it again")
 
 
 class LocalPool(FuzzTarget):
