@@ -220,6 +220,23 @@ class PoolClient:
         reply = await self._call("Copy", self._stub().Copy(request), timeout_s + 5)
         return reply.copied, reply.bytes
 
+    async def read_coded(
+        self, lease: Lease, blocks: Sequence[int], *, silence_s: float
+    ) -> AsyncIterator[pool_pb2.CodedBlock]:
+        """Yield the lease's blocks with these indices, compressed by the node. `silence_s` is the deadline of each.
+
+        Raises PoolRefused if the lease has ended, CallRefused with code UNIMPLEMENTED if the node cannot compress.
+        """
+        stream = self._stub().ReadCoded(pool_pb2.ReadCodedRequest(lease_id=lease.lease_id, blocks=blocks))
+        try:
+            for _ in blocks:
+                message = await self._call("ReadCoded", stream.read(), silence_s)
+                if not isinstance(message, pool_pb2.CodedBlock):
+                    raise PoolRefused(f"{self.target} sent fewer than {len(blocks)} blocks")
+                yield message
+        finally:
+            stream.cancel()
+
     async def inspect(
         self, key_prefix: bytes, kv_namespace: bytes = b"", *, deadline_s: float = 10
     ) -> list[dict[str, Any]]:

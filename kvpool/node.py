@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from kvpool import digest
 from kvpool.commit_ahead import CommitAhead
 from kvpool.config import PoolNodeConfig
+from kvpool.copy_compression import CopyCompression
 from kvpool.elastic import ElasticArena
 from kvpool.errors import PoolConfigError, PutLost
 from kvpool.events import PoolEvents
@@ -49,6 +50,7 @@ class PoolNode:
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=incarnation)
         self.copying = asyncio.Semaphore(config.max_incoming_copies)
         self.num_copies = 0
+        self.copy_compression = CopyCompression() if config.pool.pool_copy_compression == "auto" else None
         self.ssd: SsdTier | None = None
         self.elastic: ElasticArena | None = None  # None: the arena keeps its size
         self.counters: defaultdict[str, float] = defaultdict(float)  # of the shell; the core has its own

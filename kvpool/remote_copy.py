@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 
 from kvpool.address import keys_from_bytes
 from kvpool.client import PoolClient
+from kvpool.coded_copies import decode_message
+from kvpool.copy_compression import try_codec
 from kvpool.digest import layer_digests_at
-from kvpool.errors import CopyFailed, KvPoolError
+from kvpool.errors import CodedBlockInvalid, CopyFailed, KvPoolError, PutLost
 from kvpool.handles import Lease
 from kvpool.node import PoolNode
 from kvpool.policy import PutRequest, SlotStatus
+from kvpool.policy.compression import Storage
 from kvpool.spec import KvSpec
 from messenger import Priority
-from rpc.errors import NetworkError
+from rpc.errors import CallRefused, NetworkError
 
 _LOADING_SHARE = 0.5  # of a copy's time: longest wait for the source to load blocks from its SSD to its DRAM
 
@@ -99,7 +102,7 @@ async def _copy_leased(
     expected = [each[new] for each in lease.digests]
     try:
         offsets = np.array([block.offsets for block in allocation.new_blocks], np.int64).T
-        await _read(node, spec, allocation.put_id, lease, offsets, lease.offsets[:, new], deadline)
+        await _fill(node, source, _Missing(kv_namespace, spec, allocation.put_id, lease, new, offsets), deadline)
         right = await asyncio.to_thread(_verify, node, spec, offsets, expected)
         digests = [tuple(each[i].astype("<u8").tobytes() for each in expected) for i in range(len(new))]
         sealed = await node.seal(allocation.put_id, digests, keep=right.tolist())
@@ -109,6 +112,74 @@ async def _copy_leased(
     if not right.all():
         await _report(node, kv_namespace, source, lease.chain[new][~right])
     return Copied(sealed, sealed * spec.block_nbytes)
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """Blocks to copy: indices in the source's lease, and slots of a put at offsets int64 [groups, n]."""
+
+    kv_namespace: bytes
+    spec: KvSpec
+    put_id: str
+    lease: Lease
+    indices: list[int]
+    offsets: NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.indices) * self.spec.block_nbytes
+
+    def slots(self, memory: NDArray[np.uint8], i: int) -> list[NDArray[np.uint8]]:
+        """Return the slots of the i-th block in the arena."""
+        spec = self.spec
+        return [memory[at : at + spec.slot_nbytes(g)] for g, at in enumerate(self.offsets[:, i].tolist())]
+
+
+async def _fill(node: PoolNode, source: PoolClient, missing: _Missing, deadline: float) -> None:
+    """Copy the blocks' bytes, compressed if that is predicted to be faster; they are not verified yet."""
+    compression, key = node.copy_compression, (source.target, missing.kv_namespace)
+    storage = Storage.PLAIN
+    if compression is not None:
+        storage = compression.choose(*key, missing.nbytes, len(missing.indices))
+    if compression is not None and storage is Storage.CODED:
+        try:
+            await _read_coded(node, source, missing, deadline)
+            return
+        except CallRefused as error:
+            if error.code != "UNIMPLEMENTED":
+                raise
+            compression.refuses(source.target)
+    began = time.monotonic()
+    remote = missing.lease.offsets[:, missing.indices]
+    await _read(node, missing.spec, missing.put_id, missing.lease, missing.offsets, remote, deadline)
+    if compression is None:
+        return
+    compression.copied_plain(source.target, missing.nbytes, time.monotonic() - began)
+    if storage is Storage.TRIAL:
+        slots = [slot.copy() for slot in missing.slots(node.memory.array, 0)]
+        coded_nbytes, codec_s = await asyncio.to_thread(try_codec, slots, missing.spec)
+        compression.tried(*key, missing.spec.block_nbytes, coded_nbytes, codec_s)
+
+
+async def _read_coded(node: PoolNode, source: PoolClient, missing: _Missing, deadline: float) -> None:
+    blocks = source.read_coded(missing.lease, missing.indices, silence_s=_left_s(deadline))
+    async with contextlib.aclosing(blocks):
+        i = 0
+        async for message in blocks:
+            node.counters["copy_coded_blocks"] += 1
+            node.counters["copy_coded_bytes"] += len(message.coded or message.plain)
+            node.counters["copy_coded_plain_bytes"] += missing.spec.block_nbytes
+            try:
+                decoded = await asyncio.to_thread(decode_message, message, missing.spec)
+            except CodedBlockInvalid as error:
+                _log.error("a block from %s could not be decoded: %s", source.target, error)
+                decoded = []  # what is in the slots does not match the digests
+            if missing.put_id not in node.core.puts:
+                raise PutLost(f"put {missing.put_id!r} ended before its blocks were read")
+            # On the event loop, so that the put cannot end meanwhile.
+            for slot, data in zip(missing.slots(node.memory.array, i), decoded, strict=False):
+                slot[:] = data
+            i += 1
 
 
 async def _read(

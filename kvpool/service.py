@@ -12,6 +12,7 @@ import grpc
 
 from kvpool import node_metrics
 from kvpool.address import KEY_NBYTES
+from kvpool.coded_copies import encoded_blocks
 from kvpool.errors import (
     AddressError,
     CopyFailed,
@@ -188,6 +189,15 @@ class PoolService(pool_pb2_grpc.PoolServicer):
         namespace = _namespace(request.kv_namespace)
         copied = await copy_blocks(self._node, namespace, chain, request.source_target, request.timeout_s)
         return pool_pb2.CopyReply(copied=copied.num_blocks, bytes=copied.nbytes)
+
+    async def ReadCoded(
+        self, request: pool_pb2.ReadCodedRequest, context: Context[Any, Any]
+    ) -> AsyncIterator[pool_pb2.CodedBlock]:
+        try:
+            async for block in encoded_blocks(self._node, request.lease_id, request.blocks):
+                yield block
+        except KvPoolError as error:
+            await context.abort(_code_of(error), str(error))
 
     @_refusing
     async def Inspect(self, request: pool_pb2.InspectRequest, context: Context[Any, Any]) -> common_pb2.JsonReply:

@@ -57,6 +57,10 @@ class PoolSettings(SettingsGroup):
         Literal["off", "auto"],
         Key("Lossless compression of KV on the SSD: auto compresses what is predicted to load sooner, off nothing"),
     ] = "off"
+    pool_copy_compression: Annotated[
+        Literal["off", "auto"],
+        Key("Lossless compression of KV that is copied from other pool nodes: auto where it is predicted to be faster"),
+    ] = "off"
     pool_policy: Annotated[
         str, Key("Eviction policy of a full pool", choices=("lru", "lfu", "length-aware", "arc", "moonpool"))
     ] = "moonpool"

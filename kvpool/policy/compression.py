@@ -1,13 +1,14 @@
 """Choice between plain and coded blocks: coded where the model of a load below predicts that the load ends sooner.
 
-Loading a block takes I/O (reading its stored bytes) and work on a CPU (verification, and decoding if it is coded).
-Batches overlap: one is read while another is worked on. With totals `io_s` and `cpu_s` of a load in `batches` batches
+Loading a block takes I/O (reading its stored bytes) and work on a CPU (verification, and decoding if it is coded);
+before a link, it is encoded on another CPU. Batches overlap: one is read while others are worked on. With the totals
+of these stages in a load of `batches` batches
 
-    load_s = max(io_s, cpu_s) + min(io_s, cpu_s) / batches
+    load_s = longest stage + all others / batches
 
-Coding multiplies `io_s` by the ratio of coded to plain bytes and adds decoding to `cpu_s`. All figures are measured, in
-operation, and smoothed. While blocks are stored plain, some are coded and decoded on trial, so that the ratio and the
-speed of the codec stay known. No clock, no I/O.
+Coding multiplies `io_s` by the ratio of coded to plain bytes and adds decoding and encoding. All figures are measured,
+in operation, and smoothed. While blocks are stored plain, some are coded and decoded on trial, so that the ratio and
+the speed of the codec stay known. No clock, no I/O.
 """
 
 import enum
@@ -39,13 +40,16 @@ class LoadCosts:
     decode_s: float
     ratio: float  # coded bytes / bytes
     batches: float  # per load, at least 1
+    encode_s: float = 0.0  # 0: coded blocks are stored
 
     def load_s(self, storage: Storage) -> float:
         """Return the predicted time of a load, in seconds per byte of its blocks."""
         is_coded = storage is Storage.CODED
         io_s = self.io_s * (self.ratio if is_coded else 1.0)
         cpu_s = self.verify_s + (self.decode_s if is_coded else 0.0)
-        return max(io_s, cpu_s) + min(io_s, cpu_s) / self.batches
+        stages = (io_s, cpu_s, self.encode_s if is_coded else 0.0)
+        longest_s = max(stages)
+        return longest_s + (sum(stages) - longest_s) / self.batches
 
     @property
     def gain(self) -> float:
@@ -85,6 +89,7 @@ class SmoothedPace:
 class CodecRecord:
     """Results of coding in one namespace."""
 
+    encode: SmoothedPace = field(default_factory=lambda: SmoothedPace(_CPU_MEMORY_NBYTES))  # if each read encodes
     decode: SmoothedPace = field(default_factory=lambda: SmoothedPace(_CPU_MEMORY_NBYTES))
     size: SmoothedPace = field(
         default_factory=lambda: SmoothedPace(_CPU_MEMORY_NBYTES)
@@ -113,6 +118,10 @@ class CompressionPolicy:
         """Record that decoding blocks of `nbytes` took `seconds`."""
         self._codec(kv_namespace).decode.add(nbytes, seconds)
 
+    def encoded(self, kv_namespace: bytes, nbytes: int, seconds: float) -> None:
+        """Record that encoding blocks of `nbytes`, which each load of them has to wait for, took `seconds`."""
+        self._codec(kv_namespace).encode.add(nbytes, seconds)
+
     def costs(self, kv_namespace: bytes) -> LoadCosts | None:
         """Return the measured costs of the namespace's loads; None until all of them were measured."""
         codec = self._codecs.get(kv_namespace)
@@ -124,6 +133,7 @@ class CompressionPolicy:
             decode_s=codec.decode.per_byte_s,
             ratio=codec.size.per_byte_s,
             batches=self.batches,
+            encode_s=codec.encode.per_byte_s,
         )
 
     def choose(self, kv_namespace: bytes) -> Storage:

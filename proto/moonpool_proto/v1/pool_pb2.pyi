@@ -404,6 +404,57 @@ class Tail(_message.Message):
 Global___Tail: _TypeAlias = Tail  # noqa: Y015
 
 @_typing.final
+class ReadCodedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """indices of the lease's blocks; one message each, in this order"""
+
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadCodedRequest: _TypeAlias = ReadCodedRequest  # noqa: Y015
+
+@_typing.final
+class CodedBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODED_FIELD_NUMBER: _builtins.int
+    PLAIN_FIELD_NUMBER: _builtins.int
+    coded: _builtins.bytes
+    """as `kvpool/block_coding.py` defines"""
+    plain: _builtins.bytes
+    """coding does not shorten it: its slots, one group after the other"""
+    def __init__(
+        self,
+        *,
+        coded: _builtins.bytes = ...,
+        plain: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coded", b"coded", "content", b"content", "plain", b"plain"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coded", b"coded", "content", b"content", "plain", b"plain"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["coded", "plain"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___CodedBlock: _TypeAlias = CodedBlock  # noqa: Y015
+
+@_typing.final
 class RenewRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

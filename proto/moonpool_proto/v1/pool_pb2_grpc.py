@@ -86,6 +86,11 @@ class PoolStub:
                 request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.CopyRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.CopyReply.FromString,
                 _registered_method=True)
+        self.ReadCoded = channel.unary_stream(
+                '/moonpool.v1.Pool/ReadCoded',
+                request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.ReadCodedRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.CodedBlock.FromString,
+                _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/moonpool.v1.Pool/Prefetch',
                 request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.PrefetchRequest.SerializeToString,
@@ -196,6 +201,13 @@ class PoolServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadCoded(self, request, context):
+        """Send leased blocks compressed, for readers behind slow links; nodes that cannot are read through the messenger.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Prefetch(self, request, context):
         """Start to load blocks of a queued request from SSD to DRAM; replies at once and leases nothing.
         """
@@ -300,6 +312,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Copy,
                     request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.CopyRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.CopyReply.SerializeToString,
+            ),
+            'ReadCoded': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadCoded,
+                    request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.ReadCodedRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.CodedBlock.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
@@ -613,6 +630,33 @@ class Pool:
             '/moonpool.v1.Pool/Copy',
             moonpool__proto_dot_v1_dot_pool__pb2.CopyRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_pool__pb2.CopyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCoded(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonpool.v1.Pool/ReadCoded',
+            moonpool__proto_dot_v1_dot_pool__pb2.ReadCodedRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_pool__pb2.CodedBlock.FromString,
             options,
             channel_credentials,
             insecure,

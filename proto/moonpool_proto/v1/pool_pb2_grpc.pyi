@@ -48,6 +48,8 @@ class PoolStub:
     """Remove blocks found corrupt by a reader."""
     Copy: _grpc.UnaryUnaryMultiCallable[_pool_pb2.CopyRequest, _pool_pb2.CopyReply]
     """Copy blocks from another pool node into this one (hot-spot replication)."""
+    ReadCoded: _grpc.UnaryStreamMultiCallable[_pool_pb2.ReadCodedRequest, _pool_pb2.CodedBlock]
+    """Send leased blocks compressed, for readers behind slow links; nodes that cannot are read through the messenger."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_pool_pb2.PrefetchRequest, _pool_pb2.PrefetchReply]
     """Start to load blocks of a queued request from SSD to DRAM; replies at once and leases nothing."""
     Hint: _grpc.UnaryUnaryMultiCallable[_pool_pb2.HintRequest, _pool_pb2.HintReply]
@@ -80,6 +82,8 @@ class PoolAsyncStub(PoolStub):
     """Remove blocks found corrupt by a reader."""
     Copy: _aio.UnaryUnaryMultiCallable[_pool_pb2.CopyRequest, _pool_pb2.CopyReply]  # type: ignore[assignment]
     """Copy blocks from another pool node into this one (hot-spot replication)."""
+    ReadCoded: _aio.UnaryStreamMultiCallable[_pool_pb2.ReadCodedRequest, _pool_pb2.CodedBlock]  # type: ignore[assignment]
+    """Send leased blocks compressed, for readers behind slow links; nodes that cannot are read through the messenger."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_pool_pb2.PrefetchRequest, _pool_pb2.PrefetchReply]  # type: ignore[assignment]
     """Start to load blocks of a queued request from SSD to DRAM; replies at once and leases nothing."""
     Hint: _aio.UnaryUnaryMultiCallable[_pool_pb2.HintRequest, _pool_pb2.HintReply]  # type: ignore[assignment]
@@ -169,6 +173,14 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.CopyReply, _abc.Awaitable[_pool_pb2.CopyReply]]:
         """Copy blocks from another pool node into this one (hot-spot replication)."""
+
+    @_abc_1.abstractmethod
+    def ReadCoded(
+        self,
+        request: _pool_pb2.ReadCodedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pool_pb2.CodedBlock], _abc.AsyncIterator[_pool_pb2.CodedBlock]]:
+        """Send leased blocks compressed, for readers behind slow links; nodes that cannot are read through the messenger."""
 
     @_abc_1.abstractmethod
     def Prefetch(
