@@ -18,13 +18,14 @@ docs/pictures/compression.svg. Needs a disk with 300 MB free at --dir, and an id
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,22 +96,19 @@ def model_kv(model: Model) -> tuple[NDArray[np.float32], Bytes]:
         return exact.cache.views[0].numpy().copy(), stored.slot_bytes(0, slots.tolist()).copy()
 
 
-class open_memory:
-    """Context of a model's KV memory with its int8 counterpart."""
-
-    def __init__(self, model: Model, num_slots: int) -> None:
-        self._messenger = Messenger(MessengerConfig(), node_id="benchmark", incarnation=1)
-        self._messenger.start()
-        self._exact = KvMemory.of(model, self._messenger, num_slots=num_slots, block_tokens=BLOCK, kv=KvSettings())
-        self._stored = QuantisedMemory(self._exact, self._messenger, num_slots=num_slots)
-
-    def __enter__(self) -> tuple[KvMemory, QuantisedMemory]:
-        return self._exact, self._stored
-
-    def __exit__(self, *_: object) -> None:
-        self._stored.close()
-        self._exact.close()
-        self._messenger.close()
+@contextlib.contextmanager
+def open_memory(model: Model, num_slots: int) -> Iterator[tuple[KvMemory, QuantisedMemory]]:
+    """Open a model's KV memory with its int8 counterpart."""
+    messenger = Messenger(MessengerConfig(), node_id="benchmark", incarnation=1)
+    messenger.start()
+    exact = KvMemory.of(model, messenger, num_slots=num_slots, block_tokens=BLOCK, kv=KvSettings())
+    stored = QuantisedMemory(exact, messenger, num_slots=num_slots)
+    try:
+        yield exact, stored
+    finally:
+        stored.close()
+        exact.close()
+        messenger.close()
 
 
 def token_ids(count: int) -> NDArray[np.int32]:
@@ -157,7 +155,7 @@ def measure_layout(layout: str, spec: KvSpec, blocks: Bytes, rounds: int) -> dic
     }
 
 
-class Prompt:
+class StoredPrompt:
     """One prompt's blocks at one pool node."""
 
     def __init__(self, node: PoolNode, spec: KvSpec, blocks: Bytes) -> None:
@@ -202,7 +200,7 @@ async def measure_loads(
     for megabytes in bandwidths:
         ThrottledDisk.bytes_per_s = megabytes * 1e6
         nodes = {setting: await start_node(folder, setting) for setting in ("off", "auto")}
-        prompts = {setting: Prompt(node, spec, blocks) for setting, node in nodes.items()}
+        prompts = {setting: StoredPrompt(node, spec, blocks) for setting, node in nodes.items()}
         times: dict[str, list[float]] = {"off": [], "auto": []}
         try:
             for prompt in prompts.values():

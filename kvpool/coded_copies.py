@@ -26,6 +26,8 @@ async def encoded_blocks(node: PoolNode, lease_id: str, indices: Sequence[int]) 
     lease = node.core.leases.get(lease_id)
     if lease is None:
         raise PoolRefused(f"lease {lease_id!r} has ended: pin the blocks again")
+    if len(indices) > len(lease.copies):
+        raise PoolRefused(f"blocks must be at most the lease's {len(lease.copies)} blocks, got {len(indices)}")
     if any(index >= len(lease.copies) for index in indices):
         raise PoolRefused(f"blocks must be indices of the lease's {len(lease.copies)} blocks, got {max(indices)}")
     copies = [lease.copies[index] for index in indices]

@@ -119,6 +119,8 @@ async def test_a_lease_that_ended_and_blocks_beyond_it_are_refused(start_pool, w
     ]
     with pytest.raises(PoolRefused, match="indices of the lease's 3 blocks, got 3"):
         [block async for block in at_source.read_coded(lease, [0, 3], silence_s=10)]
+    with pytest.raises(PoolRefused, match="at most the lease's 3 blocks, got 4"):
+        [block async for block in at_source.read_coded(lease, [0] * 4, silence_s=10)]
     await at_source.unpin(lease)
     with pytest.raises(PoolRefused, match="has ended"):
         [block async for block in at_source.read_coded(lease, [0], silence_s=10)]

@@ -382,6 +382,7 @@ class PoolCalls(CallsTarget):
         "kvpool/spec.py",
         "kvpool/policy",
         "kvpool/remote_copy.py",
+        "kvpool/coded_copies.py",
     )
     service = "Pool"
     methods: ClassVar[Mapping[str, Method]] = {
@@ -395,6 +396,7 @@ class PoolCalls(CallsTarget):
         "Evict": Method(pool_pb2.EvictRequest, pool_pb2.EvictReply),
         "Quarantine": Method(pool_pb2.EvictRequest, pool_pb2.EvictReply),
         "Copy": Method(pool_pb2.CopyRequest, pool_pb2.CopyReply),
+        "ReadCoded": Method(pool_pb2.ReadCodedRequest, pool_pb2.CodedBlock, "events"),
         "Prefetch": Method(pool_pb2.PrefetchRequest, pool_pb2.PrefetchReply),
         "Hint": Method(pool_pb2.HintRequest, pool_pb2.HintReply),
         "Inspect": Method(pool_pb2.InspectRequest, common_pb2.JsonReply),
@@ -430,6 +432,7 @@ class PoolCalls(CallsTarget):
             [("Allocate", [allocate]), ("Seal", [pool_pb2.SealRequest(put_id="@", blocks=[block, block])]), ("Pin",
              [pin]),
              ("Renew", [pool_pb2.RenewRequest(lease_id="@", lease_s=1.0)]),
+             ("ReadCoded", [pool_pb2.ReadCodedRequest(lease_id="@", blocks=[0])]),
              ("Unpin", [pool_pb2.UnpinRequest(lease_id="@", superseded=chain[16:], kv_namespace=namespace)])],
             [("Allocate", [allocate]), ("AbortPut", [pool_pb2.AbortPutRequest(put_id="@")])],
             [("Prefetch", [pool_pb2.PrefetchRequest(**where)]), ("Hint", [pool_pb2.HintRequest(**where,
@@ -458,6 +461,7 @@ class PoolCalls(CallsTarget):
             pool_pb2.SealRequest,
             pool_pb2.AbortPutRequest,
             pool_pb2.RenewRequest,
+            pool_pb2.ReadCodedRequest,
             pool_pb2.UnpinRequest,
         ):
             return data
