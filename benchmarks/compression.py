@@ -1,6 +1,6 @@
 """Compression of KV at rest: size and speed by layout, load times from slow and fast SSDs, and the quality of int8.
 
-    python -m benchmarks.compression [--bandwidths MB_PER_S ...] [--rounds N] [--store]
+    python -m benchmarks.compression [--bandwidths MB_PER_S ...] [--links MB_PER_S ...] [--rounds N] [--store]
 
 The KV is the bundled model's, computed from the repository's documentation, on which the model was not trained; float16
 and bfloat16 are its float32 values rounded, int8 is what `--kv-storage int8` stores.
@@ -9,6 +9,7 @@ and bfloat16 are its float32 values rounded, int8 is what `--kv-storage int8` st
     loads     time until the blocks of one prompt are in memory, from a pool node's SSD whose reads are throttled to a
               bandwidth, with `--pool-ssd-compression` off and auto, by turns. A prompt's TTFT has the same difference.
               Blocks are as large as a larger model's: the KV of eight blocks, stacked as layers
+    copies    the same for copies from another pool node over a throttled network, with `--pool-copy-compression`
     quality   of int8: a text is scored with the exact KV of its first half, and with that KV rounded to int8
 
 The last line of output is JSON, with `worst_auto_over_off` and `best_auto_over_off`: the largest and the smallest ratio
@@ -20,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import socket
 import statistics
 import sys
 import tempfile
@@ -38,14 +40,19 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.stored import PICTURES, store
+from benchmarks.throttle import ThrottledProxy
 from engine import Model, load_model
 from engine.batch import ForwardBatch, SequenceChunk
 from kvpool import KvGroup, KvSpec, PoolNodeConfig, kv_namespace, layer_digests
 from kvpool.block_coding import decode_block, encode_block, warm_up
 from kvpool.node import PoolNode
 from kvpool.policy import PutRequest
+from kvpool.remote_copy import copy_blocks
+from kvpool.service import PoolService
 from kvpool.ssd.disk import Disk, InFlightBatch, IoBatch, IoThreads
 from messenger import Messenger, MessengerConfig
+from moonpool_proto.v1.pool_pb2_grpc import add_PoolServicer_to_server
+from rpc.control import start_server
 from settings.keys import assemble
 from settings.worker import BUNDLED_MODEL, KvSettings
 from worker.kv_memory import KvMemory, QuantisedMemory
@@ -57,6 +64,8 @@ STACKED = 8  # blocks of the bundled model that form one block of the loads
 PROMPT_NBYTES = 32 << 20
 LAYOUTS = ("float32", "float16", "bfloat16", "int8")
 UNLIMITED = 0
+COPIED_NBYTES = 8 << 20
+OPEN_ADDRESS, PROXIED_ADDRESS = "127.0.0.1", "127.0.0.2"
 
 Bytes = NDArray[np.uint8]
 
@@ -158,23 +167,24 @@ def measure_layout(layout: str, spec: KvSpec, blocks: Bytes, rounds: int) -> dic
 class StoredPrompt:
     """One prompt's blocks at one pool node."""
 
-    def __init__(self, node: PoolNode, spec: KvSpec, blocks: Bytes) -> None:
+    def __init__(self, node: PoolNode, spec: KvSpec, blocks: Bytes, nbytes: int = PROMPT_NBYTES) -> None:
         self._node, self._spec = node, spec
-        count = PROMPT_NBYTES // spec.block_nbytes
+        count = nbytes // spec.block_nbytes
         self._blocks = blocks[np.arange(count) % len(blocks)]
-        self._chain = [number.to_bytes(16, "big") for number in range(1, count + 1)]
-        self._namespace = kv_namespace("benchmark", spec)
+        self.chain = [number.to_bytes(16, "big") for number in range(1, count + 1)]
+        self.namespace = kv_namespace("benchmark", spec)
 
-    async def store(self) -> None:
-        """Store the blocks, and write them to the SSD."""
-        request = PutRequest(self._namespace, self._spec, self._chain, [bytes(16), *self._chain[:-1]])
+    async def store(self, *, written: bool = True) -> None:
+        """Store the blocks; if `written`, on the SSD only."""
+        request = PutRequest(self.namespace, self._spec, self.chain, [bytes(16), *self.chain[:-1]])
         put = self._node.allocate(request, owner="benchmark", owner_incarnation=1, ttl_ns=60_000_000_000)
         for block, data in zip(put.new_blocks, self._blocks, strict=True):
             self._node.memory.array[block.offsets[0] : block.offsets[0] + len(data)] = data
         full = np.full(len(self._blocks), BLOCK, np.int32)
         digests = [(row.tobytes(),) for row in layer_digests(self._blocks, self._spec, 0, full)]
         self._node.seal_now(put.put_id, digests, [True] * len(digests))
-        await self.empty_memory()
+        if written:
+            await self.empty_memory()
 
     async def empty_memory(self) -> None:
         await self._node.flush(None, dram_only=True)
@@ -183,11 +193,11 @@ class StoredPrompt:
         """Return the time until the blocks are leased in memory."""
         began = time.perf_counter()
         grant = await self._node.pin(
-            self._namespace, self._chain, owner="benchmark", owner_incarnation=1, lease_ns=10**10, wait_s=60
+            self.namespace, self.chain, owner="benchmark", owner_incarnation=1, lease_ns=10**10, wait_s=60
         )
         took_s = time.perf_counter() - began
         assert grant is not None
-        assert len(grant.blocks) == len(self._chain)
+        assert len(grant.blocks) == len(self.chain)
         self._node.core.unpin(grant.lease_id)
         return took_s
 
@@ -222,38 +232,99 @@ async def measure_loads(
         finally:
             for node in nodes.values():
                 await node.close()
-        off_s, auto_s = (statistics.median(times[setting]) for setting in ("off", "auto"))
-        rows.append(
-            {
-                "layout": layout,
-                "megabytes_per_s": megabytes,
-                "off_s": round(off_s, 4),
-                "auto_s": round(auto_s, 4),
-                "auto_over_off": round(
-                    statistics.median(a / b for a, b in zip(times["auto"], times["off"], strict=True)), 3
-                ),
-                "coded_share": round(grown.get("ssd_coded_blocks", 0) / grown["written_blocks"], 3),
-            }
-        )
-        print(rows[-1], file=sys.stderr)
+        rows.append(row_of(layout, megabytes, times, grown.get("ssd_coded_blocks", 0) / grown["written_blocks"]))
     return rows
 
 
-async def start_node(folder: Path, setting: str) -> PoolNode:
+async def start_node(
+    folder: Path, setting: str, *, copies: str = "off", node_id: str = "pool", messenger: MessengerConfig | None = None
+) -> PoolNode:
+    """Start a pool node with these settings of the compression on its SSD and of its copies."""
     own = Path(tempfile.mkdtemp(prefix=f"{setting}-", dir=folder))
     config = assemble(
         PoolNodeConfig,
-        node_id="pool",
+        node_id=node_id,
         listen=f"unix:{own}/pool.sock",
         pool_bytes=4 * PROMPT_NBYTES,
         pool_ssd_dir=own,
         pool_ssd_bytes=2 * PROMPT_NBYTES,
         pool_ssd_compression=setting,
-        messenger=MessengerConfig(),
+        pool_copy_compression=copies,
+        messenger=messenger or assemble(MessengerConfig, transport="tcp", data_host=OPEN_ADDRESS),
     )
     node = PoolNode(config, incarnation=1)
     await node.start()
     return node
+
+
+async def measure_copies(
+    folder: Path, spec: KvSpec, blocks: Bytes, layout: str, links: Sequence[int], rounds: int
+) -> list[dict[str, Any]]:
+    """Return a row per bandwidth of the network: median times of copies with both settings."""
+    rows = []
+    ports = {"control": free_port(), "data": free_port()}
+    proxies = {name: ThrottledProxy(PROXIED_ADDRESS, OPEN_ADDRESS, port) for name, port in ports.items()}
+    config = {"data_host": OPEN_ADDRESS, "data_port": ports["data"], "data_advertise": PROXIED_ADDRESS}
+    source = await start_node(
+        folder, "off", node_id="source", messenger=assemble(MessengerConfig, transport="tcp", **config)
+    )
+    server = await start_server(
+        f"{OPEN_ADDRESS}:{ports['control']}", lambda server: add_PoolServicer_to_server(PoolService(source), server)
+    )
+    try:
+        prompt = StoredPrompt(source, spec, blocks, COPIED_NBYTES)
+        await prompt.store(written=False)
+        for megabytes in links:
+            for proxy in proxies.values():
+                proxy.bytes_per_s = megabytes * 1e6
+            targets = {name: await start_node(folder, "off", node_id=name, copies=name) for name in ("off", "auto")}
+            times: dict[str, list[float]] = {"off": [], "auto": []}
+            try:
+                for i in range(rounds + 3):
+                    for setting, node in targets.items():
+                        began = time.perf_counter()
+                        address = f"{PROXIED_ADDRESS}:{ports['control']}"
+                        copied = await copy_blocks(node, prompt.namespace, prompt.chain, address, 60)
+                        if i == 2:
+                            node.counters["copy_coded_blocks"] = 0
+                        if i > 2:  # the first ones connect, and measure both kinds
+                            times[setting].append(time.perf_counter() - began)
+                        assert copied.num_blocks == len(prompt.chain)
+                        await node.flush(None, dram_only=False)
+                coded = targets["auto"].counters["copy_coded_blocks"] / (rounds * len(prompt.chain))
+            finally:
+                for node in targets.values():
+                    await node.close()
+            rows.append(row_of(layout, megabytes, times, coded))
+    finally:
+        await server.stop(0)
+        await source.close()
+        for proxy in proxies.values():
+            proxy.close()
+    return rows
+
+
+def row_of(layout: str, megabytes: int, times: dict[str, list[float]], coded_share: float) -> dict[str, Any]:
+    """Return the result of one cell."""
+    ratios = [auto_s / off_s for auto_s, off_s in zip(times["auto"], times["off"], strict=True)]
+    row = {
+        "layout": layout,
+        "megabytes_per_s": megabytes,
+        "off_s": round(statistics.median(times["off"]), 4),
+        "auto_s": round(statistics.median(times["auto"]), 4),
+        "auto_over_off": round(statistics.median(ratios), 3),
+        "coded_share": round(coded_share, 3),
+    }
+    print(row, file=sys.stderr)
+    return row
+
+
+def free_port() -> int:
+    """Return a port that is free at both addresses."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind((OPEN_ADDRESS, 0))
+        two.bind((PROXIED_ADDRESS, one.getsockname()[1]))
+        return int(one.getsockname()[1])
 
 
 def measure_quality(model: Model, num_texts: int = 8, length: int = 512) -> dict[str, Any]:
@@ -327,36 +398,42 @@ def main() -> None:
         default=[50, 100, 200, 400, 800, 1600, UNLIMITED],
         help="MB/s; 0: unlimited",
     )
+    parser.add_argument(
+        "--links", type=int, nargs="+", default=[10, 30, 100, 300, UNLIMITED], help="MB/s of the network; 0: unlimited"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="loads per cell; medians count [5]")
     parser.add_argument("--store", action="store_true", help="write the result and the picture")
     options = parser.parse_args()
     warm_up()
     model = load_model(BUNDLED_MODEL, threads=1)
     exact, int8 = model_kv(model)
-    layouts, loads = [], []
+    layouts, loads, copies = [], [], []
     with mock.patch("kvpool.ssd.store.Disk", ThrottledDisk):
         for layout in options.layouts:
             spec, blocks = blocks_of(layout, exact, int8)
             layouts.append(measure_layout(layout, spec, blocks, options.rounds))
             print(layouts[-1], file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix="moonpool-bench-", dir=options.dir) as folder:
-                loads += asyncio.run(
-                    measure_loads(Path(folder), spec, blocks, layout, options.bandwidths, options.rounds)
-                )
+                cell = (Path(folder), spec, blocks, layout)
+                loads += asyncio.run(measure_loads(*cell, options.bandwidths, options.rounds))
+                copies += asyncio.run(measure_copies(*cell, options.links, options.rounds))
     result = {
         "benchmark": "compression",
         "prompt_bytes": PROMPT_NBYTES,
         "rounds": options.rounds,
-        "worst_auto_over_off": max(row["auto_over_off"] for row in loads),
-        "best_auto_over_off": min(row["auto_over_off"] for row in loads),
+        "copied_bytes": COPIED_NBYTES,
+        "worst_auto_over_off": max(row["auto_over_off"] for row in (*loads, *copies)),
+        "best_auto_over_off": min(row["auto_over_off"] for row in (*loads, *copies)),
         "layouts": layouts,
         "loads": loads,
+        "copies": copies,
         "quality": measure_quality(model),
     }
-    table = Table("layout", "MB/s", "off s", "auto s", "auto / off", "coded")
-    for row in loads:
-        table.add_row(*(str(value) for value in row.values()))
-    Console(stderr=True).print(table)
+    for what, rows in (("loads from SSD", loads), ("copies", copies)):
+        table = Table("layout", "MB/s", "off s", "auto s", "auto / off", "coded", title=what)
+        for row in rows:
+            table.add_row(*(str(value) for value in row.values()))
+        Console(stderr=True).print(table)
     if options.store:
         store("compression", result)
         draw(result, PICTURES / "compression.svg")

@@ -141,15 +141,16 @@ async def _fill(node: PoolNode, source: PoolClient, missing: _Missing, deadline:
     storage = Storage.PLAIN
     if compression is not None:
         storage = compression.choose(*key, missing.nbytes, len(missing.indices))
+    began = time.monotonic()
     if compression is not None and storage is Storage.CODED:
         try:
             await _read_coded(node, source, missing, deadline)
+            compression.copied_coded(*key, missing.nbytes, time.monotonic() - began)
             return
         except CallRefused as error:
             if error.code != "UNIMPLEMENTED":
                 raise
             compression.refuses(source.target)
-    began = time.monotonic()
     remote = missing.lease.offsets[:, missing.indices]
     await _read(node, missing.spec, missing.put_id, missing.lease, missing.offsets, remote, deadline)
     if compression is None:

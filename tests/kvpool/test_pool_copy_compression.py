@@ -129,6 +129,7 @@ async def test_a_lease_that_ended_and_blocks_beyond_it_are_refused(start_pool, w
 def after_a_copy(bytes_per_s: float) -> CopyCompression:
     compression = CopyCompression()
     assert compression.choose("source", NS, 4 * MIB, 64) is Storage.TRIAL
+    compression.copied_plain("source", 4 * MIB, 100.0)  # connects, which is not the link's bandwidth
     compression.copied_plain("source", 4 * MIB, 4 * MIB / bytes_per_s)
     compression.tried("source", NS, MIB, MIB // 2, (MIB / 400e6, MIB / 900e6))
     return compression
@@ -143,6 +144,17 @@ def test_copies_over_slow_links_are_compressed_and_sometimes_plain_to_measure_th
     assert slow.choose("other", NS, 4 * MIB, 64) is Storage.TRIAL
     slow.refuses("source")
     assert slow.choose("source", NS, 4 * MIB, 64) is Storage.PLAIN
+
+
+def test_compressed_copies_that_take_longer_than_predicted_are_given_up_but_tried_again() -> None:
+    compression = after_a_copy(30e6)
+    assert compression.choose("source", NS, 4 * MIB, 64) is Storage.CODED
+    compression.copied_coded("source", NS, 4 * MIB, 4 * MIB / 25e6)
+    chosen = [compression.choose("source", NS, 4 * MIB, 64) for _ in range(32)]
+    assert (chosen.count(Storage.CODED), chosen.count(Storage.PLAIN)) == (2, 30)
+    for _ in range(20):
+        compression.copied_coded("source", NS, 4 * MIB, 4 * MIB / 60e6)
+    assert compression.choose("source", NS, 4 * MIB, 64) is Storage.CODED
 
 
 def test_a_trial_measures_length_and_times(spec: KvSpec) -> None:
