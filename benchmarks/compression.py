@@ -361,28 +361,36 @@ def measure_quality(model: Model, num_texts: int = 8, length: int = 512) -> dict
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw load times with auto relative to off over the SSD's bandwidth."""
+    """Draw times with auto relative to off over the bandwidth."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     colours = dict(zip(LAYOUTS, ("#0969da", "#8250df", "#1a7f37", "#bf8700"), strict=True))
+    ratios = {row["layout"]: row["ratio"] for row in result["layouts"]}
     with plt.rc_context({"svg.hashsalt": "compression", "font.size": 9.0, "axes.titlelocation": "left"}):
-        figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
-        axes.axhline(1, color="#57606a", linewidth=0.9)
-        for layout in LAYOUTS:
-            rows = [row for row in result["loads"] if row["layout"] == layout and row["megabytes_per_s"]]
-            label = f"{layout}, coded to {next(r['ratio'] for r in result['layouts'] if r['layout'] == layout):.2f}"
-            speeds = [row["megabytes_per_s"] for row in rows]
-            axes.plot(speeds, [row["auto_over_off"] for row in rows], marker="o", color=colours[layout], label=label)
-        axes.set_xscale("log")
-        axes.set_xlabel("SSD, MB/s")
-        axes.set_ylabel("load time, auto / off")
-        axes.grid(color="#d8dee4", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+        figure, both = plt.subplots(1, 2, figsize=(9.0, 3.6), layout="constrained", sharey=True)
+        for axes, kind, title in zip(both, ("loads", "copies"), ("load from SSD", "copy over a network"), strict=True):
+            axes.axhline(1, color="#57606a", linewidth=0.9)
+            for layout, ratio in ratios.items():
+                rows = [row for row in result[kind] if row["layout"] == layout and row["megabytes_per_s"] != UNLIMITED]
+                axes.plot(
+                    [row["megabytes_per_s"] for row in rows],
+                    [row["auto_over_off"] for row in rows],
+                    marker="o",
+                    color=colours[layout],
+                    label=f"{layout}, coded to {ratio:.2f}",
+                )
+            axes.set_xscale("log")
+            axes.set_title(title)
+            axes.set_xlabel("bandwidth, MB/s")
+            axes.grid(color="#d8dee4", linewidth=0.7)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        both[0].set_ylabel("time, auto / off")
+        both[0].set_ylim(0, None)
+        both[0].legend(frameon=False, fontsize=8, loc="lower right")
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 
