@@ -383,6 +383,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
                     label=f"{layout}, coded to {ratio:.2f}",
                 )
             axes.set_xscale("log")
+            ticks = sorted({row["megabytes_per_s"] for row in result[kind]} - {UNLIMITED})
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
+            axes.minorticks_off()
             axes.set_title(title)
             axes.set_xlabel("bandwidth, MB/s")
             axes.grid(color="#d8dee4", linewidth=0.7)
