@@ -76,6 +76,53 @@ p99 to {number(real["copy"]["p99_ratio"])} times. The rounds differ as widely wi
 machine ran other work as well."""
 
 
+def compression() -> str:
+    result, file = latest("compression")
+    quality = result["quality"]
+    layouts = [
+        [row["layout"], number(row["ratio"]), number(row["encode_gb_per_s"]), number(row["decode_gb_per_s"])]
+        for row in result["layouts"]
+    ]
+
+    def cells(kind: str) -> list[list[str]]:
+        speeds = list(dict.fromkeys(row["megabytes_per_s"] for row in result[kind]))
+        found = {(row["layout"], row["megabytes_per_s"]): row for row in result[kind]}
+        return [
+            [
+                f"{speed or 'unlimited'}",
+                *(
+                    f"{number(row['auto_over_off'])} ({row['coded_share']:.0%})"
+                    for layout in result["layouts"]
+                    if (row := found[layout["layout"], speed])
+                ),
+            ]
+            for speed in speeds
+        ]
+
+    header = ["MB/s", *(row["layout"] for row in result["layouts"])]
+    return f"""## Compression at rest
+
+{source("python -m benchmarks.compression", file)}: does [compressing KV](kv-pool.md#compression) on the SSD and on slow networks load it sooner, and does it ever
+load it later? KV of the bundled model, computed from the documentation; size relative to plain KV, and GB/s of plain KV on one core:
+
+{table(["KV", "size", "coding", "decoding"], layouts)}
+
+Time to load a prompt's {result["prompt_bytes"] >> 20} MiB from an SSD whose reads are throttled, with `--pool-ssd-compression auto` relative to `off`, medians of
+{result["rounds"]} by turns, and the share of blocks that were compressed:
+
+{table(header, cells("loads"))}
+
+The same for copies of {result["copied_bytes"] >> 20} MiB from another pool node over a throttled network, with `--pool-copy-compression`:
+
+{table(header, cells("copies"))}
+
+The quality of [int8](kv-pool.md#kv-in-int8): with the first half of {quality["texts"]} texts in int8, the negative log-likelihood of the second halves ({quality["tokens"]:,} tokens) changes by
+{quality["nll_change"]:+.4f} per token from {number(quality["nll"])}, a log-probability by at most {number(quality["largest_logprob_change"])}, and the most likely token is the same in
+{quality["greedy_agreement"]:.1%}.
+
+![Times of loads and copies with compression relative to those without, by bandwidth](pictures/compression.svg)"""
+
+
 def eviction() -> str:
     result, file = latest("eviction")
     cells = result["cells"]["held-out"]

@@ -14,6 +14,7 @@ SECTIONS = (
     serving.frontend,
     serving.conductor,
     data_plane.pool,
+    data_plane.compression,
     data_plane.interference,
     data_plane.eviction,
     data_plane.messenger,
