@@ -69,7 +69,7 @@ class AlarmClock:
 
     def is_current_thread(self) -> bool:
         """Return True on the clock's thread, that is, inside a callback."""
-        return self._thread is threading.current_thread()
+        return self._thread.ident == threading.get_ident()
 
     def close(self) -> None:
         """End the thread; pending alarms never ring."""
@@ -114,19 +114,20 @@ class EarliestAlarm:
         self._clock = clock
         self._ring = ring
         self._alarm: Alarm | None = None
-        self._due_s = math.inf
+        self.due_s = math.inf
+        """Time at which it rings at the latest."""
 
     def watch(self, due_s: float) -> None:
         """Ring at `due_s` (monotonic time) at the latest."""
-        if due_s < self._due_s:
+        if due_s < self.due_s:
             self.clear()
-            self._due_s = due_s
+            self.due_s = due_s
             self._alarm = self._clock.set(max(0.0, due_s - time.monotonic()), self._ring)
 
     def rang(self) -> None:
         """Record that the alarm has rung and watches nothing."""
         self._alarm = None
-        self._due_s = math.inf
+        self.due_s = math.inf
 
     def clear(self) -> None:
         """Discard all deadlines; the alarm does not ring."""

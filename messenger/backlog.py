@@ -77,12 +77,13 @@ class Backlog:
     """
 
     def __init__(self) -> None:
-        self._classes = {priority: _PriorityQueues() for priority in Priority}
+        self._classes = tuple(_PriorityQueues() for _ in Priority)
         self._pickers: dict[StreamRole, PriorityPicker] = {}
-        self._queued = 0
+        self.num_queued = 0
+        """Number of parts in all queues."""
 
     def __len__(self) -> int:
-        return self._queued
+        return self.num_queued
 
     def depths(self) -> list[int]:
         """Return the number of queued parts by priority."""
@@ -98,11 +99,11 @@ class Backlog:
         else:
             own.spread.append(part)
             own.spreading[part.operation] = own.spreading.get(part.operation, 0) + 1
-        self._queued += 1
+        self.num_queued += 1
 
     def take(self, role: StreamRole, *, background: bool) -> Part | None:
         """Dequeue the next part for a stream of this role, a BACKGROUND one only if `background`; None without any."""
-        if not self._queued:
+        if not self.num_queued:
             return None
         queues = [
             self._classes[priority].next_queue(role) if background or priority is not BACKGROUND else None
@@ -113,12 +114,12 @@ class Backlog:
             return None
         queue = queues[chosen]
         assert queue is not None
-        self._queued -= 1
+        self.num_queued -= 1
         return queue.popleft()
 
     def has_startable(self, role: StreamRole, *, background: bool) -> bool:
         """Return True if `take` would return a part."""
-        return self._queued > 0 and any(
+        return self.num_queued > 0 and any(
             self._classes[priority].next_queue(role) is not None
             for priority in Priority
             if background or priority is not BACKGROUND
@@ -126,16 +127,16 @@ class Backlog:
 
     def has_any(self, role: StreamRole) -> bool:
         """Return True if a part is queued that such a stream carries, even if it may not begin yet."""
-        return self._queued > 0 and any(
+        return self.num_queued > 0 and any(
             queue and carried
-            for own in self._classes.values()
+            for own in self._classes
             for queue, carried in zip(own.queues(), (role.ordered, role.spread, role.reads), strict=True)
         )
 
     def spread_ended(self, part: Part) -> bool:
         """Record that a part landed, failed or was dropped. Returns True if a notification may be able to begin now."""
         spreading = self._classes[part.operation.priority].spreading
-        left = spreading.get(part.operation)
+        left = spreading.get(part.operation) if spreading else None
         if left is None or part.transfer is None:
             return False
         if left > 1:
@@ -148,7 +149,7 @@ class Backlog:
         """Remove and return the queued parts of these operations."""
         doomed = set(operations)
         dropped: list[Part] = []
-        for own in self._classes.values():
+        for own in self._classes:
             for queue in own.queues():
                 mine = [part for part in queue if part.operation in doomed]
                 if mine:
@@ -156,12 +157,12 @@ class Backlog:
                     queue.clear()
                     queue.extend(kept)
                     dropped += mine
-        self._queued -= len(dropped)
+        self.num_queued -= len(dropped)
         return dropped
 
     def is_clear(self, priority: Priority) -> bool:
         """Return True if a new part of any queue may begin without being queued."""
-        return not self._queued and not self._classes[priority].spreading
+        return not self.num_queued and not self._classes[priority].spreading
 
     def has_background(self) -> bool:
         """Return True if a part of BACKGROUND is queued."""

@@ -164,6 +164,9 @@ class BufferedLink(Link):
         message = self.try_receive()
         return self._receive_frame() if message is None else message
 
+    def spin(self) -> None:
+        """Wait a moment for bytes without sleeping, before a call that blocks until they are there."""
+
     def receive_before_payload(self) -> Message:
         """Receive a frame and little beyond it, so that its payload is received in place without another copy."""
         self._fill(PREFIX.size, ACK_NBYTES)

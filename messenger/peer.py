@@ -221,6 +221,12 @@ class Peer:
             queue_kind, part_nbytes = SPREAD, min(part_nbytes, SPREAD_PART_NBYTES)
         elif self._paths is not None and kind is READ and checked.nbytes >= SPREAD_NBYTES:
             part_nbytes = min(part_nbytes, SPREAD_PART_NBYTES)
+        if 0 < checked.nbytes <= part_nbytes and len(checked) <= MAX_PART_ROWS and queue_kind is not SPREAD:
+            operation = self._operation(kind, priority, checked.nbytes, 1, deadline_s, stall_s)
+            self._traffic.submit(
+                operation, queue_kind, (Part(operation, Transfer(key, region, checked), notification),)
+            )
+            return operation
         pieces = checked.split(part_nbytes, MAX_PART_ROWS)
         # The notification goes with the last part, or, if the parts go by several streams, after all of them.
         apart = notification is not None and (queue_kind is SPREAD or not pieces)
@@ -261,10 +267,12 @@ class Peer:
         deadline_s: float | None,
         stall_s: float | None = None,
     ) -> Operation:
-        _check_time(deadline_s)
-        _check_time(stall_s)
         if deadline_s is None:
             deadline_s = self._default_deadline_s
+        else:
+            _check_time(deadline_s)
+        if stall_s is not None:
+            _check_time(stall_s)
         return Operation(next(self._numbers), kind, priority, nbytes, parts, time.monotonic(), deadline_s, stall_s)
 
 

@@ -18,6 +18,7 @@ LOCAL, REMOTE, NBYTES = 0, 1, 2
 FEW = 24
 _MAX_OFFSET = (1 << 63) - 1
 _INT64 = np.dtype(np.int64)
+_ONE_ROW, _ONE_RUN = struct.Struct("<3q"), struct.Struct("<2q")
 
 
 class Slices:
@@ -80,6 +81,8 @@ class Slices:
         few = self._few
         if few is None:
             return self.rows.tobytes()
+        if len(few) == 1:
+            return _ONE_ROW.pack(*few[0])
         return _packing(3 * len(few)).pack(*(number for row in few for number in row))
 
     def packed_runs(self, side: int) -> bytes:
@@ -88,7 +91,7 @@ class Slices:
         if few is None:
             return runs(self.rows, side).tobytes()
         if len(few) == 1:
-            return _packing(2).pack(few[0][side], few[0][NBYTES])
+            return _ONE_RUN.pack(few[0][side], few[0][NBYTES])
         merged = self.runs(side)
         return _packing(2 * len(merged)).pack(*(number for run in merged for number in run))
 

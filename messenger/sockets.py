@@ -16,7 +16,7 @@ from messenger.link import BufferedLink, LinkClosed
 from messenger.memory import Region
 
 if TYPE_CHECKING:
-    from messenger.native.socket_io import RowReceiver
+    from messenger.native.socket_io import NativeReceiver
 
 __all__ = ["SocketLink"]
 
@@ -33,7 +33,7 @@ class SocketLink(BufferedLink):
         super().__init__(sock, address)
         self._fds: deque[int] = deque()
         self._rest: list[memoryview] = []
-        self._receiver: RowReceiver | None = None
+        self._receiver: NativeReceiver | None = None
 
     def send(self, message: Message | Frame, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
         """Send a frame, then the views' bytes; `fd` is passed with the frame's first byte. Raises OSError when cut."""
@@ -50,6 +50,15 @@ class SocketLink(BufferedLink):
                 self._send_views(pending[first : first + _MAX_VIEWS])
 
     def begin(self, frame: Frame, views: Sequence[memoryview] = ()) -> bool:
+        if not views:
+            try:
+                sent = self._sock.send(frame, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(frame):
+                return True
+            self._rest = [memoryview(frame)[sent:]]
+            return False
         pending = [memoryview(frame), *views]
         while pending:
             chunk = pending if len(pending) <= _MAX_VIEWS else pending[:_MAX_VIEWS]
@@ -67,11 +76,11 @@ class SocketLink(BufferedLink):
             self._send_views(pending[first : first + _MAX_VIEWS])
 
     def receive_rows(self, region: Region, rows: bytes, nbytes: int) -> None:
-        if self._receiver is None:
-            from messenger.native.socket_io import RowReceiver
+        self._native().receive(region.address, rows, nbytes)
 
-            self._receiver = RowReceiver(self)
-        self._receiver.receive(region.address, rows, nbytes)
+    def spin(self) -> None:
+        if self._start == self._end:
+            (self._receiver or self._native()).spin()
 
     @property
     def is_unix(self) -> bool:
@@ -122,6 +131,13 @@ class SocketLink(BufferedLink):
             return _advanced(views, received)
         self._start, self._end = 0, received - nbytes
         return []
+
+    def _native(self) -> "NativeReceiver":
+        if self._receiver is None:
+            from messenger.native.socket_io import NativeReceiver
+
+            self._receiver = NativeReceiver(self)
+        return self._receiver
 
     def _receive_some(self, view: memoryview) -> int:
         if not self._is_unix:

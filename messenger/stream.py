@@ -51,7 +51,7 @@ from messenger.errors import MemoryOutOfReach, PeerLost, PeerRestarted, PeerUnre
 from messenger.frames import Ack, Goodbye, KeyInfo, Message, Offer, Refused
 from messenger.link import Link, LinkClosed
 from messenger.memory import Loan, NotInHostMemory, RemoteKey
-from messenger.operation import READ, SELF_WAIT_ERROR, Kind, Operation, Part, Transfer
+from messenger.operation import READ, SELF_WAIT_ERROR, WRITE, Kind, Operation, Part, Transfer
 from messenger.priority import BACKGROUND
 from messenger.traffic import Traffic
 from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, SendStatus
@@ -188,7 +188,8 @@ class Stream:
 
     def receive_for(self, operation: Operation) -> None:
         """Let the calling thread, which waits for the operation, receive the answer itself if it may."""
-        if threading.current_thread() is self._sender or self._traffic.is_alarm_thread():
+        sender = self._sender
+        if (sender is not None and sender.ident == threading.get_ident()) or self._traffic.is_alarm_thread():
             raise InvalidArgument(SELF_WAIT_ERROR)
         receiver = self._receiver
         if receiver is None:
@@ -265,8 +266,10 @@ class Stream:
             ended = self._sent_locked(part, status)
             if self._link_ended or self._closing or self.in_flight.repeats or self._traffic.has_part_locked(self):
                 self.wake_locked()
-            self._leave_if_idle_locked()
-        self._traffic.settle(ended)
+            if self._leaves_when_idle:
+                self._leave_if_idle_locked()
+        if ended:
+            self._traffic.settle(ended)
 
     def wake_locked(self) -> None:
         """Wake the sending thread, or start it, because it may have something to do."""
@@ -382,6 +385,8 @@ class Stream:
         if self._receiver_waits:
             self._receiver_waits = False
             self._changed.notify_all()
+        if status is WHOLE and self.early_answered is None:
+            return []
         is_answered, self.early_answered = self.early_answered is part, None
         if is_answered and status is WHOLE and not self._link_ended:
             self.in_flight.answered()
@@ -397,11 +402,10 @@ class Stream:
     def _landed_locked(self, part: Part, now_s: float) -> list[Operation]:
         operation = part.operation
         if part.transfer is not None:
-            self._flows[operation.kind].add(part.nbytes, len(part.transfer.slices), now_s - operation.started_s)
+            num_slices, seconds = len(part.transfer.slices), now_s - operation.started_s
+            self._flows[operation.kind].add(part.nbytes, num_slices, seconds)
             if self.path is not None:
-                self._path_flows[operation.kind].add(
-                    part.nbytes, len(part.transfer.slices), now_s - operation.started_s
-                )
+                self._path_flows[operation.kind].add(part.nbytes, num_slices, seconds)
         if part.notification is not None:
             self._counters.add("notifies_sent")
         return self._traffic.part_ended_locked(part, now_s)
@@ -469,7 +473,8 @@ class Stream:
         The number of background parts in flight is bounded, and so are the bytes on one of several paths.
         """
         self.num_answers += 1
-        self._leave_if_idle_locked()
+        if self._leaves_when_idle:
+            self._leave_if_idle_locked()
         for part in answered:
             if part.operation.priority is BACKGROUND or self.path is not None:
                 if self._traffic.has_part_locked(self):
@@ -845,6 +850,18 @@ class Receiver:
     def _handle(self, message: Message, landed: list[Part]) -> None:
         """Handle a message. A part that it completes is appended to `landed`, which is not reported yet."""
         requester, stream = self._requester, self._stream
+        if type(message) is Ack and requester.takes_early_answers:
+            # The most frequent case, without the checks that it does not need.
+            part = stream.in_flight.waiting(len(landed))
+            if (
+                part is not None
+                and part.seq == message.seq
+                and part.operation.kind is WRITE
+                and part is not stream.early_answered
+            ):
+                requester.accept(part, message)  # a write takes one step
+                landed.append(part)
+                return
         if isinstance(message, Offer):
             requester.offered(message)
             return

@@ -40,7 +40,7 @@ from messenger.errors import (
     TransferError,
 )
 from messenger.operation import NOTIFY, READ, Operation, OperationStream, Part, Transfer, TransferResult
-from messenger.priority import BACKGROUND, MAX_BACKGROUND_PARTS, URGENT, Priority, TrafficGate
+from messenger.priority import BACKGROUND, MAX_BACKGROUND_PARTS, URGENT, TrafficGate
 
 SILENT_S = 1.0
 """If a peer has acknowledged nothing for this long while answers were due, all its connections may be half-open."""
@@ -111,8 +111,12 @@ class Traffic:
             closed = self.closing
             if not closed:
                 self._admit(operation)
-                if len(parts) == 1 and self.backlog.is_clear(operation.priority):
-                    stream = self._stream_with_room(queue_kind, operation.priority)
+                priority = operation.priority
+                if len(parts) == 1 and priority is not BACKGROUND and self.backlog.is_clear(priority):
+                    for one in self._streams_by_queue[queue_kind]:
+                        if one.has_room_locked():
+                            stream = one
+                            break
                 if stream is not None:
                     stream.begin_locked(parts[0])
                 else:
@@ -179,7 +183,7 @@ class Traffic:
 
     def take_locked(self, stream: PeerStream) -> Part | None:
         """Dequeue the next part for the stream, which begins it; None if there is none for it now."""
-        if not len(self.backlog):
+        if not self.backlog.num_queued:
             return None
         part = self.backlog.take(stream.role, background=self._may_send_background(stream))
         if part is not None and part.operation.priority is BACKGROUND:
@@ -192,7 +196,7 @@ class Traffic:
 
     def has_part_locked(self, stream: PeerStream) -> bool:
         """Return True if a part is queued that the stream may begin now."""
-        return len(self.backlog) > 0 and self.backlog.has_startable(
+        return self.backlog.num_queued > 0 and self.backlog.has_startable(
             stream.role, background=self._may_send_background(stream)
         )
 
@@ -251,7 +255,8 @@ class Traffic:
             elif operation.kind is NOTIFY:
                 operation.settle(None, None)
             else:
-                transport = self._stream_of(operation).transport
+                stream = operation.stream
+                transport = stream.transport if stream is not None else self._stream_of(operation).transport
                 operation.settle(TransferResult(operation.nbytes, now_s - operation.started_s, transport), None)
 
     def _settle_closed(self, operation: Operation) -> None:
@@ -267,17 +272,9 @@ class Traffic:
         self._open[operation] = None
         if operation.priority is URGENT:
             self._gate.urgent_submitted(started_s)
-        self._deadlines.watch(self._due_s(operation))
-
-    def _stream_with_room(self, queue_kind: QueueKind, priority: Priority) -> PeerStream | None:
-        """Return a stream on which a part of this kind may begin at once."""
-        if priority is BACKGROUND:
-            return None
-        streams = self._streams_by_queue[queue_kind]
-        for stream in streams:
-            if stream.has_room_locked():
-                return stream
-        return None
+        due_s = started_s + operation.deadline_s
+        if due_s < self._deadlines.due_s or operation.stall_s is not None:
+            self._deadlines.watch(self._due_s(operation))
 
     def _queue(self, queue_kind: QueueKind, parts: Sequence[Part]) -> PeerStream | None:
         """Queue the parts and wake the streams that may send them.

@@ -111,6 +111,11 @@ SOCKET = np.dtype(
         ("interruptible", np.int32),
         ("errno", np.int32),
         ("left_nbytes", np.int64),
+        # Spinning before a wait (see `messenger.native.socket_io.spin`): most seconds of it, 0 for none; spins in a row
+        # after which nothing had arrived; waits that still begin without one.
+        ("spin_s", np.float64),
+        ("vain_spins", np.int64),
+        ("spins_to_skip", np.int64),
         # The link's receive buffer, of which [start, end) was received and not yet consumed.
         ("buffer", np.int64),
         ("buffer_nbytes", np.int64),

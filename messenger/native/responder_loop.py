@@ -26,7 +26,7 @@ from messenger.grants import GrantTable
 from messenger.link import Cuttable
 from messenger.memory import PeerMemory
 from messenger.native.grant_slots import READ, WRITE, enter, leave
-from messenger.native.libc import address_of, clock_gettime, memmove, record_at
+from messenger.native.libc import memmove, record_at
 from messenger.native.records import (
     CONTINUE,
     COPY_ROW,
@@ -49,6 +49,7 @@ from messenger.native.socket_io import (
     fill,
     flush,
     gather,
+    now_s,
     peer_is_gone,
     queue_ack,
     receive,
@@ -65,7 +66,6 @@ _CONTROL_HEAD = struct.Struct("@Nii")
 _PREFIX_NBYTES = PREFIX.size
 _WRITE_NBYTES, _NOTIFY_NBYTES, _READ_NBYTES = WRITE_BODY.itemsize, NOTIFY_BODY.itemsize, READ_BODY.itemsize
 _ROW_NBYTES, _COPY_ROW_NBYTES, _SOURCE_NBYTES = ROW.itemsize, COPY_ROW.itemsize, SOURCE.itemsize
-_CLOCK_MONOTONIC = 1
 _PER_FIRST_EDGE = 1 / FIRST_EDGE_S
 _LAST_BUCKET = len(LATENCY_EDGES_S)
 
@@ -235,7 +235,7 @@ def _serve_write(io, body_nbytes):  # type: ignore[no-untyped-def]
     source, source_nbytes = np.int64(0), np.int64(0)
     if io.is_unix:
         source, source_nbytes = _find_source(io, request.source_id)
-    begun_s = _now_s(io)
+    begun_s = now_s(io)
     address, start, end = enter(io, request.token, request.region_id, np.uint64(WRITE))
     if address == 0:
         return FRAME
@@ -261,7 +261,7 @@ def _serve_write(io, body_nbytes):  # type: ignore[no-untyped-def]
     if peer_is_gone(io):
         io.errno = 0
         return ENDED
-    _count(_sums_at(io.landed), nbytes, num_rows, _now_s(io) - begun_s)
+    _count(_sums_at(io.landed), nbytes, num_rows, now_s(io) - begun_s)
     if notify:  # Python records that the request is done
         _hand_over_note(io, seq, nbytes, body_end, tag_nbytes, payload_nbytes)
         return NOTE
@@ -300,7 +300,7 @@ def _serve_read(io, body_nbytes):  # type: ignore[no-untyped-def]
     request = _read_at(at)
     seq, nbytes = request.seq, request.nbytes
     rows_at, rows_nbytes = at + _READ_NBYTES, body_nbytes - _READ_NBYTES
-    begun_s = _now_s(io)
+    begun_s = now_s(io)
     address, start, end = enter(io, request.token, request.region_id, np.uint64(READ))
     if address == 0:
         return FRAME
@@ -311,7 +311,7 @@ def _serve_read(io, body_nbytes):  # type: ignore[no-untyped-def]
     num_rows = rows_nbytes // _ROW_NBYTES
     if not gather(io, rows_at, num_rows, address):
         return _left(io, ENDED)
-    _count(_sums_at(io.served), nbytes, num_rows, _now_s(io) - begun_s)
+    _count(_sums_at(io.served), nbytes, num_rows, now_s(io) - begun_s)
     return _left(io, CONTINUE)
 
 
@@ -373,12 +373,6 @@ def _left(io, why):  # type: ignore[no-untyped-def]
     For any other reason the loop returns to Python anyway, which then looks at `waiting` itself.
     """
     return LEFT if leave(io) and why == CONTINUE else why
-
-
-@numba.njit
-def _now_s(io):  # type: ignore[no-untyped-def]
-    clock_gettime(np.int32(_CLOCK_MONOTONIC), address_of(io.time))
-    return np.float64(io.time.seconds) + 1e-9 * np.float64(io.time.nanoseconds)
 
 
 @numba.njit

@@ -29,6 +29,7 @@ from messenger.native.libc import (
     SO_RCVLOWAT,
     SOL_SOCKET,
     address_of,
+    clock_gettime,
     errno_location,
     getsockopt,
     load_i32,
@@ -55,7 +56,11 @@ from messenger.native.records import (
     field_views,
 )
 
+SPIN_S = 50e-6
+"""Longest spin before a thread sleeps: about as long as putting it to sleep and waking it takes."""
+_MAX_VAIN_SPINS = 6  # then 64 waits begin without a spin
 _LONG_WAIT_MS = 500  # bounds the delay of a signal that arrives between two calls, which interrupts neither
+_CLOCK_MONOTONIC = 1
 _AHEAD_NBYTES = 4096  # bytes received beyond a frame; those of a payload are copied again
 _ACK_NBYTES = ACK_FRAME.itemsize
 _ROW_NBYTES = ROW.itemsize
@@ -77,6 +82,8 @@ class SocketState:
         """Memoryviews of the record's scalar fields, by name."""
         self.buffer = memoryview(b"")
         self.fields.fd[0] = link.fileno()
+        # On a single core the other side cannot answer while this one spins.
+        self.fields.spin_s[0] = SPIN_S if len(os.sched_getaffinity(0)) > 1 else 0.0
 
     def borrow(self, nbytes: int = 0) -> None:
         """Borrow the link's buffer, grown to at least `nbytes`."""
@@ -104,18 +111,23 @@ class SocketState:
         )
 
 
-class RowReceiver:
-    """Receiver of payloads into their rows, by one call without the GIL, for threads other than a responder's.
+class NativeReceiver:
+    """Compiled parts of a link's receiving side, without the GIL, for threads other than a responder's.
 
-    The thread acquires the GIL only once per payload, however often it sleeps. It also does so after a signal, or if
-    nothing arrived for half a second, so that Python can handle a Ctrl-C although the sender is stalled. Used by one
-    thread at a time.
+    A payload is received into its rows by one call. The thread acquires the GIL only once for it, however often it
+    sleeps. It also does so after a signal, or if nothing arrived for half a second, so that Python can handle a Ctrl-C
+    although the sender is stalled. Used by one thread at a time.
     """
 
     def __init__(self, link: BufferedLink) -> None:
         self._socket = SocketState(link)
         self._socket.fields.interruptible[0] = 1
         self._receive = receive_rows()
+        self._spin = _spinning()
+
+    def spin(self) -> None:
+        """Wait a moment for bytes, without sleeping; see the compiled `spin`."""
+        self._spin(self._socket.address)
 
     def receive(self, address: int, rows: bytes, nbytes: int) -> None:
         """Receive `nbytes` bytes into rows, int64 [n, 2] of (offset from the address, bytes). Raises OSError."""
@@ -149,6 +161,15 @@ def receive_rows() -> Any:
     return compiled(_receive, types.boolean(types.int64, types.int64, rows, types.int64))
 
 
+@functools.cache
+def _spinning() -> Any:
+    return compiled(_spin, types.void(types.int64))
+
+
+def _spin(socket):  # type: ignore[no-untyped-def]
+    spin(socket_at(socket))
+
+
 def _receive(socket, address, rows, nbytes):  # type: ignore[no-untyped-def]
     return receive(socket_at(socket), np.int64(rows.ctypes.data), len(rows) // 2, address, nbytes)
 
@@ -171,6 +192,8 @@ def fill(io, nbytes):  # type: ignore[no-untyped-def]
     while io.end - io.start < nbytes:
         missing = nbytes - (io.end - io.start)
         room = min(io.buffer_nbytes - io.end, max(missing, _AHEAD_NBYTES))
+        if not io.num_acks:
+            spin(io)
         flags = MSG_DONTWAIT if io.num_acks else 0
         received = _receive_some(io, io.buffer + io.end, room, flags)
         if received > 0:
@@ -189,6 +212,36 @@ def fill(io, nbytes):  # type: ignore[no-untyped-def]
         io.errno = number
         return ENDED
     return CONTINUE
+
+
+@njit
+def spin(io):  # type: ignore[no-untyped-def]
+    """Wait a moment for bytes without sleeping: waking a thread takes longer than serving a small request.
+
+    If nothing arrives, the next waits begin without a spin: 2, then 4, up to 64 of them, until one has succeeded again.
+    A connection that is seldom used therefore costs almost nothing.
+    """
+    if io.spins_to_skip > 0:
+        io.spins_to_skip -= 1
+        return
+    if io.spin_s <= 0:
+        return
+    until_s = now_s(io) + io.spin_s
+    while True:
+        if _await(io, POLLIN | POLLRDHUP, 0):
+            io.vain_spins = 0
+            return
+        if now_s(io) >= until_s:
+            break
+    io.vain_spins = min(io.vain_spins + 1, _MAX_VAIN_SPINS)
+    io.spins_to_skip = 1 << io.vain_spins
+
+
+@njit
+def now_s(io):  # type: ignore[no-untyped-def]
+    """Return the monotonic time."""
+    clock_gettime(np.int32(_CLOCK_MONOTONIC), address_of(io.time))
+    return np.float64(io.time.seconds) + 1e-9 * np.float64(io.time.nanoseconds)
 
 
 @njit

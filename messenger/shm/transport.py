@@ -36,7 +36,7 @@ import numpy as np
 from messenger.config import Endpoint
 from messenger.counters import FloatSums
 from messenger.errors import ProtocolError
-from messenger.frames import Ack, Frame, Offer, Read, Write
+from messenger.frames import Ack, Frame, Message, Offer, Read, Write
 from messenger.grants import GrantTable
 from messenger.link import Cuttable, Link
 from messenger.memory import AnyRegion, Loan, PeerMemory, Region, RemoteKey, require_host_region
@@ -168,6 +168,10 @@ class ShmRequester(Requester):
         self._consents: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._fingerprints: dict[int, tuple[RemoteKey, int]] = {}
         self._fd = link.fileno()
+
+    def receive(self, reads: bool) -> Message:
+        self._link.spin()
+        return self._link.receive()
 
     def offered(self, offer: Offer) -> None:
         if offer.region_id == PAGE_ID:

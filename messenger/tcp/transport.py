@@ -66,6 +66,7 @@ class TcpRequester(Requester):
         return WHOLE
 
     def receive(self, reads: bool) -> Message:
+        self._link.spin()
         return self._link.receive_before_payload() if reads else self._link.receive()
 
     def accept(self, part: Part, ack: Ack) -> bool:
