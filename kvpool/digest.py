@@ -24,7 +24,9 @@ any number of threads, and the digest of tokens [0, b) is that of [0, a) plus th
 A seal is a digest of digests: `seal_digest` hashes a block's layer digests in order, over all groups.
 """
 
-from typing import Any
+from functools import cache, reduce
+from operator import le, or_
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -81,26 +83,22 @@ def layer_digests_at(
 
     Copies nothing. Fastest if slots start at multiples of 4 bytes and token rows are multiples of 4 bytes long.
     """
-    offsets = np.ascontiguousarray(offsets, np.int64)
-    stop = np.ascontiguousarray(valid_tokens, np.int64)
-    start = np.zeros(len(stop), np.int64) if first_tokens is None else np.ascontiguousarray(first_tokens, np.int64)
-    _check(memory, offsets, spec, group, start, stop)
-    first, last, step = (layers or slice(None)).indices(spec.num_layers(group))
-    layer_nbytes, runs = spec.layer_nbytes(group), spec.groups[group].kv_heads * 2
-    row_nbytes = spec.token_row_nbytes(group)
-    aligned = row_nbytes % 4 == 0 and memory.ctypes.data % 4 == 0 and int(np.bitwise_or.reduce(offsets)) % 4 == 0
+    whole, runs = spec.groups[group], spec.groups[group].kv_heads * 2
+    row_nbytes = whole.token_row_nbytes
+    layer_nbytes = runs * spec.block_tokens * row_nbytes
+    slots = _checked(memory, offsets, first_tokens, valid_tokens, layer_nbytes * len(whole.layers), spec.block_tokens)
+    aligned = row_nbytes % 4 == 0 and slots.alignment % 4 == 0 and memory.ctypes.data % 4 == 0
     unit = 4 if aligned else 1
     layer_units = layer_nbytes // unit
+    first, last, step = (layers or slice(None)).indices(len(whole.layers))
     chosen = np.arange(first * layer_units, last * layer_units, step * layer_units, dtype=np.int64)
-    digests = np.zeros((len(offsets), len(chosen)), np.uint64)
-    tokens = np.empty(len(stop), TOKEN_RANGE)
-    tokens["start"], tokens["stop"] = start, stop
+    digests = np.zeros((len(slots.offsets), len(chosen)), np.uint64)
     digest_words, digest_bytes = _kernels()
     if aligned:
         words = memory[: len(memory) // 4 * 4].view(np.uint32)
-        digest_words(words, offsets // 4, chosen, runs, spec.block_tokens, row_nbytes // 4, tokens, digests)
+        digest_words(words, slots.offsets // 4, chosen, runs, spec.block_tokens, row_nbytes // 4, slots.tokens, digests)
     else:
-        digest_bytes(memory, offsets, chosen, runs, spec.block_tokens, row_nbytes, tokens, digests)
+        digest_bytes(memory, slots.offsets, chosen, runs, spec.block_tokens, row_nbytes, slots.tokens, digests)
     return digests
 
 
@@ -116,38 +114,57 @@ def warm_up() -> None:
     _kernels()
 
 
-def _check(
+class _Slots(NamedTuple):
+    """Slots that were checked; `alignment` has the bits of all offsets."""
+
+    offsets: NDArray[np.int64]
+    tokens: NDArray[np.void]  # TOKEN_RANGE
+    alignment: int
+
+
+def _checked(
     memory: NDArray[np.uint8],
     offsets: NDArray[np.int64],
-    spec: KvSpec,
-    group: int,
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-) -> None:
+    first_tokens: NDArray[np.int32] | None,
+    valid_tokens: NDArray[np.int32],
+    slot_nbytes: int,
+    block_tokens: int,
+) -> _Slots:
+    """Return the slots for the kernels. Raises SpecError."""
     if memory.ndim != 1 or memory.dtype != np.uint8 or (len(memory) and memory.strides != (1,)):
         raise SpecError(f"memory is {memory.dtype} of shape {memory.shape}: expected contiguous uint8 [nbytes]")
-    if not len(offsets) == len(start) == len(stop) or offsets.ndim != 1:
-        raise SpecError(f"{len(offsets)} slots, but {len(stop)} valid_tokens and {len(start)} first_tokens")
+    offsets, stop = np.ascontiguousarray(offsets, np.int64), np.asarray(valid_tokens)
+    start = None if first_tokens is None else np.asarray(first_tokens)
+    if offsets.ndim != 1 or len(stop) != len(offsets) or (start is not None and len(start) != len(offsets)):
+        raise SpecError(
+            f"{len(offsets)} slots, but {len(stop)} valid_tokens and {len(offsets if start is None else start)} "
+            "first_tokens"
+        )
     if len(offsets) == 0:
-        return
-    first, last = _extremes(offsets)
-    end = last + spec.slot_nbytes(group)
-    if first < 0 or end > len(memory):
-        raise SpecError(f"slots reach from {first} to {end}, outside of {len(memory)} bytes of memory")
-    least_stop, greatest_stop = _extremes(stop)
-    in_block = _extremes(start)[0] >= 0 and least_stop >= 0 and greatest_stop <= spec.block_tokens
-    if not in_block or _extremes(stop - start)[0] < 0:
-        raise SpecError(f"token ranges must lie in 0..{spec.block_tokens}, first_tokens <= valid_tokens")
+        return _Slots(offsets, np.empty(0, TOKEN_RANGE), 0)
+    if len(offsets) <= _FEW:  # without numpy, whose calls would take as long as the digests of a small block
+        places, stops = offsets.tolist(), stop.tolist()
+        starts = [0] * len(stops) if start is None else start.tolist()
+        first, last, alignment = min(places), max(places), reduce(or_, places)
+        in_block = min(starts) >= 0 and max(stops) <= block_tokens and all(map(le, starts, stops))
+        numbers = [number for pair in zip(starts, stops, strict=True) for number in pair]
+        tokens = np.array(numbers, np.int64).view(TOKEN_RANGE)
+    else:
+        tokens = np.zeros(len(stop), TOKEN_RANGE)
+        tokens["stop"] = stop
+        if start is not None:
+            tokens["start"] = start
+        first, last, alignment = int(offsets.min()), int(offsets.max()), int(np.bitwise_or.reduce(offsets))
+        in_block = bool(tokens["start"].min() >= 0 and tokens["stop"].max() <= block_tokens)
+        in_block = in_block and bool((tokens["start"] <= tokens["stop"]).all())
+    if first < 0 or last + slot_nbytes > len(memory):
+        raise SpecError(f"slots reach from {first} to {last + slot_nbytes}, outside of {len(memory)} bytes of memory")
+    if not in_block:
+        raise SpecError(f"token ranges must lie in 0..{block_tokens}, first_tokens <= valid_tokens")
+    return _Slots(offsets, tokens, alignment)
 
 
-def _extremes(numbers: NDArray[np.int64]) -> tuple[int, int]:
-    """Return (minimum, maximum) of a non-empty array. Avoids numpy's overhead for a few numbers."""
-    if len(numbers) <= _FEW:
-        few = numbers.tolist()
-        return min(few), max(few)
-    return int(numbers.min()), int(numbers.max())
-
-
+@cache
 def _kernels() -> tuple[Any, Any]:
     # Imported late: numba takes half a second to import, and processes that only compute addresses never need it.
     from kvpool.digest_kernels import digest_kernels

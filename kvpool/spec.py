@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -66,7 +67,7 @@ class KvGroup:
                 f"KvGroup.scale_group is {self.scale_group}: expected a divisor of head_dim {self.head_dim}"
             )
 
-    @property
+    @cached_property
     def token_row_nbytes(self) -> int:
         """Bytes of one token's K, or V, in one head of one layer, its scales included."""
         scales = self.head_dim // self.scale_group if self.scale_group else 0
