@@ -171,6 +171,12 @@ def messenger() -> str:
 
     throughput = [[label, *cells(peer, "throughput")] for peer, label in peers.items()]
     latency = [[label, *cells(peer, "latency")] for peer, label in peers.items() if peer != "tcp_vs_iperf3"]
+    costs = {
+        "tcp_digests_vs_tcp": "tcp with digests to tcp",
+        "shm_digests_vs_shm": "shared memory with digests to shared memory",
+        "tcp_encrypted_vs_aes_socket": "tcp with TLS to AES-256-GCM over a plain socket",
+    }
+    cost_rows = [[label, *cells(pair, "throughput")] for pair, label in costs.items()]
     rdma, rdma_file = latest("rdma-vm")
     rows = [[size, number(row["write_vs_ib_write_bw"])] for size, row in rdma["counted"]["by_size"].items()]
     return f"""## Messenger
@@ -187,6 +193,10 @@ The aims are 1.0 of every peer's throughput, and a latency of at most 1.2 times 
 missed where a call costs more than its bytes. Figures of one cell differ by a fifth from run to run.
 
 ![Throughput and latency of writes beside Mooncake, NIXL, iperf3, memcpy and a Python socket](pictures/messenger.svg)
+
+Cost of digests of every 64 KiB, compared on arrival, and of encryption, as ratios of throughputs; the aims are 0.8:
+
+{table(["throughput, writes / reads", *sizes.values()], cost_rows)}
 
 RDMA over soft-RoCE in an emulated VM, counted in instructions ({source("benchmarks/rdma_vm.py --count", rdma_file)}), as a ratio to the
 throughput of perftest's `ib_write_bw`:
