@@ -299,15 +299,19 @@ def is_node_id(text: str) -> bool:
 
 
 def pack_write(
-    numbers: tuple[int, int, int, int, int, int], rows: bytes, notify: bool, tag: bytes, payload: bytes
+    numbers: tuple[int, int, int, int, int, int],
+    rows: bytes,
+    notify: bool = False,
+    tag: bytes = b"",
+    payload: bytes = b"",
 ) -> Frame:
     """Return the frame of a Write; `numbers` are (seq, operation, region_id, token, source_id, nbytes).
 
     Raises struct.error for a number that its field cannot hold.
     """
-    sizes = len(rows), len(tag), len(payload)
-    length = _WRITE.size + sum(sizes)
-    head = _WRITE_FRAME.pack(_WRITE_HEAD, length, *numbers, *sizes, notify)
+    rows_nbytes, tag_nbytes, payload_nbytes = len(rows), len(tag), len(payload)
+    length = _WRITE.size + rows_nbytes + tag_nbytes + payload_nbytes
+    head = _WRITE_FRAME.pack(_WRITE_HEAD, length, *numbers, rows_nbytes, tag_nbytes, payload_nbytes, notify)
     return Frame(head + rows + tag + payload)
 
 
@@ -350,7 +354,7 @@ def ack_at(buffer: bytes | memoryview, start: int, end: int) -> Ack | None:
     if end - start < ACK_NBYTES:
         return None
     head, seq, nbytes = _ACK_FRAME.unpack_from(buffer, start)
-    return Ack(seq, nbytes) if head == _ACK_PREFIX else None
+    return tuple.__new__(Ack, (seq, nbytes)) if head == _ACK_PREFIX else None  # as Ack(seq, nbytes), in half the time
 
 
 _CODECS = {

@@ -173,6 +173,8 @@ class BufferedLink(Link):
         return self.receive()
 
     def try_receive(self) -> Message | None:
+        if self._start == self._end:
+            return None
         ack = ack_at(self._buffer, self._start, self._end)
         if ack is not None:
             self._start += ACK_NBYTES

@@ -461,8 +461,9 @@ class Stream:
     def _all_landed_locked(self, parts: Iterable[Part]) -> list[Operation]:
         now_s = time.monotonic()
         ended: list[Operation] = []
+        sent = self.in_flight.sent
         for part in parts:
-            if self.in_flight.waiting() is part:  # a part that could not be sent has ended, whatever the owner answers
+            if sent and sent[0] is part:  # a part that could not be sent has ended, whatever the owner answers
                 self.in_flight.answered()
                 ended += self._landed_locked(part, now_s)
         return ended

@@ -299,9 +299,8 @@ def _extremes(lengths: Rows) -> tuple[int, int, int]:
 def write_request(part: Part, transfer: Transfer, source_id: int, rows: bytes) -> Frame:
     """Return the Write frame of a part; for `rows` and `source_id` see messenger.frames.Write."""
     key, note = transfer.key, part.notification
-    tag, payload = (b"", b"") if note is None else note
     numbers = part.seq, part.operation.number, key.region_id, key.token, source_id, part.nbytes
-    return pack_write(numbers, rows, note is not None, tag, payload)
+    return pack_write(numbers, rows) if note is None else pack_write(numbers, rows, True, *note)
 
 
 def read_request(part: Part, transfer: Transfer, rows: bytes) -> Frame:
