@@ -118,6 +118,9 @@ _DELIVERED, _DELIVERED_AT = struct.Struct("@QQ"), 120
 class BufferedLink(Link):
     """Link over one connected socket, which it owns; payloads follow their frames. Subclasses move the bytes."""
 
+    polls = False
+    """True if a thread that waits for a frame polls the socket before it sleeps, on links that can do so."""
+
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.address = address
         self._sock = sock
@@ -163,9 +166,6 @@ class BufferedLink(Link):
         self._fill(PREFIX.size)
         message = self.try_receive()
         return self._receive_frame() if message is None else message
-
-    def spin(self) -> None:
-        """Wait a moment for bytes without sleeping, before a call that blocks until they are there."""
 
     def receive_before_payload(self) -> Message:
         """Receive a frame and little beyond it, so that its payload is received in place without another copy."""
@@ -304,7 +304,10 @@ class BufferedLink(Link):
 
     @abstractmethod
     def _receive_some(self, view: memoryview) -> int:
-        """Receive at least one byte into the view. Returns the number; 0 when the other side closed."""
+        """Receive at least one byte into the view, which begins at `_end` of the buffer.
+
+        Returns the number; 0 when the other side closed.
+        """
 
     @abstractmethod
     def _receive_views(self, views: list[memoryview]) -> None:

@@ -78,10 +78,6 @@ class SocketLink(BufferedLink):
     def receive_rows(self, region: Region, rows: bytes, nbytes: int) -> None:
         self._native().receive(region.address, rows, nbytes)
 
-    def spin(self) -> None:
-        if self._start == self._end:
-            (self._receiver or self._native()).spin()
-
     @property
     def is_unix(self) -> bool:
         """True for a unix socket."""
@@ -136,10 +132,15 @@ class SocketLink(BufferedLink):
         if self._receiver is None:
             from messenger.native.socket_io import NativeReceiver
 
-            self._receiver = NativeReceiver(self)
+            self._receiver = NativeReceiver(self, is_unix=self._is_unix)
         return self._receiver
 
     def _receive_some(self, view: memoryview) -> int:
+        if self.polls and self._until_s is None:
+            received, fds = (self._receiver or self._native()).receive_some(self._buffer, self._end, len(view))
+            if fds:
+                self.keep_fds(fds)
+            return received
         if not self._is_unix:
             return self._sock.recv_into(view)
         received, ancillary, _, _ = self._sock.recvmsg_into([view], _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)

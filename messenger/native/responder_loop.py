@@ -11,7 +11,6 @@ grant slots and the words of the fence, whose protocol `messenger.native.grant_s
 """
 
 import functools
-import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -62,7 +61,6 @@ from messenger.sockets import SocketLink
 MAX_BUFFER_NBYTES = 1 << 20
 """Longer frames are left to Python."""
 
-_CONTROL_HEAD = struct.Struct("@Nii")
 _PREFIX_NBYTES = PREFIX.size
 _WRITE_NBYTES, _NOTIFY_NBYTES, _READ_NBYTES = WRITE_BODY.itemsize, NOTIFY_BODY.itemsize, READ_BODY.itemsize
 _ROW_NBYTES, _COPY_ROW_NBYTES, _SOURCE_NBYTES = ROW.itemsize, COPY_ROW.itemsize, SOURCE.itemsize
@@ -143,7 +141,7 @@ class CompiledLoop:
                     self._socket.give_back()
                     self._socket.borrow(2 * fields.wanted_nbytes[0])
                 elif why == DESCRIPTORS:
-                    self._link.keep_fds(_passed_fds(self._socket.control(fields.control_nbytes[0])))
+                    self._link.keep_fds(self._socket.passed_fds())
                 elif why == ENDED:
                     raise self._socket.error()
         finally:
@@ -159,17 +157,6 @@ class CompiledLoop:
 
 def _head(kind: type[Any]) -> int:
     return int.from_bytes(prefix(kind, 0)[:8], "little")
-
-
-def _passed_fds(control: bytes) -> list[int]:
-    """Return the descriptors in control messages (cmsg(3))."""
-    fds: list[int] = []
-    while len(control) >= _CONTROL_HEAD.size:
-        length, _, _ = _CONTROL_HEAD.unpack_from(control)  # SCM_RIGHTS: sockets get no other kind by default
-        data = control[_CONTROL_HEAD.size : length]
-        fds += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
-        control = control[max(-(-length // 8) * 8, _CONTROL_HEAD.size) :]
-    return fds
 
 
 # Compiled functions.

@@ -8,6 +8,7 @@ any thread ends its blocking calls.
 import errno
 import functools
 import os
+import struct
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ SPIN_S = 50e-6
 _MAX_VAIN_SPINS = 6  # then 64 waits begin without a spin
 _LONG_WAIT_MS = 500  # bounds the delay of a signal that arrives between two calls, which interrupts neither
 _CLOCK_MONOTONIC = 1
+_CONTROL_HEAD = struct.Struct("@Nii")
 _AHEAD_NBYTES = 4096  # bytes received beyond a frame; those of a payload are copied again
 _ACK_NBYTES = ACK_FRAME.itemsize
 _ROW_NBYTES = ROW.itemsize
@@ -90,16 +92,27 @@ class SocketState:
         fields = self.fields
         buffer, fields.start[0], fields.end[0] = self._link.lend_buffer(nbytes)
         if buffer is not self.buffer:
-            self.buffer, fields.buffer_nbytes[0] = buffer, len(buffer)
-            fields.buffer[0] = np.frombuffer(buffer, np.uint8).ctypes.data
+            self.use(buffer)
+
+    def use(self, buffer: memoryview) -> None:
+        """Set the buffer, the link's."""
+        self.buffer, self.fields.buffer_nbytes[0] = buffer, len(buffer)
+        self.fields.buffer[0] = np.frombuffer(buffer, np.uint8).ctypes.data
 
     def give_back(self) -> None:
         """Return the buffer to the link, with the bytes that the compiled code has not consumed."""
         self._link.return_buffer(self.fields.start[0], self.fields.end[0])
 
-    def control(self, nbytes: int) -> bytes:
-        """Return the first bytes of the received control messages."""
-        return bytes(self._record["control"][0, :nbytes])
+    def passed_fds(self) -> list[int]:
+        """Return the descriptors in the `control_nbytes` bytes of received control messages (cmsg(3))."""
+        control = bytes(self._record["control"][0, : self.fields.control_nbytes[0]])
+        fds: list[int] = []
+        while len(control) >= _CONTROL_HEAD.size:
+            length, _, _ = _CONTROL_HEAD.unpack_from(control)  # SCM_RIGHTS: sockets get no other kind by default
+            data = control[_CONTROL_HEAD.size : length]
+            fds += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+            control = control[max(-(-length // 8) * 8, _CONTROL_HEAD.size) :]
+        return fds
 
     def error(self) -> OSError:
         """Return the error that ended the connection."""
@@ -119,15 +132,28 @@ class NativeReceiver:
     although the sender is stalled. Used by one thread at a time.
     """
 
-    def __init__(self, link: BufferedLink) -> None:
+    def __init__(self, link: BufferedLink, *, is_unix: bool) -> None:
         self._socket = SocketState(link)
         self._socket.fields.interruptible[0] = 1
+        self._socket.fields.is_unix[0] = is_unix
         self._receive = receive_rows()
-        self._spin = _spinning()
+        self._receive_some = _receiving_some()
 
-    def spin(self) -> None:
-        """Wait a moment for bytes, without sleeping; see the compiled `spin`."""
-        self._spin(self._socket.address)
+    def receive_some(self, buffer: memoryview, start: int, nbytes: int) -> tuple[int, list[int]]:
+        """Receive 1 to `nbytes` bytes at `start` of the link's buffer. Raises OSError.
+
+        Polls the socket for a moment before it sleeps; see the compiled `spin`. Returns the number of bytes, 0 when the
+        other side closed, and the descriptors that came with them.
+        """
+        sock = self._socket
+        if buffer is not sock.buffer:
+            sock.use(buffer)
+        while True:
+            received: int = self._receive_some(sock.address, start, nbytes)
+            if received >= 0:
+                return received, sock.passed_fds() if sock.fields.control_nbytes[0] else []
+            if sock.fields.errno[0] != errno.EINTR:
+                raise sock.error()
 
     def receive(self, address: int, rows: bytes, nbytes: int) -> None:
         """Receive `nbytes` bytes into rows, int64 [n, 2] of (offset from the address, bytes). Raises OSError."""
@@ -162,12 +188,20 @@ def receive_rows() -> Any:
 
 
 @functools.cache
-def _spinning() -> Any:
-    return compiled(_spin, types.void(types.int64))
+def _receiving_some() -> Any:
+    return compiled(_spin_and_receive, types.int64(types.int64, types.int64, types.int64))
 
 
-def _spin(socket):  # type: ignore[no-untyped-def]
-    spin(socket_at(socket))
+def _spin_and_receive(socket, start, nbytes):  # type: ignore[no-untyped-def]
+    io = socket_at(socket)
+    io.control_nbytes = 0
+    spin(io)
+    received = _receive_some(io, io.buffer + start, nbytes, 0)
+    if received < 0:
+        io.errno = load_i32(errno_location())
+    elif io.is_unix:
+        io.control_nbytes = io.message.control_nbytes
+    return received
 
 
 def _receive(socket, address, rows, nbytes):  # type: ignore[no-untyped-def]

@@ -36,7 +36,7 @@ import numpy as np
 from messenger.config import Endpoint
 from messenger.counters import FloatSums
 from messenger.errors import ProtocolError
-from messenger.frames import Ack, Frame, Message, Offer, Read, Write
+from messenger.frames import Ack, Frame, Offer, Read, Write
 from messenger.grants import GrantTable
 from messenger.link import Cuttable, Link
 from messenger.memory import AnyRegion, Loan, PeerMemory, Region, RemoteKey, require_host_region
@@ -161,6 +161,7 @@ class ShmRequester(Requester):
 
     def __init__(self, link: SocketLink, copy_rows: "CopyRows") -> None:
         super().__init__(link)
+        link.polls = True
         self._copy_rows = copy_rows
         self._offers = Offers(link)
         self._mappings = PeerMemories(link)
@@ -168,10 +169,6 @@ class ShmRequester(Requester):
         self._consents: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._fingerprints: dict[int, tuple[RemoteKey, int]] = {}
         self._fd = link.fileno()
-
-    def receive(self, reads: bool) -> Message:
-        self._link.spin()
-        return self._link.receive()
 
     def offered(self, offer: Offer) -> None:
         if offer.region_id == PAGE_ID:

@@ -50,6 +50,10 @@ class TcpRequester(Requester):
     _link: BufferedLink
     takes_early_answers = True
 
+    def __init__(self, link: BufferedLink) -> None:
+        super().__init__(link)
+        link.polls = True
+
     def begin(self, part: Part) -> SendStatus:
         transfer = part.transfer
         payload: Sequence[memoryview] = ()
@@ -66,7 +70,6 @@ class TcpRequester(Requester):
         return WHOLE
 
     def receive(self, reads: bool) -> Message:
-        self._link.spin()
         return self._link.receive_before_payload() if reads else self._link.receive()
 
     def accept(self, part: Part, ack: Ack) -> bool:
