@@ -237,7 +237,17 @@ def overlap() -> str:
         in_chunks = number(chunks["seconds"]) if chunks else "–"
         return [str(layers), f"{ratio:g}", *map(number, times), in_chunks, number(push["seconds"]), number(worst)]
 
-    header = ["layers", "transfer / compute", "sum", "bound", "load, all layers first", "load", "load, in chunks", "push", "worst / bound"]
+    header = [
+        "layers",
+        "transfer / compute",
+        "sum",
+        "bound",
+        "load, all layers first",
+        "load",
+        "load, in chunks",
+        "push",
+        "worst / bound",
+    ]
     return f"""## Overlap of transfers and computing
 
 {source("python -m benchmarks.overlap", file)}: does moving KV hide behind computing? Real nodes with the paced engine, which computes for
