@@ -23,6 +23,7 @@ from kvpool.policy.records import (
     LeaseGrant,
     LeaseRecord,
     LoadOutcome,
+    MissingRun,
     NewBlocks,
     PutAllocation,
     PutRecord,
@@ -183,6 +184,7 @@ class PoolCore:
         found = index.find(keys)
         status: list[SlotStatus] = []
         new_blocks: list[Block] = []
+        runs: list[MissingRun] = []
         full = False
         last: Block | None = None
         expected = 0  # blocks up to here are stored, or the eviction policy expects them
@@ -194,6 +196,7 @@ class PoolCore:
             block = prefix_node.block  # not `known`: a key may come twice
             if block is not None:
                 if not block.put_id:
+                    store.expect(runs, use)
                     store.hit([block], use)
                 status.append(SlotStatus.EXISTS)
             elif full:
@@ -206,15 +209,15 @@ class PoolCore:
                 if i >= expected:
                     expected = missing_run_end(found, request, i)
                     last_tokens = request.num_tokens[expected - 1] if request.num_tokens else 0
-                    store.expect(namespace, before, keys[i:expected], last_tokens, use)
-                    if not request.num_tokens and (
-                        run := store.add_run(namespace, keys[i:expected], before, cost_s, use)
-                    ):
-                        new_blocks += run
-                        status += [SlotStatus.NEW] * len(run)
-                        i += len(run) - 1
-                        last = run[-1]
+                    runs.append(MissingRun(namespace, before, keys[i:expected], last_tokens))
+                    added = [] if request.num_tokens else store.add_run(namespace, keys[i:expected], before, cost_s)
+                    if added:
+                        new_blocks += added
+                        status += [SlotStatus.NEW] * len(added)
+                        i += len(added) - 1
+                        last = added[-1]
                         continue
+                store.expect(runs, use)
                 block = store.try_add(namespace, prefix_node, before, tokens, cost_s, use)
                 full = block is None
                 status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
@@ -225,10 +228,11 @@ class PoolCore:
         store.log_changes()
         if full:
             self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)
-        return NewBlocks(status, new_blocks, use)
+        return NewBlocks(status, new_blocks, use, runs)
 
     def track(self, now_ns: int, new: NewBlocks, *, owner: str, owner_incarnation: int, ttl_ns: int) -> str:
         """Make the blocks those of a put, which its owner ends by `seal` or `abort` within `ttl_ns`. Returns its id."""
+        self.store.expect(new.runs, new.use)
         put_id = self._next_id("put")
         for block in new.blocks:
             block.put_id = put_id
@@ -251,11 +255,13 @@ class PoolCore:
 
     def settle_new(self, new: NewBlocks, sealed: list[Block]) -> None:
         """Log blocks that `seal_new` sealed, and pass them to the eviction policy; free the slots of all others."""
+        self.store.expect(new.runs, new.use)
         self._settle(sealed, new.use)
         self._free_unsealed(new.blocks)
 
     def drop_new(self, new: NewBlocks) -> None:
         """Drop the blocks that `add` returned; their slots are free at once."""
+        self.store.expect(new.runs, new.use)
         self._free_unsealed(new.blocks)
         self.counters["aborted_puts"] += 1
 

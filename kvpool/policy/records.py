@@ -244,12 +244,24 @@ class LeaseRecord:
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
+class MissingRun:
+    """Missing blocks that follow each other, for `EvictionPolicy.expect`."""
+
+    namespace: NamespaceState
+    before: PrefixNode
+    keys: Sequence[BlockKey]
+    last_tokens: int  # of the last block; 0 = full
+
+
+@fast_dataclass
+@dataclass(frozen=True, slots=True)
 class NewBlocks:
     """Blocks that a put added, in order, with slots and without bytes, and a status per block of its request."""
 
     status: list[SlotStatus]
     blocks: list[Block]
     use: Use
+    runs: list["MissingRun"]  # of which the eviction policy has yet to know
 
     @property
     def offsets(self) -> list[tuple[int, ...]]:

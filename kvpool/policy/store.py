@@ -19,6 +19,7 @@ from kvpool.policy.records import (
     Block,
     BlockCopy,
     BlockKey,
+    MissingRun,
     NamespaceState,
     PrefixNode,
     SsdBlock,
@@ -65,12 +66,14 @@ class BlockStore:
         """Return the longest run of full sealed blocks from the start of `chain`, in any tier."""
         return self.index.leading_run(kv_namespace, chain)
 
-    def expect(
-        self, namespace: NamespaceState, before: PrefixNode, keys: Sequence[BlockKey], last_tokens: int, use: Use
-    ) -> None:
-        """Announce missing blocks after the node `before` to the eviction policy of DRAM (`EvictionPolicy.expect`)."""
-        parent = None if before.is_root else before.key
-        namespace.partitions[DRAM].policy.expect(parent, before.depth + 1, keys, last_tokens, use)
+    def expect(self, runs: list[MissingRun], use: Use) -> None:
+        """Announce missing blocks to the eviction policy of DRAM (`EvictionPolicy.expect`), and empty the list."""
+        for run in runs:
+            before = run.before
+            parent = None if before.is_root else before.key
+            policy = run.namespace.partitions[DRAM].policy
+            policy.expect(parent, before.depth + 1, run.keys, run.last_tokens, use)
+        runs.clear()
 
     def try_add(
         self,
@@ -107,7 +110,7 @@ class BlockStore:
         return None
 
     def add_run(
-        self, namespace: NamespaceState, keys: Sequence[BlockKey], before: PrefixNode, cost_s: float, use: Use
+        self, namespace: NamespaceState, keys: Sequence[BlockKey], before: PrefixNode, cost_s: float
     ) -> list[Block]:
         """Add unsealed full blocks that follow `before` in a row, as `try_add` does, but evict nothing for them.
 
