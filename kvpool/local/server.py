@@ -23,6 +23,7 @@ import hashlib
 import itertools
 import logging
 import os
+import select
 import socket
 import struct
 import time
@@ -279,6 +280,8 @@ class ClientConnection:
         self._received = bytearray()
         self._fds: list[int] = []
         self._unsent = bytearray()
+        self._ended = select.poll()  # a peek would raise an exception as long as the client is connected
+        self._ended.register(sock, select.POLLRDHUP)
         self.putting: asyncio.Task[None] | None = None  # a put whose copy runs in a thread
         self._loop.add_reader(sock.fileno(), self._readable)
         self._silent = self._loop.call_later(_ATTACH_S, self._refuse, "ProtocolError", "no Attach was received in time")
@@ -395,12 +398,7 @@ class ClientConnection:
 
     def _is_connected(self) -> bool:
         """Return True if the client, which waits for a reply, has not disconnected."""
-        try:
-            return bool(self._sock.recv(1, socket.MSG_PEEK))
-        except (BlockingIOError, InterruptedError):
-            return True
-        except OSError:
-            return False
+        return self._sock.fileno() >= 0 and not self._ended.poll(0)
 
     async def _finish(self, stored: Awaitable[bytes]) -> None:
         """Reply to a put when it is done, then continue with messages that arrived meanwhile."""
