@@ -69,14 +69,21 @@ async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.N
             software=own_software(kv_wire=KV_WIRE),
         )
     )
+    num_reported = 0 if node.ssd is None else node.ssd.loader.num_measured
     yield first
     while True:
         await asyncio.sleep(node.config.report_s)
-        yield _report(node)
+        report = _report(node)
+        if node.ssd is not None:
+            loader, num_new = node.ssd.loader, node.ssd.loader.num_measured - num_reported
+            num_reported = loader.num_measured
+            for nbytes, seconds in list(loader.measured)[-num_new:] if num_new else []:
+                report.transfers.add(bytes=nbytes, seconds=seconds, path="ssd_read")
+        yield report
 
 
 def _report(node: PoolNode) -> conductor_pb2.NodeReport:
-    """Return a report of counters and gauges; the other fields are for nodes that run requests."""
+    """Return a report of counters and gauges; most other fields are for nodes that run requests."""
     values = node_metrics.counters(node) | node_metrics.gauges(node)
     return conductor_pb2.NodeReport(
         draining=node.draining.is_set(), counters={name: float(value) for name, value in values.items()}

@@ -119,6 +119,7 @@ class SsdHealth:
 # enough to keep the SSD's queue full.
 _NUM_THREADS = 2
 _LOAD_BATCH_NBYTES = 8 << 20
+_MAX_MEASURED = 64
 
 
 class Loader:
@@ -149,6 +150,9 @@ class Loader:
         self._in_flight: dict[TierLoad, None] = {}  # all loads that have not ended, queued ones included
         self._workers: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()  # replaced whenever a batch ends
+        self.num_measured = 0  # batches so far; `measured` has the latest: bytes of blocks, seconds
+        self.measured: deque[tuple[int, float]] = deque(maxlen=_MAX_MEASURED)
+        self._busy_until_s = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -274,11 +278,23 @@ class Loader:
                 self._counters["ssd_read_errors"] += 1
                 trouble = trouble or str(error)
         self._counters["load_seconds"] += read.seconds
+        self._measure(batch, read)
         self._compression.loaded(sum(load.block.spec.block_nbytes for load in batch), read)
         if read.outcomes.count(LoadOutcome.IO_ERROR) == len(batch):
             self._health.read_failed(time.monotonic(), trouble)
         else:
             self._health.read_succeeded()
+
+    def _measure(self, batch: Sequence[TierLoad], read: LoadResults) -> None:
+        """Record the batch's duration for the conductor's predictions; time shared with another batch counts once."""
+        now_s = time.perf_counter()
+        seconds = now_s - max(now_s - read.seconds, self._busy_until_s)
+        self._busy_until_s = now_s
+        loaded = (load for load, outcome in zip(batch, read.outcomes, strict=True) if outcome is LoadOutcome.OK)
+        nbytes = sum(load.block.spec.block_nbytes for load in loaded)
+        if nbytes and seconds > 0:
+            self.measured.append((nbytes, seconds))
+            self.num_measured += 1
 
     def _of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> set[TierLoad]:
         """Return the loads in flight of these blocks and, with `tails`, of partial blocks after any of them."""
