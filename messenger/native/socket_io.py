@@ -125,7 +125,7 @@ class SocketState:
 
 
 class NativeReceiver:
-    """Compiled parts of a link's receiving side, without the GIL, for threads other than a responder's.
+    """Compiled parts of a link's receiving side, without the GIL, for threads that handle messages in Python.
 
     A payload is received into its rows by one call. The thread acquires the GIL only once for it, however often it
     sleeps. It also does so after a signal, or if nothing arrived for half a second, so that Python can handle a Ctrl-C
@@ -136,11 +136,10 @@ class NativeReceiver:
         self._socket = SocketState(link)
         self._socket.fields.interruptible[0] = 1
         self._socket.fields.is_unix[0] = is_unix
-        self._receive = receive_rows()
         self._receive_some = _receiving_some()
 
     def receive_some(self, buffer: memoryview, start: int, nbytes: int) -> tuple[int, list[int]]:
-        """Receive 1 to `nbytes` bytes at `start` of the link's buffer. Raises OSError.
+        """Receive 1 to `nbytes` bytes at `start` of a buffer of the link. Raises OSError.
 
         Polls the socket for a moment before it sleeps; see the compiled `spin`. Returns the number of bytes, 0 when the
         other side closed, and the descriptors that came with them.
@@ -157,11 +156,11 @@ class NativeReceiver:
 
     def receive(self, address: int, rows: bytes, nbytes: int) -> None:
         """Receive `nbytes` bytes into rows, int64 [n, 2] of (offset from the address, bytes). Raises OSError."""
-        left = np.frombuffer(rows, np.int64)
+        left, receive = np.frombuffer(rows, np.int64), receive_rows()
         fields = self._socket.fields
         self._socket.borrow()
         try:
-            while not self._receive(self._socket.address, address, left, nbytes):
+            while not receive(self._socket.address, address, left, nbytes):
                 if fields.errno[0] != errno.EINTR:
                     raise self._socket.error()
                 left, nbytes = _after(left, nbytes - fields.left_nbytes[0]), fields.left_nbytes[0]
