@@ -30,7 +30,7 @@ class _Parts:
     @property
     def whole_s(self) -> float:
         """Sum of all parts, in seconds."""
-        return sum([getattr(self, attribute) for _, attribute in self._names])
+        return float(sum([getattr(self, attribute) for _, attribute in self._names]))
 
     @property
     def _names(self) -> tuple[tuple[str, str], ...]:
