@@ -4,10 +4,10 @@ Block sizes are 4 KiB to 16 MiB. A get finds the block in the pool node's shared
 arena, with or without verification of digests. A put ends when the pool node has copied the block, computed its digests
 and sealed it (put_verified: the caller computes the digests, too, and the pool node compares them). memcpy is numpy's
 copy of as many bytes between two buffers of the same sizes. Mooncake Store (get_into, put_from, batch_put_from,
-registered buffers, its segment on this host, no checksum) runs with its master in the Python given by --mooncake-
-python. All alternate in every round over the same number of blocks; a round's time is its median operation, and ratios
-are medians over rounds. All memory has been touched before. Mooncake Store's blocks are removed after each round; the
-pool's are evicted when it is full. With --ssd-dir, kvpool_ssd.py measures the SSD tier.
+registered buffers, its segment on this host, no checksum) runs with its master in the Python given by
+--mooncake-python. All alternate in every round over the same number of blocks; a round's time is its median operation,
+and ratios are medians over rounds. All memory has been touched before. Mooncake Store's blocks are removed after each
+round; the pool's are evicted when it is full. With --ssd-dir, kvpool_ssd.py measures the SSD tier.
 
 Run: python benchmarks/kvpool.py [--mooncake-python PATH] [--ssd-dir FOLDER] [--store]; the last line of output is
 JSON. Each ratio is the minimum over the sizes (`..._vs_memcpy`: from 1 MiB up); all figures are under `by_size`.
