@@ -16,7 +16,7 @@ from kvpool.helper_threads import HelperThreads
 from kvpool.spec import GROUP_LAYOUT, KvSpec
 
 _NO_WORDS = np.empty(0, np.uint32)
-SHARED_NBYTES = 1 << 20  # copies from here on pay to be shared: waking a helper takes as long as copying a quarter
+SHARED_NBYTES = 4 << 20  # copies from here on pay to be shared: waking a helper takes as long as copying some of it
 _MAX_HELPERS = 3  # more would hardly be faster: the memory's bandwidth is used up
 
 

@@ -115,16 +115,17 @@ rows_in_words = numba.njit(_rows_in_words)
 
 
 _PIECE_NBYTES = 1 << 18  # copied by one thread: short, since others may have to wait for the last one
+_PLAIN_NBYTES = 1 << 22  # without digests: memcpy is slower for lengths below the size of a core's cache
 
 
 @numba.njit
-def layers_per_piece(group: Any) -> Any:
-    return max(np.int64(1), _PIECE_NBYTES // max(np.int64(1), group.layer_nbytes))
+def layers_per_piece(group: Any, nbytes: Any) -> Any:
+    return max(np.int64(1), nbytes // max(np.int64(1), group.layer_nbytes))
 
 
 @numba.njit
-def num_pieces(group: Any) -> Any:
-    return -(-group.num_layers // layers_per_piece(group))
+def num_pieces(group: Any, nbytes: Any) -> Any:
+    return -(-group.num_layers // layers_per_piece(group, nbytes))
 
 
 def _copy_pieces(
@@ -137,21 +138,22 @@ def _copy_pieces(
         if num_tokens[i] > block_tokens:
             return np.int64(TOO_MANY_TOKENS)
     words = rows_in_words(source, target, layout)
+    most = np.int64(_PIECE_NBYTES if len(digests) else _PLAIN_NBYTES)
     per_block = np.int64(0)
     for g in range(len(layout)):
-        per_block += num_pieces(layout[g])
+        per_block += num_pieces(layout[g], most)
     while True:
         piece = take_next(cursor)
         i, piece = piece // per_block, piece % per_block
         if i >= len(num_tokens):
             return np.int64(DONE)
         g = at = 0
-        while piece >= num_pieces(layout[g]):
-            piece -= num_pieces(layout[g])
+        while piece >= num_pieces(layout[g], most):
+            piece -= num_pieces(layout[g], most)
             at += layout[g].num_layers
             g += 1
-        first = piece * layers_per_piece(layout[g])
-        last = min(layout[g].num_layers, first + layers_per_piece(layout[g]))
+        first = piece * layers_per_piece(layout[g], most)
+        last = min(layout[g].num_layers, first + layers_per_piece(layout[g], most))
         start, to = starts[g, i], targets[g, i]
         if len(digests):
             tokens = np.int64(num_tokens[i]) if num_tokens[i] else block_tokens
