@@ -6,7 +6,7 @@ error of `kvpool.errors` if the node rejects the request.
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -222,7 +222,7 @@ class PoolClient:
 
     async def read_coded(
         self, lease: Lease, blocks: Sequence[int], *, silence_s: float
-    ) -> AsyncIterator[pool_pb2.CodedBlock]:
+    ) -> AsyncGenerator[pool_pb2.CodedBlock, None]:
         """Yield the lease's blocks with these indices, compressed by the node. `silence_s` is the deadline of each.
 
         Raises PoolRefused if the lease has ended, CallRefused with code UNIMPLEMENTED if the node cannot compress.
