@@ -59,6 +59,7 @@ from messenger.native.records import (
 
 SPIN_S = 50e-6
 """Longest spin before a thread sleeps: about as long as putting it to sleep and waking it takes."""
+_LEAST_CORES = 4
 _MAX_VAIN_SPINS = 6  # then 64 waits begin without a spin
 _LONG_WAIT_MS = 500  # bounds the delay of a signal that arrives between two calls, which interrupts neither
 _CLOCK_MONOTONIC = 1
@@ -84,8 +85,8 @@ class SocketState:
         """Memoryviews of the record's scalar fields, by name."""
         self.buffer = memoryview(b"")
         self.fields.fd[0] = link.fileno()
-        # On a single core the other side cannot answer while this one spins.
-        self.fields.spin_s[0] = SPIN_S if len(os.sched_getaffinity(0)) > 1 else 0.0
+        # With few cores, a spin takes the core on which the other side, or something else, could run.
+        self.fields.spin_s[0] = SPIN_S if len(os.sched_getaffinity(0)) >= _LEAST_CORES else 0.0
 
     def borrow(self, nbytes: int = 0) -> None:
         """Borrow the link's buffer, grown to at least `nbytes`."""

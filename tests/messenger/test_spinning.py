@@ -38,7 +38,7 @@ def compiled_spin(address):  # type: ignore[no-untyped-def]
 
 
 def test_vain_spins_become_rare(ends: tuple[socket.socket, SocketLink], monkeypatch: pytest.MonkeyPatch) -> None:
-    state = state_of(ends[1], monkeypatch, cores=2)
+    state = state_of(ends[1], monkeypatch, cores=4)
     waits = []
     for _ in range(8):
         spin(state)
@@ -52,7 +52,7 @@ def test_a_spin_ends_when_bytes_are_there_and_the_next_wait_spins_again(
     ends: tuple[socket.socket, SocketLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, link = ends
-    state = state_of(link, monkeypatch, cores=2)
+    state = state_of(link, monkeypatch, cores=4)
     spin(state)
     while state.fields.spins_to_skip[0]:
         spin(state)
@@ -66,15 +66,15 @@ def test_a_spin_ends_when_the_other_side_is_gone(
     ends: tuple[socket.socket, SocketLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, link = ends
-    state = state_of(link, monkeypatch, cores=2)
+    state = state_of(link, monkeypatch, cores=4)
     state.fields.spin_s[0] = 1e9
     other.shutdown(socket.SHUT_RDWR)
     spin(state)
     assert state.fields.vain_spins[0] == 0
 
 
-def test_a_single_core_never_spins(ends: tuple[socket.socket, SocketLink], monkeypatch: pytest.MonkeyPatch) -> None:
-    state = state_of(ends[1], monkeypatch, cores=1)
+def test_few_cores_never_spin(ends: tuple[socket.socket, SocketLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of(ends[1], monkeypatch, cores=3)
     spin(state)
     assert state.fields.vain_spins[0] == 0
 
