@@ -12,7 +12,7 @@ Reported for each kind of failure, as medians and maxima over the rounds, in mil
 
 Needs root, iproute2, iptables and the kernel's sch_tbf.
 
-Run: python benchmarks/messenger_paths.py [--rounds N]; the last line of output is JSON, with `worst_stall_ms`.
+Run: python benchmarks/messenger_paths.py [--rounds N] [--store]; the last line of output is JSON, with `worst_stall_ms`.
 """
 
 import argparse
@@ -32,6 +32,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np  # noqa: E402
 
+from benchmarks.stored import store  # noqa: E402
 from messenger import Messenger, MessengerConfig, SharedMemory  # noqa: E402
 from messenger.paths import PeerPaths  # noqa: E402
 from messenger.peer import SPREAD_PART_NBYTES  # noqa: E402
@@ -152,6 +153,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="transfers for each kind of failure (default: 6)")
+    parser.add_argument("--store", action="store_true", help="write the result")
     arguments = parser.parse_args()
     missing = what_is_missing()
     if missing is not None:
@@ -165,17 +167,16 @@ def main() -> None:
     for name, figures in summary.items():
         print(name, ", ".join(f"{figure} {each['median_ms']} ({each['max_ms']})" for figure, each in figures.items()))
     stalls = [figures["stall"]["max_ms"] for figures in summary.values() if "stall" in figures]
-    print(
-        json.dumps(
-            {
-                "benchmark": "messenger_paths",
-                "rounds": arguments.rounds,
-                "load_1m": [load_before, os.getloadavg()[0]],
-                "worst_stall_ms": max(stalls, default=None),
-                "by_failure": summary,
-            }
-        )
-    )
+    result = {
+        "benchmark": "messenger_paths",
+        "rounds": arguments.rounds,
+        "load_1m": [load_before, os.getloadavg()[0]],
+        "worst_stall_ms": max(stalls, default=None),
+        "by_failure": summary,
+    }
+    if arguments.store:
+        store("messenger-paths", result)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

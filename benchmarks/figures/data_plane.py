@@ -229,7 +229,7 @@ def paths() -> str:
 
 {table(["the network", "detection", "stall"], rows)}
 
-The aim is a stall of at most 50 ms. The two cores were shared with other work (load {low:.1f} to {high:.1f}), on which the maxima depend."""
+The aim is a stall of at most 50 ms. Maxima depend on what else runs on the two cores (load average {low:.1f} to {high:.1f})."""
 
 
 def overlap() -> str:

@@ -10,8 +10,8 @@ def at_a_glance() -> str:
     """Return the first section of docs/performance.md: each question, its figure, the aim and the section below."""
     overlap, eviction, overhead = (latest(name)[0] for name in ("overlap", "eviction", "overhead"))
     pool, ssd, messenger = (latest(name)[0] for name in ("kvpool", "kvpool-ssd", "messenger"))
-    paths, beside, frontend, conductor = (
-        latest(name)[0] for name in ("messenger-paths", "pool-interference", "frontend", "conductor")
+    paths, beside, frontend, conductor, compression = (
+        latest(name)[0] for name in ("messenger-paths", "pool-interference", "frontend", "conductor", "compression")
     )
     small = [row for size, row in pool["by_size"].items() if size != "16 MiB"]
     large = pool["by_size"]["16 MiB"]
@@ -77,6 +77,12 @@ def at_a_glance() -> str:
             "≥ 1.2",
         ],
         ["Puts of 16 MiB to Mooncake Store", "KV pool", _known(large, "put_vs_mooncake_store"), "≥ 0.9"],
+        [
+            "Loads with compression to those without, worst / best of all speeds and layouts",
+            "compression at rest",
+            f"{number(compression['worst_auto_over_off'])} / {number(compression['best_auto_over_off'])}",
+            "≤ 1",
+        ],
         ["SSD reads of 4 KiB to fio", "KV pool", _known(ssd["by_size"]["4 KiB"]["depth_8"]["read"], "vs_fio"), "≥ 0.9"],
         [
             "Decoding beside full pool I/O, p99 of the time between tokens, real engine",
