@@ -12,7 +12,8 @@ Reported for each kind of failure, as medians and maxima over the rounds, in mil
 
 Needs root, iproute2, iptables and the kernel's sch_tbf.
 
-Run: python benchmarks/messenger_paths.py [--rounds N] [--store]; the last line of output is JSON, with `worst_stall_ms`.
+Run: python benchmarks/messenger_paths.py [--rounds N] [--store]; the last line of output is JSON, with
+`worst_stall_ms`.
 """
 
 import argparse
