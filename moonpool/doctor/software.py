@@ -28,6 +28,7 @@ KERNELS: Final = (  # modules whose functions numba compiles and caches
     "kvpool/digest_kernels.py",
     "kvpool/local/copy_kernels.py",
     "kvpool/local/index_kernels.py",
+    "kvpool/plane_kernels.py",
     "kvpool/policy/eviction/reuse.py",
     "kvpool/policy/eviction/shadow_kernels.py",
     "kvpool/ssd/async_kernels.py",
