@@ -29,8 +29,8 @@ from moonpool_proto.v1.worker_pb2 import (
 from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer
 from rpc.versions import own_software, why_not_together
 from rpc.waiting import LAST_WRITE_S
+from worker.engine_node import EngineNode
 from worker.errors import RequestFailed, RequestRefused
-from worker.node import WorkerNode
 from worker.request import Request
 from worker.streams import FIRST_WIRE_WITH_HANDOFF, FrontendStream, first_message
 
@@ -75,7 +75,7 @@ class WorkerService(WorkerServicer):
     """
 
     def __init__(
-        self, node: WorkerNode, *, prefill: Serve, whole: Serve, decode: HandoffReceiver, helper: PrefillHelper
+        self, node: EngineNode, *, prefill: Serve, whole: Serve, decode: HandoffReceiver, helper: PrefillHelper
     ) -> None:
         self.node = node
         self._prefill = prefill
@@ -183,11 +183,11 @@ class WorkerService(WorkerServicer):
             )
         request = Request.from_proto(
             submit,
-            vocab_size=node.model.config.vocab_size,
+            vocab_size=node.vocab_size,
             max_model_len=node.max_model_len,
             block_tokens=node.config.block_tokens,
         )
-        node.model.check(request)
+        node.check(request)
         return request
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 from rpc.control import ControlServer, target_to_dial
 from rpc.waiting import first_of
+from worker.engine_node import EngineNode
 from worker.errors import EngineBroken
-from worker.node import WorkerNode
 from worker.shielded_wait import in_thread
 
 STOP_GRACE_S = 0.5
 
 
 async def serve_until(
-    node: WorkerNode, server: ControlServer, stop: asyncio.Event, on_ready: Callable[[str], None]
+    node: EngineNode, server: ControlServer, stop: asyncio.Event, on_ready: Callable[[str], None]
 ) -> bool:
     """Join the cluster, serve, and on `stop` or a conductor's drain finish running requests and close.
 
@@ -43,7 +43,7 @@ async def serve_until(
     return drained
 
 
-async def _join(node: WorkerNode, target: str) -> None:
+async def _join(node: EngineNode, target: str) -> None:
     await node.start(target)
     await node.reporter.first_join()
 

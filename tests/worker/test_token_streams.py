@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-import worker.node
+import worker.engine_node
 import worker.streams
 from engine import Model
 from moonpool_proto.v1.common_pb2 import Software
@@ -160,7 +160,7 @@ async def test_messages_that_queue_up_are_sent_as_one_in_order() -> None:
 async def test_reports_carry_counters_of_a_moment_ago_and_metrics_current_ones(
     start_pair: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.node, "COUNT_EVERY_S", 3600.0)
+    monkeypatch.setattr(worker.engine_node, "COUNT_EVERY_S", 3600.0)
     node = (await start_pair()).prefill.node
     node._counted_s = -3600.0
     seen = []
