@@ -49,20 +49,27 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 
     Raises `SamplingError` for invalid parameters and for NaN or infinite logits.
     """
-    if logits.dim() != 2 or len(rows) != len(logits):
-        raise SamplingError(
-            f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
-        )
+    _check_shape(logits, rows)
     if not len(rows):
         return np.empty(0, np.int64)
-    scores = _scores(logits, rows, 0.0)
-    best, ids = scores.max(dim=1)
+    ids, best = choose(logits, rows)
     if not bool(best.isfinite().all()):
         raise SamplingError("the logits contain NaN or infinity: the model's weights or its KV are damaged")
-    vocabulary = torch.arange(scores.shape[1], device=scores.device)
-    ids = torch.where(scores == best[:, None], vocabulary, scores.shape[1]).amin(dim=1)
     chosen: npt.NDArray[np.int64] = ids.cpu().numpy()
     return chosen
+
+
+def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], B > 0, without waiting for a device.
+
+    The id of a row whose score is not finite is meaningless. Raises `SamplingError` for invalid parameters.
+    """
+    _check_shape(logits, rows)
+    scores = _scores(logits, rows, 0.0)
+    best, ids = scores.max(dim=1)
+    vocabulary = torch.arange(scores.shape[1], device=scores.device)
+    ids = torch.where(scores == best[:, None], vocabulary, scores.shape[1]).amin(dim=1)
+    return ids.clamp(max=scores.shape[1] - 1), best
 
 
 def noisy_scores(
@@ -169,6 +176,13 @@ def _candidates(
     kept &= (top_p >= 1) | ~reached
     kept[:, 0] = True
     return torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def _check_shape(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    if logits.dim() != 2 or len(rows) != len(logits):
+        raise SamplingError(
+            f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
+        )
 
 
 def _check(row: SamplingRow) -> None:

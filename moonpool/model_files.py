@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from worker.policy.cost_profile import CostProfile
 
 
-def check_model_folder(path: Path, *, paced: bool = False) -> None:
+def check_model_folder(path: Path, engine: str = "transformer") -> None:
     """Raise ModelFolderError, with the engine's message, unless `path` is a Hugging Face folder of a supported model.
 
-    Reads configuration and headers, never the weights, within milliseconds and without torch. A `paced` engine needs
-    no weights.
+    Reads configuration and headers, never the weights, within milliseconds and without torch. The paced engine needs no
+    weights, and which models vLLM supports, it says itself.
     """
     from engine import EngineError, check_folder, find_tokenizer
     from engine.config import read_config
@@ -23,7 +23,10 @@ def check_model_folder(path: Path, *, paced: bool = False) -> None:
     if path == BUNDLED_MODEL and not path.is_dir():
         raise ModelFolderError(f"the model folder {path} does not exist; the bundled model was not installed here")
     try:
-        read_config(path) if paced else check_folder(path)
+        if engine == "paced":
+            read_config(path)
+        elif engine == "transformer":
+            check_folder(path)
         find_tokenizer(path)
     except EngineError as error:
         raise ModelFolderError(str(error)) from error

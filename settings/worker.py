@@ -74,12 +74,19 @@ class EngineSettings(SettingsGroup):
 
     panel: ClassVar[str] = "Engine"
     engine: Annotated[
-        Literal["transformer", "paced"],
+        Literal["transformer", "paced", "vllm"],
         Key(
-            "Engine; paced computes nothing, and its steps take the time of a cost profile, to try a cluster without "
-            "GPUs"
+            "Engine: Moonpool's own transformer, or vllm; paced computes nothing, and its steps take the time of a "
+            "cost profile, to try a cluster without GPUs"
         ),
     ] = "transformer"
+    vllm_args: Annotated[
+        str,
+        Key(
+            "Further arguments of vLLM in one text, such as '--tensor-parallel-size 2'; those that Moonpool sets "
+            "itself are refused"
+        ),
+    ] = ""
     paced_profile: Annotated[
         str,
         Key(

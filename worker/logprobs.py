@@ -14,6 +14,8 @@ from moonpool_proto.v1.worker_pb2 import LogProbs, PromptLogProbs
 if TYPE_CHECKING:
     import torch
 
+    from engine import TokenLogprobs
+
 # `engine` imports log_probs on first use, so that an engine without logits never loads torch.
 
 
@@ -43,7 +45,7 @@ class PromptLogprobs:
     def __init__(self, prompt: NDArray[np.int32], num_top: int) -> None:
         count = len(prompt) - 1
         self._prompt = prompt
-        self._num_top = num_top
+        self.num_top = num_top
         self._logprobs = np.zeros(count, np.float32)
         self._ranks = np.zeros(count, np.uint32)
         self._top_ids = np.zeros((count, num_top), np.int32)
@@ -55,8 +57,11 @@ class PromptLogprobs:
         The row after the last prompt token belongs to the answer and is ignored.
         """
         followers = self._prompt[start + 1 : start + 1 + len(logits)]
-        found = engine.log_probs(logits[: len(followers)], followers, self._num_top)
-        at = slice(start, start + len(followers))
+        self.record(engine.log_probs(logits[: len(followers)], followers, self.num_top), start)
+
+    def record(self, found: TokenLogprobs, start: int) -> None:
+        """Record the log-probabilities of the tokens that follow the prompt tokens from `start` on."""
+        at = slice(start, start + len(found.logprobs))
         self._logprobs[at] = found.logprobs
         self._ranks[at] = found.ranks
         self._top_ids[at] = found.top_ids
@@ -65,7 +70,7 @@ class PromptLogprobs:
     def to_proto(self) -> PromptLogProbs:
         """Return the collected values as a message."""
         return PromptLogProbs(
-            num_top=self._num_top,
+            num_top=self.num_top,
             logprobs=self._logprobs.astype("<f4").tobytes(),
             ranks=self._ranks.astype("<u4").tobytes(),
             top_ids=self._top_ids.astype("<i4").tobytes(),

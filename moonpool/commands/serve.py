@@ -25,7 +25,7 @@ def serve(config: ServeConfig) -> int:
     secure(config.tls, config.access)
     for entry in config.served:
         engine = entry.engine(config.engine)
-        check_model_folder(entry.path, paced=engine.engine == "paced")
+        check_model_folder(entry.path, engine.engine)
         if engine.engine == "paced":
             check_paced_profile(engine.paced_profile)
     ready_file = config.supervisor.ready_file

@@ -1,19 +1,22 @@
 """Worker process. It can run every phase; its role determines which requests the conductor sends it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from decode_node.server import DecodeService
-from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, ROLE_DECODE, ROLE_PREFILL
+from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, ROLE_DECODE, ROLE_PREFILL, Role
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from prefill_node.server import PrefillService
 from rpc.control import start_server
 from telemetry import RoleMetrics
 from worker.aggregated import AggregatedService
 from worker.config import WorkerConfig
+from worker.engine_node import EngineNode
 from worker.node import WorkerNode
 from worker.servicer import WorkerService
 from worker.serving import serve_until
+
+Worker = tuple[EngineNode, WorkerService, Callable[[], Awaitable[None]]]  # with what closes its services
 
 _ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "aggregated": ROLE_AGGREGATED}
 
@@ -29,11 +32,7 @@ async def serve_worker(
 
     Returns True if it was drained.
     """
-    node = WorkerNode(config, _ROLES[role])
-    prefill, decode = PrefillService(node), DecodeService(node)
-    face = WorkerService(
-        node, prefill=prefill.serve, whole=AggregatedService(node).serve, decode=decode, helper=prefill.helper
-    )
+    node, face, close = (_vllm_worker if config.engine.engine == "vllm" else _native_worker)(config, _ROLES[role])
 
     def ready(target: str) -> None:
         if metrics is not None:
@@ -44,4 +43,26 @@ async def serve_worker(
     try:
         return await serve_until(node, server, stop, ready)
     finally:
-        await prefill.close()
+        await close()
+
+
+def _native_worker(config: WorkerConfig, role: Role.ValueType) -> Worker:
+    node = WorkerNode(config, role)
+    prefill, decode = PrefillService(node), DecodeService(node)
+    face = WorkerService(
+        node, prefill=prefill.serve, whole=AggregatedService(node).serve, decode=decode, helper=prefill.helper
+    )
+    return node, face, prefill.close
+
+
+def _vllm_worker(config: WorkerConfig, role: Role.ValueType) -> Worker:
+    from vllm_worker.node import VllmNode
+    from vllm_worker.service import NoHandoff, VllmService
+
+    node = VllmNode(config, role)
+    whole, none = VllmService(node).serve, NoHandoff(node)
+    return node, WorkerService(node, prefill=whole, whole=whole, decode=none, helper=none), _nothing
+
+
+async def _nothing() -> None:
+    return

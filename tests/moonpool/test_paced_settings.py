@@ -60,12 +60,12 @@ def test_an_approximation_of_checked_kv_is_refused() -> None:
 def test_a_folder_without_weights_is_enough_for_a_paced_engine_alone(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         shutil.copyfile(BUNDLED_MODEL / name, tmp_path / name)
-    check_model_folder(tmp_path, paced=True)
+    check_model_folder(tmp_path, "paced")
     with pytest.raises(ModelFolderError, match=r"model\.safetensors"):
         check_model_folder(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelFolderError):
-        check_model_folder(tmp_path, paced=True)
+        check_model_folder(tmp_path, "paced")
 
 
 @pytest.mark.parametrize(("name", "told"), [("fast", "one of instant, mooncake"), ("/none/x.json", "cannot be read")])
