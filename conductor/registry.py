@@ -312,7 +312,10 @@ def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:
     elif node.model_fingerprint != peer.model_fingerprint:
         what = f"model fingerprint {node.model_fingerprint}, not {peer.model_fingerprint}: other weights"
     elif node.kv_namespace != peer.kv_namespace:
-        what = f"KV namespace {node.kv_namespace.hex()}, not {peer.kv_namespace.hex()}: another provenance"
+        what = (
+            f"KV namespace {node.kv_namespace.hex()}, not {peer.kv_namespace.hex()}: another provenance or engine "
+            f"({node.hardware or 'unknown'}; {peer.hardware or 'unknown'})"
+        )
     else:
         return
     raise JoinRefused(

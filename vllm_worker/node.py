@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from blake3 import blake3
 
+from engine import EngineError
+from engine.model import fingerprint_of
 from kvpool import KvGroup, KvSpec, kv_namespace
 from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1.common_pb2 import Role
@@ -44,8 +46,8 @@ class VllmNode(EngineNode):
         self.vocab_size = model.get_vocab_size()
         self.max_model_len = model.max_model_len
         self.spec = kv_spec(vllm_config)
-        self.fingerprint = fingerprint(config.model.path, self._version, vllm_config)
-        self.namespace = kv_namespace(self.fingerprint, self.spec)
+        self.fingerprint = weights_fingerprint(config.model.path)
+        self.namespace = kv_namespace(f"{self.fingerprint} {computation(self._version, vllm_config)}", self.spec)
         self.grammars = GrammarCompiler(config.model.path, self.vocab_size, end_ids(model), self._count_grammar)
 
     def warm_up(self) -> None:
@@ -139,20 +141,26 @@ def kv_spec(vllm_config: Any) -> KvSpec:
     return KvSpec((group,), cache.block_size)
 
 
-def fingerprint(folder: Path, version: str, vllm_config: Any) -> str:
-    """Return a 16-byte hash, in hex, of everything that the computed KV and tokens depend on.
-
-    These are the weights, the configuration, vLLM's version, the dtypes, the quantisation, and the kind of processor,
-    since vLLM's kernels differ from one to the other.
-    """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    total = blake3(derive_key_context="moonpool v1 2026 vllm fingerprint", max_threads=blake3.AUTO)
-    for part in (version, model.dtype, cache.cache_dtype, model.quantization, processor_kind(vllm_config)):
-        total.update(f"{part}\n".encode())
+def weights_fingerprint(folder: Path) -> str:
+    """Return a 16-byte hash, in hex, of the model: the native engine's, or one of the files if it lacks the family."""
+    try:
+        return fingerprint_of(folder)
+    except EngineError:
+        total = blake3(derive_key_context="moonpool v1 2026 model files", max_threads=blake3.AUTO)
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         total.update(f"{path.name} {path.stat().st_size}\n".encode())
         total.update_mmap(path)
     return total.digest(length=16).hex()
+
+
+def computation(version: str, vllm_config: Any) -> str:
+    """Return what KV and tokens depend on beside the weights.
+
+    That includes vLLM's version and the kind of processor, since its kernels differ from one to the other.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parts = (version, model.dtype, cache.cache_dtype, model.quantization, processor_kind(vllm_config))
+    return "vllm " + " ".join(map(str, parts))
 
 
 def processor_kind(vllm_config: Any) -> str:

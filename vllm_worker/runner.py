@@ -122,7 +122,9 @@ class VllmRunner:
 
         request = sequence.request
         prompt, skip = prompt_of(request), replayed(request)
-        outputs = self._llm.generate(tokens_input(prompt), sampling_params(request), name)
+        # The salt keeps vLLM's own prefix cache from sharing KV between tenants that must not share it.
+        asked = tokens_input(prompt, cache_salt=request.chain_seed.hex())
+        outputs = self._llm.generate(asked, sampling_params(request), name)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._began(sequence, output, prompt)

@@ -1,4 +1,4 @@
-"""What every worker is, whatever its engine: the jobs of its requests, token streams, wait queue, role and reports.
+"""Base of every worker, whatever its engine: the jobs of its requests, token streams, wait queue, role and reports.
 
 `WorkerNode` adds a native engine with its slots and KV; other packages add engines that keep their own KV. All methods
 run on the event loop, except `_on_step_thread`, which the engine calls after each step from any thread.

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -76,6 +77,7 @@ class Child:
         self.drained = False  # it announced that it ends because it was drained
         self.ended: asyncio.Task[int]
         self._process = process
+        self._exited = _exit_of(process)
         self._log = log
 
     @classmethod
@@ -130,9 +132,11 @@ class Child:
         readers = [
             asyncio.create_task(_read_lines(stream, take)) for stream in (self._process.stdout, self._process.stderr)
         ]
-        exit_code = await self._process.wait()
-        # Its own children are in its group: they must not outlive it, and could hold the pipes open.
+        await self._exited
+        # Its own children are in its group: they must not outlive it. They may hold its pipes open, and asyncio's
+        # `wait` returns only once these are closed.
         self._kill_group()
+        exit_code = await self._process.wait()
         await asyncio.wait(readers, timeout=_DRAIN_S)
         for reader in readers:
             reader.cancel()
@@ -176,6 +180,31 @@ def child_environment(base: Mapping[str, str], extra: Mapping[str, str]) -> dict
     return python_path.child_environment(
         {**kept, "PYTHONUNBUFFERED": "1", **extra, SUPERVISOR_VARIABLE: str(os.getpid())}
     )
+
+
+def _exit_of(process: asyncio.subprocess.Process) -> asyncio.Future[Any]:
+    """Return a future that is done when the process has exited, whoever else holds its pipes."""
+    if not sys.platform.startswith("linux"):
+        return asyncio.ensure_future(process.wait())
+    loop = asyncio.get_running_loop()
+    exited: asyncio.Future[Any] = loop.create_future()
+    try:
+        watched = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # it has exited and was reaped
+        exited.set_result(None)
+        return exited
+
+    def has_exited() -> None:
+        if not exited.done():
+            exited.set_result(None)
+
+    def end(_: object) -> None:
+        loop.remove_reader(watched)
+        os.close(watched)
+
+    loop.add_reader(watched, has_exited)
+    exited.add_done_callback(end)
+    return exited
 
 
 async def _read_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:

@@ -77,11 +77,12 @@ async def test_all_processes_are_ready_and_none_is_left_after_the_block(
     assert not any(psutil.pid_exists(pid) for pid in started.values())
 
 
+@pytest.mark.parametrize("mode", ["serve", "parent"])  # whose child holds its pipes open
 async def test_a_killed_process_comes_back_under_the_same_node_id(
-    supervisor: Start, plan: Plan, tmp_path: Path
+    mode: str, supervisor: Start, plan: Plan, tmp_path: Path
 ) -> None:
     recorder = Recorder()
-    async with supervisor([plan("serve", node_id="a")], tmp_path, recorder) as running:
+    async with supervisor([plan(mode, node_id="a", stop_grace_s=0.2)], tmp_path, recorder) as running:
         await running.wait_ready(30)
         first = pids(running)["a"]
         os.kill(first, signal.SIGKILL)
