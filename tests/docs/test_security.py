@@ -15,6 +15,7 @@ PACKAGES = (
         "conductor",
         "prefill_node",
         "decode_node",
+        "vllm_worker",
         "worker",
         "kvpool",
         "messenger",
