@@ -1,6 +1,7 @@
 """The transformer: model folders, the paged KV cache, forward steps and sampling.
 
-The engine works on pages and layers and has no access to the pool, the network or requests. Modules that compute are
+The engine works on pages and layers and has no access to the pool, the network or requests; `engine.hub`, which
+downloads model folders, runs before it. Modules that compute are
 imported on first use, so that a process can check a model folder without loading torch.
 """
 
@@ -14,6 +15,7 @@ from engine.errors import (
     ConfigInvalid,
     DeviceUnavailable,
     EngineError,
+    HubError,
     InvalidBatch,
     ModelFolderMissing,
     ModelFormatError,
@@ -41,6 +43,7 @@ __all__ = [
     "DeviceUnavailable",
     "EngineError",
     "ForwardBatch",
+    "HubError",
     "InvalidBatch",
     "KvGroupShape",
     "LogitSteering",

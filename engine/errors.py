@@ -7,6 +7,7 @@ EngineError
 │   ├── ConfigInvalid       config.json is not JSON, or a value is missing or out of range
 │   ├── CheckpointDamaged   a safetensors file is truncated or its header is malformed
 │   └── TensorMismatch      tensors missing, unknown or of the wrong shape
+├── HubError                a model cannot be downloaded from the Hugging Face hub, nor is it in its cache
 ├── UnsupportedModel        well-formed, but needs a feature that this engine does not support
 ├── DeviceUnavailable       the requested device or dtype is not available on this machine
 ├── CacheMismatch           cache memory, slot counts and groups do not match
@@ -67,6 +68,10 @@ class TensorMismatch(ModelFormatError):
             shapes = [f"{name}: expected {list(want)}, found {list(got)}" for name, (want, got) in wrong_shape.items()]
             parts.append(f"wrong shape {_abridged(shapes)}")
         super().__init__(f"{where} does not have the tensors that its config.json describes: {'; '.join(parts)}")
+
+
+class HubError(EngineError):
+    """A model cannot be downloaded from the Hugging Face hub, and is not in its cache."""
 
 
 class UnsupportedModel(EngineError):

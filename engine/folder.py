@@ -69,8 +69,8 @@ def layer_parts(config: ModelConfig) -> Iterator[TensorPart]:
 
 
 _DTYPES = {"F32", "F16", "BF16"}
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+WEIGHT_INDEX = "model.safetensors.index.json"
 _MAX_NAME_BYTES = 255  # of file systems
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -121,19 +121,27 @@ def check_tensors(folder: Path, config: ModelConfig, found: dict[str, StoredTens
 
 
 def _shards(folder: Path) -> list[str]:
-    if (folder / _SINGLE).is_file():
-        return [_SINGLE]
-    index = folder / _INDEX
-    if not index.is_file():
-        raise ModelFolderMissing(f"{folder} has neither {_SINGLE} nor {_INDEX}: no weights in the safetensors format")
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    if not (folder / WEIGHT_INDEX).is_file():
+        raise ModelFolderMissing(
+            f"{folder} has neither {WEIGHTS} nor {WEIGHT_INDEX}: no weights in the safetensors format"
+        )
+    names = indexed_shards(folder)
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise ModelFolderMissing(f"{folder} lacks the shards {', '.join(absent)} listed in {WEIGHT_INDEX}")
+    return names
+
+
+def indexed_shards(folder: Path) -> list[str]:
+    """Return the file names listed in the folder's weight index. Raises `CheckpointDamaged`."""
+    index = folder / WEIGHT_INDEX
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if strange := [name for name in names if not _is_file_name(name)]:
             raise ValueError(f"{strange[0]!r} is not the name of a file in the folder")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(f"{index} is not a weight index: {error!r}") from error
-    if absent := [name for name in names if not (folder / name).is_file()]:
-        raise ModelFolderMissing(f"{folder} lacks the shards {', '.join(absent)} listed in {_INDEX}")
     return names
 
 

@@ -8,6 +8,7 @@ import typer
 from moonpool.chat.command import chat
 from moonpool.commands.arguments import command_group
 from moonpool.commands.demo import demo
+from moonpool.commands.download import download
 from moonpool.commands.lazy import LazyTarget, add_lazy
 from moonpool.commands.nodes import drain, scale, switch
 from moonpool.commands.serve import config_keys, serve
@@ -110,6 +111,7 @@ configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument=
 app.command("chat")(chat)
 app.command("demo")(demo)
 app.command("config")(config_keys)
+app.command("download")(download)
 app.command("status", rich_help_panel=_INSPECT)(status)
 add_lazy(
     app,

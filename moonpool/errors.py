@@ -8,6 +8,7 @@ MoonpoolError               1
 │   ├── ModelFolderError    2  the model folder lacks what a model needs
 │   ├── RayUnusable         2  Ray is not installed, not reachable, or lacks resources
 │   └── ScaleRefused        2  an impossible number of workers
+├── ModelNotDownloaded      1  a model cannot be downloaded, nor is it in the cache
 ├── RoleFailed              1  a role ended permanently; 2 if it rejected its configuration
 │   └── StartupFailed       1  the same during start-up, or it was not ready in time
 ├── DrainRefused            1  the node cannot be drained, or is unknown
@@ -51,6 +52,10 @@ class RunDirInUse(ConfigError):
 
 class ModelFolderError(ConfigError):
     """The model folder is missing or incomplete."""
+
+
+class ModelNotDownloaded(MoonpoolError):
+    """A model that is given by its Hugging Face id cannot be downloaded, and is not in the cache."""
 
 
 class RoleFailed(MoonpoolError):

@@ -1,14 +1,86 @@
-"""Checks of model folders and cost profiles before any process starts."""
+"""Checks and downloads of models, and checks of cost profiles, before any process starts."""
 
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from moonpool.errors import ConfigError, ModelFolderError
-from settings.worker import BUNDLED_MODEL
+from moonpool.config import FrontendRole, ServeConfig, WorkerRole
+from moonpool.errors import ConfigError, ModelFolderError, ModelNotDownloaded
+from settings.hub_model import hub_model_named, hub_model_of
+from settings.worker import BUNDLED_MODEL, EngineSettings, ModelSettings
 
 if TYPE_CHECKING:
     from worker.policy.cost_profile import CostProfile
+
+
+C = TypeVar("C", ServeConfig, WorkerRole, FrontendRole)
+
+
+def with_local_models(config: C) -> C:
+    """Return the configuration with the snapshot's folder in place of each Hugging Face id; the names stay the same.
+
+    Downloads what is missing in the hub's cache; a frontend and paced engines need no weights. Raises
+    ModelNotDownloaded, or ModelFolderError.
+    """
+    cluster = None if isinstance(config, FrontendRole) else config.engine
+
+    def local(path: Path, engine: EngineSettings | None) -> Path:
+        if engine is None:
+            return local_model(path, weights=False, any_family=True)
+        return local_model(path, weights=engine.engine != "paced", any_family=engine.engine == "vllm")
+
+    return _with_models(config, cluster, local)
+
+
+def with_pinned_models(config: ServeConfig, local: ServeConfig) -> ServeConfig:
+    """Return the configuration with the commit that was downloaded in each Hugging Face id: other hosts have their own
+    caches, and must use the same weights. `local`: the result of `with_local_models`.
+    """
+    folders = {entry.name: entry.path for entry in local.served}
+    paths = {entry.path: folders[entry.name] for entry in config.served}
+
+    def pinned(path: Path, engine: EngineSettings | None) -> Path:
+        model = hub_model_of(path)
+        return path if model is None else Path(f"{model.id}@{paths[path].name}")
+
+    return _with_models(config, config.engine, pinned)
+
+
+def _with_models(config: C, cluster: EngineSettings | None, change: Callable[[Path, EngineSettings | None], Path]) -> C:
+    given: ModelSettings = config.model
+    path = change(given.path, cluster)
+    changed = replace(given, model=path, served_model_name=(given.name, *given.aliases))
+    model = given if path == given.path else changed
+    if isinstance(config, WorkerRole):
+        return replace(config, model=model)
+    entries = tuple(
+        replace(entry, path=change(entry.path, cluster and entry.engine(cluster))) for entry in config.further.models
+    )
+    return replace(config, model=model, further=replace(config.further, models=entries))
+
+
+def local_model(path: Path, *, weights: bool = True, any_family: bool = False) -> Path:
+    """Return the folder of a model, which is downloaded if `path` is its Hugging Face id and it is not in the cache.
+
+    Reports the choice if `path` could be either. Raises ModelNotDownloaded, or ModelFolderError.
+    """
+    model = hub_model_of(path)
+    if model is None:
+        if hub_model_named(path) is None or not path.is_dir():
+            return path
+        print(f"Using the local folder {path}, not the model with this id on the Hugging Face hub", file=sys.stderr)
+        return path.absolute()
+    from engine import EngineError, HubError
+    from engine.hub import download
+
+    try:
+        return download(model, weights=weights, any_family=any_family)
+    except HubError as error:
+        raise ModelNotDownloaded(str(error)) from error
+    except EngineError as error:
+        raise ModelFolderError(str(error)) from error
 
 
 def check_model_folder(path: Path, engine: str = "transformer") -> None:
@@ -22,6 +94,11 @@ def check_model_folder(path: Path, engine: str = "transformer") -> None:
 
     if path == BUNDLED_MODEL and not path.is_dir():
         raise ModelFolderError(f"the model folder {path} does not exist; the bundled model was not installed here")
+    if not path.exists() and hub_model_named(path) is not None:
+        raise ModelFolderError(
+            f"the model folder {path} does not exist; it was not taken as the id of a model on the Hugging Face hub "
+            f"because there is a folder {path.parts[0]}: correct the path, or run from another folder"
+        )
     try:
         if engine == "paced":
             read_config(path)

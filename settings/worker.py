@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from settings.hub_model import hub_model_of, parse_model
 from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
 
 __all__ = [
@@ -14,16 +15,19 @@ __all__ = [
     "KvSettings",
     "ModelSettings",
     "WorkerSettings",
-    "name_of_folder",
+    "name_of_model",
 ]
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
-def name_of_folder(path: Path) -> str:
-    """Return the default name of the model in a folder."""
-    return "moonpool" if path == BUNDLED_MODEL else path.resolve().name
+def name_of_model(path: Path) -> str:
+    """Return the default name of a model: its Hugging Face id without the revision, or the folder's name."""
+    if path == BUNDLED_MODEL:
+        return "moonpool"
+    hub_model = hub_model_of(path)
+    return path.resolve().name if hub_model is None else hub_model.id
 
 
 @dataclass(frozen=True)
@@ -33,22 +37,27 @@ class ModelSettings(SettingsGroup):
     panel: ClassVar[str] = "Model"
     model: Annotated[
         Path | None,
-        Key("Hugging Face folder with config.json, *.safetensors and tokenizer.json", default_text="the bundled model"),
+        Key(
+            "Hugging Face folder with config.json, *.safetensors and tokenizer.json, or the id of a model on the "
+            "Hugging Face hub, ORG/NAME or ORG/NAME@REVISION, which is downloaded",
+            parse=parse_model,
+            default_text="the bundled model",
+        ),
     ] = None
     served_model_name: Annotated[
         tuple[str, ...],
-        Key("Name of the model in requests; additional names are aliases", default_text="the folder's name"),
+        Key("Name of the model in requests; additional names are aliases", default_text="the id, or the folder's name"),
     ] = ()
 
     @property
     def path(self) -> Path:
-        """The model's folder."""
+        """The model's folder, or its Hugging Face id."""
         return self.model or BUNDLED_MODEL
 
     @property
     def name(self) -> str:
         """First name, which metrics and nodes use."""
-        return self.served_model_name[0] if self.served_model_name else name_of_folder(self.path)
+        return self.served_model_name[0] if self.served_model_name else name_of_model(self.path)
 
     @property
     def aliases(self) -> tuple[str, ...]:

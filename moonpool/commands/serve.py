@@ -11,7 +11,7 @@ import typer
 from moonpool.config import ServeConfig, Setting, all_settings
 from moonpool.config.schema import file_schema
 from moonpool.errors import ConfigError
-from moonpool.model_files import check_model_folder, check_paced_profile
+from moonpool.model_files import check_model_folder, check_paced_profile, with_local_models, with_pinned_models
 from moonpool.runtime.choice import chosen_runtime
 from moonpool.supervision.http_port import open_listener
 from moonpool.supervision.run_dir import OBJECTIVES, RunDirLock, default_run_dir, make_run_dir
@@ -23,11 +23,6 @@ def serve(config: ServeConfig) -> int:
     from moonpool.supervision.cluster import ClusterRun
 
     secure(config.tls, config.access)
-    for entry in config.served:
-        engine = entry.engine(config.engine)
-        check_model_folder(entry.path, engine.engine)
-        if engine.engine == "paced":
-            check_paced_profile(engine.paced_profile)
     ready_file = config.supervisor.ready_file
     if ready_file is not None and not ready_file.absolute().parent.is_dir():
         raise ConfigError(f"the ready file's folder {ready_file.absolute().parent} does not exist")
@@ -38,11 +33,23 @@ def serve(config: ServeConfig) -> int:
         name = "joined" if listener is None else str(listener.getsockname()[1])
         run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir(name))
         stack.enter_context(RunDirLock(run_dir))
+        config = _with_checked_models(config)
         runtime = stack.enter_context(chosen_runtime(config, run_dir, listener))
         # Objectives of an earlier run: only a state folder outlives a run.
         shutil.rmtree(run_dir / OBJECTIVES, ignore_errors=True)
         asyncio.run(ClusterRun(config, run_dir, listener, runtime).run())
     return 0
+
+
+def _with_checked_models(config: ServeConfig) -> ServeConfig:
+    """Return the configuration with models that are on this machine, and on every host of a Ray cluster."""
+    local = with_local_models(config)
+    for entry in local.served:
+        engine = entry.engine(local.engine)
+        check_model_folder(entry.path, engine.engine)
+        if engine.engine == "paced":
+            check_paced_profile(engine.paced_profile)
+    return with_pinned_models(config, local) if config.runtime.is_ray else local
 
 
 def config_keys(

@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar
 from moonpool.config.serve import TopologySettings
 from moonpool.config.sources import convert, nearest
 from settings.conductor import Objectives, PolicyConfig
-from settings.keys import InvalidSetting, Key, Setting, SettingsGroup, group_settings, parse_path
-from settings.worker import EngineSettings, ModelSettings, name_of_folder
+from settings.hub_model import parse_model
+from settings.keys import InvalidSetting, Key, Setting, SettingsGroup, group_settings
+from settings.worker import EngineSettings, ModelSettings, name_of_model
 
 _TOPOLOGY_KEYS = ("prefill_nodes", "decode_nodes", "aggregated")
 _SLO_KEYS = ("ttft_slo", "tbt_slo")
@@ -22,7 +23,7 @@ class ModelEntry:
     """One served model. `settings` holds its own values by YAML key, of keys in `model_settings()`."""
 
     name: str
-    path: Path
+    path: Path  # folder, or Hugging Face id
     aliases: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -43,12 +44,12 @@ class ModelEntry:
             raise InvalidSetting(f"{source} must be NAME=PATH or a mapping with path, got {value!r}")
         path = value.get("path")
         if not isinstance(path, str) or not path.strip():
-            raise InvalidSetting(f"{source} must have a path, the model's Hugging Face folder, got {value!r}")
+            raise InvalidSetting(f"{source} must have a path, the model's folder or Hugging Face id, got {value!r}")
         try:
-            folder = parse_path(path)
+            folder = parse_model(path)
         except ValueError as error:
             raise InvalidSetting(f"{source}: path {error}") from None
-        name = value.get("name") or name_of_folder(folder)
+        name = value.get("name") or name_of_model(folder)
         where = f"{source}: model {name!r}"
         aliases = value.get("aliases") or []
         aliases = [aliases] if isinstance(aliases, str) else aliases

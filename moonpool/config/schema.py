@@ -83,8 +83,14 @@ def _value_schema(declared: Setting) -> dict[str, Any]:
 def _model_schema() -> dict[str, Any]:
     names = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}
     own = {
-        "name": {"type": "string", "description": "Name of the model in requests [default: the folder's name]"},
-        "path": {"type": "string", "description": "Hugging Face folder of the model"},
+        "name": {
+            "type": "string",
+            "description": "Name of the model in requests [default: the id, or the folder's name]",
+        },
+        "path": {
+            "type": "string",
+            "description": "Folder of the model, or its Hugging Face id, ORG/NAME or ORG/NAME@REVISION",
+        },
         "aliases": {**names, "description": "Additional names that requests may use"},
     }
     settings = {name: setting_schema(declared) for name, declared in model_settings().items()}

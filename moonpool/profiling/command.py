@@ -19,9 +19,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moonpool.errors import ConfigError
+from moonpool.model_files import local_model
 from moonpool.options import reported_errors
 from moonpool.profiling.fitting import MeasuredPoint, WorkGrid, fit, fit_error, grid_of
-from settings.worker import BUNDLED_MODEL, name_of_folder
+from settings.hub_model import parse_model
+from settings.worker import BUNDLED_MODEL, name_of_model
 from worker.errors import ProfileError
 from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range, TransferCost, save_profile
 
@@ -30,10 +32,15 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def profile(
-    model: Annotated[Path | None, typer.Argument(metavar="[MODEL]", help="Hugging Face folder. [bundled]")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MODEL]", parser=parse_model, help="Hugging Face folder or id. [bundled]"),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="File of the profile.")] = Path("cost-profile.json"),
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot of the fit: .svg or .png.")] = None,
-    name: Annotated[str, typer.Option(help="Name under which the cluster serves the model. [the folder's]")] = "",
+    name: Annotated[
+        str, typer.Option(help="Name under which the cluster serves the model. [the id, or the folder's]")
+    ] = "",
     device: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads of the engine.")] = 1,
@@ -65,7 +72,7 @@ def profile(
             from moonpool.profiling.picture import check_picture_path
 
             check_picture_path(plot)
-        path = model or BUNDLED_MODEL
+        path = local_model(model) if model is not None else BUNDLED_MODEL
         settings = {
             "dtype": dtype,
             "threads": threads,
@@ -77,7 +84,9 @@ def profile(
         clocks = {"wall": time.perf_counter, "cpu": time.process_time}
         if clock not in clocks:
             raise ConfigError(f"--clock must be {' or '.join(clocks)}, got {clock!r}")
-        work = _Work(path, name or name_of_folder(path), device, settings, repeats, clock, clocks[clock])
+        work = _Work(
+            path, name or name_of_model(model or BUNDLED_MODEL), device, settings, repeats, clock, clocks[clock]
+        )
         made, prefills, steps = _measure(work, transfers)
         try:
             save_profile(made, out)

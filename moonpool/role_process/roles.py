@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
 from moonpool.errors import ConfigError
+from moonpool.model_files import with_local_models
 from moonpool.role_process.garbage import collect_and_freeze, collect_when_idle, defer_full_collections
 from moonpool.supervision.child import DRAINED_LINE, READY_PREFIX
 from moonpool.supervision.http_port import LISTENER_VARIABLE
@@ -70,6 +71,8 @@ def run_role(role: RoleCommand, config: Any) -> int:
         print(READY_PREFIX + json.dumps(announcement), flush=True)
 
     secure(config.tls, config.access)
+    if role.composite in (WorkerRole, FrontendRole):
+        config = with_local_models(config)
     try:
         tracing.configure(role.command, node_id)
         drained = run(_serve(role, config, node_id, stop, on_ready), stop=stop)
