@@ -18,12 +18,18 @@ def download(
     weights: Annotated[
         bool, typer.Option("--weights/--no-weights", help="Download the weights; a frontend does not need them.")
     ] = True,
+    any_family: Annotated[
+        bool,
+        typer.Option(
+            "--any-family", help="Leave it to another engine, such as vLLM, whether it knows the model's family."
+        ),
+    ] = False,
 ) -> None:
     """Download a model into the Hugging Face cache, check it, and print its folder; `serve` then needs no network.
 
     Example: moonpool download Qwen/Qwen3-8B
     """
     with reported_errors():
-        folder = local_model(model, weights=weights)
-        check_model_folder(folder, "transformer" if weights else "paced")
+        folder = local_model(model, weights=weights, any_family=any_family)
+        check_model_folder(folder, "vllm" if any_family else "transformer" if weights else "paced")
         print(folder)

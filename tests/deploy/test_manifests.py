@@ -3,6 +3,7 @@ of one release fit together.
 """
 
 import copy
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,14 @@ def test_so_is_everything_that_can_be_switched_on(render: Any) -> None:
     values["workers"]["both"]["autoscaling"]["metrics"] = [  # type: ignore[index]
         {"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 50}}}
     ]
-    for mode in ("statefulset", "kuberay"):
-        for manifest in render({"mode": mode, **values}).objects:
+    downloaded = {
+        "source": "huggingface",
+        "id": "a/b",
+        "token": {"existingSecret": "hub"},
+        "cache": {"sizeLimit": "9Gi"},
+    }
+    for mode, model in itertools.product(("statefulset", "kuberay"), (values["model"], downloaded)):
+        for manifest in render({"mode": mode, **values, "model": model}).objects:
             check(manifest)
 
 

@@ -73,6 +73,12 @@ ROOT = Path(__file__).parents[2]
             "config.undivided and config.colocated_prefill are two names of one setting",
         ),
         ({"model": {"source": "pvc"}}, "model.source pvc needs model.existingClaim"),
+        ({"model": {"source": "huggingface"}}, "model.source huggingface needs model.id"),
+        ({"model": {"source": "huggingface", "id": "Qwen3-8B"}}, "'/model/id': 'Qwen3-8B' does not match pattern"),
+        (
+            {"model": {"cache": {"existingClaim": "a", "hostPath": "/b"}}},
+            "existingClaim and model.cache.hostPath conflict",
+        ),
         ({"model": {"source": "hostPath", "hostPath": "models"}}, "'/model/hostPath': 'models' does not match pattern"),
         ({"runAsUser": 0}, "'/runAsUser': minimum: got 0, want 1"),
         ({"nonsense": {}}, "additional properties 'nonsense' not allowed"),
@@ -285,3 +291,49 @@ def test_the_chart_is_small_and_brings_no_resource_definitions(chart: Path, rend
     # Helm keeps a release, chart included, in a Secret of at most 1 MiB.
     assert packed.stat().st_size < 200_000
     assert not render({"mode": "kuberay"}).kind("CustomResourceDefinition")
+
+
+HUB: dict[str, Any] = {"source": "huggingface", "id": "Qwen/Qwen3-8B", "revision": "v1"}
+
+
+def init_container(pod: Any, name: str) -> dict[str, Any]:
+    """The init container of a pod."""
+    found: dict[str, Any] = next(each for each in pod.spec["initContainers"] if each["name"] == name)
+    return found
+
+
+def test_a_model_of_the_hub_is_downloaded_before_a_pod_starts_and_used_without_network(render: Any) -> None:
+    release = render({"model": {**HUB, "token": {"existingSecret": "hub"}, "cache": {"existingClaim": "models"}}})
+    assert release.settings["model"] == "Qwen/Qwen3-8B@v1"
+    for name, weights in (("moonpool-prefill", True), ("moonpool-decode", True), ("moonpool-frontend", False)):
+        pod = release.pod(name)
+        download = init_container(pod, "model")
+        assert download["args"] == ["download", "Qwen/Qwen3-8B@v1", *([] if weights else ["--no-weights"])]
+        token = next(each for each in download["env"] if each["name"] == "HF_TOKEN")
+        assert token["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+        assert {"name": "model", "mountPath": "/models/hub"} in download["volumeMounts"]
+        own = pod.container
+        assert {"name": "HF_HUB_OFFLINE", "value": "1"} in own["env"]
+        assert not any(each["name"] == "HF_TOKEN" for each in own["env"])
+        assert {"name": "model", "mountPath": "/models/hub", "readOnly": True} in own["volumeMounts"]
+        assert {"name": "model", "persistentVolumeClaim": {"claimName": "models"}} in pod.spec["volumes"]
+    assert not any(each["name"] == "model" for each in release.pod("moonpool-pool").spec["volumes"])
+
+
+@pytest.mark.parametrize(
+    ("cache", "volume"),
+    [
+        ({}, {"emptyDir": {}}),
+        ({"sizeLimit": "20Gi"}, {"emptyDir": {"sizeLimit": "20Gi"}}),
+        ({"hostPath": "/models"}, {"hostPath": {"path": "/models", "type": "Directory"}}),
+    ],
+)
+def test_downloaded_models_are_kept_where_the_cache_says(
+    render: Any, cache: dict[str, Any], volume: dict[str, Any]
+) -> None:
+    for mode in ("statefulset", "kuberay"):
+        release = render({"mode": mode, "model": {**HUB, "cache": cache}, "config": {"engine": "vllm"}})
+        name = "moonpool-decode" if mode == "statefulset" else "moonpool-launcher"
+        pod = release.pod(name)
+        assert {"name": "model", **volume} in pod.spec["volumes"]
+        assert init_container(pod, "model")["args"][-1] == "--any-family"

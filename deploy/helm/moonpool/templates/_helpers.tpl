@@ -65,8 +65,21 @@ labels:
 {{- first .Values.model.servedNames -}}
 {{- else if eq .Values.model.source "bundled" -}}
 moonpool
+{{- else if eq .Values.model.source "huggingface" -}}
+{{- .Values.model.id -}}
 {{- else -}}
 {{- base .Values.model.path -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The model in the configuration; empty for the bundled one. */ -}}
+{{- define "moonpool.model" -}}
+{{- with .Values.model -}}
+{{- if eq .source "huggingface" -}}
+{{ .id }}{{ with .revision }}@{{ . }}{{ end }}
+{{- else if ne .source "bundled" -}}
+{{ .path }}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -96,7 +109,7 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- $_ := set $config "drain_grace" (int .Values.frontend.drainSeconds) -}}
 {{- $_ := set $config "worker_drain_grace" (int .Values.workerDrainSeconds) -}}
 {{- $_ := set $config "pool_bytes" .Values.pool.bytes -}}
-{{- if ne .Values.model.source "bundled" -}}{{- $_ := set $config "model" .Values.model.path -}}{{- end -}}
+{{- with include "moonpool.model" . -}}{{- $_ := set $config "model" . -}}{{- end -}}
 {{- with .Values.model.servedNames -}}{{- $_ := set $config "served_model_name" . -}}{{- end -}}
 {{- with include "moonpool.redisUrl" . -}}{{- $_ := set $config "redis_url" . -}}{{- end -}}
 {{- if .Values.pool.ssd.hostPath -}}
@@ -146,11 +159,14 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- if and (hasKey .Values.config "colocated_prefill") (hasKey .Values.config "undivided") -}}
 {{- fail "config.undivided and config.colocated_prefill are two names of one setting: omit config.undivided" -}}
 {{- end -}}
-{{- $needed := dict "pvc" "existingClaim" "hostPath" "hostPath" "imageVolume" "reference" -}}
+{{- $needed := dict "pvc" "existingClaim" "hostPath" "hostPath" "imageVolume" "reference" "huggingface" "id" -}}
 {{- with get $needed .Values.model.source -}}
 {{- if not (get $.Values.model .) -}}
 {{- fail (printf "model.source %s needs model.%s, which is empty" $.Values.model.source .) -}}
 {{- end -}}
+{{- end -}}
+{{- if and .Values.model.cache.existingClaim .Values.model.cache.hostPath -}}
+{{- fail "model.cache.existingClaim and model.cache.hostPath conflict: set one of them" -}}
 {{- end -}}
 {{- $roles := dict -}}
 {{- range $name, $group := .Values.workers -}}

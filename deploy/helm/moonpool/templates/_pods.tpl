@@ -113,6 +113,10 @@ env:
     value: k8s.namespace.name={{ $.root.Release.Namespace }},k8s.pod.name=$(POD_NAME),k8s.node.name=$(NODE_NAME)
   {{- end }}
   {{- end }}
+  {{- if and .model (eq .root.Values.model.source "huggingface") }}
+  - {name: HF_HOME, value: /models/hub}
+  - {name: HF_HUB_OFFLINE, value: "1"}
+  {{- end }}
   {{- with .env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -169,6 +173,9 @@ livenessProbe:
 {{- if and .model (has .root.Values.model.source (list "pvc" "hostPath" "imageVolume")) }}
 - {name: model, mountPath: {{ .root.Values.model.path }}, readOnly: true{{ with .root.Values.model.subPath }}, subPath: {{ . }}{{ end }}}
 {{- end }}
+{{- if and .model (eq .root.Values.model.source "huggingface") }}
+- {name: model, mountPath: /models/hub, readOnly: true}
+{{- end }}
 {{- if and .moves .root.Values.pool.sharedMemory.enabled (eq .root.Values.mode "statefulset") }}
 - {name: sockets, mountPath: /run/moonpool}
 {{- end }}
@@ -200,6 +207,15 @@ livenessProbe:
   {{- else }}
   image: {reference: {{ .reference | quote }}, pullPolicy: {{ $.root.Values.image.pullPolicy }}}
   {{- end }}
+{{- else if and $.model (eq .source "huggingface") }}
+- name: model
+  {{- if .cache.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .cache.existingClaim }}}
+  {{- else if .cache.hostPath }}
+  hostPath: {path: {{ .cache.hostPath }}, type: Directory}
+  {{- else }}
+  emptyDir: {{ if .cache.sizeLimit }}{sizeLimit: {{ .cache.sizeLimit }}}{{ else }}{}{{ end }}
+  {{- end }}
 {{- end }}
 {{- end }}
 {{- if and .moves .root.Values.pool.sharedMemory.enabled (eq .root.Values.mode "statefulset") }}
@@ -217,26 +233,73 @@ livenessProbe:
 {{ .Values.pool.sharedMemory.hostPath }}/{{ .Release.Namespace }}-{{ include "moonpool.fullname" . }}
 {{- end -}}
 
+{{- /* Init containers of a pod; empty without any. weights: true for pods that compute. */ -}}
+{{- define "moonpool.initContainers" -}}
+{{- $all := printf "%s%s" (include "moonpool.prepareSockets" .) (include "moonpool.downloadModel" .) | trim -}}
+{{- if $all -}}
+initContainers:
+  {{- $all | nindent 2 }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Downloads the model of the Hugging Face hub into the cache; the roles find it there and need no network. */ -}}
+{{- define "moonpool.downloadModel" -}}
+{{- if and .model (eq .root.Values.model.source "huggingface") }}
+- name: model
+  image: {{ include "moonpool.image" .root }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  args:
+    - download
+    - {{ include "moonpool.model" .root | quote }}
+    {{- if not .weights }}
+    - --no-weights
+    {{- end }}
+    {{- if eq (toString .root.Values.config.engine) "vllm" }}
+    - --any-family
+    {{- end }}
+  env:
+    - {name: HF_HOME, value: /models/hub}
+    {{- with .root.Values.model.token }}
+    {{- if .existingSecret }}
+    - name: HF_TOKEN
+      valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
+    {{- end }}
+    {{- end }}
+    {{- with .pod.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  securityContext:
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities: {drop: [ALL]}
+  resources:
+    requests: {cpu: 100m, memory: 256Mi}
+    limits: {memory: 2Gi}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: model, mountPath: /models/hub}
+{{- end }}
+{{- end -}}
+
 {{- /* Kubernetes creates host folders for root; this changes the owner to the processes' user. */ -}}
 {{- define "moonpool.prepareSockets" -}}
-{{- if and .root.Values.pool.sharedMemory.enabled .root.Values.pool.sharedMemory.prepare -}}
-initContainers:
-  - name: sockets
-    image: {{ include "moonpool.image" .root }}
-    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-    command: [chown, {{ printf "%d:%d" (ternary 0 (int .root.Values.runAsUser) (and .root.Values.rdma.enabled .root.Values.rdma.runAsRoot)) (int .root.Values.runAsUser) | quote }}, /run/moonpool]
-    securityContext:
-      runAsUser: 0
-      runAsNonRoot: false
-      allowPrivilegeEscalation: false
-      readOnlyRootFilesystem: true
-      capabilities: {drop: [ALL], add: [CHOWN]}
-    resources:
-      requests: {cpu: 10m, memory: 16Mi}
-      limits: {memory: 64Mi}
-    volumeMounts:
-      - {name: sockets, mountPath: /run/moonpool}
-{{- end -}}
+{{- if and .moves .root.Values.pool.sharedMemory.enabled .root.Values.pool.sharedMemory.prepare (eq .root.Values.mode "statefulset") }}
+- name: sockets
+  image: {{ include "moonpool.image" .root }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [chown, {{ printf "%d:%d" (ternary 0 (int .root.Values.runAsUser) (and .root.Values.rdma.enabled .root.Values.rdma.runAsRoot)) (int .root.Values.runAsUser) | quote }}, /run/moonpool]
+  securityContext:
+    runAsUser: 0
+    runAsNonRoot: false
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities: {drop: [ALL], add: [CHOWN]}
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 64Mi}
+  volumeMounts:
+    - {name: sockets, mountPath: /run/moonpool}
+{{- end }}
 {{- end -}}
 
 {{- /* (root, name, component, kind, target, autoscaling) */ -}}
