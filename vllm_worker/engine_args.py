@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, Final
 
-from settings.worker import EngineSettings
 from worker.config import WorkerConfig
 from worker.errors import StartupError
 
@@ -110,14 +109,17 @@ def engine_args(config: WorkerConfig) -> Any:
     return found
 
 
-def prepare_environment(settings: EngineSettings) -> None:
+def prepare_environment(config: WorkerConfig) -> None:
     """Set the variables that vLLM reads when it is imported, unless the user has set them."""
+    settings = config.engine
     os.environ[WORKER_PID] = str(os.getpid())
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_COMPUTE_NANS_IN_LOGITS": "1",  # a request whose logits are damaged must fail
         "VLLM_CONFIGURE_LOGGING": "0",
     }
+    if config.messenger.shm_dir is not None:  # the sockets between vLLM's processes: no other user may reach them
+        defaults["VLLM_RPC_BASE_PATH"] = str(config.messenger.shm_dir)
     if settings.device == "cpu":
         defaults |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",  # in GiB; the number of blocks is set

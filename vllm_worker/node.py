@@ -34,7 +34,8 @@ class VllmNode(EngineNode):
     def __init__(self, config: WorkerConfig, role: Role.ValueType) -> None:
         """Raises StartupError if vLLM is not installed, or refuses the configuration."""
         super().__init__(config, role)
-        prepare_environment(config.engine)
+        self._has_engine = False
+        prepare_environment(config)
         self._version = require_vllm()
         args = engine_args(config)
         try:
@@ -56,7 +57,8 @@ class VllmNode(EngineNode):
     async def start(self, target: str) -> None:
         """Start vLLM, which takes from seconds to minutes, and begin to join the conductors. Raises StartupError."""
         try:
-            self.engine = await asyncio.to_thread(VllmRunner, self._vllm_config, self._on_step, self._on_decode)
+            self.engine = await asyncio.to_thread(VllmRunner.start, self._vllm_config, self._on_step, self._on_decode)
+            self._has_engine = True
             await self.engine.warm_up()
         except Exception as error:
             raise StartupError(f"vLLM does not start: {error}") from error
@@ -65,7 +67,7 @@ class VllmNode(EngineNode):
 
     async def close(self) -> None:
         await self._end_requests()
-        if self.has_started:
+        if self._has_engine:
             await self.engine.close()
         await asyncio.to_thread(self.grammars.close)
 

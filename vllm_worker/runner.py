@@ -28,18 +28,25 @@ Decoded = Callable[[int, int, float], None]  # (batch, context tokens, seconds) 
 class VllmRunner:
     """Engine of a worker behind `worker.engine_node.SequenceRunner`."""
 
-    def __init__(self, vllm_config: Any, on_step: Callable[[StepResult], None], on_decode: Decoded) -> None:
-        """Start vLLM's processes and load the model: blocks for long. Raises the errors of vLLM."""
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+    def __init__(self, llm: Any, on_step: Callable[[StepResult], None], on_decode: Decoded) -> None:
+        """`llm` is an AsyncLLM that reports its statistics here; `start` makes one."""
         self._on_step = on_step
         self._on_decode = on_decode
-        self._running: dict[int, tuple[EngineSequence, str, asyncio.Task[None]]] = {}  # by id of the sequence
+        self._running: dict[int, tuple[EngineSequence, asyncio.Task[None]]] = {}  # by id of the sequence
         self._names = itertools.count()
         self._watching: asyncio.Task[None] | None = None
         self.usage = 0.0  # of the KV cache, from 0 to 1
         self.preemptions = 0
-        self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._logger], enable_log_requests=False)
+        self._llm = llm
+
+    @classmethod
+    def start(cls, vllm_config: Any, on_step: Callable[[StepResult], None], on_decode: Decoded) -> VllmRunner:
+        """Start vLLM's processes and load the model: blocks for long. Raises the errors of vLLM."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        runner = cls(None, on_step, on_decode)
+        runner._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[runner._logger])
+        return runner
 
     @property
     def config(self) -> Any:
@@ -71,38 +78,33 @@ class VllmRunner:
 
     def submit(self, sequence: EngineSequence) -> None:
         name = f"{sequence.request.request_id}-{sequence.request.attempt}-{next(self._names)}"
-        task = asyncio.create_task(self._run(sequence, name))
-        self._running[id(sequence)] = sequence, name, task
+        task = asyncio.create_task(self._generate(sequence, name))
+        self._running[id(sequence)] = sequence, task
+        # A callback, because a task that is cancelled before its first step never runs its own code.
+        task.add_done_callback(lambda ended: self._left(sequence, ended))
 
     def cancel(self, sequence: EngineSequence) -> None:
         running = self._running.get(id(sequence))
         if running is not None:
             sequence.cancelled = True
-            running[2].cancel()  # vLLM aborts a request whose reader is cancelled
+            running[1].cancel()  # vLLM aborts a request whose reader is cancelled
 
     async def close(self) -> None:
         """End all sequences and vLLM's processes."""
-        tasks = [task for _, _, task in self._running.values()]
+        tasks = [task for _, task in self._running.values()]
         tasks += [self._watching] if self._watching is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._llm.shutdown)
 
-    async def _run(self, sequence: EngineSequence, name: str) -> None:
-        error: BaseException | None = None
-        try:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._generate(sequence, name)
-        except Exception as problem:
-            error = self._judged(sequence, problem)
+    def _left(self, sequence: EngineSequence, ended: asyncio.Task[None]) -> None:
         del self._running[id(sequence)]
-        if error is None:
-            self._on_step(StepResult(left=[sequence]))
-        else:
-            self._on_step(StepResult(left=[sequence], error=error, is_end=True))
+        problem = None if ended.cancelled() else ended.exception()
+        error = None if problem is None else self._judged(sequence, problem)
+        self._on_step(StepResult(left=[sequence], error=error, is_end=error is not None))
 
-    def _judged(self, sequence: EngineSequence, problem: Exception) -> BaseException | None:
+    def _judged(self, sequence: EngineSequence, problem: BaseException) -> BaseException | None:
         """Set the error of the sequence, or return the error of the engine."""
         from vllm.exceptions import VLLMValidationError
 
@@ -193,5 +195,5 @@ class VllmRunner:
         self.preemptions += iteration.num_preempted_reqs
         gaps = iteration.inter_token_latencies_iter
         if gaps and not iteration.time_to_first_tokens_iter:
-            context = sum(sequence.num_tokens for sequence, _, _ in self._running.values())
+            context = sum(sequence.num_tokens for sequence, _ in self._running.values())
             self._on_decode(len(gaps), context, statistics.median(gaps))

@@ -18,7 +18,9 @@ __all__ = ["assert_refused", "judge_of", "moonpool", "session", "start_cluster"]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 if os.environ.get("REQUIRE_VLLM") and not HAS_VLLM:
     raise RuntimeError("REQUIRE_VLLM is set, and vLLM is not installed")
-collect_ignore = [] if HAS_VLLM else ["test_cluster.py", "test_keyed_sampler.py", "test_engine_args.py"]
+collect_ignore = (
+    [] if HAS_VLLM else ["test_cluster.py", "test_keyed_sampler.py", "test_engine_args.py", "test_runner.py"]
+)
 
 
 @pytest.fixture(scope="session")
