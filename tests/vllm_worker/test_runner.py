@@ -19,7 +19,7 @@ from worker.request import EngineSequence, Request
 
 
 class StandIn:
-    """What VllmRunner uses of AsyncLLM: `generate` yields the outputs, or raises."""
+    """Stand-in for the part of AsyncLLM that VllmRunner uses: `generate` yields the outputs, or raises."""
 
     def __init__(self, outputs: list[Any]) -> None:
         self.outputs = outputs
