@@ -84,7 +84,6 @@ test-nightly: $(STAMP)
 	$(QUIET_THREADS) $(BIN)/python -m pytest -m nightly --junitxml=out/nightly.xml; \
 	  $(BIN)/python .ci/report_tests.py out/nightly.xml --record tests/nightly.json
 
-# Its status is 3 without a GPU, which make turns into 2.
 # Its numba is another version, whose compiled kernels must not replace those of $(VENV).
 test-vllm: export NUMBA_CACHE_DIR := $(abspath $(VLLM_VENV))/numba
 test-vllm: $(VLLM_STAMP)
@@ -97,6 +96,7 @@ $(VLLM_STAMP): pyproject.toml requirements-cpu.lock requirements-vllm.lock .ci/i
 	NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba $(QUIET_THREADS) $(VLLM_VENV)/bin/python .ci/compile_kernels.py
 	@touch $@
 
+# Its status is 3 without a GPU, which make turns into 2.
 gpu-proof: $(STAMP)
 	$(QUIET_THREADS) $(BIN)/python -m tools.gpu_proof
 

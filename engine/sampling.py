@@ -49,9 +49,6 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 
     Raises `SamplingError` for invalid parameters and for NaN or infinite logits.
     """
-    _check_shape(logits, rows)
-    if not len(rows):
-        return np.empty(0, np.int64)
     ids, best = choose(logits, rows)
     if not bool(best.isfinite().all()):
         raise SamplingError("the logits contain NaN or infinity: the model's weights or its KV are damaged")
@@ -60,11 +57,14 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], B > 0, without waiting for a device.
+    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], without waiting for a device.
 
     The id of a row whose score is not finite is meaningless. Raises `SamplingError` for invalid parameters.
     """
-    _check_shape(logits, rows)
+    if logits.dim() != 2 or len(rows) != len(logits):
+        raise SamplingError(
+            f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
+        )
     scores = _scores(logits, rows, 0.0)
     best, ids = scores.max(dim=1)
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
@@ -176,13 +176,6 @@ def _candidates(
     kept &= (top_p >= 1) | ~reached
     kept[:, 0] = True
     return torch.zeros_like(kept).scatter_(1, order, kept)
-
-
-def _check_shape(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    if logits.dim() != 2 or len(rows) != len(logits):
-        raise SamplingError(
-            f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
-        )
 
 
 def _check(row: SamplingRow) -> None:

@@ -12,10 +12,8 @@ from blake3 import blake3
 from engine import EngineError
 from engine.model import fingerprint_of
 from kvpool import KvGroup, KvSpec, kv_namespace
-from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import Node
-from rpc.versions import own_software
 from vllm_worker.engine_args import engine_args, prepare_environment, require_vllm
 from vllm_worker.runner import VllmRunner
 from worker.config import WorkerConfig
@@ -75,24 +73,15 @@ class VllmNode(EngineNode):
         if self.has_started:
             self.reporter.decode(batch, context_tokens, seconds)
 
-    def _description(self) -> Node:
+    def _engine_description(self) -> Node:
         engine = self.config.engine
         return Node(
-            node_id=self.config.node_id,
-            role=self.role.role,
-            incarnation=self.incarnation,
-            target=self.target,
-            model=self.config.model.name,
             kv_namespace=self.namespace,
             spec=self.spec.to_proto(),
             capacity_tokens=self.capacity_tokens,
-            max_model_len=self.max_model_len,
-            max_batch=engine.max_batch,
-            prefill_chunk_tokens=engine.prefill_chunk_tokens,
             kv_bytes_per_token=self.spec.bytes_per_token,
             model_fingerprint=self.fingerprint,
             hardware=f"vLLM {self._version}, {hardware_name(torch.device(engine.device), engine.threads)}",
-            software=own_software(kv_wire=KV_WIRE),
         )
 
     @property

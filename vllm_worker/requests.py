@@ -29,12 +29,7 @@ def prompt_of(request: Request) -> list[int]:
     vLLM begins every grammar at the end of the prompt. So an answer under a grammar that goes on here is generated
     again from its first token, with the known tokens in their places.
     """
-    ids = (
-        request.prompt
-        if request.sampling.grammar is None
-        else request.prompt[: len(request.prompt) - replayed(request)]
-    )
-    prompt: list[int] = ids.tolist()
+    prompt: list[int] = request.prompt[: len(request.prompt) - replayed(request)].tolist()
     return prompt
 
 

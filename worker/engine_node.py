@@ -14,10 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
+from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE, Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.worker_pb2 import Timing
 from rpc.metric_samples import node_sample
+from rpc.versions import own_software
 from telemetry import NodeSample, tracing
 from worker.config import WorkerConfig
 from worker.counters import WorkerCounters
@@ -99,7 +101,8 @@ class EngineNode(ABC):
         """Cancel all remaining work and release everything."""
 
     @abstractmethod
-    def _description(self) -> Node: ...
+    def _engine_description(self) -> Node:
+        """Return the description of the engine and its KV; the rest is the same for all workers."""
 
     @property
     @abstractmethod
@@ -122,6 +125,22 @@ class EngineNode(ABC):
     @abstractmethod
     def _kv_at_rest(self) -> tuple[list[str], dict[str, float]]:
         """Return (problems, counts) of the engine's KV, as `validate`."""
+
+    def _description(self) -> Node:
+        config = self.config
+        node = Node(
+            node_id=config.node_id,
+            role=self.role.role,
+            incarnation=self.incarnation,
+            target=self.target,
+            model=config.model.name,
+            max_model_len=self.max_model_len,
+            max_batch=config.engine.max_batch,
+            prefill_chunk_tokens=config.engine.prefill_chunk_tokens,
+            software=own_software(kv_wire=KV_WIRE),
+        )
+        node.MergeFrom(self._engine_description())
+        return node
 
     def _begin_joining(self, target: str) -> None:
         self.target = target

@@ -10,10 +10,8 @@ import sys
 
 from kvpool import digest, kv_namespace
 from messenger import Messenger
-from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import Node
-from rpc.versions import own_software
 from worker.config import WorkerConfig
 from worker.engine_interface import Engine
 from worker.engine_loading import load_engine
@@ -92,27 +90,18 @@ class WorkerNode(EngineNode):
         await self.kv_connector.wait_for_own_pool()
         self._begin_joining(target)
 
-    def _description(self) -> Node:
+    def _engine_description(self) -> Node:
         return Node(
-            node_id=self.config.node_id,
-            role=self.role.role,
-            incarnation=self.incarnation,
-            target=self.target,
             endpoint=self.endpoint.to_proto(),
             host_id=self.endpoint.host_id,
             pool_node_id=self.kv_connector.own_node_id,
-            model=self.config.model.name,
             kv_namespace=self.namespace,
             spec=self.stored.spec.to_proto(),
             capacity_tokens=self.config.engine.capacity_tokens,
-            max_model_len=self.max_model_len,
-            max_batch=self.config.engine.max_batch,
-            prefill_chunk_tokens=self.config.engine.prefill_chunk_tokens,
             kv_bytes_per_token=self.stored.spec.bytes_per_token,
             model_fingerprint=self.model.fingerprint,
             hardware=self.model.hardware,
             engine=self.model.label,
-            software=own_software(kv_wire=KV_WIRE),
         )
 
     async def close(self) -> None:

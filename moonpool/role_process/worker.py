@@ -1,7 +1,8 @@
 """Worker process. It can run every phase; its role determines which requests the conductor sends it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 from decode_node.server import DecodeService
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, ROLE_DECODE, ROLE_PREFILL, Role
@@ -15,8 +16,6 @@ from worker.engine_node import EngineNode
 from worker.node import WorkerNode
 from worker.servicer import WorkerService
 from worker.serving import serve_until
-
-Worker = tuple[EngineNode, WorkerService, Callable[[], Awaitable[None]]]  # with what closes its services
 
 _ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "aggregated": ROLE_AGGREGATED}
 
@@ -32,7 +31,11 @@ async def serve_worker(
 
     Returns True if it was drained.
     """
-    node, face, close = (_vllm_worker if config.engine.engine == "vllm" else _native_worker)(config, _ROLES[role])
+    closing = AsyncExitStack()
+    if config.engine.engine == "vllm":
+        node, face = _vllm_worker(config, _ROLES[role])
+    else:
+        node, face = _native_worker(config, _ROLES[role], closing)
 
     def ready(target: str) -> None:
         if metrics is not None:
@@ -43,26 +46,25 @@ async def serve_worker(
     try:
         return await serve_until(node, server, stop, ready)
     finally:
-        await close()
+        await closing.aclose()
 
 
-def _native_worker(config: WorkerConfig, role: Role.ValueType) -> Worker:
+def _native_worker(
+    config: WorkerConfig, role: Role.ValueType, closing: AsyncExitStack
+) -> tuple[EngineNode, WorkerService]:
     node = WorkerNode(config, role)
     prefill, decode = PrefillService(node), DecodeService(node)
     face = WorkerService(
         node, prefill=prefill.serve, whole=AggregatedService(node).serve, decode=decode, helper=prefill.helper
     )
-    return node, face, prefill.close
+    closing.push_async_callback(prefill.close)
+    return node, face
 
 
-def _vllm_worker(config: WorkerConfig, role: Role.ValueType) -> Worker:
+def _vllm_worker(config: WorkerConfig, role: Role.ValueType) -> tuple[EngineNode, WorkerService]:
     from vllm_worker.node import VllmNode
     from vllm_worker.service import NoHandoff, VllmService
 
     node = VllmNode(config, role)
     whole, none = VllmService(node).serve, NoHandoff(node)
-    return node, WorkerService(node, prefill=whole, whole=whole, decode=none, helper=none), _nothing
-
-
-async def _nothing() -> None:
-    return
+    return node, WorkerService(node, prefill=whole, whole=whole, decode=none, helper=none)
