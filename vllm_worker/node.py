@@ -12,7 +12,7 @@ from blake3 import blake3
 from engine import EngineError
 from engine.model import fingerprint_of
 from kvpool import KvGroup, KvSpec, kv_namespace
-from moonpool_proto.v1.common_pb2 import Role
+from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, Role
 from moonpool_proto.v1.conductor_pb2 import Node
 from vllm_worker.engine_args import engine_args, prepare_environment, require_vllm
 from vllm_worker.runner import VllmRunner
@@ -30,7 +30,11 @@ class VllmNode(EngineNode):
     engine: VllmRunner
 
     def __init__(self, config: WorkerConfig, role: Role.ValueType) -> None:
-        """Raises StartupError if vLLM is not installed, or refuses the configuration."""
+        """Raises StartupError if vLLM is not installed, or refuses the configuration, or for a role that hands over."""
+        if role != ROLE_AGGREGATED:
+            raise StartupError(
+                f"--engine vllm runs aggregated workers only, got {Role.Name(role)}: start it as an aggregated node"
+            )
         super().__init__(config, role)
         self._has_engine = False
         prepare_environment(config)
