@@ -132,7 +132,7 @@ class DecodeService:
         cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens))
         with span.child("slots"), node.queued(request):
             most = -(-request.peak_tokens // block_tokens)
-            count = _first_slots(request, block_tokens, most)
+            count = _first_slots(request, block_tokens, most) if node.engine.computes_in_slots else most
             slots, num_shared = await node.slots.take(request.key, request.keys[:cut], count, most - count)
         reservation: Reservation | None = None
         try:

@@ -164,6 +164,12 @@ class SharedMemory:
         """Bytes of the pages that the memory has, in RAM or swap."""
         return os.fstat(self.fd).st_blocks * 512
 
+    @property
+    def writable_fd(self) -> int:
+        """Descriptor of returnable memory through which another process of the owner can map it for writing."""
+        assert self._writable_fd is not None, "the memory is not returnable"
+        return self._writable_fd
+
     def release(self, start: int, nbytes: int) -> None:
         """Return the whole pages in [start, start + nbytes) of returnable memory to the kernel.
 

@@ -79,6 +79,10 @@ class GroupHelper:
 
     def _check(self, request: Request, enlist: Enlist) -> None:
         node = self._node
+        if not node.engine.computes_in_slots:
+            raise RequestRefused(
+                "unsupported", f"the engine of {node.config.node_id} cannot compute a part of a prompt"
+            )
         if enlist.kv_namespace != node.namespace:
             raise RequestRefused(
                 "other_kv", f"{node.config.node_id} computes KV of a different namespace than the head"

@@ -9,6 +9,7 @@ import logging
 import os
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 from worker.config import WorkerConfig
@@ -81,8 +82,12 @@ def check_arguments(text: str) -> list[str]:
     return words
 
 
-def engine_args(config: WorkerConfig) -> Any:
-    """Return vLLM's AsyncEngineArgs for a worker. Raises StartupError; vllm must be installed."""
+def engine_args(config: WorkerConfig, copies_socket: Path) -> Any:
+    """Return vLLM's AsyncEngineArgs for a worker, whose processes connect to `copies_socket`.
+
+    Raises StartupError; vllm must be installed.
+    """
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -105,7 +110,14 @@ def engine_args(config: WorkerConfig) -> Any:
         found.structured_outputs_config, backend="guidance", disable_any_whitespace=True
     )
     if settings.device == "cpu":
-        found.num_gpu_blocks_override = config.num_slots
+        found.num_gpu_blocks_override = config.num_slots + 1  # vLLM never uses its first block
+    found.kv_transfer_config = KVTransferConfig(
+        kv_connector="MoonpoolConnector",
+        kv_connector_module_path="vllm_worker.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"moonpool_socket": str(copies_socket)},
+    )
     return found
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from engine.logprobs import TokenLogprobs
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import LogProbs
+from vllm_worker.kv_jobs import KvJob
 from worker.logprobs import PromptLogprobs
-from worker.request import Request
+from worker.request import EngineSequence
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -23,46 +24,58 @@ at the prompt's end that earlier attempts generated, and ids to be generated fir
 _GRAMMAR_FIELDS = {Grammar.KIND_JSON_SCHEMA: "json", Grammar.KIND_LARK: "grammar", Grammar.KIND_REGEX: "regex"}
 
 
-def prompt_of(request: Request) -> list[int]:
-    """Return the ids that vLLM computes as the prompt.
+def prompt_of(sequence: EngineSequence) -> list[int]:
+    """Return the ids that vLLM computes as the prompt: all known ones, unless some are generated again."""
+    prompt: list[int] = sequence.tokens[: sequence.num_tokens - num_replayed(sequence)].tolist()
+    return prompt
+
+
+def num_replayed(sequence: EngineSequence) -> int:
+    """Return the number of known tokens that vLLM generates again.
 
     vLLM begins every grammar at the end of the prompt. So an answer under a grammar that goes on here is generated
     again from its first token, with the known tokens in their places.
     """
-    prompt: list[int] = request.prompt[: len(request.prompt) - replayed(request)].tolist()
-    return prompt
+    return sequence.next_index if sequence.request.sampling.grammar is not None else 0
 
 
-def replayed(request: Request) -> int:
-    """Return the number of tokens that vLLM generates again: those of earlier attempts, if there is a grammar."""
-    return request.generated if request.sampling.grammar is not None else 0
+def kv_job(sequence: EngineSequence, number: int) -> KvJob:
+    """Return the copies that a sequence needs: its computed tokens are in its slots, and the others' KV is to be."""
+    return KvJob(
+        number=number,
+        slots=tuple(sequence.slots),
+        load_tokens=min(sequence.num_computed, sequence.num_tokens - num_replayed(sequence)),
+        save_from=sequence.num_computed,
+        saves_layers=sequence.prefill_only,
+    )
 
 
-def sampling_params(request: Request) -> SamplingParams:
+def sampling_params(sequence: EngineSequence, job: KvJob) -> SamplingParams:
     """Return vLLM's parameters: neutral ones, since `KeyedSampler` chooses the tokens by the entry in `extra_args`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    sampling, again = request.sampling, replayed(request)
+    sampling, again = sequence.request.sampling, num_replayed(sequence)
     grammar = sampling.grammar
+    known = sequence.tokens[sequence.num_tokens - again : sequence.num_tokens]
     entry = {
-        "sampling": request.proto.sampling.SerializeToString(),
-        "generated": request.generated - again,
-        "replayed": request.generated_ids.tolist() if again else [],
+        "sampling": sequence.request.proto.sampling.SerializeToString(),
+        "generated": sequence.next_index - again,
+        "replayed": known.tolist(),
     }
     return SamplingParams(
         temperature=0.0,
-        max_tokens=request.max_tokens - request.generated + again,
+        max_tokens=again + (1 if sequence.prefill_only else sequence.remaining),
         ignore_eos=True,  # the end tokens are among the stop tokens, if they end this answer
         stop_token_ids=sorted(sampling.stop_ids),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs if request.scores_prompt else None,
+        prompt_logprobs=sampling.prompt_logprobs if sequence.prompt_scores is not None else None,
         structured_outputs=None
         if grammar is None
         else StructuredOutputsParams(**{_GRAMMAR_FIELDS[grammar.kind]: grammar.source}),
-        extra_args={EXTRA: entry},
+        extra_args={EXTRA: entry, "kv_transfer_params": job.to_params()},
     )
 
 

@@ -2,22 +2,27 @@
 
 vLLM computes in processes of its own. They end with this one; if one of them ends by itself, the engine is broken, and
 the worker with it.
+
+A sequence leaves when vLLM has ended its request and every rank has reported that it no longer uses its slots
+(`vllm_worker.connector`): by then the KV of its tokens is in them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
-from vllm_worker.requests import prompt_of, record_prompt, replayed, sampling_params, token_logprobs
-from worker.engine_loop import GeneratedToken, StepResult
+from vllm_worker.copy_channel import Spans
+from vllm_worker.requests import kv_job, num_replayed, prompt_of, record_prompt, sampling_params, token_logprobs
+from worker.engine_loop import GeneratedToken, LayerHook, StepResult
 from worker.errors import RequestFailed, RequestRefused
 from worker.request import EngineSequence
+from worker.shielded_wait import shielded
 
 log = logging.getLogger(__name__)
 
@@ -25,28 +30,41 @@ _CHECK_S: Final = 1.0
 Decoded = Callable[[int, int, float], None]  # (batch, context tokens, seconds) of a step that only decoded
 
 
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A sequence in vLLM. `ended` gets the error of its copies, or "", once vLLM no longer uses its slots."""
+
+    sequence: EngineSequence
+    number: int
+    save_from: int  # tokens before it were in the slots from the start
+    ended: asyncio.Future[str]
+    task: asyncio.Task[None] | None = None
+
+
 class VllmRunner:
     """Engine of a worker behind `worker.engine_node.SequenceRunner`."""
 
-    def __init__(self, llm: Any, on_step: Callable[[StepResult], None], on_decode: Decoded) -> None:
-        """`llm` is an AsyncLLM that reports its statistics here; `start` makes one."""
+    computes_in_slots = False
+
+    def __init__(self, on_step: Callable[[StepResult], None], on_decode: Decoded) -> None:
         self._on_step = on_step
         self._on_decode = on_decode
-        self._running: dict[int, tuple[EngineSequence, asyncio.Task[None]]] = {}  # by id of the sequence
-        self._names = itertools.count()
+        self._on_layer: LayerHook | None = None
+        self._runs: dict[int, _Run] = {}  # by id of the sequence
+        self._by_number: dict[int, _Run] = {}
+        self._numbers = itertools.count()
         self._watching: asyncio.Task[None] | None = None
         self.usage = 0.0  # of the KV cache, from 0 to 1
         self.preemptions = 0
-        self._llm = llm
+        self._llm: Any = None
 
-    @classmethod
-    def start(cls, vllm_config: Any, on_step: Callable[[StepResult], None], on_decode: Decoded) -> VllmRunner:
-        """Start vLLM's processes and load the model: blocks for long. Raises the errors of vLLM."""
+    async def start(self, vllm_config: Any) -> None:
+        """Start vLLM's processes, load the model and compute a first prompt. Raises the errors of vLLM."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        runner = cls(None, on_step, on_decode)
-        runner._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[runner._logger])
-        return runner
+        self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, vllm_config, stat_loggers=[self._logger])
+        await self._warm_up()
+        self._watching = asyncio.create_task(self._watch())
 
     @property
     def config(self) -> Any:
@@ -55,9 +73,9 @@ class VllmRunner:
 
     @property
     def num_sequences(self) -> int:
-        return len(self._running)
+        return len(self._runs)
 
-    async def warm_up(self) -> None:
+    async def _warm_up(self) -> None:
         """Compute one prompt with everything that vLLM compiles when it is first needed."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
@@ -67,39 +85,65 @@ class VllmRunner:
             pass
         await self._llm.reset_prefix_cache()
 
-    def watch(self) -> None:
-        """Begin to look for the end of vLLM's processes while no request would notice it."""
-        self._watching = asyncio.create_task(self._watch())
-
     async def _watch(self) -> None:
+        """Look for the end of vLLM's processes while no request would notice it."""
         while not self._llm.errored:  # noqa: ASYNC110  # vLLM sets no event
             await asyncio.sleep(_CHECK_S)
         self._ended(self._llm.dead_error)
 
     def submit(self, sequence: EngineSequence) -> None:
-        name = f"{sequence.request.request_id}-{sequence.request.attempt}-{next(self._names)}"
-        task = asyncio.create_task(self._generate(sequence, name))
-        self._running[id(sequence)] = sequence, task
+        sequence.steering = None  # logits are changed in vLLM's processes
+        run = _Run(sequence, next(self._numbers), sequence.num_computed, asyncio.get_running_loop().create_future())
+        self._runs[id(sequence)] = self._by_number[run.number] = run
+        run.task = asyncio.create_task(self._run(run))
         # A callback, because a task that is cancelled before its first step never runs its own code.
-        task.add_done_callback(lambda ended: self._left(sequence, ended))
+        run.task.add_done_callback(lambda ended: self._left(run, ended))
 
     def cancel(self, sequence: EngineSequence) -> None:
-        running = self._running.get(id(sequence))
-        if running is not None:
+        run = self._runs.get(id(sequence))
+        if run is not None and run.task is not None and not sequence.cancelled:
             sequence.cancelled = True
-            running[1].cancel()  # vLLM aborts a request whose reader is cancelled
+            run.task.cancel()
+
+    def extend(self, sequence: EngineSequence, slots: list[int]) -> None:
+        sequence.extend(slots)
+
+    def wake(self) -> None:
+        return  # no sequence waits for layers
+
+    def on_layer(self, hook: LayerHook) -> None:
+        self._on_layer = hook
 
     async def close(self) -> None:
         """End all sequences and vLLM's processes."""
-        tasks = [task for _, task in self._running.values()]
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
         tasks += [self._watching] if self._watching is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._llm.shutdown)
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
 
-    def _left(self, sequence: EngineSequence, ended: asyncio.Task[None]) -> None:
-        del self._running[id(sequence)]
+    # Reports of vLLM's processes.
+
+    def layer_saved(self, layer: int, spans: Spans) -> None:
+        """Pass on that a layer of prompts is in their slots."""
+        runs = [(self._by_number.get(number), start, end) for number, start, end in spans]
+        chunks = [(run.sequence, start, end) for run, start, end in runs if run is not None]
+        if self._on_layer is not None and chunks:
+            self._on_layer(layer, chunks)
+
+    def copies_ended(self, number: int, error: str) -> None:
+        """Record that vLLM no longer uses a sequence's slots; `error` says why its KV is not in them."""
+        run = self._by_number.get(number)
+        if run is not None and not run.ended.done():
+            run.ended.set_result(error)
+
+    # One sequence.
+
+    def _left(self, run: _Run, ended: asyncio.Task[None]) -> None:
+        sequence = run.sequence
+        del self._runs[id(sequence)], self._by_number[run.number]
         problem = None if ended.cancelled() else ended.exception()
         error = None if problem is None else self._judged(sequence, problem)
         self._on_step(StepResult(left=[sequence], error=error, is_end=error is not None))
@@ -119,29 +163,55 @@ class VllmRunner:
             sequence.error = RequestFailed("engine", f"vLLM failed: {type(problem).__name__}: {problem}")
         return None
 
-    async def _generate(self, sequence: EngineSequence, name: str) -> None:
+    async def _run(self, run: _Run) -> None:
+        """Run a sequence until its slots are no longer used."""
         from vllm.inputs.engine import tokens_input
 
-        request = sequence.request
-        prompt, skip = prompt_of(request), replayed(request)
+        request = run.sequence.request
+        name = f"{request.request_id}-{request.attempt}-{run.number}"
         # The salt keeps vLLM's own prefix cache from sharing KV between tenants that must not share it.
-        asked = tokens_input(prompt, cache_salt=request.chain_seed.hex())
-        outputs = self._llm.generate(asked, sampling_params(request), name)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                self._began(sequence, output, prompt)
-                answer = output.outputs[0]
-                ids = list(answer.token_ids)
-                fresh = ids[skip:]
-                logprobs = (answer.logprobs or [None] * len(ids))[len(ids) - len(fresh) :]
-                skip -= len(ids) - len(fresh)
-                self._take(sequence, fresh, logprobs)
-                if output.finished and not sequence.has_ended:
-                    raise RequestFailed("engine", f"vLLM ended the answer early: {answer.finish_reason}")
-                if sequence.has_ended:
-                    return
+        prompt = tokens_input(prompt_of(run.sequence), cache_salt=request.chain_seed.hex())
+        job = kv_job(run.sequence, run.number)
+        # A separate task: even if cancelled, this one must learn whether vLLM has the request, to end it.
+        adding = asyncio.ensure_future(self._llm.add_request(name, prompt, sampling_params(run.sequence, job)))
+        try:
+            await self._generate(run.sequence, await shielded(adding))
+        finally:
+            if not adding.cancelled() and adding.exception() is None:
+                await shielded(asyncio.ensure_future(self._end(run, adding.result())))
 
-    def _began(self, sequence: EngineSequence, output: Any, prompt: list[int]) -> None:
+    async def _generate(self, sequence: EngineSequence, outputs: Any) -> None:
+        skip = num_replayed(sequence)
+        is_finished = False
+        while not is_finished:
+            output = outputs.get_nowait() or await outputs.get()
+            is_finished = output.finished
+            self._began(sequence, output)
+            answer = output.outputs[0]
+            ids = list(answer.token_ids)
+            fresh = ids[skip:]
+            logprobs = (answer.logprobs or [None] * len(ids))[len(ids) - len(fresh) :]
+            skip -= len(ids) - len(fresh)
+            self._take(sequence, fresh, logprobs)
+            if is_finished and not sequence.has_ended and not sequence.prefill_only:
+                raise RequestFailed("engine", f"vLLM ended the answer early: {answer.finish_reason}")
+            if sequence.has_ended:
+                return
+
+    async def _end(self, run: _Run, outputs: Any) -> None:
+        """End the request in vLLM, if it has not ended, and wait until its slots are no longer used."""
+        await self._llm.abort(outputs.request_id, internal=True)
+        while not run.ended.done() and not self._llm.errored:
+            await asyncio.wait([run.ended], timeout=_CHECK_S)
+        error = run.ended.result() if run.ended.done() else ""
+        sequence = run.sequence
+        if error and sequence.prefill_only:  # another node is to continue from this KV
+            sequence.error = RequestFailed("engine", f"the prompt's KV could not be copied from vLLM: {error}")
+        elif error:
+            log.error("the KV of an answer cannot be saved: %s", error)
+            sequence.kept_tokens = min(run.save_from, sequence.kept_tokens or sequence.num_tokens)
+
+    def _began(self, sequence: EngineSequence, output: Any) -> None:
         times = output.metrics
         if times is not None and times.is_corrupted:
             raise RequestFailed("engine", "the logits contain NaN: the model's weights or its KV are damaged")
@@ -149,10 +219,10 @@ class VllmRunner:
             return
         sequence.first_step_at, sequence.first_token_at = times.scheduled_ts, times.first_token_ts
         sequence.compute_s = times.first_token_ts - times.scheduled_ts
-        sequence.reused_tokens = output.num_cached_tokens or 0
-        sequence.computed_tokens = len(sequence.request.prompt) - sequence.reused_tokens
+        sequence.reused_tokens = min(output.num_cached_tokens or 0, sequence.prompt_len)
+        sequence.computed_tokens = sequence.prompt_len - sequence.reused_tokens
         if sequence.prompt_scores is not None and output.prompt_logprobs is not None:
-            record_prompt(sequence.prompt_scores, output.prompt_logprobs, prompt)
+            record_prompt(sequence.prompt_scores, output.prompt_logprobs, prompt_of(sequence))
 
     def _take(self, sequence: EngineSequence, ids: list[int], logprobs: list[Any]) -> None:
         num_top = sequence.request.sampling.logprobs
@@ -195,5 +265,5 @@ class VllmRunner:
         self.preemptions += iteration.num_preempted_reqs
         gaps = iteration.inter_token_latencies_iter
         if gaps and not iteration.time_to_first_tokens_iter:
-            context = sum(sequence.num_tokens for sequence, _ in self._running.values())
+            context = sum(run.sequence.num_tokens for run in self._runs.values())
             self._on_decode(len(gaps), context, statistics.median(gaps))

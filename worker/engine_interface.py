@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.config import ModelConfig
 from jit.fast_dataclass import fast_dataclass
 from kvpool import Provenance
 from messenger import Messenger
@@ -50,11 +49,28 @@ class StepRunner(Protocol):
         """
 
 
-class Engine(ABC):
-    """Model and device of one worker. `fingerprint` (hex) is equal for engines that compute the same KV and tokens."""
+class ModelLimits(Protocol):
+    """The properties of a model that a worker needs; `ModelConfig` has them."""
 
-    config: ModelConfig
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def max_positions(self) -> int:
+        """Largest number of tokens of a prompt and its answer."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+
+
+class Engine(ABC):
+    """Model and device of one worker. `fingerprint` (hex) is equal for engines of the same model."""
+
+    config: ModelLimits
     fingerprint: str
+    computation = ""  # what the KV depends on beside the fingerprint, if that names the weights alone
     hardware = ""  # name of the device in cost profiles; empty if nothing is computed
     label = ""  # name of the stand-in; empty for a real model
     allows_long_steps = True  # the memory of a step does not grow with the product of its tokens and their context
@@ -63,14 +79,14 @@ class Engine(ABC):
     def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> EngineMemory:
         """Allocate the slots in which the engine computes. Raises OSError if there is not enough memory."""
 
+    def steps(self, memory: EngineMemory) -> StepRunner:
+        """Return the runner of steps in `memory`. Not called for an engine that plans its steps itself."""
+        raise NotImplementedError
+
     @abstractmethod
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
         """Return the slots in the form in which the pool stores them (possibly `memory` itself), and the provenance of
         pool KV."""
-
-    @abstractmethod
-    def steps(self, memory: EngineMemory) -> StepRunner:
-        """Return the runner of steps in `memory`."""
 
     @abstractmethod
     def warm_up(self) -> None:

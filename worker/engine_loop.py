@@ -80,6 +80,8 @@ LayerHook = Callable[[int, list[tuple[EngineSequence, int, int]]], None]
 class EngineLoop:
     """Loop that runs the engine over the submitted sequences, on its own thread, until it is closed."""
 
+    computes_in_slots = True
+
     def __init__(
         self,
         steps: StepRunner,

@@ -23,7 +23,7 @@ from rpc.versions import own_software
 from telemetry import NodeSample, tracing
 from worker.config import WorkerConfig
 from worker.counters import WorkerCounters
-from worker.engine_loop import StepResult
+from worker.engine_loop import LayerHook, StepResult
 from worker.errors import GrammarError, GrammarLost, RequestFailed, RequestRefused, WorkerError
 from worker.grammar_matching import GrammarCompiler, GrammarMatcher
 from worker.jobs import RequestJobs
@@ -41,11 +41,26 @@ COUNT_EVERY_S = 0.5  # the age of the counters in a report, at most
 class SequenceRunner(Protocol):
     """An engine that runs sequences and reports each step as a StepResult."""
 
+    computes_in_slots: bool
+    """True if a sequence's KV is computed in its slots: then the engine can wait for single layers of them, and for
+    more slots while an answer grows. Otherwise KV is copied from the slots before the sequence is computed, and to
+    them afterwards."""
+
     def submit(self, sequence: EngineSequence) -> None:
         """Pass a sequence to the engine, which owns it until a StepResult lists it in `left`."""
 
     def cancel(self, sequence: EngineSequence) -> None:
         """Request the removal of a sequence; it is reported as left."""
+
+    def extend(self, sequence: EngineSequence, slots: list[int]) -> None:
+        """Add slots to a sequence."""
+
+    def wake(self) -> None:
+        """Look again at sequences that wait for layers: some have arrived."""
+
+    def on_layer(self, hook: LayerHook) -> None:
+        """Set `hook(layer, chunks)`; call before the engine starts. One thread calls it when a layer's KV is in the
+        slots, with the chunks (sequence, start, end) of the step whose sequences leave with their first token."""
 
     @property
     def num_sequences(self) -> int:

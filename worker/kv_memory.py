@@ -139,17 +139,24 @@ class KvMemory(EngineMemory):
     def differ(
         self, group: int, given: NDArray[np.uint8], computed: NDArray[np.uint8], valid: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        g = self.spec.groups[group]
-        shape = (len(given), len(g.layers), g.kv_heads, 2, self.block_tokens, g.head_dim)
-        dtype: torch.dtype = getattr(torch, g.dtype)
-        a, b = (torch.from_numpy(each).view(dtype).reshape(shape).float() for each in (given, computed))
-        counts = torch.arange(self.block_tokens) < torch.from_numpy(valid)[:, None]
-        mask = counts[:, None, None, None, :, None]
-        zero = torch.zeros(())
-        scale = torch.where(mask, b.abs(), zero).amax(dim=(2, 4, 5), keepdim=True)
-        close = (a - b).abs() <= TOLERANCE[g.dtype] * scale  # false for NaN
-        found: NDArray[np.bool_] = (~(close | ~mask)).flatten(1).any(dim=1).numpy()
-        return found
+        return values_differ(self.spec, group, given, computed, valid)
+
+
+def values_differ(
+    spec: KvSpec, group: int, given: NDArray[np.uint8], computed: NDArray[np.uint8], valid: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """As `EngineMemory.differ`, for slots of floating-point values: compares with the tolerance of their dtype."""
+    g = spec.groups[group]
+    shape = (len(given), len(g.layers), g.kv_heads, 2, spec.block_tokens, g.head_dim)
+    dtype: torch.dtype = getattr(torch, g.dtype)
+    a, b = (torch.from_numpy(each).view(dtype).reshape(shape).float() for each in (given, computed))
+    counts = torch.arange(spec.block_tokens) < torch.from_numpy(valid)[:, None]
+    mask = counts[:, None, None, None, :, None]
+    zero = torch.zeros(())
+    scale = torch.where(mask, b.abs(), zero).amax(dim=(2, 4, 5), keepdim=True)
+    close = (a - b).abs() <= TOLERANCE[g.dtype] * scale  # false for NaN
+    found: NDArray[np.bool_] = (~(close | ~mask)).flatten(1).any(dim=1).numpy()
+    return found
 
 
 def cuda_cache(device: torch.device, nbytes: int) -> DeviceCache:

@@ -1,4 +1,4 @@
-"""A worker with a native engine: model, KV memory, slots, engine loop, pool. One per process.
+"""A worker with its model, KV memory, slots, engine and pool. One per process.
 
 All methods run on the event loop.
 """
@@ -16,7 +16,7 @@ from worker.config import WorkerConfig
 from worker.engine_interface import Engine
 from worker.engine_loading import load_engine
 from worker.engine_loop import EngineLoop
-from worker.engine_node import EngineNode
+from worker.engine_node import EngineNode, SequenceRunner
 from worker.grammar_matching import GrammarCompiler
 from worker.kv_connector import KVConnector, PoolCallSettings
 from worker.kv_receiver import KVReceiver
@@ -29,14 +29,17 @@ SWITCH_INTERVAL_S = 0.0005  # the default of 5 ms would delay I/O while the engi
 
 
 class WorkerNode(EngineNode):
-    """The components shared by all roles of a worker with a native engine."""
+    """The components shared by all roles of a worker, with the native engine's loop over its steps.
 
-    engine: EngineLoop
+    Subclasses replace the engine by overriding the four methods around it.
+    """
+
+    engine: SequenceRunner
 
     def __init__(self, config: WorkerConfig, role: Role.ValueType) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         super().__init__(config, role)
-        self.model: Engine = load_engine(config)
+        self.model = self._load_engine()
         own, self.vocab_size = self.model.config.max_positions, self.model.config.vocab_size
         self.grammars = GrammarCompiler(
             config.model.path,
@@ -54,7 +57,8 @@ class WorkerNode(EngineNode):
         self.stored, provenance = self.model.new_stored(
             self.memory, self.messenger
         )  # the slots in the form that the pool stores
-        self.namespace = kv_namespace(self.model.fingerprint, self.stored.spec, provenance)
+        identity = f"{self.model.fingerprint} {self.model.computation}".strip()
+        self.namespace = kv_namespace(identity, self.stored.spec, provenance)
         pool_settings = PoolCallSettings(
             own_target=config.pool_target,
             owner=config.node_id,
@@ -63,13 +67,7 @@ class WorkerNode(EngineNode):
         )
         self.kv_connector = KVConnector(self.stored, self.messenger, self.namespace, pool_settings, self.counters)
         self.parity = ParityChecker(self.memory, config.kv.kv_parity_sample)
-        limits = BatchLimits(config.engine.max_batch, config.engine.prefill_chunk_tokens, config.block_tokens)
-        self.engine = EngineLoop(
-            self.model.steps(self.memory),
-            limits,
-            self._on_step_thread,
-            allows_long_steps=self.model.allows_long_steps,
-        )
+        self.engine = self._new_runner()
         self.slots = NodeSlots(
             config,
             (self.memory, self.stored),
@@ -79,13 +77,34 @@ class WorkerNode(EngineNode):
             broken=self._broken_by,
         )
 
+    def _load_engine(self) -> Engine:
+        return load_engine(self.config)
+
+    def _new_runner(self) -> SequenceRunner:
+        engine = self.config.engine
+        self._loop_of_steps = EngineLoop(
+            self.model.steps(self.memory),
+            BatchLimits(engine.max_batch, engine.prefill_chunk_tokens, self.config.block_tokens),
+            self._on_step_thread,
+            allows_long_steps=self.model.allows_long_steps,
+        )
+        return self._loop_of_steps
+
+    async def _start_engine(self) -> None:
+        """Start the engine. Raises StartupError."""
+        self._loop_of_steps.start()
+
+    async def _close_engine(self) -> None:
+        """Stop the engine; on return no step is in progress."""
+        await asyncio.to_thread(self._loop_of_steps.close)
+
     def warm_up(self) -> None:
         self.model.warm_up()
         self.grammars.warm_up()
         digest.warm_up()
 
     async def start(self, target: str) -> None:
-        self.engine.start()
+        await self._start_engine()
         self.slots.start()
         await self.kv_connector.wait_for_own_pool()
         self._begin_joining(target)
@@ -106,7 +125,7 @@ class WorkerNode(EngineNode):
 
     async def close(self) -> None:
         await self._end_requests()
-        await asyncio.to_thread(self.engine.close)
+        await self._close_engine()
         await asyncio.to_thread(self.grammars.close)
         await self.kv_connector.close()
         await self.slots.close()

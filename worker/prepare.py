@@ -134,6 +134,7 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
     wanted = max(0, pooled - local) + (tail is not None)
     pool_load = node.kv_connector.begin_load(work.pinned, work.slots[local : local + wanted], local)
     # Blocks that are compared must all be here before any of them is computed.
+    whole = whole or not node.engine.computes_in_slots
     if pool_load.has_steps and not whole and work.cut is None and pool_load.num_blocks == wanted:
         work.gate = LayerGate(
             len(node.memory.place_of_layer),

@@ -27,11 +27,19 @@ class SlotMemory(ABC):
     staging: DeviceStaging = HostStaging()
 
     def __init__(
-        self, spec: KvSpec, num_slots: int, messenger: Messenger, *, name: str, gpu: GpuMemory | None = None
+        self,
+        spec: KvSpec,
+        num_slots: int,
+        messenger: Messenger,
+        *,
+        name: str,
+        gpu: GpuMemory | None = None,
+        other_writers: bool = False,
     ) -> None:
         """Allocate host memory and register it, or register `gpu` in its place.
 
-        Raises OSError if there is not enough memory, and GpuMemoryUnsupported.
+        `other_writers`: processes that are given the memory's writable descriptor may map it for writing. Raises
+        OSError if there is not enough memory, and GpuMemoryUnsupported.
         """
         self.spec = spec
         self.num_slots = num_slots
@@ -48,7 +56,9 @@ class SlotMemory(ABC):
         if gpu is not None:
             self.region = messenger.register(gpu)
             return
-        host = self._memory = SharedMemory.create(ends[-1], name, "auto")
+        host = self._memory = SharedMemory.create(
+            ends[-1], name, "transparent" if other_writers else "auto", returnable=other_writers
+        )
         self._ahead = [CommitAhead(host, *group) for group in zip(self._base, ends, strict=True)]
         self.region = messenger.register(host)
 
@@ -170,8 +180,17 @@ def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
 class EngineMemory(SlotMemory):
     """Slots in which an engine computes, addressed by (group, slot, layer)."""
 
-    def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger, *, gpu: GpuMemory | None = None) -> None:
-        super().__init__(spec, num_slots, messenger, name="moonpool-kv", gpu=gpu)
+    def __init__(
+        self,
+        spec: KvSpec,
+        num_slots: int,
+        messenger: Messenger,
+        *,
+        gpu: GpuMemory | None = None,
+        other_writers: bool = False,
+    ) -> None:
+        """As SlotMemory."""
+        super().__init__(spec, num_slots, messenger, name="moonpool-kv", gpu=gpu, other_writers=other_writers)
         # model layer -> (group, layer within the group)
         self.place_of_layer = {
             layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)

@@ -51,7 +51,6 @@ class ServeConfig:
         for entry in self.served:
             _check_capacity(self.blocks, entry.engine(self.engine), entry)
             _check_storage(entry.engine(self.engine), self.kv)
-            _check_vllm(entry.engine(self.engine), entry.topology(self.topology))
         if self.transport.transport == "shm" and self.topology.pool_nodes > 1:
             raise InvalidSetting(
                 f"transport must be auto or tcp with {self.topology.pool_nodes} pool nodes, which stand for hosts "
@@ -192,18 +191,10 @@ def _check_capacity(blocks: BlockSettings, engine: EngineSettings, entry: ModelE
 
 
 def _check_storage(engine: EngineSettings, kv: KvSettings) -> None:
-    """Raise InvalidSetting for a paced engine with rounded KV: its KV is verified bit by bit."""
-    if engine.engine == "paced" and kv.kv_storage != "exact":
-        raise InvalidSetting(f"--kv-storage must be exact with --engine paced, got {kv.kv_storage}")
-
-
-def _check_vllm(engine: EngineSettings, topology: TopologySettings) -> None:
-    """Raise InvalidSetting for vLLM workers that would have to hand prompts over."""
-    if engine.engine == "vllm" and (topology.num_prefill or topology.num_decode):
-        raise InvalidSetting(
-            "--engine vllm runs aggregated workers only: start it with --aggregated N, got "
-            f"{topology.num_prefill} prefill and {topology.num_decode} decode workers"
-        )
+    """Raise InvalidSetting for rounded KV of other engines than our own: the paced one verifies it bit by bit, and
+    vLLM's is copied as it is."""
+    if engine.engine != "transformer" and kv.kv_storage != "exact":
+        raise InvalidSetting(f"--kv-storage must be exact with --engine {engine.engine}, got {kv.kv_storage}")
 
 
 def _check_addresses(listen: ListenSettings, host: HostSettings, transport: TransportSettings) -> None:

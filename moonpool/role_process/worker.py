@@ -12,7 +12,6 @@ from rpc.control import start_server
 from telemetry import RoleMetrics
 from worker.aggregated import AggregatedService
 from worker.config import WorkerConfig
-from worker.engine_node import EngineNode
 from worker.node import WorkerNode
 from worker.servicer import WorkerService
 from worker.serving import serve_until
@@ -32,10 +31,16 @@ async def serve_worker(
     Returns True if it was drained.
     """
     closing = AsyncExitStack()
-    if config.engine.engine == "vllm":
-        node, face = _vllm_worker(config, _ROLES[role])
-    else:
-        node, face = _native_worker(config, _ROLES[role], closing)
+    node = _node(config, _ROLES[role])
+    prefill, decode = PrefillService(node), DecodeService(node)
+    closing.push_async_callback(prefill.close)
+    face = WorkerService(
+        node,
+        prefill=prefill.serve,
+        whole=AggregatedService(node).serve,
+        decode=decode,
+        helper=prefill.helper,
+    )
 
     def ready(target: str) -> None:
         if metrics is not None:
@@ -49,22 +54,9 @@ async def serve_worker(
         await closing.aclose()
 
 
-def _native_worker(
-    config: WorkerConfig, role: Role.ValueType, closing: AsyncExitStack
-) -> tuple[EngineNode, WorkerService]:
-    node = WorkerNode(config, role)
-    prefill, decode = PrefillService(node), DecodeService(node)
-    face = WorkerService(
-        node, prefill=prefill.serve, whole=AggregatedService(node).serve, decode=decode, helper=prefill.helper
-    )
-    closing.push_async_callback(prefill.close)
-    return node, face
-
-
-def _vllm_worker(config: WorkerConfig, role: Role.ValueType) -> tuple[EngineNode, WorkerService]:
+def _node(config: WorkerConfig, role: Role.ValueType) -> WorkerNode:
+    if config.engine.engine != "vllm":
+        return WorkerNode(config, role)
     from vllm_worker.node import VllmNode
-    from vllm_worker.service import NoHandoff, VllmService
 
-    node = VllmNode(config, role)
-    whole, none = VllmService(node).serve, NoHandoff(node)
-    return node, WorkerService(node, prefill=whole, whole=whole, decode=none, helper=none)
+    return VllmNode(config, role)

@@ -19,7 +19,12 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 if os.environ.get("REQUIRE_VLLM") and not HAS_VLLM:
     raise RuntimeError("REQUIRE_VLLM is set, and vLLM is not installed")
 collect_ignore = (
-    [] if HAS_VLLM else ["test_cluster.py", "test_keyed_sampler.py", "test_engine_args.py", "test_runner.py"]
+    []
+    if HAS_VLLM
+    else [
+        *("test_cluster.py", "test_connector.py", "test_engine_args.py", "test_handover.py"),
+        *("test_keyed_sampler.py", "test_runner.py"),
+    ]
 )
 
 

@@ -12,8 +12,8 @@ import vllm_worker.engine_args
 from engine import load_model
 from settings.node import ListenSettings, NodeSettings
 from settings.worker import BUNDLED_MODEL, BlockSettings, EngineSettings, ModelSettings
+from vllm_worker.engine import computation, kv_spec, weights_fingerprint
 from vllm_worker.engine_args import engine_args, require_vllm
-from vllm_worker.node import computation, kv_spec, weights_fingerprint
 from worker.config import WorkerConfig
 from worker.errors import StartupError
 
@@ -32,18 +32,25 @@ def config_of(**engine: Any) -> WorkerConfig:
 
 
 def test_settings_and_further_arguments_become_vllms() -> None:
-    args = engine_args(config_of(max_batch=7, max_model_len=512, capacity_tokens=6400, vllm_args="--seed 5"))
+    args = engine_args(
+        config_of(max_batch=7, max_model_len=512, capacity_tokens=6400, vllm_args="--seed 5"), Path("/copies")
+    )
     found = args.create_engine_config()
     assert (found.scheduler_config.max_num_seqs, found.model_config.max_model_len) == (7, 512)
-    assert (found.cache_config.block_size, found.cache_config.num_gpu_blocks_override) == (32, 200)
+    assert (found.cache_config.block_size, found.cache_config.num_gpu_blocks_override) == (32, 201)
     assert (str(found.model_config.dtype), found.model_config.seed) == ("torch.float32", 5)
     assert kv_spec(found).block_tokens == 32
+    transfer = found.kv_transfer_config
+    assert (transfer.kv_connector, transfer.kv_connector_extra_config) == (
+        "MoonpoolConnector",
+        {"moonpool_socket": "/copies"},
+    )
 
 
 @pytest.mark.parametrize("text", ["--no-such-argument 1", "--tensor-parallel-size two"])
 def test_arguments_that_vllm_does_not_know_are_refused_with_its_reason(text: str) -> None:
     with pytest.raises(StartupError, match=r"--vllm-args: vLLM does not accept them: .*(no-such|two)"):
-        engine_args(config_of(vllm_args=text))
+        engine_args(config_of(vllm_args=text), Path("/copies"))
 
 
 def test_a_version_that_was_not_tested_is_named_in_a_warning(
@@ -59,8 +66,8 @@ def test_a_version_that_was_not_tested_is_named_in_a_warning(
 
 def test_the_model_has_the_native_engines_fingerprint_and_the_computation_its_own(tmp_path: Path) -> None:
     assert weights_fingerprint(BUNDLED_MODEL) == load_model(BUNDLED_MODEL).fingerprint
-    found = engine_args(config_of()).create_engine_config()
-    half = engine_args(config_of(dtype="bfloat16")).create_engine_config()
+    found = engine_args(config_of(), Path("/copies")).create_engine_config()
+    half = engine_args(config_of(dtype="bfloat16"), Path("/copies")).create_engine_config()
     assert len({computation("1", found), computation("2", found), computation("1", half)}) == 3
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,16 +43,6 @@ def test_a_worker_without_vllm_says_how_to_install_it() -> None:
         require_vllm()
 
 
-def test_prefill_and_decode_workers_are_refused(moonpool: Callable[..., Any], assert_refused: Any) -> None:
-    done = moonpool("serve", BUNDLED_MODEL, "--engine", "vllm", "--port", "0")
-    assert_refused(done, "--engine vllm", "--aggregated", "1 prefill and 1 decode")
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_so_is_one_that_is_started_alone(
-    role: str, moonpool: Callable[..., Any], assert_refused: Any, short_path: Path
-) -> None:
-    addresses = ["--listen", f"unix:{short_path}/worker.sock", "--conductor", f"unix:{short_path}/nobody.sock"]
-    addresses += ["--pool", f"unix:{short_path}/no-pool.sock"]
-    done = moonpool("node", role, "--engine", "vllm", "--block-tokens", "32", *addresses)
-    assert_refused(done, "--engine vllm runs aggregated workers only", f"ROLE_{role.upper()}")
+def test_rounded_storage_is_refused(moonpool: Callable[..., Any], assert_refused: Any) -> None:
+    done = moonpool("serve", BUNDLED_MODEL, "--engine", "vllm", "--kv-storage", "int8", "--port", "0")
+    assert_refused(done, "--kv-storage must be exact with --engine vllm", "int8")

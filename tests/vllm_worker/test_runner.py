@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from moonpool_proto.v1.common_pb2 import Sampling
 from moonpool_proto.v1.worker_pb2 import Submit
+from vllm_worker.kv_jobs import KvJob
 from vllm_worker.runner import VllmRunner
 from worker.engine_loop import StepResult
 from worker.errors import RequestFailed, RequestRefused
@@ -19,24 +20,48 @@ from worker.request import EngineSequence, Request
 
 
 class StandIn:
-    """Stand-in for the part of AsyncLLM that VllmRunner uses: `generate` yields the outputs, or raises."""
+    """Stand-in for the part of AsyncLLM that VllmRunner uses: a request's queue has the outputs, or raises.
+
+    `ended` is called as a rank's report would be, once the request has ended or was aborted.
+    """
+
+    request_id = "internal"
 
     def __init__(self, outputs: list[Any]) -> None:
         self.outputs = outputs
         self.errored = False
+        self.dead_error = RuntimeError("dead")
         self.began = asyncio.Event()
-        self.was_closed = False
+        self.asked: Any = None
+        self.was_aborted = False
+        self.error_of_copies = ""
+        self.reports_end = True
+        self.ended: Callable[[int, str], None]
 
-    async def generate(self, *_: Any) -> AsyncIterator[Any]:
+    async def add_request(self, name: str, prompt: Any, params: Any) -> StandIn:
+        self.asked = params
+        await asyncio.sleep(0)
+        if self.outputs and isinstance(self.outputs[0], ValueError):
+            raise self.outputs[0]
         self.began.set()
-        try:
-            for output in self.outputs:
-                if isinstance(output, Exception):
-                    raise output
-                yield output
+        return self
+
+    def get_nowait(self) -> Any:
+        return None
+
+    async def get(self) -> Any:
+        if not self.outputs:
             await asyncio.Event().wait()
-        finally:
-            self.was_closed = True
+        output = self.outputs.pop(0)
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    async def abort(self, request_id: str, internal: bool) -> None:
+        assert (request_id, internal) == (self.request_id, True)
+        self.was_aborted = True
+        if self.reports_end:
+            self.ended(0, self.error_of_copies)
 
 
 def output(*ids: int, finished: bool = False, is_corrupted: bool = False) -> Any:
@@ -47,13 +72,13 @@ def output(*ids: int, finished: bool = False, is_corrupted: bool = False) -> Any
     )
 
 
-def sequence() -> EngineSequence:
+def sequence(*, prefill_only: bool = False) -> EngineSequence:
     sampling = Sampling(temperature=0.0, top_p=1.0, max_tokens=3)
     submit = Submit(
         request_id="r", prompt_ids=np.array([1, 2], "<i4").tobytes(), chain_seed=bytes(16), sampling=sampling
     )
     request = Request.from_proto(submit, vocab_size=100, max_model_len=64, block_tokens=32)
-    return EngineSequence.of(request, [], num_computed=0, prefill_only=False)
+    return EngineSequence.of(request, [3], num_computed=0, prefill_only=prefill_only)
 
 
 def runner_of(stand_in: StandIn) -> tuple[VllmRunner, list[StepResult], asyncio.Event]:
@@ -66,7 +91,9 @@ def runner_of(stand_in: StandIn) -> tuple[VllmRunner, list[StepResult], asyncio.
         if step.left:
             left.set()
 
-    runner = VllmRunner(stand_in, on_step, lambda *_: None)
+    runner = VllmRunner(on_step, lambda *_: None)
+    runner._llm = stand_in
+    stand_in.ended = runner.copies_ended
     return runner, steps, left
 
 
@@ -92,7 +119,8 @@ async def test_a_cancelled_sequence_leaves_even_if_it_had_not_begun(at_once: boo
     async with asyncio.timeout(10):
         await left.wait()
     assert (steps[-1].left, steps[-1].error, runner.num_sequences) == ([own], None, 0)
-    assert stand_in.was_closed is not at_once
+    # A request that vLLM may have is ended there, even if its sequence was cancelled while it was being passed on.
+    assert stand_in.was_aborted is not at_once or stand_in.asked is None
 
 
 @pytest.mark.parametrize(
@@ -121,3 +149,51 @@ async def test_the_end_of_vllms_processes_is_the_engines() -> None:
     runner.submit(sequence())
     await left.wait()
     assert (str(steps[-1].error), steps[-1].is_end) == ("dead", True)
+
+
+async def test_a_sequence_leaves_only_when_its_slots_are_no_longer_used() -> None:
+    stand_in = StandIn([output(5), output(6, 7, finished=True)])
+    stand_in.reports_end = False
+    runner, steps, left = runner_of(stand_in)
+    runner.submit(sequence())
+    while len(steps) < 2:
+        await asyncio.sleep(0)
+    runner.copies_ended(7, "")  # another sequence's
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not left.is_set()
+    runner.copies_ended(0, "")
+    async with asyncio.timeout(10):
+        await left.wait()
+
+
+@pytest.mark.parametrize("prefill_only", [True, False])
+async def test_kv_that_could_not_be_copied_is_neither_handed_over_nor_saved(prefill_only: bool) -> None:
+    stand_in = StandIn([output(5, finished=prefill_only), output(6, 7, finished=True)])
+    stand_in.error_of_copies = "out of luck"
+    runner, _, left = runner_of(stand_in)
+    own = sequence(prefill_only=prefill_only)
+    runner.submit(own)
+    await left.wait()
+    if prefill_only:
+        assert isinstance(own.error, RequestFailed)
+        assert "out of luck" in str(own.error)
+    else:
+        assert (own.error, own.kept_tokens, own.num_computed) == (None, 0, 4)
+
+
+async def test_layers_are_passed_on_with_their_sequences() -> None:
+    stand_in = StandIn([])
+    runner, _, left = runner_of(stand_in)
+    layers: list[Any] = []
+    runner.on_layer(lambda layer, chunks: layers.append((layer, chunks)))
+    own = sequence(prefill_only=True)
+    runner.submit(own)
+    await stand_in.began.wait()
+    runner.layer_saved(1, [(0, 0, 2), (9, 0, 5)])  # 9 has left
+    runner.layer_saved(2, [(9, 0, 5)])
+    assert layers == [(1, [(own, 0, 2)])]
+    job = KvJob.of(stand_in.asked.extra_args["kv_transfer_params"])
+    assert job == KvJob(number=0, slots=(3,), load_tokens=0, save_from=0, saves_layers=True)
+    runner.cancel(own)
+    await left.wait()

@@ -1,0 +1,237 @@
+"""Moonpool's KV connector: vLLM's side of the copies between its blocks and the slots of the worker around it.
+
+vLLM makes one in its scheduler, which learns the blocks of every request (`JobTable`), and one in the process of every
+rank, which copies them (`BlockCopies`). Requests without a job, and those of others, are left alone.
+
+Blocks stay allocated until their copies have ended: vLLM frees the blocks of a request only after every rank has
+reported it as sent, and a load's only after it was reported as received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_worker.block_copies import BlockCopies
+from vllm_worker.copy_channel import CopyReporter, Spans
+from vllm_worker.kv_jobs import BlocksToCopy, JobTable, KvJob, LayerToCopy, StepCopies
+
+SOCKET = "moonpool_socket"
+"""Key of the socket's path in `kv_connector_extra_config`."""
+
+
+@dataclass
+class CopyMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not installed where types are checked
+    """The copies that the ranks do in one step."""
+
+    copies: StepCopies
+
+
+class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Connector of one vLLM process."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._jobs = JobTable(vllm_config.cache_config.block_size)
+        self._by_request: dict[str, tuple[KvJob, int]] = {}  # job and prompt tokens, by vLLM's request id
+        self._rank: _Rank | None = None
+
+    # The scheduler's process.
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: after a preemption, what was saved before is still right, and the rest is saved again."""
+        return False
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        job = KvJob.of(request.kv_transfer_params)
+        if job is None:
+            return 0, False
+        self._by_request[request.request_id] = job, request.num_prompt_tokens
+        count = self._jobs.matched_tokens(job, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        job = KvJob.of(request.kv_transfer_params)
+        if job is not None and num_external_tokens > 0:
+            self._jobs.allocated(request.request_id, job, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> CopyMetadata:
+        computed = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            job, prompt_tokens = self._by_request.get(request_id, (None, 0))
+            if job is not None and job.saves_layers:
+                blocks = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                end = computed[request_id] + count
+                self._jobs.scheduled(request_id, job, blocks[0], end=end, prompt_tokens=prompt_tokens)
+        copies = self._jobs.take()
+        copies.frees_blocks = bool(scheduler_output.preempted_req_ids)
+        return CopyMetadata(copies)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        job = KvJob.of(request.kv_transfer_params)
+        if job is None:
+            return False, None
+        self._by_request.pop(request.request_id, None)
+        return self._jobs.ended(request.request_id, job, block_ids), None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._jobs.loaded(connector_output.finished_recving or ())
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True: `save_kv_layer` must run between the layers."""
+        return True
+
+    # The ranks' processes.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        names = sorted(kv_caches, key=extract_layer_index)
+        path = self._kv_transfer_config.kv_connector_extra_config[SOCKET]
+        self._layers = {name: index for index, name in enumerate(names)}
+        first = kv_caches[names[0]]
+        positions = None
+        if first.device.type == "cpu":
+            positions = cpu_positions(first, self._vllm_config.compilation_config.static_forward_context[names[0]])
+        self._rank = _Rank(path, [kv_caches[name] for name in names], positions)
+
+    def handle_preemptions(self, kv_connector_metadata: CopyMetadata) -> None:
+        if kv_connector_metadata.copies.frees_blocks:
+            self._own.copies.drain()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for copy in self._step.loads:
+            self._own.load(copy)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # sequences are computed after their loads
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        if self._step.layers:
+            self._own.save_layer(self._layers[layer_name], self._step.layers)
+
+    def wait_for_save(self) -> None:
+        for copy in self._step.ends:
+            self._own.end(copy)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._own.take_ended()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._own.take_failed_blocks()
+
+    def shutdown(self) -> None:
+        if self._rank is not None:
+            self._rank.close()
+
+    @property
+    def _own(self) -> _Rank:
+        assert self._rank is not None, "vLLM has not registered its KV yet"
+        return self._rank
+
+    @property
+    def _step(self) -> StepCopies:
+        metadata: CopyMetadata = self._get_connector_metadata()
+        return metadata.copies
+
+
+class _Rank:
+    """The copies of one rank, and what vLLM and the worker are to hear of them.
+
+    Its callbacks run on the copying thread; single operations on the sets and lists are atomic under the GIL.
+    """
+
+    def __init__(self, socket_path: str, layers: Sequence[torch.Tensor], positions: torch.Tensor | None) -> None:
+        rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self._reporter = CopyReporter(socket_path, rank, num_ranks)
+        layout = self._reporter.layout
+        own = max(1, layout.kv_heads // num_ranks)  # with fewer heads than ranks, several hold the same head
+        first = rank * layout.kv_heads // num_ranks
+        self.copies = BlockCopies(self._reporter.slots, layout, layers, range(first, first + own), positions)
+        self._sent: list[str] = []
+        self._received: list[str] = []
+        self._failed_blocks: list[int] = []
+        self._errors: dict[int, str] = {}  # why the KV of a running job is not in its slots
+
+    def close(self) -> None:
+        self.copies.close()
+        self._reporter.close()
+
+    def load(self, copy: BlocksToCopy) -> None:
+        """Load blocks of a request; vLLM computes them itself if that fails."""
+        self.copies.load(copy, self._loaded)
+
+    def _loaded(self, copy: BlocksToCopy, error: Exception | None) -> None:
+        if error is not None:
+            self._failed_blocks += [block for block, _ in copy.pairs]
+        self._received.append(copy.request_id)
+
+    def save_layer(self, layer: int, copies: Sequence[LayerToCopy]) -> None:
+        """Save a layer that has just been computed."""
+        spans = [(copy.job, copy.start, copy.end) for copy in copies]
+        self.copies.save_layer(layer, copies, lambda layer, error: self._layer_saved(layer, spans, error))
+
+    def _layer_saved(self, layer: int, spans: Spans, error: Exception | None) -> None:
+        if error is None:
+            self._reporter.layer_saved(layer, spans)
+        else:
+            self._errors |= {job: str(error) for job, _, _ in spans}
+
+    def end(self, copy: BlocksToCopy) -> None:
+        """Save what is left of an ended request, and report its end."""
+        self.copies.save(copy, self._ended)
+
+    def _ended(self, copy: BlocksToCopy, error: Exception | None) -> None:
+        if copy.keeps_blocks:
+            self._sent.append(copy.request_id)
+        earlier = self._errors.pop(copy.job, "")
+        self._reporter.ended(copy.job, str(error) if error is not None else earlier)
+
+    def take_ended(self) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose saves, and those whose loads, have ended since the last call."""
+        sent, self._sent = self._sent, []
+        received, self._received = self._received, []
+        return set(sent) or None, set(received) or None
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return blocks of vLLM that could not be loaded since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, []
+        return set(failed)
+
+
+_DIGITS = 16  # integers up to it are exact in every dtype of KV
+
+
+def cpu_positions(kv: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Return where vLLM's CPU kernels keep each value of a head of a block: int64 [2 * tokens * head_dim].
+
+    The order depends on the processor, and vLLM does not tell it. So its own kernel writes blocks whose values are the
+    digits of their indices, and the positions are read off. `kv` is a layer's tensor, `layer` vLLM's attention layer.
+    """
+    _, _, tokens, twice = kv.shape
+    size = tokens * twice // 2
+    found = torch.zeros(2 * size, dtype=torch.long)
+    weight = 1
+    while weight < 2 * size:
+        digits = torch.arange(2 * size) // weight % _DIGITS
+        keys, values = digits.to(kv.dtype).view(2, tokens, 1, twice // 2)
+        block = torch.zeros((1, 1, 2 * tokens, twice // 2), dtype=kv.dtype)
+        ops.cpu_attn_reshape_and_cache(keys, values, *block.chunk(2, dim=2), torch.arange(tokens), layer.isa)
+        found += weight * block.flatten().float().round().long()
+        weight *= _DIGITS
+    positions = torch.zeros_like(found)
+    positions[found.clamp(0, 2 * size - 1)] = torch.arange(2 * size)
+    return positions
