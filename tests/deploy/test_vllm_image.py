@@ -1,4 +1,4 @@
-"""What the build of vLLM's image installs: run with pip, in an environment that sees the packages of a small image."""
+"""The build of vLLM's image installs only what is missing: run with pip, over the packages of a small image."""
 
 from __future__ import annotations
 
