@@ -1,7 +1,8 @@
 """Generated files of the deployment, written or checked: `generate_chart.py write | check`.
 
 From all settings: deploy/cluster.schema.json, the JSON Schema of the configuration file. The rest is the Helm chart's.
-From the roles' settings: the part `config` of values.schema.json. From values.yaml and its comments: the table of
+From the roles' settings: the part `config` of values.schema.json. From the vLLM workers' checks:
+files/vllm-arguments.yaml. From values.yaml and its comments: the table of
 README.md. From all of it: the golden renders of the examples, tests/deploy/golden, which a change is reviewed by.
 """
 
@@ -21,6 +22,7 @@ from moonpool.config import ServeConfig, Setting, all_settings, composite_settin
 from moonpool.config.schema import file_schema, former_names_schema, setting_schema  # noqa: E402
 from moonpool.config.serve import RuntimeSettings, SupervisorSettings  # noqa: E402
 from settings.keys import group_settings  # noqa: E402
+from vllm_worker.engine_args import OWN_ARGUMENTS, SHORT_NAMES, UNSUPPORTED_ARGUMENTS  # noqa: E402
 
 CHART = ROOT / "deploy" / "helm" / "moonpool"
 CLUSTER_SCHEMA = ROOT / "deploy" / "cluster.schema.json"
@@ -47,6 +49,14 @@ OWN = {
     *("prefill_nodes", "decode_nodes", "aggregated", "pool_nodes", "conductors"),
 }
 _SERVE_ONLY = {*group_settings(SupervisorSettings), *group_settings(RuntimeSettings)}
+_VALUES_OF_FLAGS = {"--model": "the values below model", "--served-model-name": "model.servedNames"}
+# vLLM's arguments that only the chart refuses.
+_SIZES = {
+    **dict.fromkeys(("tensor-parallel-size", "tp"), "the chart sets it; use tensorParallelSize"),
+    **dict.fromkeys(
+        ("pipeline-parallel-size", "pp"), "a worker has as many GPUs as tensorParallelSize; raise that or replicas"
+    ),
+}
 _BEFORE = "The chart's values. Generated from values.yaml"
 
 
@@ -68,6 +78,23 @@ def schema_text() -> str:
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     schema["properties"]["config"] = config_schema()
     return json.dumps(schema, indent=2) + "\n"
+
+
+def vllm_arguments_text() -> str:
+    """Reasons for which `vllmArgs` must not contain an argument of vLLM, by its name, in the chart's terms."""
+    ours = {name: _in_chart(instead) for name, instead in OWN_ARGUMENTS.items()}
+    unsupported = {name: f"a worker does not support {what}" for name, what in UNSUPPORTED_ARGUMENTS.items()}
+    head = "# Arguments that vllmArgs must not contain. Generated from vllm_worker/engine_args.py by `make chart`.\n"
+    known = ours | unsupported | _SIZES
+    short = {name: known[full] for name, full in SHORT_NAMES.items()}
+    return head + yaml.safe_dump(known | short, width=200)
+
+
+def _in_chart(instead: str) -> str:
+    """Why an argument is Moonpool's own: the reason itself, or the chart's value for a flag."""
+    if not instead.startswith("--"):
+        return instead.removeprefix("nothing: ")
+    return f"Moonpool sets it; use {_VALUES_OF_FLAGS.get(instead, 'config.' + instead[2:].replace('-', '_'))}"
 
 
 def value_rows() -> Iterator[tuple[str, str, str]]:
@@ -137,6 +164,7 @@ def made() -> Iterator[tuple[Path, str]]:
     """Every file that this makes, with what should be in it; the order matters, as renders use the schema."""
     yield CLUSTER_SCHEMA, json.dumps(file_schema(), indent=2) + "\n"
     yield CHART / "values.schema.json", schema_text()
+    yield CHART / "files" / "vllm-arguments.yaml", vllm_arguments_text()
     yield CHART / "README.md", readme_text()
     yield from golden_texts()
 

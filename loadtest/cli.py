@@ -182,9 +182,9 @@ def replay(
     raise typer.Exit(0 if report.figures["valid"] else EXIT_INVALID)
 
 
-def bundled_model() -> Path:
-    """Return the folder of the model that ships with Moonpool. Raises ReplayError if there is none."""
+def bundled_model(*, flag: str = "--model-path") -> Path:
+    """Return the folder of the model that ships with Moonpool. Raises ReplayError, naming `flag`, if there is none."""
     spec = find_spec("moonpool")
     if spec is None or not spec.submodule_search_locations:
-        raise ReplayError("there is no bundled model; give the folder of the served model with --model-path")
+        raise ReplayError(f"there is no bundled model; give the folder of the served model with {flag}")
     return Path(next(iter(spec.submodule_search_locations))) / "data" / "model"

@@ -85,7 +85,7 @@ class ReplayConfig:
     out: Path
     """Folder for report.json, report.html and requests.jsonl."""
     model_path: Path
-    """Folder of the served model: its tokenizer is used for the prompts, its weights for verification."""
+    """Folder or Hugging Face id of the served model: tokenizer for the prompts, weights for verification."""
     model: str = ""
     """Model name in requests; empty: the first model that the server lists."""
     api_key: str = ""

@@ -35,7 +35,7 @@ class DialogueConfig:
     out: Path
     """Folder for dialogues.json, dialogues.html and turns.jsonl."""
     model_path: Path
-    """Folder of the served model: its tokenizer measures the questions, its weights verify the answers."""
+    """Folder or Hugging Face id of the served model: the tokenizer measures questions, the weights verify answers."""
     model: str = ""
     """Model name in requests; empty: the first model that the server lists."""
     api_key: str = ""

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from loadtest.dialogue_config import DialogueConfig
 from loadtest.dialogue_report import DialogueReport, summarise_dialogues
 from loadtest.dialogue_turns import Talk, TurnRecord, planned_turns, share_cached, system_text, talk
 from loadtest.http import open_session
+from loadtest.model_folder import local_model_folder
 from loadtest.progress import ProgressDisplay, background, interrupts
 from loadtest.report import check_writable
 from loadtest.server import ServerInfo, check_tokenizer, discover
@@ -33,7 +34,9 @@ def run(config: DialogueConfig, console: Console | None = None) -> DialogueRepor
 
     Ctrl-C ends the dialogues and gives the report so far. Raises ReplayError. `console` None disables output.
     """
-    tokens = load_model_tokens(config.model_path)
+    folder = local_model_folder(config.model_path, flag="--model-path", weights=config.verify)
+    config = replace(config, model_path=folder)
+    tokens = load_model_tokens(folder)
     with ProgressDisplay(console) as display:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             live = runner.run(_live(config, tokens, display))

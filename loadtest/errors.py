@@ -2,6 +2,7 @@
 
 ReplayError
 ├── SettingInvalid      a setting is out of range; names the flag
+├── ModelUnavailable    there is no such model folder, or the model cannot be downloaded
 ├── TokenizerUnusable   the model folder has no usable tokenizer
 ├── PromptPlanError     the trace cannot be turned into prompts with these settings
 ├── DatasetUnusable     a file of prompts cannot be read or has the wrong format
@@ -24,6 +25,10 @@ class ReplayError(Exception):
 
 class SettingInvalid(ReplayError):
     """A setting is out of range; the message names the flag, the value and the expected values."""
+
+
+class ModelUnavailable(ReplayError):
+    """There is no such model folder, or the model cannot be downloaded; the message names the flag and the remedy."""
 
 
 class TokenizerUnusable(ReplayError):

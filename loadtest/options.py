@@ -6,6 +6,8 @@ from typing import Any
 
 import typer
 
+from loadtest.model_folder import parse_model_path
+
 
 def one_key(context: typer.Context, parameter: typer.CallbackParam, given: str) -> str:
     """Return the API key to send: Typer callback of a client's `--api-key`.
@@ -42,7 +44,10 @@ def verify_device(panel: str) -> Any:
 def model_path(panel: str) -> Any:
     """Path | None"""
     return typer.Option(
-        help="Folder of the served model, for its tokenizer and for --verify; default: the bundled model.",
+        parser=parse_model_path,
+        metavar="MODEL",
+        help="Folder or Hugging Face id of the served model, for its tokenizer and for --verify; default: the bundled "
+        "model.",
         rich_help_panel=panel,
     )
 

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -20,6 +20,7 @@ from loadtest.cluster_metrics import ClusterHistory, MetricsPoller
 from loadtest.config import ReplayConfig
 from loadtest.errors import PromptPlanError, SenderUnusable, SettingInvalid, VerificationError
 from loadtest.http import RetryPolicy, allow_many_connections, open_session
+from loadtest.model_folder import local_model_folder
 from loadtest.objectives import ReplayObjectives, Unloaded, measure_unloaded
 from loadtest.plan import PlannedRequest, PlanSettings, plan_requests
 from loadtest.progress import ProgressDisplay, background, detail_of, ignored_interrupts, interrupts, show_tally
@@ -47,7 +48,9 @@ def run(config: ReplayConfig, console: Console | None = None) -> Report:
     """
     allow_many_connections()
     trace = select_rows(config)
-    tokens = load_model_tokens(config.model_path)
+    folder = local_model_folder(config.model_path, flag="--model-path", weights=config.verify)
+    config = replace(config, model_path=folder)
+    tokens = load_model_tokens(folder)
     with ProgressDisplay(console) as display:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             live = runner.run(_live(config, trace, tokens, display))

@@ -48,7 +48,9 @@ def load_model_tokens(model_path: Path, *, flag: str = "--model-path") -> ModelT
     """Read a Hugging Face model folder's tokenizer. Raises TokenizerUnusable, naming `flag`."""
     file = model_path / "tokenizer.json"
     if not file.is_file():
-        raise TokenizerUnusable(f"no tokenizer at {file}; give the folder of the served model with {flag}")
+        raise TokenizerUnusable(
+            f"no tokenizer at {file}; give the folder or the Hugging Face id of the served model with {flag}"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # `tokenizers` raises plain Exception

@@ -1,6 +1,5 @@
 """Checks and downloads of models, and checks of cost profiles, before any process starts."""
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from moonpool.config import FrontendRole, ServeConfig, WorkerRole
 from moonpool.errors import ConfigError, ModelFolderError, ModelNotDownloaded
-from settings.hub_model import hub_model_named, hub_model_of
+from settings.hub_model import hub_model_of, why_no_id
 from settings.worker import BUNDLED_MODEL, EngineSettings, ModelSettings
 
 if TYPE_CHECKING:
@@ -66,17 +65,11 @@ def local_model(path: Path, *, weights: bool = True, any_family: bool = False) -
 
     Reports the choice if `path` could be either. Raises ModelNotDownloaded, or ModelFolderError.
     """
-    model = hub_model_of(path)
-    if model is None:
-        if hub_model_named(path) is None or not path.is_dir():
-            return path
-        print(f"Using the local folder {path}, not the model with this id on the Hugging Face hub", file=sys.stderr)
-        return path.absolute()
     from engine import EngineError, HubError
-    from engine.hub import download
+    from engine.local_folder import local_folder
 
     try:
-        return download(model, weights=weights, any_family=any_family)
+        return local_folder(path, weights=weights, any_family=any_family)
     except HubError as error:
         raise ModelNotDownloaded(str(error)) from error
     except EngineError as error:
@@ -94,11 +87,8 @@ def check_model_folder(path: Path, engine: str = "transformer") -> None:
 
     if path == BUNDLED_MODEL and not path.is_dir():
         raise ModelFolderError(f"the model folder {path} does not exist; the bundled model was not installed here")
-    if not path.exists() and hub_model_named(path) is not None:
-        raise ModelFolderError(
-            f"the model folder {path} does not exist; it was not taken as the id of a model on the Hugging Face hub "
-            f"because there is a folder {path.parts[0]}: correct the path, or run from another folder"
-        )
+    if not path.exists() and (why := why_no_id(path)):
+        raise ModelFolderError(f"the model folder {path} does not exist; {why}")
     try:
         if engine == "paced":
             read_config(path)

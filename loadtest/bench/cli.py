@@ -20,6 +20,7 @@ from loadtest.bench.runner import run_bench
 from loadtest.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID, bundled_model
 from loadtest.config import MAX_SEND_LAG_S
 from loadtest.errors import ReplayError, SettingInvalid
+from loadtest.model_folder import parse_model_path
 from loadtest.options import one_key
 from loadtest.report import finite
 
@@ -122,7 +123,13 @@ def serve(
     model: Annotated[str, _option(_SERVER, "Model name in requests; default: the first model served.")] = "",
     served_model_name: Annotated[str, _option(_SERVER, "Model name in requests if it differs from --model.")] = "",
     tokenizer: Annotated[
-        Path | None, _option(_SERVER, "Folder of the served model's tokenizer; default: the bundled model's.")
+        Path | None,
+        _option(
+            _SERVER,
+            "Folder or Hugging Face id of the served model, for its tokenizer; default: the bundled model.",
+            parser=parse_model_path,
+            metavar="MODEL",
+        ),
     ] = None,
     api_key: Annotated[
         str,
@@ -290,8 +297,12 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
+def _tokenizer(config: BenchConfig) -> Path:
+    return config.tokenizer or bundled_model(flag="--tokenizer")
+
+
 def _measure(config: BenchConfig, saving: Saving, console: Console | None) -> int:
-    result = run_bench(config, bundled_model(), console)
+    result = run_bench(config, _tokenizer(config), console)
     figures = result_of(result, config, saving, datetime.now())
     for notice in result.notices:
         print(f"note: {notice}")
@@ -359,7 +370,7 @@ def _search(config: BenchConfig, given: dict[str, Any], folder: Path, console: C
         config,
         objective,
         search,
-        bundled_model(),
+        _tokenizer(config),
         on_step=lambda number, step: print(step_line(number, step), flush=True),
         console=console,
     )

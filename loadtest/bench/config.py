@@ -96,7 +96,7 @@ class BenchConfig:
     served_model_name: str = ""
     """Model name in requests if it differs from `model`, for example because `model` is a folder."""
     tokenizer: Path | None = None
-    """Folder of the tokenizer that generates and counts prompts; None: the bundled model's."""
+    """Folder or Hugging Face id of the model whose tokenizer generates and counts prompts; None: the bundled one."""
     api_key: str = field(default="", repr=False)
     """API key, sent as bearer token."""
     headers: tuple[tuple[str, str], ...] = ()

@@ -28,6 +28,7 @@ from loadtest.bench.prompts import (
 from loadtest.config import server_root
 from loadtest.errors import ServerUnreachable, ServerUnusable, TokenizerMismatch
 from loadtest.http import RetryPolicy, allow_many_connections, open_session
+from loadtest.model_folder import local_model_folder
 from loadtest.progress import ProgressDisplay, background, interrupts, show_tally
 from loadtest.record import RequestRecord, SendOutcome
 from loadtest.sender import LoadPlan, SendTally, send_share
@@ -100,15 +101,21 @@ class Target:
     notices: tuple[str, ...]
 
 
-def run_bench(config: BenchConfig, bundled: Path, console: Console | None = None) -> BenchResult:
+def run_bench(config: BenchConfig, tokenizer: Path, console: Console | None = None) -> BenchResult:
     """Send the load and return its records; after Ctrl-C, those so far. Raises ReplayError.
 
-    `bundled`: tokenizer folder to use if the configuration names none. `console` None disables output.
+    `tokenizer`: folder or Hugging Face id of the model whose tokenizer is used. `console` None disables output.
     """
     allow_many_connections()
-    tokens = load_model_tokens(config.tokenizer or bundled, flag="--tokenizer")
+    tokens = load_tokenizer(tokenizer)
     with ProgressDisplay(console) as display, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(config, tokens, display))
+
+
+def load_tokenizer(path: Path) -> ModelTokens:
+    """Read the tokenizer of a folder or a Hugging Face id. Raises ModelUnavailable or TokenizerUnusable."""
+    flag = "--tokenizer"
+    return load_model_tokens(local_model_folder(path, flag=flag, weights=False), flag=flag)
 
 
 async def _run(config: BenchConfig, tokens: ModelTokens, display: ProgressDisplay) -> BenchResult:

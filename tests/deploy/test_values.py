@@ -331,9 +331,7 @@ def test_a_model_of_the_hub_is_downloaded_before_a_pod_starts_and_used_without_n
 def test_downloaded_models_are_kept_where_the_cache_says(
     render: Any, cache: dict[str, Any], volume: dict[str, Any]
 ) -> None:
-    for mode in ("statefulset", "kuberay"):
-        release = render({"mode": mode, "model": {**HUB, "cache": cache}, "config": {"engine": "vllm"}})
-        name = "moonpool-decode" if mode == "statefulset" else "moonpool-launcher"
-        pod = release.pod(name)
+    for mode, name in (("statefulset", "moonpool-decode"), ("kuberay", "moonpool-launcher")):
+        pod = render({"mode": mode, "model": {**HUB, "cache": cache}}).pod(name)
         assert {"name": "model", **volume} in pod.spec["volumes"]
-        assert init_container(pod, "model")["args"][-1] == "--any-family"
+        assert init_container(pod, "model")["args"] == ["download", "Qwen/Qwen3-8B@v1"]

@@ -20,6 +20,8 @@ from worker.errors import StartupError
         ("--max_num_seqs=4", ["--max_num_seqs=4", "--max-batch"]),
         ("--kv-transfer-config '{}'", ["--kv-transfer-config", "Moonpool moves KV itself"]),
         ("--speculative-config.model x", ["speculative decoding"]),
+        ("-sc.model x", ["'-sc.model'", "speculative decoding"]),
+        ("-dp 2", ["'-dp'", "data parallelism in one worker"]),
         ("--enable-lora", ["LoRA"]),
         ("--seed 'x", ["cannot be split", "--seed 'x"]),
     ],
@@ -32,8 +34,8 @@ def test_arguments_that_moonpool_sets_or_does_not_support_are_refused_by_name(te
 
 
 def test_other_arguments_are_passed_on() -> None:
-    assert check_arguments("--tensor-parallel-size 2 --quantization='fp8'") == [
-        *("--tensor-parallel-size", "2", "--quantization=fp8")
+    assert check_arguments("--tensor-parallel-size 2 --quantization='fp8' -ep -cc.mode 3 --swap -1") == [
+        *("--tensor-parallel-size", "2", "--quantization=fp8", "-ep", "-cc.mode", "3", "--swap", "-1")
     ]
 
 

@@ -149,10 +149,26 @@ def test_the_statistics_of_the_bundled_trace(installed: Path, tmp_path: Path) ->
     assert shown.stdout.split() == ["12031", "True"]
 
 
-def test_a_replay_without_a_model_folder_asks_for_one(installed: Path, tmp_path: Path) -> None:
+def test_a_load_test_without_a_model_folder_asks_for_one(installed: Path, tmp_path: Path) -> None:
     shown = run(installed.with_name("moonpool-client"), "trace", "replay", "conversation", cwd=tmp_path)
     assert shown.returncode == 2
     assert "--model-path" in shown.stderr
+    shown = run(installed.with_name("moonpool-client"), "bench", "serve", cwd=tmp_path)
+    assert shown.returncode == 2
+    assert "give the folder of the served model with --tokenizer" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [("trace replay conversation", "--model-path"), ("bench serve", "--tokenizer")]
+)
+def test_an_id_of_the_hub_names_the_package_that_is_missing(
+    installed: Path, tmp_path: Path, command: str, flag: str
+) -> None:
+    arguments = [*command.split(), flag, "org/tiny"]
+    shown = run(installed.with_name("moonpool-client"), *arguments, cwd=tmp_path)
+    assert shown.returncode == 2
+    assert shown.stderr.startswith(f"error: {flag}: there is no folder org/tiny; give the folder of the served model")
+    assert "need moonpool in place of moonpool-client" in shown.stderr
 
 
 def test_verification_names_the_package_that_is_missing(installed: Path, tmp_path: Path) -> None:

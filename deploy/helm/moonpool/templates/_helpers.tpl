@@ -31,9 +31,10 @@ labels:
 {{- if hasKey . "replicas" }}{{ int .replicas }}{{ else }}1{{ end -}}
 {{- end -}}
 
+{{- /* (root, image): the pod's own image, by default that of all roles. */ -}}
 {{- define "moonpool.image" -}}
-{{- with .Values.image -}}
-{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}{{ end -}}
+{{- with .image | default .root.Values.image -}}
+{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag | default $.root.Chart.AppVersion }}{{ end -}}
 {{- end -}}
 {{- end -}}
 
@@ -104,6 +105,8 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- if and (kindIs "float64" $value) (eq (floor $value) $value) -}}{{- $value = int64 $value -}}{{- end -}}
 {{- $_ := set $config $key $value -}}
 {{- end -}}
+{{- $engine := include "moonpool.engine" . -}}
+{{- if ne $engine (.Values.config.engine | default "transformer") -}}{{- $_ := set $config "engine" $engine -}}{{- end -}}
 {{- $_ := set $config "conductor" (include "moonpool.conductors" . | fromJsonArray) -}}
 {{- $_ := set $config "cluster_name" (printf "%s/%s" .Release.Namespace .Release.Name) -}}
 {{- $_ := set $config "drain_grace" (int .Values.frontend.drainSeconds) -}}
@@ -178,4 +181,5 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- if not (or $roles.aggregated (and $roles.prefill $roles.decode)) -}}
 {{- fail "workers must have a group with role prefill and one with role decode, or one with role aggregated" -}}
 {{- end -}}
+{{- include "moonpool.checkEngines" . -}}
 {{- end -}}

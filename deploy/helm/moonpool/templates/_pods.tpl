@@ -79,10 +79,11 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{- /* Image, privileges, variables and resources of a container. env: additional variables. */ -}}
+{{- /* Image, privileges, variables and resources of a container. image: in place of that of all roles; env: additional
+variables. */ -}}
 {{- define "moonpool.container" -}}
 {{- $rdma := and .moves .root.Values.rdma.enabled -}}
-image: {{ include "moonpool.image" .root }}
+image: {{ include "moonpool.image" . }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 securityContext:
   allowPrivilegeEscalation: false
@@ -127,7 +128,7 @@ resources:
   {{- include "moonpool.resources" . | nindent 2 }}
 {{- end -}}
 
-{{- /* Resources of the pod, with RDMA devices for those that transfer KV. pool: with huge pages. */ -}}
+{{- /* Resources of the pod, with RDMA devices for those that transfer KV. pool: with huge pages; gpus: with as many GPUs. */ -}}
 {{- define "moonpool.resources" -}}
 {{- $resources := deepCopy (.pod.resources | default dict) -}}
 {{- $further := dict -}}
@@ -135,6 +136,7 @@ resources:
 {{- with .root.Values.pool.hugepages -}}
 {{- if and $.pool .amount -}}{{- $_ := set $further (printf "hugepages-%s" .size) .amount -}}{{- end -}}
 {{- end -}}
+{{- with .gpus -}}{{- $_ := set $further "nvidia.com/gpu" . -}}{{- end -}}
 {{- if $further -}}
 {{- range list "limits" "requests" -}}
 {{- $_ := set $resources . (merge (deepCopy $further) (get $resources . | default dict)) -}}
@@ -143,13 +145,18 @@ resources:
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{- /* HTTP or HTTPS probes: port, and seconds until the start-up probe must succeed. */ -}}
+{{- /* HTTP or HTTPS probes: port, and seconds until the start-up probe must succeed, or its period and threshold. */ -}}
 {{- define "moonpool.probes" -}}
 {{- $scheme := ternary ", scheme: HTTPS" "" (not (empty .https)) -}}
 startupProbe:
   httpGet: {path: {{ .started }}, port: {{ .port }}{{ $scheme }}}
+  {{- with .startup }}
+  periodSeconds: {{ int .periodSeconds }}
+  failureThreshold: {{ int .failureThreshold }}
+  {{- else }}
   periodSeconds: 5
   failureThreshold: {{ div (add .startSeconds 4) 5 }}
+  {{- end }}
 readinessProbe:
   httpGet: {path: /ready, port: {{ .port }}{{ $scheme }}}
   periodSeconds: 5
@@ -181,6 +188,9 @@ livenessProbe:
 {{- end }}
 {{- if and .pool .root.Values.pool.ssd.hostPath }}
 - {name: ssd, mountPath: /var/lib/moonpool/ssd}
+{{- end }}
+{{- if .shmSize }}
+- {name: shm, mountPath: /dev/shm}
 {{- end }}
 {{- end -}}
 
@@ -226,6 +236,10 @@ livenessProbe:
 - name: ssd
   hostPath: {path: {{ .root.Values.pool.ssd.hostPath }}, type: Directory}
 {{- end }}
+{{- with .shmSize }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+{{- end }}
 {{- end -}}
 
 {{- /* A folder of the host for this release only. */ -}}
@@ -246,7 +260,7 @@ initContainers:
 {{- define "moonpool.downloadModel" -}}
 {{- if and .model (eq .root.Values.model.source "huggingface") }}
 - name: model
-  image: {{ include "moonpool.image" .root }}
+  image: {{ include "moonpool.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   args:
     - download
@@ -254,7 +268,7 @@ initContainers:
     {{- if not .weights }}
     - --no-weights
     {{- end }}
-    {{- if eq (toString .root.Values.config.engine) "vllm" }}
+    {{- if eq (include "moonpool.engine" .root) "vllm" }}
     - --any-family
     {{- end }}
   env:
@@ -285,7 +299,7 @@ initContainers:
 {{- define "moonpool.prepareSockets" -}}
 {{- if and .moves .root.Values.pool.sharedMemory.enabled .root.Values.pool.sharedMemory.prepare (eq .root.Values.mode "statefulset") }}
 - name: sockets
-  image: {{ include "moonpool.image" .root }}
+  image: {{ include "moonpool.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [chown, {{ printf "%d:%d" (ternary 0 (int .root.Values.runAsUser) (and .root.Values.rdma.enabled .root.Values.rdma.runAsRoot)) (int .root.Values.runAsUser) | quote }}, /run/moonpool]
   securityContext:
