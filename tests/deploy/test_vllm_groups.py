@@ -47,6 +47,14 @@ def test_every_role_learns_the_engine_and_only_workers_have_vllms_image(render: 
     assert set(images.values()) == {"r/moonpool:0.1.0"}
 
 
+def test_prefill_and_decode_groups_run_vllm(render: Any) -> None:
+    release = render({"workers": {"prefill": {"tensorParallelSize": 2}, "decode": {}}, "config": {"engine": "vllm"}})
+    for role, size in (("prefill", 2), ("decode", 1)):
+        container = release.pod(f"moonpool-{role}").container
+        assert container["args"][:2] == ["node", role]
+        assert container["resources"]["limits"][GPU] == size
+
+
 def test_a_group_may_have_an_image_of_its_own_which_also_downloads_the_model(render: Any) -> None:
     digest = "sha256:" + "a" * 64
     model = {"source": "huggingface", "id": "a/b"}
@@ -181,11 +189,6 @@ def test_a_refused_argument_names_its_replacement(render: Any, word: str, said: 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"workers": {"prefill": {"engine": "vllm"}, "decode": {"engine": "vllm"}}},
-            r"workers\.decode: engine vllm runs aggregated workers only, got role decode: set workers\.decode\.role",
-        ),
-        ({"config": {"engine": "vllm"}}, r"engine vllm runs aggregated workers only, got role decode"),
         (
             {"workers": {"llm": {"role": "aggregated", "engine": "vllm"}}},
             r"workers must have the same engine in all groups, since they serve one model, got decode has transformer, "

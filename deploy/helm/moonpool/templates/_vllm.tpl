@@ -100,9 +100,6 @@ of GPUs that the pod's own resources name stays as it is. */ -}}
 {{- /* (root, name, group): checks of a group with engine vllm. */ -}}
 {{- define "moonpool.checkVllm" -}}
 {{- $name := .name -}}
-{{- if ne .group.role "aggregated" -}}
-{{- fail (printf "workers.%s: engine vllm runs aggregated workers only, got role %s: set workers.%s.role to aggregated, or omit the engine" $name .group.role $name) -}}
-{{- end -}}
 {{- if ne .root.Values.mode "statefulset" -}}
 {{- fail (printf "workers.%s: engine vllm needs mode statefulset, got %s: Ray gives each worker one GPU and runs all of them in one image; set mode to statefulset" $name .root.Values.mode) -}}
 {{- end -}}
