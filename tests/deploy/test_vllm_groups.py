@@ -51,7 +51,7 @@ def test_prefill_and_decode_groups_run_vllm(render: Any) -> None:
     release = render({"workers": {"prefill": {"tensorParallelSize": 2}, "decode": {}}, "config": {"engine": "vllm"}})
     for role, size in (("prefill", 2), ("decode", 1)):
         container = release.pod(f"moonpool-{role}").container
-        assert container["args"][:2] == ["node", role]
+        assert container["args"][0] == f"{role}-node"
         assert container["resources"]["limits"][GPU] == size
 
 
