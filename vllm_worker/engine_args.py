@@ -102,8 +102,10 @@ def engine_args(config: WorkerConfig, copies_socket: Path) -> Any:
         FlexibleArgumentParser(prog="--vllm-args", add_help=False, allow_abbrev=False)
     )
     with _as_startup_errors():
-        found = AsyncEngineArgs.from_cli_args(parser.parse_args(check_arguments(settings.vllm_args)))
-    found.model = found.tokenizer = str(config.model.path)
+        # The model is given at once: offline, vLLM looks for it, or its default one, when it is made.
+        words = ["--model", str(config.model.path), *check_arguments(settings.vllm_args)]
+        found = AsyncEngineArgs.from_cli_args(parser.parse_args(words))
+    found.tokenizer = found.model
     found.served_model_name = config.model.name
     found.dtype = "float32" if settings.dtype == "auto" and settings.device == "cpu" else settings.dtype
     found.block_size = config.block_tokens

@@ -47,6 +47,11 @@ def test_settings_and_further_arguments_become_vllms() -> None:
     )
 
 
+def test_a_local_model_is_used_while_the_hub_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert engine_args(config_of(), Path("/copies")).model == str(BUNDLED_MODEL)
+
+
 @pytest.mark.parametrize("text", ["--no-such-argument 1", "--tensor-parallel-size two"])
 def test_arguments_that_vllm_does_not_know_are_refused_with_its_reason(text: str) -> None:
     with pytest.raises(StartupError, match=r"--vllm-args: vLLM does not accept them: .*(no-such|two)"):
