@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine import KvGroupShape
 from kvpool import CommitAhead, KvGroup, KvSpec, layer_digests_at
-from messenger import GpuMemory, GpuRegion, Messenger, Region, RemoteKey, SharedMemory
+from messenger import GpuMemory, GpuRegion, Messenger, Region, RemoteKey, SharedMemory, UnitSection
 from messenger.staging import READY, DeviceStaging, HostStaging, Ranges, Ticket
 
 
@@ -27,11 +27,19 @@ class SlotMemory(ABC):
     staging: DeviceStaging = HostStaging()
 
     def __init__(
-        self, spec: KvSpec, num_slots: int, messenger: Messenger, *, name: str, gpu: GpuMemory | None = None
+        self,
+        spec: KvSpec,
+        num_slots: int,
+        messenger: Messenger,
+        *,
+        name: str,
+        gpu: GpuMemory | None = None,
+        digests_layers: bool = False,
     ) -> None:
         """Allocate host memory and register it, or register `gpu` in its place.
 
-        Raises OSError if there is not enough memory, and GpuMemoryUnsupported.
+        With `digests_layers`, the messenger digests layers that peers write to host memory. Raises OSError if there is
+        not enough memory, and GpuMemoryUnsupported.
         """
         self.spec = spec
         self.num_slots = num_slots
@@ -50,7 +58,15 @@ class SlotMemory(ABC):
             return
         host = self._memory = SharedMemory.create(ends[-1], name, "auto")
         self._ahead = [CommitAhead(host, *group) for group in zip(self._base, ends, strict=True)]
-        self.region = messenger.register(host)
+        self.region = messenger.register(host, units=self._units() if digests_layers else ())
+
+    def _units(self) -> list[UnitSection]:
+        """Return the layers of all slots of the groups whose digests the messenger can compute."""
+        return [
+            UnitSection(base, self._layer_nbytes[g], self.num_slots * len(group.layers))
+            for g, (group, base) in enumerate(zip(self.spec.groups, self._base, strict=True))
+            if group.token_row_nbytes % 4 == 0 and base % 4 == 0
+        ]
 
     def close(self) -> None:
         self.staging.close()
@@ -171,7 +187,7 @@ class EngineMemory(SlotMemory):
     """Slots in which an engine computes, addressed by (group, slot, layer)."""
 
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger, *, gpu: GpuMemory | None = None) -> None:
-        super().__init__(spec, num_slots, messenger, name="moonpool-kv", gpu=gpu)
+        super().__init__(spec, num_slots, messenger, name="moonpool-kv", gpu=gpu, digests_layers=True)
         # model layer -> (group, layer within the group)
         self.place_of_layer = {
             layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
@@ -196,6 +212,25 @@ class EngineMemory(SlotMemory):
         group, index = self.place_of_layer[layer]
         one = slice(index, index + 1)
         return layer_digests_at(self._array, self.offsets(group, slots), self.spec, group, valid, one)[:, 0]
+
+    def pushed_digests(
+        self, layer: int, slots: Sequence[int], valid: NDArray[np.int32], token: int
+    ) -> NDArray[np.uint64]:
+        """Return `one_layer_digests` of what a peer wrote under the key with this token, after its notification.
+
+        Uses the digests that the messenger computed while it wrote whole layers, and reads the others.
+        """
+        units = None if self.host_region is None else self.host_region.units
+        if units is None:
+            return self.one_layer_digests(layer, slots, valid)
+        group, index = self.place_of_layer[layer]
+        starts = self.offsets(group, slots) + index * self._layer_nbytes[group]
+        digests, are_known = units.find(starts, token)
+        are_known &= valid == self.block_tokens
+        rest = np.flatnonzero(~are_known)
+        if len(rest):
+            digests[rest] = self.one_layer_digests(layer, [slots[i] for i in rest], valid[rest])
+        return digests
 
     def layer_nbytes(self, layer: int) -> int:
         """Return the size of one model layer of a slot."""
