@@ -190,12 +190,12 @@ class SharedMemory:
 class UnitSection(NamedTuple):
     """Adjacent units of a region, of which the messenger computes digests while peers write them.
 
-    `count` units of `unit_nbytes` bytes each, a multiple of 4, begin at byte `start`, another multiple of 4.
+    `num_units` units of `unit_nbytes` bytes each, a multiple of 4, begin at byte `start`, another multiple of 4.
     """
 
     start: int
     unit_nbytes: int
-    count: int
+    num_units: int
 
 
 class WrittenUnits(Protocol):

@@ -229,7 +229,7 @@ class EngineMemory(SlotMemory):
         are_known &= valid == self.block_tokens
         rest = np.flatnonzero(~are_known)
         if len(rest):
-            digests[rest] = self.one_layer_digests(layer, [slots[i] for i in rest], valid[rest])
+            digests[rest] = self.one_layer_digests(layer, [slots[i] for i in rest.tolist()], valid[rest])
         return digests
 
     def layer_nbytes(self, layer: int) -> int:
