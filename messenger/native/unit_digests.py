@@ -6,7 +6,7 @@ goes through these steps; W is the number of the write, `begun` and `ended` coun
 
     begin    W = begun += 1; the write is alone if ended is W - 1
     move the bytes
-    finish   only a compiled loop that wrote the whole unit alone, and only while begun is still W:
+    finish   only a compiled loop that wrote the whole unit, and only if it was alone when it began:
                  digest, token = those of this write; then version = W
     end      ended += 1, also if the connection ended in the middle
 
@@ -172,9 +172,9 @@ def _begin(units, unit):  # type: ignore[no-untyped-def]
 
 @numba.njit
 def _finish(units, unit, number, digest, token):  # type: ignore[no-untyped-def]
-    """Record the digest of the whole unit, if the write was alone until now."""
+    """Record the digest of the whole unit, if the write was alone when it began."""
     entry = _entry_at(units.entries + _ENTRY_NBYTES * unit)
-    if number != np.uint64(0) and load_field_acquire(entry, "begun") == number:
+    if number != np.uint64(0):
         store_field_release(entry, "digest", digest)
         store_field_release(entry, "token", token)
         store_field_release(entry, "version", number)

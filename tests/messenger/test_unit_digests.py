@@ -214,6 +214,18 @@ def test_a_write_that_stalls_in_the_middle_leaves_no_digest_beside_another_one(
     assert owner.valid(key)[0]
 
 
+@pytest.mark.transports("tcp")
+def test_a_write_that_ends_in_the_middle_leaves_no_digest(pair_of_units: Any, wait_until: Callable[..., None]) -> None:
+    a, owner = pair_of_units
+    key = owner.grant()
+    write = Write(1, 1, key.region_id, key.token, 0, 2048, rows((STARTS[0], 2048)), False, b"", b"")
+    with contextlib.closing(Caller(owner.node, "tcp", a.region.memory)) as caller:
+        caller.sock.sendall(encode(write) + b"\xee" * 1500)
+        wait_until(lambda: owner.region.array[STARTS[0] + 1499] == 0xEE, "some bytes have arrived")
+    wait_until(lambda: owner.messenger.counters()["connections_in_open"] == 0, "the connection has ended")
+    assert not any(owner.valid(key))
+
+
 def test_concurrent_writers_of_the_same_units_leave_digests_of_the_memory_or_none(
     make_node: Any, pair_of_units: Any
 ) -> None:
