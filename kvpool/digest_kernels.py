@@ -8,14 +8,8 @@ import numpy as np
 from numba import types
 
 from jit.compiling import compiled
+from jit.digest_mix import mix
 from kvpool.spec import TOKEN_RANGE
-
-GAMMA = 0x9E3779B97F4A7C15
-MULTIPLIER_1 = 0xBF58476D1CE4E5B9
-MULTIPLIER_2 = 0x94D049BB133111EB
-
-_GAMMA, _MULTIPLIER_1, _MULTIPLIER_2 = np.uint64(GAMMA), np.uint64(MULTIPLIER_1), np.uint64(MULTIPLIER_2)
-_S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
 
 
 @functools.cache
@@ -35,16 +29,6 @@ def digest_kernels() -> tuple[Any, Any]:
         return types.void(memory, int64s, int64s, *scalars, ranges, out)
 
     return compiled(_digest_words, signature(types.uint32)), compiled(_digest_bytes, signature(types.uint8))
-
-
-def _mix_word(word: Any, index: Any) -> Any:
-    x = (np.uint64(index) << _S32 | np.uint64(word)) + _GAMMA
-    x = (x ^ (x >> _S30)) * _MULTIPLIER_1
-    x = (x ^ (x >> _S27)) * _MULTIPLIER_2
-    return x ^ (x >> _S31)
-
-
-mix = numba.njit(inline="always")(_mix_word)
 
 
 def _digest_words(

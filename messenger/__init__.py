@@ -18,7 +18,7 @@ from messenger.errors import (
     TransferDeadlineExceeded,
     TransferError,
 )
-from messenger.memory import GpuMemory, GpuRegion, Loan, Region, RemoteKey, SharedMemory
+from messenger.memory import GpuMemory, GpuRegion, Loan, Region, RemoteKey, SharedMemory, UnitSection
 from messenger.messenger import Messenger
 from messenger.operation import TransferResult
 from messenger.peer import Peer
@@ -54,4 +54,5 @@ __all__ = [
     "TransferDeadlineExceeded",
     "TransferError",
     "TransferResult",
+    "UnitSection",
 ]

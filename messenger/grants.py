@@ -19,11 +19,22 @@ Lifetime of a grant:
 
 import secrets
 import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from messenger.link import Cuttable
-from messenger.memory import AnyRegion, GpuMemory, GpuRegion, Region, RemoteKey, SharedMemory, unreachable_gpu_error
+from messenger.memory import (
+    AnyRegion,
+    GpuMemory,
+    GpuRegion,
+    Region,
+    RemoteKey,
+    SharedMemory,
+    UnitSection,
+    unreachable_gpu_error,
+)
 from messenger.shm.grant_page import GrantPage
 from messenger.slices import Rows, within
 from rpc.errors import InvalidArgument
@@ -69,6 +80,11 @@ class Access:
     def keep(self, window: AccessWindow) -> None:
         """Register a window to be closed when the key is revoked."""
         self._table._keep(self._grant, window)
+
+    def writing(self, rows: Rows) -> AbstractContextManager[None]:
+        """Return a context manager around a write to rows [n, 2], after which their units have no digests."""
+        units = self.region.units if isinstance(self.region, Region) else None
+        return nullcontext() if units is None else units.spoiling(rows)
 
     def __enter__(self) -> "Access":
         return self
@@ -116,11 +132,15 @@ class GrantTable:
             if self._page is not None:
                 self._page.close()
 
-    def register(self, memory: SharedMemory) -> Region:
-        """Register host memory."""
-        array = memory.array
+    def register(self, memory: SharedMemory, units: Sequence[UnitSection] = ()) -> Region:
+        """Register host memory, with digests of its units if it has any."""
+        array, digests = memory.array, None
+        if units:
+            from messenger.native.unit_digests import UnitDigests
+
+            digests = UnitDigests(units, memory.nbytes)
         with self._changed:
-            region = Region(self._take_region_id(), memory, array)
+            region = Region(self._take_region_id(), memory, array, digests)
             self._regions[region.region_id] = region
         return region
 
@@ -197,9 +217,14 @@ class GrantTable:
         return Access(self, grant, mover)
 
     def expose(self, region_id: int, token: int, *, mover: Cuttable) -> Access:
-        """Begin an access that opens a window for a peer's hardware. Raises AccessDenied."""
+        """Begin an access that opens a window for a peer's hardware. Raises AccessDenied.
+
+        Nothing records what is written through a window, so that units have no digests any more.
+        """
         with self._changed:
             grant = self._find(region_id, token)
+            if isinstance(grant.region, Region) and grant.region.units is not None and grant.key.write:
+                grant.region.units.distrust()
             grant.movers.append(mover)
         return Access(self, grant, mover)
 
@@ -234,7 +259,7 @@ class GrantTable:
     def _place(self, grant: _Grant) -> None:
         """Show the grant to compiled loops; grants of GPU memory are hidden from them, and thus left to Python."""
         if self._slots is not None and isinstance(grant.region, Region):
-            self._slots.place(grant.number, grant.key, grant.region.address)
+            self._slots.place(grant.number, grant.key, grant.region)
 
     def _show(self, grant: _Grant) -> None:
         """Show the grant to readers of this host."""

@@ -299,7 +299,8 @@ class InboundConnection:
         begun_s = time.monotonic()
         with access:
             self._raise_if_caller_gone()
-            self._responder.land(message, rows, access.region)
+            with access.writing(rows):
+                self._responder.land(message, rows, access.region)
         self._landed.add(message.nbytes, len(rows), time.monotonic() - begun_s)
         self._raise_if_caller_gone()
         session.last_seq = message.seq

@@ -9,10 +9,11 @@ import fcntl
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -192,6 +193,36 @@ class SharedMemory:
                 os.close(self._writable_fd)
 
 
+class UnitSection(NamedTuple):
+    """Adjacent units of a region, of which the messenger computes digests while peers write them.
+
+    `num_units` units of `unit_nbytes` bytes each, a multiple of 4, begin at byte `start`, another multiple of 4.
+    """
+
+    start: int
+    unit_nbytes: int
+    num_units: int
+
+
+class WrittenUnits(Protocol):
+    """Digests of the units of a region that peers wrote (messenger.native.unit_digests). Any thread."""
+
+    address: int
+
+    def find(self, offsets: npt.NDArray[np.int64], token: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+        """Return digests [n] of the units that begin at `offsets` [n], and for each True if it is valid.
+
+        A digest is valid if the last write of any part of the unit was one of the whole unit under the token. Call it
+        after the notification of that write.
+        """
+
+    def distrust(self) -> None:
+        """Void all digests for ever."""
+
+    def spoiling(self, rows: npt.NDArray[np.int64]) -> AbstractContextManager[None]:
+        """Return a context manager around a write to rows [n, 2] of (offset, nbytes), which voids their digests."""
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
     """Host memory registered with a messenger, which never reuses a `region_id`."""
@@ -200,6 +231,8 @@ class Region:
     memory: SharedMemory
     array: Bytes
     """The memory's array, which keeps the mapping for transfers in flight."""
+    units: WrittenUnits | None = None
+    """Digests of the units that peers wrote, if the region has units."""
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import overload
 
 from messenger.alarms import AlarmClock
@@ -31,7 +31,7 @@ from messenger.errors import GpuMemoryUnsupported, MessengerClosed, RdmaUnavaila
 from messenger.frames import MAX_NODE_ID_CHARS, is_node_id
 from messenger.grants import GrantTable
 from messenger.inbound import ServerContext
-from messenger.memory import AnyRegion, GpuMemory, GpuRegion, Region, RemoteKey, SharedMemory
+from messenger.memory import AnyRegion, GpuMemory, GpuRegion, Region, RemoteKey, SharedMemory, UnitSection
 from messenger.paths import PeerPaths
 from messenger.peer import Peer, stream_roles
 from messenger.priority import Priority, TrafficGate
@@ -168,11 +168,14 @@ class Messenger:
         return tuple(self._transports)
 
     @overload
-    def register(self, memory: SharedMemory) -> Region: ...
+    def register(self, memory: SharedMemory, *, units: Sequence[UnitSection] = ()) -> Region: ...
     @overload
     def register(self, memory: GpuMemory) -> GpuRegion: ...
-    def register(self, memory: SharedMemory | GpuMemory) -> AnyRegion:
+    def register(self, memory: SharedMemory | GpuMemory, *, units: Sequence[UnitSection] = ()) -> AnyRegion:
         """Register memory as a source and destination of transfers, and for grants to peers.
+
+        Host memory may have `units`, disjoint sections in ascending order: `Region.units` then has digests of those
+        that peers have written whole.
 
         GPU memory is moved by rdma alone, directly between adapter and GPU (see rdma/gpu_memory.py), and can be
         registered once this messenger was started. Raises GpuMemoryUnsupported with the reason if that is impossible:
@@ -180,7 +183,7 @@ class Messenger:
         MemoryOutOfReach, and accesses by peers that connect by tcp or shm are refused.
         """
         if isinstance(memory, SharedMemory):
-            return self._grants.register(memory)
+            return self._grants.register(memory, units)
         transport = self._transports.get("rdma")
         if transport is None:
             available = ", ".join(self._transports) or "none, since it was not started"

@@ -113,6 +113,11 @@ class Operation(Completion[Any]):
         self.deadline_s = deadline_s
         self.stall_s = stall_s
 
+    def set_parts(self, number: int) -> None:
+        """Set the number of parts, before the operation is submitted."""
+        self.outstanding = number
+        self.single = number == 1
+
     def cancel(self) -> bool:
         """Drop queued parts and cut off those on the wire. Returns True if it will end with TransferCancelled.
 

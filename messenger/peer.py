@@ -23,6 +23,8 @@ from rpc.errors import InvalidArgument
 SPREAD_NBYTES = 4 << 20
 """Writes of at least this size go by several streams, if there are several for writes; so do reads by several paths."""
 SPREAD_PART_NBYTES = 2 << 20
+WRITE_AHEAD_NBYTES = 1 << 20
+"""Writes of at least this size begin before their notification's payload is computed."""
 
 
 def stream_roles(streams: int, paths: int = 1) -> list[StreamRole]:
@@ -114,7 +116,7 @@ class Peer:
         region: AnyRegion,
         slices: npt.ArrayLike,
         tag: bytes,
-        payload: bytes,
+        payload: bytes | Callable[[], bytes],
         *,
         deadline_s: float | None = None,
         stall_s: float | None = None,
@@ -122,11 +124,29 @@ class Peer:
     ) -> Future[TransferResult]:
         """Write, and then notify; the notification is delivered only if the whole write landed.
 
+        A payload that is a function is called once, on the calling thread; if the write is large, while its bytes are
+        on their way. Other operations may then overtake the notification. If the function raises, the write fails with
+        its exception.
+
         Also fails with TransferDeadlineExceeded once the peer has acknowledged nothing for `stall_s`, neither of this
         write nor of others; a long queue that makes progress is not a failure.
         """
-        notification = _notification(tag, payload)
-        return self._transfer(WRITE, key, region, slices, notification, priority, deadline_s, stall_s)
+        if not callable(payload):
+            notification = _notification(tag, payload)
+            return self._transfer(WRITE, key, region, slices, notification, priority, deadline_s, stall_s)
+        self._require_region(region)
+        checked = Slices.of(slices, region.nbytes)
+        operation = self._operation(WRITE, priority, checked.nbytes, 1, deadline_s, stall_s)
+        if checked.nbytes >= WRITE_AHEAD_NBYTES:
+            self._write_ahead(operation, Transfer(key, region, checked), tag, payload)
+            return operation
+        try:
+            notification = _notification(tag, payload())
+        except Exception as error:
+            operation.settle(None, error)
+        else:
+            self._submit(operation, Transfer(key, region, checked), notification)
+        return operation
 
     def borrow(self, key: RemoteKey, offset: int, nbytes: int, *, deadline_s: float | None = None) -> Loan:
         """Return bytes [offset, offset + nbytes) of the key's region in place (shm only); see `Loan` for their use.
@@ -215,32 +235,58 @@ class Peer:
             read = self._read_mapped(Transfer(key, region, checked), priority, deadline_s)
             if read is not None:
                 return read
-        queue_kind: QueueKind = READS if kind is READ else ORDERED
-        part_nbytes = MAX_PART_NBYTES if priority is not BACKGROUND else BACKGROUND_PART_NBYTES
-        if self._spreads and kind is WRITE and checked.nbytes >= SPREAD_NBYTES:
-            queue_kind, part_nbytes = SPREAD, min(part_nbytes, SPREAD_PART_NBYTES)
-        elif self._paths is not None and kind is READ and checked.nbytes >= SPREAD_NBYTES:
-            part_nbytes = min(part_nbytes, SPREAD_PART_NBYTES)
-        if 0 < checked.nbytes <= part_nbytes and len(checked) <= MAX_PART_ROWS and queue_kind is not SPREAD:
-            operation = self._operation(kind, priority, checked.nbytes, 1, deadline_s, stall_s)
-            self._traffic.submit(
-                operation, queue_kind, (Part(operation, Transfer(key, region, checked), notification),)
-            )
-            return operation
-        pieces = checked.split(part_nbytes, MAX_PART_ROWS)
+        operation = self._operation(kind, priority, checked.nbytes, 1, deadline_s, stall_s)
+        self._submit(operation, Transfer(key, region, checked), notification)
+        return operation
+
+    def _submit(self, operation: Operation, transfer: Transfer, notification: Notification | None) -> None:
+        """Submit a write or a read in parts."""
+        key, region, slices = transfer
+        queue_kind, part_nbytes = self._route(operation)
+        if 0 < slices.nbytes <= part_nbytes and len(slices) <= MAX_PART_ROWS and queue_kind is not SPREAD:
+            self._traffic.submit(operation, queue_kind, (Part(operation, transfer, notification),))
+            return
+        parts = [Part(operation, Transfer(key, region, piece)) for piece in slices.split(part_nbytes, MAX_PART_ROWS)]
         # The notification goes with the last part, or, if the parts go by several streams, after all of them.
-        apart = notification is not None and (queue_kind is SPREAD or not pieces)
-        operation = self._operation(kind, priority, checked.nbytes, len(pieces) + apart, deadline_s, stall_s)
-        parts = [Part(operation, Transfer(key, region, piece)) for piece in pieces]
-        if apart:
+        if notification is not None and (queue_kind is SPREAD or not parts):
             parts.append(Part(operation, None, notification))
         elif not parts:
             operation.settle(TransferResult(0, 0.0, self.transport), None)
-            return operation
+            return
         else:
             parts[-1].notification = notification
+        operation.set_parts(len(parts))
         self._traffic.submit(operation, queue_kind, parts)
-        return operation
+
+    def _write_ahead(self, operation: Operation, transfer: Transfer, tag: bytes, payload: Callable[[], bytes]) -> None:
+        """Submit a write, then compute the payload and send it with a further part that moves no bytes.
+
+        For the owner, the notification goes with the last part of the write, as always.
+        """
+        key, region, slices = transfer
+        queue_kind, part_nbytes = self._route(operation)
+        nothing = None if queue_kind is SPREAD else Transfer(key, region, Slices(0, [(0, key.offset, 0)], None))
+        parts = [Part(operation, Transfer(key, region, piece)) for piece in slices.split(part_nbytes, MAX_PART_ROWS)]
+        operation.set_parts(len(parts) + 1)
+        self._traffic.submit(operation, queue_kind, parts)
+        try:
+            last = Part(operation, nothing, _notification(tag, payload()))
+        except BaseException as error:
+            self._traffic.abandon_last(operation, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._traffic.submit_last(last)
+
+    def _route(self, operation: Operation) -> tuple[QueueKind, int]:
+        """Return the queue and the maximum size of an operation's parts."""
+        kind, nbytes = operation.kind, operation.nbytes
+        part_nbytes = MAX_PART_NBYTES if operation.priority is not BACKGROUND else BACKGROUND_PART_NBYTES
+        if nbytes >= SPREAD_NBYTES and kind is WRITE and self._spreads:
+            return SPREAD, min(part_nbytes, SPREAD_PART_NBYTES)
+        if nbytes >= SPREAD_NBYTES and kind is READ and self._paths is not None:
+            part_nbytes = min(part_nbytes, SPREAD_PART_NBYTES)
+        return READS if kind is READ else ORDERED, part_nbytes
 
     def _read_mapped(
         self, transfer: Transfer, priority: Priority, deadline_s: float | None

@@ -111,20 +111,41 @@ class Traffic:
             closed = self.closing
             if not closed:
                 self._admit(operation)
-                priority = operation.priority
-                if len(parts) == 1 and priority is not BACKGROUND and self.backlog.is_clear(priority):
-                    for one in self._streams_by_queue[queue_kind]:
-                        if one.has_room_locked():
-                            stream = one
-                            break
-                if stream is not None:
-                    stream.begin_locked(parts[0])
-                else:
-                    stream = self._queue(queue_kind, parts)
+                stream = self._begin_or_queue(queue_kind, parts)
         if closed:
             self._settle_closed(operation)
         elif stream is not None:
             stream.send_as_caller()
+
+    def submit_last(self, part: Part) -> None:
+        """Submit the last part, an ordered one, of an operation that was submitted without it; never blocks."""
+        operation = part.operation
+        stream: PeerStream | None = None
+        with self.lock:
+            if operation not in self._open:  # it was refused, since the messenger was closed
+                return
+            ended: list[Operation] = []
+            if operation.failure is None:
+                stream = self._begin_or_queue(ORDERED, (part,))
+            else:
+                ended = self._last_abandoned_locked(operation)
+        self.settle(ended)
+        if stream is not None:
+            stream.send_as_caller()
+
+    def abandon_last(self, operation: Operation, error: BaseException) -> None:
+        """Fail an operation that was submitted without its last part, because there will be none."""
+        with self.lock:
+            if operation not in self._open:
+                return
+            if operation.failure is None:
+                operation.failure = (
+                    error
+                    if isinstance(error, Exception)
+                    else self._error(TransferCancelled, f"interrupted by {error!r}", operation)
+                )
+            ended = self._doom_locked([operation]) + self._last_abandoned_locked(operation)
+        self.settle(ended)
 
     def submit_mapped_read(self, operation: Operation, parts: Sequence[Part]) -> None:
         """Queue a read that `mapped_reads` may be able to do; never blocks."""
@@ -275,6 +296,20 @@ class Traffic:
         due_s = started_s + operation.deadline_s
         if due_s < self._deadlines.due_s or operation.stall_s is not None:
             self._deadlines.watch(self._due_s(operation))
+
+    def _begin_or_queue(self, queue_kind: QueueKind, parts: Sequence[Part]) -> PeerStream | None:
+        """Begin a single part if a stream has room, or queue the parts. Returns a stream as `_queue`."""
+        priority = parts[0].operation.priority
+        if len(parts) == 1 and priority is not BACKGROUND and self.backlog.is_clear(priority):
+            for stream in self._streams_by_queue[queue_kind]:
+                if stream.has_room_locked():
+                    stream.begin_locked(parts[0])
+                    return stream
+        return self._queue(queue_kind, parts)
+
+    def _last_abandoned_locked(self, operation: Operation) -> list[Operation]:
+        """Record that the last part of a failed operation will not be submitted. Returns operations to settle."""
+        return self.part_ended_locked(Part(operation, None), None)
 
     def _queue(self, queue_kind: QueueKind, parts: Sequence[Part]) -> PeerStream | None:
         """Queue the parts and wake the streams that may send them.

@@ -1,8 +1,9 @@
 """Pushes of a request's KV to its decode node, or to another member of its group, layer by layer as it is computed.
 
 The engine thread only reports which layer of which tokens is written, and begins to copy it to host memory if it is on
-a GPU; a sender thread waits for the copy, computes digests and writes. A block is pushed when it is complete, the
-partial last one with the prompt's last chunk. What is written before the destination is known is pushed afterwards.
+a GPU; a sender thread waits for the copy, writes, and computes digests while many bytes are on their way. A block is
+pushed when it is complete, the partial last one with the prompt's last chunk. What is written before the destination is
+known is pushed afterwards.
 
 Threads: `due` and `WrittenLayers` on the engine thread, `_send` on a sender thread (for one destination one at a time,
 in order), `_landed` on the messenger's thread, `open`, `flush`, `stop` and `settle` on the event loop. `_lock` guards
@@ -279,15 +280,19 @@ class Pusher:
         memory, block_tokens = self._memory, self._memory.block_tokens
         slots = self.slots_of(blocks)
         valid = np.minimum(self._prompt_len - np.asarray(blocks) * block_tokens, block_tokens).astype(np.int32)
-        digests = np.stack([memory.one_layer_digests(layer, slots, valid) for layer in layers])
         remote = [offsets[blocks] for offsets in destination.offsets]
-        pushed = PushedBlocks(layers, np.asarray(blocks), valid, digests)
+
+        def notification() -> bytes:
+            digests = np.stack([memory.one_layer_digests(layer, slots, valid) for layer in layers])
+            pushed = PushedBlocks(layers, np.asarray(blocks), valid, digests)
+            return pack_notification(destination.epoch, destination.key.token, pushed)
+
         landed = destination.peer.write_notify(
             destination.key,
             memory.region,
             np.concatenate([memory.layer_slices(layer, slots, remote) for layer in layers]),
             KV_TAG,
-            pack_notification(destination.epoch, destination.key.token, pushed),
+            notification,  # computed while the bytes are on their way
             deadline_s=max(0.1, self._deadline_s()),
             stall_s=self._stall_s,
             priority=Priority.URGENT,

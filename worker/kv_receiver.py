@@ -102,7 +102,7 @@ class KVReceiver:
         for _ in pushed.layers:
             target.announce()
         try:
-            self._verifier.submit(self._verify, target, pushed)
+            self._verifier.submit(self._verify, target, pushed, token)
         except RuntimeError:  # the node closes
             for layer in pushed.layers:
                 self._report(target, layer, pushed.blocks, np.zeros(len(pushed.blocks), dtype=bool))
@@ -121,13 +121,13 @@ class KVReceiver:
         if not np.array_equal(pushed.valid, target.valid_tokens(blocks)):
             raise BadNotification("its blocks have other numbers of tokens than the reservation's")
 
-    def _verify(self, target: PushTarget, pushed: PushedBlocks) -> None:
+    def _verify(self, target: PushTarget, pushed: PushedBlocks, token: int) -> None:
         layers, blocks, valid, digests = pushed
         for layer, expected in zip(layers, digests, strict=True):
             right = np.zeros(len(blocks), dtype=bool)
             try:
                 slots = [target.slots[b] for b in blocks]
-                right = self._memory.one_layer_digests(layer, slots, valid) == expected
+                right = self._memory.pushed_digests(layer, slots, valid, token) == expected
                 if not right.all():
                     self._counters.add("digest_mismatches", int((~right).sum()))
                     log.error("layer %d of %d pushed blocks failed verification", layer, int((~right).sum()))

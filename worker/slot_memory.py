@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine import KvGroupShape
 from kvpool import CommitAhead, KvGroup, KvSpec, layer_digests_at
-from messenger import GpuMemory, GpuRegion, Messenger, Region, RemoteKey, SharedMemory
+from messenger import GpuMemory, GpuRegion, Messenger, Region, RemoteKey, SharedMemory, UnitSection
 from messenger.staging import READY, DeviceStaging, HostStaging, Ranges, Ticket
 
 
@@ -34,12 +34,14 @@ class SlotMemory(ABC):
         *,
         name: str,
         gpu: GpuMemory | None = None,
+        digests_layers: bool = False,
         other_writers: bool = False,
     ) -> None:
         """Allocate host memory and register it, or register `gpu` in its place.
 
-        `other_writers`: processes that are given the memory's writable descriptor may map it for writing. Raises
-        OSError if there is not enough memory, and GpuMemoryUnsupported.
+        With `digests_layers`, the messenger digests layers that peers write to host memory. `other_writers`: processes
+        that are given the memory's writable descriptor may map it for writing. Raises OSError if there is not enough
+        memory, and GpuMemoryUnsupported.
         """
         self.spec = spec
         self.num_slots = num_slots
@@ -60,7 +62,15 @@ class SlotMemory(ABC):
             ends[-1], name, "transparent" if other_writers else "auto", returnable=other_writers
         )
         self._ahead = [CommitAhead(host, *group) for group in zip(self._base, ends, strict=True)]
-        self.region = messenger.register(host)
+        self.region = messenger.register(host, units=self._units() if digests_layers else ())
+
+    def _units(self) -> list[UnitSection]:
+        """Return the layers of all slots of the groups whose digests the messenger can compute."""
+        return [
+            UnitSection(base, self._layer_nbytes[g], self.num_slots * len(group.layers))
+            for g, (group, base) in enumerate(zip(self.spec.groups, self._base, strict=True))
+            if group.token_row_nbytes % 4 == 0 and base % 4 == 0
+        ]
 
     def close(self) -> None:
         self.staging.close()
@@ -190,7 +200,9 @@ class EngineMemory(SlotMemory):
         other_writers: bool = False,
     ) -> None:
         """As SlotMemory."""
-        super().__init__(spec, num_slots, messenger, name="moonpool-kv", gpu=gpu, other_writers=other_writers)
+        super().__init__(
+            spec, num_slots, messenger, name="moonpool-kv", gpu=gpu, digests_layers=True, other_writers=other_writers
+        )
         # model layer -> (group, layer within the group)
         self.place_of_layer = {
             layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
@@ -215,6 +227,25 @@ class EngineMemory(SlotMemory):
         group, index = self.place_of_layer[layer]
         one = slice(index, index + 1)
         return layer_digests_at(self._array, self.offsets(group, slots), self.spec, group, valid, one)[:, 0]
+
+    def pushed_digests(
+        self, layer: int, slots: Sequence[int], valid: NDArray[np.int32], token: int
+    ) -> NDArray[np.uint64]:
+        """Return `one_layer_digests` of what a peer wrote under the key with this token, after its notification.
+
+        Uses the digests that the messenger computed while it wrote whole layers, and reads the others.
+        """
+        units = None if self.host_region is None else self.host_region.units
+        if units is None:
+            return self.one_layer_digests(layer, slots, valid)
+        group, index = self.place_of_layer[layer]
+        starts = self.offsets(group, slots) + index * self._layer_nbytes[group]
+        digests, are_known = units.find(starts, token)
+        are_known &= valid == self.block_tokens
+        rest = np.flatnonzero(~are_known)
+        if len(rest):
+            digests[rest] = self.one_layer_digests(layer, [slots[i] for i in rest.tolist()], valid[rest])
+        return digests
 
     def layer_nbytes(self, layer: int) -> int:
         """Return the size of one model layer of a slot."""

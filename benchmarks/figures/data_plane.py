@@ -204,9 +204,12 @@ Cost of digests of every 64 KiB, compared on arrival, and of encryption, as rati
 
 {table(["throughput, writes / reads", *sizes.values()], cost_rows)}
 
-The messenger digests in a second pass, called from Python. In one pass with the copy, digests are bound by computing: out of cache, one core without
-AVX-512 copies 5.2 to 6.0 GB/s, digests 4.9 to 5.7 and does both at 4.2 to 4.8, 0.8 of the copy alone; one with AVX-512 copies 13.7 GB/s and digests
-14.4, 12 to 14 within the caches, where it copies 42 to 46. TLS is bound by OpenSSL through memory
+The owner digests in the pass that writes ([how](messenger.md#digests-of-units)), and the writer while a large batch is on its way; computing bounds both.
+One core digests about as fast as it copies: 4.6 GB/s beside copies of 5.5 to 6.0 (6.3 to 6.8 within the caches), and in one pass with the copy 4.4 to
+4.6; other cores with AVX-512 14.4 beside 13.7. In shared memory the writer's core is idle without digests; with them, the slower of the two cores
+bounds a write, at best at 0.8. By tcp both cores copy all the time, and digests on both sides add 0.6 of that time: at best 0.6. Python takes about a
+third of the CPU time of both processes at 1 MiB, and two thirds at 64 KiB: requests, answers, the notification, and the look-up of its digests.
+Reads are digested in a second pass by the thread that waits for them, which has also copied them in shared memory. TLS is bound by OpenSSL through memory
 buffers, which takes 2 to 3 times as long as AES-GCM alone; the kernel's TLS would avoid it where it exists.
 
 RDMA over soft-RoCE in an emulated VM, counted in instructions ({source("benchmarks/rdma_vm.py --count", rdma_file)}), as a ratio to the

@@ -3,10 +3,10 @@
 A write is complete when its bytes have landed. HOW is one of
 
 - notified: every write has a notification, and is complete when the owner's handler has returned.
-- digests: the writer computes a batch's layer digests and sends them in a notification, and the owner compares them
-  with its own: with one batch in flight before the handler returns; with several on a separate thread, like decode
-  nodes, and the turn lasts until all are compared. Digests of reads are computed in advance, as in a pool, and compared
-  after the read.
+- digests: like prefill nodes, the writer computes a batch's layer digests, those of a large batch while it is on its
+  way, and sends them in a notification. The owner compares them with those that its messenger computed: with one batch
+  in flight before the handler returns; with several on a separate thread, like decode nodes, and the turn lasts until
+  all are compared. Digests of reads are computed in advance, as in a pool, and compared after the read.
 - encrypted: mutual TLS.
 - borrow: a read lends the owner's bytes in place: nothing is copied, and the loan is confirmed.
 """
@@ -15,6 +15,7 @@ import os
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ import numpy as np
 from contest import REGION_NBYTES, Contender, Owner, Rows, Start, Wait, random_bytes, ready, serve
 from numpy.typing import NDArray
 
-from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory
+from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory, UnitSection
 from moonpool.transfer_bench.plan import BatchShape
-from moonpool.transfer_bench.server import SliceDigests
+from moonpool.transfer_bench.server import LAYER_NBYTES, SliceDigests
 from settings.keys import assemble
 
 CERTIFICATES = Path(__file__).resolve().parents[2] / "tests" / "data" / "tls"
+SLICE_NBYTES = 16 << 10
 PLAIN, AT_ONCE, LATER, DRAIN = b"plain", b"at once", b"later", b"drain"
 
 
@@ -57,7 +59,8 @@ class Messaging(Contender):
         self._messenger.start()
         self.local = memory.array
         self._peer = self._messenger.connect(Endpoint(**self._owner.told["endpoint"]))
-        self._key = RemoteKey.unpack(bytes.fromhex(self._owner.told["key"]))
+        keys = {int(nbytes): RemoteKey.unpack(bytes.fromhex(key)) for nbytes, key in self._owner.told["keys"].items()}
+        self._key, self._slices_key = keys[LAYER_NBYTES], keys[SLICE_NBYTES]
 
     def prepare(self, rows: Rows, *, write: bool) -> Start:
         slices = np.array(rows, np.int64)
@@ -90,9 +93,11 @@ class WithDigests(Messaging):
         return self._writing(slices, shape, base) if write else self._reading(slices, shape, base)
 
     def _writing(self, slices: NDArray[np.int64], shape: BatchShape, base: int) -> Start:
+        key = self._slices_key if shape.slice_nbytes == SLICE_NBYTES else self._key
+
         def start() -> Wait:
-            message = self._digests.message(shape, base)
-            return self._peer.write_notify(self._key, self._region, slices, self._compared, message).result
+            message = partial(self._digests.message, shape, base)
+            return self._peer.write_notify(key, self._region, slices, self._compared, message).result
 
         return start
 
@@ -143,8 +148,22 @@ def require(is_right: bool) -> None:
 
 
 def own(*arguments: str) -> None:
-    messenger, memory, region = started("owner", *arguments)
-    digests, verifier = SliceDigests(memory.array), ThreadPoolExecutor(1)
+    messenger, memory, _ = started("owner", *arguments)
+    # As workers do, with both sizes of layers that batches have.
+    regions = {
+        nbytes: messenger.register(memory, units=[UnitSection(0, nbytes, REGION_NBYTES // nbytes)])
+        if "digests" in arguments
+        else messenger.register(memory)
+        for nbytes in (LAYER_NBYTES, SLICE_NBYTES)
+    }
+    keys: dict[int, RemoteKey] = {}
+
+    def find(starts: NDArray[np.int64], nbytes: int) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+        units = regions[nbytes].units
+        assert units is not None
+        return units.find(starts, keys[nbytes].token)
+
+    digests, verifier = SliceDigests(memory.array, find), ThreadPoolExecutor(1)
     verifying: list[Future[None]] = []
 
     def compare(message: bytes) -> None:
@@ -162,8 +181,9 @@ def own(*arguments: str) -> None:
 
     messenger.on_notify(on_notify)
     endpoint = messenger.start()
-    key = messenger.grant(region, 0, REGION_NBYTES, read=True, write=True)
-    ready({"endpoint": vars(endpoint), "key": key.pack().hex()})
+    for nbytes, region in regions.items():
+        keys[nbytes] = messenger.grant(region, 0, REGION_NBYTES, read=True, write=True)
+    ready({"endpoint": vars(endpoint), "keys": {nbytes: key.pack().hex() for nbytes, key in keys.items()}})
     sys.stdin.read()
     messenger.close()
 

@@ -13,7 +13,8 @@ from numba import types
 
 from jit.atomic_counter import take_next
 from jit.compiling import compiled
-from kvpool.digest_kernels import digest_bytes, digest_words, mix
+from jit.digest_mix import mix
+from kvpool.digest_kernels import digest_bytes, digest_words
 from kvpool.spec import GROUP_LAYOUT, TOKEN_RANGE
 
 DONE, OUT_OF_BOUNDS, TOO_MANY_TOKENS = 0, 1, 2

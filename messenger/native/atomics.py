@@ -11,6 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = [
+    "add_to_field",
     "fence_acquire",
     "fence_all",
     "fence_release",
@@ -51,6 +52,13 @@ def _store_field_release(typingctx: Any, record: Any, name: Any, value: Any) -> 
         return context.get_dummy_value()
 
     return _if_word_field(record, name, types.void(record, name, types.uint64)), generate
+
+
+def _add_to_field(typingctx: Any, record: Any, name: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _field(builder, record, name, args), cgutils.intp_t(1), "seq_cst")
+
+    return _if_word_field(record, name, types.uint64(record, name)), generate
 
 
 def _if_word_field(record: Any, name: Any, signature: Any) -> Any:
@@ -100,6 +108,8 @@ load_field_acquire: Any = intrinsic(prefer_literal=True)(_load_field_acquire)
 """`(record, "name")`: load a uint64 field of a record, as `load_acquire`."""
 store_field_release: Any = intrinsic(prefer_literal=True)(_store_field_release)
 """`(record, "name", value)`: store a uint64 field of a record, as `store_release`."""
+add_to_field: Any = intrinsic(prefer_literal=True)(_add_to_field)
+"""`(record, "name")`: increment a uint64 field of a record; a full fence. Returns its value before."""
 fence_acquire: Any = intrinsic(_fence_acquire)
 """`()`: earlier reads happen before any later read or write."""
 fence_release: Any = intrinsic(_fence_release)

@@ -33,7 +33,7 @@ from numba.np.numpy_support import carray
 
 from jit.compiling import compiled
 from messenger.link import Cuttable
-from messenger.memory import RemoteKey
+from messenger.memory import Region, RemoteKey
 from messenger.native.atomics import (
     fence_acquire,
     fence_all,
@@ -86,15 +86,13 @@ class GrantSlots:
         """Remove a loop that has ended."""
         del self._loops[id(inside)]
 
-    def place(self, number: int, key: RemoteKey, address: int) -> None:
-        """Make the grant visible to loops, if its bucket has room.
-
-        `number` > 0 is the grant's number, `address` its region's address.
-        """
+    def place(self, number: int, key: RemoteKey, region: Region) -> None:
+        """Make the grant of the region visible to loops, if its bucket has room; `number` > 0 is the grant's number."""
         self._placements += 1
         rights = READ * key.read | WRITE * key.write
         entry = (self._placements, number, key.token, key.region_id, key.offset, key.offset + key.nbytes, rights)
-        self._entry[0] = (*entry, address)
+        units = 0 if region.units is None else region.units.address
+        self._entry[0] = (*entry, region.address, units, (0,) * 7)
         self._kernels.place(self.address, int(self._entry.ctypes.data))
 
     def remove(self, number: int, token: int) -> None:
@@ -141,6 +139,7 @@ def _place(slots, entry):  # type: ignore[no-untyped-def]
             store_field_release(slot, "end", new.end)
             store_field_release(slot, "rights", new.rights)
             store_field_release(slot, "address", new.address)
+            store_field_release(slot, "units", new.units)
             store_field_release(slot, "placement", new.placement)
             return True
     return False
@@ -169,8 +168,8 @@ def _first_slot(slots: Any, token: Any) -> Any:
 def enter(io: Any, token: Any, region_id: Any, right: Any) -> Any:
     """Enter an access under the token. `io` is the connection's SOCKET record.
 
-    Returns (address of the region, start, end) of the grant's window; the address is 0 if there is no such grant, or if
-    it does not include the right.
+    Returns (address of the region, address of its UNITS or 0, start, end) of the grant's window; the first is 0 if
+    there is no such grant, or if it does not include the right.
     """
     inside = carray(pointer_u64(io.inside), 1)
     first = _first_slot(io.slots, token)
@@ -184,12 +183,12 @@ def enter(io: Any, token: Any, region_id: Any, right: Any) -> Any:
         allowed = load_field_acquire(slot, "token") == token and load_field_acquire(slot, "region_id") == region_id
         allowed = allowed and (load_field_acquire(slot, "rights") & right) != np.uint64(0)
         start, end = load_field_acquire(slot, "start"), load_field_acquire(slot, "end")
-        address = load_field_acquire(slot, "address")
+        address, units = load_field_acquire(slot, "address"), load_field_acquire(slot, "units")
         fence_acquire()
         if allowed and load_field_acquire(slot, "placement") == placement:
-            return np.int64(address), np.int64(start), np.int64(end)
+            return np.int64(address), np.int64(units), np.int64(start), np.int64(end)
         store_release(inside, 0, np.uint64(0))
-    return np.int64(0), np.int64(0), np.int64(0)
+    return np.int64(0), np.int64(0), np.int64(0), np.int64(0)
 
 
 @numba.njit

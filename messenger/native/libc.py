@@ -29,6 +29,7 @@ __all__ = [
     "load_i32",
     "memmove",
     "pointer_i64",
+    "pointer_u32",
     "pointer_u64",
     "poll",
     "record_at",
@@ -104,4 +105,4 @@ load_i32: Any = intrinsic(_load_i32)
 address_of: Any = intrinsic(_address_of)
 """`(record)`: the address of a record."""
 # For numba.carray, which makes an array of the memory at an address.
-pointer_i64, pointer_u64 = _pointer(types.int64), _pointer(types.uint64)
+pointer_i64, pointer_u64, pointer_u32 = _pointer(types.int64), _pointer(types.uint64), _pointer(types.uint32)

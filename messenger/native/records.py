@@ -97,10 +97,25 @@ GRANT_SLOT = np.dtype(
         ("end", np.uint64),
         ("rights", np.uint64),
         ("address", np.uint64),
+        ("units", np.uint64),
+        ("unused", np.uint64, (7,)),
     ],
     align=True,
 )
-"""A grant, one cache line (messenger.native.grant_slots); `placement` 0: empty."""
+"""A grant, two cache lines (messenger.native.grant_slots); `placement` 0: empty. `units` is the address of its region's
+UNITS, or 0."""
+
+MAX_PIECES = 64
+UNITS = np.dtype(
+    [("sections", np.int64), ("num_sections", np.int64), ("entries", np.int64), ("distrusted", np.uint64)], align=True
+)
+"""The units of a region (messenger.native.unit_digests): addresses of its UNIT_SECTION and UNIT_ENTRY records."""
+UNIT_SECTION = np.dtype(
+    [("start", np.int64), ("end", np.int64), ("unit_nbytes", np.int64), ("first", np.int64)], align=True
+)
+"""Adjacent units of one size, at bytes [start, end) of the region; `first` is the index of the first one."""
+UNIT_ENTRY = np.dtype([(name, np.uint64) for name in ("begun", "ended", "version", "token", "digest")], align=True)
+"""A unit: the numbers of writes begun and ended, and the last digest (messenger.native.unit_digests)."""
 
 SOCKET = np.dtype(
     [
@@ -145,6 +160,10 @@ SOCKET = np.dtype(
         ("num_sources", np.int64),
         ("landed", np.int64),
         ("served", np.int64),
+        # Pieces of a payload that is received into units: their rows, their units (-1: none) and their writes' numbers.
+        ("pieces", ROW, (MAX_PIECES,)),
+        ("piece_units", np.int64, (MAX_PIECES,)),
+        ("piece_writes", np.uint64, (MAX_PIECES,)),
         # Answers that were not sent yet.
         ("num_acks", np.int64),
         ("acks", ACK_FRAME, (MAX_ACKS,)),
@@ -163,7 +182,7 @@ SOCKET = np.dtype(
 _SIZES = (
     (IOVEC, 16), (MSGHDR, 56), (POLLFD, 8), (TIMESPEC, 16), (SOCKET_OPTION, 8), (FRAME_PREFIX, PREFIX.size),
     (WRITE_BODY, 64), (NOTIFY_BODY, 16), (READ_BODY, 32), (ACK_FRAME, PREFIX.size + 16), (ROW, 16), (COPY_ROW, 24),
-    (GRANT_SLOT, 64), (FLOW_SUMS, 8 * NUM_SUMS),
+    (GRANT_SLOT, 128), (FLOW_SUMS, 8 * NUM_SUMS),
 )  # fmt: skip
 assert all(record.itemsize == nbytes for record, nbytes in _SIZES)
 

@@ -55,6 +55,7 @@ from messenger.native.socket_io import (
     row_at,
     socket_at,
 )
+from messenger.native.unit_digests import copy_into_units, receive_into_units
 from messenger.sessions import Session
 from messenger.sockets import SocketLink
 
@@ -223,7 +224,7 @@ def _serve_write(io, body_nbytes):  # type: ignore[no-untyped-def]
     if io.is_unix:
         source, source_nbytes = _find_source(io, request.source_id)
     begun_s = now_s(io)
-    address, start, end = enter(io, request.token, request.region_id, np.uint64(WRITE))
+    address, units, start, end = enter(io, request.token, request.region_id, np.uint64(WRITE))
     if address == 0:
         return FRAME
     if io.is_unix:
@@ -241,7 +242,13 @@ def _serve_write(io, body_nbytes):  # type: ignore[no-untyped-def]
     if io.is_unix:
         for index in range(num_rows):
             row = _copy_row_at(rows_at + _COPY_ROW_NBYTES * index)
-            memmove(address + row.offset, source + row.source_offset, row.nbytes)
+            if units:
+                copy_into_units(units, request.token, address, row.offset, source + row.source_offset, row.nbytes)
+            else:
+                memmove(address + row.offset, source + row.source_offset, row.nbytes)
+    elif units:
+        if not receive_into_units(io, units, request.token, rows_at, num_rows, address):
+            return _left(io, ENDED)
     elif not receive(io, rows_at, num_rows, address, nbytes):
         return _left(io, ENDED)
     why = _left(io, CONTINUE)
@@ -288,7 +295,7 @@ def _serve_read(io, body_nbytes):  # type: ignore[no-untyped-def]
     seq, nbytes = request.seq, request.nbytes
     rows_at, rows_nbytes = at + _READ_NBYTES, body_nbytes - _READ_NBYTES
     begun_s = now_s(io)
-    address, start, end = enter(io, request.token, request.region_id, np.uint64(READ))
+    address, _, start, end = enter(io, request.token, request.region_id, np.uint64(READ))
     if address == 0:
         return FRAME
     if not _are_rows_valid(rows_at, rows_nbytes, start, end, nbytes):

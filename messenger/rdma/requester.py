@@ -154,11 +154,12 @@ class RdmaRequester(Requester):
     def _writes(self, part: Part, transfer: Transfer, access: KeyInfo) -> bool:
         start, end = transfer.slices.extent(REMOTE)
         is_allowed = access.write and _covers(access, start, end) and part.seq > access.last_seq
-        movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
+        movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed and part.nbytes else None
         if movement is not None and part.notification is None and not access.settles:
             return self._move(part, movement, None)
-        source_id = int(movement is not None)
-        return self._move(part, movement, write_request(part, transfer, source_id, _EXTENT.pack(start, end - start)))
+        # A part that moves nothing, after all others of its write, has an extent of one byte: none is invalid.
+        extent = _EXTENT.pack(start, max(1, end - start))
+        return self._move(part, movement, write_request(part, transfer, int(is_allowed), extent))
 
     def _reads(self, part: Part, transfer: Transfer, access: KeyInfo) -> bool:
         start, end = transfer.slices.extent(REMOTE)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -217,8 +218,10 @@ class BenchClient:
         deadline_s = self._plan.deadline_s
         if cell.direction == "read":
             return self._peer.read(*how, deadline_s=deadline_s, priority=self._priority)
-        tag, payload = (WITH_DIGESTS, self._digests.message(cell.shape, base)) if self._plan.digests else (PLAIN, b"")
-        return self._peer.write_notify(*how, tag, payload, deadline_s=deadline_s, priority=self._priority)
+        if not self._plan.digests:
+            return self._peer.write_notify(*how, PLAIN, b"", deadline_s=deadline_s, priority=self._priority)
+        message = partial(self._digests.message, cell.shape, base)
+        return self._peer.write_notify(*how, WITH_DIGESTS, message, deadline_s=deadline_s, priority=self._priority)
 
     def _time(self, cell: Cell, stop: threading.Event, on_progress: OnProgress) -> Timed:
         expected = self._expected(cell)

@@ -127,15 +127,15 @@ async def test_blocks_that_could_not_be_verified_are_asked_for_again(
 ) -> None:
     pair = await start_pair()
     memory = pair.decode.node.memory
-    real, calls = memory.one_layer_digests, []
+    real, calls = memory.pushed_digests, []
 
-    def failing(layer: int, slots: Any, valid: Any) -> Any:
+    def failing(layer: int, *where: Any) -> Any:
         calls.append(layer)
         if len(calls) == 2:
             raise RuntimeError("planted")
-        return real(layer, slots, valid)
+        return real(layer, *where)
 
-    memory.one_layer_digests = failing
+    memory.pushed_digests = failing
     request = await pair.frontend.submit(pair.submit(prompt(50), "r"))
     async with asyncio.timeout(20):
         await request.ended.wait()

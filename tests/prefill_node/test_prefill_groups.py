@@ -211,10 +211,8 @@ async def test_kv_damaged_between_members_is_computed_by_the_head(
     pair = await start_pair(helpers=1)
     if damaging == "prefill":
         # The head's pushes to the decode node would be damaged as well: only what goes to the helper is.
-        real = pair.helpers[0].node.memory.one_layer_digests
-        pair.helpers[0].node.memory.one_layer_digests = lambda layer, slots, valid: (
-            real(layer, slots, valid) ^ (np.uint64(threading.current_thread().name.startswith("verify")))
-        )
+        real = pair.helpers[0].node.memory.pushed_digests
+        pair.helpers[0].node.memory.pushed_digests = lambda *pushed: real(*pushed) ^ np.uint64(1)
     else:
         damage_layers(pair.helpers[0], every=every)
     request = await answer(pair, prompt(250))

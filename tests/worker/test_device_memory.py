@@ -361,7 +361,7 @@ class GpuMessenger(Messenger):
     def transports(self) -> tuple[str, ...]:
         return self.claimed
 
-    def register(self, memory: Any) -> Any:
+    def register(self, memory: Any, **_: Any) -> Any:
         if type(memory).__name__ == "GpuMemory":
             raise GpuMemoryUnsupported(self.refusal)
         return super().register(memory)

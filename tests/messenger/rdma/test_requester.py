@@ -14,6 +14,7 @@ from messenger.operation import Kind, Notification, Operation, Part, Transfer
 from messenger.priority import Priority
 from messenger.rdma.connection_io import Movement
 from messenger.rdma.requester import RdmaRequester
+from messenger.rdma.responder import _extent
 from messenger.slices import Slices
 
 KEY = RemoteKey(7, 5, 0, 4096, True, True)
@@ -188,3 +189,19 @@ def test_an_owner_that_allows_a_read_of_which_nothing_was_read_is_found_out(
     requester.begin(beyond)
     with pytest.raises(ProtocolError, match="nothing was read"):
         requester.accept(beyond, Ack(1, 10))
+
+
+def test_a_last_part_that_moves_nothing_is_put_to_the_owner_as_moved_in_an_extent_that_it_accepts(
+    requester: RdmaRequester, link: Link
+) -> None:
+    last = part(1, tag=b"t")
+    assert last.transfer is not None
+    last.transfer, last.nbytes = last.transfer._replace(slices=Slices(0, [(0, 100, 0)], None)), 0
+    requester.begin(last)
+    ((movement, frame),) = link.moved
+    assert movement is None
+    assert isinstance(frame, Write)
+    assert (frame.nbytes, frame.notify, frame.source_id) == (0, True, 1)
+    assert _extent(frame).tolist() == [[100, 1]]
+    link.arriving = [Ack(1, 0)]
+    assert requester.accept(last, requester.receive(False))  # type: ignore[arg-type]

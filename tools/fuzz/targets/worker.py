@@ -54,7 +54,7 @@ class KvNotifications(FuzzTarget):
         handlers: list[Callable[[str, bytes, bytes], None]] = []
         memory = SimpleNamespace(
             place_of_layer={0: (0, 0), 1: (0, 1)},
-            one_layer_digests=lambda layer, slots, valid: np.array([layer * 100 + slot for slot in slots], np.uint64),
+            pushed_digests=lambda layer, slots, *_: np.array([layer * 100 + slot for slot in slots], np.uint64),
         )
         messenger = SimpleNamespace(on_notify=handlers.append)
         self._counters = WorkerCounters(lambda path, nbytes, seconds: None)
