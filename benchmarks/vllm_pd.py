@@ -118,7 +118,7 @@ def questions(sessions: int, turns: int, seed: int) -> list[list[list[int]]]:
     """The new tokens of each turn of each dialogue: a long first message and shorter ones."""
     rng = np.random.default_rng(seed)
     return [
-        [rng.integers(5, VOCABULARY, 700 if turn == 0 else 120).tolist() for turn in range(turns)]
+        [rng.integers(5, VOCABULARY, 1200 if turn == 0 else 100).tolist() for turn in range(turns)]
         for _ in range(sessions)
     ]
 
@@ -263,8 +263,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=120, help="requests with shared prefixes")
     parser.add_argument("--rate", type=float, default=2.5, help="of them per second")
-    parser.add_argument("--sessions", type=int, default=16, help="dialogues")
-    parser.add_argument("--turns", type=int, default=5, help="turns of each dialogue")
+    parser.add_argument("--sessions", type=int, default=12, help="dialogues")
+    parser.add_argument("--turns", type=int, default=6, help="turns of each dialogue")
     parser.add_argument("--store", action="store_true", help="write the result")
     given = parser.parse_args()
     console = Console(stderr=True)

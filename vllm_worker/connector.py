@@ -44,6 +44,8 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._jobs = JobTable(vllm_config.cache_config.block_size)
+        # On a CPU a copy takes less than the two steps of vLLM that it takes to hear of its end.
+        self._loads_in_step = vllm_config.device_config.device_type == "cpu"
         self._by_request: dict[str, tuple[KvJob, int]] = {}  # job and prompt tokens, by vLLM's request id
         self._rank: _Rank | None = None
 
@@ -60,12 +62,13 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return 0, False
         self._by_request[request.request_id] = job, request.num_prompt_tokens
         count = self._jobs.matched_tokens(job, num_computed_tokens)
-        return count, count > 0
+        return count, count > 0 and not self._loads_in_step
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         job = KvJob.of(request.kv_transfer_params)
         if job is not None and num_external_tokens > 0:
-            self._jobs.allocated(request.request_id, job, blocks.get_block_ids()[0], num_external_tokens)
+            ids = blocks.get_block_ids()[0]
+            self._jobs.allocated(request.request_id, job, ids, num_external_tokens, in_step=self._loads_in_step)
 
     def build_connector_meta(self, scheduler_output: Any) -> CopyMetadata:
         computed = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
@@ -114,7 +117,9 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for copy in self._step.loads:
-            self._own.load(copy)
+            self._own.load(copy, is_awaited=not self._loads_in_step)
+        if self._loads_in_step and self._step.loads:
+            self._own.copies.drain()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # sequences are computed after their loads
@@ -170,14 +175,15 @@ class _Rank:
         self.copies.close()
         self._reporter.close()
 
-    def load(self, copy: BlocksToCopy) -> None:
-        """Load blocks of a request; vLLM computes them itself if that fails."""
-        self.copies.load(copy, self._loaded)
+    def load(self, copy: BlocksToCopy, *, is_awaited: bool) -> None:
+        """Load blocks of a request, whose end vLLM awaits or not; it computes them itself if that fails."""
+        self.copies.load(copy, lambda copy, error: self._loaded(copy, error, is_awaited))
 
-    def _loaded(self, copy: BlocksToCopy, error: Exception | None) -> None:
+    def _loaded(self, copy: BlocksToCopy, error: Exception | None, is_awaited: bool) -> None:
         if error is not None:
             self._failed_blocks += [block for block, _ in copy.pairs]
-        self._received.append(copy.request_id)
+        if is_awaited:
+            self._received.append(copy.request_id)
 
     def save_layer(self, layer: int, copies: Sequence[LayerToCopy]) -> None:
         """Save a layer that has just been computed."""

@@ -85,11 +85,17 @@ class JobTable:
         """Return how many tokens after the first `num_computed` are to be loaded from the slots."""
         return max(0, job.load_tokens - num_computed)
 
-    def allocated(self, request_id: str, job: KvJob, blocks: Sequence[int], num_loaded: int) -> None:
-        """Load the last `num_loaded` of the job's tokens into the request's `blocks`."""
+    def allocated(
+        self, request_id: str, job: KvJob, blocks: Sequence[int], num_loaded: int, *, in_step: bool = False
+    ) -> None:
+        """Load the last `num_loaded` of the job's tokens into the request's `blocks`.
+
+        With `in_step` the load ends before the step that follows it is computed; otherwise `loaded` tells its end.
+        """
         first = (job.load_tokens - num_loaded) // self._block_tokens
         end = -(-job.load_tokens // self._block_tokens)
-        self._loading.add(request_id)
+        if not in_step:
+            self._loading.add(request_id)
         self._next.loads.append(BlocksToCopy(job.number, request_id, self._pairs(job, blocks, first, end)))
 
     def loaded(self, request_ids: Iterable[str]) -> None:

@@ -44,14 +44,17 @@ def request(params: dict[str, Any] | None) -> Any:
     return SimpleNamespace(request_id="r", kv_transfer_params=params, num_prompt_tokens=40)
 
 
-def test_requests_without_a_job_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_requests_without_a_job_are_left_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MoonpoolConnector.__bases__[0], "__init__", lambda *_: None)
-    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=32))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32), device_config=SimpleNamespace(device_type=device)
+    )
     connector = MoonpoolConnector(config, None, None)  # type: ignore[arg-type]
     for params in (None, {"of": "another connector"}):
         assert connector.get_num_new_matched_tokens(request(params), 0) == (0, False)
         assert connector.request_finished(request(params), [1, 2]) == (False, None)
     job = KvJob(number=1, slots=(4, 5), load_tokens=33, save_from=33, saves_layers=False)
-    assert connector.get_num_new_matched_tokens(request(job.to_params()), 32) == (1, True)
+    assert connector.get_num_new_matched_tokens(request(job.to_params()), 32) == (1, device == "cuda")
     assert connector.get_num_new_matched_tokens(request(job.to_params()), 33) == (0, False)
     assert connector.request_finished(request(job.to_params()), [1, 2]) == (True, None)

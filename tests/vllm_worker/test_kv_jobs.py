@@ -87,12 +87,14 @@ def test_layers_of_every_block_that_was_not_reused_are_saved_once_it_is_complete
     assert table.take() == StepCopies(ends=[BlocksToCopy(7, "r", [], keeps_blocks=True)])
 
 
-@pytest.mark.parametrize("has_arrived", [False, True])
-def test_a_request_that_is_aborted_during_its_load_saves_nothing_and_vllm_frees_it(has_arrived: bool) -> None:
+@pytest.mark.parametrize(("in_step", "has_arrived"), [(False, False), (False, True), (True, True)])
+def test_a_request_that_is_aborted_during_its_load_saves_nothing_and_vllm_frees_it(
+    in_step: bool, has_arrived: bool
+) -> None:
     table, asked = JobTable(BLOCK), job(3, load_tokens=6)
-    table.allocated("r", asked, [5, 6, 7], 6)
+    table.allocated("r", asked, [5, 6, 7], 6, in_step=in_step)
     table.take()
-    if has_arrived:
+    if has_arrived and not in_step:
         table.loaded(["r"])
     assert table.ended("r", asked, [5, 6, 7]) is has_arrived
     (end,) = table.take().ends
