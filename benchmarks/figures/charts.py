@@ -32,6 +32,7 @@ def draw_all(folder: Path) -> None:
     draw_ratios(conductor_rows(latest("conductor")[0]), folder / "conductor.svg")
     draw_ratios(frontend_rows(latest("frontend")[0]), folder / "frontend.svg")
     draw_overhead(latest("overhead")[0], folder / "overhead.svg")
+    draw_shapes(latest("vllm_pd")[0], folder / "vllm_pd.svg")
 
 
 def pool_rows(memory: Result, ssd: Result) -> list[RatioRow]:
@@ -165,6 +166,22 @@ def draw_overhead(result: Result, path: Path) -> None:
         between.set_yticks(range(len(rows)), [""] * len(rows))
         figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
         _finish(figure, [first, between], path)
+
+
+def draw_shapes(result: Result, path: Path) -> None:
+    """Draw the median and the 90th percentile of TTFT of every shape, one panel per scenario."""
+    plt = _pyplot()
+    scenarios = result["rows"]
+    heights = [len(rows) for rows in scenarios.values()]
+    figure, panels = plt.subplots(len(scenarios), 1, figsize=(8, 0.55 * sum(heights) + 1.2), height_ratios=heights)
+    for axes, (scenario, rows) in zip(panels, scenarios.items(), strict=True):
+        for place, (shape, row) in enumerate(reversed(rows.items())):
+            axes.barh(place, row["ttft_p50_ms"], color=_GREY if "round" in shape or "cache" in shape else _OURS)
+            axes.plot(row["ttft_p90_ms"], place, "|", color="black", markersize=14)
+            axes.text(row["ttft_p50_ms"], place, f" {row['ttft_p50_ms']:.0f}", va="center", fontsize=9)
+        axes.set_yticks(range(len(rows)), list(reversed(rows)))
+        axes.set_title(f"{scenario}: TTFT, median (bar) and p90 (line), ms", fontsize=10, loc="left")
+    _finish(figure, panels, path)
 
 
 def _pyplot() -> Any:

@@ -23,6 +23,7 @@ SECTIONS = (
     serving.admission,
     serving.groups,
     serving.dialogues,
+    serving.vllm,
     serving.hostile,
 )
 

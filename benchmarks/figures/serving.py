@@ -200,6 +200,53 @@ memory for {result["memory_share"]:.0%} of their KV. Of the prompt tokens {resul
 {result["reused_random"]:.1%} without; {result["reused_limit"]:.1%} would be with unlimited memory."""
 
 
+def vllm() -> str:
+    result, file = latest("vllm_pd")
+    header = [
+        "shape",
+        "TTFT",
+        "TTFT, p90",
+        "TPOT",
+        "prompt tokens from a cache",
+        "CPU seconds",
+        "answers equal to vLLM's",
+    ]
+    tables = [
+        table(
+            header,
+            [
+                [
+                    shape,
+                    *(f"{row[name]:.1f}" for name in ("ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms")),
+                    f"{row['hit_rate']:.0%}",
+                    f"{row['cpu_s']:.0f}",
+                    f"{result['equal'][shape]:.1%}",
+                ]
+                for shape, row in result["rows"][scenario].items()
+            ],
+        )
+        for scenario in ("shared prefixes", "dialogues")
+    ]
+    memory = result["kv_tokens_per_engine"]
+    return f"""## vLLM
+
+{source("benchmarks/vllm_pd.py", file)}: two engines per shape, the same requests at the same times, medians in milliseconds at the client, float32 on
+two cores. First, prompts that begin with one of 20 system prompts; every engine has {memory["shared prefixes"]:,} tokens of KV, and Moonpool's workers
+as many again in slots:
+
+{tables[0]}
+
+TTFT behind Moonpool's conductor is {number(result["conductor_vs_round_robin_ttft_ratio"])} times that of round-robin (aim 0.8): a larger part of the prompts comes from a
+cache, but a request passes through four more processes, which share the two cores with both engines. Then dialogues whose KV exceeds the engines'
+memory ({memory["dialogues"]:,} tokens each), with vLLM's prefix cache and with Moonpool's pool:
+
+{tables[1]}
+
+TTFT with the pool is {number(result["pool_vs_prefix_cache_ttft_ratio"])} times that with the prefix cache alone (aim 0.5).
+
+![Median times to the first token of all shapes](pictures/vllm_pd.svg)"""
+
+
 def hostile() -> str:
     result, file = latest("hostile")
     header = [

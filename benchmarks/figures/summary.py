@@ -13,6 +13,7 @@ def at_a_glance() -> str:
     paths, beside, frontend, conductor, compression = (
         latest(name)[0] for name in ("messenger-paths", "pool-interference", "frontend", "conductor", "compression")
     )
+    vllm = latest("vllm_pd")[0]
     small = [row for size, row in pool["by_size"].items() if size != "16 MiB"]
     large = pool["by_size"]["16 MiB"]
     rows = [
@@ -108,6 +109,12 @@ def at_a_glance() -> str:
             "conductor",
             f"{_known(conductor, 'decisions_vs_dynamo_selector_tokens')} / {_known(conductor, 'decisions_vs_dynamo_selector_hashes')}",
             "≥ 6",
+        ],
+        [
+            "TTFT of vLLM workers behind the conductor to round-robin / with the pool to vLLM's prefix cache",
+            "vllm",
+            f"{number(vllm['conductor_vs_round_robin_ttft_ratio'])} / {number(vllm['pool_vs_prefix_cache_ttft_ratio'])}",
+            "≤ 0.8 / 0.5",
         ],
     ]
     linked = [

@@ -156,7 +156,7 @@ async def test_a_write_that_comes_after_its_reservation_touches_nothing(
 
     monkeypatch.setattr(pair.decode, "_open_reservation", noted)
     request = await pair.frontend.submit(pair.submit(prompt(40), "r", max_tokens=400))
-    await request.reaches(1)
+    await request.reaches(2)  # the second token is the decode node's: its reservation is open
     for node in ("prefill", "decode"):
         await pair.frontend.cancel(node, "r", 1)
     await pair.at_rest()
