@@ -173,7 +173,9 @@ def draw_shapes(result: Result, path: Path) -> None:
     plt = _pyplot()
     scenarios = result["rows"]
     heights = [len(rows) for rows in scenarios.values()]
-    figure, panels = plt.subplots(len(scenarios), 1, figsize=(8, 0.55 * sum(heights) + 1.2), height_ratios=heights)
+    figure, panels = plt.subplots(
+        len(scenarios), 1, figsize=(8, 0.5 * sum(heights) + 1.2), height_ratios=heights, layout="constrained"
+    )
     for axes, (scenario, rows) in zip(panels, scenarios.items(), strict=True):
         for place, (shape, row) in enumerate(reversed(rows.items())):
             axes.barh(place, row["ttft_p50_ms"], color=_GREY if "round" in shape or "cache" in shape else _OURS)

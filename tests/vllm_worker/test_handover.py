@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from settings.worker import BUNDLED_MODEL
+from tests.e2e.conftest import START_S
 from tests.e2e.test_corruption import memory_of, metric
 from tests.e2e.test_tracing import spans_of
 from tests.vllm_worker.test_cluster import SAMPLED, prompts, stream
@@ -133,14 +136,20 @@ async def test_flipped_bits_in_the_pool_are_found_recomputed_and_counted(
     assert await nodes_metric(session, pair, "moonpool:digest_mismatches_total", before + 1) > before
 
 
+async def change_nodes(cluster: Any, *command: str) -> None:
+    """Run `moonpool node` and wait for its end, for as long as vLLM may take to start."""
+    words = [sys.executable, "-m", "moonpool", "node", *command, "--ready-file", str(cluster.ready_file)]
+    done = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 async def test_after_the_death_of_a_worker_answers_go_on_and_prefixes_come_from_the_pool(
-    victim: str, pair: Any, session: aiohttp.ClientSession, moonpool: Callable[..., Any]
+    victim: str, pair: Any, session: aiohttp.ClientSession
 ) -> None:
     role = victim.partition("-")[0]
     for command in (["scale", "decode=2"], *([["switch", "decode-1", role]] if role == "prefill" else [])):
-        done = await asyncio.to_thread(moonpool, "node", *command, "--ready-file", pair.ready_file)
-        assert done.returncode == 0, done.stdout + done.stderr
+        await change_nodes(pair, *command)
     bodies = [{"prompt": ids, "max_tokens": 150, "ignore_eos": True, **SAMPLED} for ids in prompts(6, seed=28)[:2]]
     rng = np.random.default_rng(29)
     bodies += [{**bodies[0], "prompt": rng.integers(5, 2048, 1600).tolist()} for _ in range(4)]
