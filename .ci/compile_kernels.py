@@ -29,13 +29,16 @@ def directory() -> None:
 
 
 def owner() -> None:
+    from messenger import UnitSection
     from messenger.native.grant_slots import GrantSlots
     from messenger.native.responder_loop import responder_loop
     from messenger.native.socket_io import receive_rows
+    from messenger.native.unit_digests import UnitDigests
 
     GrantSlots()
     responder_loop()
     receive_rows()
+    UnitDigests([UnitSection(0, 4, 1)], 4)
 
 
 def ssd() -> None:

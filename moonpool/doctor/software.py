@@ -35,6 +35,7 @@ KERNELS: Final = (  # modules whose functions numba compiles and caches
     "kvpool/ssd/kernels.py",
     "messenger/native/grant_slots.py",
     "messenger/native/responder_loop.py",
+    "messenger/native/unit_digests.py",
     "messenger/native/socket_io.py",
     "messenger/shm/kernels.py",
     "worker/paced/kernels.py",

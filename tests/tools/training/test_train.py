@@ -83,5 +83,5 @@ def test_transformers_computes_the_exported_model_as_training_did(make_plan: Cal
     ours: Llama = evaluate.load(folder)
     ids = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(folder).bos_token_id == 0
