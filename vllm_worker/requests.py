@@ -40,11 +40,14 @@ def num_replayed(sequence: EngineSequence) -> int:
 
 
 def kv_job(sequence: EngineSequence, number: int) -> KvJob:
-    """Return the copies that a sequence needs: its computed tokens are in its slots, and the others' KV is to be."""
+    """Return the copies that a sequence needs: its computed tokens are in its slots, and the others' KV is to be.
+
+    At least the last token of vLLM's prompt is computed, since its logits are needed.
+    """
     return KvJob(
         number=number,
         slots=tuple(sequence.slots),
-        load_tokens=min(sequence.num_computed, sequence.num_tokens - num_replayed(sequence)),
+        load_tokens=min(sequence.num_computed, sequence.num_tokens - num_replayed(sequence) - 1),
         save_from=sequence.num_computed,
         saves_layers=sequence.prefill_only,
     )

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonpool_proto.v1.common_pb2 import Sampling
+from moonpool_proto.v1.common_pb2 import Grammar, Sampling
 from moonpool_proto.v1.worker_pb2 import Submit
 from vllm_worker.kv_jobs import KvJob
+from vllm_worker.requests import kv_job, prompt_of
 from vllm_worker.runner import VllmRunner
 from worker.engine_loop import StepResult
 from worker.errors import RequestFailed, RequestRefused
@@ -197,3 +198,19 @@ async def test_layers_are_passed_on_with_their_sequences() -> None:
     assert job == KvJob(number=0, slots=(3,), load_tokens=0, save_from=0, saves_layers=True)
     runner.cancel(own)
     await left.wait()
+
+
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_a_token_is_left_to_compute_when_an_answer_goes_on_after_its_kv_was_loaded(has_grammar: bool) -> None:
+    grammar = Grammar(kind=Grammar.KIND_REGEX, source="a*") if has_grammar else None
+    sampling = Sampling(temperature=0.0, top_p=1.0, max_tokens=9, grammar=grammar)
+    ids = np.arange(1, 41, dtype="<i4")  # 38 of the prompt, two of the answer
+    submit = Submit(request_id="r", prompt_ids=ids.tobytes(), chain=bytes(16), chain_seed=bytes(16), generated=2)
+    submit.sampling.CopyFrom(sampling)
+    request = Request.from_proto(submit, vocab_size=100, max_model_len=64, block_tokens=32)
+    for num_computed in (0, 37, 38, 39):
+        own = EngineSequence.of(request, [3, 4], num_computed=num_computed, prefill_only=False)
+        own.steering = None
+        job = kv_job(own, 0)
+        assert job.load_tokens == min(num_computed, len(prompt_of(own)) - 1)
+        assert job.save_from == num_computed
