@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,18 +127,22 @@ class BlockCopies:
 
     def load(self, copy: BlocksToCopy, ended: Callable[[BlocksToCopy, Exception | None], None]) -> None:
         """Copy slots to vLLM's blocks, which nothing uses yet; then call `ended` with the error, if there was one."""
-        self._submit(lambda: self._load(copy.pairs), lambda error: ended(copy, error), None)
+        self._thread.submit(self._run, lambda: self._load(copy.pairs), lambda error: ended(copy, error), None)
 
     def save(self, copy: BlocksToCopy, ended: Callable[[BlocksToCopy, Exception | None], None]) -> None:
         """Copy vLLM's blocks to slots, after what is computed now; then call `ended`."""
-        self._submit(lambda: self._save(copy.pairs), lambda error: ended(copy, error), self._computed())
+        self._thread.submit(
+            self._run, lambda: self._save(copy.pairs), lambda error: ended(copy, error), self._computed()
+        )
 
     def save_layer(
         self, layer: int, copies: Sequence[LayerToCopy], ended: Callable[[int, Exception | None], None]
     ) -> None:
         """Copy one layer of vLLM's blocks to slots, after what is computed now; then call `ended` with the layer."""
         pairs = [pair for copy in copies for pair in copy.pairs]
-        self._submit(lambda: self._save_layers([layer], pairs), lambda error: ended(layer, error), self._computed())
+        self._thread.submit(
+            self._run, lambda: self._save_layers([layer], pairs), lambda error: ended(layer, error), self._computed()
+        )
 
     def _computed(self) -> torch.cuda.Event | None:
         if self._stream is None:
@@ -146,11 +150,6 @@ class BlockCopies:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-    def _submit(
-        self, work: Callable[[], None], ended: Callable[[Exception | None], None], after: torch.cuda.Event | None
-    ) -> Future[None]:
-        return self._thread.submit(self._run, work, ended, after)
 
     def _run(
         self, work: Callable[[], None], ended: Callable[[Exception | None], None], after: torch.cuda.Event | None

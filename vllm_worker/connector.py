@@ -25,10 +25,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_worker.block_copies import BlockCopies
 from vllm_worker.copy_channel import CopyReporter, Spans
+from vllm_worker.engine_args import COPIES_SOCKET
 from vllm_worker.kv_jobs import BlocksToCopy, JobTable, KvJob, LayerToCopy, StepCopies
-
-SOCKET = "moonpool_socket"
-"""Key of the socket's path in `kv_connector_extra_config`."""
 
 
 @dataclass
@@ -103,7 +101,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         names = sorted(kv_caches, key=extract_layer_index)
-        path = self._kv_transfer_config.kv_connector_extra_config[SOCKET]
+        path = self._kv_transfer_config.kv_connector_extra_config[COPIES_SOCKET]
         self._layers = {name: index for index, name in enumerate(names)}
         first = kv_caches[names[0]]
         positions = None

@@ -18,6 +18,8 @@ from worker.errors import StartupError
 log = logging.getLogger(__name__)
 
 TESTED_VERSIONS: Final = ("0.32",)
+COPIES_SOCKET: Final = "moonpool_socket"
+"""Key in vLLM's `kv_connector_extra_config` of the socket to which its processes connect."""
 WORKER_PID: Final = "MOONPOOL_VLLM_WORKER_PID"
 """Variable with the worker's process, with which vLLM's processes end."""
 _INSTALL = (
@@ -124,7 +126,7 @@ def engine_args(config: WorkerConfig, copies_socket: Path) -> Any:
         kv_connector_module_path="vllm_worker.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"moonpool_socket": str(copies_socket)},
+        kv_connector_extra_config={COPIES_SOCKET: str(copies_socket)},
     )
     return found
 

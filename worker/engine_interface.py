@@ -73,15 +73,10 @@ class Engine(ABC):
     computation = ""  # what the KV depends on beside the fingerprint, if that names the weights alone
     hardware = ""  # name of the device in cost profiles; empty if nothing is computed
     label = ""  # name of the stand-in; empty for a real model
-    allows_long_steps = True  # the memory of a step does not grow with the product of its tokens and their context
 
     @abstractmethod
     def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> EngineMemory:
         """Allocate the slots in which the engine computes. Raises OSError if there is not enough memory."""
-
-    def steps(self, memory: EngineMemory) -> StepRunner:
-        """Return the runner of steps in `memory`. Not called for an engine that plans its steps itself."""
-        raise NotImplementedError
 
     @abstractmethod
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
@@ -99,3 +94,13 @@ class Engine(ABC):
     def counters(self) -> Mapping[str, float]:
         """Return the engine's own counters, for reports."""
         return {}
+
+
+class SteppedEngine(Engine):
+    """Engine whose steps `worker.engine_loop` plans and runs; others plan their own."""
+
+    allows_long_steps = True  # the memory of a step does not grow with the product of its tokens and their context
+
+    @abstractmethod
+    def steps(self, memory: EngineMemory) -> StepRunner:
+        """Return the runner of steps in `memory`."""

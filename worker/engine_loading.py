@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from worker.config import WorkerConfig
-from worker.engine_interface import Engine
+from worker.engine_interface import SteppedEngine
 
 
-def load_engine(config: WorkerConfig) -> Engine:
+def load_engine(config: WorkerConfig) -> SteppedEngine:
     """Return the engine selected by `config.engine.engine`. Raises StartupError."""
     if config.engine.engine == "paced":
         from worker.paced.engine import PacedEngine

@@ -13,7 +13,7 @@ from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import Node
 from worker.config import WorkerConfig
-from worker.engine_interface import Engine
+from worker.engine_interface import Engine, SteppedEngine
 from worker.engine_loading import load_engine
 from worker.engine_loop import EngineLoop
 from worker.engine_node import EngineNode, SequenceRunner
@@ -82,6 +82,7 @@ class WorkerNode(EngineNode):
 
     def _new_runner(self) -> SequenceRunner:
         engine = self.config.engine
+        assert isinstance(self.model, SteppedEngine)
         self._loop_of_steps = EngineLoop(
             self.model.steps(self.memory),
             BatchLimits(engine.max_batch, engine.prefill_chunk_tokens, self.config.block_tokens),

@@ -31,7 +31,7 @@ from engine import (
 from kvpool import Provenance
 from messenger import Messenger
 from settings.worker import KvSettings
-from worker.engine_interface import Engine, OnLayer, SampledToken
+from worker.engine_interface import OnLayer, SampledToken, SteppedEngine
 from worker.errors import StartupError, sequence_error
 from worker.kv_memory import KvMemory, QuantisedMemory
 from worker.logprobs import score_tokens
@@ -170,7 +170,7 @@ class ModelSteps:
         )
 
 
-class Transformer(Engine):
+class Transformer(SteppedEngine):
     """A model on a device."""
 
     def __init__(self, model: Model, kv: KvSettings, hardware: str = "") -> None:

@@ -19,7 +19,7 @@ from engine.config import ModelConfig, read_config
 from kvpool import Provenance
 from kvpool.errors import SpecError
 from messenger import Messenger
-from worker.engine_interface import Engine, OnLayer, SampledToken
+from worker.engine_interface import OnLayer, SampledToken, SteppedEngine
 from worker.errors import ProfileError, RequestFailed, RequestRefused, StartupError, sequence_error
 from worker.paced.kernels import kernels
 from worker.paced.memory import PacedMemory
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
-class PacedEngine(Engine):
+class PacedEngine(SteppedEngine):
     """Paced engine of a model folder; needs neither the weights nor torch."""
 
     def __init__(
