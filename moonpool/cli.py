@@ -137,7 +137,8 @@ for _name, _help in _LAZY_GROUPS:
     add_lazy(app, _name, LazyTarget(f"moonpool.commands.{_name}"), _help, _GROUPS)
 for _role in ROLES:
     _short = _role.command.removesuffix("-node")
-    configured_command(node, _short, _role.composite, partial(run_and_exit, _role), help=_role.help)
+    if not _role.is_internal:
+        configured_command(node, _short, _role.composite, partial(run_and_exit, _role), help=_role.help)
     configured_command(app, _role.command, _role.composite, partial(run_and_exit, _role), help=_role.help, hidden=True)
 _WORKERS: dict[str, Callable[..., None]] = {"scale": scale, "drain": drain, "switch": switch}
 for _name, _command in _WORKERS.items():

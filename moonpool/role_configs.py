@@ -7,14 +7,15 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
+from moonpool.config import ConductorRole, FrontendRole, KvAgentRole, PoolNodeRole, WorkerRole
 from moonpool.errors import ConfigError
 from moonpool.model_files import cost_profiles_of
 from moonpool.slo.file import checked_objectives
 from moonpool.supervision.run_dir import OBJECTIVES, default_run_dir, make_run_dir
 from moonpool.supervision.threads import engine_threads, usable_cores
 from settings.conductor import Objectives
-from settings.node import NodeSettings
+from settings.node import ListenSettings, NodeSettings
+from settings.worker import ModelSettings
 
 if TYPE_CHECKING:
     from conductor.config import ConductorConfig
@@ -94,6 +95,23 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
     )
 
 
+def kv_agent_config(config: KvAgentRole, node_id: str) -> "WorkerConfig":
+    from worker.config import WorkerConfig
+
+    return WorkerConfig(
+        node=replace(config.node, node_id=node_id),
+        listen=ListenSettings(),
+        host=config.host,
+        conductor_targets=(),
+        pool_target=config.worker.pool,
+        model=ModelSettings(),
+        blocks=config.blocks,
+        engine=replace(config.engine, device="cpu", threads=1),
+        kv=config.kv,
+        messenger=_messenger_config(config, node_id, gpu=None),
+    )
+
+
 def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
     from frontend import FrontendConfig, ServedModelConfig
 
@@ -124,7 +142,9 @@ def gpu_of(device: str) -> int | None:
     return int(number or 0) if kind == "cuda" else None
 
 
-def _messenger_config(config: PoolNodeRole | WorkerRole, node_id: str, *, gpu: int | None) -> "MessengerConfig":
+def _messenger_config(
+    config: PoolNodeRole | WorkerRole | KvAgentRole, node_id: str, *, gpu: int | None
+) -> "MessengerConfig":
     from messenger import MessengerConfig
 
     shm_dir = make_run_dir(config.node.socket_dir or default_run_dir(node_id))

@@ -1,7 +1,10 @@
-"""Moonpool's KV connector: vLLM's side of the copies between its blocks and the slots of the worker around it.
+"""Moonpool's KV connector: vLLM's side of the copies between its blocks and the slots of a process beside it.
 
 vLLM makes one in its scheduler, which learns the blocks of every request (`JobTable`), and one in the process of every
 rank, which copies them (`BlockCopies`). Requests without a job, and those of others, are left alone.
+
+The slots belong to the worker around vLLM, whose requests bring their jobs along; under a stock `vllm serve` they
+belong to a KV agent that the scheduler starts and asks for jobs (`agent_link`).
 
 Blocks stay allocated until their copies have ended: vLLM frees the blocks of a request only after every rank has
 reported it as sent, and a load's only after it was reported as received.
@@ -23,10 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_worker.agent_link import copies_socket
 from vllm_worker.block_copies import BlockCopies
 from vllm_worker.copy_channel import CopyReporter, Spans
 from vllm_worker.engine_args import COPIES_SOCKET
 from vllm_worker.kv_jobs import BlocksToCopy, JobTable, KvJob, LayerToCopy, StepCopies
+from vllm_worker.served_vllm import ServedVllm
 
 
 @dataclass
@@ -45,6 +50,11 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # On a CPU a copy takes less than the two steps of vLLM that it takes to hear of its end.
         self._loads_in_step = vllm_config.device_config.device_type == "cpu"
         self._by_request: dict[str, tuple[KvJob, int]] = {}  # job and prompt tokens, by vLLM's request id
+        self._transfer = vllm_config.kv_transfer_config
+        self._socket_path: str | None = self._transfer.kv_connector_extra_config.get(COPIES_SOCKET)
+        self._served: ServedVllm | None = None
+        if self._socket_path is None and role == KVConnectorRole.SCHEDULER:
+            self._served = ServedVllm.start(vllm_config)
         self._rank: _Rank | None = None
 
     # The scheduler's process.
@@ -54,8 +64,10 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """False: after a preemption, what was saved before is still right, and the rest is saved again."""
         return False
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        job = KvJob.of(request.kv_transfer_params)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._served is not None and self._served.is_awaited(request):
+            return None, False
+        job = self._job(request)
         if job is None:
             return 0, False
         self._by_request[request.request_id] = job, request.num_prompt_tokens
@@ -63,7 +75,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return count, count > 0 and not self._loads_in_step
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        job = KvJob.of(request.kv_transfer_params)
+        job = self._job(request)
         if job is not None and num_external_tokens > 0:
             ids = blocks.get_block_ids()[0]
             self._jobs.allocated(request.request_id, job, ids, num_external_tokens, in_step=self._loads_in_step)
@@ -74,20 +86,27 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             job, prompt_tokens = self._by_request.get(request_id, (None, 0))
-            if job is not None and job.saves_layers:
+            if job is None:
+                continue
+            end = computed[request_id] + count
+            if job.saves_layers:
                 blocks = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-                end = computed[request_id] + count
                 self._jobs.scheduled(request_id, job, blocks[0], end=end, prompt_tokens=prompt_tokens)
+            elif self._served is not None:
+                self._served.advanced(request_id, end)
         copies = self._jobs.take()
         copies.frees_blocks = bool(scheduler_output.preempted_req_ids)
         return CopyMetadata(copies)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        job = KvJob.of(request.kv_transfer_params)
+        job = KvJob.of(request.kv_transfer_params) if self._served is None else self._served.ended(request)
         if job is None:
             return False, None
         self._by_request.pop(request.request_id, None)
         return self._jobs.ended(request.request_id, job, block_ids), None
+
+    def _job(self, request: Any) -> KvJob | None:
+        return KvJob.of(request.kv_transfer_params) if self._served is None else self._served.job(request.request_id)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._jobs.loaded(connector_output.finished_recving or ())
@@ -101,13 +120,14 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         names = sorted(kv_caches, key=extract_layer_index)
-        path = self._kv_transfer_config.kv_connector_extra_config[COPIES_SOCKET]
         self._layers = {name: index for index, name in enumerate(names)}
-        first = kv_caches[names[0]]
-        positions = None
-        if first.device.type == "cpu":
-            positions = cpu_positions(first, self._vllm_config.compilation_config.static_forward_context[names[0]])
-        self._rank = _Rank(path, [kv_caches[name] for name in names], positions)
+        self._caches = [kv_caches[name] for name in names]
+        self._positions = None
+        if self._caches[0].device.type == "cpu":
+            layer = self._vllm_config.compilation_config.static_forward_context[names[0]]
+            self._positions = cpu_positions(self._caches[0], layer)
+        if self._socket_path is not None:
+            _ = self._own  # the worker listens already; an agent is started after this
 
     def handle_preemptions(self, kv_connector_metadata: CopyMetadata) -> None:
         if kv_connector_metadata.copies.frees_blocks:
@@ -131,18 +151,22 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._own.end(copy)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._own.take_ended()
+        return (None, None) if self._rank is None else self._rank.take_ended()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._own.take_failed_blocks()
+        return set() if self._rank is None else self._rank.take_failed_blocks()
 
     def shutdown(self) -> None:
         if self._rank is not None:
             self._rank.close()
+        if self._served is not None:
+            self._served.close()
 
     @property
     def _own(self) -> _Rank:
-        assert self._rank is not None, "vLLM has not registered its KV yet"
+        if self._rank is None:
+            path = self._socket_path or str(copies_socket(self._transfer.engine_id))
+            self._rank = _Rank(path, self._caches, self._positions)
         return self._rank
 
     @property
@@ -180,6 +204,7 @@ class _Rank:
     def _loaded(self, copy: BlocksToCopy, error: Exception | None, is_awaited: bool) -> None:
         if error is not None:
             self._failed_blocks += [block for block, _ in copy.pairs]
+            self._errors[copy.job] = f"blocks were not loaded: {error}"  # steps may have begun with them
         if is_awaited:
             self._received.append(copy.request_id)
 

@@ -29,10 +29,12 @@ from worker.transformer import hardware_name
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class VllmLimits:
+    """The limits of a model that vLLM computes."""
+
     vocab_size: int
     max_positions: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class VllmEngine(Engine):
@@ -50,8 +52,8 @@ class VllmEngine(Engine):
         except Exception as error:  # vLLM's own checks of the model and the arguments raise many types
             raise StartupError(f"vLLM refuses the configuration: {error}") from error
         model = self.vllm_config.model_config
-        _require_plain_kv(self.vllm_config)
-        self.config = _Limits(model.get_vocab_size(), model.max_model_len, end_ids(model))
+        require_plain_kv(self.vllm_config)
+        self.config = VllmLimits(model.get_vocab_size(), model.max_model_len, end_ids(model))
         self.fingerprint = weights_fingerprint(config.model.path)
         self.computation = computation(version, self.vllm_config)
         engine = config.engine
@@ -95,7 +97,7 @@ class VllmMemory(EngineMemory):
         return values_differ(self.spec, group, given, computed, valid)
 
 
-def _require_plain_kv(vllm_config: Any) -> None:
+def require_plain_kv(vllm_config: Any) -> None:
     """Raise StartupError for models and layouts whose KV has another shape than [layers, heads, tokens, head_dim]."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     rounded = vllm_config.cache_config.cache_dtype
@@ -105,10 +107,11 @@ def _require_plain_kv(vllm_config: Any) -> None:
         "layers without attention (Mamba, linear attention)": model.is_hybrid or model.is_attention_free,
         "an encoder": model.is_encoder_decoder,
         f"--pipeline-parallel-size {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
     }
     for what, is_so in problems.items():
         if is_so:
-            raise StartupError(f"--engine vllm does not support {what}: its KV has no place in the pool's layout")
+            raise StartupError(f"vLLM with {what} is not supported: its KV has no place in the pool's layout")
 
 
 def kv_spec(vllm_config: Any) -> KvSpec:

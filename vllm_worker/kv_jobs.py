@@ -28,16 +28,24 @@ class KvJob:
     save_from: int  # tokens from this one on are saved to the slots; slots of full blocks before it are not written
     saves_layers: bool  # layer by layer as the prompt is computed; otherwise when vLLM has ended the request
 
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"slots": list(self.slots)}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> KvJob:
+        """Return the job with these fields."""
+        return cls(**{**fields, "slots": tuple(fields["slots"])})
+
     def to_params(self) -> dict[str, Any]:
         """Return the `kv_transfer_params` of a request."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return {KV_PARAMS: {**fields, "slots": list(self.slots)}}
+        return {KV_PARAMS: self.to_fields()}
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> KvJob | None:
         """Return the job in a request's `kv_transfer_params`; None for a request that has none."""
         given = (params or {}).get(KV_PARAMS)
-        return None if given is None else cls(**{**given, "slots": tuple(given["slots"])})
+        return None if given is None else cls.from_fields(given)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ class WorkerConfig:
 
     node: NodeSettings  # node_id is set
     listen: ListenSettings
-    conductor_targets: tuple[str, ...]  # gRPC targets of all conductors
+    conductor_targets: tuple[str, ...]  # gRPC targets of all conductors; none for a worker outside a cluster
     pool_target: str  # gRPC target of this host's pool node
     model: ModelSettings
     engine: EngineSettings  # the torch device and the number of threads are resolved: never auto or 0
@@ -23,8 +23,6 @@ class WorkerConfig:
     messenger: MessengerConfig = field(default_factory=MessengerConfig)
 
     def __post_init__(self) -> None:
-        if not self.conductor_targets:
-            raise ValueError("conductor_targets must hold the gRPC target of at least one conductor, got none")
         if self.kv.kv_storage == "int8" and self.engine.engine == "paced":
             raise ValueError("kv_storage must be exact with a paced engine, got int8")
         if self.kv.kv_staging == "direct" and self.engine.engine == "paced":

@@ -235,6 +235,14 @@ class NodeSlots:
             return self._acquire(request, keys, count, 0)
         return None
 
+    def take_more_now(self, count: int) -> list[int] | None:
+        """Take further slots for a request that has some; None if it would have to wait."""
+        if self._queue or self.growing.is_short:
+            return None
+        with contextlib.suppress(OutOfSlots):
+            return self._allocate(count)
+        return None
+
     def give(self, slots: Sequence[int]) -> None:
         """Return slots. They stay held until all copies and computation on the device that may use them have ended."""
         ended = self._all_ended()

@@ -146,6 +146,28 @@ class WorkerRole:
 
 
 @dataclass(frozen=True)
+class KvAgentRole:
+    """`moonpool kv-agent`, which `MoonpoolConnector` starts beside a stock vLLM. Of `engine` it uses the capacity."""
+
+    node: NodeSettings
+    health: HealthSettings
+    host: HostSettings
+    worker: WorkerSettings
+    blocks: BlockSettings
+    engine: EngineSettings
+    kv: KvSettings
+    transport: TransportSettings
+    tls: TlsSettings
+    access: AccessSettings
+    logs: LogSettings
+
+    def __post_init__(self) -> None:
+        _check_capacity(self.blocks, self.engine)
+        if self.kv.kv_storage != "exact":
+            raise InvalidSetting(f"kv_storage must be exact with vLLM, got {self.kv.kv_storage!r}")
+
+
+@dataclass(frozen=True)
 class FrontendRole:
     """`moonpool frontend`."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
+from moonpool.config import ConductorRole, FrontendRole, KvAgentRole, PoolNodeRole, WorkerRole
 from moonpool.errors import ConfigError
 from moonpool.model_files import with_local_models
 from moonpool.role_process.garbage import collect_and_freeze, collect_when_idle, defer_full_collections
@@ -38,6 +38,7 @@ class RoleCommand:
     # (settings, node id, stop, on_ready, metrics to export at the health endpoint)
     serve: Callable[[Any, str, asyncio.Event, Ready, "RoleMetrics | None"], Serving]
     help: str
+    is_internal: bool = False  # started by another process, never by hand
 
 
 def run_and_exit(role: RoleCommand, config: Any) -> NoReturn:
@@ -158,6 +159,15 @@ async def _worker(
     return await serve_worker(worker_config(config, node_id), role, stop, on_ready, metrics)
 
 
+async def _kv_agent(
+    config: KvAgentRole, node_id: str, stop: asyncio.Event, on_ready: Ready, metrics: "RoleMetrics | None"
+) -> None:
+    from moonpool.role_configs import kv_agent_config
+    from vllm_worker.agent import serve_kv_agent
+
+    await serve_kv_agent(kv_agent_config(config, node_id), stop, on_ready, metrics)
+
+
 async def _frontend(
     config: FrontendRole, node_id: str, stop: asyncio.Event, on_ready: Ready, metrics: "RoleMetrics | None"
 ) -> None:
@@ -236,5 +246,12 @@ ROLES: tuple[RoleCommand, ...] = (
         _frontend,
         "The API server: OpenAI's API, tokenising and streaming. Needs the model's tokenizer, not its weights.\n\n"
         "[bold]moonpool node frontend --conductor head:7000 --model ./my-model --host 0.0.0.0 --port 8000[/bold]",
+    ),
+    RoleCommand(
+        "kv-agent",
+        KvAgentRole,
+        _kv_agent,
+        "The slots and the pool of a stock vLLM, whose connector starts it.",
+        is_internal=True,
     ),
 )

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_worker.block_copies import BlockCopies, SlotLayout
 from vllm_worker.connector import MoonpoolConnector, cpu_positions
+from vllm_worker.engine_args import COPIES_SOCKET
 from vllm_worker.kv_jobs import BlocksToCopy, KvJob
 
 
@@ -48,7 +49,9 @@ def request(params: dict[str, Any] | None) -> Any:
 def test_requests_without_a_job_are_left_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MoonpoolConnector.__bases__[0], "__init__", lambda *_: None)
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=32), device_config=SimpleNamespace(device_type=device)
+        cache_config=SimpleNamespace(block_size=32),
+        device_config=SimpleNamespace(device_type=device),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={COPIES_SOCKET: "/nowhere"}),
     )
     connector = MoonpoolConnector(config, None, None)  # type: ignore[arg-type]
     for params in (None, {"of": "another connector"}):
