@@ -29,7 +29,14 @@ from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, Sampling
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, Submit
 from rpc.waiting import first_of
 from telemetry import RoleMetrics, tracing
-from vllm_worker.agent_messages import AGENT_SOCKET, COPIES_SOCKET_NAME, DescribedModel, pack, unpacker
+from vllm_worker.agent_messages import (
+    AGENT_SOCKET,
+    COPIES_SOCKET_NAME,
+    SPARE_BLOCKS,
+    DescribedModel,
+    pack,
+    unpacker,
+)
 from vllm_worker.copy_channel import CopyReports
 from vllm_worker.engine import VllmLimits, VllmMemory
 from vllm_worker.kv_jobs import KvJob
@@ -231,13 +238,19 @@ class KvAgent(WorkerNode):
         try:
             request = self._request(request_id, ids, salt, max_tokens)
             # No request may wait for slots, since vLLM's requests do not wait for each other's KV.
-            if not self.has_started or self.slots.must_wait(len(request.keys) + 1):
+            if not self.has_started or self.slots.must_wait(
+                -(-self._first_tokens(request) // self.config.block_tokens)
+            ):
                 self._send("no job", request_id)
             else:
                 self.jobs.run(request, self._serve(request))
         except RequestRefused as error:
             log.debug("a request is left to vLLM: %s", error)
             self._send("no job", request_id)
+
+    def _first_tokens(self, request: Request) -> int:
+        """Return the tokens for which a request takes slots at its start: more are asked for before they are needed."""
+        return min(request.peak_tokens, len(request.prompt) + SPARE_BLOCKS * self.config.block_tokens)
 
     def _request(self, request_id: str, ids: bytes, salt: str, max_tokens: int) -> Request:
         block_tokens, prompt = self.config.block_tokens, np.frombuffer(ids, "<i4")
@@ -259,7 +272,7 @@ class KvAgent(WorkerNode):
         is_told = False
         try:
             with tracing.begin("serve", "", **request.span_attributes) as span, self.queued(request):
-                async with prepared(self, request, peak_tokens=len(request.prompt)) as work:
+                async with prepared(self, request, peak_tokens=self._first_tokens(request)) as work:
                     await load(self, work, span, whole=True)
                     sequence = sequence_of(self, work, None, prefill_only=False)
                     is_told = True

@@ -25,6 +25,8 @@ import msgpack
 AGENT_SOCKET: Final = "KV_AGENT_SOCKET"
 """Variable with the number of the descriptor that the agent inherits."""
 COPIES_SOCKET_NAME: Final = "copies.sock"
+SPARE_BLOCKS: Final = 2
+"""Slots that a request has beyond its tokens, if there are any: an answer's KV that finds no slot is not stored."""
 MAX_MESSAGE_NBYTES: Final = 64 << 20
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from engine import EngineError
 from engine.local_folder import local_folder
 from vllm_worker.agent_link import AgentFailed, AgentLink
-from vllm_worker.agent_messages import DescribedModel
+from vllm_worker.agent_messages import SPARE_BLOCKS, DescribedModel
 from vllm_worker.engine import computation, kv_spec, require_plain_kv, weights_fingerprint
 from vllm_worker.kv_jobs import KvJob
 from worker.errors import StartupError
@@ -63,6 +63,7 @@ class _Entry:
     """State of a request's job: awaited, known, or none."""
 
     deadline: float  # time.monotonic() instant until which it is awaited
+    most_tokens: int  # that have KV, of prompt and answer
     is_awaited: bool = True
     job: KvJob | None = None
     is_growing: bool = False
@@ -113,7 +114,9 @@ class ServedVllm:
         self._take()
         entry = self._entries.get(request.request_id)
         if entry is None:
-            entry = self._entries[request.request_id] = _Entry(self._now_s() + REPLY_S)
+            entry = self._entries[request.request_id] = _Entry(
+                self._now_s() + REPLY_S, request.num_prompt_tokens + request.max_tokens - 1
+            )
             if _has_plain_prompt(request):
                 ids = np.array(request.all_token_ids, "<i4").tobytes()
                 self._link.send("begin", request.request_id, ids, request.cache_salt or "", max(1, request.max_tokens))
@@ -137,8 +140,9 @@ class ServedVllm:
         if entry is None or entry.job is None or entry.is_growing or not self._saves:
             return
         room = len(entry.job.slots) * self._block_tokens
-        if num_tokens + self._block_tokens > room:
-            missing = -(-(num_tokens + self._block_tokens - room) // self._block_tokens)
+        wanted = min(entry.most_tokens, num_tokens + SPARE_BLOCKS * self._block_tokens)
+        if wanted > room:
+            missing = -(-(wanted - room) // self._block_tokens)
             entry.is_growing = True
             self._link.send("grow", entry.job.number, missing)
 
