@@ -13,7 +13,7 @@ reported it as sent, and a load's only after it was reported as received.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,15 +41,25 @@ class CopyMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not in
     copies: StepCopies
 
 
+@dataclass(slots=True)
+class _SavedPrompt:
+    """A prompt in vLLM's scheduler, with the blocks that its steps have named: all versions of vLLM name them there."""
+
+    job: KvJob
+    num_tokens: int
+    blocks: list[int] = field(default_factory=list)
+
+
 class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Connector of one vLLM process."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._jobs = JobTable(vllm_config.cache_config.block_size)
+        self._block_tokens = vllm_config.cache_config.block_size
+        self._jobs = JobTable(self._block_tokens)
         # On a CPU a copy takes less than the two steps of vLLM that it takes to hear of its end.
         self._loads_in_step = vllm_config.device_config.device_type == "cpu"
-        self._by_request: dict[str, tuple[KvJob, int]] = {}  # job and prompt tokens, by vLLM's request id
+        self._saved: dict[str, _SavedPrompt] = {}  # prompts that are saved layer by layer, by vLLM's request id
         self._transfer = vllm_config.kv_transfer_config
         self._socket_path: str | None = self._transfer.kv_connector_extra_config.get(COPIES_SOCKET)
         self._served: ServedVllm | None = None
@@ -70,7 +80,8 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         job = self._job(request)
         if job is None:
             return 0, False
-        self._by_request[request.request_id] = job, request.num_prompt_tokens
+        if job.saves_layers:
+            self._saved[request.request_id] = _SavedPrompt(job, request.num_prompt_tokens)
         count = self._jobs.matched_tokens(job, num_computed_tokens)
         return count, count > 0 and not self._loads_in_step
 
@@ -81,28 +92,41 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._jobs.allocated(request.request_id, job, ids, num_external_tokens, in_step=self._loads_in_step)
 
     def build_connector_meta(self, scheduler_output: Any) -> CopyMetadata:
-        computed = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
+        for new in scheduler_output.scheduled_new_reqs:
+            self._scheduled(scheduler_output, new.req_id, new.num_computed_tokens, new.block_ids, has_all=True)
         cached = scheduler_output.scheduled_cached_reqs
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            job, prompt_tokens = self._by_request.get(request_id, (None, 0))
-            if job is None:
-                continue
-            end = computed[request_id] + count
-            if job.saves_layers:
-                blocks = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-                self._jobs.scheduled(request_id, job, blocks[0], end=end, prompt_tokens=prompt_tokens)
-            elif self._served is not None:
-                self._served.advanced(request_id, end)
+        for request_id, num_computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            has_all = request_id in cached.resumed_req_ids
+            self._scheduled(scheduler_output, request_id, num_computed, blocks, has_all=has_all)
         copies = self._jobs.take()
         copies.frees_blocks = bool(scheduler_output.preempted_req_ids)
         return CopyMetadata(copies)
+
+    def _scheduled(
+        self, step: Any, request_id: str, num_computed: int, blocks: tuple[list[int], ...] | None, *, has_all: bool
+    ) -> None:
+        """Save the layers of a prompt that the step goes on with; `blocks` are its new ones, or all of them."""
+        end = num_computed + step.num_scheduled_tokens[request_id]
+        if self._served is not None:
+            self._served.advanced(request_id, end)
+        prompt = self._saved.get(request_id)
+        if prompt is None:
+            return
+        if has_all:
+            prompt.blocks.clear()
+        if blocks is not None:
+            prompt.blocks += blocks[0]
+        if end > len(prompt.blocks) * self._block_tokens:
+            raise RuntimeError(f"vLLM computes {end} tokens of {request_id} in {len(prompt.blocks)} known blocks")
+        self._jobs.scheduled(request_id, prompt.job, prompt.blocks, end=end, prompt_tokens=prompt.num_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         job = KvJob.of(request.kv_transfer_params) if self._served is None else self._served.ended(request)
         if job is None:
             return False, None
-        self._by_request.pop(request.request_id, None)
+        self._saved.pop(request.request_id, None)
         return self._jobs.ended(request.request_id, job, block_ids), None
 
     def _job(self, request: Any) -> KvJob | None:
@@ -147,10 +171,11 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._own.save_layer(self._layers[layer_name], self._step.layers)
 
     def wait_for_save(self) -> None:
-        for copy in self._step.ends:
-            self._own.end(copy)
+        return  # the engine's thread waits for no copy; vLLM 0.29 does not call this in steps that compute nothing
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        for copy in self._step.ends:  # vLLM calls this once in every step, after what it computes
+            self._own.end(copy)
         return (None, None) if self._rank is None else self._rank.take_ended()
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -17,7 +17,7 @@ from worker.errors import StartupError
 
 log = logging.getLogger(__name__)
 
-TESTED_VERSIONS: Final = ("0.32",)
+TESTED_VERSIONS: Final = ("0.29", "0.32")
 COPIES_SOCKET: Final = "moonpool_socket"
 """Key in vLLM's `kv_connector_extra_config` of the socket to which its processes connect."""
 WORKER_PID: Final = "MOONPOOL_VLLM_WORKER_PID"

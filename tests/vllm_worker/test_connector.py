@@ -45,15 +45,20 @@ def request(params: dict[str, Any] | None) -> Any:
     return SimpleNamespace(request_id="r", kv_transfer_params=params, num_prompt_tokens=40)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_requests_without_a_job_are_left_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def made(device: str, monkeypatch: pytest.MonkeyPatch) -> MoonpoolConnector:
+    """A scheduler's connector for blocks of 32 tokens."""
     monkeypatch.setattr(MoonpoolConnector.__bases__[0], "__init__", lambda *_: None)
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=32),
         device_config=SimpleNamespace(device_type=device),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={COPIES_SOCKET: "/nowhere"}),
     )
-    connector = MoonpoolConnector(config, None, None)  # type: ignore[arg-type]
+    return MoonpoolConnector(config, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_requests_without_a_job_are_left_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = made(device, monkeypatch)
     for params in (None, {"of": "another connector"}):
         assert connector.get_num_new_matched_tokens(request(params), 0) == (0, False)
         assert connector.request_finished(request(params), [1, 2]) == (False, None)
@@ -61,3 +66,37 @@ def test_requests_without_a_job_are_left_alone(device: str, monkeypatch: pytest.
     assert connector.get_num_new_matched_tokens(request(job.to_params()), 32) == (1, device == "cuda")
     assert connector.get_num_new_matched_tokens(request(job.to_params()), 33) == (0, False)
     assert connector.request_finished(request(job.to_params()), [1, 2]) == (True, None)
+
+
+def test_layers_of_a_prompt_are_saved_from_the_blocks_that_its_steps_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = made("cpu", monkeypatch)
+    job = KvJob(number=1, slots=(4, 5), load_tokens=0, save_from=0, saves_layers=True)
+    connector.get_num_new_matched_tokens(request(job.to_params()), 0)
+
+    def layers(num_tokens: int, **scheduled: Any) -> list[Any]:
+        new, cached = scheduled.get("new", []), scheduled.get("cached", SimpleNamespace(req_ids=[], resumed_req_ids=()))
+        for name in ("num_computed_tokens", "new_block_ids"):
+            cached.__dict__.setdefault(name, [])
+        output = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens={"r": num_tokens, "another": 1},
+            preempted_req_ids=None,
+        )
+        return [(copy.start, copy.end, copy.pairs) for copy in connector.build_connector_meta(output).copies.layers]
+
+    def first(request_id: str, block: int) -> Any:
+        return SimpleNamespace(req_id=request_id, num_computed_tokens=0, block_ids=([block],))
+
+    def later(num_computed: int, blocks: list[int] | None, *resumed: str) -> Any:
+        new = None if blocks is None else (blocks,)
+        return SimpleNamespace(
+            req_ids=["r"], resumed_req_ids=set(resumed), num_computed_tokens=[num_computed], new_block_ids=[new]
+        )
+
+    assert layers(20, new=[first("r", 7), first("another", 9)]) == []  # no block is complete
+    assert layers(12, cached=later(20, None)) == [(0, 32, [(7, 4)])]
+    assert layers(8, cached=later(32, [3])) == [(32, 40, [(3, 5)])]
+    assert layers(40, cached=later(0, [1, 2], "r")) == []  # computed again after a preemption, but saved already
+    with pytest.raises(RuntimeError, match="65 tokens of r in 2 known blocks"):
+        layers(1, cached=later(64, None))

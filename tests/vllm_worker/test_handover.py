@@ -39,24 +39,27 @@ async def nodes_metric(session: aiohttp.ClientSession, cluster: Any, name: str, 
     return value
 
 
+async def complete_all(
+    cluster: Any, session: aiohttp.ClientSession, asked: list[list[int]], **options: Any
+) -> list[Any]:
+    """Return the answers to all prompts, of which at most eight run at once."""
+    turns = asyncio.Semaphore(8)
+
+    async def ask(prompt: list[int]) -> Any:
+        async with turns:
+            return await cluster.complete(session, prompt, **options)
+
+    return await asyncio.gather(*(ask(prompt) for prompt in asked))
+
+
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
 async def test_tokens_are_those_of_one_vllm_alone_and_nothing_is_computed_twice(
     mode: dict[str, Any], cluster: Any, pair: Any, judge: Any, session: aiohttp.ClientSession
 ) -> None:
-    asked = prompts(100, seed=21)
-    asked += [prompt * 2 for prompt in asked[8:40]]  # reuse from the pool
+    asked = prompts(150, seed=21)
+    asked += [prompt * 2 for prompt in asked[8:58]]  # reuse from the pool
     options = {"max_tokens": 8, "ignore_eos": True, **mode}
-
-    async def answers(where: Any) -> list[Any]:
-        turns = asyncio.Semaphore(8)
-
-        async def ask(prompt: list[int]) -> Any:
-            async with turns:
-                return await where.complete(session, prompt, **options)
-
-        return await asyncio.gather(*(ask(prompt) for prompt in asked))
-
-    alone, handed = await answers(cluster), await answers(pair)
+    alone, handed = [await complete_all(where, session, asked, **options) for where in (cluster, pair)]
     assert {(a.moonpool["prefill_node"], a.moonpool["decode_node"]) for a in handed} == {("prefill-0", "decode-0")}
     for one, other in zip(alone, handed, strict=True):
         assert judge.wrong_tokens(other, **mode) == []

@@ -54,7 +54,8 @@ class _Pipe:
 class FaultProxy:
     """Context manager that runs the proxy; callers connect to `address`. Thread-safe."""
 
-    def __init__(self, target: tuple[str, int], listen_host: str = "127.0.0.1") -> None:
+    def __init__(self, target: tuple[str, int], listen_host: str = "127.0.0.1", listen_port: int = 0) -> None:
+        """Listen on a free port if `listen_port` is 0."""
         self._target = target
         self._pipes: set[_Pipe] = set()
         self._abandoned: set[_Pipe] = set()
@@ -70,7 +71,7 @@ class FaultProxy:
         self._thread.start()
         self._faults = self._call(self._no_faults)
         self._server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._serve, listen_host, 0, limit=_CHUNK_NBYTES), self._loop
+            asyncio.start_server(self._serve, listen_host, listen_port, limit=_CHUNK_NBYTES), self._loop
         ).result()
         self.address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
 
