@@ -23,7 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_worker.block_copies import BlockCopies
+from vllm_worker.block_copies import new_block_copies
+from vllm_worker.block_layout import require_plain_blocks
 from vllm_worker.copy_channel import CopyReporter, Spans
 from vllm_worker.engine_args import COPIES_SOCKET
 from vllm_worker.kv_jobs import BlocksToCopy, JobTable, KvJob, LayerToCopy, StepCopies
@@ -100,6 +101,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # The ranks' processes.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        require_plain_blocks(self._kv_cache_config.kv_cache_groups)
         names = sorted(kv_caches, key=extract_layer_index)
         path = self._kv_transfer_config.kv_connector_extra_config[COPIES_SOCKET]
         self._layers = {name: index for index, name in enumerate(names)}
@@ -111,13 +113,13 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: CopyMetadata) -> None:
         if kv_connector_metadata.copies.frees_blocks:
-            self._own.copies.drain()
+            self._own.copies.order_compute()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for copy in self._step.loads:
             self._own.load(copy, is_awaited=not self._loads_in_step)
         if self._loads_in_step and self._step.loads:
-            self._own.copies.drain()
+            self._own.copies.order_compute()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # sequences are computed after their loads
@@ -154,7 +156,8 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 class _Rank:
     """The copies of one rank, and what vLLM and the worker are to hear of them.
 
-    Its callbacks run on the copying thread; single operations on the sets and lists are atomic under the GIL.
+    Its callbacks run on one thread for loads and one for saves, or one for both; single operations on the sets and
+    lists are atomic under the GIL.
     """
 
     def __init__(self, socket_path: str, layers: Sequence[torch.Tensor], positions: torch.Tensor | None) -> None:
@@ -163,7 +166,7 @@ class _Rank:
         layout = self._reporter.layout
         own = max(1, layout.kv_heads // num_ranks)  # with fewer heads than ranks, several hold the same head
         first = rank * layout.kv_heads // num_ranks
-        self.copies = BlockCopies(self._reporter.slots, layout, layers, range(first, first + own), positions)
+        self.copies = new_block_copies(self._reporter.slots, layout, layers, range(first, first + own), positions)
         self._sent: list[str] = []
         self._received: list[str] = []
         self._failed_blocks: list[int] = []
