@@ -76,11 +76,12 @@ def require_layers(layout: SlotLayout, slots_nbytes: int, layers: Sequence[torch
     """Raise LayoutMismatch unless memory of `slots_nbytes` can hold the slots of vLLM's layers."""
     if len(layers) != layout.num_layers:
         raise LayoutMismatch(f"vLLM has KV of {len(layers)} layers, the slots have {layout.num_layers}")
-    if layers[0].element_size() != layout.value_nbytes:
-        raise LayoutMismatch(
-            f"vLLM's KV has values of {layers[0].element_size()} bytes ({layers[0].dtype}), "
-            f"the slots have values of {layout.value_nbytes} bytes"
-        )
+    for layer in layers:
+        if layer.element_size() != layout.value_nbytes:
+            raise LayoutMismatch(
+                f"vLLM's KV has values of {layer.element_size()} bytes ({layer.dtype}), "
+                f"the slots have values of {layout.value_nbytes} bytes"
+            )
     if layout.nbytes > slots_nbytes:
         raise LayoutMismatch(f"the slots have {slots_nbytes} bytes, and vLLM's KV takes {layout.nbytes}")
 

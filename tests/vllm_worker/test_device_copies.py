@@ -405,6 +405,7 @@ def test_kv_of_another_shape_is_refused_with_both_shapes() -> None:
     for layers, what in (
         (zeros(5, 2, 8, 8)[:2], "KV of 2 layers, the slots have 3"),
         (zeros(5, 2, 8, 8, dtype=torch.int32), r"values of 4 bytes \(torch.int32\), the slots have values of 2"),
+        ([*zeros(5, 2, 8, 8)[1:], *zeros(5, 2, 8, 8, dtype=torch.int8)[:1]], r"values of 1 bytes \(torch.int8\)"),
         (zeros(2, 5, 8, 2, 4), rf"shape \(2, 5, 8, 2, 4\), {expected}"),  # keys and values apart, of earlier versions
         (zeros(5, 8, 2, 8), expected),
         (zeros(5, 2, 8, 12), expected),
