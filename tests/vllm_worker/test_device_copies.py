@@ -301,21 +301,32 @@ def test_computation_after_order_compute_sees_loads_and_overwrites_only_what_was
 
 
 def test_the_end_of_a_request_that_was_aborted_during_its_load_follows_the_load() -> None:
-    for seed in range(10):
-        rank = Rank(seed=seed)
-        rank.slots[:] = random_values(LAYOUT.shape, rank.slots.dtype, seed=seed)
-        expected = rank.own(4, 0).clone()
-        load, end = BlocksToCopy(1, "r", [(1, 4), (2, 5)]), BlocksToCopy(1, "r", [])
+    rank = Rank()
+    rank.slots[:] = random_values(LAYOUT.shape, rank.slots.dtype, seed=1)
+    expected = rank.own(4, 0).clone()
+    load, end = BlocksToCopy(1, "r", [(1, 4), (2, 5)]), BlocksToCopy(1, "r", [])
+    other = BlocksToCopy(2, "q", [(3, 1)], keeps_blocks=True)
+    entered, release = threading.Event(), threading.Event()
 
-        def reuse(what: BlocksToCopy, error: Exception | None, rank: Rank = rank) -> None:
-            rank.slots[:] = 0
-            rank.ended(what, error)
+    def hold(*_: object) -> None:  # keeps the thread of loads from its next one
+        entered.set()
+        release.wait(TIMEOUT_S)
 
-        rank.copies.load(load, rank.ended)
-        rank.copies.save(end, reuse)
-        assert [rank.next_end()[0] for _ in range(2)] == [load, end]
-        assert torch.equal(rank.blocks.read(0, 1), expected)
-        rank.close()
+    def reuse(what: BlocksToCopy, error: Exception | None) -> None:
+        rank.slots[4:] = 0
+        rank.ended(what, error)
+
+    rank.copies.load(BlocksToCopy(0, "first", [(0, 0)]), hold)
+    assert entered.wait(TIMEOUT_S)
+    rank.device.hurried = rank.device.streams[1]  # saves are ahead of loads
+    rank.copies.load(load, rank.ended)
+    rank.copies.save(end, reuse)
+    rank.copies.save(other, rank.ended)
+    assert rank.next_end() == (other, None)
+    release.set()
+    assert [rank.next_end()[0] for _ in range(2)] == [load, end]
+    assert torch.equal(rank.blocks.read(0, 1), expected)
+    rank.close()
 
 
 def test_no_call_of_the_engine_waits_polls_or_moves_bytes() -> None:
