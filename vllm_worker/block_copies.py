@@ -1,199 +1,84 @@
-"""Copies of KV between a worker's slots and the blocks of one vLLM rank, on a thread of their own.
+"""Copies of KV between a worker's slots and the blocks of one vLLM rank: their interface, and which of them to use.
 
-vLLM's engine thread only queues copies, and on a GPU records events: a copy from the GPU runs on a stream of its own
-after the computation that it waits for. It has not been run on a GPU yet.
-
-Slots are host memory that the worker shares with vLLM's processes. Each rank copies its own heads of every slot.
+vLLM's engine thread only queues copies: on a CPU a thread carries them out, on a GPU streams do, and threads await
+them. Slots are host memory that the worker shares with vLLM's processes. Each rank copies its own heads of every slot.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvpool import KvSpec
-from vllm_worker.kv_jobs import BlocksToCopy, LayerToCopy, Pairs
+from messenger.staging import StagingError
+from vllm_worker.block_layout import SlotLayout
+from vllm_worker.device_copies import DeviceBlockCopies
+from vllm_worker.host_copies import HostBlockCopies
+from vllm_worker.kv_jobs import BlocksToCopy, LayerToCopy
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotLayout:
-    """Shape of the slots, all in one group: [num_slots, layers, kv_heads, 2, block_tokens, head_dim]."""
-
-    num_slots: int
-    num_layers: int
-    kv_heads: int
-    block_tokens: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, spec: KvSpec, num_slots: int) -> SlotLayout:
-        """Return the layout of the slots of `spec`, which has one group."""
-        (group,) = spec.groups
-        return cls(num_slots, len(group.layers), group.kv_heads, spec.block_tokens, group.head_dim)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of all slots."""
-        return self.num_slots, self.num_layers, self.kv_heads, 2, self.block_tokens, self.head_dim
+BUFFER_NBYTES: Final = 64 << 20
+"""Device memory through which a rank's copies pass: large enough for the copies to take far longer than their calls."""
 
 
-class LayoutMismatch(Exception):
-    """vLLM's KV tensors do not have the shape of the worker's slots."""
+class BlockCopies(Protocol):
+    """The copies of one rank. All methods are called on vLLM's engine thread; callbacks run on threads of their own.
 
-
-class VllmLayer:
-    """vLLM's KV of one layer: blocks in the order of slots, [heads, 2, tokens, head_dim], whatever vLLM's own order.
-
-    vLLM's tensor is [blocks, heads, tokens, 2 * head_dim]: on a GPU a token's key and then its value. On a CPU a head
-    of a block has the order of vLLM's kernels for that processor, which is given as `positions`.
+    The blocks and slots of a copy must not be used otherwise until its callback has been called.
     """
-
-    def __init__(self, layer: torch.Tensor, block: torch.Size, positions: torch.Tensor | None) -> None:
-        """`positions` [2 * tokens * head_dim]: where vLLM keeps each value of a head of a slot, in the order of the
-        slot; None on a GPU. `block` is the shape of a slot's layer. Raises LayoutMismatch."""
-        _require_shape(layer, block)
-        heads, _, tokens, head_dim = block
-        self._block = block
-        self._positions = positions
-        if positions is None:
-            self._blocks = layer.view(len(layer), heads, tokens, 2, head_dim).transpose(2, 3)
-            return
-        if not torch.equal(positions.sort().values, torch.arange(2 * tokens * head_dim)):
-            raise LayoutMismatch("vLLM's kernels do not keep every value of a block in a place of its own")
-        self._blocks = layer.view(len(layer), heads, len(positions))
-        self._slot_order = torch.empty_like(positions)
-        self._slot_order[positions] = torch.arange(len(positions))
-
-    def read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return the blocks as [n, heads, 2, tokens, head_dim] in host memory."""
-        found = self._blocks[blocks.to(self._blocks.device)]
-        if self._positions is not None:
-            found = found.index_select(2, self._positions)
-        return found.view(len(blocks), *self._block).cpu()
-
-    def write(self, blocks: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite the blocks with values [n, heads, 2, tokens, head_dim] in host memory."""
-        if self._positions is not None:
-            values = values.flatten(2).index_select(2, self._slot_order)
-        self._blocks[blocks.to(self._blocks.device)] = values.to(self._blocks.device, non_blocking=True)
-
-
-class BlockCopies:
-    """The copies of one rank. All methods are called on vLLM's engine thread; callbacks run on the copying thread."""
-
-    def __init__(
-        self,
-        slots: NDArray[np.uint8],
-        layout: SlotLayout,
-        layers: Sequence[torch.Tensor],
-        heads: range,
-        positions: torch.Tensor | None,
-    ) -> None:
-        """`slots` is the shared memory, `layers` vLLM's KV tensors by layer; this rank holds `heads` of each layer.
-        `positions`: as in VllmLayer.
-
-        Raises LayoutMismatch.
-        """
-        if len(layers) != layout.num_layers:
-            raise LayoutMismatch(f"vLLM has KV of {len(layers)} layers, the slots have {layout.num_layers}")
-        nbytes = int(np.prod(layout.shape)) * layers[0].element_size()
-        if nbytes > len(slots):
-            raise LayoutMismatch(f"the slots have {len(slots)} bytes, and vLLM's KV takes {nbytes}")
-        every = torch.from_numpy(slots[:nbytes]).view(layers[0].dtype).view(layout.shape)
-        self._slots = every[:, :, heads.start : heads.stop]
-        self._layers = [VllmLayer(layer, self._slots.shape[2:], positions) for layer in layers]
-        device = layers[0].device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copies")
-
-    def close(self) -> None:
-        """Wait for the queued copies."""
-        self._thread.shutdown()
-
-    def drain(self) -> None:
-        """Wait for the queued copies: blocks that they read are about to be overwritten."""
-        self._thread.submit(lambda: None).result()
 
     def load(self, copy: BlocksToCopy, ended: Callable[[BlocksToCopy, Exception | None], None]) -> None:
         """Copy slots to vLLM's blocks, which nothing uses yet; then call `ended` with the error, if there was one."""
-        self._thread.submit(self._run, lambda: self._load(copy.pairs), lambda error: ended(copy, error), None)
+        ...
 
     def save(self, copy: BlocksToCopy, ended: Callable[[BlocksToCopy, Exception | None], None]) -> None:
-        """Copy vLLM's blocks to slots, after what is computed now; then call `ended`."""
-        self._thread.submit(
-            self._run, lambda: self._save(copy.pairs), lambda error: ended(copy, error), self._computed()
-        )
+        """Copy vLLM's blocks to slots, after what is computed now; then call `ended`.
+
+        A copy that does not keep its blocks is one without blocks: its request was aborted while it was loaded, and
+        its end follows that of the load.
+        """
+        ...
 
     def save_layer(
         self, layer: int, copies: Sequence[LayerToCopy], ended: Callable[[int, Exception | None], None]
     ) -> None:
-        """Copy one layer of vLLM's blocks to slots, after what is computed now; then call `ended` with the layer."""
-        pairs = [pair for copy in copies for pair in copy.pairs]
-        self._thread.submit(
-            self._run, lambda: self._save_layers([layer], pairs), lambda error: ended(layer, error), self._computed()
-        )
+        """Copy one layer of vLLM's blocks to slots, after what is computed now; then call `ended` with the layer.
 
-    def _computed(self) -> torch.cuda.Event | None:
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        All layers of a step are given the same `copies`.
+        """
+        ...
 
-    def _run(
-        self, work: Callable[[], None], ended: Callable[[Exception | None], None], after: torch.cuda.Event | None
-    ) -> None:
-        error: Exception | None = None
-        try:
-            with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
-                if self._stream is not None and after is not None:
-                    self._stream.wait_event(after)
-                work()
-                if self._stream is not None:
-                    self._stream.synchronize()
-        except Exception as problem:
-            log.exception("KV was not copied between vLLM's blocks and the worker's slots")
-            error = problem
-        try:
-            ended(error)
-        except Exception:
-            log.exception("the end of a copy could not be reported")
+    def order_compute(self) -> None:
+        """Let what is computed from now on begin after the copies queued so far: on a CPU by waiting for them."""
+        ...
 
-    def _load(self, pairs: Pairs) -> None:
-        if pairs:
-            blocks, slots = _columns(pairs)
-            for index, layer in enumerate(self._layers):
-                layer.write(blocks, self._slots[slots, index])
-
-    def _save(self, pairs: Pairs) -> None:
-        self._save_layers(range(len(self._layers)), pairs)
-
-    def _save_layers(self, layers: Sequence[int], pairs: Pairs) -> None:
-        if pairs:
-            blocks, slots = _columns(pairs)
-            for index in layers:
-                self._slots[slots, index] = self._layers[index].read(blocks)
+    def close(self) -> None:
+        """Wait for the queued copies."""
+        ...
 
 
-def _columns(pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    both = torch.tensor(pairs, dtype=torch.long)
-    return both[:, 0], both[:, 1]
+def new_block_copies(
+    slots: NDArray[np.uint8],
+    layout: SlotLayout,
+    layers: Sequence[torch.Tensor],
+    heads: range,
+    positions: torch.Tensor | None,
+) -> BlockCopies:
+    """Return the copies of a rank that holds `heads` of each of vLLM's `layers`.
 
+    `slots` is the shared memory. `positions` is vLLM's order of values on a CPU (`HostLayer`), otherwise None.
+    Raises LayoutMismatch, and StagingError if the device is none that KV can be copied to or its driver cannot be used.
+    """
+    device = layers[0].device
+    if positions is not None:
+        return HostBlockCopies(slots, layout, layers, heads, positions)
+    if device.type != "cuda" or torch.version.cuda is None:
+        kind = "an AMD GPU" if device.type == "cuda" else f"a device of type {device.type!r}"
+        raise StagingError(f"vLLM keeps its KV on {kind}; it can be copied from and to CPUs and NVIDIA GPUs only")
+    from messenger.staging.cuda import CudaRuntime
 
-def _require_shape(layer: torch.Tensor, block: torch.Size) -> None:
-    heads, _, tokens, head_dim = block
-    if layer.dim() != 4 or tuple(layer.shape[1:]) != (heads, tokens, 2 * head_dim):
-        raise LayoutMismatch(
-            f"a layer of vLLM's KV has shape {tuple(layer.shape)}, expected (blocks, {heads}, {tokens}, {2 * head_dim})"
-        )
+    buffer = torch.empty(max(BUFFER_NBYTES, 2 * layout.layer_nbytes), dtype=torch.uint8, device=device)
+    runtime = CudaRuntime(buffer, lambda: torch.cuda.current_stream(device))
+    return DeviceBlockCopies(slots, layout, layers, heads, runtime, buffer)

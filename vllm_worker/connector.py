@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import _custom_ops as ops
@@ -27,11 +27,14 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_worker.agent_link import copies_socket
-from vllm_worker.block_copies import BlockCopies
+from vllm_worker.block_copies import new_block_copies
+from vllm_worker.block_layout import SlotLayout, in_slot_order, require_layers, require_plain_blocks
 from vllm_worker.copy_channel import CopyReporter, Spans
 from vllm_worker.engine_args import COPIES_SOCKET
 from vllm_worker.kv_jobs import BlocksToCopy, JobTable, KvJob, LayerToCopy, StepCopies
-from vllm_worker.served_vllm import ServedVllm
+
+if TYPE_CHECKING:
+    from vllm_worker.served_vllm import ServedVllm
 
 
 @dataclass
@@ -64,6 +67,8 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._socket_path: str | None = self._transfer.kv_connector_extra_config.get(COPIES_SOCKET)
         self._served: ServedVllm | None = None
         if self._socket_path is None and role == KVConnectorRole.SCHEDULER:
+            from vllm_worker.served_vllm import ServedVllm  # with much that a worker's vLLM does not need
+
             self._served = ServedVllm.start(vllm_config)
         self._rank: _Rank | None = None
 
@@ -143,6 +148,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # The ranks' processes.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        require_plain_blocks(self._kv_cache_config.kv_cache_groups)
         names = sorted(kv_caches, key=extract_layer_index)
         self._layers = {name: index for index, name in enumerate(names)}
         self._caches = [kv_caches[name] for name in names]
@@ -151,17 +157,29 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             layer = self._vllm_config.compilation_config.static_forward_context[names[0]]
             self._positions = cpu_positions(self._caches[0], layer)
         if self._socket_path is not None:
-            _ = self._own  # the worker listens already; an agent is started after this
+            _ = self._own  # the worker listens already
+        else:
+            self._require_layout()  # the agent is started after this
+
+    def _require_layout(self) -> None:
+        """Raise LayoutMismatch if the KV cannot be copied to slots."""
+        from vllm_worker.engine import kv_spec
+
+        layout = SlotLayout.of(kv_spec(self._vllm_config), 0)
+        require_layers(layout, 0, self._caches)
+        heads = own_heads(layout.kv_heads)
+        for cache in self._caches if self._positions is None else ():
+            in_slot_order(cache, layout, len(heads))
 
     def handle_preemptions(self, kv_connector_metadata: CopyMetadata) -> None:
         if kv_connector_metadata.copies.frees_blocks:
-            self._own.copies.drain()
+            self._own.copies.order_compute()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for copy in self._step.loads:
             self._own.load(copy, is_awaited=not self._loads_in_step)
         if self._loads_in_step and self._step.loads:
-            self._own.copies.drain()
+            self._own.copies.order_compute()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # sequences are computed after their loads
@@ -203,16 +221,16 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 class _Rank:
     """The copies of one rank, and what vLLM and the worker are to hear of them.
 
-    Its callbacks run on the copying thread; single operations on the sets and lists are atomic under the GIL.
+    Its callbacks run on one thread for loads and one for saves, or one for both; single operations on the sets and
+    lists are atomic under the GIL.
     """
 
     def __init__(self, socket_path: str, layers: Sequence[torch.Tensor], positions: torch.Tensor | None) -> None:
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self._reporter = CopyReporter(socket_path, rank, num_ranks)
         layout = self._reporter.layout
-        own = max(1, layout.kv_heads // num_ranks)  # with fewer heads than ranks, several hold the same head
-        first = rank * layout.kv_heads // num_ranks
-        self.copies = BlockCopies(self._reporter.slots, layout, layers, range(first, first + own), positions)
+        heads = own_heads(layout.kv_heads)
+        self.copies = new_block_copies(self._reporter.slots, layout, layers, heads, positions)
         self._sent: list[str] = []
         self._received: list[str] = []
         self._failed_blocks: list[int] = []
@@ -264,6 +282,13 @@ class _Rank:
         """Return blocks of vLLM that could not be loaded since the last call."""
         failed, self._failed_blocks = self._failed_blocks, []
         return set(failed)
+
+
+def own_heads(kv_heads: int) -> range:
+    """Return the KV heads that this rank holds; with fewer heads than ranks, several hold the same head."""
+    rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    first = rank * kv_heads // num_ranks
+    return range(first, first + max(1, kv_heads // num_ranks))
 
 
 _DIGITS = 16  # integers up to it are exact in every dtype of KV

@@ -4,7 +4,7 @@ A worker listens on a Unix socket in a folder of its own; every rank of vLLM con
 layout and the descriptor of the slots' memory. Messages are msgpack arrays, one per packet:
 
     rank -> worker   ["rank", rank, number of ranks]
-    worker -> rank   [[num_slots, layers, kv_heads, block_tokens, head_dim], bytes]   with the descriptor
+    worker -> rank   [fields of SlotLayout, bytes]   with the descriptor
     rank -> worker   ["layer", layer, [[job, start, end], ...]]   the layer of these prompts is in their slots
     rank -> worker   ["end", job, error or ""]                    vLLM no longer uses the slots of the job
 
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messenger.mapping import mapped
-from vllm_worker.block_copies import SlotLayout
+from vllm_worker.block_layout import SlotLayout
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from engine import EngineError
 from engine.model import fingerprint_of
 from kvpool import KvGroup, KvSpec, Provenance
 from messenger import Messenger
-from vllm_worker.block_copies import SlotLayout
+from vllm_worker.block_layout import SlotLayout
 from vllm_worker.engine_args import engine_args, prepare_environment, require_vllm
 from worker.config import WorkerConfig
 from worker.engine_interface import Engine

@@ -6,9 +6,10 @@ events of a `DeviceRuntime` (`cuda.CudaRuntime`); `DirectStaging` is for device 
 """
 
 from messenger.staging.copies import Ranges, StridedCopy, merged
+from messenger.staging.mirror import PinnedMirror
 from messenger.staging.runtime import DeviceEvent, DeviceRuntime, DeviceStream
 from messenger.staging.staging import DeviceStaging, DirectStaging, HostStaging, MirrorStaging
-from messenger.staging.ticket import READY, StagingError, Ticket
+from messenger.staging.ticket import READY, EventTicket, FailedTicket, StagingError, Ticket
 
 __all__ = [
     "READY",
@@ -17,8 +18,11 @@ __all__ = [
     "DeviceStaging",
     "DeviceStream",
     "DirectStaging",
+    "EventTicket",
+    "FailedTicket",
     "HostStaging",
     "MirrorStaging",
+    "PinnedMirror",
     "Ranges",
     "StagingError",
     "StridedCopy",

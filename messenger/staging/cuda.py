@@ -96,6 +96,10 @@ class _CudaStream:
         assert isinstance(event, _CudaEvent)
         self.stream.wait_event(event.event)
 
+    def launch(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
 
 class CudaRuntime:
     """DeviceRuntime of one CUDA device."""

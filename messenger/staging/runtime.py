@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,13 @@ class DeviceStream(Protocol):
 
     def wait(self, event: DeviceEvent) -> None:
         """Let work queued from now on start only after the event. Does not block."""
+        ...
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Queue the kernels that `work` launches with torch. Does not block.
+
+        `work` is called before or when the device executes them, perhaps by another thread.
+        """
         ...
 
 

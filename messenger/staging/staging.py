@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messenger.staging.copies import Ranges, merged
+from messenger.staging.mirror import PinnedMirror
 from messenger.staging.runtime import DeviceRuntime, DeviceStream
 from messenger.staging.ticket import READY, EventTicket, FailedTicket, StagingError, Ticket, TicketsOfAll
 
@@ -100,18 +101,12 @@ class MirrorStaging(DeviceStaging):
     """Staging through a page-locked host mirror of device memory, with one copy stream per direction."""
 
     def __init__(self, runtime: DeviceRuntime, mirror: NDArray[np.uint8]) -> None:
-        """`mirror`: the registered memory. If it cannot be page-locked, copies block their callers; this is logged."""
+        """`mirror`: the registered memory."""
         self._runtime = runtime
-        self._mirror = mirror
         self._out, self._in = runtime.new_stream(), runtime.new_stream()
         # Each guards a stream from its wait or first copy to the record of its event.
         self._out_lock, self._in_lock = threading.Lock(), threading.Lock()
-        self._is_pinned = False
-        try:
-            runtime.pin(mirror)
-            self._is_pinned = True
-        except StagingError as error:
-            _log.warning("the host mirror of device memory is not page-locked, so copies block the engine: %s", error)
+        self._mirror = PinnedMirror(runtime, mirror)
 
     def to_host(self, parts: Iterable[Ranges]) -> Ticket:
         try:
@@ -120,14 +115,14 @@ class MirrorStaging(DeviceStaging):
                 self._out.wait(self._in.record())  # loaded bytes may be on their way to the same slots
                 return self._copy(self._out, parts, to_host=True)
         except Exception as error:
-            return _failed(error, self._out)
+            return FailedTicket.after(self._out, error)
 
     def to_device(self, parts: Iterable[Ranges]) -> Ticket:
         try:
             with self._in_lock:
                 return self._copy(self._in, parts, to_host=False)
         except Exception as error:
-            return _failed(error, self._in)
+            return FailedTicket.after(self._in, error)
 
     def _copy(self, stream: DeviceStream, parts: Iterable[Ranges], *, to_host: bool) -> Ticket:
         copies = merged(parts, self._runtime.max_pitch)
@@ -149,14 +144,4 @@ class MirrorStaging(DeviceStaging):
             self.all_ended().wait()
         except StagingError as error:
             _log.warning("copies failed before the end of staging: %s", error)
-        if self._is_pinned:
-            self._runtime.unpin(self._mirror)
-            self._is_pinned = False
-
-
-def _failed(error: Exception, stream: DeviceStream) -> Ticket:
-    """Return a ticket that raises the error once the copies that were queued before it have ended."""
-    try:
-        return FailedTicket(error, stream.record())
-    except Exception:
-        return FailedTicket(error)
+        self._mirror.close()

@@ -41,6 +41,14 @@ class FailedTicket(Ticket):
         self._error = error
         self._event = event
 
+    @classmethod
+    def after(cls, stream: DeviceStream, error: BaseException) -> FailedTicket:
+        """Return a ticket that raises the error once the copies that were queued on the stream before it have ended."""
+        try:
+            return cls(error, stream.record())
+        except Exception:
+            return cls(error)
+
     @property
     def is_done(self) -> bool:
         return self._event is None or _is_done(self._event)

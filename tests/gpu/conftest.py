@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import judge_of, session, start_cluster
 from tests.worker.node_pair import greedy, model, model_path, prompt, start_pair
 from tools.gpu_proof import missing_gpu
 
-__all__ = ["greedy", "model", "model_path", "prompt", "start_pair"]
+__all__ = ["greedy", "judge_of", "model", "model_path", "prompt", "session", "start_cluster", "start_pair"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_worker.block_copies import BlockCopies, SlotLayout
+from vllm_worker.block_copies import new_block_copies
+from vllm_worker.block_layout import SlotLayout
 from vllm_worker.connector import MoonpoolConnector, cpu_positions
 from vllm_worker.engine_args import COPIES_SOCKET
 from vllm_worker.kv_jobs import BlocksToCopy, KvJob
@@ -29,9 +30,9 @@ def test_keys_and_values_that_vllms_kernels_write_are_read_token_by_token(dtype:
     where = torch.tensor([2 * tokens + i for i in range(tokens)] + list(range(7)))  # block 2, then a part of block 0
     ops.cpu_attn_reshape_and_cache(keys, values, *parts, where, layer.isa)
 
-    layout = SlotLayout(2, 1, heads, tokens, head_dim)
-    memory = np.zeros(int(np.prod(layout.shape)) * cache.element_size(), np.uint8)
-    copies = BlockCopies(memory, layout, [cache], range(heads), positions)
+    layout = SlotLayout(2, 1, heads, tokens, head_dim, dtype.itemsize)
+    memory = np.zeros(layout.nbytes, np.uint8)
+    copies = new_block_copies(memory, layout, [cache], range(heads), positions)
     copies.save(BlocksToCopy(1, "r", [(2, 0), (0, 1)]), lambda *_: None)
     copies.close()
     slots = torch.from_numpy(memory).view(dtype).view(layout.shape)[:, 0]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from messenger import SharedMemory
-from vllm_worker.block_copies import SlotLayout
+from vllm_worker.block_layout import SlotLayout
 from vllm_worker.copy_channel import CopyReporter, CopyReports
 
-LAYOUT = SlotLayout(num_slots=4, num_layers=2, kv_heads=2, block_tokens=32, head_dim=8)
+LAYOUT = SlotLayout(num_slots=4, num_layers=2, kv_heads=2, block_tokens=32, head_dim=8, value_nbytes=4)
 
 
 class Worker:

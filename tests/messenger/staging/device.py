@@ -57,6 +57,7 @@ class Stream:
     device: Device
     queue: deque[Work | Event | tuple[Event]] = field(default_factory=deque)  # a tuple: wait for the event
     error: DeviceFailed | None = None
+    forgets_waits: bool = False  # a defect: this stream does not wait for events
 
     def record(self) -> Event:
         event = Event(self.device)
@@ -65,7 +66,7 @@ class Stream:
         return event
 
     def wait(self, event: Event) -> None:
-        if not self.device.forgets_waits:
+        if not (self.forgets_waits or self.device.forgets_waits):
             with self.device.lock:
                 self.queue.append((event,))
 
@@ -118,6 +119,7 @@ class Device:
         self.refuses_copies = False  # an error of the call
         self.refuses_after: int | None = None  # an error of the call, after so many of its copies were queued
         self.loses_copies = False  # an error after the call
+        self.hurried: Stream | None = None  # executes its work before all others whenever it can
         self._rng = random.Random(seed)
         self._mirror = np.zeros(0, np.uint8)
         self.compute = self.new_stream()
@@ -168,7 +170,7 @@ class Device:
         with self.lock:
             able = [stream for stream in self.streams if stream.can_run()]
             if able:
-                self._rng.choice(able).run()
+                (self.hurried if self.hurried in able else self._rng.choice(able)).run()
             return bool(able)
 
     def poke(self, pieces: int) -> None:

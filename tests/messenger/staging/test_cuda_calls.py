@@ -5,9 +5,10 @@ What the real driver does with them is proven on a GPU only (`make gpu-proof`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +187,21 @@ def test_a_machine_without_the_driver_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(cuda_module.ctypes, "CDLL", fail)
     with pytest.raises(StagingError, match=r"NVIDIA's driver library cannot be loaded: libcuda\.so\.1"):
         CudaRuntime(memory)
+
+
+def test_kernels_are_launched_on_the_stream_and_not_on_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["compute"]
+
+    @contextlib.contextmanager
+    def stream(name: Any) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    launched: list[Any] = []
+    _CudaStream("copies").launch(lambda: launched.append(current[-1]))  # type: ignore[arg-type]
+    assert (launched, current) == (["copies"], ["compute"])
 
 
 def test_structures_have_the_layout_of_cuda_h() -> None:
