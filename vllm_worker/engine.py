@@ -57,7 +57,8 @@ class VllmEngine(Engine):
         self.fingerprint = weights_fingerprint(config.model.path)
         self.computation = computation(version, self.vllm_config)
         engine = config.engine
-        self.hardware = f"vLLM {version}, {hardware_name(torch.device(engine.device), engine.threads)}"
+        kind = torch.device(torch.device(engine.device).type)  # of the GPUs, only vLLM's own are visible now
+        self.hardware = f"vLLM {version}, {hardware_name(kind, engine.threads)}"
 
     @property
     def num_ranks(self) -> int:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 TESTED_VERSIONS: Final = ("0.29", "0.32")
 COPIES_SOCKET: Final = "moonpool_socket"
 """Key in vLLM's `kv_connector_extra_config` of the socket to which its processes connect."""
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 WORKER_PID: Final = "MOONPOOL_VLLM_WORKER_PID"
 """Variable with the worker's process, with which vLLM's processes end."""
 _INSTALL = (
@@ -121,6 +122,8 @@ def engine_args(config: WorkerConfig, copies_socket: Path) -> Any:
     )
     if settings.device == "cpu":
         found.num_gpu_blocks_override = config.num_slots + 1  # vLLM never uses its first block
+    elif gpus := gpus_of(settings.device, found.tensor_parallel_size, os.environ.get(_VISIBLE)):
+        os.environ[_VISIBLE] = gpus
     found.kv_transfer_config = KVTransferConfig(
         kv_connector="MoonpoolConnector",
         kv_connector_module_path="vllm_worker.connector",
@@ -129,6 +132,25 @@ def engine_args(config: WorkerConfig, copies_socket: Path) -> Any:
         kv_connector_extra_config={COPIES_SOCKET: str(copies_socket)},
     )
     return found
+
+
+def gpus_of(device: str, num_ranks: int, visible: str | None) -> str:
+    """Return the GPUs of a worker on `device` (cuda:N), for CUDA_VISIBLE_DEVICES, whose value so far is `visible`.
+
+    vLLM itself always takes the first ones. Worker N of a host gets the N-th group of `num_ranks` GPUs. "" for another
+    device.
+    """
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return ""
+    first = int(index or 0) * num_ranks
+    names = visible.split(",") if visible else [str(number) for number in range(first + num_ranks)]
+    if first + num_ranks > len(names):
+        raise StartupError(
+            f"--device {device} with --tensor-parallel-size {num_ranks} needs {first + num_ranks} GPUs, "
+            f"{_VISIBLE} names {len(names)}"
+        )
+    return ",".join(names[first : first + num_ranks])
 
 
 def prepare_environment(config: WorkerConfig) -> None:

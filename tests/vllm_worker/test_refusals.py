@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from settings.worker import BUNDLED_MODEL
-from vllm_worker.engine_args import check_arguments, require_vllm
+from vllm_worker.engine_args import check_arguments, gpus_of, require_vllm
 from worker.errors import StartupError
 
 
@@ -40,6 +40,29 @@ def test_other_arguments_are_passed_on() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "visible", "gpus"),
+    [
+        ("cuda", 1, None, "0"),
+        ("cuda:0", 1, "5", "5"),
+        ("cuda:3", 1, None, "3"),
+        ("cuda:1", 2, None, "2,3"),
+        ("cuda:1", 2, "7,6,5,4", "5,4"),
+        ("cuda:1", 1, "GPU-a,GPU-b", "GPU-b"),
+        ("cpu", 2, "0,1", ""),
+    ],
+)
+def test_every_worker_of_a_host_has_gpus_of_its_own(
+    device: str, num_ranks: int, visible: str | None, gpus: str
+) -> None:
+    assert gpus_of(device, num_ranks, visible) == gpus
+
+
+def test_more_gpus_than_there_are_is_refused_with_both_numbers() -> None:
+    with pytest.raises(StartupError, match=r"cuda:1 with --tensor-parallel-size 2 needs 4 GPUs, .* names 3"):
+        gpus_of("cuda:1", 2, "0,1,2")
+
+
 def test_a_worker_without_vllm_says_how_to_install_it() -> None:
     with pytest.raises(StartupError, match=r"vLLM cannot be imported.*pip install 'moonpool\[vllm\]'"):
         require_vllm()

@@ -200,7 +200,7 @@ async def test_aborted_requests_leave_nothing_behind(
     await asyncio.gather(*(both[1].ask(session, prompt, max_tokens=30) for prompt in full))
     await at_rest(pool)
     _, cached = await both[0].ask(session, [*full[0], 9])
-    assert cached == 1800
+    assert cached == 1792  # the block after that has tokens of the answer
 
 
 async def test_without_its_agent_a_server_goes_on(
