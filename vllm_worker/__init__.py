@@ -7,5 +7,7 @@ admission, token streams, failover with equal tokens, reports.
     keyed_sampler  Moonpool's sampling as a logits processor, inside vLLM's processes
     requests       a request -> vLLM's sampling parameters; vLLM's outputs -> tokens and log-probabilities
     runner         AsyncLLM as the worker's engine
-    node, service  the worker around it, and a request's way through it
+    engine, node   the worker around it
+    connector      inside vLLM: copies between its blocks and slots, of a worker or of a KV agent
+    agent          the KV agent of a stock vLLM, which served_vllm starts and asks from inside vLLM's scheduler
 """
