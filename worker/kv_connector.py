@@ -175,7 +175,7 @@ class KVConnector:
         """Return True if this host's pool certainly holds nothing of a prompt of which the conductor knows no block."""
         placement = request.placement
         # The shared index does not list blocks on SSD.
-        if placement.holders or placement.reuse_blocks or self._has_ssd or len(chain) > _LOOK_UP_BLOCKS:
+        if placement.holders or self._has_ssd or len(chain) > _LOOK_UP_BLOCKS:
             return False
         return self._local_pool.lacks(chain, np.frombuffer(tail_keys, np.uint8).reshape(-1, KEY_NBYTES))
 
