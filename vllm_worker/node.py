@@ -85,7 +85,8 @@ class VllmNode(WorkerNode):
         return min(super().free_tokens, int(self._vllm_tokens * (1.0 - self._vllm.usage)))
 
     def _engine_counters(self) -> dict[str, float]:
-        return {**super()._engine_counters(), "preemptions": float(self._vllm.preemptions)}
+        own = {"preemptions": self._vllm.preemptions, "engine_held_blocks": len(self._engine_blocks)}
+        return {**super()._engine_counters(), **{name: float(count) for name, count in own.items()}}
 
     def _stepped(self, sequence: EngineSequence) -> None:
         super()._stepped(sequence)

@@ -23,7 +23,7 @@ collect_ignore = (
     if HAS_VLLM
     else [
         *("test_cluster.py", "test_connector.py", "test_engine_args.py", "test_handover.py"),
-        *("test_keyed_sampler.py", "test_runner.py"),
+        *("test_event_subscriber.py", "test_keyed_sampler.py", "test_runner.py"),
     ]
 )
 
