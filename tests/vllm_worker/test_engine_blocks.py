@@ -70,7 +70,7 @@ def stored(seed: bytes, tokens: tuple[int, ...], first: int, end: int, **fields:
 
 
 class Held:
-    """What the callbacks were told."""
+    """Keys that the callbacks have reported."""
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
