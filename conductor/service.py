@@ -220,7 +220,7 @@ class ConductorService(ConductorServicer):
         if wire.ROLES[node.role] == "pool":
             self._pools.add(node)
         else:
-            self._workers.add(node)
+            self._workers.note(node, is_draining=first.draining)
 
     async def _send_commands(self, member: JoinedNode, context: Context) -> None:
         accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation, software=own_software())
@@ -237,6 +237,8 @@ class ConductorService(ConductorServicer):
                 log.info("node %s is a %s node from now on", report.node.node_id, wire.ROLES[report.node.role])
                 self._core.handle(NodeJoined(wire.node_view(report.node)))
             self._registry.note(member, report)
+            if wire.ROLES[member.node.role] != "pool":
+                self._workers.note(member.node, is_draining=report.draining)
             self._core.handle(wire.report(member.node.node_id, report))
 
     def _left(self, member: JoinedNode) -> None:

@@ -13,7 +13,7 @@ __all__ = ["WorkerMemory"]
 
 
 class WorkerMemory:
-    """Blocks of the joined workers that report them; versions that do not are left out."""
+    """Blocks of the joined workers that take new work; versions that do not report blocks are left out."""
 
     def __init__(self) -> None:
         self.updater = DirectoryUpdater(WORKERS)
@@ -22,9 +22,9 @@ class WorkerMemory:
         """Begin to follow the workers that have joined and will join."""
         self.updater.open()
 
-    def add(self, node: conductor_pb2.Node) -> None:
-        """Follow a worker that joined, possibly at a new address, if it reports its blocks."""
-        if node.reports_blocks:
+    def note(self, node: conductor_pb2.Node, *, is_draining: bool) -> None:
+        """Follow a worker that has reported, possibly at a new address, if it reports its blocks and takes new work."""
+        if node.reports_blocks and not is_draining:
             self.updater.join(node.node_id, node.target)
         else:
             self.updater.leave(node.node_id)

@@ -111,9 +111,6 @@ class EngineNode(ABC):
     async def start(self, target: str) -> None:
         """Start the engine and begin to join the conductors as the node at `target`, by `_begin_joining`."""
 
-    def end_event_streams(self) -> None:  # noqa: B027  # optional
-        """End the streams that report the blocks in the node's memory, so that its server need not wait for them."""
-
     @abstractmethod
     async def close(self) -> None:
         """Cancel all remaining work and release everything."""

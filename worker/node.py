@@ -128,11 +128,8 @@ class WorkerNode(EngineNode):
             reports_blocks=True,
         )
 
-    def end_event_streams(self) -> None:
-        self.own_blocks.close()
-
     async def close(self) -> None:
-        self.end_event_streams()
+        self.own_blocks.close()
         await self._end_requests()
         await self._close_engine()
         await asyncio.to_thread(self.grammars.close)

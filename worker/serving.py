@@ -38,7 +38,6 @@ async def serve_until(
                 raise EngineBroken(f"the engine of {node.config.node_id} is broken: {node.broken.result()}")
             await node.jobs.wait_idle(node.config.engine.worker_drain_grace_s)
     finally:
-        node.end_event_streams()
         await server.stop(STOP_GRACE_S)
         await node.close()
     return drained

@@ -39,7 +39,7 @@ async def worker(tmp_path):
                 blocks.close()
                 await server.stop(0.1)
 
-            return SimpleNamespace(blocks=blocks, stop=stop)
+            return SimpleNamespace(blocks=blocks, stop=stop, report=reporting.report)
 
         yield start
 
@@ -87,6 +87,23 @@ async def test_a_request_is_placed_where_its_prefix_is_until_the_blocks_or_the_w
     await known(client, "prefill-1", 0)
     assert await place(client, "restarted") == ("prefill-0", 0, 0)
     assert (await client.json("Validate"))["ok"]
+
+
+async def test_a_draining_worker_is_not_followed_until_it_takes_work_again(conductor, worker, caplog):
+    _, client = await conductor()
+    await client.join("decode-0", common_pb2.ROLE_DECODE)
+    holder = await worker(client, "prefill-0")
+    hold(holder.blocks, 5)
+    await known(client, "prefill-0", 5)
+    await holder.report(draining=True)
+
+    async def forgotten():
+        return (await client.json("State"))["worker_memory"] == {}
+
+    await client.until(forgotten)
+    await holder.report()
+    await known(client, "prefill-0", 5)
+    assert "interrupted" not in caplog.text
 
 
 async def test_every_conductor_learns_the_blocks_and_one_that_starts_later_too(conductor, worker, tmp_path):
