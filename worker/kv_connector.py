@@ -172,7 +172,7 @@ class KVConnector:
         return pinned
 
     def _own_lacks(self, request: Request, chain: NDArray[np.uint8], tail_keys: bytes) -> bool:
-        """Return True if this host's pool certainly holds nothing of a prompt, of which the conductor knows no block there."""
+        """Return True if this host's pool certainly holds nothing of a prompt for which no holder is named."""
         placement = request.placement
         # The shared index does not list blocks on SSD.
         if placement.holders or self._has_ssd or len(chain) > _LOOK_UP_BLOCKS:
