@@ -68,9 +68,8 @@ class OwnBlocks(OwnBlocksServicer):
 
     def _publish(self) -> None:
         self._collecting = None
-        if self._held.has_changed:
-            self._append_changes()
-            self._streams.wake()
+        self._append_changes()  # nothing, if a snapshot has appended them
+        self._streams.wake()
 
     def _append_changes(self) -> None:
         changes = self._held.take_changes()

@@ -23,11 +23,6 @@ class HeldBlocks:
     def __len__(self) -> int:
         return len(self._places)
 
-    @property
-    def has_changed(self) -> bool:
-        """True if `take_changes` would return any block."""
-        return bool(self._changes)
-
     def add(self, key: bytes) -> None:
         """Record that one more place holds the block."""
         places = self._places.get(key, 0)
