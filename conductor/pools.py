@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from conductor.core import Core
 from conductor.directory import Directory, DirectoryState
 from conductor.directory.directory import Matches
-from conductor.directory.feeds import DirectoryUpdater, sample
+from conductor.directory.feeds import POOL_NODES, DirectoryUpdater, sample
 from conductor.policy.decisions import Copy, Shrink
 from conductor.policy.events import CopyFinished
 from kvpool import KvPoolError, keys_from_bytes, keys_u64
@@ -123,7 +123,7 @@ class PoolNodes:
         self._core = core
         self._incarnation = incarnation
         self._copy_timeout_s = copy_timeout_s
-        self.directory_updater = DirectoryUpdater()
+        self.directory_updater = DirectoryUpdater(POOL_NODES)
         self.replicas = CopiedPrefixes()
         self._clients: dict[str, PoolClient] = {}
         self._roster: tuple[str, ...] | None = None  # as of the last match
@@ -203,8 +203,7 @@ class PoolNodes:
         return self.directory_updater.state()
 
     def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """Yield the state as metrics, with the seconds that copying hot prefixes cost and saved."""
-        yield from self.directory_updater.samples()
+        """Yield as metrics the number of replicas, and the seconds that copying hot prefixes cost and saved."""
         account = self._core.policy.replication
         yield sample("replicas", len(account))
         yield sample("replication_saved_seconds_total", account.saved_s)

@@ -12,6 +12,7 @@ from conductor.policy.decisions import Copy, Decision, Place, Reject
 from conductor.policy.events import FrontendLost
 from conductor.pools import PoolNodes
 from conductor.registry import Registry
+from conductor.worker_memory import WorkerMemory
 from kvpool import KvPoolError, short_keys_from_bytes
 from moonpool_proto.v1 import conductor_pb2
 from rpc.versions import own_software, why_not_together
@@ -26,10 +27,11 @@ _AT_ONCE: Final = 16  # calls answered before yielding to the event loop
 class Scheduling:
     """Handler of scheduling calls. Each decision is made synchronously, without awaiting."""
 
-    def __init__(self, core: Core, registry: Registry, pools: PoolNodes) -> None:
+    def __init__(self, core: Core, registry: Registry, pools: PoolNodes, workers: WorkerMemory) -> None:
         self._core = core
         self._registry = registry
         self._pools = pools
+        self._workers = workers
         self.frontends = FrontendStreams(self._lost)
 
     async def serve(
@@ -83,11 +85,13 @@ class Scheduling:
             raise MalformedCall(problem)
         kv_namespace = peer.kv_namespace if peer is not None else b""
         matches = self._pools.match(kv_namespace, keys) if peer is not None else None
+        own = self._workers.match(kv_namespace, keys) if peer is not None else None
         replicas = self._pools.replicas.within(kv_namespace, keys)
         with tracing.begin(
             "place", request.traceparent, request_id=request.request_id, attempt=request.attempt
         ) as span:
-            decisions = self._core.handle(wire.request_arrived(request, kv_namespace, matches, keys, replicas), keys)
+            event = wire.request_arrived(request, kv_namespace, matches, keys, replicas, own)
+            decisions = self._core.handle(event, keys)
             self._carry_out(decisions, request)
             self._write(decisions, reply)
             if span.is_on:

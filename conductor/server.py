@@ -16,6 +16,7 @@ from conductor.pools import PoolNodes
 from conductor.registry import Registry
 from conductor.service import ConductorService
 from conductor.slo.service import slo_keeper
+from conductor.worker_memory import WorkerMemory
 from moonpool_proto.v1 import common_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import add_ConductorServicer_to_server
 from rpc.control import start_server
@@ -51,6 +52,8 @@ async def serve_conductor(
             log.info("costs of model %r begin with the %s profile %r", model, profile.kind, profile.name)
         pools, registry = PoolNodes(core, shared_store.incarnation, config.copy_timeout_s), Registry()
         stack.push_async_callback(pools.close)
+        workers = WorkerMemory()
+        stack.push_async_callback(workers.close)
         persistence = Persistence(config, shared_store, pools.directory_updater, registry)
         stack.push_async_callback(persistence.close)
         slo = slo_keeper(config, shared_store, core)
@@ -58,7 +61,7 @@ async def serve_conductor(
         await slo.start()
         watch = LoopWatch()
         stack.push_async_callback(watch.close)
-        service = ConductorService(core, registry, pools, persistence, slo, shared_store.incarnation, watch)
+        service = ConductorService(core, registry, pools, workers, persistence, slo, shared_store.incarnation, watch)
         if metrics is not None:
             metrics.export_conductor(
                 lambda: conductor_samples(service.samples()), lambda: node_samples(service.node_statuses())
@@ -67,6 +70,7 @@ async def serve_conductor(
         ticking = asyncio.create_task(_tick(core, pools, registry, config.tick_s), name="conductor tick")
         try:
             persistence.start()
+            workers.start()
             log.info("conductor listens at %s", server.target)
             on_ready(server.target)
             watch.start()

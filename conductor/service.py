@@ -11,7 +11,7 @@ import grpc
 
 from conductor import wire
 from conductor.core import Core
-from conductor.directory.feeds import sample
+from conductor.directory.feeds import directory_samples, sample
 from conductor.errors import FrontendRefused, JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.metrics import admission_samples, cost_samples, tenant_samples
 from conductor.overview import overview, request_to_json
@@ -22,6 +22,7 @@ from conductor.registry import JoinedNode, Registry
 from conductor.scheduling import Scheduling
 from conductor.slo import SloKeeper
 from conductor.slo.service import SloCalls
+from conductor.worker_memory import WorkerMemory
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
 from rpc.versions import own_software
@@ -42,6 +43,7 @@ class ConductorService(ConductorServicer):
         core: Core,
         registry: Registry,
         pools: PoolNodes,
+        workers: WorkerMemory,
         persistence: Persistence,
         slo: SloKeeper,
         incarnation: int,
@@ -50,11 +52,12 @@ class ConductorService(ConductorServicer):
         self._core = core
         self._registry = registry
         self._pools = pools
+        self._workers = workers
         self._persistence = persistence
         self._slo = SloCalls(slo, core)
         self._incarnation = incarnation
         self._loop_watch = loop_watch
-        self.scheduling = Scheduling(core, registry, pools)
+        self.scheduling = Scheduling(core, registry, pools, workers)
 
     async def Join(  # type: ignore[override]  # writes instead of yielding, so that cancellation takes effect immediately
         self, request_iterator: AsyncIterator[conductor_pb2.NodeReport], context: Context
@@ -117,6 +120,7 @@ class ConductorService(ConductorServicer):
     def samples(self) -> list[conductor_pb2.Sample]:
         """Return the conductor's own metrics."""
         return [
+            *directory_samples(self._pools.directory_updater, self._workers.updater),
             *self._pools.samples(),
             *self._persistence.samples(),
             *self._core.samples(),
@@ -172,6 +176,7 @@ class ConductorService(ConductorServicer):
             incarnation=self._incarnation,
             ready_models=self._core.policy.ready_models(),
             pools=self._pools.state(),
+            worker_memory=self._workers.state(),
             shared_store=self._persistence.state(),
             slo=self._slo.keeper.state(),
             role_switches=self._registry.switches.state(),
@@ -184,6 +189,7 @@ class ConductorService(ConductorServicer):
         problems = [
             *problems,
             *(f"directory: {problem}" for problem in self._pools.validate()),
+            *(f"directory of workers: {problem}" for problem in self._workers.validate()),
             *(f"{name} = {count} at rest" for name, count in counts.items() if count),
         ]
         return common_pb2.JsonReply(json=json.dumps({"ok": not problems, "problems": problems, "counts": counts}))
@@ -213,6 +219,8 @@ class ConductorService(ConductorServicer):
         self._core.handle(wire.report(node.node_id, first))
         if wire.ROLES[node.role] == "pool":
             self._pools.add(node)
+        else:
+            self._workers.note(node, is_draining=first.draining)
 
     async def _send_commands(self, member: JoinedNode, context: Context) -> None:
         accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation, software=own_software())
@@ -229,6 +237,8 @@ class ConductorService(ConductorServicer):
                 log.info("node %s is a %s node from now on", report.node.node_id, wire.ROLES[report.node.role])
                 self._core.handle(NodeJoined(wire.node_view(report.node)))
             self._registry.note(member, report)
+            if wire.ROLES[member.node.role] != "pool":
+                self._workers.note(member.node, is_draining=report.draining)
             self._core.handle(wire.report(member.node.node_id, report))
 
     def _left(self, member: JoinedNode) -> None:
@@ -242,3 +252,5 @@ class ConductorService(ConductorServicer):
         self._core.handle(NodeLost(node.node_id, node.incarnation))
         if wire.ROLES[node.role] == "pool":
             self._pools.remove(node.node_id)
+        else:
+            self._workers.remove(node.node_id)

@@ -122,17 +122,19 @@ def request_arrived(
     matches: Matches | None,
     keys: NDArray[np.uint64],
     replicas: Mapping[str, int],
+    own: Matches | None = None,
 ) -> RequestArrived:
     """Convert a request to the policy's event.
 
     `matches`: leading blocks that pool nodes hold in `kv_namespace`; `keys`: uint64, one per full block; `replicas`:
-    match_key by pool node that received blocks by a Copy.
+    match_key by pool node that received blocks by a Copy; `own`: leading blocks in workers' own memory.
     """
     found, match_key, waited_s = NO_MATCHES, 0, request.waited_s
     if matches is not None and (longest := matches.longest):
         held = matches.held
         found = PoolMatches(matches.roster, held[0], held[1], replicas)
         match_key = prefix_key(kv_namespace, keys.item(longest - 1))
+    in_workers = NO_MATCHES if own is None else PoolMatches(own.roster, own.held[0], own.held[1])
     return RequestArrived(
         request.request_id,
         request.attempt,
@@ -153,6 +155,7 @@ def request_arrived(
         endless=request.endless,
         prompt_key=prefix_key(kv_namespace, keys.item(-1)) if len(keys) else 0,
         allowed_classes=tuple(allowed) if (allowed := request.allowed_classes) else (),
+        in_workers=in_workers,
     )
 
 

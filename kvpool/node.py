@@ -17,7 +17,7 @@ Lifetimes of access to the arena:
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from kvpool.config import PoolNodeConfig
 from kvpool.copy_compression import CopyCompression
 from kvpool.elastic import ElasticArena
 from kvpool.errors import PoolConfigError, PutLost
-from kvpool.events import PoolEvents
+from kvpool.event_streams import EventStreams
 from kvpool.local.shared_index import SharedIndex
 from kvpool.memory_readings import MemoryReader
 from kvpool.policy import LeaseGrant, NewBlocks, PoolCore, PutAllocation, PutRequest
@@ -56,11 +56,10 @@ class PoolNode:
         self.counters: defaultdict[str, float] = defaultdict(float)  # of the shell; the core has its own
         self.index: SharedIndex | None = None  # of the arena, for processes of this host; None: no LocalPoolServer
         self.local_socket = ""  # socket of the LocalPoolServer, which hands out arena and index; empty: none
-        self.closing = False
         self.draining = asyncio.Event()  # set from outside: serve until there are no leases, puts or copies, then stop
         self._keys: dict[str, RemoteKey] = {}  # of puts, until revoked
         self._own_reads: dict[str, Future[Any]] = {}  # into slots of this node's own puts
-        self._changed = asyncio.Event()
+        self.event_streams = EventStreams(self.core.log, self.core.store.snapshot, config.heartbeat_s)
         self._published_seq = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -112,7 +111,7 @@ class PoolNode:
 
     async def close(self) -> None:
         """Stop tasks, SSD tier and messenger, and free the arena; blocks that were in DRAM only are lost."""
-        self.stop_events()
+        self.event_streams.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -254,26 +253,6 @@ class PoolNode:
         """Renew as `PoolCore.renew`."""
         return self.core.renew(time.monotonic_ns(), lease_id, lease_ns)
 
-    async def events(self, incarnation: int, after_seq: int) -> AsyncIterator[PoolEvents]:
-        """Yield the node's events after (incarnation, after_seq), or from a snapshot; heartbeats when idle."""
-        quiet = True
-        while not self.closing:
-            changed = self._changed
-            messages = self.core.log.after(incarnation, after_seq)
-            if messages is None:
-                messages = self.core.store.snapshot()
-            if quiet and not messages:
-                messages = [PoolEvents(self.incarnation, after_seq, contents_sum=self.core.log.contents_sum)]
-            for message in messages:
-                yield message
-                incarnation, after_seq = message.incarnation, message.seq
-            try:
-                async with asyncio.timeout(self.config.heartbeat_s):
-                    await changed.wait()
-                quiet = False
-            except TimeoutError:
-                quiet = True
-
     async def wait_unused(self) -> None:
         """Wait until there are no leases, puts or copies, at most for the longest deadline of a read."""
         deadline_s = time.monotonic() + self.config.operation_s
@@ -281,11 +260,6 @@ class PoolNode:
             if time.monotonic() >= deadline_s:
                 return
             await asyncio.sleep(self.config.sweep_s)
-
-    def stop_events(self) -> None:
-        """End all event streams."""
-        self.closing = True
-        self._wake()
 
     def publish_changes(self) -> None:
         """Update the host's shared index, and wake the event streams if there are new events.
@@ -295,7 +269,7 @@ class PoolNode:
         self._publish_dram()
         if self.core.log.seq != self._published_seq:
             self._published_seq = self.core.log.seq
-            self._wake()
+            self.event_streams.wake()
             if self.ssd is not None:
                 self.ssd.write_back.wake()
 
@@ -377,7 +351,3 @@ class PoolNode:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()

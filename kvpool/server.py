@@ -133,7 +133,7 @@ async def serve_pool_node(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            node.stop_events()
+            node.event_streams.close()
             await server.stop(_STOP_GRACE_S)
     finally:
         if local_server is not None:

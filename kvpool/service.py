@@ -222,7 +222,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
     async def Events(
         self, request: pool_pb2.EventsRequest, context: Context[Any, Any]
     ) -> AsyncIterator[pool_pb2.PoolEvents]:
-        async for events in self._node.events(request.incarnation, request.after_seq):
+        async for events in self._node.event_streams.read(request.incarnation, request.after_seq):
             yield events.to_proto()
 
     @_refusing

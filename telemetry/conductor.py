@@ -14,8 +14,13 @@ __all__ = ["CONDUCTOR_HISTOGRAMS", "CONDUCTOR_METRICS", "ConductorCollector", "C
 CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "directory_exact": ("1 if the directory matches the pool node's contents exactly, else 0.", ("node",)),
     "directory_blocks": ("Blocks of the pool node in the directory, by tier.", ("node", "tier")),
+    "worker_directory_exact": (
+        "1 if the directory matches the blocks in the worker's own memory exactly, else 0.",
+        ("node",),
+    ),
+    "worker_directory_blocks": ("Blocks in the worker's own memory, as known to the directory.", ("node",)),
     "directory_mismatches_total": ("Events whose contents checksum differed from the directory's.", ("node",)),
-    "directory_snapshots_total": ("Pool node snapshots received, by reason.", ("reason",)),
+    "directory_snapshots_total": ("Snapshots of pool nodes and workers received, by reason.", ("reason",)),
     "directory_resyncs_total": ("Snapshots requested because events could not be applied, by reason.", ("reason",)),
     "replicas": ("Replicas of hot prefixes in use.", ()),
     "replication_saved_seconds_total": ("Predicted TTFT saved by replicas of hot prefixes, in seconds.", ()),
@@ -86,7 +91,7 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         "Predictions outside the measured range, by predicted quantity.",
         ("model_name", "what"),
     ),
-    "directory_breaks_total": ("Interrupted event streams of pool nodes, by cause.", ("reason",)),
+    "directory_breaks_total": ("Interrupted event streams of pool nodes and workers, by cause.", ("reason",)),
 }
 
 

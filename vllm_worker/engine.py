@@ -19,6 +19,7 @@ from kvpool import KvGroup, KvSpec, Provenance
 from messenger import Messenger
 from vllm_worker.block_layout import SlotLayout
 from vllm_worker.engine_args import engine_args, prepare_environment, require_vllm
+from vllm_worker.event_subscriber import EventSockets
 from worker.config import WorkerConfig
 from worker.engine_interface import Engine
 from worker.errors import StartupError
@@ -46,6 +47,7 @@ class VllmEngine(Engine):
         version = require_vllm()
         folder = config.messenger.shm_dir or Path(tempfile.mkdtemp(prefix="moonpool-kv-"))
         self.socket_path = folder / f"vllm-{os.getpid()}.sock"
+        self.event_sockets = EventSockets.beside(self.socket_path)
         args = engine_args(config, self.socket_path)
         try:
             self.vllm_config = args.create_engine_config()

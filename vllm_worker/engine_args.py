@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from vllm_worker.event_subscriber import EventSockets
 from worker.config import WorkerConfig
 from worker.errors import StartupError
 
@@ -94,9 +95,11 @@ def check_arguments(text: str) -> list[str]:
 def engine_args(config: WorkerConfig, copies_socket: Path) -> Any:
     """Return vLLM's AsyncEngineArgs for a worker, whose processes connect to `copies_socket`.
 
+    KV events are published beside it (`EventSockets`).
+
     Raises StartupError; vllm must be installed.
     """
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -131,6 +134,13 @@ def engine_args(config: WorkerConfig, copies_socket: Path) -> Any:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={COPIES_SOCKET: str(copies_socket)},
     )
+    sockets = EventSockets.beside(copies_socket)
+    found.kv_events_config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=f"ipc://{sockets.events}",
+        replay_endpoint=f"ipc://{sockets.replay}",
+    )
     return found
 
 
@@ -161,6 +171,7 @@ def prepare_environment(config: WorkerConfig) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_COMPUTE_NANS_IN_LOGITS": "1",  # a request whose logits are damaged must fail
         "VLLM_CONFIGURE_LOGGING": "0",
+        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",  # whole hashes, of which no two are equal
     }
     if config.messenger.shm_dir is not None:  # the sockets between vLLM's processes: no other user may reach them
         defaults["VLLM_RPC_BASE_PATH"] = str(config.messenger.shm_dir)

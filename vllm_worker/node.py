@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import Node
 from vllm_worker.copy_channel import CopyReports
 from vllm_worker.engine import VllmEngine, VllmMemory
+from vllm_worker.engine_blocks import EngineBlocks
+from vllm_worker.event_subscriber import EventSubscriber
 from vllm_worker.runner import VllmRunner
 from worker.config import WorkerConfig
 from worker.engine_interface import Engine
@@ -22,6 +26,7 @@ class VllmNode(WorkerNode):
         """Raises StartupError if vLLM is not installed or refuses the configuration."""
         self._vllm: VllmRunner
         self._has_started_vllm = False
+        self._subscribing: asyncio.Task[None] | None = None
         super().__init__(config, role)
 
     def _load_engine(self) -> Engine:
@@ -36,11 +41,16 @@ class VllmNode(WorkerNode):
             on_layer=self._vllm.layer_saved,
             on_end=self._vllm.copies_ended,
         )
+        self._engine_blocks = EngineBlocks(self.config.block_tokens, self.own_blocks.add, self.own_blocks.discard)
         return self._vllm
 
     async def _start_engine(self) -> None:
         """Start vLLM, which takes from seconds to minutes."""
         assert isinstance(self.memory, VllmMemory)
+        self._subscriber = EventSubscriber(
+            self._vllm_engine.event_sockets, self._engine_blocks.apply, self._engine_blocks.clear
+        )
+        self._subscribing = asyncio.create_task(self._subscriber.run(), name="KV events of vLLM")
         self._reports.serve(self.memory.layout, self.memory.nbytes, self.memory.writable_fd)
         try:
             await self._vllm.start(self._vllm_engine.vllm_config)
@@ -48,8 +58,12 @@ class VllmNode(WorkerNode):
             raise StartupError(f"vLLM does not start: {error}") from error
 
     async def _close_engine(self) -> None:
+        if self._subscribing is not None:
+            self._subscribing.cancel()
+            await asyncio.gather(self._subscribing, return_exceptions=True)
         await self._vllm.close()
         await self._reports.close()
+        self._vllm_engine.event_sockets.remove()
 
     def _on_decode(self, batch: int, context_tokens: int, seconds: float) -> None:
         if self.has_started:
@@ -71,7 +85,8 @@ class VllmNode(WorkerNode):
         return min(super().free_tokens, int(self._vllm_tokens * (1.0 - self._vllm.usage)))
 
     def _engine_counters(self) -> dict[str, float]:
-        return {**super()._engine_counters(), "preemptions": float(self._vllm.preemptions)}
+        own = {"preemptions": self._vllm.preemptions, "engine_held_blocks": len(self._engine_blocks)}
+        return {**super()._engine_counters(), **{name: float(count) for name, count in own.items()}}
 
     def _stepped(self, sequence: EngineSequence) -> None:
         super()._stepped(sequence)

@@ -172,10 +172,10 @@ class KVConnector:
         return pinned
 
     def _own_lacks(self, request: Request, chain: NDArray[np.uint8], tail_keys: bytes) -> bool:
-        """Return True if this host's pool certainly holds nothing of a prompt of which the conductor knows no block."""
+        """Return True if this host's pool certainly holds nothing of a prompt for which no holder is named."""
         placement = request.placement
         # The shared index does not list blocks on SSD.
-        if placement.holders or placement.reuse_blocks or self._has_ssd or len(chain) > _LOOK_UP_BLOCKS:
+        if placement.holders or self._has_ssd or len(chain) > _LOOK_UP_BLOCKS:
             return False
         return self._local_pool.lacks(chain, np.frombuffer(tail_keys, np.uint8).reshape(-1, KEY_NBYTES))
 

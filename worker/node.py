@@ -21,6 +21,7 @@ from worker.grammar_matching import GrammarCompiler
 from worker.kv_connector import KVConnector, PoolCallSettings
 from worker.kv_receiver import KVReceiver
 from worker.node_slots import NodeSlots
+from worker.own_blocks import OwnBlocks
 from worker.parity import ParityChecker
 from worker.policy import BatchLimits
 from worker.request import EngineSequence, Request
@@ -67,6 +68,7 @@ class WorkerNode(EngineNode):
         )
         self.kv_connector = KVConnector(self.stored, self.messenger, self.namespace, pool_settings, self.counters)
         self.parity = ParityChecker(self.memory, config.kv.kv_parity_sample)
+        self.own_blocks = OwnBlocks(self.namespace, self.incarnation)
         self.engine = self._new_runner()
         self.slots = NodeSlots(
             config,
@@ -75,6 +77,7 @@ class WorkerNode(EngineNode):
             extend=self._extend,
             waits=lambda: self.counters.add("kv_growth_waits", 1),
             broken=self._broken_by,
+            own_blocks=self.own_blocks,
         )
 
     def _load_engine(self) -> Engine:
@@ -122,9 +125,11 @@ class WorkerNode(EngineNode):
             model_fingerprint=self.model.fingerprint,
             hardware=self.model.hardware,
             engine=self.model.label,
+            reports_blocks=True,
         )
 
     async def close(self) -> None:
+        self.own_blocks.close()
         await self._end_requests()
         await self._close_engine()
         await asyncio.to_thread(self.grammars.close)

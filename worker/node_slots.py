@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from messenger.staging import READY, StagingError, Ticket
 from worker.config import WorkerConfig
 from worker.errors import RequestRefused
+from worker.own_blocks import OwnBlocks
 from worker.policy import OutOfSlots, SlotPool
 from worker.policy.growth import GrowthLedger
 from worker.policy.scheduling_order import RequestKey, WaitQueue
@@ -182,14 +183,15 @@ class NodeSlots:
         extend: Callable[[EngineSequence, list[int]], None],
         waits: Callable[[], None],
         broken: Callable[[str], None],
+        own_blocks: OwnBlocks,
     ) -> None:
-        """`memories` hold the slots' bytes, one per form. `extend` passes more slots to a running sequence; `waits()`
-        is called when an answer has to wait for one, `broken(reason)` when a device fails and returned slots therefore
-        cannot be reused.
+        """`memories` hold the slots' bytes, one per form; `own_blocks` reports the indexed blocks. `extend` passes more
+        slots to a running sequence; `waits()` is called when an answer has to wait for one, `broken(reason)` when a
+        device fails and returned slots therefore cannot be reused.
         """
         self._config = config
         self._memories = tuple(dict.fromkeys(memories))
-        self.pool = SlotPool(config.num_slots)
+        self.pool = SlotPool(config.num_slots, on_indexed=own_blocks.add, on_forgotten=own_blocks.discard)
         self.growing = GrowingAnswers(
             config.num_slots, config.block_tokens, allocate=self._allocate, extend=extend, waits=waits
         )

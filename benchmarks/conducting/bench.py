@@ -12,6 +12,7 @@ from conductor.pools import PoolNodes
 from conductor.registry import Registry
 from conductor.service import ConductorService
 from conductor.slo.service import slo_keeper
+from conductor.worker_memory import WorkerMemory
 from kvpool import KvGroup, KvSpec
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from settings.keys import assemble
@@ -28,11 +29,14 @@ class Bench:
         config = assemble(ConductorConfig, listen="none", max_queue_s=1e9, max_copies=0, report_timeout_s=0)
         self.core = Core(config)
         self.pools = PoolNodes(self.core, 1, 1.0)
+        self.workers = WorkerMemory()
         self.registry = Registry()
         contact = SharedStoreConnection(None, 1)
         continuity = Persistence(config, contact, self.pools.directory_updater, self.registry)
         slo = slo_keeper(config, contact, self.core)
-        self.service = ConductorService(self.core, self.registry, self.pools, continuity, slo, 1, LoopWatch())
+        self.service = ConductorService(
+            self.core, self.registry, self.pools, self.workers, continuity, slo, 1, LoopWatch()
+        )
         for number in range(workers):
             self._join(name(number), common_pb2.ROLE_POOL)
             self._join(f"w-{number:04}", (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)[number % 2], name(number))
@@ -51,8 +55,8 @@ class Bench:
 
     def decide(self, request: conductor_pb2.ScheduleRequest, keys: Keys) -> None:
         """Match and place a request with these block keys; complete the request placed `live` requests ago."""
-        matches = self.pools.match(NAMESPACE, keys)
-        self.core.handle(wire.request_arrived(request, NAMESPACE, matches, keys, {}))
+        matches, own = self.pools.match(NAMESPACE, keys), self.workers.match(NAMESPACE, keys)
+        self.core.handle(wire.request_arrived(request, NAMESPACE, matches, keys, {}, own))
         self.complete(request.request_id)
 
     def schedule(self, message: bytes) -> None:

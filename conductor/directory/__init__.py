@@ -1,6 +1,8 @@
-"""Directory of blocks: which pool node holds which block in which tier, maintained from the nodes' events."""
+"""Directories of blocks, maintained from the nodes' events: which pool node holds which block in which tier, and which
+worker holds which block in its own memory.
+"""
 
 from conductor.directory.directory import Directory, DirectoryState, Match
-from conductor.directory.feeds import follow_pool_events
+from conductor.directory.feeds import POOL_NODES, WORKERS, follow_events
 
-__all__ = ["Directory", "DirectoryState", "Match", "follow_pool_events"]
+__all__ = ["POOL_NODES", "WORKERS", "Directory", "DirectoryState", "Match", "follow_events"]

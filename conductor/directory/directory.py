@@ -361,6 +361,11 @@ class Directory:
         return self._table.num_blocks(known.number) if known is not None else (0, 0)
 
     @property
+    def num_followed(self) -> int:
+        """Number of known nodes."""
+        return len(self._nodes)
+
+    @property
     def nodes(self) -> list[str]:
         """Ids of the known nodes, sorted."""
         return sorted(self._nodes)

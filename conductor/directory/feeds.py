@@ -1,4 +1,6 @@
-"""Event streams of the pool nodes: follows each node's events, reconnects indefinitely, and updates the directory."""
+"""Event streams of nodes that hold blocks, pool nodes and workers: follows each node's events, reconnects indefinitely,
+and updates the directory.
+"""
 
 import asyncio
 import contextlib
@@ -7,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 
@@ -24,7 +26,21 @@ _MAX_WAIT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-async def follow_pool_events(
+@dataclass(frozen=True)
+class BlockSource:
+    """A kind of node that reports which blocks it holds."""
+
+    what: str  # for messages
+    call: str  # name of the streaming call
+    stub: Callable[[grpc.aio.Channel], Any]  # client of the service that has the call `Events`
+
+
+POOL_NODES: Final = BlockSource("pool node", "Pool.Events", pool_pb2_grpc.PoolStub)
+WORKERS: Final = BlockSource("worker", "OwnBlocks.Events", pool_pb2_grpc.OwnBlocksStub)
+
+
+async def follow_events(
+    source: BlockSource,
     target: str,
     on_events: Callable[[PoolEvents], bool],
     position: Callable[[], Position],
@@ -32,7 +48,7 @@ async def follow_pool_events(
     on_lost: Callable[[str, str], None] | None = None,
     silence_s: float = 5.0,
 ) -> None:
-    """Call `on_events` with every message of the pool node at `target`, until cancelled.
+    """Call `on_events` with every message of the node at `target`, until cancelled.
 
     Each stream starts after `position()`, with a snapshot if that is (0, 0) or the node cannot continue from there. If
     `on_events` returns False (the message does not follow the last one) or raises AddressError, a new stream is opened.
@@ -51,7 +67,7 @@ async def follow_pool_events(
     while True:
         channel = open_channel(target)
         try:
-            reason, kind = await _follow(channel, target, taken, position, silence_s)
+            reason, kind = await _follow(source, channel, target, taken, position, silence_s)
         except ControlError as error:
             reason, kind = str(error), "broken"
         finally:
@@ -59,12 +75,13 @@ async def follow_pool_events(
         if on_lost is not None:
             on_lost(reason, kind)
         if reason != last_reason:
-            _log.warning("events of the pool node at %s are interrupted: %s", target, reason)
+            _log.warning("events of the %s at %s are interrupted: %s", source.what, target, reason)
             last_reason = reason
         await asyncio.sleep(backoff.failed())
 
 
 async def _follow(
+    source: BlockSource,
     channel: grpc.aio.Channel,
     target: str,
     on_events: Callable[[PoolEvents], bool],
@@ -72,14 +89,13 @@ async def _follow(
     silence_s: float,
 ) -> tuple[str, str]:
     """Follow one stream until it ends. Return (reason, kind)."""
-    stub: pool_pb2_grpc.PoolAsyncStub = pool_pb2_grpc.PoolStub(channel)
     begin = position()
-    stream = stub.Events(pool_pb2.EventsRequest(incarnation=begin.incarnation, after_seq=begin.seq))
+    stream = source.stub(channel).Events(pool_pb2.EventsRequest(incarnation=begin.incarnation, after_seq=begin.seq))
     try:
         while True:
-            message = await call(stream.read(), what="Pool.Events", target=target, deadline_s=silence_s)
+            message = await call(stream.read(), what=source.call, target=target, deadline_s=silence_s)
             if not isinstance(message, pool_pb2.PoolEvents):
-                raise Unavailable("the stream ended", what="Pool.Events", target=target, code="UNAVAILABLE")
+                raise Unavailable("the stream ended", what=source.call, target=target, code="UNAVAILABLE")
             known = position()
             try:
                 events = PoolEvents.from_proto(message)
@@ -107,12 +123,13 @@ class _Feed:
 
 
 class DirectoryUpdater:
-    """Updater of the directory, with one feed per pool node that joined here or is known to be in the cluster.
+    """Updater of one directory, with one feed per node that joined here or is known to be in the cluster.
 
     Feeds start with `open`, after the directory's initial contents are restored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: BlockSource) -> None:
+        self._source = source
         self.directory = Directory()
         self._joined: dict[str, str] = {}  # targets by node id
         self._expected: dict[str, dict[str, str]] = {}  # targets by node id, by source
@@ -129,17 +146,17 @@ class DirectoryUpdater:
         self._opened.set()
 
     def join(self, node_id: str, target: str) -> None:
-        """Follow a pool node that joined, possibly at a new address."""
+        """Follow a node that joined, possibly at a new address."""
         self._joined[node_id] = target
         self._settle(node_id)
 
     def leave(self, node_id: str) -> None:
-        """Note that the pool node's stream to this conductor ended."""
+        """Note that the node's stream to this conductor ended."""
         self._joined.pop(node_id, None)
         self._settle(node_id)
 
     def expect(self, source: str, targets: Mapping[str, str]) -> None:
-        """Set the targets of the pool nodes that `source` lists: they joined elsewhere or are expected to join."""
+        """Set the targets of the nodes that `source` lists: they joined elsewhere or are expected to join."""
         before = self._expected.get(source, {})
         self._expected[source] = dict(targets)
         for node_id in sorted(before.keys() | targets.keys() | set(self.directory.nodes)):
@@ -150,24 +167,17 @@ class DirectoryUpdater:
         return {node_id: feed.target for node_id, feed in self._feeds.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return state and number of blocks per pool node."""
+        """Return state and number of blocks per node."""
         return {node_id: self._state_of(node_id) for node_id in sorted(self._feeds)}
 
-    def samples(self) -> Iterator[conductor_pb2.Sample]:
-        """Yield the state and counters as metrics."""
-        directory = self.directory
-        for node_id in sorted(self._feeds):
-            exact = directory.state(node_id) is DirectoryState.EXACT
-            yield sample("directory_exact", exact, node=node_id)
-            for tier, count in zip(("dram", "ssd"), directory.blocks_by_tier(node_id), strict=True):
-                yield sample("directory_blocks", count, node=node_id, tier=tier)
-            yield sample("directory_mismatches_total", directory.mismatches[node_id], node=node_id)
-        for reason, count in sorted(directory.snapshots.items()):
-            yield sample("directory_snapshots_total", count, reason=reason)
-        for reason, count in sorted(directory.resyncs.items()):
-            yield sample("directory_resyncs_total", count, reason=reason)
-        for reason, count in sorted(self._breaks.items()):
-            yield sample("directory_breaks_total", count, reason=reason)
+    def followed(self) -> list[str]:
+        """Return the ids of the followed nodes, sorted."""
+        return sorted(self._feeds)
+
+    @property
+    def breaks(self) -> Counter[str]:
+        """Streams that ended, by kind."""
+        return self._breaks
 
     async def close(self) -> None:
         """End all feeds."""
@@ -199,14 +209,15 @@ class DirectoryUpdater:
         await self._opened.wait()
         while True:
             try:
-                await follow_pool_events(
+                await follow_events(
+                    self._source,
                     target,
                     functools.partial(self.directory.apply, node_id),
                     functools.partial(self.directory.position, node_id),
                     on_lost=functools.partial(self._lost, node_id),
                 )
             except Exception:
-                log.exception("events of pool node %s could not be applied; requesting a snapshot", node_id)
+                log.exception("events of %s %s could not be applied; requesting a snapshot", self._source.what, node_id)
                 # The last message may be applied in part.
                 self._lost(node_id, "", "malformed")
             await asyncio.sleep(_AGAIN_S)
@@ -233,6 +244,30 @@ class DirectoryUpdater:
         while True:
             await asyncio.sleep(0 if more else _UPKEEP_S)
             more = self.directory.purge()
+
+
+def directory_samples(pools: DirectoryUpdater, workers: DirectoryUpdater) -> Iterator[conductor_pb2.Sample]:
+    """Yield the states of both directories, and the counters of all event streams, as metrics."""
+    for updater, exact, blocks in (
+        (pools, "directory_exact", "directory_blocks"),
+        (workers, "worker_directory_exact", "worker_directory_blocks"),
+    ):
+        directory = updater.directory
+        for node_id in updater.followed():
+            yield sample(exact, directory.state(node_id) is DirectoryState.EXACT, node=node_id)
+            in_dram, on_ssd = directory.blocks_by_tier(node_id)
+            if updater is pools:
+                yield sample(blocks, in_dram, node=node_id, tier="dram")
+                yield sample(blocks, on_ssd, node=node_id, tier="ssd")
+            else:
+                yield sample(blocks, in_dram, node=node_id)
+            yield sample("directory_mismatches_total", directory.mismatches[node_id], node=node_id)
+    for reason, count in sorted((pools.directory.snapshots + workers.directory.snapshots).items()):
+        yield sample("directory_snapshots_total", count, reason=reason)
+    for reason, count in sorted((pools.directory.resyncs + workers.directory.resyncs).items()):
+        yield sample("directory_resyncs_total", count, reason=reason)
+    for reason, count in sorted((pools.breaks + workers.breaks).items()):
+        yield sample("directory_breaks_total", count, reason=reason)
 
 
 def sample(name: str, value: float, **labels: str) -> conductor_pb2.Sample:

@@ -58,6 +58,7 @@ class PrefillScore:
     queue_s: float
     prefill_s: float
     reuse_blocks: int
+    local_blocks: int = 0  # of the prompt, in the node's own memory
 
 
 @fast_dataclass
@@ -118,7 +119,9 @@ NOTHING_CONSIDERED = Considered()
 class Place:
     """Run the request on these nodes. If `decode` is "", the prefill node also decodes.
 
-    `holders` cover blocks [0, reuse_blocks) in order, without gap or overlap. `asks_again`: the first token must be
+    `holders` cover the blocks [0, n) in the pool in order, without gap or overlap, where n or `local_blocks` equals
+    `reuse_blocks`, and neither exceeds it: the first `local_blocks` are in the prefill node's own memory, the others
+    are loaded. `asks_again`: the first token must be
     withheld until a DecodeAsked has been answered.
     """
 
@@ -136,6 +139,7 @@ class Place:
     asks_again: bool = False
     reserve_tokens: int = 0  # pages to reserve first on the decode node, in tokens; 0: the most that may be needed
     helpers: tuple[str, ...] = ()  # prefill nodes that may compute some of its chunks
+    local_blocks: int = 0  # in the prefill node's own memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PoolMatch:
-    """Leading blocks of a prompt on one pool node: `blocks`, of which `ssd_blocks` are on SSD only.
+    """Leading blocks of a prompt on one pool node, or in one worker's memory.
 
-    `replica` is the `match_key` of the Copy that brought some of them there, or 0.
+    Of the `blocks`, `ssd_blocks` are on SSD only. `replica` is the `match_key` of the Copy that brought some of them
+    there, or 0.
     """
 
     pool: str
@@ -71,7 +72,7 @@ class PoolMatch:
 
 
 class PoolMatches:
-    """Leading blocks of a prompt on many pool nodes, as arrays. Immutable.
+    """Leading blocks of a prompt on many pool nodes, or in many workers' memory, as arrays. Immutable.
 
     `roster` lists pool nodes in sorted order; `blocks` and `ssd_blocks` are int64 arrays with one entry per pool node
     (0: it holds nothing). `replicas` maps pool nodes to the `match_key` of the Copy that brought some of the blocks.
@@ -257,9 +258,9 @@ class NodeReported:
 class RequestArrived:
     """A request, or a further attempt of one, is to be placed.
 
-    `matches` describes the blocks of its prompt that are in the pool. `match_key` identifies the longest matching
-    prefix: a short hash of its last block's key and the KV namespace. `prompt_tokens` includes the `generated` tokens
-    of earlier attempts.
+    `matches` describes the blocks of its prompt that are in the pool, `in_workers` those that workers hold in their own
+    memory. `match_key` identifies the longest prefix in the pool: a short hash of its last block's key and the KV
+    namespace. `prompt_tokens` includes the `generated` tokens of earlier attempts.
     """
 
     request_id: str
@@ -281,6 +282,7 @@ class RequestArrived:
     endless: bool = False  # generates until the client disconnects; not used to learn answer lengths
     prompt_key: int = 0  # short key of its last full block, which identifies the prompt; 0: it has no full block
     allowed_classes: tuple[str, ...] = ()  # that its tenant may use; (): all
+    in_workers: PoolMatches = NO_MATCHES  # leading blocks in workers' own memory; `pool` is the worker's id
 
 
 @fast_dataclass

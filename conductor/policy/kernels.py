@@ -161,19 +161,22 @@ def score_prefill(
     """
     request, cost, path = arrival[0], costs[0], transfers[0]
     chosen, least_s, idle_s = 0, np.inf, np.inf
-    have, have_ssd, uses, fetched = -1, -1, -1, False
+    have, have_ssd, local, uses, fetched = -1, -1, -1, -1, False
     transfer_s, usual_s, margin = 0.0, 0.0, 1.0
     for c in range(len(candidates)):
         node = candidates[c]
-        if node.own_blocks != have or node.own_ssd_blocks != have_ssd:  # most hold as much as the one before: nothing
-            have, have_ssd = node.own_blocks, node.own_ssd_blocks
-            fetched = best > request.balancing_threshold * have
-            missing = best - have if fetched else 0
-            uses = best if fetched else have
-            on_ssd = have_ssd + min(missing, best_ssd)
+        # Most hold as much as the one before: nothing.
+        if node.own_blocks != have or node.own_ssd_blocks != have_ssd or node.local_blocks != local:
+            have, have_ssd, local = node.own_blocks, node.own_ssd_blocks, node.local_blocks
+            known = max(have, local)
+            fetched = best > local and best > request.balancing_threshold * known
+            missing = best - known if fetched else 0
+            uses = best if fetched else known
+            on_ssd = have_ssd + min(missing, best_ssd)  # the pool also reads those that the node has itself
+            loaded_nbytes = float(max(0, have - local)) * request.block_nbytes
             missing_nbytes = float(missing) * request.block_nbytes
             transfer_s = (
-                _read_s(path.load_fixed_s, path.load_per_byte_s, float(have) * request.block_nbytes, 0)
+                _read_s(path.load_fixed_s, path.load_per_byte_s, loaded_nbytes, 0)
                 + _read_s(path.ssd_fixed_s, path.ssd_per_byte_s, float(on_ssd) * request.block_nbytes, 0)
                 + _fetch_s(
                     _read_s(path.fetch_fixed_s, path.fetch_per_byte_s, missing_nbytes, num_sends),

@@ -34,6 +34,8 @@ PREFILL_CANDIDATE: Final = np.dtype(
         # Written by `kernels.prefixes`:
         ("own_blocks", np.int64),  # of the prompt, on its own pool node
         ("own_ssd_blocks", np.int64),  # of those, on SSD only
+        # Given:
+        ("local_blocks", np.int64),  # of the prompt, in the node's own memory
         # Written by `kernels.queue_position`, the seconds of prefills that precede the request, or given:
         ("queue_s", np.float64),
         # Written by `kernels.score_prefill`:
@@ -83,8 +85,9 @@ class Candidates:
         return len(self.ids)
 
     def prefill_records(self) -> NDArray[np.void]:
-        """Return PREFILL_CANDIDATE [nodes], of which only the slots are known."""
+        """Return PREFILL_CANDIDATE [nodes], of which only the slots are known; without blocks in their own memory."""
         records = np.empty(len(self.ids), PREFILL_CANDIDATE)
+        records["local_blocks"] = 0
         records["slot"], records["pool_slot"] = self.slots, self.pool_slots
         return records
 
@@ -183,8 +186,7 @@ class NodeTable:
         self._suspect: frozenset[str] = frozenset()
         self._names: list[str | None] = []
         self._models: dict[str, ModelNodes] = {}
-        self._roster: tuple[str, ...] = ()  # last argument of `answering_slots`
-        self._roster_slots: Ints | None = None
+        self._rosters: tuple[tuple[tuple[str, ...], Ints], ...] = ()  # last arguments and results of `answering_slots`
 
     def __contains__(self, node_id: object) -> bool:
         return node_id in self._nodes
@@ -246,11 +248,13 @@ class NodeTable:
         return -1 if node_id in self._suspect else self._slots.get(node_id, -1)
 
     def answering_slots(self, roster: tuple[str, ...]) -> Ints:
-        """Return `answering_slot` of each node; cached while the same tuple is passed and no node changes."""
-        if self._roster_slots is None or roster is not self._roster:
-            self._roster = roster
-            self._roster_slots = np.array([self.answering_slot(node_id) for node_id in roster], np.int64)
-        return self._roster_slots
+        """Return `answering_slot` of each node; cached for the last two tuples while no node changes."""
+        for known, slots in self._rosters:
+            if known is roster:
+                return slots
+        slots = np.array([self.answering_slot(node_id) for node_id in roster], np.int64)
+        self._rosters = ((roster, slots), *self._rosters[:1])
+        return slots
 
     def has_workers(self) -> bool:
         """Return True if any joined node serves a model."""
@@ -288,7 +292,7 @@ class NodeTable:
 
     def _changed(self) -> None:
         self._models.clear()
-        self._roster_slots = None
+        self._rosters = ()
 
 
 def unobserved_ns(before_ns: int, now_ns: int, timeout_ns: int) -> int:

@@ -127,11 +127,15 @@ def _circumstances(attempt: Json, decision: Json) -> Iterator[str]:
 def _reuse(decision: Json) -> str:
     blocks = decision["reuse_blocks"]
     if not blocks:
-        return "No block of the prompt was in the pool."
-    parts = []
+        return "No block of the prompt was in the pool or in the node's own memory."
+    local = decision.get("local_blocks", 0)
+    parts = [f"{local:,} in {decision['prefill']}'s own memory"] if local else []
     for holder in decision["holders"]:
+        end = holder["first_block"] + holder["num_blocks"]
+        if end <= local:  # the node has them itself
+            continue
         on_ssd = f" ({holder['ssd_blocks']:,} on SSD)" if holder.get("ssd_blocks") else ""
-        parts.append(f"{holder['num_blocks']:,} from {holder['pool']}{on_ssd}")
+        parts.append(f"{end - max(local, holder['first_block']):,} from {holder['pool']}{on_ssd}")
     return f"Reused: {blocks:,} blocks of the prompt, {', '.join(parts)}."
 
 
@@ -160,7 +164,9 @@ def _prefill(considered: Json, decision: Json) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     count = considered.get("num_prefill", len(rows))
     table.add_column(f"prefill, best {len(rows)} of {count:,}", overflow="ellipsis", no_wrap=True, max_width=24)
-    for heading in ("transfer", "queue", "prefill", "sum", "more by"):
+    has_local = any(row.get("local_blocks") for row in rows)
+    own_memory = ("own memory",) if has_local else ()
+    for heading in ("transfer", "queue", "prefill", "sum", "more by", *own_memory):
         table.add_column(heading, justify="right", no_wrap=True)
     best = rows[0] if rows else {}
     for number, row in enumerate(rows):
@@ -168,7 +174,8 @@ def _prefill(considered: Json, decision: Json) -> Table:
         cells = [seconds(row[term]) for term in _TERMS]
         more = "" if number == 0 else _more(best, row)
         is_chosen = row["node_id"] == decision.get("prefill", best["node_id"])
-        table.add_row(row["node_id"], *cells, seconds(total), more, style="bold" if is_chosen else "")
+        blocks = (f"{row.get('local_blocks', 0):,} blocks",) if has_local else ()
+        table.add_row(row["node_id"], *cells, seconds(total), more, *blocks, style="bold" if is_chosen else "")
     return table
 
 

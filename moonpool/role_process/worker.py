@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+import grpc
+
 from decode_node.server import DecodeService
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, ROLE_DECODE, ROLE_PREFILL, Role
+from moonpool_proto.v1.pool_pb2_grpc import add_OwnBlocksServicer_to_server
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from prefill_node.server import PrefillService
 from rpc.control import start_server
@@ -47,7 +50,11 @@ async def serve_worker(
             metrics.export_node(node.sample)
         on_ready(target)
 
-    server = await start_server(config.listen.listen, lambda s: add_WorkerServicer_to_server(face, s))
+    def add_services(server: grpc.aio.Server) -> None:
+        add_WorkerServicer_to_server(face, server)
+        add_OwnBlocksServicer_to_server(node.own_blocks, server)
+
+    server = await start_server(config.listen.listen, add_services)
     try:
         return await serve_until(node, server, stop, ready)
     finally:

@@ -58,8 +58,9 @@ def node(node_id: str, role: Role, *, incarnation: int = 1, host: str = "", **fi
 
 
 def request(request_id: str = "r", *, prompt: int = 256, new: int = 64, **fields: object) -> RequestArrived:
-    """A first attempt for model "m"; `matches` are given as tuples."""
-    fields["matches"] = PoolMatches.of(*(PoolMatch(*match) for match in fields.get("matches", ())))  # type: ignore[misc,attr-defined]
+    """A first attempt for model "m"; `matches` and `in_workers` are given as tuples."""
+    for name in ("matches", "in_workers"):
+        fields[name] = PoolMatches.of(*(PoolMatch(*match) for match in fields.get(name, ())))  # type: ignore[misc,attr-defined]
     arrived = RequestArrived(request_id, 0, "f", "m", prompt, new)
     return replace(arrived, **fields)  # type: ignore[arg-type]
 

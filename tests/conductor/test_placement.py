@@ -66,6 +66,62 @@ def test_the_node_that_holds_the_prefix_is_preferred_and_reuses_it(cluster, make
     assert place.holders == (Holder("pool-1", 0, 10),)
 
 
+def test_a_prefix_in_a_nodes_own_memory_draws_the_request_there_and_costs_no_load(cluster, make):
+    c = cluster(explain=8)
+    c.learn("prefill-0")
+    idle = placed(c.send(make.request("first", prompt=1024))).predicted_ttft_s
+    c = cluster(explain=8)
+    c.learn("prefill-0")
+    place = placed(c.send(make.request(prompt=1024, in_workers=(("prefill-1", 32),))))
+    assert (place.prefill, place.reuse_blocks, place.local_blocks, place.holders) == ("prefill-1", 32, 32, ())
+    assert place.predicted_ttft_s == pytest.approx(idle / 2, rel=0.05)
+    best, other = place.considered.prefill
+    assert (best.node_id, best.transfer_s, best.local_blocks) == ("prefill-1", 0.0, 32)
+    assert (other.node_id, other.local_blocks) == ("prefill-0", 0)
+
+
+def test_only_the_blocks_beyond_a_nodes_own_memory_are_loaded(cluster, make):
+    def transfer_s(*own):
+        c = cluster(explain=1)
+        c.learn("prefill-0")
+        asked = make.request(prompt=1024, matches=(("pool-0", 32),), in_workers=own, excluded=("prefill-1",))
+        place = placed(c.send(asked))
+        assert (place.reuse_blocks, place.holders) == (32, (Holder("pool-0", 0, 32),))
+        return place.considered.prefill[0].transfer_s
+
+    none, few, many = transfer_s(), transfer_s(("prefill-0", 8)), transfer_s(("prefill-0", 24))
+    assert none > few > many > 0
+    assert (few - many) == pytest.approx(2 * (none - few))  # beside a fixed cost
+    assert transfer_s(("prefill-0", 32)) == 0.0
+
+
+def test_a_prefix_that_is_mostly_in_a_nodes_own_memory_is_not_fetched(cluster, make):
+    asked = {"matches": (("pool-1", 32),), "in_workers": (("prefill-0", 30),), "excluded": ("prefill-1",)}
+    place = placed(cluster().send(make.request(prompt=1024, **asked)))
+    assert (place.prefill, place.reuse_blocks, place.local_blocks, place.holders) == ("prefill-0", 30, 30, ())
+
+
+def test_what_is_fetched_begins_after_the_nodes_own_blocks(cluster, make):
+    c = cluster(explain=1)
+    c.learn("prefill-0")
+    asked = {"matches": (("pool-1", 60),), "in_workers": (("prefill-0", 4),), "excluded": ("prefill-1",)}
+    place = placed(c.send(make.request(prompt=1024, **asked)))
+    assert (place.prefill, place.reuse_blocks, place.local_blocks) == ("prefill-0", 60, 4)
+    assert place.holders == (Holder("pool-1", 0, 60),)
+
+
+def test_a_worker_that_left_is_not_matched(cluster, make):
+    c = cluster()
+    c.send(NodeLost("prefill-1", 1))
+    place = placed(c.send(make.request(in_workers=(("prefill-1", 10),))))
+    assert (place.prefill, place.reuse_blocks, place.local_blocks) == ("prefill-0", 0, 0)
+
+
+def test_the_last_prompt_token_is_computed_even_if_the_nodes_memory_holds_the_prompt(cluster, make):
+    place = placed(cluster().send(make.request(prompt=10 * make.block, in_workers=(("prefill-0", 10),))))
+    assert (place.reuse_blocks, place.local_blocks) == (9, 9)
+
+
 def test_the_last_prompt_token_is_always_computed(cluster, make):
     place = placed(cluster().send(make.request(prompt=10 * make.block, matches=(("pool-0", 10),))))
     assert place.reuse_blocks == 9

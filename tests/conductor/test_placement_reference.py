@@ -84,26 +84,29 @@ class Plain:
             yield match.pool, min(match.blocks, limit), on_ssd
 
     def prefill(self):
-        """(TTFT, node, what it reuses, holders) of the best."""
+        """(TTFT, node, what it reuses, holders, what it has in its own memory) of the best."""
         costs, transfers, found = self.state.costs_of("m"), self.state.transfers, []
         held = {pool: (blocks, on_ssd) for pool, blocks, on_ssd in self.held()}
         best = min(held, key=lambda pool: (-held[pool][0], held[pool][1], self.sends(pool), pool), default="")
         most, most_ssd = held.get(best, (0, 0))
-        nbytes = 1000.0 * BLOCK
+        limit, nbytes = (self.request.prompt_tokens - 1) // BLOCK, 1000.0 * BLOCK
+        memory = {match.pool: min(match.blocks, limit) for match in self.request.in_workers}
         for node in self.candidates("prefill", "aggregated"):
             own, own_ssd = held.get(node.pool_node_id, (0, 0))
-            fetches = most > self.state.config.balancing_threshold * own
-            missing = most - own if fetches else 0
-            took = read_s(*transfers.of("load"), own * nbytes, 0)
+            local = memory.get(node.node_id, 0)
+            have = max(own, local)
+            fetches = most > max(local, self.state.config.balancing_threshold * have)
+            missing = most - have if fetches else 0
+            took = read_s(*transfers.of("load"), max(0, own - local) * nbytes, 0)
             took += read_s(*transfers.of("ssd_read"), (own_ssd + min(missing, most_ssd)) * nbytes, 0)
             over_network = read_s(*transfers.of("fetch"), missing * nbytes, self.sends(best))
             took += fetch_s(over_network, read_s(*transfers.of("load"), missing * nbytes, 0))
             took += self.queue_s(node)
-            reused = (own + missing) * BLOCK
+            reused = (have + missing) * BLOCK
             took += costs.prefill_cost_s(self.request.prompt_tokens - reused, reused, self.slot(node.node_id))
             holders = [(node.pool_node_id, own, own_ssd)] * (own > 0)
-            holders += [(best, missing, min(missing, most_ssd))] * fetches
-            found.append((took, node.node_id, own + missing, holders))
+            holders += [(best, most - own, min(most - own, most_ssd))] * fetches
+            found.append((took, node.node_id, have + missing, holders, local))
         return min(found)
 
     def presence(self, row, at_ns, decode_ns, step_ns):
@@ -197,9 +200,12 @@ PATHS = ["load", "fetch", "ssd_read"] * 4
 def arrival(rng, number, pools, node_ids):
     some = [pool for pool in pools if rng.random() < 0.7]
     matches = PoolMatches.of(*(PoolMatch(p, b := int(rng.integers(1, 130)), int(rng.integers(0, b + 1))) for p in some))
+    own = PoolMatches.of(*(PoolMatch(n, int(rng.integers(1, 130))) for n in node_ids if rng.random() < 0.3))
     excluded = tuple(sorted({str(rng.choice(node_ids))} if rng.random() < 0.2 else ()))
     prompt, new = int(rng.integers(1, 2100)), int(rng.integers(1, 500))
-    return RequestArrived(f"r{number}", 0, "f", "m", prompt, new, matches, number % 5, excluded=excluded)
+    return RequestArrived(
+        f"r{number}", 0, "f", "m", prompt, new, matches, number % 5, excluded=excluded, in_workers=own
+    )
 
 
 @pytest.mark.parametrize("seed", range(27))
@@ -226,8 +232,8 @@ def test_every_place_is_the_one_that_plain_loops_find(seed):
         if want is None or not isinstance(decision, Place):
             continue
         places += 1
-        _, prefill, reuse, holders = want
-        assert (decision.prefill, decision.reuse_blocks) == (prefill, reuse)
+        _, prefill, reuse, holders, local = want
+        assert (decision.prefill, decision.reuse_blocks, decision.local_blocks) == (prefill, reuse, local)
         assert [(h.pool, h.num_blocks, h.ssd_blocks) for h in decision.holders] == holders
         if alone or request.max_new_tokens > 1:
             assert (decision.predicted_tbt_s, decision.decode or prefill) == expected

@@ -187,6 +187,7 @@ class Core(RuleBasedStateMachine):
         prompt=st.one_of(st.integers(1, 2000), st.sampled_from([1, 4095, 2**32 - 1])),
         new=st.one_of(st.integers(1, 600), st.sampled_from([1, 2**32 - 1])),
         found=st.dictionaries(pools, st.integers(1, 125)),
+        own=st.dictionaries(workers, st.integers(1, 125), max_size=2),
         generated=st.sampled_from([0, 0, 0, 5]),
         excluded=st.lists(anyone, max_size=2, unique=True).map(lambda some: tuple(sorted(some))),
         ttft_s=bounds,
@@ -199,13 +200,14 @@ class Core(RuleBasedStateMachine):
         endless=st.sampled_from([False, False, False, True]),
     )
     def asks(
-        self, name, attempt, prompt, new, found, generated, excluded, ttft_s, tbt_s, tenant, slo_class, priority, model,
-        waited_s, endless,
+        self, name, attempt, prompt, new, found, own, generated, excluded, ttft_s, tbt_s, tenant, slo_class, priority,
+        model, waited_s, endless,
     ):  # fmt: skip
         matches = PoolMatches.of(*(PoolMatch(pool, n, n // 3, n % 4) for pool, n in found.items()))
         event = RequestArrived(
             name, attempt, "f", model, prompt, new, matches, len(found), min(generated, prompt - 1), excluded,
             ttft_s, tbt_s, tenant, slo_class, priority, waited_s, endless,
+            in_workers=PoolMatches.of(*(PoolMatch(worker, n) for worker, n in own.items())),
         )  # fmt: skip
         self.seen.add(name)
         before = self.core.suspects
@@ -230,7 +232,8 @@ class Core(RuleBasedStateMachine):
         assert not chosen & self.draining
         assert not chosen & self.core.suspects
         assert not chosen & set(event.excluded)
-        assert sum(holder.num_blocks for holder in place.holders) == place.reuse_blocks
+        covered = sum(holder.num_blocks for holder in place.holders)
+        assert max(covered, place.local_blocks) == place.reuse_blocks
         assert place.reuse_blocks * BLOCK < event.prompt_tokens
         assert all(holder.pool in self.nodes for holder in place.holders)
         seen = place.considered

@@ -79,6 +79,9 @@ arrivals = st.builds(
     st.integers(0, 3),
     excluded=st.lists(st.sampled_from(WORKERS), max_size=1).map(tuple),
     tenant=st.just("t"),
+    in_workers=st.dictionaries(st.sampled_from(WORKERS), st.integers(1, 125)).map(
+        lambda found: PoolMatches.of(*(PoolMatch(worker, n) for worker, n in found.items()))
+    ),
 )
 others = st.one_of(
     st.builds(RequestCompleted, names, attempts, st.sampled_from(["finished", "retry"]), seconds, seconds),
@@ -155,7 +158,9 @@ def check_place(event, place):
         held = {match.pool: match for match in event.matches}[holder.pool]
         assert held.blocks >= covered
         assert holder.ssd_blocks <= min(held.ssd_blocks, holder.num_blocks)
-    assert covered == place.reuse_blocks
+    memory = {match.pool: match.blocks for match in event.in_workers}
+    assert place.local_blocks == min(memory.get(place.prefill, 0), (event.prompt_tokens - 1) // BLOCK)
+    assert max(covered, place.local_blocks) == place.reuse_blocks
     chosen = next(score for score in place.considered.prefill if score.node_id == place.prefill)
     totals = [(s.transfer_s + s.queue_s + s.prefill_s, s.node_id) for s in place.considered.prefill]
     assert (chosen.transfer_s + chosen.queue_s + chosen.prefill_s, chosen.node_id) == min(totals)
@@ -224,6 +229,7 @@ def test_when_all_is_completed_and_all_let_go_nothing_is_left(history):
 
 @given(
     own=st.lists(st.integers(0, 100), min_size=1, max_size=6),
+    local=st.one_of(st.just([0] * 6), st.lists(st.integers(0, 100), min_size=6, max_size=6)),
     best=st.integers(0, 100),
     on_ssd=st.integers(0, 100),
     queues=st.lists(st.floats(0, 10), min_size=6, max_size=6),
@@ -232,7 +238,9 @@ def test_when_all_is_completed_and_all_let_go_nothing_is_left(history):
     slowdowns=st.lists(st.floats(0.2, 5.0), min_size=6, max_size=6),
     most=st.sampled_from([0, 100, 1000, 1 << 20]),
 )
-def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, threshold, sends, slowdowns, most):
+def test_the_vectorised_algorithm_is_the_papers_loop(
+    own, local, best, on_ssd, queues, threshold, sends, slowdowns, most
+):
     best = max([best, *own])
     prompt = 101 * BLOCK
     state = ClusterState(PolicyConfig(balancing_threshold=threshold))
@@ -244,12 +252,14 @@ def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, 
     context = PlacementContext(0, state, RequestArrived("r", 0, "f", "m", prompt, 8), model, costs, None)
     candidates = np.zeros(len(own), PREFILL_CANDIDATE)
     candidates["slot"], candidates["own_blocks"] = np.arange(len(own))[::-1], own
+    candidates["local_blocks"] = local[: len(own)]
     candidates["own_ssd_blocks"] = np.minimum(own, on_ssd // 2)
     prefixes = Prefixes(candidates, best, min(best, on_ssd), "pool", sends)
     found = score_candidates(context, prefixes, np.array(queues[: len(own)]))
-    for i, prefix in enumerate(own):
+    for i, in_pool in enumerate(own):
+        prefix, loaded = max(in_pool, local[i]), max(0, in_pool - local[i])
         ratio = best / prefix if prefix else (float("inf") if best else 0.0)
-        reuse, transfer_s, ssd = prefix, transfers.load_s(prefix * 1000.0), min(prefix, on_ssd // 2)
+        reuse, transfer_s, ssd = prefix, transfers.load_s(loaded * 1000.0), min(in_pool, on_ssd // 2)
         if ratio > threshold:
             reuse, missing = best, best - prefix
             ssd += min(missing, on_ssd)

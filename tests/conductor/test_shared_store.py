@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from conductor.config import ConductorConfig
 from conductor.directory import Directory
-from conductor.directory.feeds import DirectoryUpdater
+from conductor.directory.feeds import POOL_NODES, DirectoryUpdater
 from conductor.directory.table import Replicas
 from conductor.errors import ConductorConfigError, SharedStoreRefused, SharedStoreUnavailable
 from conductor.persistence import Persistence, SharedStoreConnection, connect_shared_store
@@ -199,7 +199,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
 
 
 async def test_a_conductor_that_shares_nothing_reports_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
-    following = DirectoryUpdater()
+    following = DirectoryUpdater(POOL_NODES)
     config = assemble(ConductorConfig, listen="unix:/nowhere", shared_ttl_s=0.01)
     persistence = Persistence(config, SharedStoreConnection(None, incarnation=1), following, Registry())
     persistence.start()
@@ -237,7 +237,7 @@ async def test_a_call_to_redis_that_swallows_a_cancellation_holds_up_no_stop(
         return {}
 
     monkeypatch.setattr(RedisStore, "nodes", swallows)
-    following = DirectoryUpdater()
+    following = DirectoryUpdater(POOL_NODES)
     config = assemble(ConductorConfig, listen="unix:/nowhere", redis_url=start_redis().url(), shared_refresh_s=0.01)
     contact = await connect_shared_store(config)
     persistence = Persistence(config, contact, following, Registry())

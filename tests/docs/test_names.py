@@ -86,6 +86,8 @@ def metrics(frontend_metrics: set[str]) -> set[str]:
     counted |= {"trace_spans_exported"}
     paced = (ROOT / "worker" / "paced" / "engine.py").read_text(encoding="utf-8")
     counted |= set(re.findall(r'"(paced_[a-z_]+)": self', paced))
+    vllm = (ROOT / "vllm_worker" / "node.py").read_text(encoding="utf-8")
+    counted |= set(re.findall(r'"(engine_[a-z_]+)": len', vllm))
     some = {"digest_mismatches", "kv_push_bytes", "pool_evicted_blocks", "messenger_retries", "paced_late_seconds"}
     assert some <= counted
     registry = new_registry()

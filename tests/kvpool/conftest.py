@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from conductor.directory import Directory, DirectoryState, Match, follow_pool_events
+from conductor.directory import POOL_NODES, Directory, DirectoryState, Match, follow_events
 from kvpool import (
     KvGroup,
     KvSpec,
@@ -219,7 +219,9 @@ class Follower:
         self.snapshots = 0
         self.losses: list[str] = []
         self.task = asyncio.create_task(
-            follow_pool_events(target, self.take, lambda: self.directory.position("p"), on_lost=self.lose, silence_s=2)
+            follow_events(
+                POOL_NODES, target, self.take, lambda: self.directory.position("p"), on_lost=self.lose, silence_s=2
+            )
         )
 
     def take(self, events: PoolEvents) -> bool:

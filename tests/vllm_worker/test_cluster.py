@@ -131,6 +131,36 @@ async def test_prefixes_are_reused_within_a_salt_only(cluster: Any, session: aio
     assert {tuple(answer.token_ids) for answer in (first, *others, *again)} == {tuple(first.token_ids)}
 
 
+async def until_held(cluster: Any, session: aiohttp.ClientSession, node: str, count: int) -> None:
+    """Wait until the conductor knows `count` blocks in the worker's memory, and the worker as many in vLLM's cache."""
+    held: list[int] = []
+    async with asyncio.timeout(60):
+        while held != [count, count]:
+            async with session.get(f"{cluster.url}/metrics") as response:
+                text = await response.text()
+            names = "worker_directory_blocks", "engine_held_blocks"
+            found = [re.search(rf'^moonpool:{name}{{.*?node="{node}".*}} (\S+)$', text, re.MULTILINE) for name in names]
+            held = [int(float(value[1])) for value in found if value is not None]
+            await asyncio.sleep(0.1)
+
+
+async def test_a_prompt_goes_to_the_worker_whose_memory_holds_its_prefix(
+    cluster: Any, session: aiohttp.ClientSession, moonpool: Callable[..., Any]
+) -> None:
+    options = {"max_tokens": 4, "ignore_eos": True, **SAMPLED}
+    asked = [prompt * 4 for prompt in prompts(12, seed=13)[8:]]
+    first = await asyncio.gather(*(cluster.complete(session, prompt, **options) for prompt in asked))
+    places = [answer.moonpool["decode_node"] for answer in first]
+    assert set(places) == {"aggregated-0", "aggregated-1"}
+    await cluster.validate()
+    flushed = await asyncio.to_thread(moonpool, "pool", "flush", "--yes", "--ready-file", cluster.ready_file)
+    assert flushed.returncode == 0, flushed.stderr  # from now on only the workers have them
+    again = [await cluster.complete(session, prompt, **options) for prompt in asked]
+    assert [answer.moonpool["decode_node"] for answer in again] == places
+    assert [answer.cached_tokens for answer in again] == [(len(prompt) - 1) // 32 * 32 for prompt in asked]
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in first]
+
+
 async def stream(
     cluster: Any, session: aiohttp.ClientSession, body: dict[str, Any], on_token: Callable[[int], None]
 ) -> tuple[list[int], dict[str, Any]]:
@@ -185,6 +215,13 @@ async def test_running_answers_go_on_with_the_same_tokens_after_the_death_of_a(
     _, alive = psutil.wait_procs(killed["parts"], timeout=30)
     assert not alive, alive
     await cluster.wait_restarted(killed["node"], killed["pid"])
+    await until_held(cluster, session, killed["node"], 0)  # what the dead worker's memory held is forgotten
+    fresh = np.random.default_rng(len(victim)).integers(5, VOCABULARY, (4, 100)).tolist()
+    answers = await asyncio.gather(*(cluster.complete(session, prompt, max_tokens=4) for prompt in fresh))
+    count = [answer.moonpool["decode_node"] for answer in answers].count(killed["node"])
+    assert count > 0
+    # vLLM's key of each of a prompt's three blocks is that of the slot, or both would count.
+    await until_held(cluster, session, killed["node"], 3 * count)
     await cluster.validate()
 
 

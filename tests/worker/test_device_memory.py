@@ -31,6 +31,7 @@ from worker.device_digests import DeviceDigests
 from worker.errors import StartupError
 from worker.kv_memory import DeviceCache, KvMemory, QuantisedMemory
 from worker.node_slots import NodeSlots
+from worker.own_blocks import OwnBlocks
 from worker.policy.scheduling_order import WaitQueue
 from worker.request import EngineSequence
 from worker.transformer import ModelSteps, Transformer
@@ -263,6 +264,7 @@ async def busy() -> Slots:
         extend=EngineSequence.extend,
         waits=lambda: None,
         broken=reasons.append,
+        own_blocks=OwnBlocks(bytes(16), 1),
     )
     return Slots(slots, memory, reasons)
 

@@ -12,6 +12,7 @@ from moonpool_proto.v1.worker_pb2 import Submit
 from settings.keys import assemble
 from worker.config import WorkerConfig
 from worker.node_slots import NodeSlots
+from worker.own_blocks import OwnBlocks
 from worker.policy.scheduling_order import WaitQueue
 from worker.request import EngineSequence, Request
 
@@ -32,7 +33,15 @@ def slots_of(num_slots: int) -> NodeSlots:
         block_tokens=BLOCK,
         capacity_tokens=num_slots * BLOCK,
     )
-    return NodeSlots(config, (), WaitQueue(), extend=EngineSequence.extend, waits=lambda: None, broken=lambda _: None)
+    return NodeSlots(
+        config,
+        (),
+        WaitQueue(),
+        extend=EngineSequence.extend,
+        waits=lambda: None,
+        broken=lambda _: None,
+        own_blocks=OwnBlocks(bytes(16), 1),
+    )
 
 
 async def answer(name: str, slots: NodeSlots, count: int, wants: int) -> EngineSequence:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from worker.policy import OutOfSlots, SlotPool
+from worker.policy.held_blocks import HeldBlocks
 
 NUM_SLOTS = 8
 
@@ -15,7 +16,9 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(NUM_SLOTS)
+        self.held = HeldBlocks()
+        self.pool = SlotPool(NUM_SLOTS, on_indexed=self.held.add, on_forgotten=self.held.discard)
+        self.reported: set[bytes] = set()  # blocks held, by the changes reported so far
         self.requests: list[list[int]] = []
         self.quarantined: list[int] = []
 
@@ -62,6 +65,16 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def readmit(self) -> None:
         self.pool.readmit(self.quarantined)
         self.quarantined = []
+
+    @rule()
+    def report(self) -> None:
+        """Take the changes: with the reports before, they add up to the index, and nothing is reported twice."""
+        stored, removed = self.held.take_changes()
+        assert not self.reported & set(stored)
+        assert set(removed) <= self.reported
+        assert len(stored) + len(removed) == len({*stored, *removed})
+        self.reported = self.reported - set(removed) | set(stored)
+        assert self.reported == set(self.held.keys()) == set(self.pool._index)
 
     @invariant()
     def the_books_agree(self) -> None:

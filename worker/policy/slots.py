@@ -7,7 +7,9 @@ a remote writer may still write to it). Cached slots are reused for new blocks, 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+IndexChange = Callable[[bytes], None]
 
 
 class OutOfSlots(Exception):
@@ -17,8 +19,17 @@ class OutOfSlots(Exception):
 class SlotPool:
     """Slots 0..num_slots-1, each holding one block in every KV group."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        on_indexed: IndexChange = lambda key: None,
+        on_forgotten: IndexChange = lambda key: None,
+    ) -> None:
+        """`on_indexed(key)` and `on_forgotten(key)` are called when a block enters the index and when it leaves it."""
         self.num_slots = num_slots
+        self._on_indexed = on_indexed
+        self._on_forgotten = on_forgotten
         self._free: deque[int] = deque(range(num_slots))
         self._count = [0] * num_slots
         self._key: list[bytes | None] = [None] * num_slots
@@ -93,6 +104,7 @@ class SlotPool:
         if key not in self._index and self._key[slot] is None:
             self._index[key] = slot
             self._key[slot] = key
+            self._on_indexed(key)
 
     def forget(self, key: bytes) -> None:
         """Remove this block from the index; present holders keep its slot."""
@@ -158,3 +170,4 @@ class SlotPool:
         if key is not None:
             del self._index[key]
             self._key[slot] = None
+            self._on_forgotten(key)

@@ -175,6 +175,7 @@ def placed_by(
         asks_again=decode is not None and not request.generated and asks_again(state.config),
         reserve_tokens=plan.places.need_tokens if reserves else 0,
         helpers=plan.group.helpers if plan.group is not None else (),
+        local_blocks=scores.best.local_blocks,
     )
 
 

@@ -212,10 +212,10 @@ def extrapolated(context: PlacementContext, plan: PlacementPlan) -> tuple[str, .
     if plan.decode is not None and not plan.decode.choice.is_covered:
         found.append("decode")
     if reuse:
-        own = best.own_blocks
-        missing = reuse - own
+        loaded = max(0, best.own_blocks - best.local_blocks)
+        missing = reuse - max(best.own_blocks, best.local_blocks)
         on_ssd = best.own_ssd_blocks + min(missing, plan.prefixes.best_ssd)
-        if own and not transfers.covers("load", own * block_nbytes):
+        if loaded and not transfers.covers("load", loaded * block_nbytes):
             found.append("load")
         if missing and not transfers.covers("fetch", missing * block_nbytes):
             found.append("fetch")

@@ -42,9 +42,11 @@ Ints = NDArray[np.int64]
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Blocks of the prompt in the pool; never the whole prompt, so at least one token is computed."""
+    """Blocks of the prompt in the pool and in the nodes' own memory; never the whole prompt, so at least one token is
+    computed.
+    """
 
-    candidates: Records  # PREFILL_CANDIDATE [candidates] with the blocks on their own pool nodes
+    candidates: Records  # PREFILL_CANDIDATE [candidates] with the blocks on their own pool nodes and in their memory
     best: int  # blocks on `best_pool`, the most of all
     best_ssd: int  # of those, on SSD only
     best_pool: str  # "" if no pool node holds any
@@ -63,6 +65,7 @@ class ScoredCandidate(NamedTuple):
     pool_slot: int
     own_blocks: int
     own_ssd_blocks: int
+    local_blocks: int
     queue_s: float
     transfer_s: float
     prefill_s: float
@@ -103,7 +106,8 @@ class PrefillScores:
         best = np.empty(min(count, len(ids)), np.int64)
         prefill_kernels().rank_prefill(self.candidates, best)
         ranked = self.candidates[best]
-        columns = (ranked[name].tolist() for name in ("transfer_s", "queue_s", "prefill_s", "reuse_blocks"))
+        terms_of = ("transfer_s", "queue_s", "prefill_s", "reuse_blocks", "local_blocks")
+        columns = (ranked[name].tolist() for name in terms_of)
         return tuple(PrefillScore(ids[index], *terms) for index, *terms in zip(best.tolist(), *columns, strict=True))
 
 
@@ -139,7 +143,7 @@ def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, 
 
 
 def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
-    """Return the holders of [0, reuse) for the candidate at `index`: first its own pool, then the best one."""
+    """Return the holders of what the candidate at `index` may load: first its own pool, then the best one."""
     own, own_ssd = prefixes.candidates["own_blocks"].item(index), prefixes.candidates["own_ssd_blocks"].item(index)
     here = (Holder(own_pool, 0, own, own_ssd),) if own else ()
     if not fetches:
@@ -149,12 +153,27 @@ def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tup
 
 
 def find_prefixes(context: PlacementContext, matches: PoolMatches, nodes: Candidates, loads: Records) -> Prefixes:
-    """Return the blocks on answering pool nodes that are not excluded. `loads` [slots]: those of `state.tally`."""
-    candidates = nodes.prefill_records()
+    """Return the blocks on answering pool nodes that are not excluded, and in the nodes' own memory.
+
+    `loads` [slots]: those of `state.tally`.
+    """
+    candidates = _records(context, nodes)
     best, have, on_ssd, num_sends = prefill_kernels().prefixes(
         _most_reused(context), _usable_matches(context, matches), loads, candidates
     )
     return Prefixes(candidates, have, on_ssd, matches.roster[best] if best >= 0 else "", num_sends)
+
+
+def _records(context: PlacementContext, nodes: Candidates) -> Records:
+    """Return PREFILL_CANDIDATE [nodes] with the blocks in their own memory."""
+    records, held = nodes.prefill_records(), context.request.in_workers
+    if held.roster:
+        table = context.state.nodes
+        by_slot = np.zeros(table.num_slots + 1, np.int64)  # the last for workers that have left
+        by_slot[table.answering_slots(held.roster)] = np.clip(held.blocks, 0, _most_reused(context))
+        by_slot[-1] = 0
+        records["local_blocks"] = by_slot[nodes.slots]
+    return records
 
 
 def _usable_matches(context: PlacementContext, matches: PoolMatches) -> Records:
@@ -231,7 +250,7 @@ def choose_prefill(context: PlacementContext, nodes: Candidates) -> PrefillChoic
         return find_prefixes(context, matches, nodes, state.tally(context.now_ns)).best * context.model.block_tokens
 
     shares, account, clock, key = ordering_key(context, reusable_tokens)
-    loads, candidates = state.node_loads(), nodes.prefill_records()
+    loads, candidates = state.node_loads(), _records(context, nodes)
     clock.now_ns, ticket_ns, best, blocks, ssd_blocks, num_sends, chosen, ttft_s, idle_s = (
         prefill_kernels().score_arrival(
             state.requests.records,

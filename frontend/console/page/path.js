@@ -204,8 +204,8 @@ function attemptOf(attempt, index, all) {
     head.push(
       candidates(
         `Prefill: the best ${prefill.length} of ${considered.num_prefill} candidates; the first was chosen. The columns Transfer, Queue and Prefill sum to the predicted TTFT`,
-        ["Node", "Transfer", "Queue", "Prefill", "Sum", "Blocks reused"],
-        prefill.map((each) => [each.node_id, seconds(each.transfer_s), seconds(each.queue_s), seconds(each.prefill_s), seconds(each.transfer_s + each.queue_s + each.prefill_s), count(each.reuse_blocks)]),
+        ["Node", "Transfer", "Queue", "Prefill", "Sum", "Blocks reused", "In own memory"],
+        prefill.map((each) => [each.node_id, seconds(each.transfer_s), seconds(each.queue_s), seconds(each.prefill_s), seconds(each.transfer_s + each.queue_s + each.prefill_s), count(each.reuse_blocks), count(each.local_blocks ?? 0)]),
       ),
     );
   if (decode.length)

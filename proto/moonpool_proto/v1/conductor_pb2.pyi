@@ -104,6 +104,7 @@ class Node(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
     HARDWARE_FIELD_NUMBER: _builtins.int
+    REPORTS_BLOCKS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _common_pb2.Role.ValueType
@@ -125,6 +126,8 @@ class Node(_message.Message):
     """hex, over the weights and the configuration that affects the computation"""
     hardware: _builtins.str
     """hardware's name in cost profiles; empty for pool nodes and without computation"""
+    reports_blocks: _builtins.bool
+    """a worker that serves OwnBlocks: events of the blocks in its own memory"""
     engine: _builtins.str
     """replacement of the model, such as paced:PROFILE; empty: the model is computed"""
     @_builtins.property
@@ -154,11 +157,12 @@ class Node(_message.Message):
         model_fingerprint: _builtins.str = ...,
         software: _common_pb2.Software | None = ...,
         hardware: _builtins.str = ...,
+        reports_blocks: _builtins.bool = ...,
         engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "software", b"software", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "role", b"role", "software", b"software", "spec", b"spec", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "reports_blocks", b"reports_blocks", "role", b"role", "software", b"software", "spec", b"spec", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -685,6 +689,7 @@ class Placement(_message.Message):
     RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     HELPERS_FIELD_NUMBER: _builtins.int
     reuse_blocks: _builtins.int
+    """leading blocks that need not be computed, also those in the prefill node's own memory only"""
     predicted_ttft_s: _builtins.float
     predicted_tbt_s: _builtins.float
     reserve_tokens: _builtins.int

@@ -858,6 +858,8 @@ Global___EventsRequest: _TypeAlias = EventsRequest  # noqa: Y015
 
 @_typing.final
 class PoolEvents(_message.Message):
+    """of a pool node or a worker"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int

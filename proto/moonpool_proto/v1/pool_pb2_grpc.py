@@ -882,3 +882,79 @@ class Pool:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class OwnBlocksStub:
+    """Served by workers whose `Node.reports_blocks` is set: the blocks in the worker's own memory.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Events = channel.unary_stream(
+                '/moonpool.v1.OwnBlocks/Events',
+                request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.EventsRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.PoolEvents.FromString,
+                _registered_method=True)
+
+
+class OwnBlocksServicer:
+    """Served by workers whose `Node.reports_blocks` is set: the blocks in the worker's own memory.
+    """
+
+    def Events(self, request, context):
+        """As Pool.Events; all blocks are in TIER_DRAM.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_OwnBlocksServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Events': grpc.unary_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.EventsRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.PoolEvents.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonpool.v1.OwnBlocks', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonpool.v1.OwnBlocks', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class OwnBlocks:
+    """Served by workers whose `Node.reports_blocks` is set: the blocks in the worker's own memory.
+    """
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonpool.v1.OwnBlocks/Events',
+            moonpool__proto_dot_v1_dot_pool__pb2.EventsRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_pool__pb2.PoolEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -243,3 +243,34 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]: ...
 
 def add_PoolServicer_to_server(servicer: PoolServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class OwnBlocksStub:
+    """Served by workers whose `Node.reports_blocks` is set: the blocks in the worker's own memory."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> OwnBlocksAsyncStub: ...
+    Events: _grpc.UnaryStreamMultiCallable[_pool_pb2.EventsRequest, _pool_pb2.PoolEvents]
+    """As Pool.Events; all blocks are in TIER_DRAM."""
+
+@_typing.type_check_only
+class OwnBlocksAsyncStub(OwnBlocksStub):
+    """Served by workers whose `Node.reports_blocks` is set: the blocks in the worker's own memory."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Events: _aio.UnaryStreamMultiCallable[_pool_pb2.EventsRequest, _pool_pb2.PoolEvents]  # type: ignore[assignment]
+    """As Pool.Events; all blocks are in TIER_DRAM."""
+
+class OwnBlocksServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers whose `Node.reports_blocks` is set: the blocks in the worker's own memory."""
+
+    @_abc_1.abstractmethod
+    def Events(
+        self,
+        request: _pool_pb2.EventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pool_pb2.PoolEvents], _abc.AsyncIterator[_pool_pb2.PoolEvents]]:
+        """As Pool.Events; all blocks are in TIER_DRAM."""
+
+def add_OwnBlocksServicer_to_server(servicer: OwnBlocksServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

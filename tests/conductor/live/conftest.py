@@ -170,8 +170,7 @@ async def conductor(tmp_path):
         async def factory(**config):
             config = assemble(
                 ConductorConfig,
-                listen=f"unix:{tmp_path}/c.sock",
-                **{"tick_s": 0.05, "report_timeout_s": 60.0, **config},
+                **{"listen": f"unix:{tmp_path}/c.sock", "tick_s": 0.05, "report_timeout_s": 60.0, **config},
             )
             service = Running(lambda stop, ready: serve_conductor(config, stop, ready))
             target = await service.start()
