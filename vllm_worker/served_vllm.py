@@ -122,8 +122,10 @@ class ServedVllm:
                 self._link.send("begin", request.request_id, ids, request.cache_salt or "", max(1, request.max_tokens))
             else:
                 entry.is_awaited = False
-        if entry.is_awaited and (self._link.has_ended or self._now_s() > entry.deadline):
-            log.warning("a request is computed without the pool: the KV agent has not replied")
+        if entry.is_awaited and self._link.has_ended:
+            entry.is_awaited = False
+        elif entry.is_awaited and self._now_s() > entry.deadline:
+            log.warning("a request is computed without the pool: the KV agent does not reply within %g s", REPLY_S)
             self._link.send("cancel", request.request_id)
             entry.is_awaited = False
         return entry.is_awaited

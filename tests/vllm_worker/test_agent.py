@@ -20,6 +20,7 @@ from vllm_worker.agent_link import AgentFailed, AgentLink, copies_socket
 from vllm_worker.agent_messages import DescribedModel
 from vllm_worker.copy_channel import CopyReporter
 from vllm_worker.kv_jobs import KvJob
+from vllm_worker.served_vllm import REPLY_S as LONGEST_WAIT_S
 from vllm_worker.served_vllm import ServedVllm
 
 BLOCK = 32
@@ -190,6 +191,32 @@ def test_kv_that_a_rank_could_not_copy_is_not_stored(start: Callable[..., Vllm])
     job = vllm.begin(request("c", [*ids, 1]))
     assert job is not None
     assert job.load_tokens == 0
+
+
+def test_a_job_that_comes_too_late_is_dropped() -> None:
+    now_s, sent = [0.0], list[Any]()
+    replies: list[list[Any]] = []
+
+    def take() -> list[list[Any]]:
+        taken = replies[:]
+        replies.clear()
+        return taken
+
+    link = SimpleNamespace(has_ended=False, take=take, send=lambda *message: sent.append(message))
+    served = ServedVllm(link, BLOCK, now_s=lambda: now_s[0])  # type: ignore[arg-type]
+    asked = request("a", ids_of(5, 50))
+    assert served.is_awaited(asked)
+    now_s[0] = REPLY_S + 1
+    assert served.is_awaited(asked)
+    now_s[0] = LONGEST_WAIT_S + 1
+    assert not served.is_awaited(asked)
+    job = KvJob(number=7, slots=(1, 2), load_tokens=32, save_from=32, saves_layers=False)
+    replies.append(["job", "a", job.to_fields()])
+    assert not served.is_awaited(asked)
+    assert served.job("a") is None
+    assert served.ended(asked) is None
+    assert [message[0] for message in sent] == ["begin", "cancel", "drop"]
+    assert sent[-1] == ("drop", 7)
 
 
 @pytest.mark.parametrize(
