@@ -99,7 +99,7 @@ async def test_a_report_that_cannot_be_taken_in_is_told_and_costs_the_node_its_s
     other.capacity_tokens += 1
     await decode.report(node=other)
     await decode.ended()
-    (record,) = [one for one in caplog.records if one.exc_info is not None]
+    (record,) = [one for one in caplog.records if one.exc_info is not None and one.name.startswith("conductor")]
     assert (record.name, "decode-0" in record.getMessage()) == ("conductor.service", True)
     await client.join("decode-0", common_pb2.ROLE_DECODE)
     assert (await client.schedule("r2")).placement.decode.node_id == "decode-0"
