@@ -39,7 +39,6 @@ def test_other_arguments_are_passed_on() -> None:
     ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 @pytest.mark.parametrize(
     ("device", "num_ranks", "visible", "gpus"),
     [
@@ -63,6 +62,7 @@ def test_more_gpus_than_there_are_is_refused_with_both_numbers() -> None:
         gpus_of("cuda:1", 2, "0,1,2")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_a_worker_without_vllm_says_how_to_install_it() -> None:
     with pytest.raises(StartupError, match=r"vLLM cannot be imported.*pip install 'moonpool\[vllm\]'"):
         require_vllm()
