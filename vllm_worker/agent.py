@@ -22,8 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvpool import KvSpec, Provenance, chain_keys, chain_seed, digest
-from messenger import Messenger
+from kvpool import KvSpec, chain_keys, chain_seed, digest
 from moonpool_proto.v1 import common_pb2
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, Sampling
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, Submit
@@ -38,7 +37,7 @@ from vllm_worker.agent_messages import (
     unpacker,
 )
 from vllm_worker.copy_channel import CopyReports
-from vllm_worker.engine import VllmLimits, VllmMemory
+from vllm_worker.engine import EngineInVllm, VllmLimits, VllmMemory
 from vllm_worker.kv_jobs import KvJob
 from worker.config import WorkerConfig
 from worker.engine_interface import Engine
@@ -48,7 +47,6 @@ from worker.node import WorkerNode
 from worker.prepare import load, prepared, save_prefix, sequence_of
 from worker.request import EngineSequence, Request
 from worker.shielded_wait import in_thread
-from worker.slot_memory import EngineMemory, SlotMemory
 
 log = logging.getLogger(__name__)
 
@@ -58,26 +56,14 @@ _POOL_S: Final = 10.0  # for which vLLM's start waits for the pool node
 Send = Callable[..., None]  # (kind, fields...) of a message to the scheduler
 
 
-class _DescribedEngine(Engine):
+class _DescribedEngine(EngineInVllm):
     """The model that vLLM computes, as its scheduler describes it."""
 
     def __init__(self, model: DescribedModel) -> None:
         self.config = VllmLimits(model.vocab_size, model.max_model_len)
         self.fingerprint = model.fingerprint
         self.computation = model.computation
-        self._spec = KvSpec.from_proto(common_pb2.KvSpec.FromString(model.spec))
-
-    def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> VllmMemory:
-        return VllmMemory(self._spec, num_slots, messenger)
-
-    def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
-        return memory, Provenance.EXACT
-
-    def warm_up(self) -> None:
-        return
-
-    def check(self, request: Request) -> None:
-        return
+        self.spec = KvSpec.from_proto(common_pb2.KvSpec.FromString(model.spec))
 
 
 @dataclass(slots=True, eq=False)

@@ -64,7 +64,7 @@ class AgentLink:
         self._folder = folder
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._in: deque[list[Any]] = deque()
-        self._news = threading.Event()
+        self._first_news = threading.Event()
         self.has_ended = False
         for work in (self._write, self._read):
             threading.Thread(target=work, name=f"kv-agent{work.__name__}", daemon=True).start()
@@ -97,7 +97,7 @@ class AgentLink:
             )
         link = cls(process, own, folder)
         link.send("model", asdict(model))
-        if not link._news.wait(_START_S) or link.take() != [["ready"]]:
+        if not link._first_news.wait(_START_S) or link.take() != [["ready"]]:
             link.close()
             raise AgentFailed("Moonpool's KV agent did not start; its error is above")
         return link
@@ -109,7 +109,6 @@ class AgentLink:
 
     def take(self) -> list[list[Any]]:
         """Return the messages that have arrived since the last call."""
-        self._news.clear()
         found: list[list[Any]] = []
         while self._in:
             found.append(self._in.popleft())
@@ -142,13 +141,13 @@ class AgentLink:
                 stream.feed(data)
                 for message in stream:
                     self._in.append(message)
-                self._news.set()
+                self._first_news.set()
         except (OSError, ValueError, msgpack.UnpackException) as error:
             log.error("the replies of Moonpool's KV agent cannot be read: %r", error)
         if not self.has_ended:
             self.has_ended = True
             log.error("Moonpool's KV agent has ended: vLLM goes on without the pool until it is started again")
-        self._news.set()
+        self._first_news.set()
 
 
 def _remove_abandoned(folder: Path) -> None:

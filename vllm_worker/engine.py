@@ -38,7 +38,25 @@ class VllmLimits:
     eos_token_ids: tuple[int, ...] = ()
 
 
-class VllmEngine(Engine):
+class EngineInVllm(Engine):
+    """A model that vLLM computes in processes of its own, with slots of `spec` beside them."""
+
+    spec: KvSpec
+
+    def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> VllmMemory:
+        return VllmMemory(self.spec, num_slots, messenger)
+
+    def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
+        return memory, Provenance.EXACT
+
+    def warm_up(self) -> None:
+        return  # vLLM does that when it starts
+
+    def check(self, request: Request) -> None:
+        return  # vLLM checks a request when it is submitted
+
+
+class VllmEngine(EngineInVllm):
     """vLLM's configuration of one worker; `vllm_worker.runner` starts and drives it."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -56,6 +74,7 @@ class VllmEngine(Engine):
         model = self.vllm_config.model_config
         require_plain_kv(self.vllm_config)
         self.config = VllmLimits(model.get_vocab_size(), model.max_model_len, end_ids(model))
+        self.spec = kv_spec(self.vllm_config)
         self.fingerprint = weights_fingerprint(config.model.path)
         self.computation = computation(version, self.vllm_config)
         engine = config.engine
@@ -67,18 +86,6 @@ class VllmEngine(Engine):
         """Number of vLLM's processes that hold KV: its tensor-parallel degree."""
         degree: int = self.vllm_config.parallel_config.tensor_parallel_size
         return degree
-
-    def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> VllmMemory:
-        return VllmMemory(kv_spec(self.vllm_config), num_slots, messenger)
-
-    def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
-        return memory, Provenance.EXACT
-
-    def warm_up(self) -> None:
-        return  # vLLM does that when it starts
-
-    def check(self, request: Request) -> None:
-        return  # vLLM checks a request when it is submitted
 
 
 class VllmMemory(EngineMemory):

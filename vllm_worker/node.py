@@ -25,7 +25,6 @@ class VllmNode(WorkerNode):
     def __init__(self, config: WorkerConfig, role: Role.ValueType) -> None:
         """Raises StartupError if vLLM is not installed or refuses the configuration."""
         self._vllm: VllmRunner
-        self._has_started_vllm = False
         self._subscribing: asyncio.Task[None] | None = None
         super().__init__(config, role)
 
