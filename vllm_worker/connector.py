@@ -12,6 +12,7 @@ reported it as sent, and a load's only after it was reported as received.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -32,6 +34,7 @@ from vllm_worker.block_layout import SlotLayout, in_slot_order, require_layers, 
 from vllm_worker.copy_channel import CopyReporter, Spans
 from vllm_worker.engine_args import COPIES_SOCKET
 from vllm_worker.kv_jobs import BlocksToCopy, JobTable, KvJob, LayerToCopy, StepCopies
+from vllm_worker.step_work import STEPS, StepClock, StepWork
 
 if TYPE_CHECKING:
     from vllm_worker.served_vllm import ServedVllm
@@ -44,13 +47,33 @@ class CopyMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not in
     copies: StepCopies
 
 
+@dataclass
+class StepStats(KVConnectorStats):  # type: ignore[misc]
+    """Steps of vLLM on their way to the worker, each as `StepWork.to_fields`."""
+
+    @classmethod
+    def of(cls, work: StepWork) -> StepStats:
+        """Return the statistics that consist of one step."""
+        return cls({STEPS: [work.to_fields()]})
+
+    def is_empty(self) -> bool:
+        return not self.data[STEPS]
+
+    def aggregate(self, other: StepStats) -> StepStats:
+        return StepStats({STEPS: [*self.data[STEPS], *other.data[STEPS]]})
+
+    def reduce(self) -> dict[str, int | float]:
+        steps = self.data[STEPS]
+        return {"Steps": len(steps), "Avg step time (ms)": round(1e3 * sum(step[0] for step in steps) / len(steps), 3)}
+
+
 @dataclass(slots=True)
-class _SavedPrompt:
+class _Prompt:
     """A prompt in vLLM's scheduler, with the blocks that its steps have named: all versions of vLLM name them there."""
 
     job: KvJob
     num_tokens: int
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # if it is saved layer by layer
 
 
 class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -62,7 +85,8 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._jobs = JobTable(self._block_tokens)
         # On a CPU a copy takes less than the two steps of vLLM that it takes to hear of its end.
         self._loads_in_step = vllm_config.device_config.device_type == "cpu"
-        self._saved: dict[str, _SavedPrompt] = {}  # prompts that are saved layer by layer, by vLLM's request id
+        self._prompts: dict[str, _Prompt] = {}  # of the worker's requests, by vLLM's request id
+        self._steps = StepClock()
         self._transfer = vllm_config.kv_transfer_config
         self._socket_path: str | None = self._transfer.kv_connector_extra_config.get(COPIES_SOCKET)
         self._served: ServedVllm | None = None
@@ -85,8 +109,8 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         job = self._job(request)
         if job is None:
             return 0, False
-        if job.saves_layers:
-            self._saved[request.request_id] = _SavedPrompt(job, request.num_prompt_tokens)
+        if self._served is None:
+            self._prompts[request.request_id] = _Prompt(job, request.num_prompt_tokens)
         count = self._jobs.matched_tokens(job, num_computed_tokens)
         return count, count > 0 and not self._loads_in_step
 
@@ -97,27 +121,43 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._jobs.allocated(request.request_id, job, ids, num_external_tokens, in_step=self._loads_in_step)
 
     def build_connector_meta(self, scheduler_output: Any) -> CopyMetadata:
+        work = self._steps.begin(time.monotonic())
         for new in scheduler_output.scheduled_new_reqs:
-            self._scheduled(scheduler_output, new.req_id, new.num_computed_tokens, new.block_ids, has_all=True)
+            self._scheduled(scheduler_output, work, new.req_id, new.num_computed_tokens, new.block_ids, has_all=True)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, num_computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
             has_all = request_id in cached.resumed_req_ids
-            self._scheduled(scheduler_output, request_id, num_computed, blocks, has_all=has_all)
+            self._scheduled(scheduler_output, work, request_id, num_computed, blocks, has_all=has_all)
         copies = self._jobs.take()
         copies.frees_blocks = bool(scheduler_output.preempted_req_ids)
         return CopyMetadata(copies)
 
     def _scheduled(
-        self, step: Any, request_id: str, num_computed: int, blocks: tuple[list[int], ...] | None, *, has_all: bool
+        self,
+        step: Any,
+        work: StepWork,
+        request_id: str,
+        num_computed: int,
+        blocks: tuple[list[int], ...] | None,
+        *,
+        has_all: bool,
     ) -> None:
-        """Save the layers of a prompt that the step goes on with; `blocks` are its new ones, or all of them."""
-        end = num_computed + step.num_scheduled_tokens[request_id]
+        """Record what a step computes of a request; `blocks` are the request's new ones, or all of them."""
+        count = step.num_scheduled_tokens[request_id]
+        end = num_computed + count
         if self._served is not None:
             self._served.advanced(request_id, end)
-        prompt = self._saved.get(request_id)
+        prompt = self._prompts.get(request_id)
         if prompt is None:
+            return
+        if num_computed < prompt.num_tokens:
+            work.prompts.append((prompt.job.number, count))
+        else:
+            work.batch += 1
+            work.context_tokens += num_computed
+        if not prompt.job.saves_layers:
             return
         if has_all:
             prompt.blocks.clear()
@@ -131,7 +171,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         job = KvJob.of(request.kv_transfer_params) if self._served is None else self._served.ended(request)
         if job is None:
             return False, None
-        self._saved.pop(request.request_id, None)
+        self._prompts.pop(request.request_id, None)
         return self._jobs.ended(request.request_id, job, block_ids), None
 
     def _job(self, request: Any) -> KvJob | None:
@@ -139,6 +179,15 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._jobs.loaded(connector_output.finished_recving or ())
+
+    def get_kv_connector_stats(self) -> StepStats | None:
+        """Return the step that has ended: vLLM's scheduler asks once after each, its ranks have none."""
+        work = self._steps.end(time.monotonic())
+        return StepStats.of(work) if work is not None and (work.prompts or work.batch) else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StepStats:
+        return StepStats(data or {STEPS: []})
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm_worker.copy_channel import Spans
 from vllm_worker.requests import kv_job, num_replayed, prompt_of, record_prompt, sampling_params, token_logprobs
+from vllm_worker.step_work import STEPS
 from worker.engine_loop import GeneratedToken, LayerHook, StepResult
 from worker.errors import RequestFailed, RequestRefused
 from worker.request import EngineSequence
@@ -218,9 +218,7 @@ class VllmRunner:
         if sequence.first_token_at or times is None or not times.first_token_ts:
             return
         sequence.first_step_at, sequence.first_token_at = times.scheduled_ts, times.first_token_ts
-        sequence.compute_s = times.first_token_ts - times.scheduled_ts
         sequence.reused_tokens = min(output.num_cached_tokens or 0, sequence.prompt_len)
-        sequence.computed_tokens = sequence.prompt_len - sequence.reused_tokens
         if sequence.prompt_scores is not None and output.prompt_logprobs is not None:
             record_prompt(sequence.prompt_scores, output.prompt_logprobs, prompt_of(sequence))
 
@@ -260,10 +258,19 @@ class VllmRunner:
     def _record(self, scheduler: Any, iteration: Any) -> None:
         if scheduler is not None:
             self.usage = scheduler.kv_cache_usage
-        if iteration is None:
-            return
-        self.preemptions += iteration.num_preempted_reqs
-        gaps = iteration.inter_token_latencies_iter
-        if gaps and not iteration.time_to_first_tokens_iter:
-            context = sum(run.sequence.num_tokens for run in self._runs.values())
-            self._on_decode(len(gaps), context, statistics.median(gaps))
+            for seconds, prompts, batch, context_tokens in (scheduler.kv_connector_stats or {}).get(STEPS, ()):
+                self._stepped(seconds, prompts, batch, context_tokens)
+        if iteration is not None:
+            self.preemptions += iteration.num_preempted_reqs
+
+    def _stepped(self, seconds: float, prompts: list[tuple[int, int]], batch: int, context_tokens: int) -> None:
+        """Divide the duration of a step among the prompts that it computed."""
+        if batch and not prompts:
+            self._on_decode(batch, context_tokens, seconds)
+        computed = sum(count for _, count in prompts)
+        for number, count in prompts:
+            run = self._by_number.get(number)
+            if run is not None:
+                run.sequence.computed_tokens += count
+                run.sequence.compute_s += seconds * count / computed
+                run.sequence.is_beside_decodes |= batch > 0

@@ -139,20 +139,25 @@ async def held_blocks(cluster: Any, session: aiohttp.ClientSession) -> dict[str,
     return {node: int(float(value)) for node, value in found}
 
 
-async def test_the_conductor_knows_the_blocks_of_both_workers_and_answers_without_the_pool_are_the_same(
+async def test_prompts_go_to_the_worker_whose_memory_holds_them(
     cluster: Any, session: aiohttp.ClientSession, moonpool: Callable[..., Any]
 ) -> None:
     options = {"max_tokens": 4, "ignore_eos": True, **SAMPLED}
-    asked = [prompt * 4 for prompt in prompts(12, seed=13)[8:]]
+    asked = [prompt * 4 for prompt in prompts(20, seed=13)[8:]]
     first = await asyncio.gather(*(cluster.complete(session, prompt, **options) for prompt in asked))
     await cluster.validate()
     flushed = await asyncio.to_thread(moonpool, "pool", "flush", "--yes", "--ready-file", cluster.ready_file)
     assert flushed.returncode == 0, flushed.stderr  # from now on only the workers have them
-    again = [await cluster.complete(session, prompt, **options) for prompt in asked]
+    again = []
+    for prompt in asked:
+        again.append(await cluster.complete(session, prompt, **options))
+        await cluster.validate()  # both workers are idle when the next prompt is placed
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in first]
-    held = await held_blocks(cluster, session)
-    assert set(held) == {"aggregated-0", "aggregated-1"}
-    assert min(held.values()) > 0
+    where = [answer.moonpool["decode_node"] for answer in first]
+    assert set(where) == set(await held_blocks(cluster, session)) == {"aggregated-0", "aggregated-1"}
+    assert [answer.moonpool["decode_node"] for answer in again] == where
+    for answer in again:
+        assert answer.cached_tokens >= (len(answer.prompt_ids) - 1) // 32 * 32
 
 
 async def stream(

@@ -13,9 +13,10 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_worker.block_copies import new_block_copies
 from vllm_worker.block_layout import SlotLayout
-from vllm_worker.connector import MoonpoolConnector, cpu_positions
+from vllm_worker.connector import MoonpoolConnector, StepStats, cpu_positions
 from vllm_worker.engine_args import COPIES_SOCKET
 from vllm_worker.kv_jobs import BlocksToCopy, KvJob
+from vllm_worker.step_work import STEPS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -101,3 +102,42 @@ def test_layers_of_a_prompt_are_saved_from_the_blocks_that_its_steps_named(monke
     assert layers(40, cached=later(0, [1, 2], "r")) == []  # computed again after a preemption, but saved already
     with pytest.raises(RuntimeError, match="65 tokens of r in 2 known blocks"):
         layers(1, cached=later(64, None))
+
+
+def test_the_scheduler_reports_what_each_step_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = made("cpu", monkeypatch)
+    for number, name in enumerate(("a", "b")):
+        asked = request(KvJob(number, (4, 5), load_tokens=0, save_from=0, saves_layers=False).to_params())
+        asked.request_id = name
+        connector.get_num_new_matched_tokens(asked, 0)
+
+    def schedule(*steps: tuple[str, int, int]) -> None:
+        cached = SimpleNamespace(
+            req_ids=[name for name, _, _ in steps],
+            resumed_req_ids=set(),
+            num_computed_tokens=[computed for _, computed, _ in steps],
+            new_block_ids=[None for _ in steps],
+        )
+        counts = {name: count for name, _, count in steps}
+        output = SimpleNamespace(
+            scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens=counts, preempted_req_ids=None
+        )
+        connector.build_connector_meta(output)
+
+    def reported() -> Any:
+        stats = connector.get_kv_connector_stats()
+        return stats and [step[1:] for step in stats.data[STEPS]]
+
+    schedule(("a", 0, 40), ("b", 0, 24), ("of no job", 0, 9))
+    schedule(("a", 40, 1), ("b", 24, 16))
+    schedule(("a", 41, 1), ("b", 40, 1))
+    schedule()
+    assert reported() == [[[(0, 40), (1, 24)], 0, 0]]
+    assert reported() == [[[(1, 16)], 1, 40]]
+    assert reported() == [[[], 2, 81]]
+    assert reported() is None  # nothing was computed
+    assert connector.get_kv_connector_stats() is None
+
+    logged = StepStats({STEPS: [[0.25, [], 1, 5]]}).aggregate(StepStats({STEPS: [[0.75, [], 1, 5]]}))
+    assert logged.reduce() == {"Steps": 2, "Avg step time (ms)": 500.0}
+    assert MoonpoolConnector.build_kv_connector_stats().is_empty()

@@ -15,6 +15,7 @@ from moonpool_proto.v1.worker_pb2 import Submit
 from vllm_worker.kv_jobs import KvJob
 from vllm_worker.requests import kv_job, prompt_of
 from vllm_worker.runner import VllmRunner
+from vllm_worker.step_work import STEPS
 from worker.engine_loop import StepResult
 from worker.errors import RequestFailed, RequestRefused
 from worker.request import EngineSequence, Request
@@ -105,7 +106,24 @@ async def test_tokens_arrive_with_their_indexes_and_the_sequence_leaves_with_its
     await left.wait()
     assert [(token.index, token.token) for step in steps for token in step.tokens] == [(0, 5), (1, 6), (2, 7)]
     assert (steps[-1].left, steps[-1].error, own.error, runner.num_sequences) == ([own], None, None, 0)
-    assert (own.first_step_at, own.first_token_at, own.compute_s) == (1.0, 2.0, 1.0)
+    assert (own.first_step_at, own.first_token_at) == (1.0, 2.0)
+
+
+async def test_a_prompt_takes_its_share_of_the_steps_that_computed_it_and_only_pure_decode_steps_are_reported() -> None:
+    decoded: list[tuple[int, int, float]] = []
+    runner = VllmRunner(lambda _: None, lambda *step: decoded.append(step))
+    runner._llm = StandIn([])
+    own, other = sequence(), sequence()
+    runner.submit(own)
+    runner.submit(other)
+    steps = [[2.0, [[0, 30], [1, 10]], 0, 0], [1.0, [[0, 10], [9, 10]], 4, 900], [0.5, [], 6, 1200]]
+    statistics = SimpleNamespace(kv_cache_usage=0.25, kv_connector_stats={STEPS: steps})
+    runner._record(statistics, None)
+    runner._record(SimpleNamespace(kv_cache_usage=0.5, kv_connector_stats=None), SimpleNamespace(num_preempted_reqs=2))
+    assert (own.compute_s, own.computed_tokens, own.is_beside_decodes) == (2.0, 40, True)
+    assert (other.compute_s, other.computed_tokens, other.is_beside_decodes) == (0.5, 10, False)
+    assert decoded == [(6, 1200, 0.5)]
+    assert (runner.usage, runner.preemptions) == (0.5, 2)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
