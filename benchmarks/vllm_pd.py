@@ -1,6 +1,6 @@
 """vLLM behind round-robin, behind Moonpool's conductor, and split into prefill and decode; and Moonpool's own engine.
 
-    .vllm/bin/python -m benchmarks.vllm_pd [--requests N] [--rate R] [--sessions N] [--turns N] [--store]
+    .vllm/bin/python -m benchmarks.vllm_pd [--requests N] [--rate R] [--sessions N] [--turns N] [--rounds N] [--store]
 
 Runs in vLLM's environment (`make test-vllm` builds it), on CPUs in float32, with the bundled model. Every shape has two
 engines and receives the same requests at the same times.
@@ -11,10 +11,12 @@ engines and receives the same requests at the same times.
 2. `dialogues`: dialogues of several turns whose KV exceeds the engines' memory (`num_gpu_blocks_override`), every
    dialogue at one engine as its client would have it. vLLM with its own prefix cache, against Moonpool with its pool.
 
-Times are the client's. The hit rate is cached over all prompt tokens, as the servers report them. CPU seconds are those
-of all processes of a shape while it serves. The last line of output is JSON: `tokens_equal` (the share of answers whose
-tokens equal those of vLLM alone), `conductor_vs_round_robin_ttft_ratio` and `pool_vs_prefix_cache_ttft_ratio` (of
-median TTFTs). `--store` writes benchmarks/results/vllm_pd-DATE.json.
+The shapes of a scenario take turns, in every round with new servers and prompts, and the figures are over all rounds:
+the speed of a shared machine changes within minutes. Times are the client's. The hit rate is cached over all prompt
+tokens, as the servers report them. CPU seconds are those of all processes of a shape while it serves. The last line of
+output is JSON: `tokens_equal` (the share of answers whose tokens equal those of vLLM alone),
+`conductor_vs_round_robin_ttft_ratio` and `pool_vs_prefix_cache_ttft_ratio` (of median TTFTs). `--store` writes
+benchmarks/results/vllm_pd-DATE.json.
 """
 
 from __future__ import annotations
@@ -72,13 +74,20 @@ class ServedRequest:
     ids: list[int] = field(default_factory=list)
 
 
+@dataclass
+class Run:
+    """What one shape did in all rounds."""
+
+    answers: list[ServedRequest] = field(default_factory=list)
+    cpu_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class ServingShape:
     """A way to serve: `flags` of `moonpool serve`, or none for two `vllm serve`."""
 
     name: str
     flags: tuple[str, ...] = ()
-    kv_tokens: str = ""  # memory for KV, in words
 
 
 @dataclass
@@ -265,13 +274,14 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.5, help="of them per second")
     parser.add_argument("--sessions", type=int, default=12, help="dialogues")
     parser.add_argument("--turns", type=int, default=6, help="turns of each dialogue")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of all shapes")
     parser.add_argument("--store", action="store_true", help="write the result")
     given = parser.parse_args()
     console = Console(stderr=True)
     capacity, small = 9216, 3072  # tokens of KV per engine
     engine = ("--engine", "vllm", "--max-batch", "16", "--prefill-chunk-tokens", "512")
     shapes = [
-        ServingShape("vLLM, round-robin", (), f"{capacity} tokens per engine"),
+        ServingShape("vLLM, round-robin"),
         ServingShape("vLLM, conductor", (*engine, "--aggregated", "2", "--capacity-tokens", str(capacity))),
         ServingShape(
             "vLLM, 1 prefill + 1 decode",
@@ -279,31 +289,32 @@ def main() -> None:
         ),
         ServingShape("own engine, conductor", ("--aggregated", "2", "--capacity-tokens", str(capacity), *engine[2:])),
     ]
-    asks = shared_prefixes(given.requests, given.rate, seed=1)
-    dialogues = questions(given.sessions, given.turns, seed=2)
-    rows: dict[str, dict[str, dict[str, float]]] = {"shared prefixes": {}, "dialogues": {}}
-    equal: dict[str, float] = {}
+    pool = (*engine, "--aggregated", "2", "--capacity-tokens", str(small), "--pool-bytes", "512MiB")
+    cached = [ServingShape("vLLM, prefix cache"), ServingShape("vLLM, pool", pool)]
+    runs: dict[str, dict[str, Run]] = {"shared prefixes": {}, "dialogues": {}}
     with tempfile.TemporaryDirectory(prefix="moonpool-vllm-pd-") as name:
         folder = Path(name)
-        alone: list[ServedRequest] = []
-        for shape in shapes:
-            console.print(f"shared prefixes: {shape.name}")
-            with moonpool(shape.flags, folder) if shape.flags else vllm(capacity // BLOCK + 1, folder) as servers:
-                before = servers.cpu_s()
-                answers = asyncio.run(run_trace(servers, asks))
-                rows["shared prefixes"][shape.name] = figures(answers, servers.cpu_s() - before)
-            alone = alone or answers
-            equal[shape.name] = equal_share(answers, alone)
-        alone = []
-        pool = (*engine, "--aggregated", "2", "--capacity-tokens", str(small), "--pool-bytes", "512MiB")
-        for label, flags in (("vLLM, prefix cache", ()), ("vLLM, pool", pool)):
-            console.print(f"dialogues: {label}")
-            with moonpool(flags, folder) if flags else vllm(small // BLOCK + 1, folder) as servers:
-                before = servers.cpu_s()
-                answers = asyncio.run(run_dialogues(servers, dialogues))
-                rows["dialogues"][label] = figures(answers, servers.cpu_s() - before)
-            alone = alone or answers
-            equal[label] = equal_share(answers, alone)
+        for number in range(given.rounds):
+            asks = shared_prefixes(given.requests, given.rate, seed=10 * number + 1)
+            dialogues = questions(given.sessions, given.turns, seed=10 * number + 2)
+            for scenario, each, tokens in (("shared prefixes", shapes, capacity), ("dialogues", cached, small)):
+                for shape in each:
+                    console.print(f"round {number + 1} of {given.rounds}, {scenario}: {shape.name}")
+                    with moonpool(shape.flags, folder) if shape.flags else vllm(tokens // BLOCK + 1, folder) as servers:
+                        before = servers.cpu_s()
+                        served = run_trace(servers, asks) if each is shapes else run_dialogues(servers, dialogues)
+                        run = runs[scenario].setdefault(shape.name, Run())
+                        run.answers += asyncio.run(served)
+                        run.cpu_s += servers.cpu_s() - before
+    rows = {
+        scenario: {label: figures(run.answers, run.cpu_s) for label, run in found.items()}
+        for scenario, found in runs.items()
+    }
+    equal = {
+        label: equal_share(run.answers, next(iter(found.values())).answers)
+        for found in runs.values()
+        for label, run in found.items()
+    }
     for scenario, found in rows.items():
         table = Table(title=scenario)
         names = list(next(iter(found.values())))
