@@ -75,8 +75,8 @@ class ServedRequest:
 
 
 @dataclass
-class Run:
-    """What one shape did in all rounds."""
+class ShapeRun:
+    """Requests of one shape, and the CPU time that they took, over all rounds."""
 
     answers: list[ServedRequest] = field(default_factory=list)
     cpu_s: float = 0.0
@@ -291,7 +291,7 @@ def main() -> None:
     ]
     pool = (*engine, "--aggregated", "2", "--capacity-tokens", str(small), "--pool-bytes", "512MiB")
     cached = [ServingShape("vLLM, prefix cache"), ServingShape("vLLM, pool", pool)]
-    runs: dict[str, dict[str, Run]] = {"shared prefixes": {}, "dialogues": {}}
+    runs: dict[str, dict[str, ShapeRun]] = {"shared prefixes": {}, "dialogues": {}}
     with tempfile.TemporaryDirectory(prefix="moonpool-vllm-pd-") as name:
         folder = Path(name)
         for number in range(given.rounds):
@@ -303,7 +303,7 @@ def main() -> None:
                     with moonpool(shape.flags, folder) if shape.flags else vllm(tokens // BLOCK + 1, folder) as servers:
                         before = servers.cpu_s()
                         served = run_trace(servers, asks) if each is shapes else run_dialogues(servers, dialogues)
-                        run = runs[scenario].setdefault(shape.name, Run())
+                        run = runs[scenario].setdefault(shape.name, ShapeRun())
                         run.answers += asyncio.run(served)
                         run.cpu_s += servers.cpu_s() - before
     rows = {

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from conductor.core import Core
 from conductor.directory import Directory, DirectoryState
-from conductor.directory.directory import Matches
+from conductor.directory.directory import Match, Matches
 from conductor.directory.feeds import POOL_NODES, DirectoryUpdater, sample
 from conductor.policy.decisions import Copy, Shrink
 from conductor.policy.events import CopyFinished
@@ -113,6 +113,7 @@ class CopiedPrefixes:
 
 log = logging.getLogger(__name__)
 _OWNER = "conductor"
+_MOST_HOLDERS = 3
 _BLOCKS_AT_ONCE = 1 << 16  # blocks of copied prefixes that one call looks up, which takes some milliseconds
 
 
@@ -158,6 +159,11 @@ class PoolNodes:
             held[:, self._absent] = 0
             return Matches(matches.roster, held, int(held[0].max(initial=0)))
         return matches
+
+    def holders(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> list[tuple[str, Match]]:
+        """Return at most three pool nodes with leading blocks of the chain: most blocks first, then fewest on SSD."""
+        found = self.match(kv_namespace, keys).items()
+        return sorted(found, key=lambda held: (-held[1].blocks, held[1].ssd_blocks, held[0]))[:_MOST_HOLDERS]
 
     def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes) -> None:
         """Start a copy in the background; its end is reported to the policy as CopyFinished."""

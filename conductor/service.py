@@ -23,6 +23,7 @@ from conductor.scheduling import Scheduling
 from conductor.slo import SloKeeper
 from conductor.slo.service import SloCalls
 from conductor.worker_memory import WorkerMemory
+from kvpool import KvPoolError, short_keys_from_bytes
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
 from rpc.versions import own_software
@@ -193,6 +194,16 @@ class ConductorService(ConductorServicer):
             *(f"{name} = {count} at rest" for name, count in counts.items() if count),
         ]
         return common_pb2.JsonReply(json=json.dumps({"ok": not problems, "problems": problems, "counts": counts}))
+
+    async def Locate(self, request: conductor_pb2.LocateRequest, context: Context) -> conductor_pb2.LocateReply:
+        try:
+            keys = short_keys_from_bytes(request.chain)
+        except KvPoolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        reply = conductor_pb2.LocateReply()
+        for pool, held in self._pools.holders(request.kv_namespace, keys):
+            reply.holders.add(pool=self._registry.refs[pool], num_blocks=held.blocks, ssd_blocks=held.ssd_blocks)
+        return reply
 
     async def Overview(self, request: conductor_pb2.OverviewRequest, context: Context) -> common_pb2.JsonReply:
         found = overview(self._core, self._registry, self._slo.keeper, request.first_slice)

@@ -113,8 +113,19 @@ class ConductorTargetSettings(SettingsGroup):
             raise InvalidSetting(
                 "--conductor is required: give the gRPC address that `moonpool node conductor` printed"
             )
+        self._check_distinct()
+
+    def _check_distinct(self) -> None:
         if twice := sorted({each for each in self.conductor if self.conductor.count(each) > 1}):
             raise InvalidSetting(f"--conductor {twice[0]!r} is given twice: give each conductor once")
+
+
+@dataclass(frozen=True)
+class KnownConductorSettings(ConductorTargetSettings):
+    """Addresses of the conductors, for a role that can do without."""
+
+    def check(self) -> None:
+        self._check_distinct()
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from vllm_worker.agent_messages import (
     pack,
     unpacker,
 )
+from vllm_worker.block_locator import BlockLocator
 from vllm_worker.copy_channel import CopyReports
 from vllm_worker.engine import EngineInVllm, VllmLimits, VllmMemory
 from vllm_worker.kv_jobs import KvJob
@@ -146,17 +147,20 @@ class ServedRunner:
         run.num_saved = run.save_from if error else len(run.sequence.tokens)
         self._leave(number, run)
 
-    def dropped(self, number: int) -> None:
-        """End a sequence of which vLLM has not used a slot."""
-        run = self._runs.get(number)
-        if run is not None:
-            run.has_ended, run.num_saved = True, run.save_from
-            self._leave(number, run)
+    def withdraw(self, request_id: str) -> None:
+        """End the sequence of a request whose job vLLM will not use."""
+        for number, run in list(self._runs.items()):
+            if run.sequence.request.request_id == request_id:
+                self._drop(number, run)
 
     def close(self) -> None:
         """End all sequences: vLLM is gone, and nothing of them is saved."""
-        for number in list(self._runs):
-            self.dropped(number)
+        for number, run in list(self._runs.items()):
+            self._drop(number, run)
+
+    def _drop(self, number: int, run: _ServedRun) -> None:
+        run.has_ended, run.num_saved = True, run.save_from
+        self._leave(number, run)
 
     def _leave(self, number: int, run: _ServedRun) -> None:
         if not run.has_ended or run.num_saved is None:
@@ -169,12 +173,19 @@ class ServedRunner:
 class KvAgent(WorkerNode):
     """The components of a worker around a vLLM that others run. All methods run on the event loop, except `warm_up`."""
 
-    def __init__(self, config: WorkerConfig, model: DescribedModel, send: Send) -> None:
-        """`config.messenger.shm_dir` is set: the folder in which vLLM's ranks find the socket. Raises OSError."""
+    def __init__(
+        self, config: WorkerConfig, conductor_targets: tuple[str, ...], model: DescribedModel, send: Send
+    ) -> None:
+        """`config.messenger.shm_dir` is set: the folder in which vLLM's ranks find the socket.
+
+        The conductors are asked for blocks of other hosts; the agent does not join them. Raises OSError, and
+        InvalidArgument for a malformed target.
+        """
         assert config.messenger.shm_dir is not None
         self._model = model
         self._send = send
         super().__init__(config, ROLE_AGGREGATED)
+        self._locator = BlockLocator(conductor_targets, self.namespace)
         self._seed_name = f"vLLM's prompts {model.fingerprint}"
         self._reports = CopyReports(
             config.messenger.shm_dir / COPIES_SOCKET_NAME,
@@ -202,6 +213,7 @@ class KvAgent(WorkerNode):
         await super()._end_requests()
 
     async def _close_engine(self) -> None:
+        await self._locator.close()
         await self._reports.close()
 
     def take(self, message: list[Any]) -> None:
@@ -214,9 +226,8 @@ class KvAgent(WorkerNode):
         elif kind == "end":
             self._served.ended(*fields)
         elif kind == "cancel":
+            self._served.withdraw(*fields)
             self.jobs.cancel(fields[0], 0)
-        elif kind == "drop":
-            self._served.dropped(*fields)
         else:
             raise ValueError(f"unknown message {kind!r}")
 
@@ -258,6 +269,7 @@ class KvAgent(WorkerNode):
         is_told = False
         try:
             with tracing.begin("serve", "", **request.span_attributes) as span, self.queued(request):
+                await self._locator.locate(request)
                 async with prepared(self, request, peak_tokens=self._first_tokens(request)) as work:
                     await load(self, work, span, whole=True)
                     sequence = sequence_of(self, work, None, prefill_only=False)
@@ -278,6 +290,7 @@ class KvAgent(WorkerNode):
 
 async def serve_kv_agent(
     config: WorkerConfig,
+    conductor_targets: tuple[str, ...],
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
     metrics: RoleMetrics | None = None,
@@ -299,7 +312,7 @@ async def serve_kv_agent(
     first = await anext(messages, None)
     if first is None or first[0] != "model":
         raise StartupError(f"the first message of vLLM's scheduler must describe its model, got {first!r:.100}")
-    agent = KvAgent(config, DescribedModel(**first[1]), send)
+    agent = KvAgent(config, conductor_targets, DescribedModel(**first[1]), send)
     try:
         await in_thread(agent.warm_up)
         starting = asyncio.ensure_future(agent.start(""))

@@ -145,8 +145,8 @@ class AgentLink:
         except (OSError, ValueError, msgpack.UnpackException) as error:
             log.error("the replies of Moonpool's KV agent cannot be read: %r", error)
         if not self.has_ended:
-            self.has_ended = True
             log.error("Moonpool's KV agent has ended: vLLM goes on without the pool until it is started again")
+            self.has_ended = True
         self._first_news.set()
 
 

@@ -7,8 +7,8 @@ Messages are msgpack arrays on a stream socket, a kind and its fields:
                          ["grow", job, count]                          its answer needs more slots
                          ["end", job, ids, num_tokens]                 vLLM has ended it; the answer's ids, and how many
                                                                        tokens have KV. The ranks report the end as well
-                         ["cancel", request]                           vLLM no longer waits for the reply to "begin"
-                         ["drop", job]                                 a job that came after that
+                         ["cancel", request]                           vLLM no longer waits for the reply to "begin",
+                                                                       and will not use a job that is under way
     agent -> scheduler   ["ready"]
                          ["job", request, fields of KvJob]             the reused KV is in the slots
                          ["no job", request]                           vLLM computes and keeps it without the agent

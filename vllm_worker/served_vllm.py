@@ -181,9 +181,8 @@ class ServedVllm:
     def _begun(self, request_id: str, fields: Mapping[str, Any]) -> None:
         job = KvJob.from_fields(fields)
         entry = self._entries.get(request_id)
-        if entry is None or not entry.is_awaited:  # vLLM no longer waits for it
-            self._link.send("drop", job.number)
-            return
+        if entry is None or not entry.is_awaited:
+            return  # the agent has been told that vLLM no longer waits for it
         entry.is_awaited = False
         entry.job = job if self._loads else replace(job, load_tokens=0)
         self._names[job.number] = request_id

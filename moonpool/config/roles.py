@@ -13,6 +13,7 @@ from settings.node import (
     ConductorTargetSettings,
     HealthSettings,
     HostSettings,
+    KnownConductorSettings,
     ListenSettings,
     LogSettings,
     NodeSettings,
@@ -150,6 +151,7 @@ class KvAgentRole:
     """`moonpool kv-agent`, which `MoonpoolConnector` starts beside a stock vLLM. Of `engine` it uses the capacity."""
 
     node: NodeSettings
+    conductor: KnownConductorSettings
     health: HealthSettings
     host: HostSettings
     worker: WorkerSettings

@@ -165,7 +165,7 @@ async def _kv_agent(
     from moonpool.role_configs import kv_agent_config
     from vllm_worker.agent import serve_kv_agent
 
-    await serve_kv_agent(kv_agent_config(config, node_id), stop, on_ready, metrics)
+    await serve_kv_agent(kv_agent_config(config, node_id), config.conductor.conductor, stop, on_ready, metrics)
 
 
 async def _frontend(

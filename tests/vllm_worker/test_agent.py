@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,32 +37,40 @@ MODEL = DescribedModel(
 REPLY_S = 20.0
 
 
+@dataclass(frozen=True)
+class Pools:
+    """Targets of a conductor and of two pool nodes."""
+
+    conductor: str
+    own: str
+    other: str
+
+
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Target of a pool node."""
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
     folder = Path(os.path.realpath(tmp_path_factory.mktemp("p")))
-    common = ["--socket-dir", str(folder / "s")]
-    conductor = Role("conductor", ["conductor", "--listen", f"unix:{folder}/c.sock", *common], folder / "c.log")
-    node = Role(
-        "pool",
-        ["pool-node", "--conductor", f"unix:{folder}/c.sock", "--listen", f"unix:{folder}/p.sock", *common],
-        folder / "p.log",
-    )
+
+    def role(name: str, *command: str) -> Role:
+        flags = ["--listen", f"unix:{folder}/{name}.sock", "--socket-dir", str(folder / name), "--node-id", name]
+        return Role(name, [*command, *flags], folder / f"{name}.log")
+
+    conductor = role("c", "conductor")
+    nodes = [role(name, "pool-node", "--conductor", f"unix:{folder}/c.sock") for name in ("p", "q")]
     try:
-        for role in (conductor, node):
-            role.start()
-            role.wait_ready()
-        yield node.target
+        for each in (conductor, *nodes):
+            each.start()
+            each.wait_ready()
+        yield Pools(conductor.target, *(node.target for node in nodes))
     finally:
-        for role in (node, conductor):
-            role.kill()
+        for each in (*nodes, conductor):
+            each.kill()
 
 
 class Vllm:
     """Scheduler and two ranks of a vLLM, whose KV of a token follows from its id and its position."""
 
-    def __init__(self, name: str, pool: str, **settings: Any) -> None:
-        settings = {"pool": pool, "block_tokens": BLOCK, "capacity_tokens": 40 * BLOCK, **settings}
+    def __init__(self, name: str, **settings: Any) -> None:
+        settings = {"block_tokens": BLOCK, "capacity_tokens": 40 * BLOCK, **settings}
         self.link = AgentLink.start(settings, MODEL, name)
         self.served = ServedVllm(self.link, BLOCK)
         self.ranks = [CopyReporter(str(copies_socket(name)), rank, 2) for rank in range(2)]
@@ -124,11 +133,11 @@ def ids_of(seed: int, count: int) -> list[int]:
 
 
 @pytest.fixture
-def start(pool: str) -> Iterator[Callable[..., Vllm]]:
+def start(pools: Pools) -> Iterator[Callable[..., Vllm]]:
     started: list[Vllm] = []
 
     def start(name: str, **settings: Any) -> Vllm:
-        started.append(Vllm(f"{name}-{os.getpid()}", pool, **settings))
+        started.append(Vllm(f"{name}-{os.getpid()}", **{"pool": pools.own, **settings}))
         return started[-1]
 
     yield start
@@ -178,6 +187,35 @@ def test_what_one_vllm_has_computed_another_loads_partial_block_and_answer_inclu
     assert salted.load_tokens == 0
 
 
+def test_blocks_of_another_hosts_pool_are_found_through_a_conductor(start: Callable[..., Vllm], pools: Pools) -> None:
+    there = start("there", pool=pools.other)
+    ids = ids_of(21, 100)
+    asked = request("a", ids)
+    assert there.begin(asked) is not None
+    there.end(asked)
+    until_stored(there, [*ids, 1], 99)
+
+    alone = start("alone")
+    job = alone.begin(request("a", [*ids, 1]))
+    assert job is not None
+    assert job.load_tokens == 0
+
+    here = start("here", conductor=["127.0.0.1:1", pools.conductor])  # the first conductor does not run
+    job = until_stored(here, [*ids, 1], 99)
+    found = here.slots(job)
+    for index in range(99):
+        assert (found[index // BLOCK, :, :, :, index % BLOCK] == value(ids, index)).all()
+
+
+def test_without_a_conductor_that_answers_the_own_pool_is_used(start: Callable[..., Vllm]) -> None:
+    vllm = start("unanswered", conductor="127.0.0.1:1")
+    ids = ids_of(22, 100)
+    asked = request("a", ids)
+    assert vllm.begin(asked) is not None
+    vllm.end(asked)
+    until_stored(vllm, [*ids, 1], 99)
+
+
 def test_kv_that_a_rank_could_not_copy_is_not_stored(start: Callable[..., Vllm]) -> None:
     vllm = start("errors")
     ids = ids_of(3, 100)
@@ -193,7 +231,7 @@ def test_kv_that_a_rank_could_not_copy_is_not_stored(start: Callable[..., Vllm])
     assert job.load_tokens == 0
 
 
-def test_a_job_that_comes_too_late_is_dropped() -> None:
+def test_a_job_that_comes_too_late_is_not_used() -> None:
     now_s, sent = [0.0], list[Any]()
     replies: list[list[Any]] = []
 
@@ -215,8 +253,30 @@ def test_a_job_that_comes_too_late_is_dropped() -> None:
     assert not served.is_awaited(asked)
     assert served.job("a") is None
     assert served.ended(asked) is None
-    assert [message[0] for message in sent] == ["begin", "cancel", "drop"]
-    assert sent[-1] == ("drop", 7)
+    assert [message[0] for message in sent] == ["begin", "cancel"]
+
+
+def test_a_cancel_frees_the_slots_of_a_job_that_vllm_has_not_seen(start: Callable[..., Vllm]) -> None:
+    link = start("crossing", capacity_tokens=6 * BLOCK).link
+    ids = np.array(ids_of(6, 5 * BLOCK), "<i4").tobytes()  # needs more than half of the slots
+    deadline_s = time.monotonic() + REPLY_S
+
+    def reply() -> Any:
+        while not (found := link.take()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        return found[0][0]
+
+    link.send("begin", "a", ids, "", 10)
+    assert reply() == "job"
+    link.send("begin", "b", ids, "", 10)
+    assert reply() == "no job"
+    link.send("cancel", "a")
+    for attempt in range(1000):
+        link.send("begin", f"b{attempt}", ids, "", 10)
+        if reply() == "job":
+            return
+    raise AssertionError("the slots of the cancelled request are still in use")
 
 
 @pytest.mark.parametrize(
@@ -283,8 +343,8 @@ def test_without_its_agent_vllm_goes_on_alone(start: Callable[..., Vllm], caplog
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 def test_settings_that_an_agent_does_not_have_end_the_start_by_name(
-    settings: dict[str, Any], words: str, pool: str, capfd: pytest.CaptureFixture[str]
+    settings: dict[str, Any], words: str, pools: Pools, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(AgentFailed, match="did not start"):
-        AgentLink.start({"pool": pool, "block_tokens": BLOCK, **settings}, MODEL, f"bad-{json.dumps(settings)}")
+        AgentLink.start({"pool": pools.own, "block_tokens": BLOCK, **settings}, MODEL, f"bad-{json.dumps(settings)}")
     assert words in " ".join(capfd.readouterr().err.replace("│", " ").split())

@@ -80,6 +80,11 @@ class ConductorStub:
                 request_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/moonpool.v1.Conductor/Locate',
+                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.LocateRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.LocateReply.FromString,
+                _registered_method=True)
         self.Overview = channel.unary_unary(
                 '/moonpool.v1.Conductor/Overview',
                 request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.OverviewRequest.SerializeToString,
@@ -156,6 +161,13 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Locate(self, request, context):
+        """Return the pool nodes that hold a prompt which is not scheduled here; a stock vLLM's KV agent asks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Overview(self, request, context):
         """Return the state and the recent history for the console, as JSON; see conductor.overview.
         """
@@ -217,6 +229,11 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.Validate,
                     request_deserializer=moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.LocateRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.LocateReply.SerializeToString,
             ),
             'Overview': grpc.unary_unary_rpc_method_handler(
                     servicer.Overview,
@@ -472,6 +489,33 @@ class Conductor:
             '/moonpool.v1.Conductor/Validate',
             moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/Locate',
+            moonpool__proto_dot_v1_dot_conductor__pb2.LocateRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_conductor__pb2.LocateReply.FromString,
             options,
             channel_credentials,
             insecure,

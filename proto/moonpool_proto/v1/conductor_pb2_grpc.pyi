@@ -49,6 +49,8 @@ class ConductorStub:
     """Create a new version of the objectives."""
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Validate: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
+    Locate: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.LocateRequest, _conductor_pb2.LocateReply]
+    """Return the pool nodes that hold a prompt which is not scheduled here; a stock vLLM's KV agent asks."""
     Overview: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.OverviewRequest, _common_pb2.JsonReply]
     """Return the state and the recent history for the console, as JSON; see conductor.overview."""
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]
@@ -74,6 +76,8 @@ class ConductorAsyncStub(ConductorStub):
     """Create a new version of the objectives."""
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Validate: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
+    Locate: _aio.UnaryUnaryMultiCallable[_conductor_pb2.LocateRequest, _conductor_pb2.LocateReply]  # type: ignore[assignment]
+    """Return the pool nodes that hold a prompt which is not scheduled here; a stock vLLM's KV agent asks."""
     Overview: _aio.UnaryUnaryMultiCallable[_conductor_pb2.OverviewRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     """Return the state and the recent history for the console, as JSON; see conductor.overview."""
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
@@ -150,6 +154,14 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.JsonRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Locate(
+        self,
+        request: _conductor_pb2.LocateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.LocateReply, _abc.Awaitable[_conductor_pb2.LocateReply]]:
+        """Return the pool nodes that hold a prompt which is not scheduled here; a stock vLLM's KV agent asks."""
 
     @_abc_1.abstractmethod
     def Overview(

@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 
+import grpc
 import numpy as np
+import pytest
 from google.protobuf.json_format import MessageToDict
 
 from kvpool import KvGroup, KvSpec, layer_digests, parent_keys
 from kvpool.client import PoolClient
 from messenger import Messenger, MessengerConfig, SharedMemory
-from moonpool_proto.v1 import common_pb2
+from moonpool_proto.v1 import common_pb2, conductor_pb2
 from settings.keys import assemble
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
@@ -99,6 +101,33 @@ async def test_a_stored_prefix_is_reused_and_a_hot_one_copied_to_the_node_that_h
     await client.until_joined("prefill-0", "prefill-1", "decode-0")
     lost = (await client.schedule("lost", chain=chain.tobytes())).placement
     assert lost.reuse_blocks == 0
+
+
+async def test_pool_nodes_with_a_prompts_blocks_are_told_to_those_who_schedule_nothing(conductor, start_pool):
+    _, client = await conductor()
+    pools = [await start_pool(name) for name in ("pool-0", "pool-1", "pool-2")]
+    await client.until_joined("pool-0", "pool-1", "pool-2")
+    chain = np.random.default_rng(1).integers(0, 256, (10, 16), dtype=np.uint8)
+    await store(pools[0].target, chain[:4], fill=7)
+    await store(pools[1].target, chain, fill=7)
+
+    async def located(namespace, chain):
+        asked = conductor_pb2.LocateRequest(kv_namespace=namespace, chain=chain)
+        reply = await client.stub.Locate(asked, timeout=10)
+        return [(held.pool.target, held.first_block, held.num_blocks, held.ssd_blocks) for held in reply.holders]
+
+    async def all_known():
+        return len(await located(NAMESPACE, chain.tobytes())) == 2
+
+    await client.until(all_known)
+    found = await located(NAMESPACE, chain.tobytes())
+    assert found == [(pools[1].target, 0, 10, 0), (pools[0].target, 0, 4, 0)]
+    assert await located(NAMESPACE, chain[:3].tobytes()) == [(pool.target, 0, 3, 0) for pool in pools[:2]]
+    assert await located(bytes(reversed(NAMESPACE)), chain.tobytes()) == []
+    assert await located(NAMESPACE, b"") == []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await located(NAMESPACE, chain.tobytes()[:-1])
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_prefix_of_one_model_is_none_for_another_with_the_same_chain_but_is_for_its_copy(conductor, start_pool):
