@@ -92,8 +92,8 @@ class Scheduling:
         ) as span:
             event = wire.request_arrived(request, kv_namespace, matches, keys, replicas, own)
             decisions = self._core.handle(event, keys)
-            self._carry_out(decisions, request)
             self._write(decisions, reply)
+            self._carry_out(decisions, request)
             if span.is_on:
                 span.note(**wire.decision_fields(reply))
         if log.isEnabledFor(logging.DEBUG):
@@ -125,6 +125,9 @@ class Scheduling:
         match decisions[0]:
             case Place() as place:
                 wire.write_placement(reply.placement, place, self._registry.nodes, self._registry.refs)
+                reply.placement.slo_version = self._core.policy.slo.version
+                if (logged := self._core.last_event) is not None:
+                    reply.placement.decision.run, reply.placement.decision.number = logged
             case Reject() as reject:
                 reply.rejection.CopyFrom(wire.rejection(reject))
             case other:
