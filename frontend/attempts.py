@@ -324,6 +324,7 @@ class Placer:
             endless=request.idle_s > 0,
             traceparent=traceparent,
             allowed_classes=request.allowed_classes,
+            wants_receipt=request.wants_receipt,
         )
 
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:

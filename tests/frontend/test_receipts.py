@@ -70,6 +70,7 @@ async def test_an_answer_carries_where_its_kv_came_from_and_its_decision(cluster
     }
     assert (end.kv.cached_tokens, end.kv.cached_ssd_tokens) == (8, 2)
     assert receipt["ttft_s"] > 0
+    assert [request.wants_receipt for request in cluster.conductor.scheduled] == [True]
 
 
 async def test_chats_and_streams_carry_it_too_a_stream_in_its_last_event(cluster: Any, front: Any) -> None:
@@ -101,6 +102,7 @@ async def test_who_does_not_ask_gets_none_and_the_conductor_is_told_no_sources(c
         _, answer = await front.post(COMPLETIONS, body)
         assert "receipt" not in answer["moonpool"]
         assert not (await cluster.conductor.completion()).HasField("kv")
+    assert not any(request.wants_receipt for request in cluster.conductor.scheduled)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, "true", {}])

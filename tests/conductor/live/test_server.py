@@ -34,13 +34,17 @@ async def test_a_request_is_placed_on_joined_nodes_and_completed(conductor):
     }
 
 
-async def test_a_placement_names_its_decision_in_the_event_log_and_the_objectives_version(conductor, tmp_path):
+async def test_a_placement_names_its_decision_in_the_event_log_and_the_objectives_version_on_request(
+    conductor, tmp_path
+):
     log = tmp_path / "log"
     service, client = await conductor(decision_log=log)
     await client.join_pair()
-    placed = {name: (await client.schedule(name)).placement for name in ("a", "b")}
+    plain = (await client.schedule("plain")).placement
+    placed = {name: (await client.schedule(name, wants_receipt=True)).placement for name in ("a", "b")}
     await client.complete("a")
     await service.stop()
+    assert (plain.HasField("decision"), plain.slo_version) == (False, 0)
     (run,) = recorded_runs(log)
     for name, placement in placed.items():
         number = placement.decision.number
@@ -53,7 +57,8 @@ async def test_a_placement_names_its_decision_in_the_event_log_and_the_objective
 async def test_a_placement_names_no_decision_without_an_event_log(conductor, tmp_path):
     _, client = await conductor(decision_log=tmp_path / "log", decision_log_events=False)
     await client.join_pair()
-    assert not (await client.schedule()).placement.HasField("decision")
+    placement = (await client.schedule(wants_receipt=True)).placement
+    assert (placement.HasField("decision"), placement.slo_version) == (False, 1)
 
 
 @pytest.mark.parametrize(
