@@ -251,10 +251,14 @@ def _ends(
 ) -> dict[tuple[int | None, int], RequestCompleted]:
     """Return the ends of the request's attempts by (run, attempt), and under run None the last one of all runs.
 
-    A conductor may end before it receives the end of an attempt that it placed: its successor logs it.
+    A conductor may end before it receives the end of an attempt that it placed: its successor logs it. So the runs that
+    made no decision are read only if an end is missing.
     """
     ends: dict[tuple[int | None, int], RequestCompleted] = {}
-    for run in runs:
+    own = {(attempt.decision or "").partition("-")[0] for attempt in receipt.attempts}
+    for run in sorted(runs, key=lambda run: f"{run.number:x}" not in own):
+        if f"{run.number:x}" not in own and all((None, each.attempt) in ends for each in receipt.attempts):
+            break
         try:
             for end in find_ends(run, [receipt.request_id]):
                 ends[run.number, end.attempt] = ends[None, end.attempt] = end

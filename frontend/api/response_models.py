@@ -97,7 +97,7 @@ class ReceiptAttempt(ResponseModel):
 class Receipt(ResponseModel):
     """Receipt of one answer, requested by return_receipt; `moonpool decisions verify` checks it against the log."""
 
-    version: Literal[1]
+    version: Annotated[int, Field(ge=1, le=1)]  # not a Literal, which also accepts true
     request_id: str
     model: str
     prompt_tokens: Count
