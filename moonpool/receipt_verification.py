@@ -48,8 +48,13 @@ def _receipt(value: Any) -> Receipt:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{printable(part)}" for part in location)
     return "".join(parts).removeprefix(".") or "the receipt"
+
+
+def printable(text: str) -> str:
+    """Return a text of a receipt as it may be printed: a terminal must not obey it."""
+    return text if text.isprintable() else ascii(text)
 
 
 class Difference(NamedTuple):

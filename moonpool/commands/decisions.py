@@ -26,7 +26,7 @@ from moonpool.commands import decision_view as view
 from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group
 from moonpool.errors import ClusterNotFound, ConfigError, DecisionLogError, ReceiptError
 from moonpool.options import reported_errors
-from moonpool.receipt_verification import ReceiptVerdict, leaves, read_receipts, verify
+from moonpool.receipt_verification import ReceiptVerdict, leaves, printable, read_receipts, verify
 from moonpool_proto.v1 import conductor_pb2
 from rpc.control import ControlError
 
@@ -224,7 +224,7 @@ def _print_verdict(console: Console, verdict: ReceiptVerdict) -> None:
     result = (
         "[green]true[/]" if verdict.is_true else "[red]not true[/]" if verdict.differences else "[red]not verified[/]"
     )
-    console.print(f"[bold]Receipt of {escape(verdict.request_id)}[/bold]: {result}")
+    console.print(f"[bold]Receipt of {escape(printable(verdict.request_id))}[/bold]: {result}")
     for one in verdict.differences:
         console.print(
             f"  {one.field}: {one.receipt!r} in the receipt, {one.log!r} in the log", style="red", markup=False

@@ -350,6 +350,25 @@ def test_what_is_no_receipt_is_refused_with_the_reason(raw: str, said: str) -> N
         read_receipts(raw.encode())
 
 
+json_values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+@given(st.binary() | json_values.map(lambda value: json.dumps(value).encode()))
+def test_anything_else_is_refused_by_name(raw: bytes) -> None:
+    with pytest.raises(ReceiptError):
+        read_receipts(raw)
+
+
+def test_a_terminal_obeys_no_text_of_a_receipt(receipt: dict[str, Any], log: Path) -> None:
+    for altered in (
+        receipt | {"request_id": "a\x1b[31m"},
+        receipt | {"b\x1b[31m": 1},
+        receipt | {"model": "c\x1b[31m"},
+    ):
+        code, said = run("-", "--log", log, text=json.dumps(altered))
+        assert (code, "\x1b" in said, "\\x1b[31m" in said) == (1, False, True)
+
+
 def run(*words: str | Path, text: str | None = None) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["decisions", "verify", *map(str, words)], input=text)
     return done.exit_code, done.output
