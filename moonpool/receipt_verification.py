@@ -1,5 +1,6 @@
 """Verification of receipts: replay their decisions from decision logs, and compare every field. Makes no calls."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,49 +112,77 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def verify(receipt: Receipt, runs: Sequence[RecordedRun]) -> ReceiptVerdict:
-    """Replay the decisions of a receipt from the runs of one or several logs, and compare all its fields.
+_Place = tuple[int, int]  # (run, number of the event in it) of a decision
+
+
+@dataclass
+class _Evidence:
+    """What the logs have on the receipts' requests.
+
+    `ends`: ends of attempts by (request, run, attempt), and under run None the last one of all runs. `problems`: what
+    could not be read.
+    """
+
+    decisions: dict[_Place, FoundDecision] = field(default_factory=dict)
+    ends: dict[tuple[str, int | None, int], RequestCompleted] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(receipts: Sequence[Receipt], runs: Sequence[RecordedRun]) -> list[ReceiptVerdict]:
+    """Replay the decisions of receipts from the runs of one or several logs, and compare all fields.
 
     Raises OSError if a log cannot be read.
     """
-    verdict = ReceiptVerdict(receipt.request_id)
+    evidence = _Evidence()
+    _replay(receipts, runs, evidence)
+    _find_ends(receipts, runs, evidence)
+    return [_verify(receipt, evidence) for receipt in receipts]
+
+
+def _verify(receipt: Receipt, evidence: _Evidence) -> ReceiptVerdict:
+    verdict = ReceiptVerdict(receipt.request_id, problems=list(evidence.problems))
     given = receipt.model_dump()
     if not receipt.attempts:
         verdict.problems.append("attempts: the receipt has none")
-        return verdict
-    ends = _ends(receipt, runs, verdict)
-    for position, found in enumerate(_found(receipt, runs, verdict)):
-        if found is None:
+    for position, attempt in enumerate(given["attempts"]):
+        name, is_last = f"attempts[{position}]", position == len(receipt.attempts) - 1
+        verdict.compare(f"{name}.attempt", attempt["attempt"], position)
+        try:
+            run, number = _place_of(attempt["decision"])
+        except ValueError as error:
+            verdict.problems.append(f"{name}.decision: {error}")
             continue
-        name, attempt = f"attempts[{position}]", given["attempts"][position]
-        event, place = found.step.event, found.step.made[0] if found.step.made else None
+        found = evidence.decisions.get((run, number))
+        if found is None:
+            verdict.problems.append(f"{name}.decision: the logs do not have {attempt['decision']}")
+            continue
+        step = found.step
+        event, place = step.event, step.made[0] if step.made else None
         if not isinstance(event, RequestArrived) or not isinstance(place, Place):
             what = type(event).__name__ if place is None else f"{type(place).__name__} of {type(event).__name__}"
             verdict.problems.append(f"{name}.decision: {attempt['decision']} is not the placement of a request: {what}")
             continue
         verdict.problems += _log_problems(name, found)
-        run = parse_decision_id(attempt["decision"])[0]
-        end = ends.get((run, event.attempt), ends.get((None, event.attempt)))
+        ends, request_id = evidence.ends, event.request_id
+        end = ends.get((request_id, run, event.attempt)) or ends.get((request_id, None, event.attempt))
         if end is None:
             verdict.problems.append(
                 f"{name}: no log has the end of this attempt, so its outcome and measurements cannot be verified; "
                 "if the request has just ended, try again in a second"
             )
-        decision = decision_id(*parse_decision_id(attempt["decision"]))
-        expected = {**_attempt(position, event, place, end, found.slo_version), "decision": decision}
+        expected = {**_attempt(event, place, end, found.slo_version), "decision": decision_id(run, number)}
         verdict.compare(name, {key: value for key, value in attempt.items() if key in expected}, expected)
-        _compare_request(verdict, given, event, end, is_last=position == len(receipt.attempts) - 1)
-        step = found.step
+        _compare_request(verdict, given, event, end, is_last=is_last)
         verdict.decisions.append(
-            Reproduced(event.attempt, decision, step.path, step.line, place.prefill, place.decode or place.prefill)
+            Reproduced(
+                event.attempt, expected["decision"], step.path, step.line, place.prefill, expected["decode_node"]
+            )
         )
     verdict.differences = list(dict.fromkeys(verdict.differences))
     return verdict
 
 
-def _attempt(
-    position: int, event: RequestArrived, place: Place, end: RequestCompleted | None, slo_version: int
-) -> dict[str, Any]:
+def _attempt(event: RequestArrived, place: Place, end: RequestCompleted | None, slo_version: int) -> dict[str, Any]:
     """Return the fields of a receipt's attempt that the log has."""
     expected = {
         "attempt": event.attempt,
@@ -213,60 +242,55 @@ def _log_problems(name: str, found: FoundDecision) -> Iterator[str]:
         yield f"{name}: {len(different) - _MOST_SHOWN} more fields of the log's record differ from its replay"
 
 
-def _found(receipt: Receipt, runs: Sequence[RecordedRun], verdict: ReceiptVerdict) -> list[FoundDecision | None]:
-    """Return the replayed decision of each attempt; None, with a problem, for those that the logs do not have."""
-    wanted: list[tuple[int, int] | None] = []
-    for position, attempt in enumerate(receipt.attempts):
-        name = f"attempts[{position}].decision"
-        if attempt.attempt != position:
-            verdict.differences.append(Difference(f"attempts[{position}].attempt", attempt.attempt, position))
+def _place_of(decision: str | None) -> _Place:
+    """Return the place of a receipt's decision. Raises ValueError."""
+    if decision is None:
+        raise ValueError("none: the conductor kept no event log, so the decision cannot be reproduced")
+    return parse_decision_id(decision)
+
+
+def _replay(receipts: Sequence[Receipt], runs: Sequence[RecordedRun], evidence: _Evidence) -> None:
+    """Find the receipts' decisions by replaying each run that has some of them."""
+    for number, events in _places(receipts).items():
+        own = next((run for run in runs if run.number == number), None)
+        if own is None:
+            known = ", ".join(f"{run.number:x}" for run in runs) or "no events"
+            evidence.problems.append(
+                f"no log has the conductor's run {number:x}: it is another conductor's, or its files were removed by "
+                f"rotation; the logs have {known}"
+            )
+            continue
         try:
-            if attempt.decision is None:
-                raise ValueError("none: the conductor kept no event log, so the decision cannot be reproduced")
-            wanted.append(parse_decision_id(attempt.decision))
-        except ValueError as error:
-            verdict.problems.append(f"{name}: {error}")
-            wanted.append(None)
-    found: dict[tuple[int, int], FoundDecision] = {}
-    for number in dict.fromkeys(place[0] for place in wanted if place is not None):
-        events = {place[1] for place in wanted if place is not None and place[0] == number}
-        try:
-            found |= {(number, at): one for at, one in _replayed(number, events, runs).items()}
+            found = find_decisions(own, events)
         except LogFormatError as error:
-            verdict.problems.append(str(error))
-    missing = {place for place in wanted if place is not None} - found.keys()
-    for position, place in enumerate(wanted):
-        if place in missing and place is not None:
-            verdict.problems.append(f"attempts[{position}].decision: the logs do not have {decision_id(*place)}")
-    return [None if place is None else found.get(place) for place in wanted]
+            evidence.problems.append(str(error))
+        else:
+            evidence.decisions |= {(number, at): decision for at, decision in found.items()}
 
 
-def _replayed(number: int, events: set[int], runs: Sequence[RecordedRun]) -> Mapping[int, FoundDecision]:
-    own = [run for run in runs if run.number == number]
-    if not own:
-        raise LogFormatError(
-            f"no log has the conductor's run {number:x}: it is another conductor's, or its files were removed by "
-            f"rotation; the logs have {', '.join(f'{run.number:x}' for run in runs) or 'no events'}"
-        )
-    return find_decisions(own[0], events)
+def _places(receipts: Sequence[Receipt]) -> dict[int, set[int]]:
+    """Return the numbers of the receipts' decisions by run."""
+    found: dict[int, set[int]] = {}
+    for attempt in (each for receipt in receipts for each in receipt.attempts):
+        with contextlib.suppress(ValueError):
+            run, number = _place_of(attempt.decision)
+            found.setdefault(run, set()).add(number)
+    return found
 
 
-def _ends(
-    receipt: Receipt, runs: Sequence[RecordedRun], verdict: ReceiptVerdict
-) -> dict[tuple[int | None, int], RequestCompleted]:
-    """Return the ends of the request's attempts by (run, attempt), and under run None the last one of all runs.
+def _find_ends(receipts: Sequence[Receipt], runs: Sequence[RecordedRun], evidence: _Evidence) -> None:
+    """Find the ends of the requests' attempts.
 
     A conductor may end before it receives the end of an attempt that it placed: its successor logs it. So the runs that
     made no decision are read only if an end is missing.
     """
-    ends: dict[tuple[int | None, int], RequestCompleted] = {}
-    own = {(attempt.decision or "").partition("-")[0] for attempt in receipt.attempts}
-    for run in sorted(runs, key=lambda run: f"{run.number:x}" not in own):
-        if f"{run.number:x}" not in own and all((None, each.attempt) in ends for each in receipt.attempts):
+    own, ends = _places(receipts), evidence.ends
+    wanted = [(receipt.request_id, None, each.attempt) for receipt in receipts for each in receipt.attempts]
+    for run in sorted(runs, key=lambda run: run.number not in own):
+        if run.number not in own and all(key in ends for key in wanted):
             break
         try:
-            for end in find_ends(run, [receipt.request_id]):
-                ends[run.number, end.attempt] = ends[None, end.attempt] = end
+            for end in find_ends(run, {receipt.request_id for receipt in receipts}):
+                ends[end.request_id, run.number, end.attempt] = ends[end.request_id, None, end.attempt] = end
         except LogFormatError as error:
-            verdict.problems.append(str(error))
-    return ends
+            evidence.problems.append(str(error))

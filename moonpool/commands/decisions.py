@@ -178,7 +178,7 @@ def verify_receipt(
         folders = log or asyncio.run(_log_folders(_located(conductor, url, ready_file), receipts[0].request_id))
         try:
             runs = [run for folder in folders for run in recorded_runs(folder)]
-            verdicts = [verify(one, runs) for one in receipts]
+            verdicts = verify(receipts, runs)
         except OSError as error:
             raise DecisionLogError(f"the decision log cannot be read: {error}") from error
         except LogFormatError as error:

@@ -136,8 +136,8 @@ def runs(log: Path, receipt: dict[str, Any]) -> list[RecordedRun]:
 
 
 def check(value: Any, runs: list[RecordedRun]) -> Any:
-    (one,) = read_receipts(json.dumps(value).encode())
-    return verify(one, runs)
+    (verdict,) = verify(read_receipts(json.dumps(value).encode()), runs)
+    return verdict
 
 
 def is_confirmed(value: Any, runs: list[RecordedRun]) -> bool:
