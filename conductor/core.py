@@ -56,6 +56,11 @@ class Core:
             self.log.note(now_ns, event, decisions, keys)
         return decisions
 
+    @property
+    def last_event(self) -> tuple[int, int] | None:
+        """Place of the last event in the event log, as in `DecisionLog.last_event`; None if there is no log."""
+        return None if self.log is None else self.log.last_event
+
     def samples(self) -> Iterator[conductor_pb2.Sample]:
         """Yield the numbers of lines that the decision log wrote and dropped."""
         for name, label, key in (("lines", "kind", "written"), ("lost", "reason", "lost")):

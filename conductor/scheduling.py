@@ -92,6 +92,8 @@ class Scheduling:
         ) as span:
             event = wire.request_arrived(request, kv_namespace, matches, keys, replicas, own)
             decisions = self._core.handle(event, keys)
+            if request.wants_receipt and isinstance(decisions[0], Place):
+                self._name_decision(reply.placement)
             self._carry_out(decisions, request)
             self._write(decisions, reply)
             if span.is_on:
@@ -129,6 +131,12 @@ class Scheduling:
                 reply.rejection.CopyFrom(wire.rejection(reject))
             case other:
                 raise AssertionError(f"unexpected decision on a request: {other}")
+
+    def _name_decision(self, placement: conductor_pb2.Placement) -> None:
+        """Add the version of the objectives, and the place of the decision just made in the event log."""
+        placement.slo_version = self._core.policy.slo.version
+        if (logged := self._core.last_event) is not None:
+            placement.decision.run, placement.decision.number = logged
 
     def _carry_out(self, decisions: list[Decision], request: conductor_pb2.ScheduleRequest) -> None:
         for decision in decisions:

@@ -13,6 +13,7 @@ from conductor.policy.events import (
     NO_QUEUE_KEY,
     DecodeSample,
     Held,
+    KvSources,
     NodeReported,
     NodeView,
     Phase,
@@ -170,6 +171,17 @@ def request_completed(request: conductor_pb2.CompleteRequest) -> RequestComplete
         request.generated,
         request.cached_tokens,
         request.slow_tbt_s,
+        _kv_sources(request.kv) if request.HasField("kv") else None,
+    )
+
+
+def _kv_sources(message: conductor_pb2.KvSources) -> KvSources:
+    return KvSources(
+        message.cached_tokens,
+        message.cached_dram_tokens,
+        message.cached_ssd_tokens,
+        message.cached_remote_tokens,
+        message.recomputed_blocks,
     )
 
 

@@ -20,7 +20,7 @@ from frontend.errors import (
     Overloaded,
     ServiceUnavailable,
 )
-from frontend.request import GenerationRequest, RequestStats
+from frontend.request import AttemptRecord, GenerationRequest, RequestStats
 from frontend.worker_streams import FailureReceived, Inbox, InboxEvent, TokenReceived, WorkerDisconnected, WorkerStream
 from moonpool_proto.v1 import conductor_pb2
 from telemetry import RequestMetrics
@@ -263,31 +263,40 @@ class Placer:
         stats = self._facts
         stats.schedule_s += monotonic() - started_s
         stats.attempts = self._attempt + 1
+        if self._request.wants_receipt:
+            stats.placements.append(AttemptRecord(reply, len(stats.token_ids)))
         stats.prefill_node = reply.prefill.node_id
         stats.decode_node = reply.decode.node_id if reply.HasField("decode") else reply.prefill.node_id
         self._metrics.attempts.inc()
         return reply
+
+    @property
+    def ttft_s(self) -> float:
+        """Measured TTFT, to compare with the predicted one, in seconds; 0 before the first token."""
+        request, first_token_s = self._request, self._facts.first_token_s
+        if first_token_s is None:
+            return 0.0
+        # Further choices wait for the first choice's first token. That wait is not part of the predicted TTFT.
+        since_s = self._first_call_s if request.sampling.choice else request.arrival_s
+        return first_token_s - (request.arrival_s if since_s is None else since_s)
 
     async def complete(self, outcome: str) -> None:
         """Report the outcome of the request ("finished", "failed", "cancelled") or attempt ("retry") to the
         conductor.
         """
         request, stats = self._request, self._facts
-        # Further choices wait for the first choice's first token. That wait is not part of the predicted TTFT.
-        since_s = (
-            self._first_call_s if request.sampling.choice and self._first_call_s is not None else request.arrival_s
-        )
-        ttft_s = 0.0 if stats.first_token_s is None else stats.first_token_s - since_s
+        is_placed = stats.attempts == self._attempt + 1
         await self._conductor.complete(
             conductor_pb2.CompleteRequest(
                 request_id=request.request_id,
                 attempt=self._attempt,
                 outcome=outcome,
-                ttft_s=ttft_s,
+                ttft_s=self.ttft_s,
                 mean_tbt_s=stats.mean_tbt_s,
                 slow_tbt_s=stats.slow_tbt_s,
                 generated=len(stats.token_ids),
                 cached_tokens=stats.cached_tokens,
+                kv=stats.placements[-1].kv if stats.placements and is_placed else None,
             ),
             self._stream,
         )
@@ -315,6 +324,7 @@ class Placer:
             endless=request.idle_s > 0,
             traceparent=traceparent,
             allowed_classes=request.allowed_classes,
+            wants_receipt=request.wants_receipt,
         )
 
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:

@@ -19,6 +19,7 @@ from frontend.config import FrontendConfig
 from frontend.errors import ApiError, ClientTooSlow, GenerationFailed, InvalidRequest, RequestDeadline, WorkerLost
 from frontend.event_loop import LoopThrottle
 from frontend.output import FinishReason, Output, OutputChunk
+from frontend.receipts import receipt_of, record_kv
 from frontend.request import GenerationRequest, HandoffBreakdown, RequestStats, TtftBreakdown
 from frontend.request_reports import RecentRequests, RequestOutcome, report_end
 from frontend.worker_streams import Inbox, TokenReceived, WorkerStream, WorkerStreams
@@ -119,6 +120,10 @@ class Generation:
             return 0
         prompt_tokens = 0 if self.request.sampling.choice else len(self.request.prompt_ids)
         return prompt_tokens + (0 if self.stats.last_token_s is None else 1 + len(self.stats.intervals_s))
+
+    def receipt(self) -> dict[str, Any]:
+        """Return the receipt of a finished answer for which one was requested."""
+        return receipt_of(self.request, self.stats, self._placer.ttft_s)
 
     @property
     def may_begin(self) -> bool:
@@ -337,6 +342,8 @@ class Generation:
         Only the first prefill counts for `usage`: a later attempt reuses the request's own KV.
         """
         stats, metrics = self.stats, self._context.metrics
+        if stats.placements:
+            record_kv(stats.placements[-1], timing)
         if timing.HasField("handoff"):
             stats.handoff = HandoffBreakdown.of(stats.intervals_s[-1], timing.handoff)
             metrics.handed_over(stats.handoff.whole_s, stats.handoff.parts())

@@ -429,6 +429,7 @@ class Preparer:
             priority=body.priority or 0,
             idle_s=config.http.endless_idle_s if body.endless else 0.0,
             text=text_options(body),
+            wants_receipt=bool(body.return_receipt),
             span=arrival.span,
         )
         arrival.span.past("tokenize", arrival.at_s, first.arrival_s + first.tokenize_s, prompt_tokens=len(prompt))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import chain_keys
-from moonpool_proto.v1 import common_pb2, worker_pb2
+from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
 from telemetry.tracing import OFF, Span
 
 _UNIT: Final = "_s"
@@ -191,6 +191,7 @@ class GenerationRequest:
     place: bytes = b""  # of a chat's answer, where it is remembered; b"": it is not
     dropped_messages: int = 0  # number of chat messages dropped to fit into the context
     text: TextOptions = TextOptions()
+    wants_receipt: bool = False
     span: Span = OFF  # span of the client's HTTP request
 
     @property
@@ -212,6 +213,15 @@ class GenerationRequest:
         parent = self.chain[-1].tobytes() if done else None
         rest = chain_keys(self.chain_seed, ids[done * self.block_tokens :], self.block_tokens, parent=parent)
         return ids, self.chain.tobytes() + rest.tobytes()
+
+
+@dataclass
+class AttemptRecord:
+    """One placement of a request, for its receipt."""
+
+    placement: conductor_pb2.Placement
+    tokens_before: int  # tokens of the answer that the client already had
+    kv: conductor_pb2.KvSources | None = None  # None until the attempt's first token
 
 
 @dataclass
@@ -239,6 +249,7 @@ class RequestStats:
     intervals_s: "array[float]" = field(default_factory=lambda: array("f"))  # seconds between tokens, in order
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: worker_pb2.PromptLogProbs | None = None
+    placements: list[AttemptRecord] = field(default_factory=list)  # one per attempt; empty unless a receipt is wanted
 
     @property
     def mean_tbt_s(self) -> float:

@@ -86,8 +86,9 @@ _LAZY_GROUPS = (
     ),
     (
         "decisions",
-        "Explain why a request was placed or rejected; replay a conductor's logged events.\n\n"
+        "Explain why a request was placed or rejected; verify an answer's receipt; replay a conductor's events.\n\n"
         "[bold]moonpool decisions explain cmpl-4a1c[/bold]\n\n"
+        "[bold]moonpool decisions verify answer.json[/bold]\n\n"
         "[bold]moonpool decisions replay out/decisions --set ttft_objective_s=1[/bold]",
     ),
     (

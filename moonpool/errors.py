@@ -16,6 +16,7 @@ MoonpoolError               1
 ├── SloNotChanged           1  objectives were not changed: a concurrent change, or no store
 ├── PoolCallFailed          1  a pool node did not answer, or rejected the request
 ├── DecisionLogError        1  the decision log is missing or cannot be read
+├── ReceiptError            1  a receipt cannot be read, or is malformed
 ├── ChatFailed              1  a chat cannot start, or an answer failed
 │   ├── ChatFileError       1  a conversation's file cannot be read or written
 │   └── ChatCommandError    1  an unknown or malformed /command
@@ -90,6 +91,10 @@ class PoolCallFailed(MoonpoolError):
 
 class DecisionLogError(MoonpoolError):
     """There is no decision log, it cannot be read, or its events cannot be replayed."""
+
+
+class ReceiptError(MoonpoolError):
+    """A receipt cannot be read or is malformed; the message names the field."""
 
 
 class ChatFailed(MoonpoolError):

@@ -95,7 +95,8 @@ class VllmNode(WorkerNode):
         if timing.HasField("handoff"):
             missing = sequence.prompt_len - sequence.reused_tokens
             if missing > 0:
-                self.counters.add("recomputed_blocks", -(-missing // self.config.block_tokens))
+                timing.recomputed_blocks = -(-missing // self.config.block_tokens)
+                self.counters.add("recomputed_blocks", timing.recomputed_blocks)
         elif sequence.reused_tokens > timing.cached_tokens:
             # vLLM still had more of the prefix than the slots.
             self.counters.add("cached_tokens", sequence.reused_tokens - timing.cached_tokens)

@@ -46,6 +46,7 @@ class Prepared:
     reused_tokens: int = 0  # never includes the last prompt token
     elsewhere_tokens: int = 0  # prompt tokens that the decode node may reuse by itself
     store_from: int = 0  # blocks below this index are in the pool
+    recomputed_blocks: int = 0  # reusable blocks that could not be loaded
     aside: ParitySample | None = None
     load_began: float = 0.0  # time.monotonic() instant
     load_s: float = 0.0  # for which nothing could be computed
@@ -184,7 +185,8 @@ async def _loaded(node: WorkerNode, work: Prepared, good: int, wanted: int) -> N
     work.store_from = pooled
     work.reused_tokens = (local + min(good, wanted - (tail is not None))) * block_tokens
     if good < wanted:
-        node.counters.add("recomputed_blocks", wanted - good)
+        work.recomputed_blocks = wanted - good
+        node.counters.add("recomputed_blocks", work.recomputed_blocks)
         work.store_from = local + good
     elif tail is not None:
         work.reused_tokens += work.pinned[-1].tail_tokens
@@ -300,6 +302,7 @@ def _timing_of(node: WorkerNode, work: Prepared) -> Timing:
         cached_ssd_tokens=ssd,
         cached_remote_tokens=remote,
         approximate_tokens=max(cached, work.elsewhere_tokens) if node.config.kv.kv_storage == "int8" else 0,
+        recomputed_blocks=work.recomputed_blocks,
     )
 
 

@@ -8,7 +8,7 @@ A recorded run starts with an empty policy, so a log can be replayed only from t
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from conductor.decision_log.files import json_line, numbered, read_lines
 from conductor.errors import LogFormatError, ObjectivesError
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.decisions import Decision
-from conductor.policy.events import Event, ObjectivesChanged
+from conductor.policy.events import Event, ObjectivesChanged, RequestCompleted
 from conductor.policy.objectives import HeaderRule
 
 EVENTS_VERSION = 3
@@ -166,10 +166,7 @@ def replay(
         for number, line in read_lines(path):
             if number == 1:
                 continue
-            try:
-                row = read_row(line)
-            except LogFormatError as error:
-                raise LogFormatError(f"{path}, line {number}: {error}") from error
+            row = _row_at(path, number, line)
             if row.event is None:
                 raise LogFormatError(
                     f"{path}, line {number}: {row.num_dropped} events are missing here, because the writer fell behind "
@@ -182,6 +179,55 @@ def replay(
             except (ObjectivesError, OverflowError) as error:
                 raise LogFormatError(f"{path}, line {number}: {error}") from error
             yield ReplayStep(path, number, row.now_ns, row.event, row.decisions, made)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDecision:
+    """Event of a log with its decisions, and the circumstances of its replay.
+
+    `slo_version`: version of the objectives in force; `num_different`: number of earlier events of the run whose logged
+    decisions differ from the replayed ones.
+    """
+
+    step: ReplayStep
+    slo_version: int
+    num_different: int
+
+
+def find_decisions(run: RecordedRun, numbers: Collection[int]) -> dict[int, FoundDecision]:
+    """Replay a run up to the last of the events with these numbers (from 1) and return them, as far as it has them.
+
+    Raises as `replay`.
+    """
+    found: dict[int, FoundDecision] = {}
+    slo_version = num_different = 0
+    for number, step in enumerate(replay(run), 1):
+        if isinstance(step.event, ObjectivesChanged):
+            slo_version = step.event.version
+        if number in numbers:
+            found[number] = FoundDecision(step, slo_version, num_different)
+            if len(found) == len(numbers):
+                break
+        num_different += step.logged != step.made
+    return found
+
+
+def find_ends(run: RecordedRun, request_ids: Collection[str]) -> Iterator[RequestCompleted]:
+    """Yield the ends of these requests' attempts in the order of the log, without a replay. Raises LogFormatError."""
+    needles = [b'"request_id":' + json.dumps(request_id).encode("ascii") for request_id in request_ids]
+    for path in run.paths:
+        for number, line in read_lines(path):
+            if number > 1 and b'"RequestCompleted"' in line and any(needle in line for needle in needles):
+                event = _row_at(path, number, line).event
+                if isinstance(event, RequestCompleted) and event.request_id in request_ids:
+                    yield event
+
+
+def _row_at(path: Path, number: int, line: bytes) -> EventRow:
+    try:
+        return read_row(line)
+    except LogFormatError as error:
+        raise LogFormatError(f"{path}, line {number}: {error}") from error
 
 
 def _head(path: Path) -> EventLogHeader | None:

@@ -71,17 +71,18 @@ class DecisionLog:
             self._journal = Journal(folder)
         except OSError as error:
             raise ConductorConfigError(f"decision_log is {str(folder)!r}, which cannot be used: {error}") from error
-        life, self._part = time.time_ns(), 0
+        self._run_number, self._part = time.time_ns(), 0
 
         def head() -> bytes:
             self._part += 1
-            return head_line(EventLogHeader(life, self._part, policy))
+            return head_line(EventLogHeader(self._run_number, self._part, policy))
 
         sizes = settings.decision_log_size_bytes, settings.decision_log_files
         self._decisions = LineFiles(folder, DECISIONS_STEM, *sizes)
         self._events = LineFiles(folder, EVENTS_STEM, *sizes, head=head) if settings.decision_log_events else None
         self._records = Records(Hashes(secret, settings.decision_log_block_tokens), started_ms)
         self._waiting: deque[Entry] = deque()
+        self._num_events = 0  # noted so far, dropped ones included
         self._put_nbytes = self._taken_nbytes = 0  # each is written by one thread only
         self._dropped_events = 0  # since the last gap was written; protected by _counting
         self._lost: Counter[str] = Counter()
@@ -96,11 +97,17 @@ class DecisionLog:
 
     def note(self, now_ns: int, event: Event, decisions: Sequence[Decision], keys: NDArray[np.uint64]) -> None:
         """Enqueue an event, its decisions and the keys of its prompt's full blocks; none of them may change later."""
+        self._num_events += 1
         if len(self._waiting) >= _MOST_ENTRIES or self._put_nbytes - self._taken_nbytes > _MOST_BYTES:
             self._drop(1)
             return
         self._put_nbytes += _nbytes(event, keys)
         self._waiting.append((now_ns, event, decisions, keys))
+
+    @property
+    def last_event(self) -> tuple[int, int] | None:
+        """(Number of the run, number of the event in the run, from 1) of the event noted last; None without events."""
+        return None if self._events is None else (self._run_number, self._num_events)
 
     def find(self, request_id: str) -> FoundRecords:
         """Return the records of a request up to now. Reads files, so must not run on the event loop. Raises OSError."""

@@ -32,6 +32,7 @@ __all__ = [
     "Event",
     "FrontendLost",
     "Held",
+    "KvSources",
     "NodeJoined",
     "NodeLost",
     "NodeReported",
@@ -287,6 +288,21 @@ class RequestArrived:
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
+class KvSources:
+    """Prompt tokens of an attempt whose KV was reused, and of these those that came from the pool, by tier.
+
+    The rest of `cached_tokens` was in the worker's own memory; all other tokens of the prompt were computed.
+    """
+
+    cached_tokens: int = 0
+    cached_dram_tokens: int = 0  # memory of the pool node on the worker's host
+    cached_ssd_tokens: int = 0  # that pool node's SSD
+    cached_remote_tokens: int = 0  # a pool node on another host
+    recomputed_blocks: int = 0  # reusable blocks that could not be loaded and were computed instead
+
+
+@fast_dataclass
+@dataclass(frozen=True, slots=True)
 class RequestCompleted:
     """The frontend's final report on an attempt; times that were not measured are 0."""
 
@@ -298,6 +314,7 @@ class RequestCompleted:
     generated: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was reused
     slow_tbt_s: float = 0.0  # mean of the longest tenth of its times between tokens
+    kv: KvSources | None = None  # for receipts: set if one was requested and the attempt has had a token
 
 
 @dataclass(frozen=True, slots=True)

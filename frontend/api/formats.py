@@ -406,7 +406,7 @@ class ChatFormatter(ResponseFormatter):
 
 def _facts(generation: Generation) -> dict[str, Any]:
     stats, request = generation.stats, generation.request
-    return {
+    facts = {
         "request_id": request.request_id,
         "tokenize_s": round(request.tokenize_s, 6),
         "schedule_s": round(stats.schedule_s, 6),
@@ -425,3 +425,4 @@ def _facts(generation: Generation) -> dict[str, Any]:
         "decode_node": stats.decode_node,
         "seed": request.sampling.seed,
     }
+    return facts | {"receipt": generation.receipt()} if request.wants_receipt else facts

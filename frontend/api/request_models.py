@@ -323,6 +323,7 @@ class GenerationBody(RequestModel):
     prompt_logprobs: NumTop | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
+    return_receipt: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structured = None
     guided_json: JsonSchema | None = None

@@ -62,6 +62,51 @@ class Timing(ResponseModel):
     handoff: HandoffParts | None
 
 
+class ReceiptKv(ResponseModel):
+    """Sources of the KV of an attempt's prompt: all fields but the last add up to the prompt's tokens."""
+
+    computed_tokens: Count
+    cached_own_tokens: Count
+    cached_dram_tokens: Count
+    cached_ssd_tokens: Count
+    cached_remote_tokens: Count
+    recomputed_blocks: Count
+
+
+class ReceiptAttempt(ResponseModel):
+    """One placement of a request: the decision, its nodes and predictions, and how the attempt ended.
+
+    `decision` is the place of the decision in the event log, RUN-NUMBER; null if the conductor keeps none. `kv` is null
+    if the attempt ended before its first token.
+    """
+
+    attempt: Count
+    decision: str | None
+    objectives_version: Count
+    prefill_node: str
+    decode_node: str
+    helpers: list[str]
+    reuse_blocks: Count
+    predicted_ttft_s: Seconds
+    predicted_tbt_s: Seconds
+    tokens_before: Count
+    outcome: Literal["finished", "retry"]
+    kv: ReceiptKv | None
+
+
+class Receipt(ResponseModel):
+    """Receipt of one answer, requested by return_receipt; `moonpool decisions verify` checks it against the log."""
+
+    version: Annotated[int, Field(ge=1, le=1)]  # not a Literal, which also accepts true
+    request_id: str
+    model: str
+    prompt_tokens: Count
+    generated_tokens: Count
+    ttft_s: Seconds
+    tbt_s: Seconds
+    attempts: list[ReceiptAttempt]
+
+
 class MoonpoolExtension(ResponseModel):
     """Moonpool's extension of one choice: nodes, timing and cache statistics."""
 
@@ -83,6 +128,7 @@ class MoonpoolExtension(ResponseModel):
     decode_node: str
     seed: Count
     timing: Timing | None = None
+    receipt: Receipt | None = None
 
 
 AnyMoonpoolExtension = MoonpoolExtension | list[MoonpoolExtension]

@@ -1,7 +1,8 @@
-"""Commands `moonpool decisions …`: explain the decisions on a request; replay logged events through the policy."""
+"""Commands `moonpool decisions …`: explain the decisions on a request, verify receipts, replay logged events."""
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from conductor.decision_log import RecordedRun, ReplayStep, find_records, recorded_runs, replay
 from conductor.decision_log.codec import LOGGED_NAMES, config_from_json, config_to_json, to_json
@@ -22,8 +24,9 @@ from moonpool.cluster_view.formatting import time_text
 from moonpool.cluster_view.locate import DEFAULT_URL, Located, locate
 from moonpool.commands import decision_view as view
 from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group
-from moonpool.errors import ClusterNotFound, ConfigError, DecisionLogError
+from moonpool.errors import ClusterNotFound, ConfigError, DecisionLogError, ReceiptError
 from moonpool.options import reported_errors
+from moonpool.receipt_verification import ReceiptVerdict, leaves, printable, read_receipts, verify
 from moonpool_proto.v1 import conductor_pb2
 from rpc.control import ControlError
 
@@ -142,6 +145,97 @@ def _unknown(request_id: str, answers: dict[str, Any]) -> str:
             lines.append(f"{count} older file{'s were' if count > 1 else ' was'} removed to keep its size.")
     lines.append("Requests that an API server rejected itself are not recorded: they never reach the conductor.")
     return "\n".join(lines)
+
+
+@app.command("verify")
+def verify_receipt(
+    receipt: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECEIPT",
+            help="File with a receipt, or with an answer that has one. `-` reads it from standard input.",
+            show_default=False,
+        ),
+    ],
+    log: Annotated[
+        list[Path] | None,
+        typer.Option("--log", help="Folder of a decision log to read instead of asking the cluster. Repeatable."),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    as_json: Json = False,
+) -> None:
+    """Verify a receipt: replay its decisions from the log, and compare placements, predictions and measurements.
+
+    Answers carry a receipt if the request has "return_receipt": true. Exits with 1 and names every difference if the
+    receipt is not true, and if the log no longer has its decisions.
+
+    Example: moonpool decisions verify answer.json --log out/decisions
+    """
+    with reported_errors():
+        receipts = read_receipts(_read_input(receipt))
+        folders = log or asyncio.run(_log_folders(_located(conductor, url, ready_file), receipts[0].request_id))
+        try:
+            runs = [run for folder in folders for run in recorded_runs(folder)]
+            verdicts = verify(receipts, runs)
+        except OSError as error:
+            raise DecisionLogError(f"the decision log cannot be read: {error}") from error
+        except LogFormatError as error:
+            raise DecisionLogError(str(error)) from error
+        if as_json:
+            print(json.dumps({"receipts": [_verdict_json(one) for one in verdicts]}, indent=2))
+        else:
+            for verdict in verdicts:
+                _print_verdict(Console(highlight=False, soft_wrap=True), verdict)
+        raise typer.Exit(0 if all(one.is_true for one in verdicts) else 1)
+
+
+def _read_input(name: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ReceiptError(f"the receipt {name} cannot be read: {error.strerror or error}") from error
+
+
+async def _log_folders(located: Located, request_id: str) -> list[Path]:
+    """Return the folders of all conductors' logs, which must be on this machine."""
+    folders = [Path(name) for name, answer in (await _ask(located, request_id)).items() if not answer.get("silent")]
+    for folder in folders:
+        if not (folder / "log.json").is_file():
+            raise DecisionLogError(
+                f"the conductor's decision log is in {folder}, which is not on this machine: run the command there, or "
+                "copy the folder and name it with --log"
+            )
+    return folders
+
+
+def _verdict_json(verdict: ReceiptVerdict) -> dict[str, Any]:
+    return {
+        "request_id": verdict.request_id,
+        "true": verdict.is_true,
+        "differences": [one._asdict() for one in verdict.differences],
+        "problems": verdict.problems,
+        "decisions": [{**one._asdict(), "path": str(one.path)} for one in verdict.decisions],
+    }
+
+
+def _print_verdict(console: Console, verdict: ReceiptVerdict) -> None:
+    result = (
+        "[green]true[/]" if verdict.is_true else "[red]not true[/]" if verdict.differences else "[red]not verified[/]"
+    )
+    console.print(f"[bold]Receipt of {escape(printable(verdict.request_id))}[/bold]: {result}")
+    for one in verdict.differences:
+        console.print(
+            f"  {one.field}: {one.receipt!r} in the receipt, {one.log!r} in the log", style="red", markup=False
+        )
+    for problem in verdict.problems:
+        console.print(f"  {problem}", style="yellow", markup=False)
+    for found in verdict.decisions:
+        where = f"{found.path.name}, line {found.line}"
+        nodes = f"prefill on {found.prefill}, decode on {found.decode}"
+        text = f"  Attempt {found.attempt + 1}: decision {found.decision} ({where}) replayed: {nodes}"
+        console.print(text, style="dim", markup=False)
 
 
 _OBJECTIVES = frozenset({"ttft_objective_s", "tbt_objective_s", "model_objectives"})
@@ -330,18 +424,9 @@ def _print(console: Console, compared: Sequence[ReplayComparison], num_cut: int,
 def _print_first(console: Console, step: ReplayStep) -> None:
     what = f" of request {step.event.request_id}" if isinstance(step.event, RequestArrived) else ""
     console.print(f"  The first: {step.path.name}, line {step.line}, {type(step.event).__name__}{what}")
-    then, now = (dict(_flat([to_json(one) for one in decisions])) for decisions in (step.logged, step.made))
+    then, now = (dict(leaves([to_json(one) for one in decisions])) for decisions in (step.logged, step.made))
     different = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     for name in different[:_MOST_SHOWN]:
         console.print(f"    {name}: {then.get(name, 'none')} in the log, {now.get(name, 'none')} now", style="dim")
     if len(different) > _MOST_SHOWN:
         console.print(f"    and {len(different) - _MOST_SHOWN} more fields", style="dim")
-
-
-def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    """Return the leaves of nested objects and lists with their paths."""
-    if isinstance(value, dict):
-        return [leaf for key, item in value.items() for leaf in _flat(item, f"{name}.{key}" if name else key)]
-    if isinstance(value, list):
-        return [leaf for number, item in enumerate(value) for leaf in _flat(item, f"{name}[{number}]")]
-    return [(name, value)]

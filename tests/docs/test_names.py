@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conductor.policy.decisions import Reason
-from frontend.api import request_models
+from frontend.api import request_models, response_models
 from frontend.api.formats import CompletionFormatter, ResponseOptions
 from frontend.api.request_models import refused_fields, unsupported_field
 from frontend.output import OutputChunk
@@ -155,12 +155,20 @@ def test_every_key_of_the_extension_is_documented_and_no_other(page: Page, docum
         prompt_ids=np.zeros(1),
         dropped_messages=0,
         sampling=SimpleNamespace(seed=1),
+        wants_receipt=False,
     )
     generation: Any = SimpleNamespace(stats=RequestStats(), request=request, leader=None)
     form = CompletionFormatter([generation], "m", ResponseOptions())
     answer = form.whole([OutputChunk((1,), "x", "stop")])
     section = page("quickstart.md").section("What `moonpool` in the answer means")
     assert set(documented(section)) == set(answer["moonpool"])
+
+
+def test_every_key_of_a_receipt_is_documented_and_no_other(page: Page, documented: FirstColumn) -> None:
+    section = page("decisions.md").section("Receipts")
+    keys = {*response_models.Receipt.model_fields, *response_models.ReceiptAttempt.model_fields}
+    assert set(documented(section)) == keys
+    assert {key for key in response_models.ReceiptKv.model_fields if f"`{key}`" not in section} == set()
 
 
 def test_every_field_served_is_documented_and_no_other(page: Page, documented: FirstColumn) -> None:

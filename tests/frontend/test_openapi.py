@@ -26,6 +26,8 @@ ANSWERED: list[tuple[str, dict[str, Any], str]] = [
         {"prompt": [5, 6], "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 90},
         "Completion",
     ),
+    (COMPLETIONS, {"prompt": "the cat", "return_receipt": True, "max_tokens": 90}, "Completion"),
+    (CHAT, {"messages": USER, "return_receipt": True, "n": 2, "max_tokens": 90}, "Chat"),
     (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 2, "n": 2, "max_tokens": 90}, "Chat"),
     (CHAT, {"messages": USER, "tools": TOOLS, "max_tokens": 90, "return_token_ids": True}, "Chat"),
     (CHAT, {"messages": USER, "tools": TOOLS, "tool_choice": "required", "prompt_logprobs": 0}, "Chat"),

@@ -177,6 +177,7 @@ async def test_a_flipped_bit_is_found_at_its_layer_and_nothing_computed_after_it
     assert request.failures == []
     assert request.token_ids == greedy(deep, turn, 12)
     assert request.cached_tokens == 8 * block
+    assert request.messages[0].timing.recomputed_blocks == 9 - block
     await pair.at_rest()
     assert counter(pair, "digest_mismatches") == 1
     assert counter(pair, "recomputed_blocks") == 9 - block

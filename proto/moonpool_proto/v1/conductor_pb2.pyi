@@ -555,6 +555,7 @@ class ScheduleRequest(_message.Message):
     WAITED_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     ALLOWED_CLASSES_FIELD_NUMBER: _builtins.int
+    WANTS_RECEIPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -580,6 +581,8 @@ class ScheduleRequest(_message.Message):
     """since the frontend received it"""
     traceparent: _builtins.str
     """W3C Trace Context of the sender's span; empty: not traced"""
+    wants_receipt: _builtins.bool
+    """the placement names its decision and the version of the objectives"""
     @_builtins.property
     def exclude_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -607,10 +610,11 @@ class ScheduleRequest(_message.Message):
         waited_s: _builtins.float = ...,
         traceparent: _builtins.str = ...,
         allowed_classes: _abc.Iterable[_builtins.str] | None = ...,
+        wants_receipt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_classes", b"allowed_classes", "attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_classes", b"allowed_classes", "attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s", "wants_receipt", b"wants_receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -733,6 +737,8 @@ class Placement(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     HELPERS_FIELD_NUMBER: _builtins.int
+    DECISION_FIELD_NUMBER: _builtins.int
+    SLO_VERSION_FIELD_NUMBER: _builtins.int
     reuse_blocks: _builtins.int
     """leading blocks that need not be computed, also those in the prefill node's own memory only"""
     predicted_ttft_s: _builtins.float
@@ -741,6 +747,8 @@ class Placement(_message.Message):
     """Tokens for which the decode node reserves pages before the prefill; more are taken as needed. 0: for the longest
     possible answer.
     """
+    slo_version: _builtins.int
+    """of the objectives in force"""
     @_builtins.property
     def prefill(self) -> Global___NodeRef: ...
     @_builtins.property
@@ -759,6 +767,12 @@ class Placement(_message.Message):
     def helpers(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeRef]:
         """prefill nodes that may compute some of the prompt's chunks for the prefill node"""
 
+    @_builtins.property
+    def decision(self) -> Global___DecisionRef:
+        """For receipts, only on request:
+        unset also if the conductor keeps no event log
+        """
+
     def __init__(
         self,
         *,
@@ -772,14 +786,42 @@ class Placement(_message.Message):
         turn: Global___Turn | None = ...,
         reserve_tokens: _builtins.int = ...,
         helpers: _abc.Iterable[Global___NodeRef] | None = ...,
+        decision: Global___DecisionRef | None = ...,
+        slo_version: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill", "turn", b"turn"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "decode", b"decode", "pool", b"pool", "prefill", b"prefill", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "helpers", b"helpers", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reserve_tokens", b"reserve_tokens", "reuse_blocks", b"reuse_blocks", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "decode", b"decode", "helpers", b"helpers", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reserve_tokens", b"reserve_tokens", "reuse_blocks", b"reuse_blocks", "slo_version", b"slo_version", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
+
+@_typing.final
+class DecisionRef(_message.Message):
+    """place of a decision in the event log of its conductor"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    run: _builtins.int
+    """the conductor's run, `life` in the log"""
+    number: _builtins.int
+    """of the event in the run, from 1"""
+    def __init__(
+        self,
+        *,
+        run: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecisionRef: _TypeAlias = DecisionRef  # noqa: Y015
 
 @_typing.final
 class Rejection(_message.Message):
@@ -849,6 +891,7 @@ class CompleteRequest(_message.Message):
     GENERATED_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SLOW_TBT_S_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     outcome: _builtins.str
@@ -859,6 +902,10 @@ class CompleteRequest(_message.Message):
     cached_tokens: _builtins.int
     slow_tbt_s: _builtins.float
     """mean of the longest tenth of the times between its tokens; 0 = none"""
+    @_builtins.property
+    def kv(self) -> Global___KvSources:
+        """set if the client asked for a receipt and the attempt has had a token"""
+
     def __init__(
         self,
         *,
@@ -870,14 +917,55 @@ class CompleteRequest(_message.Message):
         generated: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         slow_tbt_s: _builtins.float = ...,
+        kv: Global___KvSources | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "generated", b"generated", "mean_tbt_s", b"mean_tbt_s", "outcome", b"outcome", "request_id", b"request_id", "slow_tbt_s", b"slow_tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "generated", b"generated", "kv", b"kv", "mean_tbt_s", b"mean_tbt_s", "outcome", b"outcome", "request_id", b"request_id", "slow_tbt_s", b"slow_tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CompleteRequest: _TypeAlias = CompleteRequest  # noqa: Y015
+
+@_typing.final
+class KvSources(_message.Message):
+    """where the KV of an attempt's prompt came from"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_DRAM_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_SSD_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    cached_tokens: _builtins.int
+    """tokens whose KV was reused; the others were computed"""
+    cached_dram_tokens: _builtins.int
+    """Parts of cached_tokens; the rest was in the worker's own pages:
+    this host's pool
+    """
+    cached_ssd_tokens: _builtins.int
+    """this host's pool, from SSD"""
+    cached_remote_tokens: _builtins.int
+    """another host's pool"""
+    recomputed_blocks: _builtins.int
+    """reusable blocks that could not be loaded and were computed instead"""
+    def __init__(
+        self,
+        *,
+        cached_tokens: _builtins.int = ...,
+        cached_dram_tokens: _builtins.int = ...,
+        cached_ssd_tokens: _builtins.int = ...,
+        cached_remote_tokens: _builtins.int = ...,
+        recomputed_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "recomputed_blocks", b"recomputed_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSources: _TypeAlias = KvSources  # noqa: Y015
 
 @_typing.final
 class CompleteReply(_message.Message):

@@ -26,15 +26,15 @@ from moonpool_proto.v1 import common_pb2 as moonpool__proto_dot_v1_dot_common__p
 from moonpool_proto.v1 import conductor_pb2 as moonpool__proto_dot_v1_dot_conductor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoonpool_proto/v1/worker.proto\x12\x0bmoonpool.v1\x1a\x1emoonpool_proto/v1/common.proto\x1a!moonpool_proto/v1/conductor.proto\"\x8f\x01\n\x0f\x46rontendMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.moonpool.v1.HelloH\x00\x12%\n\x06submit\x18\x02 \x01(\x0b\x32\x13.moonpool.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x13.moonpool.v1.CancelH\x00\x42\t\n\x07message\"Z\n\x05Hello\x12\x13\n\x0b\x66rontend_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\'\n\x08software\x18\x03 \x01(\x0b\x32\x15.moonpool.v1.Software\"\xa7\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66rontend_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x12\n\nprompt_ids\x18\x05 \x01(\x0c\x12\x11\n\tgenerated\x18\x06 \x01(\r\x12\r\n\x05\x63hain\x18\x07 \x01(\x0c\x12\x12\n\nchain_seed\x18\x08 \x01(\x0c\x12\'\n\x08sampling\x18\t \x01(\x0b\x32\x15.moonpool.v1.Sampling\x12)\n\tplacement\x18\n \x01(\x0b\x32\x16.moonpool.v1.Placement\x12\x11\n\ttimeout_s\x18\x0b \x01(\x01\x12\x0e\n\x06idle_s\x18\x0c \x01(\x01\x12\x13\n\x0btraceparent\x18\r \x01(\t\"S\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07keep_kv\x18\x03 \x01(\x08\x12\x13\n\x0bkept_tokens\x18\x04 \x01(\r\"[\n\rWorkerMessage\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.moonpool.v1.Token\x12&\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x14.moonpool.v1.Failure\"\xf6\x01\n\x05Token\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12#\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x13.moonpool.v1.Finish\x12#\n\x06timing\x18\x06 \x01(\x0b\x32\x13.moonpool.v1.Timing\x12\'\n\x08logprobs\x18\x07 \x01(\x0b\x32\x15.moonpool.v1.LogProbs\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.moonpool.v1.PromptLogProbs\"P\n\x08LogProbs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"i\n\x0ePromptLogProbs\x12\x0f\n\x07num_top\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"\xf1\x01\n\x06Timing\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x1a\n\x12\x63\x61\x63hed_dram_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63\x61\x63hed_ssd_tokens\x18\x06 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_remote_tokens\x18\x07 \x01(\r\x12\x1a\n\x12\x61pproximate_tokens\x18\x08 \x01(\r\x12+\n\x07handoff\x18\t \x01(\x0b\x32\x1a.moonpool.v1.HandoffTiming\"?\n\rHandoffTiming\x12\x0e\n\x06tail_s\x18\x01 \x01(\x01\x12\x0e\n\x06join_s\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\"y\n\x07\x46\x61ilure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x11\n\tretryable\x18\x05 \x01(\x08\x12\x17\n\x0fsuspect_node_id\x18\x06 \x01(\t\"\x1b\n\tRemoteKey\x12\x0e\n\x06packed\x18\x01 \x01(\x0c\"\x1d\n\nBlockSlots\x12\x0f\n\x07offsets\x18\x01 \x03(\x04\"-\n\tPullBlock\x12\x0f\n\x07offsets\x18\x01 \x03(\x04\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"\x96\x01\n\tPullRange\x12\'\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12&\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x16.moonpool.v1.PullBlock\"\x98\x01\n\x0eReserveRequest\x12$\n\x07request\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.Submit\x12%\n\x06writer\x18\x02 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12%\n\x05pulls\x18\x03 \x03(\x0b\x32\x16.moonpool.v1.PullRange\x12\x12\n\nsuperseded\x18\x04 \x01(\x0c\"\xc5\x01\n\x0cReserveReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.moonpool.v1.BlockSlots\x12\'\n\x08\x65ndpoint\x18\x05 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12\x1a\n\x12takes_layer_ranges\x18\x06 \x01(\x08\"\xa1\x01\n\rCommitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\r\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x0f\n\x07token_s\x18\x07 \x01(\x01\x12\x0e\n\x06tail_s\x18\x08 \x01(\x01\"\\\n\x0b\x43ommitReply\x12\x0e\n\x06joined\x18\x01 \x01(\x08\x12\x16\n\x0emissing_blocks\x18\x02 \x03(\r\x12\x16\n\x0e\x63orrupt_blocks\x18\x04 \x03(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"B\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x0c\n\nAbortReply\"i\n\x0bHelpRequest\x12%\n\x06\x65nlist\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.EnlistH\x00\x12(\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x17.moonpool.v1.BeginShareH\x00\x42\t\n\x07message\"o\n\x06\x45nlist\x12$\n\x07request\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.Submit\x12\x14\n\x0ckv_namespace\x18\x02 \x01(\x0c\x12\x15\n\rreused_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"\"\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"\xb2\x01\n\x06Member\x12\'\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12#\n\x03key\x18\x03 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\x13\n\x0bheld_blocks\x18\x04 \x01(\r\x12\r\n\x05until\x18\x05 \x01(\r\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.moonpool.v1.BlockSlots\"S\n\nBeginShare\x12 \n\x05spans\x18\x01 \x03(\x0b\x32\x11.moonpool.v1.Span\x12#\n\x06others\x18\x02 \x03(\x0b\x32\x13.moonpool.v1.Member\"4\n\tHelpReply\x12\'\n\x08\x65nlisted\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Enlisted\"\xa5\x01\n\x08\x45nlisted\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.moonpool.v1.BlockSlots\x12\'\n\x08\x65ndpoint\x18\x05 \x01(\x0b\x32\x15.moonpool.v1.Endpoint*R\n\x06\x46inish\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x12\x13\n\x0f\x46INISH_COMPLETE\x10\x03\x32\xc7\x03\n\x06Worker\x12\x46\n\x06\x41ttach\x12\x1c.moonpool.v1.FrontendMessage\x1a\x1a.moonpool.v1.WorkerMessage(\x01\x30\x01\x12\x41\n\x07Reserve\x12\x1b.moonpool.v1.ReserveRequest\x1a\x19.moonpool.v1.ReserveReply\x12>\n\x06\x43ommit\x12\x1a.moonpool.v1.CommitRequest\x1a\x18.moonpool.v1.CommitReply\x12;\n\x05\x41\x62ort\x12\x19.moonpool.v1.AbortRequest\x1a\x17.moonpool.v1.AbortReply\x12<\n\x04Help\x12\x18.moonpool.v1.HelpRequest\x1a\x16.moonpool.v1.HelpReply(\x01\x30\x01\x12\x39\n\x05State\x12\x18.moonpool.v1.JsonRequest\x1a\x16.moonpool.v1.JsonReply\x12<\n\x08Validate\x12\x18.moonpool.v1.JsonRequest\x1a\x16.moonpool.v1.JsonReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoonpool_proto/v1/worker.proto\x12\x0bmoonpool.v1\x1a\x1emoonpool_proto/v1/common.proto\x1a!moonpool_proto/v1/conductor.proto\"\x8f\x01\n\x0f\x46rontendMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.moonpool.v1.HelloH\x00\x12%\n\x06submit\x18\x02 \x01(\x0b\x32\x13.moonpool.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x13.moonpool.v1.CancelH\x00\x42\t\n\x07message\"Z\n\x05Hello\x12\x13\n\x0b\x66rontend_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\'\n\x08software\x18\x03 \x01(\x0b\x32\x15.moonpool.v1.Software\"\xa7\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66rontend_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x12\n\nprompt_ids\x18\x05 \x01(\x0c\x12\x11\n\tgenerated\x18\x06 \x01(\r\x12\r\n\x05\x63hain\x18\x07 \x01(\x0c\x12\x12\n\nchain_seed\x18\x08 \x01(\x0c\x12\'\n\x08sampling\x18\t \x01(\x0b\x32\x15.moonpool.v1.Sampling\x12)\n\tplacement\x18\n \x01(\x0b\x32\x16.moonpool.v1.Placement\x12\x11\n\ttimeout_s\x18\x0b \x01(\x01\x12\x0e\n\x06idle_s\x18\x0c \x01(\x01\x12\x13\n\x0btraceparent\x18\r \x01(\t\"S\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07keep_kv\x18\x03 \x01(\x08\x12\x13\n\x0bkept_tokens\x18\x04 \x01(\r\"[\n\rWorkerMessage\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.moonpool.v1.Token\x12&\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x14.moonpool.v1.Failure\"\xf6\x01\n\x05Token\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12#\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x13.moonpool.v1.Finish\x12#\n\x06timing\x18\x06 \x01(\x0b\x32\x13.moonpool.v1.Timing\x12\'\n\x08logprobs\x18\x07 \x01(\x0b\x32\x15.moonpool.v1.LogProbs\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.moonpool.v1.PromptLogProbs\"P\n\x08LogProbs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"i\n\x0ePromptLogProbs\x12\x0f\n\x07num_top\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"\x8c\x02\n\x06Timing\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x1a\n\x12\x63\x61\x63hed_dram_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63\x61\x63hed_ssd_tokens\x18\x06 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_remote_tokens\x18\x07 \x01(\r\x12\x1a\n\x12\x61pproximate_tokens\x18\x08 \x01(\r\x12+\n\x07handoff\x18\t \x01(\x0b\x32\x1a.moonpool.v1.HandoffTiming\x12\x19\n\x11recomputed_blocks\x18\n \x01(\r\"?\n\rHandoffTiming\x12\x0e\n\x06tail_s\x18\x01 \x01(\x01\x12\x0e\n\x06join_s\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\"y\n\x07\x46\x61ilure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x11\n\tretryable\x18\x05 \x01(\x08\x12\x17\n\x0fsuspect_node_id\x18\x06 \x01(\t\"\x1b\n\tRemoteKey\x12\x0e\n\x06packed\x18\x01 \x01(\x0c\"\x1d\n\nBlockSlots\x12\x0f\n\x07offsets\x18\x01 \x03(\x04\"-\n\tPullBlock\x12\x0f\n\x07offsets\x18\x01 \x03(\x04\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"\x96\x01\n\tPullRange\x12\'\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12&\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x16.moonpool.v1.PullBlock\"\x98\x01\n\x0eReserveRequest\x12$\n\x07request\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.Submit\x12%\n\x06writer\x18\x02 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12%\n\x05pulls\x18\x03 \x03(\x0b\x32\x16.moonpool.v1.PullRange\x12\x12\n\nsuperseded\x18\x04 \x01(\x0c\"\xc5\x01\n\x0cReserveReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.moonpool.v1.BlockSlots\x12\'\n\x08\x65ndpoint\x18\x05 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12\x1a\n\x12takes_layer_ranges\x18\x06 \x01(\x08\"\xa1\x01\n\rCommitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\r\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x0f\n\x07token_s\x18\x07 \x01(\x01\x12\x0e\n\x06tail_s\x18\x08 \x01(\x01\"\\\n\x0b\x43ommitReply\x12\x0e\n\x06joined\x18\x01 \x01(\x08\x12\x16\n\x0emissing_blocks\x18\x02 \x03(\r\x12\x16\n\x0e\x63orrupt_blocks\x18\x04 \x03(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"B\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x0c\n\nAbortReply\"i\n\x0bHelpRequest\x12%\n\x06\x65nlist\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.EnlistH\x00\x12(\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x17.moonpool.v1.BeginShareH\x00\x42\t\n\x07message\"o\n\x06\x45nlist\x12$\n\x07request\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.Submit\x12\x14\n\x0ckv_namespace\x18\x02 \x01(\x0c\x12\x15\n\rreused_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"\"\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"\xb2\x01\n\x06Member\x12\'\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12#\n\x03key\x18\x03 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\x13\n\x0bheld_blocks\x18\x04 \x01(\r\x12\r\n\x05until\x18\x05 \x01(\r\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.moonpool.v1.BlockSlots\"S\n\nBeginShare\x12 \n\x05spans\x18\x01 \x03(\x0b\x32\x11.moonpool.v1.Span\x12#\n\x06others\x18\x02 \x03(\x0b\x32\x13.moonpool.v1.Member\"4\n\tHelpReply\x12\'\n\x08\x65nlisted\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Enlisted\"\xa5\x01\n\x08\x45nlisted\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.moonpool.v1.BlockSlots\x12\'\n\x08\x65ndpoint\x18\x05 \x01(\x0b\x32\x15.moonpool.v1.Endpoint*R\n\x06\x46inish\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x12\x13\n\x0f\x46INISH_COMPLETE\x10\x03\x32\xc7\x03\n\x06Worker\x12\x46\n\x06\x41ttach\x12\x1c.moonpool.v1.FrontendMessage\x1a\x1a.moonpool.v1.WorkerMessage(\x01\x30\x01\x12\x41\n\x07Reserve\x12\x1b.moonpool.v1.ReserveRequest\x1a\x19.moonpool.v1.ReserveReply\x12>\n\x06\x43ommit\x12\x1a.moonpool.v1.CommitRequest\x1a\x18.moonpool.v1.CommitReply\x12;\n\x05\x41\x62ort\x12\x19.moonpool.v1.AbortRequest\x1a\x17.moonpool.v1.AbortReply\x12<\n\x04Help\x12\x18.moonpool.v1.HelpRequest\x1a\x16.moonpool.v1.HelpReply(\x01\x30\x01\x12\x39\n\x05State\x12\x18.moonpool.v1.JsonRequest\x1a\x16.moonpool.v1.JsonReply\x12<\n\x08Validate\x12\x18.moonpool.v1.JsonRequest\x1a\x16.moonpool.v1.JsonReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonpool_proto.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISH']._serialized_start=3397
-  _globals['_FINISH']._serialized_end=3479
+  _globals['_FINISH']._serialized_start=3424
+  _globals['_FINISH']._serialized_end=3506
   _globals['_FRONTENDMESSAGE']._serialized_start=115
   _globals['_FRONTENDMESSAGE']._serialized_end=258
   _globals['_HELLO']._serialized_start=260
@@ -52,45 +52,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTLOGPROBS']._serialized_start=1159
   _globals['_PROMPTLOGPROBS']._serialized_end=1264
   _globals['_TIMING']._serialized_start=1267
-  _globals['_TIMING']._serialized_end=1508
-  _globals['_HANDOFFTIMING']._serialized_start=1510
-  _globals['_HANDOFFTIMING']._serialized_end=1573
-  _globals['_FAILURE']._serialized_start=1575
-  _globals['_FAILURE']._serialized_end=1696
-  _globals['_REMOTEKEY']._serialized_start=1698
-  _globals['_REMOTEKEY']._serialized_end=1725
-  _globals['_BLOCKSLOTS']._serialized_start=1727
-  _globals['_BLOCKSLOTS']._serialized_end=1756
-  _globals['_PULLBLOCK']._serialized_start=1758
-  _globals['_PULLBLOCK']._serialized_end=1803
-  _globals['_PULLRANGE']._serialized_start=1806
-  _globals['_PULLRANGE']._serialized_end=1956
-  _globals['_RESERVEREQUEST']._serialized_start=1959
-  _globals['_RESERVEREQUEST']._serialized_end=2111
-  _globals['_RESERVEREPLY']._serialized_start=2114
-  _globals['_RESERVEREPLY']._serialized_end=2311
-  _globals['_COMMITREQUEST']._serialized_start=2314
-  _globals['_COMMITREQUEST']._serialized_end=2475
-  _globals['_COMMITREPLY']._serialized_start=2477
-  _globals['_COMMITREPLY']._serialized_end=2569
-  _globals['_ABORTREQUEST']._serialized_start=2571
-  _globals['_ABORTREQUEST']._serialized_end=2637
-  _globals['_ABORTREPLY']._serialized_start=2639
-  _globals['_ABORTREPLY']._serialized_end=2651
-  _globals['_HELPREQUEST']._serialized_start=2653
-  _globals['_HELPREQUEST']._serialized_end=2758
-  _globals['_ENLIST']._serialized_start=2760
-  _globals['_ENLIST']._serialized_end=2871
-  _globals['_SPAN']._serialized_start=2873
-  _globals['_SPAN']._serialized_end=2907
-  _globals['_MEMBER']._serialized_start=2910
-  _globals['_MEMBER']._serialized_end=3088
-  _globals['_BEGINSHARE']._serialized_start=3090
-  _globals['_BEGINSHARE']._serialized_end=3173
-  _globals['_HELPREPLY']._serialized_start=3175
-  _globals['_HELPREPLY']._serialized_end=3227
-  _globals['_ENLISTED']._serialized_start=3230
-  _globals['_ENLISTED']._serialized_end=3395
-  _globals['_WORKER']._serialized_start=3482
-  _globals['_WORKER']._serialized_end=3937
+  _globals['_TIMING']._serialized_end=1535
+  _globals['_HANDOFFTIMING']._serialized_start=1537
+  _globals['_HANDOFFTIMING']._serialized_end=1600
+  _globals['_FAILURE']._serialized_start=1602
+  _globals['_FAILURE']._serialized_end=1723
+  _globals['_REMOTEKEY']._serialized_start=1725
+  _globals['_REMOTEKEY']._serialized_end=1752
+  _globals['_BLOCKSLOTS']._serialized_start=1754
+  _globals['_BLOCKSLOTS']._serialized_end=1783
+  _globals['_PULLBLOCK']._serialized_start=1785
+  _globals['_PULLBLOCK']._serialized_end=1830
+  _globals['_PULLRANGE']._serialized_start=1833
+  _globals['_PULLRANGE']._serialized_end=1983
+  _globals['_RESERVEREQUEST']._serialized_start=1986
+  _globals['_RESERVEREQUEST']._serialized_end=2138
+  _globals['_RESERVEREPLY']._serialized_start=2141
+  _globals['_RESERVEREPLY']._serialized_end=2338
+  _globals['_COMMITREQUEST']._serialized_start=2341
+  _globals['_COMMITREQUEST']._serialized_end=2502
+  _globals['_COMMITREPLY']._serialized_start=2504
+  _globals['_COMMITREPLY']._serialized_end=2596
+  _globals['_ABORTREQUEST']._serialized_start=2598
+  _globals['_ABORTREQUEST']._serialized_end=2664
+  _globals['_ABORTREPLY']._serialized_start=2666
+  _globals['_ABORTREPLY']._serialized_end=2678
+  _globals['_HELPREQUEST']._serialized_start=2680
+  _globals['_HELPREQUEST']._serialized_end=2785
+  _globals['_ENLIST']._serialized_start=2787
+  _globals['_ENLIST']._serialized_end=2898
+  _globals['_SPAN']._serialized_start=2900
+  _globals['_SPAN']._serialized_end=2934
+  _globals['_MEMBER']._serialized_start=2937
+  _globals['_MEMBER']._serialized_end=3115
+  _globals['_BEGINSHARE']._serialized_start=3117
+  _globals['_BEGINSHARE']._serialized_end=3200
+  _globals['_HELPREPLY']._serialized_start=3202
+  _globals['_HELPREPLY']._serialized_end=3254
+  _globals['_ENLISTED']._serialized_start=3257
+  _globals['_ENLISTED']._serialized_end=3422
+  _globals['_WORKER']._serialized_start=3509
+  _globals['_WORKER']._serialized_end=3964
 # @@protoc_insertion_point(module_scope)

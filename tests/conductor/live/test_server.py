@@ -8,7 +8,7 @@ import pytest
 
 from conductor import frontend_streams
 from conductor.config import ConductorConfig
-from conductor.decision_log import find_records, recorded_runs, replay
+from conductor.decision_log import find_decisions, find_records, recorded_runs, replay
 from conductor.policy.decisions import Place
 from conductor.server import serve_conductor
 from moonpool_proto.v1 import common_pb2, conductor_pb2
@@ -32,6 +32,33 @@ async def test_a_request_is_placed_on_joined_nodes_and_completed(conductor):
         "problems": [],
         "counts": {"requests": 0, "committed_tokens": 0, "prefills": 0, "sends": 0, "copies": 0, "copy_tasks": 0},
     }
+
+
+async def test_a_placement_names_its_decision_in_the_event_log_and_the_objectives_version_on_request(
+    conductor, tmp_path
+):
+    log = tmp_path / "log"
+    service, client = await conductor(decision_log=log)
+    await client.join_pair()
+    plain = (await client.schedule("plain")).placement
+    placed = {name: (await client.schedule(name, wants_receipt=True)).placement for name in ("a", "b")}
+    await client.complete("a")
+    await service.stop()
+    assert (plain.HasField("decision"), plain.slo_version) == (False, 0)
+    (run,) = recorded_runs(log)
+    for name, placement in placed.items():
+        number = placement.decision.number
+        found = find_decisions(run, [number])[number]
+        assert placement.decision.run == run.number
+        assert (found.step.event.request_id, found.slo_version) == (name, placement.slo_version)
+        assert found.step.made[0].predicted_ttft_s == placement.predicted_ttft_s
+
+
+async def test_a_placement_names_no_decision_without_an_event_log(conductor, tmp_path):
+    _, client = await conductor(decision_log=tmp_path / "log", decision_log_events=False)
+    await client.join_pair()
+    placement = (await client.schedule(wants_receipt=True)).placement
+    assert (placement.HasField("decision"), placement.slo_version) == (False, 1)
 
 
 @pytest.mark.parametrize(
