@@ -577,6 +577,10 @@ class TransferCosts:
         """Return the leading arguments of `read_s` for a path."""
         return self._fits[path].fit.coefficients  # type: ignore[return-value]  # one per feature
 
+    def is_calibrated(self, path: str) -> bool:
+        """Return True if the path's cost is no longer a guess: enough transfers were measured, or a profile given."""
+        return self._fits[path].fit.is_calibrated
+
     def covers(self, path: str, nbytes: float) -> bool:
         """Return True if a prediction for `nbytes` is within the measured range of the path."""
         return nbytes <= self._most.get(path, 0.0)

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +87,7 @@ class ClusterState:
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
     attainment: Attainment = field(init=False)
+    fetch_threshold: float = field(init=False)  # ratio of prefixes above which one is fetched; inf: none is
     aging_ns: int = field(init=False)  # waiting time after which no newer request precedes a request
     _orphan_timeout_ns: int = field(init=False)
     _account_numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -99,6 +101,8 @@ class ClusterState:
         self.replication = Replication(self.config.replica_idle_s)
         self.liveness = Liveness(round(self.config.report_timeout_s * NS))
         self._orphan_timeout_ns = round(self.config.orphan_timeout_s * NS)
+        may_fetch = self.config.placement in ("moonpool", "algorithm1")
+        self.fetch_threshold = self.config.balancing_threshold if may_fetch else inf
         self.aging_ns = round(self.config.aging_s * NS)
         self.counts["suspected"] = 0
 
@@ -120,6 +124,14 @@ class ClusterState:
     def is_charged(self, account: int) -> bool:
         """Return True if the account of this number has a request."""
         return bool((self.requests.column("account") == account).any())
+
+    @property
+    def may_recompute(self) -> bool:
+        """Return True if a prefix is computed where that is predicted to take less time than to fetch it.
+
+        Not before fetches were measured: a guess that is too slow would never be corrected.
+        """
+        return self.config.placement == "moonpool" and self.transfers.is_calibrated("fetch")
 
     def count(self, model: str, what: str, by: int = 1) -> None:
         """Add to the cluster's counter and to the model's.

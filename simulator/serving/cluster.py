@@ -48,6 +48,7 @@ class SimulatedCluster:
         self.conductor = Conductor(policy)
         self.works: list[SimulatedRequest] = []
         self.num_open = len(workload.jobs)
+        self.copied_bytes = 0  # of prefixes, by decisions to copy
         self._workload = workload
         self._network_ns = round(settings.network_s * NS)
         self._handoff_ns = round(settings.handoff_s * NS)
@@ -203,7 +204,8 @@ class SimulatedCluster:
         self.clock.at(host.load(work, node.into, node.reporter), lambda: node.prefill(work))
 
     def _stored(self, work: SimulatedRequest) -> None:
-        self.pools.store(self._host_of(work.prefill_node).pool_id, self.clock.now_ns, work.job.blocks)
+        first = work.reused_tokens // self._workload.block_tokens
+        self.pools.store(self._host_of(work.prefill_node).pool_id, self.clock.now_ns, work.job.blocks, first)
 
     def _host_of(self, decode_node: str) -> SimulatedPrefillNode:
         """Return the prefill node on the decode node's host.
@@ -274,13 +276,15 @@ class SimulatedCluster:
         self._tell(event)
 
     def _copy(self, copy: Copy, blocks: tuple[int, ...]) -> None:
-        nbytes = len(blocks) * self._workload.block_tokens * self.truth.bytes_per_token
+        missing = len(blocks) - self.pools.held(copy.target, blocks)[0]
+        nbytes = missing * self._workload.block_tokens * self.truth.bytes_per_token
         links = (self._hosts[copy.source].out, self._hosts[copy.target].into)
         began_ns = self.clock.now_ns
         end_ns = send(began_ns, links, self.truth.transfer_ns("fetch", nbytes))
         self.clock.at(end_ns, lambda: self._copied(copy, blocks, nbytes, (end_ns - began_ns) / NS))
 
     def _copied(self, copy: Copy, blocks: tuple[int, ...], nbytes: int, seconds: float) -> None:
+        self.copied_bytes += nbytes
         self.pools.store(copy.target, self.clock.now_ns, blocks)
         self.pools.copied(copy.target, blocks, copy.match_key)
         self._copies[copy.target, copy.match_key] = blocks

@@ -20,8 +20,9 @@ from conductor.policy import PolicyConfig
 from settings.conductor import AdmissionMode
 from simulator.serving.clock import NS
 from simulator.serving.cluster import SimulatedCluster
+from simulator.serving.hot_prefixes import HotPrefixes, draw_hot_workload
 from simulator.serving.outcome import ServingOutcome, is_good, outcome_of, swing_of
-from simulator.serving.requests import SimulatedRequest, draw_workload
+from simulator.serving.requests import SimulatedRequest, SimulatedWorkload, draw_workload
 from simulator.serving.settings import ServingSettings
 from traces import load_trace
 from worker.policy.cost_profile import load_profile
@@ -96,6 +97,7 @@ class RunSpec:
     output_scale: float = 1.0
     longest_prompt: int = 0
     look_into: float = 0.0  # fraction of the rejections that are evaluated in a fork
+    hot: HotPrefixes | None = None  # drawn instead of the trace's conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +111,13 @@ class ServingRun:
     rejects_false: int
     prefill_load: tuple[float, ...]
     decode_load: tuple[float, ...]
+    copied_bytes: int  # of prefixes, by decisions to copy, over the whole run
+    fetched_bytes: int  # read by prefill nodes from other hosts' pools, over the whole run
 
 
 def run_one(spec: RunSpec) -> ServingRun:
     """Simulate one run; deterministic. Raises BadSetting, TraceError, ProfileError."""
-    workload = draw_workload(
-        load_trace(spec.trace),
-        seed=spec.seed,
-        rate_per_s=spec.rate_per_s,
-        requests=spec.requests,
-        output_scale=spec.output_scale,
-        longest_prompt=spec.longest_prompt,
-        longest_answer=spec.settings.max_new_tokens,
-    )
-    settings = spec.settings
+    settings, workload = spec.settings, _workload(spec)
     cluster = SimulatedCluster(settings, spec.policy, load_profile(spec.profile), workload, spec.seed)
     prefill: list[float] = []
     decode: list[float] = []
@@ -141,7 +136,38 @@ def run_one(spec: RunSpec) -> ServingRun:
     swing = swing_of(np.array(prefill[first:]), np.array(decode[first:]), step_s=_SAMPLE_S)
     outcome = outcome_of(cluster.works, settings, swing, from_s=from_s, until_s=workload.duration_s)
     mode = spec.policy.admission_mode
-    return ServingRun(mode, spec.seed, outcome, oracle.num_tried, oracle.num_false, _rounded(prefill), _rounded(decode))
+    return ServingRun(
+        mode,
+        spec.seed,
+        outcome,
+        oracle.num_tried,
+        oracle.num_false,
+        _rounded(prefill),
+        _rounded(decode),
+        cluster.copied_bytes,
+        sum(node.fetched_bytes for node in cluster.prefill.values()),
+    )
+
+
+def _workload(spec: RunSpec) -> SimulatedWorkload:
+    trace = load_trace(spec.trace)
+    if spec.hot is not None:
+        return draw_hot_workload(
+            spec.hot,
+            seed=spec.seed,
+            rate_per_s=spec.rate_per_s,
+            requests=spec.requests,
+            block_tokens=trace.block_tokens,
+        )
+    return draw_workload(
+        trace,
+        seed=spec.seed,
+        rate_per_s=spec.rate_per_s,
+        requests=spec.requests,
+        output_scale=spec.output_scale,
+        longest_prompt=spec.longest_prompt,
+        longest_answer=spec.settings.max_new_tokens,
+    )
 
 
 def worker_pool(processes: int) -> ProcessPoolExecutor:

@@ -1,0 +1,31 @@
+"""Choices of the prefill node that ignore the prefix: baselines of the simulator, as in the
+prefill scheduling experiments of the Mooncake paper."""
+
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.state import PlacementContext
+from settings.conductor import Placement
+
+__all__ = ["BLIND_PLACEMENTS", "choose_blindly"]
+
+BLIND_PLACEMENTS: Final = frozenset[Placement]({"random", "load-balance"})
+
+
+def choose_blindly(context: PlacementContext, candidates: NDArray[np.void]) -> tuple[int, float]:
+    """Return the index and the TTFT of any of the scored PREFILL_CANDIDATE [n], or of any with the shortest queue.
+
+    The request's id decides among them, so that the same request always gets the same answer.
+    """
+    queue_s = candidates["queue_s"]
+    among = np.arange(len(candidates))
+    if context.state.config.placement == "load-balance":
+        among = np.flatnonzero(queue_s == queue_s.min())
+    request = context.request
+    digest = blake2b(f"{request.request_id} {request.attempt}".encode(), digest_size=8).digest()
+    chosen = int(among[int.from_bytes(digest, "big") % len(among)])
+    terms = candidates[chosen]
+    return chosen, float(terms["transfer_s"] + terms["queue_s"] + terms["prefill_s"])
