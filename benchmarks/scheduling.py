@@ -4,9 +4,10 @@
 
 The conductor's own policy object places the same arrivals on the same 8 prefill and 8 decode nodes (the bundled 70B
 profile), once per placement: `random`, `load-balance` (shortest queue), `cache-aware` (least TTFT by the prefix in each
-node's own pool), `algorithm1` (that of the Mooncake paper, as printed) and `moonpool`. Arrivals: conversations of the
-bundled trace at its own rate, per network; and questions behind popular prefixes, with and without copies. Ratios are
-paired by seed, with 95 % confidence intervals. The last line of output is JSON.
+node's own pool), `algorithm1` (that of the Mooncake paper, as printed) and `moonpool`; the last also on 16 aggregated
+workers, which compute prompts in chunks beside their answers. Arrivals: conversations of the bundled trace at its own
+rate, per network; and questions behind popular prefixes, with and without copies. Ratios are geometric means of pairs
+with the same seed, with 95 % confidence intervals. The last line of output is JSON.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from benchmarks.simulated import simulated_spec
 from benchmarks.stored import store
 from conductor.policy.placement.blind import BLIND_PLACEMENTS
 from settings.conductor import Placement
-from simulator.serving.confidence import Estimate, mean_of
+from simulator.serving.confidence import Estimate, mean_of, ratio_of
 from simulator.serving.hot_prefixes import HotPrefixes
 from simulator.serving.runs import RunSpec, ServingRun, run_all, worker_pool
 from traces import load_trace
@@ -36,9 +37,11 @@ NETWORKS: Final = {"87 GB/s": 87e9, "12.5 GB/s": 12.5e9, "3 GB/s": 3e9}
 """Bytes per second between two hosts: 4 x 200 Gbps as in the profile, 100 Gbps, and 25 Gbps."""
 POPULARITIES: Final = {
     "even": HotPrefixes(prefix_tokens=32768, skew=0.0),
-    "skewed": HotPrefixes(prefix_tokens=32768, skew=1.5),
-    "shifting": HotPrefixes(prefix_tokens=32768, skew=1.5, shift_s=30.0),
+    "skewed": HotPrefixes(prefix_tokens=32768, skew=1.2),
+    "shifting": HotPrefixes(prefix_tokens=32768, skew=1.2, shift_s=20.0),
 }
+AGGREGATED: Final = {"aggregated, 8192": 8192, "aggregated, 2048": 2048}
+"""Prompt tokens of a step on 16 aggregated workers, placed as by `moonpool`."""
 Metric = Callable[[ServingRun], float]
 Runs = dict[str, list[ServingRun]]
 
@@ -54,7 +57,8 @@ def main() -> None:
         networks: dict[str, Any] = {}
         for network, bytes_per_s in NETWORKS.items():
             # Blind placements move no KV between hosts before the first token, so the network does not matter to them.
-            names = [name for name in PLACEMENTS if name not in BLIND_PLACEMENTS or not networks]
+            names: list[str] = [name for name in PLACEMENTS if name not in BLIND_PLACEMENTS or not networks]
+            names += () if networks else AGGREGATED
             with _profile(bytes_per_s) as profile:
                 runs = _by_name(replace(spec, profile=profile), {name: name for name in names}, args.seeds, pool)
             networks[network] = _placements(runs)
@@ -67,8 +71,8 @@ def main() -> None:
             _show(f"{name} popularity at {args.hot_rate:g} requests/s", popular[name]["placements"])
     first = networks[next(iter(NETWORKS))]
     result = {
-        "algorithm1_vs_cache_aware": first["algorithm1_vs_cache_aware"],
-        "moonpool_vs_cache_aware": first["moonpool_vs_cache_aware"],
+        "algorithm1_vs_cache_aware": first["vs_cache_aware"]["algorithm1"],
+        "moonpool_vs_cache_aware": first["vs_cache_aware"]["moonpool"],
         "moonpool_vs_algorithm1": first["moonpool_vs_algorithm1"],
         "replication_gain": popular["skewed"]["gain"],
         "replication_gain_shifting": popular["shifting"]["gain"],
@@ -85,11 +89,11 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", default="conversation")
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--requests", type=int, default=500, help="approximate number per run")
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=400, help="approximate number per run")
     parser.add_argument("--rate", type=float, default=0.0, help="conversations' requests per second; 0: as recorded")
-    parser.add_argument("--hot-seeds", type=int, default=6)
-    parser.add_argument("--hot-requests", type=int, default=1000)
+    parser.add_argument("--hot-seeds", type=int, default=5)
+    parser.add_argument("--hot-requests", type=int, default=900)
     parser.add_argument("--hot-rate", type=float, default=15.0, help="requests per second behind popular prefixes")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
@@ -112,7 +116,7 @@ def _profile(bytes_per_s: float) -> Iterator[Path]:
 
 
 def _placed(spec: RunSpec, placement: str) -> RunSpec:
-    """Return the run under a placement; "": that of Moonpool without copies."""
+    """Return the run under a placement, or on aggregated workers; "": Moonpool's placement without copies."""
     policy = spec.policy
     match placement:
         case "":
@@ -121,6 +125,13 @@ def _placed(spec: RunSpec, placement: str) -> RunSpec:
             policy = replace(
                 policy, placement="algorithm1", max_copies=1024, max_copies_per_pool=1024, replica_idle_s=86400.0
             )
+        case _ if placement in AGGREGATED:
+            settings = spec.settings
+            hosts = settings.prefill_nodes + settings.decode_nodes
+            blocks = settings.pool_blocks * settings.prefill_nodes // hosts  # the same memory, over twice the hosts
+            chunk_tokens = AGGREGATED[placement]
+            settings = replace(settings, is_aggregated=True, chunk_tokens=chunk_tokens, pool_blocks=blocks)
+            return replace(spec, settings=settings)
         case _:
             policy = replace(policy, placement=placement)  # type: ignore[arg-type]  # from PLACEMENTS
     return replace(spec, policy=policy)
@@ -139,12 +150,13 @@ def _ttft_s(run: ServingRun) -> float:
 
 def _ratio(over: Sequence[ServingRun], under: Sequence[ServingRun]) -> dict[str, float]:
     """Return the ratio of the mean TTFTs, paired by seed."""
-    return asdict(mean_of([_ttft_s(a) / _ttft_s(b) for a, b in zip(over, under, strict=True)]))
+    return asdict(ratio_of([_ttft_s(run) for run in over], [_ttft_s(run) for run in under]))
 
 
 _METRICS: Final[dict[str, Metric]] = {
     "ttft_mean_s": _ttft_s,
     "ttft_p90_s": lambda run: run.outcome.ttft_p90_s,
+    "tbt_p90_s": lambda run: run.outcome.tbt_p90_s,
     "hit_rate": lambda run: run.outcome.reused_share,
     "copied_gb": lambda run: run.copied_bytes / 1e9,
     "fetched_gb": lambda run: run.fetched_bytes / 1e9,
@@ -161,8 +173,7 @@ def _summary(runs: Runs) -> dict[str, dict[str, Estimate]]:
 def _placements(runs: Runs) -> dict[str, Any]:
     return {
         "placements": _as_json(_summary(runs)),
-        "algorithm1_vs_cache_aware": _ratio(runs["algorithm1"], runs["cache-aware"]),
-        "moonpool_vs_cache_aware": _ratio(runs["moonpool"], runs["cache-aware"]),
+        "vs_cache_aware": {name: _ratio(these, runs["cache-aware"]) for name, these in runs.items()},
         "moonpool_vs_algorithm1": _ratio(runs["moonpool"], runs["algorithm1"]),
     }
 
@@ -183,8 +194,9 @@ def _show(title: str, rows: dict[str, Any]) -> None:
     print(title)
     for name, row in rows.items():
         print(
-            f"  {name:15}TTFT {row['ttft_mean_s']['mean']:6.2f} s ({row['ttft_mean_s']['low']:.2f} to "
-            f"{row['ttft_mean_s']['high']:.2f}), P90 {row['ttft_p90_s']['mean']:6.2f} s, hits "
+            f"  {name:17}TTFT {row['ttft_mean_s']['mean']:6.2f} s ({row['ttft_mean_s']['low']:.2f} to "
+            f"{row['ttft_mean_s']['high']:.2f}), P90 {row['ttft_p90_s']['mean']:6.2f} s, TBT P90 "
+            f"{row['tbt_p90_s']['mean'] * 1e3:.0f} ms, hits "
             f"{row['hit_rate']['mean']:.1%}, copied {row['copied_gb']['mean']:,.0f} GB, fetched "
             f"{row['fetched_gb']['mean']:,.0f} GB",
             flush=True,

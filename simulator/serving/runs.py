@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from simulator.serving.hot_prefixes import HotPrefixes, draw_hot_workload
 from simulator.serving.outcome import ServingOutcome, is_good, outcome_of, swing_of
 from simulator.serving.requests import SimulatedRequest, SimulatedWorkload, draw_workload
 from simulator.serving.settings import ServingSettings
-from traces import load_trace
+from traces import Trace, load_trace
 from worker.policy.cost_profile import load_profile
 
 
@@ -123,7 +124,7 @@ def run_one(spec: RunSpec) -> ServingRun:
     decode: list[float] = []
 
     def sample() -> None:
-        prefill.append(_mean(node.backlog_s() / settings.ttft_objective_s for node in cluster.prefill.values()))
+        prefill.append(_mean(backlog_s / settings.ttft_objective_s for backlog_s in cluster.backlogs_s()))
         decode.append(_mean(node.step_s / settings.tbt_objective_s for node in cluster.decode.values()))
         if cluster.clock.now_ns < workload.duration_s * NS:
             cluster.clock.after(round(_SAMPLE_S * NS), sample)
@@ -149,8 +150,14 @@ def run_one(spec: RunSpec) -> ServingRun:
     )
 
 
+@cache
+def _trace(source: str) -> Trace:
+    """Return a trace, which the runs of one process share."""
+    return load_trace(source)
+
+
 def _workload(spec: RunSpec) -> SimulatedWorkload:
-    trace = load_trace(spec.trace)
+    trace = _trace(spec.trace)
     if spec.hot is not None:
         return draw_hot_workload(
             spec.hot,

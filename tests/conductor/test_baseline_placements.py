@@ -118,7 +118,7 @@ def test_a_live_conductor_rejects_the_baselines_by_name(placement):
 
 
 def test_an_unknown_placement_is_rejected_with_the_known_ones():
-    with pytest.raises(InvalidSetting, match="placement must be one of moonpool, algorithm1, .*, got 'best'"):
+    with pytest.raises(InvalidSetting, match=r"placement must be one of moonpool, algorithm1, .*, got 'best'"):
         PolicyConfig(placement="best")  # type: ignore[arg-type]
 
 
