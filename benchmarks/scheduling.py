@@ -92,7 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--requests", type=int, default=400, help="approximate number per run")
     parser.add_argument("--rate", type=float, default=0.0, help="conversations' requests per second; 0: as recorded")
-    parser.add_argument("--hot-seeds", type=int, default=5)
+    parser.add_argument("--hot-seeds", type=int, default=8)
     parser.add_argument("--hot-requests", type=int, default=900)
     parser.add_argument("--hot-rate", type=float, default=15.0, help="requests per second behind popular prefixes")
     parser.add_argument("--prefill", type=int, default=8)

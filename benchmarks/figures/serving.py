@@ -1,6 +1,6 @@
 """Sections of docs/performance.md on what serves requests: engine, nodes, frontend, conductor, whole clusters."""
 
-from benchmarks.figures.formatting import number, source, table
+from benchmarks.figures.formatting import interval, number, source, table
 from benchmarks.stored import Result, latest
 
 
@@ -119,8 +119,8 @@ def scheduling() -> str:
     rows = [
         [
             f"`{name}`",
-            _interval(first["placements"][name]["ttft_mean_s"], 2),
-            _interval(first["vs_cache_aware"][name], 2) if name != "cache-aware" else "1",
+            interval(first["placements"][name]["ttft_mean_s"]),
+            interval(first["vs_cache_aware"][name]) if name != "cache-aware" else "1",
             f"{first['placements'][name]['tbt_p90_s']['mean'] * 1e3:.0f}",
             f"{first['placements'][name]['hit_rate']['mean']:.1%}",
             f"{first['placements'][name]['fetched_gb']['mean']:,.0f} / {first['placements'][name]['copied_gb']['mean']:,.0f}",
@@ -138,7 +138,7 @@ def scheduling() -> str:
         "the paper's mean TTFT, s",
     ]
     by_network = [
-        [network, *(_interval(row["vs_cache_aware"][name], 2) for name in ("algorithm1", "moonpool"))]
+        [network, *(interval(row["vs_cache_aware"][name]) for name in ("algorithm1", "moonpool"))]
         for network, row in networks.items()
     ]
     popular = [
@@ -148,7 +148,7 @@ def scheduling() -> str:
                 f"{row['placements'][each]['ttft_mean_s']['mean']:.2f}"
                 for each in ("without copies", "algorithm1", "moonpool")
             ),
-            _interval(row["gain"], 2),
+            interval(row["gain"]),
             " / ".join(f"{row['placements'][each]['copied_gb']['mean']:,.0f}" for each in ("algorithm1", "moonpool")),
         ]
         for name, row in result["popular"].items()
@@ -187,7 +187,7 @@ def admission() -> str:
     rows = [
         [
             f"`{row['mode']}`",
-            _interval(row["goodput"], 2),
+            interval(row["goodput"]),
             _share(row["wasted_share"]),
             f"{_share(row['false_rejects'])} of {row['rejects_tried']}",
             _share(row["false_accepts"]),
@@ -229,10 +229,6 @@ Live with one prefill and one decode node and real engines ({source("benchmarks/
 do not differ significantly:
 
 {table(live_header, live_rows(small))}"""
-
-
-def _interval(value: Result, digits: int) -> str:
-    return f"{value['mean']:.{digits}f} ({value['low']:.{digits}f} to {value['high']:.{digits}f})"
 
 
 def _share(value: Result) -> str:
