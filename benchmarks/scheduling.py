@@ -22,8 +22,7 @@ from typing import Any, Final, get_args
 
 from benchmarks.simulated import simulated_spec
 from benchmarks.stored import store
-from conductor.policy.placement.blind import BLIND_PLACEMENTS
-from settings.conductor import Placement
+from settings.conductor import BLIND_PLACEMENTS, Placement
 from simulator.serving.confidence import Estimate, mean_of, ratio_of
 from simulator.serving.hot_prefixes import HotPrefixes
 from simulator.serving.runs import RunSpec, ServingRun, run_all, worker_pool

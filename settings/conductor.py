@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf, isfinite
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Final, Literal, get_args
 
 from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
 
 __all__ = [
+    "BLIND_PLACEMENTS",
     "Admission",
     "AdmissionMode",
     "ColocatedPrefill",
@@ -34,6 +35,7 @@ RoleSwitching = Literal["off", "advise", "act"]
 # with a copy of every prefix that is fetched; cache-aware: least TTFT, load-balance: shortest queue, random: any; these
 # three reuse only what the node's own pool holds.
 Placement = Literal["moonpool", "algorithm1", "cache-aware", "load-balance", "random"]
+BLIND_PLACEMENTS: Final = frozenset[Placement]({"load-balance", "random"})  # those that ignore prefixes
 ColocatedPrefill = Literal["off", "advise", "act"]
 _MAX_OVERRUN = 0.5
 _LONGEST_S = 1e9  # in nanoseconds within 64 bits

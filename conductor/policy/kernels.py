@@ -66,7 +66,6 @@ ARRIVAL: Final = np.dtype(
         ("block_tokens", np.int64),
         ("block_nbytes", np.int64),
         ("fetch_threshold", np.float64),  # ratio of prefixes above which one is fetched; inf: none is
-        ("may_recompute", np.int64),  # 1: instead of a fetch that takes longer than computing
     ]
 )
 """The request to place; fields up to `ages_ns` as in REQUEST."""
@@ -203,7 +202,7 @@ def score_prefill(
             uses = known + missing
             on_ssd = have_ssd + min(missing, best_ssd)  # the pool also reads those that the node has itself
             transfer_s, usual_s, margin = _durations_of(request, have, on_ssd, local, missing, num_sends, cost, path)
-            if fetched and request.may_recompute:
+            if fetched and path.may_recompute:
                 own_transfer_s, own_s, own_margin = _durations_of(
                     request, have, have_ssd, local, 0, num_sends, cost, path
                 )

@@ -23,7 +23,7 @@ from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
 from conductor.policy.roles import ModelSizing, Switching
 from jit.fast_dataclass import fast_dataclass
-from settings.conductor import PolicyConfig
+from settings.conductor import BLIND_PLACEMENTS, PolicyConfig
 
 __all__ = [
     "ClusterState",
@@ -65,7 +65,6 @@ class ClusterState:
     group_work: GroupMemberWork = field(default_factory=GroupMemberWork)  # what prefill nodes compute for others
     lengths: Lengths = field(default_factory=Lengths)
     evaluation: AdmissionEvaluation = field(default_factory=AdmissionEvaluation)
-    transfers: TransferCosts = field(default_factory=TransferCosts)
     costs: dict[str, ModelCosts] = field(default_factory=dict)
     given: dict[str, CostsGiven] = field(default_factory=dict)  # measured profiles, by model
     slowdowns: NodeSlowdowns = field(default_factory=NodeSlowdowns)
@@ -87,6 +86,8 @@ class ClusterState:
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
     attainment: Attainment = field(init=False)
+    transfers: TransferCosts = field(init=False)
+    places_blindly: bool = field(init=False)  # by a baseline that ignores prefixes
     fetch_threshold: float = field(init=False)  # ratio of prefixes above which one is fetched; inf: none is
     aging_ns: int = field(init=False)  # waiting time after which no newer request precedes a request
     _orphan_timeout_ns: int = field(init=False)
@@ -101,7 +102,10 @@ class ClusterState:
         self.replication = Replication(self.config.replica_idle_s)
         self.liveness = Liveness(round(self.config.report_timeout_s * NS))
         self._orphan_timeout_ns = round(self.config.orphan_timeout_s * NS)
-        may_fetch = self.config.placement in ("moonpool", "algorithm1")
+        placement = self.config.placement
+        self.transfers = TransferCosts(may_recompute=placement == "moonpool")
+        self.places_blindly = placement in BLIND_PLACEMENTS
+        may_fetch = placement in ("moonpool", "algorithm1")
         self.fetch_threshold = self.config.balancing_threshold if may_fetch else inf
         self.aging_ns = round(self.config.aging_s * NS)
         self.counts["suspected"] = 0
@@ -124,14 +128,6 @@ class ClusterState:
     def is_charged(self, account: int) -> bool:
         """Return True if the account of this number has a request."""
         return bool((self.requests.column("account") == account).any())
-
-    @property
-    def may_recompute(self) -> bool:
-        """Return True if a prefix is computed where that is predicted to take less time than to fetch it.
-
-        Not before fetches were measured: a guess that is too slow would never be corrected.
-        """
-        return self.config.placement == "moonpool" and self.transfers.is_calibrated("fetch")
 
     def count(self, model: str, what: str, by: int = 1) -> None:
         """Add to the cluster's counter and to the model's.

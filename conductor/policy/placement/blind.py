@@ -1,18 +1,13 @@
-"""Choices of the prefill node that ignore the prefix: baselines of the simulator, as in the
-prefill scheduling experiments of the Mooncake paper."""
+"""Choices of the prefill node that ignore the prefix, the baselines of the Mooncake paper's scheduling experiments."""
 
 from hashlib import blake2b
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.state import PlacementContext
-from settings.conductor import Placement
 
-__all__ = ["BLIND_PLACEMENTS", "choose_blindly"]
-
-BLIND_PLACEMENTS: Final = frozenset[Placement]({"random", "load-balance"})
+__all__ = ["choose_blindly"]
 
 
 def choose_blindly(context: PlacementContext, candidates: NDArray[np.void]) -> tuple[int, float]:

@@ -16,7 +16,7 @@ from conductor.policy.decisions import Holder, PrefillScore
 from conductor.policy.events import PoolMatch, PoolMatches
 from conductor.policy.kernels import ARRIVAL, MATCH, prefill_kernels
 from conductor.policy.nodes import PREFILL_CANDIDATE, Candidates
-from conductor.policy.placement.blind import BLIND_PLACEMENTS, choose_blindly
+from conductor.policy.placement.blind import choose_blindly
 from conductor.policy.queue_position import QueuePosition, ordering_key
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE
@@ -135,7 +135,7 @@ def score_candidates(context: PlacementContext, prefixes: Prefixes, queue_s: Flo
 
 def _scores(context: PlacementContext, candidates: Records, chosen: int, ttft_s: float, idle_s: float) -> PrefillScores:
     """Return the scores with the candidate of least TTFT chosen, or the one that a baseline chooses."""
-    if context.state.config.placement in BLIND_PLACEMENTS:
+    if context.state.places_blindly:
         chosen, ttft_s = choose_blindly(context, candidates)
     return PrefillScores.of(candidates, chosen, ttft_s, idle_s)
 
@@ -143,10 +143,10 @@ def _scores(context: PlacementContext, candidates: Records, chosen: int, ttft_s:
 def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, int, int]) -> Records:
     """Return ARRIVAL [1]; `key`: see `OrderingKey`, `clock`: (clock_ns, started_ns, finish_ns)."""
     request, model = context.request, context.model
-    state = context.state
+    threshold = context.state.fetch_threshold
     sizes = request.prompt_tokens, _most_reused(context), model.block_tokens, model.block_nbytes
     arrival = np.empty(1, ARRIVAL)
-    arrival[0] = *key, *clock, *sizes, state.fetch_threshold, state.may_recompute
+    arrival[0] = *key, *clock, *sizes, threshold
     return arrival
 
 
