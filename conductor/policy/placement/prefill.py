@@ -130,11 +130,6 @@ def score_candidates(context: PlacementContext, prefixes: Prefixes, queue_s: Flo
         context.state.transfers.record,
         candidates,
     )
-    return _scores(context, candidates, chosen, ttft_s, idle_s)
-
-
-def _scores(context: PlacementContext, candidates: Records, chosen: int, ttft_s: float, idle_s: float) -> PrefillScores:
-    """Return the scores with the candidate of least TTFT chosen, or the one that a baseline chooses."""
     if context.state.places_blindly:
         chosen, ttft_s = choose_blindly(context, candidates)
     return PrefillScores.of(candidates, chosen, ttft_s, idle_s)
@@ -271,6 +266,8 @@ def choose_prefill(context: PlacementContext, nodes: Candidates) -> PrefillChoic
             candidates,
         )
     )
+    if state.places_blindly:
+        chosen, ttft_s = choose_blindly(context, candidates)
     position = QueuePosition(shares, account, key, loads, ticket_ns)
     prefixes = Prefixes(candidates, blocks, ssd_blocks, matches.roster[best] if best >= 0 else "", num_sends)
-    return PrefillChoice(loads, position, prefixes, _scores(context, candidates, chosen, ttft_s, idle_s))
+    return PrefillChoice(loads, position, prefixes, PrefillScores.of(candidates, chosen, ttft_s, idle_s))
