@@ -1,6 +1,6 @@
 """Mean time to first token by placement, and what copies of hot prefixes save, on simulated clusters.
 
-    python -m benchmarks.scheduling [--seeds N] [--requests N] [--store]
+    python benchmarks/scheduling.py [--seeds N] [--requests N] [--store]
 
 The conductor's own policy object places the same arrivals on the same 8 prefill and 8 decode nodes (the bundled 70B
 profile), once per placement: `random`, `load-balance` (shortest queue), `cache-aware` (least TTFT by the prefix in each
@@ -12,6 +12,7 @@ with the same seed, with 95 % confidence intervals. The last line of output is J
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,14 +21,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from benchmarks.simulated import simulated_spec
-from benchmarks.stored import store
-from settings.conductor import BLIND_PLACEMENTS, Placement
-from simulator.serving.confidence import Estimate, mean_of, ratio_of
-from simulator.serving.hot_prefixes import HotPrefixes
-from simulator.serving.runs import RunSpec, ServingRun, run_all, worker_pool
-from traces import load_trace
-from worker.policy.cost_profile import MOONCAKE, CostProfile, load_profile, save_profile
+# Replace this folder on the path by the repository root: scripts here may have the names of packages.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.simulated import simulated_spec  # noqa: E402
+from benchmarks.stored import store  # noqa: E402
+from settings.conductor import BLIND_PLACEMENTS, Placement  # noqa: E402
+from simulator.serving.confidence import Estimate, mean_of, ratio_of  # noqa: E402
+from simulator.serving.hot_prefixes import HotPrefixes  # noqa: E402
+from simulator.serving.runs import RunSpec, ServingRun, run_all, worker_pool  # noqa: E402
+from traces import load_trace  # noqa: E402
+from worker.policy.cost_profile import MOONCAKE, CostProfile, load_profile, save_profile  # noqa: E402
 
 PAPER_TTFT_S: Final = {"random": 19.65, "load-balance": 5.27, "cache-aware": 3.58, "algorithm1": 3.07}
 """Mean TTFT in the Mooncake paper (FAST'25): conversation trace, 16 nodes; its global cache is `algorithm1`."""

@@ -163,7 +163,7 @@ def scheduling() -> str:
     ]
     return f"""## Scheduling by reuse and load
 
-{source("python -m benchmarks.scheduling", file)}: simulated, {settings["prefill"]} prefill and {settings["decode"]} decode nodes of the bundled 70B profile, placed by the conductor's
+{source("benchmarks/scheduling.py", file)}: simulated, {settings["prefill"]} prefill and {settings["decode"]} decode nodes of the bundled 70B profile, placed by the conductor's
 own policy object; {settings["seeds"]} paired seeds, 95 % intervals, ratios as geometric means of the pairs. Conversations at the trace's {settings["rate"]:.2f} requests/s; the [placements](simulate.md#placements):
 
 {table(header, rows)}
