@@ -39,5 +39,9 @@ class ConductorConfig:
             )
         if self.policy.orphan_timeout_s < 2 * self.tick_s:
             raise ConductorConfigError(f"orphan_timeout_s must be {text}, got {self.policy.orphan_timeout_s}")
+        if self.policy.placement != "moonpool":
+            raise ConductorConfigError(
+                f"placement must be moonpool, got {self.policy.placement}: the others are baselines of the simulator"
+            )
         if self.shared_store.redis_url:
             check_redis_url(self.shared_store.redis_url)

@@ -4,17 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf, isfinite
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Final, Literal, get_args
 
 from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
 
 __all__ = [
+    "BLIND_PLACEMENTS",
     "Admission",
     "AdmissionMode",
     "ColocatedPrefill",
     "CostSettings",
     "DecisionLogSettings",
     "Objectives",
+    "Placement",
     "PolicyConfig",
     "RoleSwitching",
     "SharedStoreSettings",
@@ -28,6 +30,12 @@ Admission = Literal["off", "shadow", "enforce"]
 # load expected when the prefill ends, for answers of one mean length or of learned lengths.
 AdmissionMode = Literal["none", "load", "early", "predicted-uniform", "predicted"]
 RoleSwitching = Literal["off", "advise", "act"]
+# Choice of the prefill node. moonpool: Algorithm 1 of the Mooncake paper, with copies of prefixes where they are
+# predicted to pay. The others are baselines of the simulator, which a live conductor rejects. algorithm1: as printed,
+# with a copy of every prefix that is fetched; cache-aware: least TTFT, load-balance: shortest queue, random: any; these
+# three reuse only what the node's own pool holds.
+Placement = Literal["moonpool", "algorithm1", "cache-aware", "load-balance", "random"]
+BLIND_PLACEMENTS: Final = frozenset[Placement]({"load-balance", "random"})  # those that ignore prefixes
 ColocatedPrefill = Literal["off", "advise", "act"]
 _MAX_OVERRUN = 0.5
 _LONGEST_S = 1e9  # in nanoseconds within 64 bits
@@ -233,6 +241,7 @@ class PolicyConfig(SettingsGroup):
         Key("Maximum prefill nodes that compute one long prompt together; 1 disables prefill groups", low=1, high=64),
     ] = 1
     prefill_group_min_tokens: Annotated[int, Key("Minimum uncached prompt tokens for a prefill group", low=1)] = 4096
+    placement: Placement = "moonpool"  # choice of the prefill node; another one only in simulations
     explain: int = 0  # number of best candidates with scores per decision; set by the decision log's settings
 
     def __post_init__(self) -> None:
@@ -250,6 +259,7 @@ class PolicyConfig(SettingsGroup):
             ("admission_mode", AdmissionMode),
             ("role_switching", RoleSwitching),
             ("colocated_prefill", ColocatedPrefill),
+            ("placement", Placement),
         ):
             if getattr(self, name) not in get_args(kind):
                 modes = ", ".join(get_args(kind))

@@ -33,6 +33,7 @@ def draw_all(folder: Path) -> None:
     draw_ratios(frontend_rows(latest("frontend")[0]), folder / "frontend.svg")
     draw_overhead(latest("overhead")[0], folder / "overhead.svg")
     draw_shapes(latest("vllm_pd")[0], folder / "vllm_pd.svg")
+    draw_scheduling(latest("scheduling")[0], folder / "scheduling.svg")
 
 
 def pool_rows(memory: Result, ssd: Result) -> list[RatioRow]:
@@ -184,6 +185,49 @@ def draw_shapes(result: Result, path: Path) -> None:
         axes.set_yticks(range(len(rows)), list(reversed(rows)))
         axes.set_title(f"{scenario}: TTFT, median (bar) and p90 (line), ms", fontsize=10, loc="left")
     _finish(figure, panels, path)
+
+
+def draw_scheduling(result: Result, path: Path) -> None:
+    """Draw mean TTFT by placement beside the paper's, ratios to `cache-aware` by network, and the gain of copies."""
+    plt = _pyplot()
+    networks = result["conversations"]
+    first = next(iter(networks.values()))["placements"]
+    names = sorted(first, key=lambda name: -first[name]["ttft_mean_s"]["mean"])
+    with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
+        figure, (ttft, network, gain) = plt.subplots(1, 3, figsize=(10.5, 2.9), layout="constrained")
+        for place, name in enumerate(names):
+            ttft.barh(place, first[name]["ttft_mean_s"]["mean"], color=_OURS if name == "moonpool" else "#afb8c1")
+            if name in result["paper_ttft_s"]:
+                ttft.plot(result["paper_ttft_s"][name], place, "|", color="black", markersize=13)
+        ttft.set_xscale("log")
+        ttft.set_xlim(0.5, 30)
+        ttft.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+        ttft.xaxis.set_minor_formatter(lambda *_: "")
+        ttft.set_yticks(range(len(names)), names)
+        ttft.set_ylim(len(names) - 0.5, -0.5)
+        ttft.set_title("mean TTFT, s (line: the paper's)", fontsize=9.5)
+        for shift, name, colour in ((-0.12, "algorithm1", _GREY), (0.12, "moonpool", _OURS)):
+            ratios = [row["vs_cache_aware"][name] for row in networks.values()]
+            _points(network, [at + shift for at in range(len(ratios))], ratios, colour, name)
+        network.set_yticks(range(len(networks)), list(networks))
+        network.set_ylim(len(networks) - 0.5, -0.5)
+        network.set_title("mean TTFT to cache-aware, by network", fontsize=9.5)
+        network.legend(frameon=False, fontsize=8)
+        popular = result["popular"]
+        _points(gain, list(range(len(popular))), [row["gain"] for row in popular.values()], _OURS, "moonpool")
+        gain.set_yticks(range(len(popular)), list(popular))
+        gain.set_ylim(len(popular) - 0.5, -0.5)
+        gain.set_title("TTFT without copies to TTFT with them", fontsize=9.5)
+        for axis in (network, gain):
+            axis.axvline(1.0, color=_GREY, linewidth=0.8)
+        _finish(figure, [ttft, network, gain], path)
+
+
+def _points(axis: Any, places: Sequence[float], ratios: Sequence[dict[str, float]], colour: str, label: str) -> None:
+    """Draw ratios with their intervals, one per line."""
+    means = [ratio["mean"] for ratio in ratios]
+    bars = [[ratio["mean"] - ratio["low"] for ratio in ratios], [ratio["high"] - ratio["mean"] for ratio in ratios]]
+    axis.errorbar(means, places, xerr=bars, fmt="o", color=colour, markersize=5, capsize=3, label=label)
 
 
 def _pyplot() -> Any:

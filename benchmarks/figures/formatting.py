@@ -21,6 +21,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
+def interval(value: Result) -> str:
+    """Format an estimate with its confidence interval."""
+    return f"{value['mean']:.2f} ({value['low']:.2f} to {value['high']:.2f})"
+
+
 def ratio_cell(value: float | None) -> str:
     """Format a ratio, or a dash if it was not measured."""
     return "–" if value is None else number(value)

@@ -20,6 +20,7 @@ SECTIONS = (
     data_plane.messenger,
     data_plane.paths,
     data_plane.overlap,
+    serving.scheduling,
     serving.admission,
     serving.groups,
     serving.dialogues,

@@ -1,6 +1,6 @@
 """Sections of docs/performance.md on what serves requests: engine, nodes, frontend, conductor, whole clusters."""
 
-from benchmarks.figures.formatting import number, source, table
+from benchmarks.figures.formatting import interval, number, source, table
 from benchmarks.stored import Result, latest
 
 
@@ -111,6 +111,75 @@ hashes their tokens, which is part of its time.
 ![Ratios to Dynamo's radix index and selector](pictures/conductor.svg)"""
 
 
+def scheduling() -> str:
+    result, file = latest("scheduling")
+    networks, settings = result["conversations"], result["settings"]
+    first = next(iter(networks.values()))
+    order = ("random", "load-balance", "cache-aware", "algorithm1", "moonpool", "aggregated, 8192", "aggregated, 2048")
+    rows = [
+        [
+            f"`{name}`",
+            interval(first["placements"][name]["ttft_mean_s"]),
+            interval(first["vs_cache_aware"][name]) if name != "cache-aware" else "1",
+            f"{first['placements'][name]['tbt_p90_s']['mean'] * 1e3:.0f}",
+            f"{first['placements'][name]['hit_rate']['mean']:.1%}",
+            f"{first['placements'][name]['fetched_gb']['mean']:,.0f} / {first['placements'][name]['copied_gb']['mean']:,.0f}",
+            f"{result['paper_ttft_s'][name]:.2f}" if name in result["paper_ttft_s"] else "–",
+        ]
+        for name in order
+    ]
+    header = [
+        "placement",
+        "mean TTFT, s",
+        "to `cache-aware`",
+        "TBT P90, ms",
+        "hits",
+        "GB fetched / copied",
+        "the paper's mean TTFT, s",
+    ]
+    by_network = [
+        [network, *(interval(row["vs_cache_aware"][name]) for name in ("algorithm1", "moonpool"))]
+        for network, row in networks.items()
+    ]
+    popular = [
+        [
+            name,
+            *(
+                f"{row['placements'][each]['ttft_mean_s']['mean']:.2f}"
+                for each in ("without copies", "algorithm1", "moonpool")
+            ),
+            interval(row["gain"]),
+            " / ".join(f"{row['placements'][each]['copied_gb']['mean']:,.0f}" for each in ("algorithm1", "moonpool")),
+        ]
+        for name, row in result["popular"].items()
+    ]
+    popular_header = [
+        "popularity",
+        "TTFT without copies, s",
+        "`algorithm1`",
+        "`moonpool`",
+        "without copies to `moonpool`",
+        "GB copied by `algorithm1` / `moonpool`",
+    ]
+    return f"""## Scheduling by reuse and load
+
+{source("benchmarks/scheduling.py", file)}: simulated, {settings["prefill"]} prefill and {settings["decode"]} decode nodes of the bundled 70B profile, placed by the conductor's
+own policy object; {settings["seeds"]} paired seeds, 95 % intervals, ratios as geometric means of the pairs. Conversations at the trace's {settings["rate"]:.2f} requests/s; the [placements](simulate.md#placements):
+
+{table(header, rows)}
+
+The mean TTFT of placements that fetch from other hosts, relative to `cache-aware`, by the bandwidth between two hosts:
+
+{table(["network", "`algorithm1`", "`moonpool`"], by_network)}
+
+Questions behind popular prefixes at {settings["hot_rate"]:g} requests/s, with and without copies of them ({settings["hot_seeds"]} seeds). [What the figures
+show](simulate.md#placements).
+
+{table(popular_header, popular)}
+
+![Mean TTFT by placement, the effect of the network, and what copies save](pictures/scheduling.svg)"""
+
+
 def admission() -> str:
     simulated, simulated_file = latest("overload")
     live, live_file = latest("overload-live")
@@ -118,7 +187,7 @@ def admission() -> str:
     rows = [
         [
             f"`{row['mode']}`",
-            _interval(row["goodput"], 2),
+            interval(row["goodput"]),
             _share(row["wasted_share"]),
             f"{_share(row['false_rejects'])} of {row['rejects_tried']}",
             _share(row["false_accepts"]),
@@ -160,10 +229,6 @@ Live with one prefill and one decode node and real engines ({source("benchmarks/
 do not differ significantly:
 
 {table(live_header, live_rows(small))}"""
-
-
-def _interval(value: Result, digits: int) -> str:
-    return f"{value['mean']:.{digits}f} ({value['low']:.{digits}f} to {value['high']:.{digits}f})"
 
 
 def _share(value: Result) -> str:

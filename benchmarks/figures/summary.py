@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from benchmarks.figures.formatting import number, table, write_and_read
+from benchmarks.figures.formatting import interval, number, table, write_and_read
 from benchmarks.stored import Result, latest
 
 
@@ -13,7 +13,7 @@ def at_a_glance() -> str:
     paths, beside, frontend, conductor, compression = (
         latest(name)[0] for name in ("messenger-paths", "pool-interference", "frontend", "conductor", "compression")
     )
-    vllm = latest("vllm_pd")[0]
+    vllm, scheduling = latest("vllm_pd")[0], latest("scheduling")[0]
     small = [row for size, row in pool["by_size"].items() if size != "16 MiB"]
     large = pool["by_size"]["16 MiB"]
     rows = [
@@ -109,6 +109,18 @@ def at_a_glance() -> str:
             "conductor",
             f"{_known(conductor, 'decisions_vs_dynamo_selector_tokens')} / {_known(conductor, 'decisions_vs_dynamo_selector_hashes')}",
             "≥ 6",
+        ],
+        [
+            "TTFT of Algorithm 1 to that of placement by each node's own prefixes, simulated",
+            "scheduling by reuse and load",
+            interval(scheduling["algorithm1_vs_cache_aware"]),
+            "< 1",
+        ],
+        [
+            "TTFT without copies of hot prefixes to TTFT with them, skewed / shifting popularity, simulated",
+            "scheduling by reuse and load",
+            f"{interval(scheduling['replication_gain'])} / {interval(scheduling['replication_gain_shifting'])}",
+            "> 1.1",
         ],
         [
             "TTFT of vLLM workers behind the conductor to round-robin / with the pool to vLLM's prefix cache",

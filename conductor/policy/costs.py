@@ -387,6 +387,7 @@ TRANSFER_COSTS: Final = np.dtype(
         ("fetch_per_byte_s", np.float64),
         ("ssd_fixed_s", np.float64),
         ("ssd_per_byte_s", np.float64),
+        ("may_recompute", np.int64),  # 1: instead of a fetch that takes longer than computing
     ]
 )
 """Coefficients of `cost_formulas.read_s` for each path, for compiled loops."""
@@ -541,7 +542,9 @@ class ModelCosts:
 class TransferCosts:
     """Predicted duration of moving KV bytes, by path; 0 bytes take 0 seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_recompute: bool = True) -> None:
+        """`may_recompute`: a prefix is computed where that is predicted to take less time than to fetch it."""
+        self._may_recompute = may_recompute
         guesses = {"fetch": _TRANSFER_GUESS, "load": _LOAD_GUESS, "ssd_read": _SSD_GUESS}
         self._fits = {path: _Fit(guess, _STREAK) for path, guess in guesses.items()}
         self._most: dict[str, float] = {}
@@ -570,12 +573,18 @@ class TransferCosts:
         """TRANSFER_COSTS [1] with the current predictions."""
         if self._record is None:
             paths = *self.of("load"), *self.of("fetch"), *self.of("ssd_read")
-            self._record = np.array([paths], TRANSFER_COSTS)
+            # Not before fetches were measured: a guess that is too slow would never be corrected.
+            may_recompute = self._may_recompute and self.is_calibrated("fetch")
+            self._record = np.array([(*paths, may_recompute)], TRANSFER_COSTS)
         return self._record
 
     def of(self, path: str) -> tuple[float, float]:
         """Return the leading arguments of `read_s` for a path."""
         return self._fits[path].fit.coefficients  # type: ignore[return-value]  # one per feature
+
+    def is_calibrated(self, path: str) -> bool:
+        """Return True if the path's cost is no longer a guess: enough transfers were measured, or a profile given."""
+        return self._fits[path].fit.is_calibrated
 
     def covers(self, path: str, nbytes: float) -> bool:
         """Return True if a prediction for `nbytes` is within the measured range of the path."""

@@ -65,7 +65,7 @@ ARRIVAL: Final = np.dtype(
         ("most_blocks", np.int64),  # that it may reuse
         ("block_tokens", np.int64),
         ("block_nbytes", np.int64),
-        ("balancing_threshold", np.float64),
+        ("fetch_threshold", np.float64),  # ratio of prefixes above which one is fetched; inf: none is
     ]
 )
 """The request to place; fields up to `ages_ns` as in REQUEST."""
@@ -149,10 +149,38 @@ def prefixes(most_blocks: Any, matches: Any, loads: Any, candidates: Any) -> Any
     return best, best_blocks, best_ssd, best_sends
 
 
+def _durations(
+    request: Any, have: Any, on_ssd: Any, local: Any, missing: Any, num_sends: Any, cost: Any, path: Any
+) -> Any:
+    """Return the transfer time, the prefill time on a typical node and its margin, if `missing` blocks are fetched.
+
+    `on_ssd`: blocks that pool nodes read from SSD, `have` and `local` as in PREFILL_CANDIDATE.
+    """
+    loaded_nbytes = float(max(0, have - local)) * request.block_nbytes
+    missing_nbytes = float(missing) * request.block_nbytes
+    transfer_s = (
+        _read_s(path.load_fixed_s, path.load_per_byte_s, loaded_nbytes, 0)
+        + _read_s(path.ssd_fixed_s, path.ssd_per_byte_s, float(on_ssd) * request.block_nbytes, 0)
+        + _fetch_s(
+            _read_s(path.fetch_fixed_s, path.fetch_per_byte_s, missing_nbytes, num_sends),
+            _read_s(path.load_fixed_s, path.load_per_byte_s, missing_nbytes, 0),
+        )
+    )
+    reused, prompt = float((max(have, local) + missing) * request.block_tokens), request.prompt_tokens
+    usual_s = _prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, reused)
+    return transfer_s, usual_s, _margin(prompt - reused, cost.most_new, float(prompt), cost.most_prompt)
+
+
+_durations_of: Any = numba.njit(_durations)
+
+
 def score_prefill(
     arrival: Any, best: Any, best_ssd: Any, num_sends: Any, slowdowns: Any, costs: Any, transfers: Any, candidates: Any
 ) -> Any:
     """Run Algorithm 1's loop: write each candidate's transfer and prefill times and reuse.
+
+    Unlike in the paper, a prefix is not fetched if that is predicted to take longer than to compute it
+    (`may_recompute`).
 
     Return (index, TTFT) of the candidate with the least, and the least TTFT of any candidate without its queue.
 
@@ -169,23 +197,18 @@ def score_prefill(
         if node.own_blocks != have or node.own_ssd_blocks != have_ssd or node.local_blocks != local:
             have, have_ssd, local = node.own_blocks, node.own_ssd_blocks, node.local_blocks
             known = max(have, local)
-            fetched = best > local and best > request.balancing_threshold * known
+            fetched = best > local and best > request.fetch_threshold * known
             missing = best - known if fetched else 0
-            uses = best if fetched else known
+            uses = known + missing
             on_ssd = have_ssd + min(missing, best_ssd)  # the pool also reads those that the node has itself
-            loaded_nbytes = float(max(0, have - local)) * request.block_nbytes
-            missing_nbytes = float(missing) * request.block_nbytes
-            transfer_s = (
-                _read_s(path.load_fixed_s, path.load_per_byte_s, loaded_nbytes, 0)
-                + _read_s(path.ssd_fixed_s, path.ssd_per_byte_s, float(on_ssd) * request.block_nbytes, 0)
-                + _fetch_s(
-                    _read_s(path.fetch_fixed_s, path.fetch_per_byte_s, missing_nbytes, num_sends),
-                    _read_s(path.load_fixed_s, path.load_per_byte_s, missing_nbytes, 0),
+            transfer_s, usual_s, margin = _durations_of(request, have, on_ssd, local, missing, num_sends, cost, path)
+            if fetched and path.may_recompute:
+                own_transfer_s, own_s, own_margin = _durations_of(
+                    request, have, have_ssd, local, 0, num_sends, cost, path
                 )
-            )
-            reused, prompt = float(uses * request.block_tokens), request.prompt_tokens
-            usual_s = _prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, reused)
-            margin = _margin(prompt - reused, cost.most_new, float(prompt), cost.most_prompt)
+                if own_transfer_s + own_s * own_margin < transfer_s + usual_s * margin:
+                    fetched, uses = False, known
+                    transfer_s, usual_s, margin = own_transfer_s, own_s, own_margin
         prefill_s = usual_s * slowdowns[PREFILL, node.slot] * margin
         node.reuse_blocks = uses
         node.fetches = fetched

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
 from conductor.policy.roles import ModelSizing, Switching
 from jit.fast_dataclass import fast_dataclass
-from settings.conductor import PolicyConfig
+from settings.conductor import BLIND_PLACEMENTS, PolicyConfig
 
 __all__ = [
     "ClusterState",
@@ -64,7 +65,6 @@ class ClusterState:
     group_work: GroupMemberWork = field(default_factory=GroupMemberWork)  # what prefill nodes compute for others
     lengths: Lengths = field(default_factory=Lengths)
     evaluation: AdmissionEvaluation = field(default_factory=AdmissionEvaluation)
-    transfers: TransferCosts = field(default_factory=TransferCosts)
     costs: dict[str, ModelCosts] = field(default_factory=dict)
     given: dict[str, CostsGiven] = field(default_factory=dict)  # measured profiles, by model
     slowdowns: NodeSlowdowns = field(default_factory=NodeSlowdowns)
@@ -86,6 +86,9 @@ class ClusterState:
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
     attainment: Attainment = field(init=False)
+    transfers: TransferCosts = field(init=False)
+    places_blindly: bool = field(init=False)  # by a baseline that ignores prefixes
+    fetch_threshold: float = field(init=False)  # ratio of prefixes above which one is fetched; inf: none is
     aging_ns: int = field(init=False)  # waiting time after which no newer request precedes a request
     _orphan_timeout_ns: int = field(init=False)
     _account_numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -99,6 +102,11 @@ class ClusterState:
         self.replication = Replication(self.config.replica_idle_s)
         self.liveness = Liveness(round(self.config.report_timeout_s * NS))
         self._orphan_timeout_ns = round(self.config.orphan_timeout_s * NS)
+        placement = self.config.placement
+        self.transfers = TransferCosts(may_recompute=placement == "moonpool")
+        self.places_blindly = placement in BLIND_PLACEMENTS
+        may_fetch = placement in ("moonpool", "algorithm1")
+        self.fetch_threshold = self.config.balancing_threshold if may_fetch else inf
         self.aging_ns = round(self.config.aging_s * NS)
         self.counts["suspected"] = 0
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.decisions import Copy, Decision, Place, Reject, Shrink
@@ -48,21 +49,28 @@ class SimulatedCluster:
         self.conductor = Conductor(policy)
         self.works: list[SimulatedRequest] = []
         self.num_open = len(workload.jobs)
+        self.copied_bytes = 0  # of prefixes, by decisions to copy
         self._workload = workload
         self._network_ns = round(settings.network_s * NS)
         self._handoff_ns = round(settings.handoff_s * NS)
-        self.pools = SimulatedPools(settings, [f"pool-{i}" for i in range(settings.prefill_nodes)])
+        decode_role = "aggregated" if settings.is_aggregated else "decode"
+        num_hosts = settings.prefill_nodes + (settings.decode_nodes if settings.is_aggregated else 0)
+        num_decode = num_hosts if settings.is_aggregated else settings.decode_nodes
+        self.pools = SimulatedPools(settings, [f"pool-{i}" for i in range(num_hosts)])
         self.truth = ActualCosts(profile, settings, seed)
         context = SimulationContext(self.clock, settings, self.truth, workload.block_tokens)
         self.decode = {
             name: SimulatedDecodeNode(name, context, self._tell, self._finished, self._stored)
-            for name in (f"decode-{i}" for i in range(settings.decode_nodes))
+            for name in (f"{decode_role}-{i}" for i in range(num_decode))
         }
+        # In an aggregated cluster these are hosts of pool nodes only, and do not join as workers.
         self.prefill = {
             name: SimulatedPrefillNode(name, pool_id, context, self.pools, self.decode, self._tell, self._prefilled)
-            for name, pool_id in ((f"prefill-{i}", f"pool-{i}") for i in range(settings.prefill_nodes))
+            for name, pool_id in ((f"prefill-{i}", f"pool-{i}") for i in range(num_hosts))
         }
         self._hosts = {node.pool_id: node for node in self.prefill.values()}
+        # Nodes that decode are assigned round-robin to the hosts, and use their pool nodes over separate links.
+        self._host_of = dict(zip(self.decode, cycle(self.prefill.values())))
         for node in self.prefill.values():
             node.hosts = self._hosts
             node.others = self.prefill
@@ -83,6 +91,11 @@ class SimulatedCluster:
     def is_busy(self) -> bool:
         """Return True if any request has not ended yet."""
         return self.num_open > 0
+
+    def backlogs_s(self) -> list[float]:
+        """Return the seconds of prefill that wait or run on each node that joined to compute prompts."""
+        nodes = self.decode if self.settings.is_aggregated else self.prefill
+        return [node.backlog_s() for node in nodes.values()]
 
     def admit(self, job: Arrival) -> SimulatedRequest:
         """Place a request now, bypassing admission, to evaluate a rejection."""
@@ -105,9 +118,11 @@ class SimulatedCluster:
         settings, bytes_per_token = self.settings, self.truth.bytes_per_token
         for name, node in self.prefill.items():
             self._tell(NodeJoined(NodeView(node.pool_id, "pool", 1, f"host of {name}")))
+        is_aggregated = settings.is_aggregated
+        decode_role: Role = "aggregated" if is_aggregated else "decode"
         workers: list[tuple[str, Role, str]] = [
-            *((name, "prefill", node.pool_id) for name, node in self.prefill.items()),
-            *((name, "decode", self._host_of(name).pool_id) for name in self.decode),
+            *((name, "prefill", node.pool_id) for name, node in self.prefill.items() if not is_aggregated),
+            *((name, decode_role, self._host_of[name].pool_id) for name in self.decode),
         ]
         for name, role, pool_id in workers:
             view = NodeView(
@@ -124,8 +139,9 @@ class SimulatedCluster:
                 chunk_tokens=settings.chunk_tokens,
             )
             self._tell(NodeJoined(view))
-        for reporter in [node.reporter for node in self.prefill.values()] + [n.reporter for n in self.decode.values()]:
-            reporter.start()
+        joined: dict[str, SimulatedPrefillNode | SimulatedDecodeNode] = {**self.prefill, **self.decode}
+        for name, _, _ in workers:
+            joined[name].reporter.start()
 
     def _tell(self, event: Event) -> list[Decision]:
         return self.conductor.on_event(self.clock.now_ns, event)
@@ -195,24 +211,16 @@ class SimulatedCluster:
         self.clock.after(2 * self._network_ns, lambda: submit(work))
 
     def _keep_whole(self, work: SimulatedRequest) -> None:
-        """Run a request with colocated prefill: its decode node also computes the prompt."""
+        """Run a request on one node that computes the prompt and the answer: aggregated, or with colocated prefill."""
         self.decode[work.prefill_node].reserve(work, self._load_whole)
 
     def _load_whole(self, work: SimulatedRequest) -> None:
-        node, host = self.decode[work.prefill_node], self._host_of(work.prefill_node)
+        node, host = self.decode[work.prefill_node], self._host_of[work.prefill_node]
         self.clock.at(host.load(work, node.into, node.reporter), lambda: node.prefill(work))
 
     def _stored(self, work: SimulatedRequest) -> None:
-        self.pools.store(self._host_of(work.prefill_node).pool_id, self.clock.now_ns, work.job.blocks)
-
-    def _host_of(self, decode_node: str) -> SimulatedPrefillNode:
-        """Return the prefill node on the decode node's host.
-
-        Decode nodes are assigned round-robin to the prefill nodes' hosts and use those hosts' pool nodes over separate
-        links.
-        """
-        nodes = list(self.prefill.values())
-        return nodes[int(decode_node.removeprefix("decode-")) % len(nodes)]
+        first = work.reused_tokens // self._workload.block_tokens
+        self.pools.store(self._host_of[work.prefill_node].pool_id, self.clock.now_ns, work.job.blocks, first)
 
     def _prefilled(self, work: SimulatedRequest) -> None:
         if work.asks_again:
@@ -274,13 +282,15 @@ class SimulatedCluster:
         self._tell(event)
 
     def _copy(self, copy: Copy, blocks: tuple[int, ...]) -> None:
-        nbytes = len(blocks) * self._workload.block_tokens * self.truth.bytes_per_token
+        missing = len(blocks) - self.pools.held(copy.target, blocks)[0]
+        nbytes = missing * self._workload.block_tokens * self.truth.bytes_per_token
         links = (self._hosts[copy.source].out, self._hosts[copy.target].into)
         began_ns = self.clock.now_ns
         end_ns = send(began_ns, links, self.truth.transfer_ns("fetch", nbytes))
         self.clock.at(end_ns, lambda: self._copied(copy, blocks, nbytes, (end_ns - began_ns) / NS))
 
     def _copied(self, copy: Copy, blocks: tuple[int, ...], nbytes: int, seconds: float) -> None:
+        self.copied_bytes += nbytes
         self.pools.store(copy.target, self.clock.now_ns, blocks)
         self.pools.copied(copy.target, blocks, copy.match_key)
         self._copies[copy.target, copy.match_key] = blocks

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, log, sqrt
 from statistics import NormalDist, fmean, stdev
 
 from conductor.policy.admission_evaluation import interval
@@ -26,6 +26,12 @@ def mean_of(values: Sequence[float]) -> Estimate:
         return Estimate(mean, mean, mean)
     half = _student(len(values) - 1) * stdev(values) / sqrt(len(values))
     return Estimate(mean, mean - half, mean + half)
+
+
+def ratio_of(over: Sequence[float], under: Sequence[float]) -> Estimate:
+    """Return the geometric mean of the ratios of two sequences of positive values, paired by seed."""
+    logs = mean_of([log(a / b) for a, b in zip(over, under, strict=True)])
+    return Estimate(exp(logs.mean), exp(logs.low), exp(logs.high))
 
 
 def share_of(count: int, total: int) -> Estimate | None:

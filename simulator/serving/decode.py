@@ -2,12 +2,13 @@
 batch policy.
 
 Consecutive steps with the same batch are simulated together, as long as the plan is valid. As in the live engine, a
-request joins at the next step boundary. Prompts with colocated prefill are computed here, one chunk with each step.
+request joins at the next step boundary. Prompts with colocated prefill, and all prompts of an aggregated node, are
+computed here, one chunk with each step.
 """
 
 from collections.abc import Callable
 
-from conductor.policy.events import DecodeSample, Held, NodeReported
+from conductor.policy.events import DecodeSample, Held, NodeReported, PrefillSample
 from conductor.policy.placement.decode import peak_tokens
 from simulator.serving.clock import NS, SimulatedLink
 from simulator.serving.reporter import SimulatedReporter
@@ -60,6 +61,15 @@ class SimulatedDecodeNode:
     def step_s(self) -> float:
         """Duration of the current step in seconds; 0 if nothing runs."""
         return self._step_ns / 1e9 if self._plan is not None else 0.0
+
+    def backlog_s(self) -> float:
+        """Return the seconds of prefill waiting or running on this node, by actual costs."""
+        here = [*self._holding.values(), *(work for work, _ in self._waiting)]
+        return sum(
+            self._truth.chunk_s(self.node_id, work, work.computed or work.reused_tokens, work.job.prompt_tokens)
+            for work in here
+            if work.prefill_node == self.node_id and not work.first_token_ns
+        )
 
     def reserve(self, work: SimulatedRequest, ready: Callable[[SimulatedRequest], None]) -> None:
         """Allocate pages for the prompt and the longest answer; calls `ready(work)` once they are allocated."""
@@ -133,6 +143,9 @@ class SimulatedDecodeNode:
             self.reporter.decode(DecodeSample(batch, context, seconds))
         for chunk in plan.prefill:
             seconds += self._truth.chunk_s(self.node_id, self._prompts[chunk.index], chunk.start, chunk.end)
+        num_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
+        for chunk in plan.prefill:  # as the live engine accounts for a merged step
+            self._prompts[chunk.index].prefill_s += seconds * (chunk.end - chunk.start) / num_tokens
         self._step_ns = max(1, round(seconds * 1e9))
         self._plan, self._began_ns = plan, now_ns
         self._end_run_at(now_ns + self._steps * self._step_ns)
@@ -187,7 +200,10 @@ class SimulatedDecodeNode:
             self._prompts.remove(work)
             work.first_token_ns = work.last_token_ns = self._clock.now_ns
             work.generated = 1
-            # As on the live node, no prefill sample is reported: it would not describe prefill nodes.
+            # As on the live node: a sample from a decode node would not describe prefill nodes.
+            if self._settings.is_aggregated:
+                new = work.job.prompt_tokens - work.reused_tokens
+                self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
             self.reporter.progress(work.job.name, "prefill_ended")
             self._prefilled(work)
             self._running.append(work)

@@ -53,12 +53,21 @@ class SimulatedPools:
             count += 1
         return count, on_ssd
 
-    def store(self, name: str, now_ns: int, blocks: Sequence[int]) -> None:
-        """Store the prompt's blocks; present ones are marked as used."""
+    def use(self, name: str, now_ns: int, blocks: Sequence[int]) -> None:
+        """Mark the leading blocks that the pool node holds as used: they are read."""
         use = Use(now_ns, len(blocks))
-        for tier in (self._memory[name], self._ssd.get(name)):
-            if tier is not None:
-                tier.store(blocks, tier.look_up(blocks, use), use)
+        for tier in self._tiers(name):
+            tier.look_up(blocks, use)
+
+    def store(self, name: str, now_ns: int, blocks: Sequence[int], first: int = 0) -> None:
+        """Store the prompt's blocks from index `first` on; leading ones that are present are marked as used.
+
+        As on a live node, blocks before `first` were read from a pool node and are not stored again, so that what
+        follows them is kept only if this pool node holds them.
+        """
+        use = Use(now_ns, len(blocks))
+        for tier in self._tiers(name):
+            tier.store(blocks, max(first, tier.look_up(blocks, use)), use)
 
     def copied(self, target: str, blocks: Sequence[int], match_key: int) -> None:
         """Record a prefix copied to `target` by a Copy decision."""
@@ -69,6 +78,9 @@ class SimulatedPools:
         self._copied.get(blocks[-1], {}).pop(target, None)
         for block in reversed(blocks[keep_blocks:]):
             self._memory[target].remove(block)
+
+    def _tiers(self, name: str) -> list[SimulatedPool]:
+        return [self._memory[name], *([self._ssd[name]] if name in self._ssd else [])]
 
     def validate(self, settings: ServingSettings) -> list[str]:
         """Describe the pool nodes that hold more blocks than their capacity."""

@@ -35,6 +35,7 @@ class SimulatedPrefillNode:
         self.out, self.into, self.memory, self.ssd = SimulatedLink(), SimulatedLink(), SimulatedLink(), SimulatedLink()
         self.hosts: Mapping[str, SimulatedPrefillNode] = {}  # all prefill nodes by pool node
         self.others: Mapping[str, SimulatedPrefillNode] = {}  # all prefill nodes by name
+        self.fetched_bytes = 0  # read from other hosts' pools
         self.reporter = SimulatedReporter(node_id, clock, settings, self._held, report)
         self._clock = clock
         self._settings = settings
@@ -99,6 +100,7 @@ class SimulatedPrefillNode:
             if blocks <= 0:
                 break
             work.reused_tokens = there * self._block_tokens
+            self._pools.use(holder.pool, self._clock.now_ns, work.job.blocks[:there])
             loaded_ns = max(loaded_ns, self._read(holder.pool, blocks, min(on_ssd, blocks), into, reporter))
         return loaded_ns
 
@@ -114,21 +116,24 @@ class SimulatedPrefillNode:
         path = "load" if holder is self else "fetch"
         links = (self.memory,) if holder is self else (holder.out, into)
         alone_ns = self._truth.transfer_ns(path, nbytes)
+        self.fetched_bytes += nbytes if holder is not self else 0
         end_ns = send(now_ns, links, alone_ns)
         reporter.transfer(TransferSample(nbytes, (end_ns - now_ns) / NS, path))
         return end_ns
 
     def _pull(self, work: SimulatedRequest) -> None:
         """Let the decode node read the same blocks from their holders, in parallel."""
-        into, first = self._decode_nodes[work.decode_node].into, 0
+        decode, first = self._decode_nodes[work.decode_node], 0
+        now_ns = self._clock.now_ns
         for holder in work.holders:
             blocks = min(holder.first_block + holder.num_blocks, work.reused_tokens // self._block_tokens) - first
             if blocks > 0:
                 first += blocks
                 nbytes = blocks * self._block_tokens * self._truth.bytes_per_token
                 alone_ns = self._truth.transfer_ns("fetch", nbytes)
-                links = (self.hosts[holder.pool].out, into)
-                work.sent_ns = max(work.sent_ns, send(self._clock.now_ns, links, alone_ns))
+                end_ns = send(now_ns, (self.hosts[holder.pool].out, decode.into), alone_ns)
+                decode.reporter.transfer(TransferSample(nbytes, (end_ns - now_ns) / NS, "pull"))
+                work.sent_ns = max(work.sent_ns, end_ns)
 
     def _loaded(self, work: SimulatedRequest) -> None:
         work.loaded = True
@@ -233,7 +238,7 @@ class SimulatedPrefillNode:
         if not work.helpers:  # prefill times of a group are not reported
             self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
         self.reporter.progress(job.name, "prefill_ended")
-        self._pools.store(self.pool_id, self._clock.now_ns, job.blocks)
+        self._pools.store(self.pool_id, self._clock.now_ns, job.blocks, work.reused_tokens // self._block_tokens)
         self._prefilled(work)
 
     def _held(self) -> tuple[Held, ...]:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from conductor.policy import PolicyConfig
 from settings.conductor import AdmissionMode
 from simulator.serving.clock import NS
 from simulator.serving.cluster import SimulatedCluster
+from simulator.serving.hot_prefixes import HotPrefixes, draw_hot_workload
 from simulator.serving.outcome import ServingOutcome, is_good, outcome_of, swing_of
-from simulator.serving.requests import SimulatedRequest, draw_workload
+from simulator.serving.requests import SimulatedRequest, SimulatedWorkload, draw_workload
 from simulator.serving.settings import ServingSettings
-from traces import load_trace
+from traces import Trace, load_trace
 from worker.policy.cost_profile import load_profile
 
 
@@ -96,6 +98,7 @@ class RunSpec:
     output_scale: float = 1.0
     longest_prompt: int = 0
     look_into: float = 0.0  # fraction of the rejections that are evaluated in a fork
+    hot: HotPrefixes | None = None  # drawn instead of the trace's conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +112,19 @@ class ServingRun:
     rejects_false: int
     prefill_load: tuple[float, ...]
     decode_load: tuple[float, ...]
+    copied_bytes: int  # of prefixes, by decisions to copy, over the whole run
+    fetched_bytes: int  # read by prefill nodes from other hosts' pools, over the whole run
 
 
 def run_one(spec: RunSpec) -> ServingRun:
     """Simulate one run; deterministic. Raises BadSetting, TraceError, ProfileError."""
-    workload = draw_workload(
-        load_trace(spec.trace),
-        seed=spec.seed,
-        rate_per_s=spec.rate_per_s,
-        requests=spec.requests,
-        output_scale=spec.output_scale,
-        longest_prompt=spec.longest_prompt,
-        longest_answer=spec.settings.max_new_tokens,
-    )
-    settings = spec.settings
+    settings, workload = spec.settings, _workload(spec)
     cluster = SimulatedCluster(settings, spec.policy, load_profile(spec.profile), workload, spec.seed)
     prefill: list[float] = []
     decode: list[float] = []
 
     def sample() -> None:
-        prefill.append(_mean(node.backlog_s() / settings.ttft_objective_s for node in cluster.prefill.values()))
+        prefill.append(_mean(backlog_s / settings.ttft_objective_s for backlog_s in cluster.backlogs_s()))
         decode.append(_mean(node.step_s / settings.tbt_objective_s for node in cluster.decode.values()))
         if cluster.clock.now_ns < workload.duration_s * NS:
             cluster.clock.after(round(_SAMPLE_S * NS), sample)
@@ -141,7 +137,44 @@ def run_one(spec: RunSpec) -> ServingRun:
     swing = swing_of(np.array(prefill[first:]), np.array(decode[first:]), step_s=_SAMPLE_S)
     outcome = outcome_of(cluster.works, settings, swing, from_s=from_s, until_s=workload.duration_s)
     mode = spec.policy.admission_mode
-    return ServingRun(mode, spec.seed, outcome, oracle.num_tried, oracle.num_false, _rounded(prefill), _rounded(decode))
+    return ServingRun(
+        mode,
+        spec.seed,
+        outcome,
+        oracle.num_tried,
+        oracle.num_false,
+        _rounded(prefill),
+        _rounded(decode),
+        cluster.copied_bytes,
+        sum(node.fetched_bytes for node in cluster.prefill.values()),
+    )
+
+
+@cache
+def _trace(source: str) -> Trace:
+    """Return a trace, which the runs of one process share."""
+    return load_trace(source)
+
+
+def _workload(spec: RunSpec) -> SimulatedWorkload:
+    trace = _trace(spec.trace)
+    if spec.hot is not None:
+        return draw_hot_workload(
+            spec.hot,
+            seed=spec.seed,
+            rate_per_s=spec.rate_per_s,
+            requests=spec.requests,
+            block_tokens=trace.block_tokens,
+        )
+    return draw_workload(
+        trace,
+        seed=spec.seed,
+        rate_per_s=spec.rate_per_s,
+        requests=spec.requests,
+        output_scale=spec.output_scale,
+        longest_prompt=spec.longest_prompt,
+        longest_answer=spec.settings.max_new_tokens,
+    )
 
 
 def worker_pool(processes: int) -> ProcessPoolExecutor:

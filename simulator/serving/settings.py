@@ -16,7 +16,7 @@ from worker.policy.cost_profile import CostProfile
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """Settings of a cluster of one model, with a host and a pool node per prefill node.
+    """Settings of a cluster of one model, with a host and a pool node per prefill node, or per aggregated node.
 
     Protocol times are those of the live roles: a node reports `coalesce_s` after a request has progressed, otherwise
     every `report_every_s`.
@@ -24,6 +24,7 @@ class ServingSettings:
 
     prefill_nodes: int = 8
     decode_nodes: int = 8
+    is_aggregated: bool = False  # all these nodes compute prompts and answers, in merged steps, each on its own host
     ttft_objective_s: float = 30.0
     tbt_objective_s: float = 0.1
     max_new_tokens: int = 2048  # allowed by every client; actual answer lengths are unknown to the policy
@@ -54,6 +55,8 @@ class ServingSettings:
                 f"max_new_tokens must be at least 2, got {self.max_new_tokens}: an answer of one token needs no decode "
                 "node"
             )
+        if not isinstance(self.is_aggregated, bool):
+            raise BadSetting(f"is_aggregated must be true or false, got {self.is_aggregated!r}")
         for name in ("ttft_objective_s", "tbt_objective_s", "report_every_s", "coalesce_s", "tick_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) <= 0:
                 raise BadSetting(f"{name} must be finite and above 0, got {getattr(self, name)}")

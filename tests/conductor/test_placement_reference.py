@@ -96,14 +96,20 @@ class Plain:
             local = memory.get(node.node_id, 0)
             have = max(own, local)
             fetches = most > max(local, self.state.config.balancing_threshold * have)
+
+            def took_s(missing, slot, own=own, own_ssd=own_ssd, local=local, have=have):
+                took = read_s(*transfers.of("load"), max(0, own - local) * nbytes, 0)
+                took += read_s(*transfers.of("ssd_read"), (own_ssd + min(missing, most_ssd)) * nbytes, 0)
+                over_network = read_s(*transfers.of("fetch"), missing * nbytes, self.sends(best))
+                took += fetch_s(over_network, read_s(*transfers.of("load"), missing * nbytes, 0))
+                reused = (have + missing) * BLOCK
+                return took, costs.prefill_cost_s(self.request.prompt_tokens - reused, reused, slot)
+
+            if fetches and transfers.is_calibrated("fetch"):
+                fetches = sum(took_s(0, NONE)) >= sum(took_s(most - have, NONE))
             missing = most - have if fetches else 0
-            took = read_s(*transfers.of("load"), max(0, own - local) * nbytes, 0)
-            took += read_s(*transfers.of("ssd_read"), (own_ssd + min(missing, most_ssd)) * nbytes, 0)
-            over_network = read_s(*transfers.of("fetch"), missing * nbytes, self.sends(best))
-            took += fetch_s(over_network, read_s(*transfers.of("load"), missing * nbytes, 0))
-            took += self.queue_s(node)
-            reused = (have + missing) * BLOCK
-            took += costs.prefill_cost_s(self.request.prompt_tokens - reused, reused, self.slot(node.node_id))
+            transfer_s, prefill_s = took_s(missing, self.slot(node.node_id))
+            took = transfer_s + self.queue_s(node) + prefill_s
             holders = [(node.pool_node_id, own, own_ssd)] * (own > 0)
             holders += [(best, most - own, min(most - own, most_ssd))] * fetches
             found.append((took, node.node_id, have + missing, holders, local))
@@ -190,7 +196,7 @@ def cluster(rng, mode):
         transfers = tuple(
             TransferSample(1 << 12 + i, s, p) for i, (s, p) in enumerate(zip(seconds, PATHS, strict=True))
         )
-        conductor.on_event(0, NodeReported(worker, prefills=prefills, decodes=decodes, transfers=transfers))
+        conductor.on_event(0, NodeReported(worker, prefills=prefills, decodes=decodes, transfers=transfers * 6))
     return conductor, pools, [node.node_id for node in joined]
 
 

@@ -114,6 +114,7 @@ def test_a_copy_that_costs_more_than_it_can_save_is_not_made(cluster, make):
 def test_what_a_copy_cost_and_what_it_saved_are_both_counted(cluster, make):
     c = cluster()
     slow_network(c)
+    c.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
     copied(c, make)
     account = c.conductor.replication
     assert (account.spent_s, account.saved_s) == (0.25, 0.0)
@@ -122,6 +123,7 @@ def test_what_a_copy_cost_and_what_it_saved_are_both_counted(cluster, make):
     saved_s = account.saved_s
     d = cluster()
     slow_network(d)
+    d.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
     copied(d, make)
     without = d.send(make.request("b", matches=(("pool-0", 12),), **ask))[0]
     assert isinstance(with_it, Place)
@@ -133,11 +135,13 @@ def test_what_was_stored_behind_a_copied_prefix_is_not_what_the_copy_saved(clust
     """Without the copy the conversation would have gone on at the source."""
     c = cluster()
     slow_network(c)
+    c.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
     copied(c, make)
     ask = {"match_key": 7, "excluded": ("prefill-0",)}
     with_it = c.send(make.request("b", matches=(("pool-0", 12), ("pool-1", 15, 0, 7)), **ask))[0]
     d = cluster()
     slow_network(d)
+    d.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
     copied(d, make)
     without = d.send(make.request("b", matches=(("pool-0", 15),), **ask))[0]
     saved_s = without.predicted_ttft_s - with_it.predicted_ttft_s
@@ -147,6 +151,7 @@ def test_what_was_stored_behind_a_copied_prefix_is_not_what_the_copy_saved(clust
 def test_a_copy_that_the_pool_node_has_evicted_is_not_used(cluster, make):
     c = cluster(replica_idle_s=10.0, orphan_timeout_s=1e6)
     slow_network(c)
+    c.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
     ask = {"match_key": 7, "excluded": ("prefill-0",)}
     asked = [make.request(f"a{i}", matches=(("pool-0", 12), ("pool-1", 4)), **ask) for i in range(9)]
     assert sum(len(copies(c.send(request))) for request in asked) == 1

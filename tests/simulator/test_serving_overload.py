@@ -16,7 +16,7 @@ from simulator.errors import BadSetting
 from simulator.serving.capacity import find_capacity
 from simulator.serving.clock import NS
 from simulator.serving.cluster import SimulatedCluster
-from simulator.serving.confidence import mean_of, share_of
+from simulator.serving.confidence import mean_of, ratio_of, share_of
 from simulator.serving.outcome import swing_of
 from simulator.serving.overload_spec import OverloadScenario, overload_spec
 from simulator.serving.requests import Arrival, RequestEnd, SimulatedWorkload, draw_workload, slowest_tenth_s
@@ -68,6 +68,13 @@ def test_intervals_of_means_are_students() -> None:
     assert found.high - 5.5 == pytest.approx(2.262157 * 3.027650 / 10**0.5, rel=1e-3)
     assert mean_of([3.0]).low == 3.0
     assert mean_of([1.0, 2.0]).high == pytest.approx(1.5 + 12.7062 * 0.5, rel=1e-3)
+
+
+def test_ratios_of_pairs_do_not_depend_on_which_is_divided() -> None:
+    over, under = [2.0, 8.0, 4.0], [1.0, 1.0, 1.0]
+    found, inverse = ratio_of(over, under), ratio_of(under, over)
+    assert found.mean == pytest.approx(4.0)
+    assert 0 < inverse.low == pytest.approx(1 / found.high)
 
 
 def test_intervals_of_shares_are_wilsons() -> None:

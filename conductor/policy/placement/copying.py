@@ -27,7 +27,11 @@ def copy_after(context: PlacementContext, nodes: Candidates, prefixes: Prefixes,
         return None
     uses = state.prefix_hits.use(context.now_ns, match_key)
     if scores.best.fetches:
-        target, pays = scores.chosen, _pays_fetched(context, prefixes, scores, uses)
+        # Algorithm 1 as printed copies every prefix that it fetches.
+        is_printed = state.config.placement == "algorithm1"
+        target, pays = scores.chosen, is_printed or _pays_fetched(context, prefixes, scores, uses)
+    elif state.config.placement != "moonpool":
+        return None
     else:
         found = _relief(state, nodes, prefixes, scores, uses)
         if found is None:

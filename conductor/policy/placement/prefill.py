@@ -16,6 +16,7 @@ from conductor.policy.decisions import Holder, PrefillScore
 from conductor.policy.events import PoolMatch, PoolMatches
 from conductor.policy.kernels import ARRIVAL, MATCH, prefill_kernels
 from conductor.policy.nodes import PREFILL_CANDIDATE, Candidates
+from conductor.policy.placement.blind import choose_blindly
 from conductor.policy.queue_position import QueuePosition, ordering_key
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE
@@ -129,13 +130,15 @@ def score_candidates(context: PlacementContext, prefixes: Prefixes, queue_s: Flo
         context.state.transfers.record,
         candidates,
     )
+    if context.state.places_blindly:
+        chosen, ttft_s = choose_blindly(context, candidates)
     return PrefillScores.of(candidates, chosen, ttft_s, idle_s)
 
 
 def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, int, int]) -> Records:
     """Return ARRIVAL [1]; `key`: see `OrderingKey`, `clock`: (clock_ns, started_ns, finish_ns)."""
     request, model = context.request, context.model
-    threshold = context.state.config.balancing_threshold
+    threshold = context.state.fetch_threshold
     sizes = request.prompt_tokens, _most_reused(context), model.block_tokens, model.block_nbytes
     arrival = np.empty(1, ARRIVAL)
     arrival[0] = *key, *clock, *sizes, threshold
@@ -263,6 +266,8 @@ def choose_prefill(context: PlacementContext, nodes: Candidates) -> PrefillChoic
             candidates,
         )
     )
+    if state.places_blindly:
+        chosen, ttft_s = choose_blindly(context, candidates)
     position = QueuePosition(shares, account, key, loads, ticket_ns)
     prefixes = Prefixes(candidates, blocks, ssd_blocks, matches.roster[best] if best >= 0 else "", num_sends)
     return PrefillChoice(loads, position, prefixes, PrefillScores.of(candidates, chosen, ttft_s, idle_s))
