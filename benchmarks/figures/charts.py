@@ -174,17 +174,18 @@ def draw_shapes(result: Result, path: Path) -> None:
     plt = _pyplot()
     scenarios = result["rows"]
     heights = [len(rows) for rows in scenarios.values()]
-    figure, panels = plt.subplots(
-        len(scenarios), 1, figsize=(8, 0.5 * sum(heights) + 1.2), height_ratios=heights, layout="constrained"
-    )
-    for axes, (scenario, rows) in zip(panels, scenarios.items(), strict=True):
-        for place, (shape, row) in enumerate(reversed(rows.items())):
-            axes.barh(place, row["ttft_p50_ms"], color=_GREY if "round" in shape or "cache" in shape else _OURS)
-            axes.plot(row["ttft_p90_ms"], place, "|", color="black", markersize=14)
-            axes.text(row["ttft_p50_ms"], place, f" {row['ttft_p50_ms']:.0f}", va="center", fontsize=9)
-        axes.set_yticks(range(len(rows)), list(reversed(rows)))
-        axes.set_title(f"{scenario}: TTFT, median (bar) and p90 (line), ms", fontsize=10, loc="left")
-    _finish(figure, panels, path)
+    with plt.rc_context({"svg.hashsalt": path.stem}):
+        figure, panels = plt.subplots(
+            len(scenarios), 1, figsize=(8, 0.5 * sum(heights) + 1.2), height_ratios=heights, layout="constrained"
+        )
+        for axes, (scenario, rows) in zip(panels, scenarios.items(), strict=True):
+            for place, (shape, row) in enumerate(reversed(rows.items())):
+                axes.barh(place, row["ttft_p50_ms"], color=_GREY if "round" in shape or "cache" in shape else _OURS)
+                axes.plot(row["ttft_p90_ms"], place, "|", color="black", markersize=14)
+                axes.text(row["ttft_p50_ms"], place, f" {row['ttft_p50_ms']:.0f}", va="center", fontsize=9)
+            axes.set_yticks(range(len(rows)), list(reversed(rows)))
+            axes.set_title(f"{scenario}: TTFT, median (bar) and p90 (line), ms", fontsize=10, loc="left")
+        _finish(figure, panels, path)
 
 
 def draw_scheduling(result: Result, path: Path) -> None:
