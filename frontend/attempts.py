@@ -315,6 +315,7 @@ class Placer:
             endless=request.idle_s > 0,
             traceparent=traceparent,
             allowed_classes=request.allowed_classes,
+            previous_tokens=request.previous_tokens,
         )
 
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from conductor.policy.admission_evaluation import AdmissionEvaluation
 from conductor.policy.admission_rule import Margins
 from conductor.policy.costs import MeanDuration, ModelCosts, NodeSlowdowns, TransferCosts
-from conductor.policy.events import NS, CostsGiven, RequestArrived
+from conductor.policy.events import NS, CostsGiven, RequestArrived, to_ns
 from conductor.policy.fairness import Shares
 from conductor.policy.history import Attainment, PredictionErrors, RequestHistory
 from conductor.policy.kernels import NODE_LOAD, prefill_kernels
@@ -189,6 +189,14 @@ class ClusterState:
         before_ns = now_ns - round(self.config.recent_s * 1e9)
         while self.recent and next(iter(self.recent.values())).at_ns <= before_ns:
             del self.recent[next(iter(self.recent))]
+
+    def count_running(self, now_ns: int) -> None:
+        """Count the answers that are being generated in the statistics of lengths."""
+        step_ns = np.ones(self.nodes.num_slots, np.int64)
+        for name, costs in self.costs.items():
+            if (model := self.nodes.model(name)) is not None:
+                step_ns[model.all_slots] = max(1, to_ns(costs.typical_step_s))
+        self.lengths.count_running(now_ns, self.requests.records, step_ns)
 
     def node_loads(self) -> NDArray[np.void]:
         """Return NODE_LOAD [slots] of which only the copies that each node sends are known."""
