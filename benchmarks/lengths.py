@@ -7,10 +7,11 @@ conductor's predictor, also knows the previous answer; `linear` is a linear regr
 further features, with the quantiles of its residuals; `oracle` knows the answer. Pinball loss is the mean over nine
 quantiles, in tokens.
 
-*Goodput*: `moonpool simulate overload` at `--rate`, the same arrivals for all: uniform lengths, and `predicted` with
-lengths by prompt, by dialogue and of the oracle. The last line of output is JSON.
+*Goodput*: `moonpool simulate overload` in several scenarios, the same arrivals for all: uniform lengths, and
+`predicted` with lengths by prompt, by dialogue and of the oracle. `over_uniform` are ratios to uniform lengths, paired
+by seed. The last line of output is JSON.
 
-    python benchmarks/lengths.py [--seeds 3] [--requests 3000] [--rate 11.56] [--processes 1] [--store]
+    python benchmarks/lengths.py [--scenarios 2x,1.2x,4x,short] [--seeds 3] [--requests 3000] [--processes 1] [--store]
 """
 
 import argparse
@@ -33,6 +34,7 @@ from benchmarks.stored import store  # noqa: E402
 from conductor.policy.lengths import Lengths, grid  # noqa: E402
 from settings.conductor import AdmissionMode  # noqa: E402
 from simulator.serving.confidence import mean_of  # noqa: E402
+from simulator.serving.outcome import ServingOutcome  # noqa: E402
 from simulator.serving.overload_spec import OverloadScenario, overload_spec  # noqa: E402
 from simulator.serving.runs import ServingRun, run_all, with_mode, worker_pool  # noqa: E402
 from simulator.serving.settings import KnownLengths  # noqa: E402
@@ -48,8 +50,8 @@ _UNCOUNTED: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is known of a request when it arrives."""
+class Features:
+    """Features of a request, known when it arrives."""
 
     at_ns: int
     prompt_tokens: int
@@ -60,10 +62,10 @@ class Asked:
 class Predictor(Protocol):
     """Predictor of answer lengths; `learn` receives what `predict` was given."""
 
-    def predict(self, asked: Asked) -> Floats:
+    def predict(self, features: Features) -> Floats:
         """Return the quantiles at LEVELS, in tokens."""
 
-    def learn(self, now_ns: int, asked: Asked, tokens: int) -> None: ...
+    def learn(self, now_ns: int, features: Features, tokens: int) -> None: ...
 
 
 class Uniform:
@@ -72,10 +74,10 @@ class Uniform:
     def __init__(self) -> None:
         self._sum, self._count = 0, 0
 
-    def predict(self, asked: Asked) -> Floats:
+    def predict(self, features: Features) -> Floats:
         return np.full(len(LEVELS), self._sum / self._count if self._count else LONGEST)
 
-    def learn(self, now_ns: int, asked: Asked, tokens: int) -> None:
+    def learn(self, now_ns: int, features: Features, tokens: int) -> None:
         self._sum, self._count = self._sum + tokens, self._count + 1
 
 
@@ -86,18 +88,18 @@ class Curves:
         self._lengths = Lengths()
         self._knows_dialogue = knows_dialogue
 
-    def predict(self, asked: Asked) -> Floats:
-        row = self._curve(asked.at_ns, asked)
+    def predict(self, features: Features) -> Floats:
+        row = self._curve(features.at_ns, features)
         curve = self._lengths.curves[row]
         quantiles: Floats = np.interp(LEVELS, 1 - curve, grid())
-        return np.minimum(np.where(LEVELS > 1 - curve[-1], LONGEST, quantiles), LONGEST)
+        return np.minimum(np.where(1 - curve[-1] < LEVELS, LONGEST, quantiles), LONGEST)
 
-    def learn(self, now_ns: int, asked: Asked, tokens: int) -> None:
-        self._lengths.learn(now_ns, self._curve(now_ns, asked), tokens, ended=tokens < LONGEST)
+    def learn(self, now_ns: int, features: Features, tokens: int) -> None:
+        self._lengths.learn(now_ns, self._curve(now_ns, features), tokens, ended=tokens < LONGEST)
 
-    def _curve(self, now_ns: int, asked: Asked) -> int:
-        previous = asked.previous_tokens if self._knows_dialogue else 0
-        return self._lengths.curve_of(now_ns, "model", "", asked.prompt_tokens, previous)
+    def _curve(self, now_ns: int, features: Features) -> int:
+        previous = features.previous_tokens if self._knows_dialogue else 0
+        return self._lengths.curve_of(now_ns, "model", "", features.prompt_tokens, previous)
 
 
 class Linear:
@@ -110,50 +112,50 @@ class Linear:
         self._inverse = np.eye(6) * 10
         self._residuals: tuple[deque[float], deque[float]] = (deque(maxlen=self._WINDOW), deque(maxlen=self._WINDOW))
 
-    def predict(self, asked: Asked) -> Floats:
-        residuals = self._residuals[asked.previous_tokens > 0]
+    def predict(self, features: Features) -> Floats:
+        residuals = self._residuals[features.previous_tokens > 0]
         if not residuals:
             return np.full(len(LEVELS), float(LONGEST))
         spread = np.quantile(np.array(residuals), LEVELS)
-        return np.clip(np.exp(self._weights @ self._features(asked) + spread), 1, LONGEST)
+        return np.clip(np.exp(self._weights @ self._features(features) + spread), 1, LONGEST)
 
-    def learn(self, now_ns: int, asked: Asked, tokens: int) -> None:
-        x = self._features(asked)
+    def learn(self, now_ns: int, features: Features, tokens: int) -> None:
+        x = self._features(features)
         error = np.log(tokens) - self._weights @ x
         gain = self._inverse @ x / (1 + x @ self._inverse @ x)
         self._weights = self._weights + gain * error
         self._inverse = self._inverse - np.outer(gain, x @ self._inverse)
-        self._residuals[asked.previous_tokens > 0].append(float(error))
+        self._residuals[features.previous_tokens > 0].append(float(error))
 
     @staticmethod
-    def _features(asked: Asked) -> Floats:
-        later, previous = float(asked.previous_tokens > 0), float(np.log(max(1, asked.previous_tokens)))
-        new = float(np.log(max(1, asked.new_tokens)))
-        return np.array([1.0, later, previous, previous**2 / 10, np.log(asked.prompt_tokens), new * later])
+    def _features(features: Features) -> Floats:
+        later, previous = float(features.previous_tokens > 0), float(np.log(max(1, features.previous_tokens)))
+        new = float(np.log(max(1, features.new_tokens)))
+        return np.array([1.0, later, previous, previous**2 / 10, np.log(features.prompt_tokens), new * later])
 
 
-def requests(trace: Trace) -> Iterator[tuple[Asked, int]]:
+def requests(trace: Trace) -> Iterator[tuple[Features, int]]:
     """Yield (what is known on arrival, length of the answer) in order of arrival."""
     previous = previous_turns(trace)
     for row in trace:
         turn = previous.get(row.index)
         known = 0 if turn is None else max(1, turn.output_length)
         new_tokens = row.input_length if turn is None else row.input_length - turn.input_length - known
-        yield Asked(row.timestamp_ms * 1_000_000, row.input_length, known, new_tokens), max(1, row.output_length)
+        yield Features(row.timestamp_ms * 1_000_000, row.input_length, known, new_tokens), max(1, row.output_length)
 
 
 def measure_prediction(trace: Trace, predictor: Predictor) -> dict[str, float]:
     """Predict each answer, then learn from it once it has ended; return the quality of the predictions."""
-    running: list[tuple[int, int, Asked, int]] = []
+    running: list[tuple[int, int, Features, int]] = []
     predicted, actual, later = [], [], []
-    for number, (asked, tokens) in enumerate(requests(trace)):
-        while running and running[0][0] <= asked.at_ns:
+    for number, (features, tokens) in enumerate(requests(trace)):
+        while running and running[0][0] <= features.at_ns:
             now_ns, _, before, ended = heapq.heappop(running)
             predictor.learn(now_ns, before, ended)
-        predicted.append(predictor.predict(asked))
+        predicted.append(predictor.predict(features))
         actual.append(tokens)
-        later.append(asked.previous_tokens > 0)
-        heapq.heappush(running, (asked.at_ns + round(tokens * STEP_S * 1e9), number, asked, tokens))
+        later.append(features.previous_tokens > 0)
+        heapq.heappush(running, (features.at_ns + round(tokens * STEP_S * 1e9), number, features, tokens))
     first = round(_UNCOUNTED * len(actual))
     quantiles, lengths, in_dialogue = np.array(predicted)[first:], np.array(actual)[first:], np.array(later)[first:]
     return quality(quantiles, lengths) | {
@@ -198,8 +200,26 @@ MODES: Final[dict[str, tuple[AdmissionMode, KnownLengths]]] = {
 }
 
 
-def measure_goodput(seeds: int, requests: int, rate_per_s: float, processes: int) -> dict[str, Any]:
-    """Simulate an overloaded cluster with each kind of lengths; figures are means over the seeds with their interval."""
+@dataclass(frozen=True)
+class Scenario:
+    """Arrivals per second, and the factor on the trace's answers."""
+
+    rate_per_s: float
+    output_scale: float
+    longest_answer: int
+
+
+CAPACITY: Final = 5.78  # requests/s of which 90 % are good without rejections, with answers four times as long
+SCENARIOS: Final[dict[str, Scenario]] = {
+    "2x": Scenario(2 * CAPACITY, 4.0, 4096),
+    "1.2x": Scenario(1.2 * CAPACITY, 4.0, 4096),
+    "4x": Scenario(4 * CAPACITY, 4.0, 4096),
+    "short": Scenario(15.0, 1.0, LONGEST),
+}
+
+
+def measure_goodput(load: Scenario, seeds: int, requests: int, processes: int) -> dict[str, Any]:
+    """Simulate an overloaded cluster with each kind of lengths; return means over the seeds with their interval."""
     scenario = OverloadScenario(
         trace=CONVERSATION,
         profile=MOONCAKE,
@@ -208,15 +228,15 @@ def measure_goodput(seeds: int, requests: int, rate_per_s: float, processes: int
         ttft_s=30.0,
         tbt_s=0.05,
         requests=requests,
-        output_scale=4.0,
+        output_scale=load.output_scale,
         longest_prompt=0,
-        longest_answer=4096,
+        longest_answer=load.longest_answer,
         pool_blocks=6000,
         ssd_blocks=0,
         look_into=0.0,
         attained_share=0.95,
     )
-    base = replace(overload_spec(scenario), rate_per_s=rate_per_s)
+    base = replace(overload_spec(scenario), rate_per_s=load.rate_per_s)
     specs = [
         replace(with_mode(base, mode), seed=seed, settings=replace(base.settings, lengths=lengths))
         for mode, lengths in MODES.values()
@@ -224,27 +244,35 @@ def measure_goodput(seeds: int, requests: int, rate_per_s: float, processes: int
     ]
     with worker_pool(processes) as pool:
         runs = run_all(specs, pool, lambda done, total: print(f"{done} of {total} runs", file=sys.stderr))
-    return {name: summary(runs[at * seeds : (at + 1) * seeds]) for at, name in enumerate(MODES)}
+    return {name: summary(runs[at * seeds : (at + 1) * seeds], runs[:seeds]) for at, name in enumerate(MODES)}
 
 
-def summary(runs: list[ServingRun]) -> dict[str, Any]:
-    """Return means and 95 % intervals over the runs of one mode."""
-    outcomes = [run.outcome for run in runs]
+def summary(runs: list[ServingRun], uniform: list[ServingRun]) -> dict[str, Any]:
+    """Return means and 95 % intervals over the runs of one mode, and its ratios to those of uniform lengths."""
+    outcomes, others = [run.outcome for run in runs], [run.outcome for run in uniform]
+
+    def useful(one: ServingOutcome) -> float:
+        return (one.computed_tokens - one.wasted_tokens) / one.window_s
+
+    pairs = list(zip(outcomes, others, strict=True))
     return {
         "good_per_s": asdict(mean_of([one.goodput for one in outcomes])),
-        "useful_tokens_per_s": asdict(
-            mean_of([(one.computed_tokens - one.wasted_tokens) / one.window_s for one in outcomes])
-        ),
+        "useful_tokens_per_s": asdict(mean_of([useful(one) for one in outcomes])),
         "wasted_tokens": asdict(mean_of([float(one.wasted_tokens) for one in outcomes])),
         "rejected_share": asdict(mean_of([one.rejected / max(1, one.arrived) for one in outcomes])),
+        "missed_share": asdict(mean_of([(one.missed_ttft + one.missed_tbt) / max(1, one.arrived) for one in outcomes])),
+        "over_uniform": {
+            "good_per_s": asdict(mean_of([one.goodput / other.goodput for one, other in pairs])),
+            "useful_tokens_per_s": asdict(mean_of([useful(one) / useful(other) for one, other in pairs])),
+        },
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seeds", type=int, default=3, help="seeds per mode; 0: only the prediction")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="comma-separated; empty: only the prediction")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--rate", type=float, default=11.561446455816375, help="requests/s; default: twice the capacity")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--store", action="store_true", help="store the figures in benchmarks/results")
     args = parser.parse_args()
@@ -253,10 +281,15 @@ def main() -> None:
     for name, make in PREDICTORS.items():
         found["prediction"][name] = measure_prediction(trace, make())
         print(f"{name}: {found['prediction'][name]}")
-    if args.seeds:
-        found["overload"] = measure_goodput(args.seeds, args.requests, args.rate, args.processes)
-        for name, figures in found["overload"].items():
-            print(f"{name}: {figures}")
+    names = [name for name in args.scenarios.split(",") if name]
+    if unknown := sorted(set(names) - set(SCENARIOS)):
+        parser.error(f"unknown scenario {unknown[0]!r}: choose from {', '.join(SCENARIOS)}")
+    found["overload"] = {}
+    for name in names:
+        figures = measure_goodput(SCENARIOS[name], args.seeds, args.requests, args.processes)
+        found["overload"][name] = figures
+        for mode, one in figures.items():
+            print(f"{name}, {mode}: {one}", flush=True)
     if args.store:
         store("lengths", found)
     print(json.dumps(found))

@@ -195,9 +195,7 @@ def _unfinished(template: ChatTemplate, variables: Mapping[str, Any], opens: boo
     )
 
 
-def _previous_tokens(
-    messages: Sequence[ChatMessage], rendering: ChatRendering, num_chars: int, num_tokens: int
-) -> int:
+def _previous_tokens(messages: Sequence[ChatMessage], rendering: ChatRendering, num_chars: int, num_tokens: int) -> int:
     """Return the estimated tokens of the last answer before the one to be generated; 0 if there is none.
 
     The estimate is the answer's share of the prompt's `num_chars` characters: predictions of lengths only distinguish

@@ -5,7 +5,7 @@ predicted costs of an idle cluster; they omit models without measured costs and 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from typing import Final, Literal
 from zlib import crc32
@@ -58,10 +58,13 @@ def asks_again(config: PolicyConfig) -> bool:
     return config.admission_mode == "load" and config.admission != "off"
 
 
-def forecast_of(state: ClusterState, request: RequestArrived, plan: PlacementPlan) -> Forecast:
-    """Return the inputs of the admission rule for a request, as planned."""
+def forecast_of(
+    context: PlacementContext, plan: PlacementPlan, objectives: EffectiveObjectives, idle_tbt_s: float
+) -> Forecast:
+    """Return the inputs of the admission rule for a request, as planned; `idle_tbt_s` is its TBT in a batch of one."""
+    state, request = context.state, context.request
     margins, decode = state.tally_of(request.model).margins, plan.decode
-    return Forecast(
+    forecast = Forecast(
         plan.ttft_s,
         0.0 if asks_again(state.config) else plan.tbt_s,
         max(plan.queue_s, plan.room_wait_s),
@@ -69,6 +72,41 @@ def forecast_of(state: ClusterState, request: RequestArrived, plan: PlacementPla
         margins.ttft.share,
         margins.tbt.share,
     )
+    if state.config.admission_mode != "predicted" or request.generated > 0:
+        return forecast
+    return _with_reserve(context, plan, forecast, objectives, idle_tbt_s)
+
+
+def _with_reserve(
+    context: PlacementContext,
+    plan: PlacementPlan,
+    forecast: Forecast,
+    objectives: EffectiveObjectives,
+    idle_tbt_s: float,
+) -> Forecast:
+    """Return the forecast with margins that include what the request leaves to cheaper ones (`reserve`)."""
+    state, request = context.state, context.request
+    tally, config = state.tally_of(request.model), state.config
+    ttft_margin, tbt_margin = forecast.ttft_margin, forecast.tbt_margin
+    if ttft_objective_s := usable_s(objectives.ttft_s):
+        ttft_margin += tally.prefill_price.reserved(
+            config.prefill_reserve,
+            plan.scores.best.prefill_s,
+            forecast.ttft_s / ttft_objective_s,
+            (forecast.ttft_s - forecast.waited_s) / ttft_objective_s,
+            1 - ttft_margin,
+        )
+    if (tbt_objective_s := usable_s(objectives.tbt_s)) and plan.decode is not None:
+        answer_tokens = state.lengths.expected(plan.curve, request.max_new_tokens)
+        _, per_sequence_s, per_token_s = context.costs.decode
+        tbt_margin += tally.decode_price.reserved(
+            config.decode_reserve,
+            answer_tokens * (per_sequence_s + per_token_s * (request.prompt_tokens + answer_tokens / 2)),
+            forecast.tbt_s / tbt_objective_s,
+            idle_tbt_s / tbt_objective_s,
+            1 - tbt_margin,
+        )
+    return replace(forecast, ttft_margin=ttft_margin, tbt_margin=tbt_margin)
 
 
 def judge(

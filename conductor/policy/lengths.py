@@ -4,8 +4,8 @@ A distribution is a survival curve: the share of answers that have at least so m
 points, four per octave, and interpolated linearly: exact up to 8 tokens, a few per cent off beyond. Cell `i` is the
 interval from point `i` to the next one.
 
-A request's kind is the length of its dialogue's previous answer or, without one, the length of its prompt: in a dialogue,
-answers resemble the one before, and say more than the prompt. An answer belongs to nested groups: its model, its model
+A request's kind is the length of its dialogue's previous answer, which says more than the prompt does, or, without one,
+the length of its prompt. An answer belongs to nested groups: its model, its model
 and kind, its tenant, its tenant and kind. A group with few answers follows the wider one. Curves are Kaplan-Meier
 estimates, in which an answer that was cut off at its limit counts as censored: it is only known to be longer. So do
 answers that have not ended yet. Without them, those seen in a cluster's first minute would be the shorter ones.
@@ -143,12 +143,27 @@ def draw(counts: Any, groups: Any, hazards: Any, curve: Any) -> None:
     curve[CELLS] = left
 
 
+def expected(curves: Any, curve: Any, limit: Any) -> Any:
+    """Return the expected tokens of an answer of at most `limit` >= 1, by row `curve` of `curves`."""
+    total = 1.0
+    for cell in range(CELLS):
+        width = 0.25 * 2.0 ** (cell >> 2)
+        begin = (4 + (cell & 3)) * width
+        if begin >= limit:
+            break
+        part = min(width, limit - begin)
+        here = curves[curve, cell]
+        total += part * (here + 0.5 * (curves[curve, cell + 1] - here) * part / width)
+    return total
+
+
 class LengthKernels(NamedTuple):
     """Compiled versions of the functions of the same names."""
 
     learn: Any
     count_running: Any
     draw: Any
+    expected: Any
 
 
 @functools.cache
@@ -161,6 +176,7 @@ def length_kernels() -> LengthKernels:
         compiled_with_gil(learn, types.void(counts, floats, ints, ints, n, n, n)),
         compiled_with_gil(count_running, types.void(counts, paths, requests, ints, n)),
         compiled_with_gil(draw, types.void(counts, ints, floats, floats)),
+        compiled_with_gil(expected, f(types.Array(f, 2, "C"), n, n)),
     )
 
 
@@ -278,6 +294,11 @@ class Lengths:
     def survival(self, curve: int, tokens: int) -> float:
         """Return the share of answers that have more than `tokens`."""
         return float(survival(self.curves, curve, tokens))
+
+    def expected(self, curve: int, limit: int) -> float:
+        """Return the expected tokens of an answer of at most `limit`, at least 1."""
+        tokens: float = length_kernels().expected(self.curves, curve, max(1, limit))
+        return tokens
 
     def quantile(self, curve: int, exceeded: float, generated: int, limit: int) -> int:
         """Return the number of further tokens that an answer with `generated` exceeds with probability `exceeded`.

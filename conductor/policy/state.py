@@ -20,6 +20,7 @@ from conductor.policy.nodes import Liveness, ModelNodes, NodeTable, unobserved_n
 from conductor.policy.objectives import DEFAULT_HEADERS, HeaderRule, ObjectiveBook, configured_record
 from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
+from conductor.policy.reserve import Price
 from conductor.policy.roles import ModelSizing, Switching
 from jit.fast_dataclass import fast_dataclass
 from settings.conductor import PolicyConfig
@@ -45,12 +46,14 @@ class Recent:
 
 @dataclass
 class ModelTally:
-    """Counters of one model, its prediction errors (mean of |predicted - measured| in seconds) and its margins."""
+    """Counters of one model, its prediction errors (mean of |predicted - measured| in seconds), margins and prices."""
 
     counts: Counter[str] = field(default_factory=Counter)
     ttft_error: MeanDuration = field(default_factory=MeanDuration)
     tbt_error: MeanDuration = field(default_factory=MeanDuration)
     margins: Margins = field(default_factory=Margins)
+    prefill_price: Price = field(default_factory=Price)  # seconds of computation
+    decode_price: Price = field(default_factory=Price)  # seconds of decode steps
 
 
 @dataclass

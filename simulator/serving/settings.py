@@ -14,7 +14,6 @@ from simulator.serving.clock import NS, VirtualClock
 from simulator.serving.requests import Arrival, SimulatedRequest
 from worker.policy.cost_profile import CostProfile
 
-
 # What the policy learns of a request's answer on its arrival: nothing, the length of the previous answer in its
 # conversation, or (as the largest that the client allows) its own length.
 KnownLengths = Literal["prompt", "dialogue", "oracle"]
@@ -67,7 +66,6 @@ class ServingSettings:
         for name in ("ssd_blocks", "request_noise", "step_noise", "node_noise", "network_s", "handoff_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) < 0:
                 raise BadSetting(f"{name} must be finite and at least 0, got {getattr(self, name)}")
-
 
     def max_tokens_of(self, job: Arrival) -> int:
         """Return `max_tokens` of a request, at least 2, since an answer of one token needs no decode node."""
