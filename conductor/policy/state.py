@@ -52,8 +52,8 @@ class ModelTally:
     ttft_error: MeanDuration = field(default_factory=MeanDuration)
     tbt_error: MeanDuration = field(default_factory=MeanDuration)
     margins: Margins = field(default_factory=Margins)
-    prefill_price: Price = field(default_factory=Price)  # seconds of computation
-    decode_price: Price = field(default_factory=Price)  # seconds of decode steps
+    prefill_price: Price = field(default_factory=Price)  # of seconds of computation
+    decode_price: Price = field(default_factory=Price)  # of seconds of decode steps
 
 
 @dataclass
