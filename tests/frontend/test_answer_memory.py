@@ -387,3 +387,13 @@ def test_an_answer_that_is_to_be_continued_is_not_the_previous_one(model_path: P
     whole = reader.chat(messages[:2], rendering, add_special_tokens=False, scope=SCOPE)
     continued = reader.chat(messages, rendering, add_special_tokens=False, scope=SCOPE)
     assert (whole.previous_tokens, continued.previous_tokens > 0) == (0, True)
+
+
+async def test_the_conductor_learns_how_long_a_chats_last_answer_was(cluster: Any, front: Any) -> None:
+    cluster.answer_with(lambda submit: ([20, 21], LENGTH))
+    for messages in ([user("hi")], [user("hi"), assistant("so it goes, " * 8), user("x")]):
+        await front.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+    await front.post("/v1/completions", {"prompt": "the", "max_tokens": 2})
+    first, second, completion = [request.previous_tokens for request in cluster.conductor.scheduled]
+    assert (first, completion) == (0, 0)
+    assert 8 < second < cluster.conductor.scheduled[1].prompt_tokens
