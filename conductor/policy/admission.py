@@ -5,7 +5,7 @@ predicted costs of an idle cluster; they omit models without measured costs and 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Final, Literal
 from zlib import crc32
@@ -62,51 +62,53 @@ def forecast_of(
     context: PlacementContext, plan: PlacementPlan, objectives: EffectiveObjectives, idle_tbt_s: float
 ) -> Forecast:
     """Return the inputs of the admission rule for a request, as planned; `idle_tbt_s` is its TBT in a batch of one."""
-    state, request = context.state, context.request
-    margins, decode = state.tally_of(request.model).margins, plan.decode
-    forecast = Forecast(
+    state, decode = context.state, plan.decode
+    waited_s = max(plan.queue_s, plan.room_wait_s)
+    margins = state.tally_of(context.request.model).margins
+    ttft_margin, tbt_margin = margins.ttft.share, margins.tbt.share
+    if state.config.admission_mode == "predicted" and not context.request.generated:
+        if ttft_objective_s := usable_s(objectives.ttft_s):
+            ttft_margin += _prefill_reserve(context, plan, waited_s, ttft_objective_s, 1 - ttft_margin)
+        if decode is not None and (tbt_objective_s := usable_s(objectives.tbt_s)):
+            tbt_margin += _decode_reserve(context, plan, idle_tbt_s, tbt_objective_s, 1 - tbt_margin)
+    return Forecast(
         plan.ttft_s,
         0.0 if asks_again(state.config) else plan.tbt_s,
-        max(plan.queue_s, plan.room_wait_s),
+        waited_s,
         decode is not None and decode.choice.free_tokens < plan.places.need_tokens,
-        margins.ttft.share,
-        margins.tbt.share,
+        ttft_margin,
+        tbt_margin,
     )
-    if state.config.admission_mode != "predicted" or request.generated > 0:
-        return forecast
-    return _with_reserve(context, plan, forecast, objectives, idle_tbt_s)
 
 
-def _with_reserve(
-    context: PlacementContext,
-    plan: PlacementPlan,
-    forecast: Forecast,
-    objectives: EffectiveObjectives,
-    idle_tbt_s: float,
-) -> Forecast:
-    """Return the forecast with margins that include what the request leaves to cheaper ones (`reserve`)."""
+def _prefill_reserve(
+    context: PlacementContext, plan: PlacementPlan, waited_s: float, objective_s: float, bound: float
+) -> float:
+    """Return the share of the TTFT objective that the request leaves to those with a cheaper prefill (`reserve`)."""
+    state, ttft_s = context.state, plan.ttft_s
+    return state.tally_of(context.request.model).prefill_price.reserved(
+        state.config.prefill_reserve,
+        plan.scores.best.prefill_s,
+        ttft_s / objective_s,
+        (ttft_s - waited_s) / objective_s,
+        bound,
+    )
+
+
+def _decode_reserve(
+    context: PlacementContext, plan: PlacementPlan, idle_s: float, objective_s: float, bound: float
+) -> float:
+    """Return the share of the TBT objective that the request leaves to those with a cheaper decode (`reserve`)."""
     state, request = context.state, context.request
-    tally, config = state.tally_of(request.model), state.config
-    ttft_margin, tbt_margin = forecast.ttft_margin, forecast.tbt_margin
-    if ttft_objective_s := usable_s(objectives.ttft_s):
-        ttft_margin += tally.prefill_price.reserved(
-            config.prefill_reserve,
-            plan.scores.best.prefill_s,
-            forecast.ttft_s / ttft_objective_s,
-            (forecast.ttft_s - forecast.waited_s) / ttft_objective_s,
-            1 - ttft_margin,
-        )
-    if (tbt_objective_s := usable_s(objectives.tbt_s)) and plan.decode is not None:
-        answer_tokens = state.lengths.expected(plan.curve, request.max_new_tokens)
-        _, per_sequence_s, per_token_s = context.costs.decode
-        tbt_margin += tally.decode_price.reserved(
-            config.decode_reserve,
-            answer_tokens * (per_sequence_s + per_token_s * (request.prompt_tokens + answer_tokens / 2)),
-            forecast.tbt_s / tbt_objective_s,
-            idle_tbt_s / tbt_objective_s,
-            1 - tbt_margin,
-        )
-    return replace(forecast, ttft_margin=ttft_margin, tbt_margin=tbt_margin)
+    answer_tokens = state.lengths.expected(plan.curve, request.max_new_tokens)
+    _, per_sequence_s, per_token_s = context.costs.decode
+    return state.tally_of(request.model).decode_price.reserved(
+        state.config.decode_reserve,
+        answer_tokens * (per_sequence_s + per_token_s * (request.prompt_tokens + answer_tokens / 2)),
+        plan.tbt_s / objective_s,
+        idle_s / objective_s,
+        bound,
+    )
 
 
 def judge(
