@@ -157,6 +157,7 @@ def request_arrived(
         prompt_key=prefix_key(kv_namespace, keys.item(-1)) if len(keys) else 0,
         allowed_classes=tuple(allowed) if (allowed := request.allowed_classes) else (),
         in_workers=in_workers,
+        previous_tokens=request.previous_tokens,
     )
 
 

@@ -324,6 +324,7 @@ class Placer:
             endless=request.idle_s > 0,
             traceparent=traceparent,
             allowed_classes=request.allowed_classes,
+            previous_tokens=request.previous_tokens,
             wants_receipt=request.wants_receipt,
         )
 

@@ -338,7 +338,15 @@ class Preparer:
             default = MAX_TOKEN_ID if body.endless else self._config.chat_default_tokens
             max_tokens = self._max_tokens(len(ids), requested, default, param="messages")
             requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
-            return [replace(request, place=prompt.place, dropped_messages=num_dropped) for request in requests]
+            return [
+                replace(
+                    request,
+                    place=prompt.place,
+                    previous_tokens=prompt.previous_tokens,
+                    dropped_messages=num_dropped,
+                )
+                for request in requests
+            ]
 
         return await self._threads.run(prepare, tenant=arrival.caller.tenant, nbytes=arrival.body_nbytes)
 

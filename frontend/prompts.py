@@ -37,6 +37,7 @@ class ChatPrompt:
     """Token ids of a rendered chat. `place` is the key under which its answers are remembered; b"": they are not."""
 
     token_ids: list[int]
+    previous_tokens: int = 0  # estimated length of the last answer in its history; 0: there is none
     place: bytes = b""
     num_recalled: int = 0  # answers in its history that use the generated ids
     num_forgotten: int = 0  # answers in its history that were tokenised again from their text
@@ -96,7 +97,8 @@ class PromptReader:
         check(text)
         # If the tokenizer adds special tokens (such as BOS), parts tokenised separately would not equal the whole.
         if add_special_tokens or not self._answers.is_on:
-            return ChatPrompt(self._ids(text, add_special_tokens=add_special_tokens))
+            ids = self._ids(text, add_special_tokens=add_special_tokens)
+            return ChatPrompt(ids, _previous_tokens(messages, rendering, len(text), len(ids)))
         spans = self._spans(text, chat, render)
         trail = ChatDigest(self._secret, (self._model_name, self._tokenizer.identity, *scope))
         requested, at = [], 0
@@ -108,7 +110,8 @@ class PromptReader:
         ids, num_recalled = self._spliced(text, spans, found)
         if not ids:
             raise _empty()
-        return ChatPrompt(ids, place, num_recalled, len(spans) - num_recalled)
+        previous_tokens = _previous_tokens(messages, rendering, len(text), len(ids))
+        return ChatPrompt(ids, previous_tokens, place, num_recalled, len(spans) - num_recalled)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequest for an id outside the vocabulary."""
@@ -190,6 +193,21 @@ def _unfinished(template: ChatTemplate, variables: Mapping[str, Any], opens: boo
         "continue_final_message requires content in the last message that the model's chat template does not change",
         param="continue_final_message",
     )
+
+
+def _previous_tokens(messages: Sequence[ChatMessage], rendering: ChatRendering, num_chars: int, num_tokens: int) -> int:
+    """Return the estimated tokens of the last answer before the one to be generated; 0 if there is none.
+
+    The estimate is the answer's share of the prompt's `num_chars` characters: predictions of lengths only distinguish
+    octaves, so that it need not be tokenised a second time.
+    """
+    history = messages[:-1] if rendering.continue_final_message else messages
+    answer = next((message for message in reversed(history) if message.role == "assistant"), None)
+    if answer is None:
+        return 0
+    calls = [f"{call.function.name}{call.function.arguments or ''}" for call in answer.tool_calls or ()]
+    answer_chars = len(answer.text) + sum(map(len, calls))
+    return max(1, round(num_tokens * min(1.0, answer_chars / max(1, num_chars))))
 
 
 def _has_text(message: Message) -> bool:

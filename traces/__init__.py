@@ -1,5 +1,6 @@
 """Request traces: formats, checks, statistics, sampling. No I/O beyond reading trace files, no network."""
 
+from traces.dialogues import previous_turns
 from traces.errors import BundledTraceDamaged, EmptySelection, TraceError, TraceFormatError, TraceNotFound
 from traces.reader import CONVERSATION, load_conversation, load_trace, read_stream, read_trace
 from traces.row import BLOCK_TOKENS, Trace, TraceRow
@@ -24,6 +25,7 @@ __all__ = [
     "first_seconds",
     "load_conversation",
     "load_trace",
+    "previous_turns",
     "read_stream",
     "read_trace",
     "reusable_tokens",

@@ -24,7 +24,12 @@ LOGGED_NAMES: Final = {
 # Fields of other classes whose name in logs differs.
 _LOGGED_NAMES_OF: Final[Mapping[type, Mapping[str, str]]] = {Considered: {"colocated": "undivided"}}
 # Values to assume for settings that logs of older versions lack.
-_OLD_VALUES: Final = {"attained_share": 0.0, "report_timeout_s": 0.0}
+_OLD_VALUES: Final = {
+    "attained_share": 0.0,
+    "report_timeout_s": 0.0,
+    "prefill_reserve": 0.0,
+    "decode_reserve": 0.0,
+}
 _FIELD_NAMES: Final = {logged: name for name, logged in LOGGED_NAMES.items()}
 
 

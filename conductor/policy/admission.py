@@ -58,16 +58,56 @@ def asks_again(config: PolicyConfig) -> bool:
     return config.admission_mode == "load" and config.admission != "off"
 
 
-def forecast_of(state: ClusterState, request: RequestArrived, plan: PlacementPlan) -> Forecast:
-    """Return the inputs of the admission rule for a request, as planned."""
-    margins, decode = state.tally_of(request.model).margins, plan.decode
+def forecast_of(
+    context: PlacementContext, plan: PlacementPlan, objectives: EffectiveObjectives, idle_tbt_s: float
+) -> Forecast:
+    """Return the inputs of the admission rule for a request, as planned; `idle_tbt_s` is its TBT in a batch of one."""
+    state, decode = context.state, plan.decode
+    waited_s = max(plan.queue_s, plan.room_wait_s)
+    margins = state.tally_of(context.request.model).margins
+    ttft_margin, tbt_margin = margins.ttft.share, margins.tbt.share
+    if state.config.admission_mode == "predicted" and not context.request.generated:
+        if ttft_objective_s := usable_s(objectives.ttft_s):
+            ttft_margin += _prefill_reserve(context, plan, waited_s, ttft_objective_s, 1 - ttft_margin)
+        if decode is not None and (tbt_objective_s := usable_s(objectives.tbt_s)):
+            tbt_margin += _decode_reserve(context, plan, idle_tbt_s, tbt_objective_s, 1 - tbt_margin)
     return Forecast(
         plan.ttft_s,
         0.0 if asks_again(state.config) else plan.tbt_s,
-        max(plan.queue_s, plan.room_wait_s),
+        waited_s,
         decode is not None and decode.choice.free_tokens < plan.places.need_tokens,
-        margins.ttft.share,
-        margins.tbt.share,
+        ttft_margin,
+        tbt_margin,
+    )
+
+
+def _prefill_reserve(
+    context: PlacementContext, plan: PlacementPlan, waited_s: float, objective_s: float, bound: float
+) -> float:
+    """Return the share of the TTFT objective that the request leaves to those with a cheaper prefill (`reserve`)."""
+    state, ttft_s = context.state, plan.ttft_s
+    return state.tally_of(context.request.model).prefill_price.reserved(
+        state.config.prefill_reserve,
+        plan.scores.best.prefill_s,
+        ttft_s / objective_s,
+        (ttft_s - waited_s) / objective_s,
+        bound,
+    )
+
+
+def _decode_reserve(
+    context: PlacementContext, plan: PlacementPlan, idle_s: float, objective_s: float, bound: float
+) -> float:
+    """Return the share of the TBT objective that the request leaves to those with a cheaper decode (`reserve`)."""
+    state, request = context.state, context.request
+    answer_tokens = state.lengths.expected(plan.curve, request.max_new_tokens)
+    _, per_sequence_s, per_token_s = context.costs.decode
+    return state.tally_of(request.model).decode_price.reserved(
+        state.config.decode_reserve,
+        answer_tokens * (per_sequence_s + per_token_s * (request.prompt_tokens + answer_tokens / 2)),
+        plan.tbt_s / objective_s,
+        idle_s / objective_s,
+        bound,
     )
 
 

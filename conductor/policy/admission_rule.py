@@ -37,7 +37,7 @@ class Forecast:
     tbt_s: float  # 0: it does not decode, or it is judged after the prefill
     waited_s: float  # part of the TTFT that it waits in queues
     lacks_room: bool  # no decode node has enough free pages
-    ttft_margin: float  # share of the objective by which the prediction must stay below it
+    ttft_margin: float  # share of the objective by which the prediction must stay below it, any reserve included
     tbt_margin: float
 
 

@@ -116,6 +116,7 @@ class Conductor:
                 decisions = self._release_requests_of(now_ns, frontend_id)
             case Tick():
                 state.forget_recent(now_ns)
+                state.count_running(now_ns)
                 state.evaluation.pass_time(now_ns, StateView(state))
                 self.loads.pass_time(now_ns, state)
                 for tally in state.tallies.values():

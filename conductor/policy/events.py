@@ -284,6 +284,7 @@ class RequestArrived:
     prompt_key: int = 0  # short key of its last full block, which identifies the prompt; 0: it has no full block
     allowed_classes: tuple[str, ...] = ()  # that its tenant may use; (): all
     in_workers: PoolMatches = NO_MATCHES  # leading blocks in workers' own memory; `pool` is the worker's id
+    previous_tokens: int = 0  # length of the previous answer in its dialogue; 0: there is none, or it is not known
 
 
 @fast_dataclass
@@ -458,11 +459,13 @@ def _arrival(event: RequestArrived) -> RequestArrived:
         and 0 <= event.ttft_objective_s < MOST_S
         and 0 <= event.tbt_objective_s < MOST_S
         and 0 <= event.waited_s < MOST_S
+        and 0 <= event.previous_tokens <= MOST_TOKENS
     ):
         return event
+    counts = {"max_new_tokens": MOST_TOKENS, "previous_tokens": MOST_TOKENS}
     prompt_tokens = min(max(1, event.prompt_tokens), MOST_TOKENS)
     return replace(
-        _within(event, {"max_new_tokens": MOST_TOKENS}, ("ttft_objective_s", "tbt_objective_s", "waited_s")),
+        _within(event, counts, ("ttft_objective_s", "tbt_objective_s", "waited_s")),
         prompt_tokens=prompt_tokens,
         generated=min(max(0, event.generated), prompt_tokens - 1),
         priority=min(max(-_MOST_PRIORITY, event.priority), _MOST_PRIORITY),

@@ -1,12 +1,14 @@
-"""Distribution of answer lengths, learned online per model, tenant and prompt length, with its compiled loops.
+"""Distribution of a request's answer length, learned online from answers to similar requests, with its compiled loops.
 
 A distribution is a survival curve: the share of answers that have at least so many tokens. Curves are stored at
 points, four per octave, and interpolated linearly: exact up to 8 tokens, a few per cent off beyond. Cell `i` is the
 interval from point `i` to the next one.
 
-An answer belongs to nested groups: its model, its model and prompt length, its tenant, its tenant and prompt length. A
-group with few answers follows the wider one. Curves are Kaplan-Meier estimates, in which an answer that was cut off at
-its limit counts as censored: it is only known to be longer.
+A request's kind is the length of its dialogue's previous answer, which says more than the prompt does, or, without one,
+the length of its prompt. An answer belongs to nested groups: its model, its model
+and kind, its tenant, its tenant and kind. A group with few answers follows the wider one. Curves are Kaplan-Meier
+estimates, in which an answer that was cut off at its limit counts as censored: it is only known to be longer. So do
+answers that have not ended yet. Without them, those seen in a cluster's first minute would be the shorter ones.
 """
 
 import functools
@@ -19,6 +21,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from conductor.policy.events import NS
+from conductor.policy.requests import REQUEST
 from jit.compiling import compiled_with_gil
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "ENDED",
     "ENDLESS",
     "GOES_ON",
+    "KINDS",
     "LEVELS",
     "MAX_TENANTS",
     "LengthKernels",
@@ -39,6 +43,7 @@ __all__ = [
 CELLS: Final = 80  # per curve; answers of 2**20 tokens and more are not distinguished
 LEVELS: Final = 4  # nested groups that an answer belongs to
 ENDED, GOES_ON = 0, 1  # counted separately: answers that ended, and censored ones
+_RUNNING: Final = 2  # those that have not ended, as of the last `count_running`
 _SHIFT: Final = 50  # bits of a float64 below the two that tell the quarter of an octave
 _BIAS: Final = 1023 << 2
 _FRACTION: Final = (1 << _SHIFT) - 1
@@ -70,7 +75,7 @@ _KEPT: Final = 16.0  # weight, in answers, below which counts do not decay
 
 
 def learn(counts: Any, weights: Any, at_ns: Any, groups: Any, now_ns: Any, tokens: Any, kind: Any) -> None:
-    """Count an answer of `tokens` in `counts` [groups, 2, CELLS] of all of its `groups` (-1: none).
+    """Count an answer of `tokens` in `counts` [groups, 3, CELLS] of all of its `groups` (-1: none).
 
     Earlier counts lose half of their weight every `_HALF_NS`, but not below `_KEPT` answers.
     """
@@ -92,6 +97,27 @@ def learn(counts: Any, weights: Any, at_ns: Any, groups: Any, now_ns: Any, token
         weights[group] += 1.0
 
 
+def count_running(counts: Any, paths: Any, requests: Any, step_ns: Any, now_ns: Any) -> None:
+    """Replace the counts of answers that have not ended by those of `requests` REQUEST [n] that decode now.
+
+    `paths` [groups, LEVELS]: the nested groups of each curve; `step_ns` [slots]: time per token on each node.
+    """
+    counts[:, _RUNNING, :] = 0.0
+    for row in range(len(requests)):
+        request = requests[row]
+        if request.curve <= 0 or request.decode_node < 0 or request.joined_ns < 0:
+            continue
+        tokens = request.generated + max(0, now_ns - request.joined_ns) // max(1, step_ns[request.decode_node])
+        if request.max_new > 0:
+            tokens = min(tokens, request.generated + request.max_new - 1)
+        if tokens < 1:
+            continue
+        cell = _cell_of(tokens)
+        for level in range(LEVELS):
+            if paths[request.curve, level] >= 0:
+                counts[paths[request.curve, level], _RUNNING, cell] += 1.0
+
+
 def draw(counts: Any, groups: Any, hazards: Any, curve: Any) -> None:
     """Write to `curve` [CELLS + 1] the survival curve of the innermost of `groups`, which lists the widest first.
 
@@ -106,10 +132,10 @@ def draw(counts: Any, groups: Any, hazards: Any, curve: Any) -> None:
         prior = _SOME if level else _AT_FIRST
         reached = prior
         for i in range(CELLS - 1, -1, -1):
-            ended = counts[group, 0, i]
+            ended = counts[group, ENDED, i]
             reached += ended
             hazards[i] = (ended + prior * hazards[i]) / reached
-            reached += counts[group, 1, i]
+            reached += counts[group, GOES_ON, i] + counts[group, _RUNNING, i]
     left = 1.0
     for i in range(CELLS):
         curve[i] = left
@@ -117,11 +143,27 @@ def draw(counts: Any, groups: Any, hazards: Any, curve: Any) -> None:
     curve[CELLS] = left
 
 
+def expected(curves: Any, curve: Any, limit: Any) -> Any:
+    """Return the expected tokens of an answer of at most `limit` >= 1, by row `curve` of `curves`."""
+    total = 1.0
+    for cell in range(CELLS):
+        width = 0.25 * 2.0 ** (cell >> 2)
+        begin = (4 + (cell & 3)) * width
+        if begin >= limit:
+            break
+        part = min(width, limit - begin)
+        here = curves[curve, cell]
+        total += part * (here + 0.5 * (curves[curve, cell + 1] - here) * part / width)
+    return total
+
+
 class LengthKernels(NamedTuple):
     """Compiled versions of the functions of the same names."""
 
     learn: Any
+    count_running: Any
     draw: Any
+    expected: Any
 
 
 @functools.cache
@@ -129,16 +171,21 @@ def length_kernels() -> LengthKernels:
     """Return the compiled functions; the first call compiles them or loads them from the cache."""
     n, f = types.int64, types.float64
     counts, floats, ints = types.Array(f, 3, "C"), types.Array(f, 1, "C"), types.Array(n, 1, "C")
+    paths, requests = types.Array(n, 2, "C"), types.Array(numba.from_dtype(REQUEST), 1, "C")
     return LengthKernels(
         compiled_with_gil(learn, types.void(counts, floats, ints, ints, n, n, n)),
+        compiled_with_gil(count_running, types.void(counts, paths, requests, ints, n)),
         compiled_with_gil(draw, types.void(counts, ints, floats, floats)),
+        compiled_with_gil(expected, f(types.Array(f, 2, "C"), n, n)),
     )
 
 
 Floats = NDArray[np.float64]
 ENDLESS: Final = 0  # curve of endless requests
 MAX_TENANTS: Final = 64  # per model with curves of their own; the answers of others are counted with the model's
-_SIZES: Final = 6  # classes of prompt length: below 256 tokens, 1k, 4k, 16k, 64k, longer
+_SIZES: Final = 6  # kinds by prompt length: below 256 tokens, 1k, 4k, 16k, 64k, longer
+_ANSWERS: Final = 26  # kinds by previous answer, two per octave: 1 token, 2, 3, 4 or 5, 6 or 7, ..., 6144 and more
+KINDS: Final = _SIZES + _ANSWERS
 _IDLE_NS: Final = 1800 * NS  # a tenant without answers for so long may be replaced by another
 
 
@@ -150,12 +197,20 @@ def grid() -> Floats:
     return np.asarray(2.0**octave * (1 + quarter / 4))
 
 
+def _kind(prompt_tokens: int, previous_tokens: int) -> int:
+    if previous_tokens <= 0:
+        return min(_SIZES - 1, max(0, (prompt_tokens.bit_length() - 7) // 2))
+    octave = previous_tokens.bit_length() - 1
+    half = (previous_tokens << 1 >> octave) & 1
+    return _SIZES + min(_ANSWERS - 1, 2 * octave + half)
+
+
 @dataclass
 class _Family:
-    """Groups of a model, or of one of its tenants: that of all its answers, and one per prompt length; 0: none yet."""
+    """Groups of a model, or of one of its tenants: that of all its answers, and one per kind; 0: none yet."""
 
     everything: int = 0
-    sizes: list[int] = field(default_factory=lambda: [0] * _SIZES)
+    kinds: list[int] = field(default_factory=lambda: [0] * KINDS)
     taught_ns: int = 0
 
 
@@ -173,7 +228,7 @@ class Lengths:
 
     def __init__(self) -> None:
         self.curves = np.ones((1, CELLS + 1))
-        self._counts = np.zeros((1, 2, CELLS))
+        self._counts = np.zeros((1, 3, CELLS))
         self._weights = np.zeros(1)
         self._at_ns = np.zeros(1, np.int64)
         self._groups = np.full((1, LEVELS), -1, np.int64)  # nested groups of each curve, the widest first
@@ -187,24 +242,27 @@ class Lengths:
         """Return the number of groups."""
         return self._used - 1
 
-    def curve_of(self, now_ns: int, model: str, tenant: str, prompt_tokens: int) -> int:
-        """Return the row of `curves` [n, CELLS + 1] for a request, after bringing that row up to date."""
-        size = min(_SIZES - 1, max(0, (prompt_tokens.bit_length() - 7) // 2))
+    def curve_of(self, now_ns: int, model: str, tenant: str, prompt_tokens: int, previous_tokens: int = 0) -> int:
+        """Return the row of `curves` [n, CELLS + 1] for a request, after bringing that row up to date.
+
+        `previous_tokens`: length of the dialogue's previous answer; 0: there is none, or it is not known.
+        """
+        kind = _kind(prompt_tokens, previous_tokens)
         known = self._models.get(model)
         if known is None:
             known = self._models[model] = _Model()
         everyone = known.everyone
-        curve = everyone.sizes[size]
+        curve = everyone.kinds[kind]
         if not curve:
             everyone.everything = everyone.everything or self._add(now_ns)
-            curve = everyone.sizes[size] = self._add(now_ns, everyone.everything)
+            curve = everyone.kinds[kind] = self._add(now_ns, everyone.everything)
         own = self._family(now_ns, known, tenant) if tenant else None
         if own is not None:
             own.everything = own.everything or self._add(now_ns)
             wider = curve
-            curve = own.sizes[size]
+            curve = own.kinds[kind]
             if not curve:
-                curve = own.sizes[size] = self._add(now_ns, everyone.everything, wider, own.everything)
+                curve = own.kinds[kind] = self._add(now_ns, everyone.everything, wider, own.everything)
         if curve not in self._drawn:
             length_kernels().draw(self._counts, self._groups[curve], self._hazards, self.curves[curve])
             self._drawn.add(curve)
@@ -225,9 +283,22 @@ class Lengths:
             ENDED if ended else GOES_ON,
         )
 
+    def count_running(self, now_ns: int, requests: NDArray[np.void], step_ns: NDArray[np.int64]) -> None:
+        """Count the answers that `requests` REQUEST [n] have generated so far; call this regularly.
+
+        `step_ns` [slots]: time per token on each node.
+        """
+        self._drawn.clear()
+        length_kernels().count_running(self._counts, self._groups, requests, step_ns, now_ns)
+
     def survival(self, curve: int, tokens: int) -> float:
         """Return the share of answers that have more than `tokens`."""
         return float(survival(self.curves, curve, tokens))
+
+    def expected(self, curve: int, limit: int) -> float:
+        """Return the expected tokens of an answer of at most `limit`, at least 1."""
+        tokens: float = length_kernels().expected(self.curves, curve, max(1, limit))
+        return tokens
 
     def quantile(self, curve: int, exceeded: float, generated: int, limit: int) -> int:
         """Return the number of further tokens that an answer with `generated` exceeds with probability `exceeded`.
@@ -268,7 +339,7 @@ class Lengths:
 
     def _forget(self, now_ns: int, family: _Family) -> None:
         self._drawn.clear()
-        for group in (family.everything, *family.sizes):
+        for group in (family.everything, *family.kinds):
             if group:
                 self._counts[group], self._weights[group], self._at_ns[group] = 0.0, 0.0, now_ns
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from conductor.policy.admission_evaluation import AdmissionEvaluation
 from conductor.policy.admission_rule import Margins
 from conductor.policy.costs import MeanDuration, ModelCosts, NodeSlowdowns, TransferCosts
-from conductor.policy.events import NS, CostsGiven, RequestArrived
+from conductor.policy.events import NS, CostsGiven, RequestArrived, to_ns
 from conductor.policy.fairness import Shares
 from conductor.policy.history import Attainment, PredictionErrors, RequestHistory
 from conductor.policy.kernels import NODE_LOAD, prefill_kernels
@@ -21,6 +21,7 @@ from conductor.policy.nodes import Liveness, ModelNodes, NodeTable, unobserved_n
 from conductor.policy.objectives import DEFAULT_HEADERS, HeaderRule, ObjectiveBook, configured_record
 from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
+from conductor.policy.reserve import Price
 from conductor.policy.roles import ModelSizing, Switching
 from jit.fast_dataclass import fast_dataclass
 from settings.conductor import BLIND_PLACEMENTS, PolicyConfig
@@ -46,12 +47,14 @@ class Recent:
 
 @dataclass
 class ModelTally:
-    """Counters of one model, its prediction errors (mean of |predicted - measured| in seconds) and its margins."""
+    """Counters of one model, its prediction errors (mean of |predicted - measured| in seconds), margins and prices."""
 
     counts: Counter[str] = field(default_factory=Counter)
     ttft_error: MeanDuration = field(default_factory=MeanDuration)
     tbt_error: MeanDuration = field(default_factory=MeanDuration)
     margins: Margins = field(default_factory=Margins)
+    prefill_price: Price = field(default_factory=Price)  # of seconds of computation
+    decode_price: Price = field(default_factory=Price)  # of seconds of decode steps
 
 
 @dataclass
@@ -197,6 +200,14 @@ class ClusterState:
         before_ns = now_ns - round(self.config.recent_s * 1e9)
         while self.recent and next(iter(self.recent.values())).at_ns <= before_ns:
             del self.recent[next(iter(self.recent))]
+
+    def count_running(self, now_ns: int) -> None:
+        """Count the answers that are being generated in the statistics of lengths."""
+        step_ns = np.ones(self.nodes.num_slots, np.int64)
+        for name, costs in self.costs.items():
+            if (model := self.nodes.model(name)) is not None:
+                step_ns[model.all_slots] = max(1, to_ns(costs.typical_step_s))
+        self.lengths.count_running(now_ns, self.requests.records, step_ns)
 
     def node_loads(self) -> NDArray[np.void]:
         """Return NODE_LOAD [slots] of which only the copies that each node sends are known."""

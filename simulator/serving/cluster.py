@@ -171,9 +171,10 @@ class SimulatedCluster:
             frontend_id=_FRONTEND,
             model=MODEL,
             prompt_tokens=job.prompt_tokens,
-            max_new_tokens=self.settings.max_new_tokens,
+            max_new_tokens=self.settings.max_tokens_of(job),
             matches=matches,
             match_key=blocks[longest - 1] + 1 if longest else 0,
+            previous_tokens=0 if self.settings.lengths == "prompt" else job.previous_tokens,
         )
 
     def _schedule(self, work: SimulatedRequest, event: RequestArrived) -> None:

@@ -107,7 +107,7 @@ class SimulatedDecodeNode:
         while self._waiting:
             now_s = self._clock.now_ns / NS
             work, ready = first = min(self._waiting, key=lambda waiter: self._wait_queue.rank(waiter[0].key, now_s))
-            need = peak_tokens(work.job.prompt_tokens, self._settings.max_new_tokens, self._block_tokens)
+            need = peak_tokens(work.job.prompt_tokens, self._settings.max_tokens_of(work.job), self._block_tokens)
             if need > self.free_tokens:
                 return
             self._waiting.remove(first)

@@ -14,7 +14,7 @@ import numpy as np
 from conductor.policy.decisions import Holder
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS
-from traces import Trace, TraceRow, family_keys
+from traces import Trace, TraceRow, family_keys, previous_turns
 from worker.policy.scheduling_order import ALWAYS_NEXT, QueueEntry, RequestKey
 
 _HISTORY_S = 1200.0  # conversations start up to this long before the run; their earlier turns' KV is in the pools
@@ -34,6 +34,7 @@ class Arrival:
     blocks: tuple[int, ...]
     luck: float  # standard normal noise of its prefill time
     is_sampled: float  # uniform in [0, 1): selects the requests whose rejection is evaluated
+    previous_tokens: int = 0  # length of the previous answer in the conversation; 0: there is none
 
     @property
     def name(self) -> str:
@@ -74,6 +75,7 @@ def draw_workload(
     families = _families(trace, longest_prompt)
     rng = np.random.default_rng([seed, 0x5E2])
     duration_s = requests / rate_per_s
+    previous = previous_turns(trace)
     per_family = sum(map(len, families)) / len(families)
     count = int(rng.poisson((duration_s + _HISTORY_S) * rate_per_s / per_family))
     chosen, begins_s = rng.integers(len(families), size=count), rng.uniform(-_HISTORY_S, duration_s, count)
@@ -85,6 +87,10 @@ def draw_workload(
     turns.sort(key=lambda turn: (turn[0], turn[1], turn[2].index))
     before = tuple((number, _blocks(row, number, trace.block_tokens)) for at_s, number, row in turns if at_s < 0)
     jobs = [(at_s, number, row) for at_s, number, row in turns if 0 <= at_s < duration_s]
+
+    def answer_tokens(row: TraceRow) -> int:
+        return max(1, min(round(row.output_length * output_scale), longest_answer or _ANY))
+
     luck, sampled = rng.standard_normal(len(jobs)).tolist(), rng.uniform(size=len(jobs)).tolist()
     return SimulatedWorkload(
         tuple(
@@ -93,10 +99,11 @@ def draw_workload(
                 arrival_ns=round(at_s * NS),
                 conversation=number,
                 prompt_tokens=row.input_length,
-                output_tokens=max(1, min(round(row.output_length * output_scale), longest_answer or _ANY)),
+                output_tokens=answer_tokens(row),
                 blocks=_blocks(row, number, trace.block_tokens),
                 luck=luck[index],
                 is_sampled=sampled[index],
+                previous_tokens=answer_tokens(previous[row.index]) if row.index in previous else 0,
             )
             for index, (at_s, number, row) in enumerate(jobs)
         ),

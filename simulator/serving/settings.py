@@ -7,11 +7,16 @@ depend on where and when it is served, so two runs of the same seed differ only 
 from dataclasses import dataclass
 from math import exp, isfinite
 from random import Random
+from typing import Literal
 
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS, VirtualClock
-from simulator.serving.requests import SimulatedRequest
+from simulator.serving.requests import Arrival, SimulatedRequest
 from worker.policy.cost_profile import CostProfile
+
+# What the policy learns of a request's answer on its arrival: nothing, the length of the previous answer in its
+# conversation, or (as the largest that the client allows) its own length.
+KnownLengths = Literal["prompt", "dialogue", "oracle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class ServingSettings:
     ttft_objective_s: float = 30.0
     tbt_objective_s: float = 0.1
     max_new_tokens: int = 2048  # allowed by every client; actual answer lengths are unknown to the policy
+    lengths: KnownLengths = "dialogue"
     capacity_tokens: int = 1_000_000  # KV pages of a node, in tokens
     max_batch: int = 256
     chunk_tokens: int = 8192
@@ -63,6 +69,10 @@ class ServingSettings:
         for name in ("ssd_blocks", "request_noise", "step_noise", "node_noise", "network_s", "handoff_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) < 0:
                 raise BadSetting(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+
+    def max_tokens_of(self, job: Arrival) -> int:
+        """Return `max_tokens` of a request, at least 2, since an answer of one token needs no decode node."""
+        return max(2, job.output_tokens) if self.lengths == "oracle" else self.max_new_tokens
 
 
 class ActualCosts:

@@ -14,7 +14,7 @@ from conductor.decision_log.event_log import EventLogHeader, event_line, head_li
 from conductor.errors import LogFormatError
 from conductor.policy import Conductor, Objectives, PolicyConfig
 from conductor.policy.decisions import ColocatedScore, Considered, Copy, Place, Reject
-from conductor.policy.events import NodeJoined, ObjectivesChanged, RequestCompleted, Tick
+from conductor.policy.events import NodeJoined, ObjectivesChanged, RequestArrived, RequestCompleted, Tick
 from conductor.policy.objectives import parse_record, record_text
 from settings.conductor import DecisionLogSettings
 from settings.keys import InvalidSetting, assemble, group_settings
@@ -69,6 +69,24 @@ def test_a_log_replays_under_the_rule_for_headers_of_its_version(tmp_path, make,
     *_, last = steps = steps_of(tmp_path / "events")
     assert all(step.logged == step.made for step in steps)
     assert isinstance(last.made[0], outcome)
+
+
+def test_what_was_learned_of_lengths_and_prices_follows_from_the_log(tmp_path, make):
+    core = core_of(tmp_path, ttft_slo_s=2.0, tbt_slo_s=0.05, admission_mode="predicted", overrun_probability=0.1)
+    for role in ("prefill", "decode"):
+        core.handle(NodeJoined(make.node(role, role, capacity_tokens=100_000)))
+    for i in range(60):
+        core.handle(make.request(f"r{i}", prompt=100 + 40 * (i % 7), new=900, previous_tokens=(0, 9, 400)[i % 3]))
+        if i >= 10:
+            core.handle(RequestCompleted(f"r{i - 10}", 0, "finished", 0.1, 0.01, (60, 8, 500)[(i - 10) % 3]))
+        if i % 8 == 0:
+            core.handle(Tick())
+    core.close()
+    steps = steps_of(tmp_path)
+    assert all(step.logged == step.made for step in steps)
+    found = [step for step in steps if isinstance(step.event, RequestArrived)]
+    assert {step.event.previous_tokens for step in found} == {0, 9, 400}
+    assert {type(decision) for step in found for decision in step.made} == {Place, Reject}
 
 
 def test_a_log_replays_under_another_configuration_to_other_decisions():

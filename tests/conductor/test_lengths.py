@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.policy.events import NS
-from conductor.policy.lengths import ENDLESS, MAX_TENANTS, Lengths, grid
+from conductor.policy.lengths import ENDLESS, KINDS, MAX_TENANTS, Lengths, grid
+from conductor.policy.requests import NONE, REQUEST
 
 answers = st.lists(
     st.tuples(
@@ -14,6 +15,7 @@ answers = st.lists(
         st.integers(1, 200_000),  # prompt
         st.integers(1, 1 << 22),  # length
         st.booleans(),
+        st.integers(0, 1 << 22),  # the answer before
     ),
     max_size=60,
 )
@@ -21,9 +23,9 @@ answers = st.lists(
 
 def taught(history):
     lengths, now_ns = Lengths(), 0
-    for gap_s, tenant, prompt, length, ended in history:
+    for gap_s, tenant, prompt, length, ended, previous in history:
         now_ns += gap_s * NS
-        lengths.learn(now_ns, lengths.curve_of(now_ns, "m", tenant, prompt), length, ended=ended)
+        lengths.learn(now_ns, lengths.curve_of(now_ns, "m", tenant, prompt, previous), length, ended=ended)
     return lengths, now_ns
 
 
@@ -138,7 +140,7 @@ def test_any_number_of_tenants_takes_bounded_memory_and_an_idle_one_gives_its_pl
     for number in range(10 * MAX_TENANTS):
         lengths.learn(0, lengths.curve_of(0, "m", f"t{number}", 100), 1000, ended=True)
     bound = len(lengths)
-    assert bound <= MAX_TENANTS * 7 + 7
+    assert bound <= (MAX_TENANTS + 1) * (KINDS + 1)
     shared = lengths.curve_of(0, "m", "", 100)
     assert lengths.curve_of(0, "m", "one-too-many", 100) == shared
     own = lengths.curve_of(3600 * NS, "m", "one-too-many", 100)
@@ -155,3 +157,79 @@ def test_what_never_ends_teaches_nothing():
 
 def test_the_points_of_a_curve_lie_four_to_an_octave():
     assert grid()[:9].tolist() == [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4]
+
+
+def test_an_answer_follows_the_one_before_it_in_its_dialogue_whatever_the_prompt():
+    lengths = Lengths()
+    for _ in range(200):
+        lengths.learn(0, lengths.curve_of(0, "m", "", 100, 20), 15, ended=True)
+        lengths.learn(0, lengths.curve_of(0, "m", "", 100, 900), 1000, ended=True)
+        lengths.learn(0, lengths.curve_of(0, "m", "", 100), 100, ended=True)
+    tell = {
+        previous: [lengths.survival(lengths.curve_of(0, "m", "", 100, previous), tokens) for tokens in (50, 500)]
+        for previous in (0, 21, 800)
+    }
+    assert tell[21][0] < 0.1
+    assert tell[800][1] > 0.9
+    assert tell[0][0] > 0.9
+    assert tell[0][1] < 0.1
+    assert lengths.curve_of(0, "m", "", 50_000, 20) == lengths.curve_of(0, "m", "", 100, 20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 1 << 31), st.integers(1, 1 << 31), st.integers(0, 1 << 20))
+def test_previous_answers_less_than_half_an_octave_apart_or_above_6144_tokens_may_share_a_curve(first, second, prompt):
+    lengths = Lengths()
+    is_shared = lengths.curve_of(0, "m", "", prompt, first) == lengths.curve_of(0, "m", "", 0, second)
+    low, high = sorted((first, second))
+    assert not is_shared or high < 1.5 * low or low >= 6144
+    assert is_shared or high != low
+
+
+def running(curve, *, joined_ns, generated=0, max_new=1000):
+    rows = np.full(1, NONE, REQUEST)
+    rows["curve"], rows["decode_node"], rows["joined_ns"] = curve, 0, joined_ns
+    rows["generated"], rows["max_new"] = generated, max_new
+    return rows
+
+
+def test_answers_that_go_on_are_not_forgotten_over_those_that_have_ended():
+    lengths = Lengths()
+    curve = lengths.curve_of(0, "m", "", 100)
+    for _ in range(20):
+        lengths.learn(0, curve, 10, ended=True)
+    lengths.curve_of(0, "m", "", 100)
+    before = lengths.survival(curve, 100)
+    rows = np.concatenate([running(curve, joined_ns=0)] * 60)
+    lengths.count_running(10 * NS, rows, np.full(1, NS // 50))  # 500 tokens each
+    lengths.curve_of(0, "m", "", 100)
+    assert before < 0.2
+    assert lengths.survival(curve, 100) > 0.7
+    lengths.count_running(11 * NS, rows[:0], np.full(1, NS // 50))  # they have left
+    lengths.curve_of(0, "m", "", 100)
+    assert lengths.survival(curve, 100) == before
+
+
+def test_an_answer_that_has_not_begun_to_decode_and_an_endless_one_are_not_counted():
+    lengths = Lengths()
+    curve = lengths.curve_of(0, "m", "", 100)
+    lengths.learn(0, curve, 10, ended=True)
+    lengths.curve_of(0, "m", "", 100)
+    before = lengths.curves[curve].copy()
+    rows = np.concatenate([running(curve, joined_ns=NONE), running(ENDLESS, joined_ns=0)])
+    lengths.count_running(10 * NS, rows, np.full(1, NS))
+    lengths.curve_of(0, "m", "", 100)
+    assert (lengths.curves[curve] == before).all()
+    assert (lengths.curves[ENDLESS] == 1).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(answers, st.integers(1, 1 << 16))
+def test_the_expected_length_is_the_sum_of_the_shares_that_reach_each_token(history, limit):
+    lengths, now_ns = taught(history)
+    number = lengths.curve_of(now_ns, "m", "a", 1000)
+    tokens = np.arange(1.0, limit + 1)
+    reach = np.interp(tokens, grid(), lengths.curves[number])
+    expected = lengths.expected(number, limit)
+    assert 1 <= expected <= limit
+    assert abs(expected - reach.sum()) <= 1 + 1e-9 * limit

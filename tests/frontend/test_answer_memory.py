@@ -363,3 +363,37 @@ def test_a_conversations_first_answers_outlive_its_last() -> None:
     memory.recall(turns)
     memory.remember(bytes([9]) * 32, "yes", AnswerTokens(np.arange(11, dtype=np.int32), 3))
     assert [found is not None for found in memory.recall(turns)] == [True, True, False]
+
+
+def test_a_chats_last_answer_is_measured_with_and_without_a_memory_of_ids(model_path: Path, tmp_path: Path) -> None:
+    long, short = "so it goes, " * 40, "ok"
+    for nbytes in (0, 1 << 20):
+        reader, _ = reader_of(model_path, tmp_path / str(nbytes), TRIMMING, nbytes)
+        assert read(reader, [user("hi")]).previous_tokens == 0
+        found = [
+            read(reader, [user("hi"), assistant(first), user("and?"), assistant(last), user("x")]).previous_tokens
+            for first, last in ((short, long), (long, short))
+        ]
+        actual = len(reader._tokenizer.encode(long.strip(), add_special_tokens=False))
+        assert 0.7 * actual < found[0] < 1.4 * actual
+        assert 1 <= found[1] < 16
+
+
+def test_an_answer_that_is_to_be_continued_is_not_the_previous_one(model_path: Path, tmp_path: Path) -> None:
+    reader, _ = reader_of(model_path, tmp_path, TRIMMING)
+    chat = [user("hi"), assistant("so it goes"), user("and?"), assistant("then")]
+    messages = [ChatMessage.model_validate(message) for message in chat]
+    rendering = ChatRendering(continue_final_message=True, add_generation_prompt=False)
+    whole = reader.chat(messages[:2], rendering, add_special_tokens=False, scope=SCOPE)
+    continued = reader.chat(messages, rendering, add_special_tokens=False, scope=SCOPE)
+    assert (whole.previous_tokens, continued.previous_tokens > 0) == (0, True)
+
+
+async def test_the_conductor_learns_how_long_a_chats_last_answer_was(cluster: Any, front: Any) -> None:
+    cluster.answer_with(lambda submit: ([20, 21], LENGTH))
+    for messages in ([user("hi")], [user("hi"), assistant("so it goes, " * 8), user("x")]):
+        await front.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+    await front.post("/v1/completions", {"prompt": "the", "max_tokens": 2})
+    first, second, completion = [request.previous_tokens for request in cluster.conductor.scheduled]
+    assert (first, completion) == (0, 0)
+    assert 8 < second < cluster.conductor.scheduled[1].prompt_tokens

@@ -12,7 +12,7 @@ from conductor.policy import PolicyConfig
 from simulator.serving.clock import NS
 from simulator.serving.cluster import SimulatedCluster
 from simulator.serving.requests import Arrival, RequestEnd, SimulatedWorkload, draw_workload
-from simulator.serving.settings import ServingSettings
+from simulator.serving.settings import KnownLengths, ServingSettings
 from traces import load_trace
 from worker.policy.cost_profile import MOONCAKE, CostProfile, load_profile
 
@@ -172,3 +172,28 @@ def test_blocks_on_ssd_are_found_and_take_longer(build: Build) -> None:
         found.append(cluster.works[2])
     assert found[0].reused_tokens == found[1].reused_tokens == 60 * 512
     assert found[1].ttft_s > found[0].ttft_s + 0.5
+
+
+@pytest.mark.parametrize("lengths", ["prompt", "dialogue", "oracle"])
+def test_the_policy_learns_of_lengths_what_the_settings_allow(
+    build: Build, workload: SimulatedWorkload, lengths: KnownLengths
+) -> None:
+    cluster = build(settings=replace(SETTINGS, lengths=lengths))
+    events = [cluster._arrived(job) for job in workload.jobs]
+    assert any(job.previous_tokens for job in workload.jobs)
+    assert [event.previous_tokens for event in events] == [
+        0 if lengths == "prompt" else job.previous_tokens for job in workload.jobs
+    ]
+    assert [event.max_new_tokens for event in events] == [
+        max(2, job.output_tokens) if lengths == "oracle" else SETTINGS.max_new_tokens for job in workload.jobs
+    ]
+
+
+def test_with_known_lengths_no_node_takes_pages_for_more_than_the_answer(build: Build) -> None:
+    cluster = build(settings=replace(SETTINGS, lengths="oracle"))
+    cluster.run()
+    served = [work for work in cluster.works if work.end is RequestEnd.FINISHED]
+    assert len(served) > 50
+    for work in served:
+        needed = work.job.prompt_tokens + max(2, work.job.output_tokens)
+        assert needed <= work.committed_tokens < needed + 512

@@ -50,7 +50,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     objectives = _objectives(state, request, former, idle_s)
     plan, considered, colocated = consider_colocated(context, plan, objectives)
     beyond = extrapolated(context, plan)
-    forecast = forecast_of(state, request, plan)
+    forecast = forecast_of(context, plan, objectives, idle_s[1])
     judgement = judge(context, plan, forecast, objectives)
     rejection = judgement.rejection.reason if judgement.rejection is not None else ""
     if request.attempt == 0 and not request.generated:

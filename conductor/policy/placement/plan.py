@@ -161,8 +161,9 @@ def _expect(context: PlacementContext, places: FittingNodes) -> tuple[int, Fitti
     state, request = context.state, context.request
     if request.endless:
         return ENDLESS, places
+    prompt_tokens = request.prompt_tokens - request.generated
     curve = state.lengths.curve_of(
-        context.now_ns, request.model, request.tenant, request.prompt_tokens - request.generated
+        context.now_ns, request.model, request.tenant, prompt_tokens, request.previous_tokens
     )
     overrun = state.config.overrun_probability
     if overrun:

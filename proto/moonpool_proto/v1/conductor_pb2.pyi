@@ -555,6 +555,7 @@ class ScheduleRequest(_message.Message):
     WAITED_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     ALLOWED_CLASSES_FIELD_NUMBER: _builtins.int
+    PREVIOUS_TOKENS_FIELD_NUMBER: _builtins.int
     WANTS_RECEIPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -581,6 +582,8 @@ class ScheduleRequest(_message.Message):
     """since the frontend received it"""
     traceparent: _builtins.str
     """W3C Trace Context of the sender's span; empty: not traced"""
+    previous_tokens: _builtins.int
+    """length of the previous answer in its dialogue; 0: there is none, or it is not known"""
     wants_receipt: _builtins.bool
     """the placement names its decision and the version of the objectives"""
     @_builtins.property
@@ -610,11 +613,12 @@ class ScheduleRequest(_message.Message):
         waited_s: _builtins.float = ...,
         traceparent: _builtins.str = ...,
         allowed_classes: _abc.Iterable[_builtins.str] | None = ...,
+        previous_tokens: _builtins.int = ...,
         wants_receipt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_classes", b"allowed_classes", "attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s", "wants_receipt", b"wants_receipt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_classes", b"allowed_classes", "attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "previous_tokens", b"previous_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s", "wants_receipt", b"wants_receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
