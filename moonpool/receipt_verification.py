@@ -116,8 +116,8 @@ _Place = tuple[int, int]  # (run, number of the event in it) of a decision
 
 
 @dataclass
+class _Evidence:
     """Decisions and ends of the receipts' requests, as the logs have them.
-    """What the logs have on the receipts' requests.
 
     `ends`: ends of attempts by (request, run, attempt), and under run None the last one of all runs. `problems`: what
     could not be read.
