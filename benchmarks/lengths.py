@@ -30,16 +30,14 @@ from numpy.typing import NDArray
 # Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.stored import store  # noqa: E402
+from benchmarks.simulated import simulated_spec  # noqa: E402
+from benchmarks.stored import latest, store  # noqa: E402
 from conductor.policy.lengths import Lengths, grid  # noqa: E402
 from settings.conductor import AdmissionMode  # noqa: E402
 from simulator.serving.confidence import mean_of  # noqa: E402
-from simulator.serving.outcome import ServingOutcome  # noqa: E402
-from simulator.serving.overload_spec import OverloadScenario, overload_spec  # noqa: E402
 from simulator.serving.runs import ServingRun, run_all, with_mode, worker_pool  # noqa: E402
 from simulator.serving.settings import KnownLengths  # noqa: E402
 from traces import CONVERSATION, Trace, load_trace, previous_turns  # noqa: E402
-from worker.policy.cost_profile import MOONCAKE  # noqa: E402
 
 Floats = NDArray[np.float64]
 STEP_S: Final = 0.04
@@ -210,9 +208,8 @@ class Scenario:
     longest_answer: int
 
 
-CAPACITY: Final = (
-    5.7807232279081875  # requests/s of which 90 % are good without rejections, with answers four times as long
-)
+CAPACITY: Final = latest("overload")[0]["capacity"]["rate_per_s"]
+"""Requests per second of which 90 % are good without rejections, with answers four times as long."""
 SCENARIOS: Final[dict[str, Scenario]] = {
     "2x": Scenario(2 * CAPACITY, 4.0, 4096),
     "1.2x": Scenario(1.2 * CAPACITY, 4.0, 4096),
@@ -221,31 +218,17 @@ SCENARIOS: Final[dict[str, Scenario]] = {
 }
 
 
-def measure_goodput(load: Scenario, seeds: int, requests: int, processes: int) -> dict[str, Any]:
+def measure_goodput(given: argparse.Namespace, load: Scenario) -> dict[str, Any]:
     """Simulate an overloaded cluster with each kind of lengths; return means over the seeds with their interval."""
-    scenario = OverloadScenario(
-        trace=CONVERSATION,
-        profile=MOONCAKE,
-        prefill_nodes=8,
-        decode_nodes=8,
-        ttft_s=30.0,
-        tbt_s=0.05,
-        requests=requests,
-        output_scale=load.output_scale,
-        longest_prompt=0,
-        longest_answer=load.longest_answer,
-        pool_blocks=6000,
-        ssd_blocks=0,
-        look_into=0.0,
-        attained_share=0.95,
-    )
-    base = replace(overload_spec(scenario), rate_per_s=load.rate_per_s)
+    seeds = given.seeds
+    spec = simulated_spec(given, "predicted", output_scale=load.output_scale, longest_answer=load.longest_answer)
+    base = replace(spec, rate_per_s=load.rate_per_s)
     specs = [
         replace(with_mode(base, mode), seed=seed, settings=replace(base.settings, lengths=lengths))
         for mode, lengths in MODES.values()
         for seed in range(seeds)
     ]
-    with worker_pool(processes) as pool:
+    with worker_pool(given.processes) as pool:
         runs = run_all(specs, pool, lambda done, total: print(f"{done} of {total} runs", file=sys.stderr))
     return {name: summary(runs[at * seeds : (at + 1) * seeds], runs[:seeds]) for at, name in enumerate(MODES)}
 
@@ -254,19 +237,18 @@ def summary(runs: list[ServingRun], uniform: list[ServingRun]) -> dict[str, Any]
     """Return means and 95 % intervals over the runs of one mode, and its ratios to those of uniform lengths."""
     outcomes, others = [run.outcome for run in runs], [run.outcome for run in uniform]
 
-    def useful(one: ServingOutcome) -> float:
-        return (one.computed_tokens - one.wasted_tokens) / one.window_s
-
     pairs = list(zip(outcomes, others, strict=True))
     return {
         "good_per_s": asdict(mean_of([one.goodput for one in outcomes])),
-        "useful_tokens_per_s": asdict(mean_of([useful(one) for one in outcomes])),
+        "useful_tokens_per_s": asdict(mean_of([one.useful_tokens_per_s for one in outcomes])),
         "wasted_tokens": asdict(mean_of([float(one.wasted_tokens) for one in outcomes])),
         "rejected_share": asdict(mean_of([one.rejected / max(1, one.arrived) for one in outcomes])),
         "missed_share": asdict(mean_of([(one.missed_ttft + one.missed_tbt) / max(1, one.arrived) for one in outcomes])),
         "over_uniform": {
             "good_per_s": asdict(mean_of([one.goodput / other.goodput for one, other in pairs])),
-            "useful_tokens_per_s": asdict(mean_of([useful(one) / useful(other) for one, other in pairs])),
+            "useful_tokens_per_s": asdict(
+                mean_of([one.useful_tokens_per_s / other.useful_tokens_per_s for one, other in pairs])
+            ),
         },
     }
 
@@ -278,8 +260,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--store", action="store_true", help="store the figures in benchmarks/results")
+    parser.set_defaults(trace=CONVERSATION, prefill=8, decode=8, ttft=30.0, tbt=0.05)
     args = parser.parse_args()
-    trace = load_trace(CONVERSATION)
+    trace = load_trace(args.trace)
     found: dict[str, Any] = {"prediction": {}}
     for name, make in PREDICTORS.items():
         found["prediction"][name] = measure_prediction(trace, make())
@@ -289,7 +272,7 @@ def main() -> None:
         parser.error(f"unknown scenario {unknown[0]!r}: choose from {', '.join(SCENARIOS)}")
     found["overload"] = {}
     for name in names:
-        figures = measure_goodput(SCENARIOS[name], args.seeds, args.requests, args.processes)
+        figures = measure_goodput(args, SCENARIOS[name])
         found["overload"][name] = figures
         for mode, one in figures.items():
             print(f"{name}, {mode}: {one}", flush=True)

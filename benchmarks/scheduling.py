@@ -27,7 +27,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from benchmarks.simulated import simulated_spec  # noqa: E402
 from benchmarks.stored import store  # noqa: E402
 from settings.conductor import BLIND_PLACEMENTS, Placement  # noqa: E402
-from simulator.serving.confidence import Estimate, mean_of, ratio_of  # noqa: E402
+from simulator.serving.confidence import mean_of, ratio_of  # noqa: E402
 from simulator.serving.hot_prefixes import HotPrefixes  # noqa: E402
 from simulator.serving.runs import RunSpec, ServingRun, run_all, worker_pool  # noqa: E402
 from traces import load_trace  # noqa: E402
@@ -166,16 +166,16 @@ _METRICS: Final[dict[str, Metric]] = {
 }
 
 
-def _summary(runs: Runs) -> dict[str, dict[str, Estimate]]:
+def _summary(runs: Runs) -> dict[str, Any]:
     return {
-        name: {metric: mean_of([of(run) for run in these]) for metric, of in _METRICS.items()}
+        name: {metric: asdict(mean_of([of(run) for run in these])) for metric, of in _METRICS.items()}
         for name, these in runs.items()
     }
 
 
 def _placements(runs: Runs) -> dict[str, Any]:
     return {
-        "placements": _as_json(_summary(runs)),
+        "placements": _summary(runs),
         "vs_cache_aware": {name: _ratio(these, runs["cache-aware"]) for name, these in runs.items()},
         "moonpool_vs_algorithm1": _ratio(runs["moonpool"], runs["algorithm1"]),
     }
@@ -183,14 +183,10 @@ def _placements(runs: Runs) -> dict[str, Any]:
 
 def _replication(runs: Runs) -> dict[str, Any]:
     return {
-        "placements": _as_json(_summary(runs)),
+        "placements": _summary(runs),
         "gain": _ratio(runs["without copies"], runs["moonpool"]),
         "gain_of_algorithm1": _ratio(runs["without copies"], runs["algorithm1"]),
     }
-
-
-def _as_json(found: dict[str, dict[str, Estimate]]) -> dict[str, Any]:
-    return {name: {metric: asdict(value) for metric, value in row.items()} for name, row in found.items()}
 
 
 def _show(title: str, rows: dict[str, Any]) -> None:

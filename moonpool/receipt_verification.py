@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from pydantic import ValidationError
 
 from conductor.decision_log import FoundDecision, RecordedRun, find_decisions, find_ends
-from conductor.decision_log.codec import to_json
+from conductor.decision_log.codec import leaves
 from conductor.errors import LogFormatError
 from conductor.policy.decisions import Place
 from conductor.policy.events import RequestArrived, RequestCompleted
@@ -19,7 +19,8 @@ from frontend.receipts import decision_id, kv_of, parse_decision_id
 from moonpool.errors import ReceiptError
 
 _NOTHING: Final = "nothing"
-_MOST_SHOWN: Final = 40  # fields of two decisions that differ
+MOST_DIFFERENCES: Final = 40
+"""Fields of two decisions that differ and are shown."""
 
 
 def read_receipts(raw: bytes) -> list[Receipt]:
@@ -98,18 +99,6 @@ class ReceiptVerdict:
             one, other = ours.get(path, _NOTHING), theirs.get(path, _NOTHING)
             if repr(one) != repr(other):
                 self.differences.append(Difference(path, one, other))
-
-
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested objects and lists with their paths."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from leaves(item, f"{name}.{key}" if name else key)
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from leaves(item, f"{name}[{number}]")
-    else:
-        yield name, value
 
 
 _Place = tuple[int, int]  # (run, number of the event in it) of a decision
@@ -231,15 +220,13 @@ def _log_problems(name: str, found: FoundDecision) -> Iterator[str]:
     step = found.step
     if step.logged == step.made:
         return
-    logged, made = (dict(leaves([to_json(one) for one in decisions])) for decisions in (step.logged, step.made))
-    different = [path for path in {**logged, **made} if logged.get(path, _NOTHING) != made.get(path, _NOTHING)]
-    for path in different[:_MOST_SHOWN]:
+    different = step.differences(_NOTHING)
+    for path, logged, made in different[:MOST_DIFFERENCES]:
         yield (
-            f"{name}: the log's own record differs from its replay: {path} is {logged.get(path, _NOTHING)} in the log, "
-            f"{made.get(path, _NOTHING)} in the replay"
+            f"{name}: the log's own record differs from its replay: {path} is {logged} in the log, {made} in the replay"
         )
-    if len(different) > _MOST_SHOWN:
-        yield f"{name}: {len(different) - _MOST_SHOWN} more fields of the log's record differ from its replay"
+    if len(different) > MOST_DIFFERENCES:
+        yield f"{name}: {len(different) - MOST_DIFFERENCES} more fields of the log's record differ from its replay"
 
 
 def _place_of(decision: str | None) -> _Place:

@@ -39,8 +39,10 @@ class BlockLocator:
 
         Without an answer it stays as it is: then only this host's pool is used.
         """
+        if not self._channels or not request.keys:
+            return
         asked = LocateRequest(kv_namespace=self._namespace, chain=b"".join(request.keys))
-        for target, channel in self._channels.items() if request.keys else ():
+        for target, channel in self._channels.items():
             if not self._breaker.try_pass(target, time.monotonic()):
                 continue
             try:

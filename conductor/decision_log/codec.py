@@ -1,6 +1,6 @@
 """Conversion of events, decisions and configurations to JSON objects and back; the round trip is exact."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -11,7 +11,7 @@ from conductor.policy.decisions import Considered, Decision
 from conductor.policy.events import Event, PoolMatch, PoolMatches
 from settings.conductor import PolicyConfig
 
-__all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_from_json", "to_json"]
+__all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_from_json", "leaves", "to_json"]
 
 
 _PLAIN: Final = frozenset({str, int, float, bool, NoneType})  # types that JSON has as well
@@ -166,3 +166,15 @@ def _tuple(items: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if len(hints) != len(value):
         raise LogFormatError(f"{where}: expected {len(hints)} items, got {len(value)}")
     return tuple(_value(hint, item, where) for hint, item in zip(hints, value, strict=True))
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested objects and lists with their paths."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{name}[{number}]")
+    else:
+        yield name, value

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conductor.decision_log.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
+from conductor.decision_log.codec import (
+    config_from_json,
+    config_to_json,
+    decision_from_json,
+    event_from_json,
+    leaves,
+    to_json,
+)
 from conductor.decision_log.files import json_line, numbered, read_lines
 from conductor.errors import LogFormatError, ObjectivesError
 from conductor.policy import Conductor, PolicyConfig
@@ -129,6 +136,12 @@ class ReplayStep(NamedTuple):
     event: Event
     logged: list[Decision]
     made: list[Decision]
+
+    def differences(self, absent: str) -> list[tuple[str, Any, Any]]:
+        """Return (path, logged value, made value) of the fields that differ; `absent` stands for a missing value."""
+        logged, made = (dict(leaves([to_json(one) for one in decisions])) for decisions in (self.logged, self.made))
+        pairs = [(path, logged.get(path, absent), made.get(path, absent)) for path in {**logged, **made}]
+        return [(path, then, now) for path, then, now in pairs if then != now]
 
 
 def recorded_runs(log: Path) -> list[RecordedRun]:

@@ -5,10 +5,10 @@ points, four per octave, and interpolated linearly: exact up to 8 tokens, a few 
 interval from point `i` to the next one.
 
 A request's kind is the length of its dialogue's previous answer, which says more than the prompt does, or, without one,
-the length of its prompt. An answer belongs to nested groups: its model, its model
-and kind, its tenant, its tenant and kind. A group with few answers follows the wider one. Curves are Kaplan-Meier
-estimates, in which an answer that was cut off at its limit counts as censored: it is only known to be longer. So do
-answers that have not ended yet. Without them, those seen in a cluster's first minute would be the shorter ones.
+the length of its prompt. An answer belongs to nested groups: its model, its model and kind, its tenant, its tenant and
+kind. A group with few answers follows the wider one. Curves are Kaplan-Meier estimates, in which an answer that was cut
+off at its limit counts as censored: it is only known to be longer. So do answers that have not ended yet. Without them,
+those seen in a cluster's first minute would be the shorter ones.
 """
 
 import functools

@@ -26,7 +26,7 @@ from moonpool.commands import decision_view as view
 from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group
 from moonpool.errors import ClusterNotFound, ConfigError, DecisionLogError, ReceiptError
 from moonpool.options import reported_errors
-from moonpool.receipt_verification import ReceiptVerdict, leaves, printable, read_receipts, verify
+from moonpool.receipt_verification import MOST_DIFFERENCES, ReceiptVerdict, printable, read_receipts, verify
 from moonpool_proto.v1 import conductor_pb2
 from rpc.control import ControlError
 
@@ -239,7 +239,6 @@ def _print_verdict(console: Console, verdict: ReceiptVerdict) -> None:
 
 
 _OBJECTIVES = frozenset({"ttft_objective_s", "tbt_objective_s", "model_objectives"})
-_MOST_SHOWN = 40  # fields of two decisions that differ
 
 
 @dataclass
@@ -424,9 +423,8 @@ def _print(console: Console, compared: Sequence[ReplayComparison], num_cut: int,
 def _print_first(console: Console, step: ReplayStep) -> None:
     what = f" of request {step.event.request_id}" if isinstance(step.event, RequestArrived) else ""
     console.print(f"  The first: {step.path.name}, line {step.line}, {type(step.event).__name__}{what}")
-    then, now = (dict(leaves([to_json(one) for one in decisions])) for decisions in (step.logged, step.made))
-    different = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    for name in different[:_MOST_SHOWN]:
-        console.print(f"    {name}: {then.get(name, 'none')} in the log, {now.get(name, 'none')} now", style="dim")
-    if len(different) > _MOST_SHOWN:
-        console.print(f"    and {len(different) - _MOST_SHOWN} more fields", style="dim")
+    different = step.differences("none")
+    for name, then, now in different[:MOST_DIFFERENCES]:
+        console.print(f"    {name}: {then} in the log, {now} now", style="dim")
+    if len(different) > MOST_DIFFERENCES:
+        console.print(f"    and {len(different) - MOST_DIFFERENCES} more fields", style="dim")

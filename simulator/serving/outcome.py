@@ -118,6 +118,11 @@ class ServingOutcome:
     def wasted_tokens(self) -> int:
         return self.wasted_withheld + self.wasted_missed
 
+    @property
+    def useful_tokens_per_s(self) -> float:
+        """Prompt tokens computed per second for good requests."""
+        return (self.computed_tokens - self.wasted_tokens) / self.window_s
+
 
 def is_good(work: SimulatedRequest, settings: ServingSettings) -> bool:
     """Return True if the request was served within both objectives."""

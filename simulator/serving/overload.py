@@ -145,7 +145,7 @@ def _summary(mode: AdmissionMode, runs: Sequence[ServingRun], reference: Sequenc
         withheld=share(lambda one: one.withheld),
         missed_ttft=share(lambda one: one.missed_ttft),
         missed_tbt=share(lambda one: one.missed_tbt),
-        useful_tokens=mean(lambda one: (one.computed_tokens - one.wasted_tokens) / one.window_s / 1e3),
+        useful_tokens=mean(lambda one: one.useful_tokens_per_s / 1e3),
         wasted_tokens=mean(lambda one: one.wasted_tokens / 1e6),
         wasted_withheld=mean(lambda one: one.wasted_withheld / 1e6),
         wasted_share=mean(lambda one: one.wasted_tokens / max(1, one.computed_tokens)),
