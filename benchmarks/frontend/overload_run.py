@@ -78,7 +78,7 @@ def run(
     reasons: Counter[str] = Counter()
     for each in report["reasons"]:
         reasons[re.sub(r"[0-9.]+ s", "… s", each["reason"])[:80]] += each["count"]
-    planned, late = (_sum(served, name) for name in ("paced_planned_seconds_total", "paced_late_seconds_total"))
+    planned, late = (summed_metric(served, name) for name in ("paced_planned_seconds_total", "paced_late_seconds_total"))
     return {
         **counted(records, objectives, from_s=from_s, until_s=until_s),
         "failed": report["failed"],
@@ -123,7 +123,8 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _sum(served: Served, name: str) -> float:
+def summed_metric(served: Served, name: str) -> float:
+    """Return a counter summed over all nodes."""
     with urllib.request.urlopen(f"{served.url}/metrics", timeout=60) as reply:
         text = reply.read().decode()
     return sum(float(value) for value in re.findall(rf"^moonpool:{name}\{{.*\}} (\S+)$", text, re.MULTILINE))

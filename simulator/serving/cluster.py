@@ -187,7 +187,9 @@ class SimulatedCluster:
                     self.on_reject(work, lambda: self.admit(work.job))
                     self._end(work, RequestEnd.REJECTED)
                 case Copy():
-                    self._copy(decision, work.job.blocks[: decision.num_blocks])
+                    blocks = work.job.blocks[: decision.num_blocks]
+                    work.keeps_fetched = decision.keeps_fetched
+                    (self._keep if decision.keeps_fetched else self._copy)(decision, blocks)
                 case _:
                     raise AssertionError(f"unexpected decision for an arrival: {decision}")
 
@@ -220,7 +222,7 @@ class SimulatedCluster:
         self.clock.at(host.load(work, node.into, node.reporter), lambda: node.prefill(work))
 
     def _stored(self, work: SimulatedRequest) -> None:
-        first = work.reused_tokens // self._workload.block_tokens
+        first = 0 if work.keeps_fetched else work.reused_tokens // self._workload.block_tokens
         self.pools.store(self._host_of[work.prefill_node].pool_id, self.clock.now_ns, work.job.blocks, first)
 
     def _prefilled(self, work: SimulatedRequest) -> None:
@@ -293,6 +295,10 @@ class SimulatedCluster:
     def _copied(self, copy: Copy, blocks: tuple[int, ...], nbytes: int, seconds: float) -> None:
         self.copied_bytes += nbytes
         self.pools.store(copy.target, self.clock.now_ns, blocks)
+        self._keep(copy, blocks)
+        self._tell(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
+
+    def _keep(self, copy: Copy, blocks: tuple[int, ...]) -> None:
+        """Record the copied blocks, or those that the prefill node will store, as a replica."""
         self.pools.copied(copy.target, blocks, copy.match_key)
         self._copies[copy.target, copy.match_key] = blocks
-        self._tell(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))

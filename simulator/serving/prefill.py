@@ -238,7 +238,8 @@ class SimulatedPrefillNode:
         if not work.helpers:  # prefill times of a group are not reported
             self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
         self.reporter.progress(job.name, "prefill_ended")
-        self._pools.store(self.pool_id, self._clock.now_ns, job.blocks, work.reused_tokens // self._block_tokens)
+        first = 0 if work.keeps_fetched else work.reused_tokens // self._block_tokens
+        self._pools.store(self.pool_id, self._clock.now_ns, job.blocks, first)
         self._prefilled(work)
 
     def _held(self) -> tuple[Held, ...]:

@@ -7,7 +7,7 @@ depend on where and when it is served, so two runs of the same seed differ only 
 from dataclasses import dataclass
 from math import exp, isfinite
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS, VirtualClock
@@ -17,6 +17,9 @@ from worker.policy.cost_profile import CostProfile
 # What the policy learns of a request's answer on its arrival: nothing, the length of the previous answer in its
 # conversation, or (as the largest that the client allows) its own length.
 KnownLengths = Literal["prompt", "dialogue", "oracle"]
+# Duration of a step with both prompt chunks and decoding sequences: the sum of both parts, or the longer of them. A real
+# one is between the two, since chunks are bound by computation and decoding by memory bandwidth.
+MergedSteps = Literal["sum", "longest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class ServingSettings:
     prefill_nodes: int = 8
     decode_nodes: int = 8
     is_aggregated: bool = False  # all these nodes compute prompts and answers, in merged steps, each on its own host
+    merged_steps: MergedSteps = "sum"
     ttft_objective_s: float = 30.0
     tbt_objective_s: float = 0.1
     max_new_tokens: int = 2048  # allowed by every client; actual answer lengths are unknown to the policy
@@ -63,6 +67,8 @@ class ServingSettings:
             )
         if not isinstance(self.is_aggregated, bool):
             raise BadSetting(f"is_aggregated must be true or false, got {self.is_aggregated!r}")
+        if self.merged_steps not in get_args(MergedSteps):
+            raise BadSetting(f"merged_steps must be one of {', '.join(get_args(MergedSteps))}, got {self.merged_steps!r}")
         for name in ("ttft_objective_s", "tbt_objective_s", "report_every_s", "coalesce_s", "tick_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) <= 0:
                 raise BadSetting(f"{name} must be finite and above 0, got {getattr(self, name)}")
