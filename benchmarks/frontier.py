@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,7 +137,7 @@ def capacity_per_s(rates_per_s: Sequence[float], shares: Sequence[float]) -> flo
     """
     if shares[0] < SHARE:
         return 0.0
-    for before, after in zip(range(len(shares)), range(1, len(shares))):
+    for before, after in pairwise(range(len(shares))):
         if shares[after] < SHARE:
             part = (shares[before] - SHARE) / (shares[before] - shares[after])
             return rates_per_s[before] + part * (rates_per_s[after] - rates_per_s[before])
@@ -178,10 +179,11 @@ def _measured(spec: RunSpec, workload: FrontierWorkload, seeds: int, pool: Proce
     }
     return {
         "shares": {
-            name: [[mean_of(each).mean for each in zip(*at)] for at in zip(*found)] for name, found in by_shape.items()
+            name: [[mean_of(each).mean for each in zip(*at, strict=True)] for at in zip(*found, strict=True)]
+            for name, found in by_shape.items()
         },
         "capacity_per_node": {
-            name: [asdict(mean_of(each)) for each in zip(*by_seed)] for name, by_seed in capacities.items()
+            name: [asdict(mean_of(each)) for each in zip(*by_seed, strict=True)] for name, by_seed in capacities.items()
         },
         "best": [_best(clusters, capacities, at) for at in range(len(TBT_OBJECTIVES_S))],
     }

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.figures import charts, data_plane, serving, summary
+from benchmarks.figures import charts, data_plane, disaggregation, serving, summary
+from benchmarks.stored import latest
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
@@ -21,6 +22,8 @@ SECTIONS = (
     data_plane.paths,
     data_plane.overlap,
     serving.scheduling,
+    disaggregation.copies_live,
+    disaggregation.frontier,
     serving.admission,
     serving.groups,
     serving.dialogues,
@@ -51,7 +54,9 @@ def main(mode: str) -> int:
             if mode == "write":
                 path.write_text(current, encoding="utf-8")
     if mode == "write":
-        charts.draw_all(ROOT / "docs" / "pictures")
+        pictures = ROOT / "docs" / "pictures"
+        charts.draw_all(pictures)
+        disaggregation.draw_frontier(latest("frontier")[0], pictures / "frontier.svg")
     if stale and mode == "check":
         print(f"{', '.join(stale)}: figures differ from benchmarks/results; run `python -m benchmarks.figures write`")
         return 1

@@ -41,7 +41,7 @@ class SimulatedDecodeNode:
         self._settings = settings
         self._truth = context.costs
         self._block_tokens = context.block_tokens
-        # KV of prompts that are computed here is not pushed, so that chunks may be smaller than the trace's long blocks.
+        # KV of prompts that are computed here is not pushed: chunks may be smaller than the trace's long blocks.
         block_tokens = min(context.block_tokens, settings.chunk_tokens)
         self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
         self._over = over

@@ -17,8 +17,8 @@ from worker.policy.cost_profile import CostProfile
 # What the policy learns of a request's answer on its arrival: nothing, the length of the previous answer in its
 # conversation, or (as the largest that the client allows) its own length.
 KnownLengths = Literal["prompt", "dialogue", "oracle"]
-# Duration of a step with both prompt chunks and decoding sequences: the sum of both parts, or the longer of them. A real
-# one is between the two, since chunks are bound by computation and decoding by memory bandwidth.
+# Duration of a step with both prompt chunks and decoding sequences: the sum of both parts, or the longer of them. That
+# of a real one is between the two, since chunks are bound by computation and decoding by memory bandwidth.
 MergedSteps = Literal["sum", "longest"]
 
 
@@ -68,7 +68,7 @@ class ServingSettings:
         if not isinstance(self.is_aggregated, bool):
             raise BadSetting(f"is_aggregated must be true or false, got {self.is_aggregated!r}")
         if self.merged_steps not in get_args(MergedSteps):
-            raise BadSetting(f"merged_steps must be one of {', '.join(get_args(MergedSteps))}, got {self.merged_steps!r}")
+            raise BadSetting(f"merged_steps must be sum or longest, got {self.merged_steps!r}")
         for name in ("ttft_objective_s", "tbt_objective_s", "report_every_s", "coalesce_s", "tick_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) <= 0:
                 raise BadSetting(f"{name} must be finite and above 0, got {getattr(self, name)}")
