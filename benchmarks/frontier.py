@@ -40,17 +40,17 @@ from worker.policy.cost_profile import load_profile  # noqa: E402
 
 SHARE: Final = 0.9
 TBT_OBJECTIVES_S: Final = (0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.5, 0.8, 1.2)
-CHUNK_TOKENS: Final = (128, 256, 512, 2048)
+CHUNK_TOKENS: Final = (128, 512, 2048)
 """Most prompt tokens of a step of an aggregated worker."""
+NODES: Final = 8
 _POOL_BLOCKS: Final = 3000  # of each node; of hosts without a pool node, the others have them
 
 
 @dataclass(frozen=True, slots=True)
 class FrontierWorkload:
-    """Requests, the nodes that serve them, and the rates to try."""
+    """Requests, the splits of the nodes, and the rates to try."""
 
     hot: HotPrefixes | None  # None: conversations of the bundled trace
-    nodes: int
     prefill_nodes: tuple[int, ...]  # per split; the others decode
     ttft_s: float  # objective
     rates_per_s: tuple[float, ...]  # ascending
@@ -60,33 +60,30 @@ class FrontierWorkload:
 WORKLOADS: Final = {
     "long prompts, long answers": FrontierWorkload(
         HotPrefixes(prefix_tokens=1024, question_tokens=12288, answer_tokens=512),
-        nodes=16,
-        prefill_nodes=(8, 10, 12),
+        prefill_nodes=(4, 5, 6),
         ttft_s=15.0,
-        rates_per_s=(1.0, 2.0, 4.0, 5.0, 6.0, 7.0),
+        rates_per_s=(0.5, 1.0, 2.0, 2.5, 3.0, 3.5),
         duration_s=60.0,
     ),
     "conversations": FrontierWorkload(
         None,
-        nodes=16,
-        prefill_nodes=(8, 10, 12),
+        prefill_nodes=(4, 5, 6),
         ttft_s=15.0,
-        rates_per_s=(1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0),
-        duration_s=50.0,
+        rates_per_s=(0.5, 1.0, 2.0, 3.0, 4.0, 5.0),
+        duration_s=60.0,
     ),
     "short prompts": FrontierWorkload(
         HotPrefixes(prefix_tokens=1024, question_tokens=512, answer_tokens=128),
-        nodes=8,
         prefill_nodes=(4, 5, 6),
         ttft_s=1.0,
-        rates_per_s=(5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 75.0, 90.0),
-        duration_s=12.0,
+        rates_per_s=(5.0, 20.0, 35.0, 50.0, 65.0, 80.0),
+        duration_s=8.0,
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ClusterShape:
     """How the nodes are used: `prefill_nodes` of them for prompts only, or all of them for both."""
 
     name: str
@@ -113,17 +110,22 @@ def main() -> None:
             found = _measured(spec, workload, args.seeds, pool)
             result["workloads"][name] = {**asdict(workload), **found}
             _show(name, result["workloads"][name])
-    result |= {"share": SHARE, "tbt_objectives_s": TBT_OBJECTIVES_S, "settings": {**vars(args), "seeds": args.seeds}}
+    result |= {
+        "nodes": NODES,
+        "share": SHARE,
+        "tbt_objectives_s": TBT_OBJECTIVES_S,
+        "settings": {**vars(args), "seeds": args.seeds},
+    }
     if args.store:
         store("frontier", result)
     print(json.dumps(result))
 
 
-def shapes(workload: FrontierWorkload) -> list[Shape]:
+def shapes(workload: FrontierWorkload) -> list[ClusterShape]:
     """Return the compared clusters of a workload."""
-    split = [Shape(f"{count}P+{workload.nodes - count}D", count) for count in workload.prefill_nodes]
+    split = [ClusterShape(f"{count}P+{NODES - count}D", count) for count in workload.prefill_nodes]
     aggregated = [
-        Shape(f"{workload.nodes} aggregated, {tokens}, {merged}", 0, tokens, merged)
+        ClusterShape(f"{NODES} aggregated, {tokens}, {merged}", 0, tokens, merged)
         for tokens in CHUNK_TOKENS
         for merged in ("sum", "longest")
     ]
@@ -157,20 +159,21 @@ def _arguments() -> argparse.Namespace:
 
 def _measured(spec: RunSpec, workload: FrontierWorkload, seeds: int, pool: ProcessPoolExecutor) -> dict[str, Any]:
     clusters = shapes(workload)
-    runs = [
-        (shape, seed, rate, pool.submit(attained, _run(spec, workload, shape, seed, rate), workload.ttft_s))
+    sweeps = {
+        shape.name: [
+            pool.submit(
+                sweep, [_run(spec, workload, shape, seed, rate) for rate in workload.rates_per_s], workload.ttft_s
+            )
+            for seed in range(seeds)
+        ]
         for shape in clusters
-        for seed in range(seeds)
-        for rate in workload.rates_per_s
-    ]
-    by_shape: dict[str, list[list[Shares]]] = {shape.name: [[] for _ in range(seeds)] for shape in clusters}
-    for shape, seed, _, future in runs:
-        by_shape[shape.name][seed].append(future.result())
+    }
+    by_shape = {name: [future.result() for future in futures] for name, futures in sweeps.items()}
     # [shape][seed][objective], per second and node.
     capacities = {
         name: [
             [
-                capacity_per_s(workload.rates_per_s, [shares[at] for shares in by_rate]) / workload.nodes
+                capacity_per_s(workload.rates_per_s, [shares[at] for shares in by_rate]) / NODES
                 for at in range(len(TBT_OBJECTIVES_S))
             ]
             for by_rate in by_seed
@@ -189,7 +192,7 @@ def _measured(spec: RunSpec, workload: FrontierWorkload, seeds: int, pool: Proce
     }
 
 
-def _best(clusters: Sequence[Shape], capacities: Mapping[str, list[list[float]]], at: int) -> dict[str, Any]:
+def _best(clusters: Sequence[ClusterShape], capacities: Mapping[str, list[list[float]]], at: int) -> dict[str, Any]:
     """Return the best split, the best chunk size for each bound of merged steps, and the ratios of capacities."""
 
     def best_of(names: Sequence[str]) -> str:
@@ -206,21 +209,33 @@ def _best(clusters: Sequence[Shape], capacities: Mapping[str, list[list[float]]]
     return found
 
 
-def _run(spec: RunSpec, workload: FrontierWorkload, shape: Shape, seed: int, rate: float) -> RunSpec:
-    hosts = shape.prefill_nodes or workload.nodes
+def _run(spec: RunSpec, workload: FrontierWorkload, shape: ClusterShape, seed: int, rate: float) -> RunSpec:
+    hosts = shape.prefill_nodes or NODES
     settings = replace(
         spec.settings,
-        prefill_nodes=shape.prefill_nodes or workload.nodes // 2,
-        decode_nodes=workload.nodes - (shape.prefill_nodes or workload.nodes // 2),
+        prefill_nodes=shape.prefill_nodes or NODES // 2,
+        decode_nodes=NODES - (shape.prefill_nodes or NODES // 2),
         is_aggregated=not shape.prefill_nodes,
         merged_steps=shape.merged_steps,
         chunk_tokens=shape.chunk_tokens,
-        pool_blocks=_POOL_BLOCKS * workload.nodes // hosts,
+        pool_blocks=_POOL_BLOCKS * NODES // hosts,
     )
     if workload.hot is not None:
         settings = replace(settings, max_new_tokens=workload.hot.answer_tokens)
     requests = round(rate * workload.duration_s)
     return replace(spec, settings=settings, seed=seed, rate_per_s=rate, requests=requests, hot=workload.hot)
+
+
+def sweep(specs: Sequence[RunSpec], ttft_s: float) -> list[Shares]:
+    """Simulate the runs of ascending rates, and return their shares of requests that meet both objectives.
+
+    Those of rates beyond the capacity for the longest objective are 0 and not simulated.
+    """
+    found: list[Shares] = []
+    for spec in specs:
+        is_beyond = bool(found) and found[-1][-1] < SHARE
+        found.append((0.0,) * len(TBT_OBJECTIVES_S) if is_beyond else attained(spec, ttft_s))
+    return found
 
 
 def attained(spec: RunSpec, ttft_s: float) -> Shares:

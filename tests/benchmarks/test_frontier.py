@@ -15,7 +15,6 @@ from simulator.serving.runs import RunSpec
 
 SMALL = frontier.FrontierWorkload(
     HotPrefixes(num_prefixes=4, prefix_tokens=1024, question_tokens=4096, answer_tokens=64),
-    nodes=2,
     prefill_nodes=(1,),
     ttft_s=10.0,
     rates_per_s=(1.0, 20.0),
@@ -42,9 +41,9 @@ def test_all_shapes_of_a_workload_have_the_same_nodes_and_the_same_memory(spec: 
     for workload in frontier.WORKLOADS.values():
         for shape in frontier.shapes(workload):
             settings = frontier._run(spec, workload, shape, 0, 1.0).settings
-            assert settings.prefill_nodes + settings.decode_nodes == workload.nodes
-            hosts = workload.nodes if settings.is_aggregated else settings.prefill_nodes
-            assert hosts * settings.pool_blocks == pytest.approx(workload.nodes * 3000, rel=0.001)
+            assert settings.prefill_nodes + settings.decode_nodes == frontier.NODES
+            hosts = frontier.NODES if settings.is_aggregated else settings.prefill_nodes
+            assert hosts * settings.pool_blocks == pytest.approx(frontier.NODES * 3000, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +57,7 @@ def test_more_load_misses_more_and_a_merged_step_is_no_shorter_as_a_sum(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frontier, "CHUNK_TOKENS", (512,))
+    monkeypatch.setattr(frontier, "NODES", 2)
     found = frontier._measured(spec, SMALL, 1, Here())  # type: ignore[arg-type]
     assert json.loads(json.dumps(found))["best"][0]["split"] == "1P+1D"
     for slow, fast in zip(found["shares"]["1P+1D"][1], found["shares"]["1P+1D"][0], strict=True):

@@ -67,7 +67,7 @@ def test_only_algorithm_1_and_moonpool_move_kv_between_pool_nodes(clusters: dict
     for placement in ("algorithm1", "moonpool"):
         assert fetched_bytes(clusters[placement]) > 0
     copied = {placement: clusters[placement].copied_bytes for placement in ("algorithm1", "moonpool")}
-    assert 0 < copied["algorithm1"]
+    assert copied["algorithm1"] > 0
     assert copied["moonpool"] < copied["algorithm1"]  # fetched prefixes are kept, not sent twice
 
 
