@@ -58,12 +58,20 @@ _RATIOS: Final = ("ttft_mean_s", "ttft_p90_s", "tbt_mean_s")
 def main() -> None:
     args = _arguments()
     pairs: dict[str, list[dict[str, Any]]] = latest("copies-live")[0]["pairs"] if args.add else {}
+    result: dict[str, Any] = {}
     for popularity in args.popularities:
         done = pairs.setdefault(popularity, [])
         for seed in range(len(done), len(done) + args.pairs):
             done.append(_pair(POPULARITIES[popularity], seed, args.rate, args.seconds))
-    result = summary(pairs)
-    result |= {
+            result = _result(pairs, args)
+            if args.store:
+                store("copies-live", result)
+    print(json.dumps(result))
+
+
+def _result(pairs: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        **summary(pairs),
         "hosts": HOSTS,
         "decode_nodes": DECODE_NODES,
         "link_bytes_per_s": LINK_BYTES_PER_S,
@@ -73,9 +81,6 @@ def main() -> None:
         "popular": {name: asdict(POPULARITIES[name]) for name in pairs},
         "pairs": pairs,
     }
-    if args.store:
-        store("copies-live", result)
-    print(json.dumps(result))
 
 
 def summary(pairs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -138,9 +143,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=4, help="number of pairs of runs per popularity")
     parser.add_argument("--popularities", nargs="+", default=list(POPULARITIES), choices=list(POPULARITIES))
     parser.add_argument("--rate", type=float, default=8.0, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=30.0, help="duration of the counted arrivals")
+    parser.add_argument("--seconds", type=float, default=25.0, help="duration of the counted arrivals")
     parser.add_argument("--add", action="store_true", help="add the pairs to those of the latest stored result")
-    parser.add_argument("--store", action="store_true", help="store the result in benchmarks/results")
+    parser.add_argument("--store", action="store_true", help="store the result after every pair")
     return parser.parse_args()
 
 

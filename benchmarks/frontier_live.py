@@ -84,6 +84,7 @@ WORKLOADS: Final = {
 def main() -> None:
     args = _arguments()
     found: dict[str, Any] = latest("frontier-live")[0]["workloads"] if args.add else {}
+    result: dict[str, Any] = {}
     for name in args.workloads:
         workload = WORKLOADS[name]
         runs = {shape: _runs(workload, flags, args.seeds) for shape, flags in workload.shapes.items()}
@@ -91,9 +92,9 @@ def main() -> None:
         for shape, row in found[name]["shapes"].items():
             shares = " ".join(f"{each['mean']:.2f}" for each in row["shares"])
             print(f"{name}, {shape}: TTFT {row['ttft_mean_s']['mean']:.2f} s, shares {shares}", flush=True)
-    result = {"tbt_objectives_s": TBT_OBJECTIVES_S, "seeds": args.seeds, "workloads": found}
-    if args.store:
-        store("frontier-live", result)
+        result = {"tbt_objectives_s": TBT_OBJECTIVES_S, "seeds": args.seeds, "workloads": found}
+        if args.store:
+            store("frontier-live", result)
     print(json.dumps(result))
 
 
@@ -125,7 +126,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--add", action="store_true", help="keep the other workloads of the latest stored result")
-    parser.add_argument("--store", action="store_true", help="store the result in benchmarks/results")
+    parser.add_argument("--store", action="store_true", help="store the result after every workload")
     return parser.parse_args()
 
 
