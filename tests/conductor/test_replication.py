@@ -30,10 +30,10 @@ def kept(c, make):
         c.progress("prefill-1", phase, "a")
 
 
-def copied_ahead(c, make, **ask):
+def copied_ahead(c, make, per_token_s=1e-2):
     """A prefix that keeps its holder so busy that it is copied to pool-1 ahead of need."""
-    c.learn("prefill-0", per_token_s=1e-2)  # 0.64 s for the 64 tokens behind the prefix
-    ask = {"prompt": 256, "matches": (("pool-0", 12),), "match_key": 7} | ask
+    c.learn("prefill-0", per_token_s=per_token_s)  # 0.64 s for the 64 tokens behind the prefix
+    ask = {"prompt": 256, "matches": (("pool-0", 12),), "match_key": 7}
     found = []
     for i in range(20):
         decisions = c.after(0.7).send(make.request(f"r{i}", **ask))
@@ -73,6 +73,13 @@ def test_a_moved_conversation_takes_its_prefix_along(cluster, make):
 def test_a_prefix_that_keeps_its_holder_busy_is_copied_before_anybody_has_to_fetch_it(cluster, make):
     c = cluster(replication_horizon_s=10.0)
     copied_ahead(c, make)
+
+
+def test_a_prefix_that_keeps_its_holders_link_busy_is_copied_too(cluster, make):
+    """Each of its requests sends it to a decode node, which takes 0.65 s, and computes for a moment."""
+    c = cluster(replication_horizon_s=10.0)
+    slow_network(c, bytes_per_s=3e5)
+    copied_ahead(c, make, per_token_s=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["no pool node", "a silent pool node"])

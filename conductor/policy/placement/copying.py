@@ -6,6 +6,8 @@ the next requests would queue there, so another pool receives it first. In both 
 more than it costs.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from conductor.policy.decisions import Copy
@@ -25,34 +27,51 @@ def copy_after(context: PlacementContext, nodes: Candidates, prefixes: Prefixes,
 
     A fetched prefix becomes a replica at once: if the node does not store it, it is dropped as an unused one.
     """
-    state, match_key = context.state, context.request.match_key
+    state = context.state
     if not prefixes.best or not state.config.max_copies:
         return None
-    uses = state.prefix_hits.use(context.now_ns, match_key)
+    uses = state.prefix_hits.use(context.now_ns, context.request.match_key)
     if scores.best.fetches:
-        # Algorithm 1 as printed copies every prefix that it fetches.
-        is_printed = state.config.placement == "algorithm1"
-        target, pays = scores.chosen, is_printed or _pays_fetched(context, prefixes, scores, uses)
-        keeps_fetched = not is_printed
-    elif state.config.placement != "moonpool":
+        return _after_fetch(context, nodes, prefixes, scores, uses)
+    return _ahead_of_need(context, nodes, prefixes, scores, uses) if state.config.placement == "moonpool" else None
+
+
+def _after_fetch(
+    context: PlacementContext, nodes: Candidates, prefixes: Prefixes, scores: PrefillScores, uses: float
+) -> Copy | None:
+    state, target = context.state, scores.chosen
+    if state.config.placement == "algorithm1":  # as printed: every prefix that is fetched is copied
+        return _begin(context, nodes, prefixes, target)
+    if not _pays_fetched(context, prefixes, scores, uses) or not state.answers(nodes.pools[target]):
         return None
-    else:
-        busy_s = _busy_s(context, nodes, prefixes, scores)
-        found = _relief(state, nodes, prefixes, scores, uses, busy_s)
-        if found is None:
-            return None
-        target, pays = found, _pays_ahead(context, prefixes, scores, found, uses, busy_s)
-        keeps_fetched = False
-    pool, had = nodes.pools[target], int(prefixes.own[target])
-    if not pays or not state.answers(pool):
+    copy = replace(_copy_to(context, nodes, prefixes, target), keeps_fetched=True)
+    state.replication.made(context.now_ns, copy, PrefixExtent(prefixes.best, int(prefixes.own[target])))
+    return copy
+
+
+def _ahead_of_need(
+    context: PlacementContext, nodes: Candidates, prefixes: Prefixes, scores: PrefillScores, uses: float
+) -> Copy | None:
+    if uses < _LIKELY_USES:
         return None
-    copy = Copy(prefixes.best_pool, pool, prefixes.best, match_key, keeps_fetched)
-    extent = PrefixExtent(prefixes.best, had)
-    if keeps_fetched:
-        state.replication.made(context.now_ns, copy, extent)
-    elif not state.copies.try_begin(copy.source, pool, match_key, extent):
+    busy_s = _busy_s(context, nodes, prefixes, scores)
+    target = _relief(context.state, nodes, prefixes, scores, uses, busy_s)
+    if target is None or not _pays_ahead(context, prefixes, scores, target, uses, busy_s):
+        return None
+    return _begin(context, nodes, prefixes, target)
+
+
+def _begin(context: PlacementContext, nodes: Candidates, prefixes: Prefixes, target: int) -> Copy | None:
+    """Return the copy to the pool of the candidate at `target`, unless it is in flight or would exceed a limit."""
+    state, copy = context.state, _copy_to(context, nodes, prefixes, target)
+    extent = PrefixExtent(prefixes.best, int(prefixes.own[target]))
+    if not state.answers(copy.target) or not state.copies.try_begin(copy.source, copy.target, copy.match_key, extent):
         return None
     return copy
+
+
+def _copy_to(context: PlacementContext, nodes: Candidates, prefixes: Prefixes, target: int) -> Copy:
+    return Copy(prefixes.best_pool, nodes.pools[target], prefixes.best, context.request.match_key)
 
 
 def _pays_fetched(context: PlacementContext, prefixes: Prefixes, scores: PrefillScores, uses: float) -> bool:
@@ -100,7 +119,7 @@ def _relief(
 
     None while the prefix's holders can serve it alone.
     """
-    if uses < _LIKELY_USES or _load(state, prefixes, busy_s, uses) < state.config.hot_load:
+    if _load(state, prefixes, busy_s, uses) < state.config.hot_load:
         return None
     without = np.flatnonzero(~_has_prefix(state, prefixes) & (nodes.pool_slots >= 0))
     return int(without[np.argmin(scores.queue_s[without])]) if len(without) else None

@@ -43,7 +43,9 @@ async def store(pool_target, chain, fill, namespace=NAMESPACE):
         await client.close()
 
 
-async def test_a_stored_prefix_is_reused_and_kept_by_the_node_that_had_to_fetch_it_while_it_is_used(conductor, start_pool):
+async def test_a_stored_prefix_is_reused_and_kept_by_the_node_that_had_to_fetch_it_while_it_is_used(
+    conductor, start_pool
+):
     _, client = await conductor(replica_idle_s=2.0, tick_s=0.1)
     pools = [await start_pool(name) for name in ("pool-0", "pool-1")]
     await client.join("prefill-0", common_pb2.ROLE_PREFILL, pool="pool-0")
