@@ -139,7 +139,7 @@ def plain_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> li
 
 def as_plain(tool: Tool) -> dict[str, Any]:
     """Return the tool's definition as the client sent it."""
-    return tool.model_dump(exclude_none=True)
+    return tool.model_dump(exclude_none=True, exclude={"cache_control"})  # hints are no part of the prompt
 
 
 def _native(index: int, message: ChatMessage) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Synthetic coding agents: turns, tool waits and sub-agents, determined by settings and seed. Pure.
 
 An agent's turn sends its whole context so far as the prompt, and appends the answer and the result of the tool that the
-answer called. The next turn begins when the answer and the tool's wait have ended, so the load is a closed loop: whoever
-drives it decides when answers end. A tool may be a sub-agent, which continues the parent's context on its own; the
+answer called. The next turn begins when the answer and the tool's wait have ended, so the load is a closed loop: the
+driver decides when answers end. A tool may be a sub-agent, which continues the parent's context on its own; the
 parent's next turn begins when the sub-agent has ended, and appends its report.
 """
 
@@ -23,7 +23,7 @@ _LENGTH_SIGMA = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class AgentTool:
     """Kind of tool. `mean_wait_s`: mean of its log-normal wait; `weight`: relative frequency."""
 
     name: str
@@ -31,7 +31,11 @@ class Tool:
     weight: float
 
 
-TOOLS: tuple[Tool, ...] = (Tool("read", 1.0, 5.0), Tool("search", 4.0, 3.0), Tool("test", 30.0, 2.0))
+TOOLS: tuple[AgentTool, ...] = (
+    AgentTool("read", 1.0, 5.0),
+    AgentTool("search", 4.0, 3.0),
+    AgentTool("test", 30.0, 2.0),
+)
 """Tools of a coding agent: reading files, searching, and running tests."""
 
 
@@ -72,8 +76,8 @@ class AgentSettings:
             raise BadAgentSettings(f"subagent_share must be from 0 to 1, got {self.subagent_share:g}")
         if self.result_tokens < 1:
             raise BadAgentSettings(
-                f"prompt_to_output {self.prompt_to_output:g} is too small: with {self.output_tokens:g} tokens an answer "
-                f"the first prompt of {self.system_tokens + self.task_tokens:g} tokens alone exceeds it"
+                f"prompt_to_output {self.prompt_to_output:g} leaves no tokens for tools' results: increase it, or reduce "
+                f"system_tokens and task_tokens, which begin each prompt ({self.system_tokens + self.task_tokens:g})"
             )
 
     @property

@@ -19,12 +19,14 @@ _LEAST_LIFETIME_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class AgentTenant:
-    """Agents of one tenant. `share`: see RetainRequest; `hint`: pause in seconds that the tenant announces after a
-    turn, by the expected wait; None: it announces nothing."""
+    """Agents of one tenant, and what it announces.
+
+    `hint` returns the pause in seconds that it announces with a turn, from the expected wait; None: it announces none.
+    With `has_priorities`, the agents that began first are served and retained first.
+    """
 
     name: str
     agents: tuple[Agent, ...]
-    share: float = 1.0
     hint: Callable[[float], float] | None = None
     has_priorities: bool = False
 
@@ -69,7 +71,6 @@ def _hint(running: _RunningAgent, expected_wait_s: float) -> RetainRequest | Non
     pause_s = tenant.hint(expected_wait_s)
     return RetainRequest(
         tenant.name,
-        tenant.share,
         lifetime_ns=round(max(_LEAST_LIFETIME_S, 3 * pause_s) * NS),
         pause_ns=round(pause_s * NS),
         priority=running.priority,
@@ -174,7 +175,12 @@ class AgentLoop:
         if turn.subagent is not None:
             self._begin_turn(
                 _RunningAgent(
-                    turn.subagent, running.tenant, running.blocks, running.tokens, lambda _: self._begin_turn(running), running.priority
+                    turn.subagent,
+                    running.tenant,
+                    running.blocks,
+                    running.tokens,
+                    lambda _: self._begin_turn(running),
+                    running.priority,
                 )
             )
         else:

@@ -71,7 +71,9 @@ class SimulatedPools:
 
     def retain(self, name: str, now_ns: int, blocks: Sequence[int], request: RetainRequest) -> bool:
         """Retain a prefix in all tiers of the pool node. Returns True if its memory retains it."""
-        return [tier.retain(blocks, now_ns, request) for tier in self._tiers(name)][0]
+        for tier in self._tiers(name)[1:]:
+            tier.retain(blocks, now_ns, request)
+        return self._memory[name].retain(blocks, now_ns, request)
 
     def await_use(self, name: str, now_ns: int, blocks: Sequence[int]) -> None:
         """Record that a request which will read these blocks from the pool node is waiting."""
@@ -103,5 +105,5 @@ class SimulatedPools:
 
 
 def _tier(settings: ServingSettings, blocks: int) -> SimulatedPool:
-    retention = Retention(blocks, settings.retained_share)
+    retention = Retention(blocks, settings.retained_share, settings.retained_tenant_share)
     return SimulatedPool(make_policy(settings.eviction, blocks), blocks, leaf_first=True, retention=retention)

@@ -4,11 +4,12 @@ A request may announce that its prompt will be used again, as agents do that wai
 prefixes, and `RetainingPolicy` wraps any eviction policy, so that it evicts none of their blocks as long as it can
 evict another. All else stays as the wrapped policy decides.
 
-An announcement cannot be verified, so it is bounded: the prefixes of one tenant take at most its share of the tier. The
-other tenants therefore have at least the hits of a tier that is smaller by this share. Prefixes are kept whole or not at
-all, because a part of a prefix saves a part of a prefill, and holds its bytes for the whole pause all the same. If a
-tenant's share is too small for all its prefixes, those are kept that are used again soonest: a hit per byte and second.
-A prefix that is not used when it was expected is the less likely to be used soon the longer it is overdue.
+An announcement cannot be verified, so it is bounded: the prefixes of one tenant take at most its share of the tier.
+The other tenants keep at least the hits that they would have in a tier without this share. Prefixes are kept whole or
+not at all, because a part of a prefix saves a part of a prefill, and holds its bytes for the whole pause all the same.
+If there is no room for all of a tenant's prefixes, those are kept whose priority is lowest, and among equals those that
+are expected to be used soonest: that is the highest number of hits per byte and second. The longer a prefix is overdue,
+the later its use is expected.
 """
 
 import heapq
@@ -22,8 +23,7 @@ from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 class RetainRequest:
     """Announcement that a prefix will be used again. Times in nanoseconds."""
 
-    tenant: str
-    share: float  # largest share of the tier's retained bytes that the tenant may take, above 0 and at most 1
+    tenant: str  # "": the cluster has no tenants
     lifetime_ns: int  # the prefix is kept for at most this time after it was retained or used
     pause_ns: int = 0  # expected time until the next use; 0: unknown
     priority: int = 0  # among the tenant's prefixes; lower ones first
@@ -67,11 +67,18 @@ class _TenantPrefixes:
 class Retention:
     """Retained prefixes of one tier, whose partitions' policies share it."""
 
-    def __init__(self, capacity_nbytes: int, share: float) -> None:
-        """Let all tenants together retain at most `share` of `capacity_nbytes`."""
-        self.num_preempted = 0  # prefixes that lost their place to one that is used sooner, or for lack of other victims
+    def __init__(self, capacity_nbytes: int, share: float, tenant_share: float) -> None:
+        """Let all tenants together retain at most `share` of `capacity_nbytes`, and each of them `tenant_share`.
+
+        Without tenants, the second limit does not apply.
+        """
+        self.num_preempted = (
+            0  # prefixes that lost their place to one that is used sooner, or for lack of other victims
+        )
         self.num_refused = 0
-        self._limit_nbytes = int(capacity_nbytes * share)
+        self._share = share
+        self._tenant_share = min(share, tenant_share)
+        self.resize(capacity_nbytes)
         self._tenants: dict[str, _TenantPrefixes] = {}
         self._counts: dict[object, int] = {}  # prefixes of all tenants that contain the block, by key
         self._by_last: dict[object, list[_RetainedPrefix]] = {}  # by the key of their last block
@@ -80,6 +87,11 @@ class Retention:
         self._nbytes = 0  # sum over the tenants
         # Blocks that their policy would have evicted, by key. The policy no longer has them in its order.
         self.parked: dict[object, tuple[EvictionPolicy, Resident]] = {}
+
+    def resize(self, capacity_nbytes: int) -> None:
+        """Adapt the limits to another capacity of the tier. What is retained stays until its lifetime ends."""
+        self._limit_nbytes = int(capacity_nbytes * self._share)
+        self._tenant_limit_nbytes = int(capacity_nbytes * self._tenant_share)
 
     def __len__(self) -> int:
         return sum(len(tenant.prefixes) for tenant in self._tenants.values())
@@ -167,9 +179,7 @@ class Retention:
 
     def give_up(self, now_ns: int, policy: "RetainingPolicy") -> bool:
         """End the prefix in this policy whose expected use is furthest away. Returns False if there is none."""
-        own = [
-            prefix for tenant in self._tenants.values() for prefix in tenant.prefixes if prefix.policy is policy
-        ]
+        own = [prefix for tenant in self._tenants.values() for prefix in tenant.prefixes if prefix.policy is policy]
         if not own:
             return False
         self.num_preempted += 1
@@ -178,8 +188,9 @@ class Retention:
 
     def _make_room(self, now_ns: int, tenant: _TenantPrefixes, prefix: _RetainedPrefix) -> bool:
         """End prefixes of the tenant that are used later than this one, if that makes room for it."""
-        request = prefix.request
-        room = min(self._limit_nbytes - self._nbytes, int(self._limit_nbytes * request.share) - tenant.nbytes)
+        room = self._limit_nbytes - self._nbytes
+        if prefix.request.tenant:
+            room = min(room, self._tenant_limit_nbytes - tenant.nbytes)
         needed = tenant.missing_nbytes(prefix.keys, prefix.block_nbytes) - room
         if needed <= 0:
             return True
