@@ -76,7 +76,7 @@ class AgentSettings:
             raise BadAgentSettings(f"subagent_share must be from 0 to 1, got {self.subagent_share:g}")
         if self.result_tokens < 1:
             raise BadAgentSettings(
-                f"prompt_to_output {self.prompt_to_output:g} leaves no tokens for tools' results: increase it, or reduce "
+                f"prompt_to_output {self.prompt_to_output:g} leaves no tokens for tools: increase it, or reduce "
                 f"system_tokens and task_tokens, which begin each prompt ({self.system_tokens + self.task_tokens:g})"
             )
 
