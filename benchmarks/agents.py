@@ -77,6 +77,7 @@ def main() -> None:
             outcomes[eviction] = {
                 name: _run_seeds(AgentRun(eviction, 0, given.agents, given.nodes, hints), given.seeds, pool)
                 for name, hints in HINTS.items()
+                if eviction == POLICIES[0] or name in ("none", "both")
             }
         other = {
             is_false: _run_seeds(
@@ -85,7 +86,10 @@ def main() -> None:
             for is_false in (False, True)
         }
     rows = {
-        eviction: {name: _row(found, by_hints["none"]) for name, found in by_hints.items()}
+        eviction: {
+            name: _row([run[ALL] for run in found], [run[ALL] for run in by_hints["none"]])
+            for name, found in by_hints.items()
+        }
         for eviction, by_hints in outcomes.items()
     }
     for eviction, by_hints in rows.items():
@@ -181,8 +185,8 @@ def _text(row: dict[str, Any]) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--agents", type=int, default=48)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--agents", type=int, default=40)
     parser.add_argument("--nodes", type=int, default=2, help="prefill nodes, and as many decode nodes")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--store", action="store_true", help="store the result in benchmarks/results")
