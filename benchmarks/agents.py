@@ -185,7 +185,7 @@ def _text(row: dict[str, Any]) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--agents", type=int, default=40)
     parser.add_argument("--nodes", type=int, default=2, help="prefill nodes, and as many decode nodes")
     parser.add_argument("--processes", type=int, default=2)

@@ -133,7 +133,7 @@ def _kept(
 
 MOST_RETAINED_NS = 24 * 3600 * 10**9
 LOAD_AHEAD_NS = 2 * 10**9  # loads from SSD begin this long before the expected use
-_MAX_RETURNS = 1 << 14  # announced prefixes that wait for `due_loads`
+_MAX_RETURNS_NBYTES = 32 << 20  # of the chains of announced prefixes that wait for `due_loads`
 _PAGE_NBYTES = 4096  # extents on SSD start at multiples of it
 
 
@@ -161,7 +161,8 @@ class PoolCore:
         self.leases: dict[str, LeaseRecord] = {}
         self.fenced: dict[str, list[int]] = {}  # per ended put: offsets of the slots it left unsealed
         self._serial = 0
-        self._returns: list[tuple[int, int, bytes, tuple[bytes, ...], RetainRequest]] = []  # heap of `due_loads`
+        self._returns: list[tuple[int, int, bytes, bytes, RetainRequest]] = []  # heap of `due_loads`, with whole chains
+        self._returns_nbytes = 0  # of the chains
 
     def allocate(
         self, now_ns: int, request: PutRequest, *, owner: str, owner_incarnation: int, ttl_ns: int
@@ -367,10 +368,12 @@ class PoolCore:
                 f"lifetime_s must be above 0 and pause_s at least 0, both at most {MOST_RETAINED_NS // 10**9}, got "
                 f"{request.lifetime_ns / 1e9:g} and {request.pause_ns / 1e9:g}"
             )
-        if self.limits.ssd_nbytes and request.pause_ns > LOAD_AHEAD_NS and len(self._returns) < _MAX_RETURNS:
+        has_place = self._returns_nbytes + 16 * len(chain) <= _MAX_RETURNS_NBYTES
+        if self.limits.ssd_nbytes and request.pause_ns > LOAD_AHEAD_NS and has_place:
             self._serial += 1
+            self._returns_nbytes += 16 * len(chain)
             at_ns = now_ns + request.pause_ns - LOAD_AHEAD_NS
-            heapq.heappush(self._returns, (at_ns, self._serial, kv_namespace, tuple(chain), request))
+            heapq.heappush(self._returns, (at_ns, self._serial, kv_namespace, b"".join(chain), request))
         return self.store.retain(now_ns, kv_namespace, chain, request)
 
     def await_use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
@@ -384,7 +387,9 @@ class PoolCore:
         """
         due: list[tuple[bytes, tuple[bytes, ...]]] = []
         while self._returns and self._returns[0][0] <= now_ns:
-            _, _, kv_namespace, chain, request = heapq.heappop(self._returns)
+            _, _, kv_namespace, whole, request = heapq.heappop(self._returns)
+            self._returns_nbytes -= len(whole)
+            chain = tuple(whole[i : i + 16] for i in range(0, len(whole), 16))
             left_ns = request.lifetime_ns - request.pause_ns + LOAD_AHEAD_NS
             if left_ns > 0:
                 again = replace(request, lifetime_ns=left_ns, pause_ns=min(LOAD_AHEAD_NS, left_ns))

@@ -126,6 +126,28 @@ def test_a_used_prefix_is_kept_for_as_long_as_its_pause_and_no_longer() -> None:
     assert len(retention) == 0
 
 
+def test_a_used_prefix_is_replaced_by_the_longer_one_that_continues_it() -> None:
+    pool = pool_of()
+    for blocks in (4, 6, 8):
+        store(pool, 0, chain("a", blocks))
+        pool.retain(chain("a", blocks), 0, announced())
+    retention = pool._retaining.retention
+    assert len(retention) == 1, "the turns before were used"
+    assert (retention.nbytes, retention.holds("a0"), retention.holds("a7")) == (8, True, True)
+
+
+def test_prefixes_that_share_blocks_take_bounded_memory() -> None:
+    pool = pool_of()
+    retained = sum(pool.retain([*chain("a", 5), f"own{n}"], n, announced(lifetime_s=86_400)) for n in range(1000))
+    assert retained == 5, "10 blocks are the limit, 5 of them shared"
+    for n in range(1000):
+        pool.retain(chain("b", 3), n, announced("b", pause_s=1 + n % 7))
+        pool.await_use(chain("b", 3), n)
+    retention = pool._retaining.retention
+    assert len(retention._ends) <= 2 * len(retention) + 65
+    assert retention._num_keys == sum(len(each.keys) for _, found in _tenants(retention) for each in found.prefixes)
+
+
 REQUESTS = st.lists(
     st.tuples(
         st.booleans(),  # of the tenant with hints

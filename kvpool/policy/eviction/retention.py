@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 
+_MAX_KEYS_PER_BLOCK = 4  # bounds the memory of prefixes that share blocks, per block that may be retained
+
 
 @dataclass(frozen=True, slots=True)
 class RetainRequest:
@@ -34,17 +36,23 @@ class _RetainedPrefix:
     """Prefix that is retained until `ends_ns`; `due_ns` is the time of its expected use."""
 
     request: RetainRequest
-    keys: Sequence[object]
+    keys: Sequence[object]  # empty when it has ended
     block_nbytes: int
     policy: "RetainingPolicy"
     due_ns: int
     ends_ns: int
+    queued_ns: int  # time of its first entry in the heap of ends, at most `ends_ns`
     is_awaited: bool = False  # the request that uses it has arrived, and waits for its turn
+    is_used: bool = False  # the expected use has happened
 
     def loss_rank(self, now_ns: int) -> tuple[int, int]:
         """Return the sort key of prefixes; the highest one is given up first."""
         # Overdue prefixes are expected to be overdue as long again.
         return self.request.priority, 0 if self.is_awaited else abs(self.due_ns - now_ns)
+
+    def is_replaced_by(self, longer: "_RetainedPrefix") -> bool:
+        """Return True if this prefix has served its purpose: `longer`, which contains it, continues it."""
+        return self.is_used and self.request.tenant == longer.request.tenant and self.policy is longer.policy
 
 
 @dataclass(slots=True)
@@ -72,9 +80,7 @@ class Retention:
 
         Without tenants, the second limit does not apply.
         """
-        self.num_preempted = (
-            0  # prefixes that lost their place to one that is used sooner, or for lack of other victims
-        )
+        self.num_preempted = 0  # prefixes that yielded to one that is used sooner, or for lack of other victims
         self.num_refused = 0
         self._share = share
         self._tenant_share = min(share, tenant_share)
@@ -82,7 +88,10 @@ class Retention:
         self._tenants: dict[str, _TenantPrefixes] = {}
         self._counts: dict[object, int] = {}  # prefixes of all tenants that contain the block, by key
         self._by_last: dict[object, list[_RetainedPrefix]] = {}  # by the key of their last block
-        self._ends: list[tuple[int, int, _RetainedPrefix]] = []  # heap; the times may be outdated, but only too early
+        # Heap of (time, serial number, prefix). A prefix may end later than its entry says, never earlier.
+        self._ends: list[tuple[int, int, _RetainedPrefix]] = []
+        self._num_prefixes = 0
+        self._num_keys = 0  # in all prefixes; bounded, because prefixes may share their blocks
         self._serial = 0
         self._nbytes = 0  # sum over the tenants
         # Blocks that their policy would have evicted, by key. The policy no longer has them in its order.
@@ -94,7 +103,7 @@ class Retention:
         self._tenant_limit_nbytes = int(capacity_nbytes * self._tenant_share)
 
     def __len__(self) -> int:
-        return sum(len(tenant.prefixes) for tenant in self._tenants.values())
+        return self._num_prefixes
 
     @property
     def nbytes(self) -> int:
@@ -129,14 +138,16 @@ class Retention:
         ends_ns = now_ns + request.lifetime_ns
         for known in self._by_last.get(keys[-1], ()):
             if known.request.tenant == request.tenant and known.policy is policy:
-                known.request, known.due_ns, known.ends_ns, known.is_awaited = request, due_ns, ends_ns, False
-                self._push(known)
+                known.request, known.due_ns, known.is_awaited, known.is_used = request, due_ns, False, False
+                self._end_at(known, ends_ns)
                 return True
         tenant = self._tenants.get(request.tenant) or _TenantPrefixes()
-        prefix = _RetainedPrefix(request, keys, block_nbytes, policy, due_ns, ends_ns)
-        if not self._make_room(now_ns, tenant, prefix):
+        prefix = _RetainedPrefix(request, keys, block_nbytes, policy, due_ns, ends_ns, ends_ns)
+        has_place = self._num_keys + len(keys) <= _MAX_KEYS_PER_BLOCK * (self._limit_nbytes // block_nbytes)
+        if not has_place or not self._make_room(now_ns, tenant, prefix):
             self.num_refused += 1
             return False
+        replaced = [each for key in keys for each in self._by_last.get(key, ()) if each.is_replaced_by(prefix)]
         self._tenants[request.tenant] = tenant
         self._nbytes -= tenant.nbytes
         tenant.nbytes += tenant.missing_nbytes(keys, block_nbytes)
@@ -146,7 +157,11 @@ class Retention:
             for key in keys:
                 counts[key] = counts.get(key, 0) + 1
         self._by_last.setdefault(keys[-1], []).append(prefix)
+        self._num_prefixes += 1
+        self._num_keys += len(keys)
         self._push(prefix)
+        for each in replaced:
+            self._end(each)
         return True
 
     def await_use(self, now_ns: int, keys: Sequence[object]) -> None:
@@ -154,8 +169,7 @@ class Retention:
         for key in keys if self._by_last else ():
             for prefix in self._by_last.get(key, ()):
                 prefix.is_awaited = True
-                prefix.ends_ns = now_ns + prefix.request.lifetime_ns
-                self._push(prefix)
+                self._end_at(prefix, now_ns + prefix.request.lifetime_ns)
 
     def used(self, now_ns: int, key: object) -> None:
         """Record the use of a block. The use of a prefix's last block is the expected one.
@@ -165,17 +179,18 @@ class Retention:
         """
         for prefix in self._by_last.get(key, ()):
             request = prefix.request
-            prefix.due_ns, prefix.is_awaited = now_ns, False
-            prefix.ends_ns = now_ns + min(request.lifetime_ns, request.pause_ns or request.lifetime_ns)
-            self._push(prefix)
+            prefix.due_ns, prefix.is_awaited, prefix.is_used = now_ns, False, True
+            self._end_at(prefix, now_ns + min(request.lifetime_ns, request.pause_ns or request.lifetime_ns))
 
     def expire(self, now_ns: int) -> None:
         """End the prefixes whose lifetime is over; their blocks are evicted as usual from then on."""
         ends = self._ends
         while ends and ends[0][0] <= now_ns:
-            _, _, prefix = heapq.heappop(ends)
+            at_ns, _, prefix = heapq.heappop(ends)
             if prefix.ends_ns <= now_ns:
                 self._end(prefix)
+            elif at_ns == prefix.queued_ns and prefix.keys:
+                self._push(prefix)
 
     def give_up(self, now_ns: int, policy: "RetainingPolicy") -> bool:
         """End the prefix in this policy whose expected use is furthest away. Returns False if there is none."""
@@ -212,16 +227,27 @@ class Retention:
         self.num_preempted += len(chosen)
         return True
 
+    def _end_at(self, prefix: _RetainedPrefix, ends_ns: int) -> None:
+        prefix.ends_ns = ends_ns
+        if ends_ns < prefix.queued_ns:
+            self._push(prefix)
+
     def _push(self, prefix: _RetainedPrefix) -> None:
+        if len(self._ends) > 2 * self._num_prefixes + 64:  # most entries are of prefixes that have ended
+            self._ends = [entry for entry in self._ends if entry[2].keys and entry[0] == entry[2].queued_ns]
+            heapq.heapify(self._ends)
         self._serial += 1
+        prefix.queued_ns = prefix.ends_ns
         heapq.heappush(self._ends, (prefix.ends_ns, self._serial, prefix))
 
     def _end(self, prefix: _RetainedPrefix) -> None:
-        name = prefix.request.tenant
-        tenant = self._tenants.get(name)
-        if tenant is None or prefix not in tenant.prefixes:
+        if not prefix.keys:
             return
+        name = prefix.request.tenant
+        tenant = self._tenants[name]
         del tenant.prefixes[prefix]
+        self._num_prefixes -= 1
+        self._num_keys -= len(prefix.keys)
         self._by_last[prefix.keys[-1]].remove(prefix)
         if not self._by_last[prefix.keys[-1]]:
             del self._by_last[prefix.keys[-1]]
@@ -239,6 +265,7 @@ class Retention:
                     parked[0].offer(parked[1])
             else:
                 self._counts[key] -= 1
+        prefix.keys = ()  # its entry in the heap may stay for long
         if not tenant.prefixes:
             del self._tenants[name]
 
