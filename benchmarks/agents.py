@@ -42,18 +42,18 @@ ALL: Final = ""  # the only tenant of a cluster without API keys
 
 
 @dataclass(frozen=True, slots=True)
-class AgentHints:
-    """Hints that the agents of one run give."""
+class HintKinds:
+    """Kinds of hints that the agents of one run give."""
 
     pauses: bool = False
     priorities: bool = False
 
 
 HINTS: Final = {
-    "none": AgentHints(),
-    "pauses": AgentHints(pauses=True),
-    "priorities": AgentHints(priorities=True),
-    "both": AgentHints(pauses=True, priorities=True),
+    "none": HintKinds(),
+    "pauses": HintKinds(pauses=True),
+    "priorities": HintKinds(priorities=True),
+    "both": HintKinds(pauses=True, priorities=True),
 }
 
 
@@ -65,7 +65,7 @@ class AgentRun:
     seed: int
     agents: int
     nodes: int
-    hints: AgentHints = AgentHints()
+    hints: HintKinds = HintKinds()
     is_false: bool | None = None
 
 

@@ -44,7 +44,8 @@ bundled 70B profile, whose pools hold a fifth of the agents' KV; {settings["seed
 
 {table(header, rows)}
 
-Two tenants, of which one announces that all its agents return after 0.1 s; the ratios are to runs in which it announces nothing:
+Two tenants, of which one announces that all its agents return after 0.1 s; the ratios are to runs in which it announces nothing. It takes room up to its
+share, so the honest tenant finds fewer of its tokens. Its jobs take no longer, because the prompts of the other one take less time to compute:
 
 {table(["tenant", "mean job time, false hints to none", "tokens reused"], false)}
 
