@@ -326,6 +326,7 @@ class Placer:
             allowed_classes=request.allowed_classes,
             previous_tokens=request.previous_tokens,
             wants_receipt=request.wants_receipt,
+            hints=request.hints.to_proto(),
         )
 
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:

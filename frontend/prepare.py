@@ -12,7 +12,9 @@ from typing import Final
 import numpy as np
 
 from frontend.answer_memory import AnswerMemory
-from frontend.api.request_models import CLASS_NAME, MAX_TOKEN_ID, ChatBody, CompletionBody, GenerationBody, TokenizeBody
+from frontend.api.hints import hints_of, priority_of
+from frontend.api.request_base import MAX_TOKEN_ID
+from frontend.api.request_models import CLASS_NAME, ChatBody, CompletionBody, GenerationBody, TokenizeBody
 from frontend.callers import ApiCaller
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ServedModelConfig
@@ -434,10 +436,11 @@ class Preparer:
             tenant=arrival.caller.tenant,
             slo_class=arrival.slo_class,
             allowed_classes=arrival.caller.slo_classes,
-            priority=body.priority or 0,
+            priority=priority_of(body),
             idle_s=config.http.endless_idle_s if body.endless else 0.0,
             text=text_options(body),
             wants_receipt=bool(body.return_receipt),
+            hints=hints_of(body),
             span=arrival.span,
         )
         arrival.span.past("tokenize", arrival.at_s, first.arrival_s + first.tokenize_s, prompt_tokens=len(prompt))

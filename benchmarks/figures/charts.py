@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures.agents import draw_agents
 from benchmarks.stored import Result, latest
 
 _OURS, _MISSED, _GREY = "#0969da", "#cf222e", "#57606a"
@@ -34,6 +35,7 @@ def draw_all(folder: Path) -> None:
     draw_overhead(latest("overhead")[0], folder / "overhead.svg")
     draw_shapes(latest("vllm_pd")[0], folder / "vllm_pd.svg")
     draw_scheduling(latest("scheduling")[0], folder / "scheduling.svg")
+    draw_agents(latest("agents")[0], folder / "agents.svg")
 
 
 def pool_rows(memory: Result, ssd: Result) -> list[RatioRow]:

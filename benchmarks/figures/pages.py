@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.figures import charts, data_plane, serving, summary
+from benchmarks.figures.agents import agents
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
@@ -24,6 +25,7 @@ SECTIONS = (
     serving.admission,
     serving.groups,
     serving.dialogues,
+    agents,
     serving.vllm,
     serving.hostile,
 )

@@ -285,6 +285,7 @@ class RequestArrived:
     allowed_classes: tuple[str, ...] = ()  # that its tenant may use; (): all
     in_workers: PoolMatches = NO_MATCHES  # leading blocks in workers' own memory; `pool` is the worker's id
     previous_tokens: int = 0  # length of the previous answer in its dialogue; 0: there is none, or it is not known
+    expected_tokens: int = 0  # of its whole answer, as its client expects; 0: the client does not say
 
 
 @fast_dataclass
@@ -460,9 +461,10 @@ def _arrival(event: RequestArrived) -> RequestArrived:
         and 0 <= event.tbt_objective_s < MOST_S
         and 0 <= event.waited_s < MOST_S
         and 0 <= event.previous_tokens <= MOST_TOKENS
+        and 0 <= event.expected_tokens <= MOST_TOKENS
     ):
         return event
-    counts = {"max_new_tokens": MOST_TOKENS, "previous_tokens": MOST_TOKENS}
+    counts = {"max_new_tokens": MOST_TOKENS, "previous_tokens": MOST_TOKENS, "expected_tokens": MOST_TOKENS}
     prompt_tokens = min(max(1, event.prompt_tokens), MOST_TOKENS)
     return replace(
         _within(event, counts, ("ttft_objective_s", "tbt_objective_s", "waited_s")),

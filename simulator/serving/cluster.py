@@ -75,6 +75,7 @@ class SimulatedCluster:
             node.hosts = self._hosts
             node.others = self.prefill
         self.on_reject: OnReject = lambda work, let_in: None
+        self.on_end: Callable[[SimulatedRequest], None] = lambda work: None
         self._copies: dict[tuple[str, int], tuple[int, ...]] = {}  # blocks of copies that were made
 
     def run(self, keep_going: Callable[[], bool] | None = None) -> None:
@@ -157,9 +158,17 @@ class SimulatedCluster:
         jobs = self._workload.jobs
         if index + 1 < len(jobs):
             self.clock.at(jobs[index + 1].arrival_ns, lambda: self._arrive(index + 1))
-        work = SimulatedRequest(jobs[index])
+        self._enter(jobs[index])
+
+    def arrive(self, job: Arrival) -> None:
+        """Let a request arrive now that is not among the workload's."""
+        self.num_open += 1
+        self._enter(job)
+
+    def _enter(self, job: Arrival) -> None:
+        work = SimulatedRequest(job)
         self.works.append(work)
-        self._schedule(work, self._arrived(work.job))
+        self._schedule(work, self._arrived(job))
 
     def _arrived(self, job: Arrival) -> RequestArrived:
         blocks = job.blocks
@@ -174,6 +183,8 @@ class SimulatedCluster:
             max_new_tokens=self.settings.max_tokens_of(job),
             matches=matches,
             match_key=blocks[longest - 1] + 1 if longest else 0,
+            tenant=job.tenant,
+            priority=job.priority,
             previous_tokens=0 if self.settings.lengths == "prompt" else job.previous_tokens,
         )
 
@@ -207,6 +218,8 @@ class SimulatedCluster:
             start_ns=turn.start_ns,
             priority=turn.priority,
         )
+        for holder in place.holders:
+            self.pools.await_use(holder.pool, self.clock.now_ns, work.job.blocks)
         # Two messages: to the frontend, and from there to the node.
         submit = self.prefill[place.prefill].submit if place.decode else self._keep_whole
         self.clock.after(2 * self._network_ns, lambda: submit(work))
@@ -220,8 +233,10 @@ class SimulatedCluster:
         self.clock.at(host.load(work, node.into, node.reporter), lambda: node.prefill(work))
 
     def _stored(self, work: SimulatedRequest) -> None:
-        first = work.reused_tokens // self._workload.block_tokens
-        self.pools.store(self._host_of[work.prefill_node].pool_id, self.clock.now_ns, work.job.blocks, first)
+        first, job, pool = work.reused_tokens // self._workload.block_tokens, work.job, self._host_of[work.prefill_node]
+        if job.retain is not None:
+            self.pools.retain(pool.pool_id, self.clock.now_ns, job.blocks, job.retain)
+        self.pools.store(pool.pool_id, self.clock.now_ns, job.blocks, first)
 
     def _prefilled(self, work: SimulatedRequest) -> None:
         if work.asks_again:
@@ -260,6 +275,9 @@ class SimulatedCluster:
             self._finished(work)
 
     def _finished(self, work: SimulatedRequest) -> None:
+        if work.job.retain is not None:  # the pause begins with the answer's end
+            host = self.prefill[work.prefill_node] if work.decode_node else self._host_of[work.prefill_node]
+            self.pools.retain(host.pool_id, self.clock.now_ns, work.job.blocks, work.job.retain)
         self._end(work, RequestEnd.FINISHED)
 
     def _end(self, work: SimulatedRequest, end: RequestEnd) -> None:
@@ -268,6 +286,7 @@ class SimulatedCluster:
         self.num_open -= 1
         if end is RequestEnd.REJECTED:
             return
+        self.on_end(work)
         event = RequestCompleted(
             work.job.name,
             0,

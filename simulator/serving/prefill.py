@@ -238,6 +238,8 @@ class SimulatedPrefillNode:
         if not work.helpers:  # prefill times of a group are not reported
             self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
         self.reporter.progress(job.name, "prefill_ended")
+        if job.retain is not None:  # before anything is evicted for it
+            self._pools.retain(self.pool_id, self._clock.now_ns, job.blocks, job.retain)
         self._pools.store(self.pool_id, self._clock.now_ns, job.blocks, work.reused_tokens // self._block_tokens)
         self._prefilled(work)
 

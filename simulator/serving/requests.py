@@ -12,6 +12,7 @@ from enum import StrEnum
 import numpy as np
 
 from conductor.policy.decisions import Holder
+from kvpool.policy.eviction import RetainRequest
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS
 from traces import Trace, TraceRow, family_keys, previous_turns
@@ -35,6 +36,9 @@ class Arrival:
     luck: float  # standard normal noise of its prefill time
     is_sampled: float  # uniform in [0, 1): selects the requests whose rejection is evaluated
     previous_tokens: int = 0  # length of the previous answer in the conversation; 0: there is none
+    tenant: str = ""
+    priority: int = 0  # among its tenant's requests; lower values first
+    retain: RetainRequest | None = None  # hint that its prompt will be used again
 
     @property
     def name(self) -> str:

@@ -42,6 +42,8 @@ class ServingSettings:
     pool_blocks: int = 6000  # capacity of a pool node's memory
     ssd_blocks: int = 0  # capacity of a pool node's SSD; 0: no SSD
     eviction: str = "lru"
+    retained_share: float = 0.75  # of each tier of a pool node, the most that hints may retain
+    retained_tenant_share: float = 0.5  # likewise, those of one tenant
     request_noise: float = 0.1  # sigma (log-normal) of prefill times relative to the profile
     step_noise: float = 0.05  # likewise, of decode steps
     node_noise: float = 0.03  # likewise, of a node's constant speed
@@ -63,6 +65,9 @@ class ServingSettings:
             )
         if not isinstance(self.is_aggregated, bool):
             raise BadSetting(f"is_aggregated must be true or false, got {self.is_aggregated!r}")
+        for name in ("retained_share", "retained_tenant_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadSetting(f"{name} must be from 0 to 1, got {getattr(self, name)}")
         for name in ("ttft_objective_s", "tbt_objective_s", "report_every_s", "coalesce_s", "tick_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) <= 0:
                 raise BadSetting(f"{name} must be finite and above 0, got {getattr(self, name)}")

@@ -76,7 +76,8 @@ def test_what_was_learned_of_lengths_and_prices_follows_from_the_log(tmp_path, m
     for role in ("prefill", "decode"):
         core.handle(NodeJoined(make.node(role, role, capacity_tokens=100_000)))
     for i in range(60):
-        core.handle(make.request(f"r{i}", prompt=100 + 40 * (i % 7), new=900, previous_tokens=(0, 9, 400)[i % 3]))
+        hints = {"previous_tokens": (0, 9, 400)[i % 3], "expected_tokens": (0, 600)[i % 2]}
+        core.handle(make.request(f"r{i}", prompt=100 + 40 * (i % 7), new=900, **hints))
         if i >= 10:
             core.handle(RequestCompleted(f"r{i - 10}", 0, "finished", 0.1, 0.01, (60, 8, 500)[(i - 10) % 3]))
         if i % 8 == 0:
@@ -86,6 +87,7 @@ def test_what_was_learned_of_lengths_and_prices_follows_from_the_log(tmp_path, m
     assert all(step.logged == step.made for step in steps)
     found = [step for step in steps if isinstance(step.event, RequestArrived)]
     assert {step.event.previous_tokens for step in found} == {0, 9, 400}
+    assert {step.event.expected_tokens for step in found} == {0, 600}
     assert {type(decision) for step in found for decision in step.made} == {Place, Reject}
 
 

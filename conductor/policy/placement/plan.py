@@ -168,6 +168,8 @@ def _expect(context: PlacementContext, places: FittingNodes) -> tuple[int, Fitti
     overrun = state.config.overrun_probability
     if overrun:
         usual = state.lengths.quantile(curve, overrun, request.generated, request.max_new_tokens)
+        # The client's expectation only raises what is reserved, and charged: none can gain by a false one.
+        usual = max(usual, min(request.expected_tokens - request.generated, request.max_new_tokens))
         places = replace(places, need_tokens=peak_tokens(request.prompt_tokens, usual, context.model.block_tokens))
     return curve, places
 
