@@ -158,6 +158,8 @@ def request_arrived(
         allowed_classes=tuple(allowed) if (allowed := request.allowed_classes) else (),
         in_workers=in_workers,
         previous_tokens=request.previous_tokens,
+        session=request.session.id,
+        parent_session=request.session.parent_id,
     )
 
 

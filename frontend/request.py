@@ -193,6 +193,8 @@ class GenerationRequest:
     dropped_messages: int = 0  # number of chat messages dropped to fit into the context
     text: TextOptions = TextOptions()
     wants_receipt: bool = False
+    session: int = 0  # see `frontend.sessions`; 0: the client named none
+    parent_session: int = 0
     span: Span = OFF  # span of the client's HTTP request
 
     @property

@@ -23,6 +23,7 @@ from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
 from conductor.policy.reserve import Price
 from conductor.policy.roles import ModelSizing, Switching
+from conductor.policy.sessions import SessionNodes
 from jit.fast_dataclass import fast_dataclass
 from settings.conductor import BLIND_PLACEMENTS, PolicyConfig
 
@@ -75,6 +76,7 @@ class ClusterState:
     refused_samples: dict[str, Counter[str]] = field(default_factory=dict)  # by node id and reason
     warnings: list[str] = field(default_factory=list)  # messages for operators, until `Conductor.take_warnings`
     shares: dict[str, Shares] = field(default_factory=dict)  # by model
+    sessions: dict[str, SessionNodes] = field(default_factory=dict)  # by model, for models that a node has served
     switching: dict[str, Switching] = field(default_factory=dict)  # by model: whether nodes should change their role
     sizing: dict[str, ModelSizing] = field(default_factory=dict)  # by model: how many nodes its roles should have
     recent: dict[str, Recent] = field(default_factory=dict)  # oldest first
@@ -127,6 +129,13 @@ class ClusterState:
         if shares is None:
             shares = self.shares[model] = Shares(self._account_numbers, self.config.max_tenants, self.slo.weight_of)
         return shares
+
+    def sessions_of(self, model: str) -> SessionNodes:
+        """Return the nodes that the model's sessions used last."""
+        sessions = self.sessions.get(model)
+        if sessions is None:
+            sessions = self.sessions[model] = SessionNodes()
+        return sessions
 
     def is_charged(self, account: int) -> bool:
         """Return True if the account of this number has a request."""

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from frontend.errors import InvalidRequest
+from frontend.sessions import MAX_SESSION_CHARS
 
 MAX_TOKEN_ID: Final = 2**31 - 1
 MAX_PRIORITY: Final = 2**31 - 1
@@ -71,6 +72,7 @@ def _biases(value: Any) -> dict[int, float]:
 
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+SessionId = Annotated[str, Field(max_length=MAX_SESSION_CHARS)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Stops = Annotated[
     list[str],  # the maximum number is configurable
@@ -334,6 +336,9 @@ class GenerationBody(RequestModel):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=512)] | None = None
     slo_class: Annotated[str, Field(pattern=CLASS_NAME)] | None = None
+    session_id: SessionId | None = None
+    parent_session_id: SessionId | None = None
+    prompt_cache_key: SessionId | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     endless: bool | None = None
     add_special_tokens: bool | None = None

@@ -76,6 +76,8 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     row = book(context, plan, placed, objectives, judgement.unwanted)
     join_queue(context, plan.position, row, placed)
     _credit_replica(context, plan)
+    if request.session:
+        state.sessions_of(request.model).use(request.session, placed.prefill)
     return [placed] if copy is None else [placed, copy]
 
 
