@@ -17,26 +17,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from math import sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from benchmarks.frontend.processes import Served, cluster, long_folder
+from benchmarks.frontend.processes import Served, another_frontend, cluster, frontend_preferring, long_folder
 from benchmarks.stored import store
 from loadtest.dialogue_config import DialogueConfig
 from loadtest.dialogue_turns import Talk, TurnRecord, planned_turns, system_text, talk
@@ -45,7 +40,6 @@ from loadtest.server import ServerInfo, discover
 from loadtest.tokens import ModelTokens, load_model_tokens
 from loadtest.validity import clock_from
 from loadtest.verify import Verification, load_reference, verify_records
-from moonpool.supervision.child import READY_PREFIX
 from simulator.serving.confidence import Estimate, mean_of
 
 HOSTS = CONDUCTORS = 2
@@ -105,38 +99,19 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         turn_tokens=QUESTION_TOKENS,
         answer_tokens=ANSWER_TOKENS,
     )
-    with cluster(folder, work, *flags) as served, another_frontend(folder, work) as url:
+    names = [frontend_preferring(conductor, CONDUCTORS) for conductor in range(CONDUCTORS)]
+    other = next(name for name in names if name != "frontend")
+    with (
+        cluster(folder, work, *flags) as served,
+        another_frontend(folder, work, other, "--block-tokens", str(BLOCK_TOKENS)) as (url, _),
+    ):
         began = time.monotonic()
         records, server, killed_at = asyncio.run(converse(config, [served.url, url], served, harmed=not args.unharmed))
         took_s = time.monotonic() - began
-    return figures(args, records, folder, server, slots_tokens, pool_tokens) | {"seconds": took_s, "killed_at": killed_at}
-
-
-@contextlib.contextmanager
-def another_frontend(folder: Path, work: Path) -> Iterator[str]:
-    """Run a frontend that prefers another conductor than the cluster's own does, and yield its URL."""
-    ready = json.loads((work / "ready.json").read_text())
-    conductors = [node["target"] for node in ready["nodes"].values() if node["role"] == "conductor"]
-    name = next(name for i in itertools.count() if preferred(name := f"other-{i}") != preferred("frontend"))
-    command = [sys.executable, "-m", "moonpool", "node", "frontend", "--node-id", name, "--model", str(folder)]
-    command += ["--port", "0", "--block-tokens", str(BLOCK_TOKENS), "--log-level", "warning"]
-    command += ["--conductor", *conductors]
-    with (work / "frontend.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        assert process.stdout is not None
-        line = next((line for line in process.stdout if line.startswith(READY_PREFIX)), "")
-        if not line:
-            raise SystemExit(f"the frontend did not start:\n{(work / 'frontend.log').read_text()}")
-        yield str(json.loads(line.removeprefix(READY_PREFIX))["target"])
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def preferred(frontend: str) -> int:
-    """Return the index of the conductor that the frontend of this name prefers (`frontend.conductor`)."""
-    return zlib.crc32(frontend.encode()) % CONDUCTORS
+    return figures(args, records, folder, server, slots_tokens, pool_tokens) | {
+        "seconds": took_s,
+        "killed_at": killed_at,
+    }
 
 
 async def converse(
@@ -168,7 +143,8 @@ async def converse(
             ended = sum(record.completed for record in records)
             print(f"\r{ended} turns", end="", file=sys.stderr, flush=True)
             if harmed and not killed_at and ended >= config.num_dialogues * config.turns // 2:
-                victim = ("conductor", "conductor-1")[preferred("frontend")]
+                preferred = next(i for i in range(CONDUCTORS) if frontend_preferring(i, CONDUCTORS) == "frontend")
+                victim = ("conductor", "conductor-1")[preferred]
                 os.kill(served.pids[victim], signal.SIGKILL)
                 killed_at = ended
             await asyncio.sleep(0.2)
@@ -186,7 +162,7 @@ async def _all(config: DialogueConfig, talks: Sequence[Talk], tokens: ModelToken
             await talk(talks[dialogue % len(talks)], dialogue, system, planned_turns(config, dialogue, tokens))
 
     async with asyncio.TaskGroup() as group:
-        for number in range(config.dialogues):
+        for _ in range(config.dialogues):
             group.create_task(one_after_another())
 
 
@@ -228,7 +204,8 @@ def figures(
 
 def reuse(turns: Sequence[TurnRecord]) -> Estimate:
     """Return reused over prompt tokens, with the interval of a ratio estimate over dialogues (linearised)."""
-    prompts, cached = {}, {}
+    prompts: dict[int, int] = {}
+    cached: dict[int, int] = {}
     for turn in turns:
         prompts[turn.dialogue] = prompts.get(turn.dialogue, 0) + turn.request.prompt_tokens
         cached[turn.dialogue] = cached.get(turn.dialogue, 0) + turn.request.cached_tokens

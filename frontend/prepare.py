@@ -22,7 +22,7 @@ from frontend.grammars import GrammarChecker, requested_grammar, wants_grammar
 from frontend.input_limits import InputLimits
 from frontend.prompts import ChatPrompt, ChatTruncator, PromptReader
 from frontend.request import GenerationRequest, Grammar, SamplingParams, TextOptions
-from frontend.sessions import SessionIds, session_number
+from frontend.sessions import NO_SESSION, SessionIds, session_number
 from frontend.tokenizer import Tokenizer
 from kvpool import chain_keys, chain_seed
 from telemetry import RequestMetrics
@@ -49,7 +49,7 @@ class RequestContext:
     wants_timing: bool = False  # the response includes the time breakdown
     span: Span = OFF
     body_nbytes: int = 0
-    session_ids: SessionIds = SessionIds()
+    session_ids: SessionIds = NO_SESSION
 
     @classmethod
     def of(cls, headers: Mapping[str, str], *, at_s: float, caller: ApiCaller, span: Span = OFF) -> "RequestContext":

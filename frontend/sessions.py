@@ -35,6 +35,9 @@ class SessionIds:
         return SessionIds(self.session or session or "", self.parent or parent or "")
 
 
+NO_SESSION: Final = SessionIds()
+
+
 def session_number(tenant: str, session_id: str) -> int:
     """Return a 64-bit hash of the tenant and its session's id, above 0; 0 for the id "".
 

@@ -19,7 +19,7 @@ from conductor.policy.kernels import NODE_LOAD, prefill_kernels
 from conductor.policy.lengths import Lengths
 from conductor.policy.nodes import Liveness, ModelNodes, NodeTable, unobserved_ns
 from conductor.policy.objectives import DEFAULT_HEADERS, HeaderRule, ObjectiveBook, configured_record
-from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
+from conductor.policy.replication import CopiesInFlight, HitCounts, Replication, SeenShare
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
 from conductor.policy.reserve import Price
 from conductor.policy.roles import ModelSizing, Switching
@@ -87,6 +87,7 @@ class ClusterState:
     lost_ns: dict[str, int] = field(default_factory=dict)  # by model: when it last lost a worker
     copies: CopiesInFlight = field(init=False)
     prefix_hits: HitCounts = field(init=False)
+    seen_share: SeenShare = field(init=False)
     replication: Replication = field(init=False)
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
@@ -104,6 +105,7 @@ class ClusterState:
         self.attainment = Attainment(lambda tenant: tenant in self.slo.record.tenants, self.history.traffic.attained)
         self.copies = CopiesInFlight(self.config.max_copies, self.config.max_copies_per_pool)
         self.prefix_hits = HitCounts(self.config.replication_horizon_s)
+        self.seen_share = SeenShare(self.config.replication_horizon_s)
         self.replication = Replication(self.config.replica_idle_s)
         self.liveness = Liveness(round(self.config.report_timeout_s * NS))
         self._orphan_timeout_ns = round(self.config.orphan_timeout_s * NS)

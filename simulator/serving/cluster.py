@@ -65,7 +65,9 @@ class SimulatedCluster:
         }
         # In an aggregated cluster these are hosts of pool nodes only, and do not join as workers.
         self.prefill = {
-            name: SimulatedPrefillNode(name, pool_id, context, self.pools, self.decode, self._broadcast, self._prefilled)
+            name: SimulatedPrefillNode(
+                name, pool_id, context, self.pools, self.decode, self._broadcast, self._prefilled
+            )
             for name, pool_id in ((f"prefill-{i}", f"pool-{i}") for i in range(num_hosts))
         }
         self._hosts = {node.pool_id: node for node in self.prefill.values()}

@@ -53,7 +53,15 @@ class ServingSettings:
     tick_s: float = 1.0
 
     def __post_init__(self) -> None:
-        whole = ("prefill_nodes", "decode_nodes", "conductors", "capacity_tokens", "max_batch", "chunk_tokens", "lookahead")
+        whole = (
+            "prefill_nodes",
+            "decode_nodes",
+            "conductors",
+            "capacity_tokens",
+            "max_batch",
+            "chunk_tokens",
+            "lookahead",
+        )
         for name in (*whole, "pool_blocks"):
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} must be at least 1, got {getattr(self, name)}")
