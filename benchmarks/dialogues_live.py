@@ -5,8 +5,8 @@
 
 The cluster stands for two hosts, each with a pool node, a prefill and a decode node (2P+2D), and has two conductors and
 two frontends, each of which prefers another conductor. Half of the dialogues use either frontend, `--at-once` dialogues
-at a time. The pools and the prefill nodes' own slots together hold `--memory` of the KV of all dialogues; with `--ssd`,
-the pools also have SSDs for that share of it. When half of the turns have ended, one conductor is killed (SIGKILL): its
+at a time. The pools' memory together holds `--memory` of the KV of all dialogues; with `--ssd`, they also have SSDs for
+that share of it. A prefill node's own slots hold one dialogue. When half of the turns have ended, one conductor is killed (SIGKILL): its
 frontend continues with the other one, and it starts again without any state.
 
 `dialogue_reuse` is the share of all prompt tokens, those of first turns included, whose KV was reused, with the 95 %
@@ -74,9 +74,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     # Lengths are random: the longest of many dialogues exceeds the mean by less than a quarter.
     slots_tokens = -(-dialogue_tokens * 5 // 4 // BLOCK_TOKENS) * BLOCK_TOKENS
     all_tokens = args.dialogues * dialogue_tokens
-    pool_tokens = round(args.memory * all_tokens / HOSTS) - slots_tokens
-    if pool_tokens < BLOCK_TOKENS:
-        raise SystemExit(f"the prefill nodes' slots alone exceed {args.memory:g} of the KV: use more --dialogues")
+    pool_tokens = round(args.memory * all_tokens / HOSTS)
     folder = long_folder(work / "dialogues", slots_tokens)
     flags = ["--engine", "paced", "--paced-profile", "instant", "--paced-kv-bytes", str(KV_BYTES)]
     flags += ["--paced-answer-tokens", "0", "--prefill-nodes", str(HOSTS), "--decode-nodes", str(HOSTS)]

@@ -91,7 +91,6 @@ def scenarios(args: argparse.Namespace) -> dict[str, RunSpec]:
     loaded = simulated_spec(args, "predicted-uniform")
     skewed = HotPrefixes(prefix_tokens=32768, skew=1.2)
     return {
-        "conversations, 3.3/s": replace(calm, rate_per_s=3.3),
         "conversations, 6/s": replace(calm, rate_per_s=6.0),
         "conversations, 12/s, rejecting": replace(loaded, rate_per_s=12.0),
         "skewed prefixes, 15/s": replace(calm, hot=skewed, rate_per_s=15.0),

@@ -112,9 +112,9 @@ class SeenShare:
         self._decay(now_ns)
         self._others += 1.0
 
-    @property
-    def has_others(self) -> bool:
-        """True if another conductor has placed requests lately."""
+    def has_others(self, now_ns: int) -> bool:
+        """Return True if another conductor has placed requests lately."""
+        self._decay(now_ns)
         return self._others > _FEW_REQUESTS
 
     @property

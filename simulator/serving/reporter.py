@@ -61,6 +61,7 @@ class SimulatedReporter:
         self._decodes: list[DecodeSample] = []
         self._transfers: list[TransferSample] = []
         self._is_due = False
+        self._reported_ns = 0
         self._round = 0  # number of reports; timers of earlier rounds are ignored
 
     def start(self) -> None:
@@ -74,7 +75,8 @@ class SimulatedReporter:
     def accepted(self) -> None:
         """Report a request that the node has taken; the conductor that placed it knows it already."""
         if self._has_others:
-            self._report_soon()
+            self._is_due = True
+            self._later(max(0, self._reported_ns + self._coalesce_ns - self._clock.now_ns))
 
     def _report_soon(self) -> None:
         if not self._is_due:
@@ -99,6 +101,7 @@ class SimulatedReporter:
             return
         self._round += 1
         self._is_due = False
+        self._reported_ns = self._clock.now_ns
         report = NodeReported(
             self._node_id,
             held=self._held(),

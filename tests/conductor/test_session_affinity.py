@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.policy.events import NodeJoined, NodeLost, RequestArrived
+from conductor.policy.events import Held, NodeJoined, NodeLost, RequestArrived
 from conductor.policy.sessions import _MOST_SESSIONS, SessionNodes
 from tests.conductor.conftest import Cluster, node, request
 from tests.conductor.test_event_log import core_of, steps_of
@@ -153,3 +153,30 @@ def test_affinity_follows_from_the_log(tmp_path, field):
     assert [without.send(replace(step.event, session=0, parent_session=0)) for step in found] != [
         step.made for step in found
     ]
+
+
+def others_place(c, count, node_id="prefill-0"):
+    """Report requests that other conductors placed, and their ends."""
+    for i in range(count):
+        c.holds(node_id, Held(f"other-{i}", 0, remaining_prefill_tokens=16, prompt_tokens=64, decode_node="decode-0"))
+    c.holds(node_id)
+
+
+def test_with_other_conductors_requests_are_spread_over_equal_nodes():
+    c = Cluster(*NODES)
+    others_place(c, 5)
+    found = Counter(taken(c, i) for i in range(200))
+    assert len(found) == 4
+    assert min(found.values()) > 25
+
+
+def test_without_other_conductors_requests_take_the_first_of_equals():
+    c = Cluster(*NODES)
+    assert {taken(c, i) for i in range(20)} == {"prefill-0"}
+
+
+def test_the_spread_ends_when_the_others_place_nothing_any_more():
+    c = Cluster(*NODES, replication_horizon_s=10.0)
+    others_place(c, 5)
+    c.after(100.0)
+    assert {taken(c, i) for i in range(20)} == {"prefill-0"}

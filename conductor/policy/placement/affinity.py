@@ -32,7 +32,7 @@ def choose_among_near(context: PlacementContext, nodes: Candidates, scores: Pref
     that `scores` describes.
     """
     request = context.request
-    if not request.session and not context.state.seen_share.has_others:
+    if not request.session and not context.state.seen_share.has_others(context.now_ns):
         return scores
     ttft_s = scores.queue_s + scores.transfer_s + scores.prefill_s
     held = np.maximum(scores.candidates["own_blocks"], scores.candidates["local_blocks"])
