@@ -6,8 +6,8 @@
 The cluster stands for two hosts, each with a pool node, a prefill and a decode node (2P+2D), and has two conductors and
 two frontends, each of which prefers another conductor. Half of the dialogues use either frontend, `--at-once` dialogues
 at a time. The pools' memory together holds `--memory` of the KV of all dialogues; with `--ssd`, they also have SSDs for
-that share of it. A prefill node's own slots hold one dialogue. When half of the turns have ended, one conductor is killed (SIGKILL): its
-frontend continues with the other one, and it starts again without any state.
+that share of it. A prefill node's own slots hold one dialogue. When half of the turns have ended, one conductor is
+killed (SIGKILL): its frontend continues with the other one, and it starts again without any state.
 
 `dialogue_reuse` is the share of all prompt tokens, those of first turns included, whose KV was reused, with the 95 %
 interval of this ratio over the dialogues. Every answer is verified token by token. The last line of output is JSON.

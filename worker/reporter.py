@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -58,7 +59,7 @@ class JoinStream:
         self._on_command = on_command
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._sent_s = 0.0  # when the last report was sent
+        self._sent_s = -math.inf  # when the last report was sent
         self._pending = NodeReport()
         self._streams = 0  # number of streams begun
         self._streaming = False  # a stream is open: events are collected
