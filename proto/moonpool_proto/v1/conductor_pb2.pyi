@@ -336,6 +336,7 @@ class Held(_message.Message):
     attempt: _builtins.int
     committed_tokens: _builtins.int
     remaining_prefill_tokens: _builtins.int
+    """without those whose KV is expected to be reused"""
     prompt_tokens: _builtins.int
     max_new_tokens: _builtins.int
     decode_node: _builtins.str
