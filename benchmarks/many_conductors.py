@@ -46,8 +46,9 @@ def main() -> None:
     parts = parser.add_subparsers(dest="part", required=True)
     stale = parts.add_parser("stale", help="what stale states cost, in simulation")
     stale.add_argument("--trace", default="conversation")
-    stale.add_argument("--seeds", type=int, default=20)
+    stale.add_argument("--seeds", type=int, default=8)
     stale.add_argument("--requests", type=int, default=500, help="approximate number per run")
+    stale.add_argument("--hot-requests", type=int, default=900, help="likewise, behind popular prefixes")
     stale.add_argument("--prefill", type=int, default=8)
     stale.add_argument("--decode", type=int, default=8)
     stale.add_argument("--processes", type=int, default=2)
@@ -93,7 +94,7 @@ def scenarios(args: argparse.Namespace) -> dict[str, RunSpec]:
     return {
         "conversations, 6/s": replace(calm, rate_per_s=6.0),
         "conversations, 12/s, rejecting": replace(loaded, rate_per_s=12.0),
-        "skewed prefixes, 15/s": replace(calm, hot=skewed, rate_per_s=15.0),
+        "skewed prefixes, 15/s": replace(calm, hot=skewed, rate_per_s=15.0, requests=args.hot_requests),
     }
 
 
