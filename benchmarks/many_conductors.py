@@ -9,7 +9,8 @@ requests only from the nodes' reports. Hits are reused over prompt tokens, goodp
 objectives; ratios to one conductor are geometric means of pairs with the same seed, with 95 % intervals.
 
 `cpu`: short requests against paced workers whose steps take no time, through as many frontends as conductors, each of
-which prefers another conductor. CPU time (user and system, of /proc) per request, by role. The last line is JSON.
+which prefers another conductor. CPU time (user and system, of /proc) per request, by role, without what the processes
+need at rest, which is reported separately. The last line of output is JSON.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import contextlib
 import json
 import random
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,6 +41,7 @@ METRICS: Final[dict[str, Callable[[ServingRun], float]]] = {
     "ttft_mean_s": lambda run: run.outcome.ttft_mean_s,
 }
 PROMPT_TOKENS, ANSWER_TOKENS, AT_ONCE = 64, 8, 16
+AT_REST_S = 8.0
 
 
 def main() -> None:
@@ -125,16 +128,23 @@ def measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for number in CONDUCTORS:
         with tempfile.TemporaryDirectory() as name:
-            rounds = serve(Path(name), number, args.requests, args.rounds)
+            rounds, at_rest = serve(Path(name), number, args.requests, args.rounds)
         per_role = {role: asdict(mean_of([each[role] for each in rounds])) for role in rounds[0]}
         cores = {role: QUERIES_PER_S * each["mean"] / 1e3 for role, each in per_role.items()}
-        found[str(number)] = {"cpu_ms_per_request": per_role, "cores_for_20000_per_s": cores}
+        found[str(number)] = {
+            "cpu_ms_per_request": per_role,
+            "cores_for_20000_per_s": cores,
+            "cores_at_rest": at_rest,
+        }
         print(number, json.dumps(found[str(number)]), flush=True)
     return {"settings": vars(args), "prompt_tokens": PROMPT_TOKENS, "answer_tokens": ANSWER_TOKENS, "conductors": found}
 
 
-def serve(work: Path, conductors: int, requests: int, rounds: int) -> list[dict[str, float]]:
-    """Return the CPU milliseconds per request by role of each round, the first round left out."""
+def serve(work: Path, conductors: int, requests: int, rounds: int) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """Return the CPU milliseconds per request by role of each round, and the cores that the roles need at rest.
+
+    A first round warms the processes up.
+    """
     folder = long_folder(work / "short", 2048)
     flags = ["--engine", "paced", "--paced-profile", "instant", "--paced-kv-bytes", "256", "--frontends", "1"]
     flags += ["--prefill-nodes", "2", "--decode-nodes", "2", "--conductors", str(conductors)]
@@ -149,11 +159,29 @@ def serve(work: Path, conductors: int, requests: int, rounds: int) -> list[dict[
             urls.append(url)
             pids[name] = pid
         everyone = replace(served, pids=pids)
-        return [load(everyone, urls, requests, seed) for seed in range(rounds + 1)][1:]
+        load(everyone, urls, requests, 0)
+        before = by_role(everyone.cpu_s())
+        time.sleep(AT_REST_S)
+        after = by_role(everyone.cpu_s())
+        at_rest = {role: (after[role] - before[role]) / AT_REST_S for role in before}
+        found = []
+        for seed in range(1, rounds + 1):
+            used, took_s = load(everyone, urls, requests, seed)
+            found.append({role: 1e3 * (used[role] - at_rest[role] * took_s) / requests for role in used})
+        return found, at_rest
 
 
-def load(served: Served, urls: Sequence[str], requests: int, seed: int) -> dict[str, float]:
-    """Send short requests through all frontends in turn; return CPU milliseconds per request by role."""
+def by_role(cpu_s: dict[str, float]) -> dict[str, float]:
+    """Return the sums over the processes of each role, and of all."""
+    sums: dict[str, float] = {}
+    for name, seconds in cpu_s.items():
+        role = next(role for role in ("conductor", "pool", "prefill", "decode", "frontend") if name.startswith(role))
+        sums[role] = sums.get(role, 0.0) + seconds
+    return sums | {"all": sum(sums.values())}
+
+
+def load(served: Served, urls: Sequence[str], requests: int, seed: int) -> tuple[dict[str, float], float]:
+    """Send short requests through all frontends in turn; return CPU seconds by role, and the time taken."""
     rng = random.Random(seed)
     bodies = [
         {
@@ -165,7 +193,7 @@ def load(served: Served, urls: Sequence[str], requests: int, seed: int) -> dict[
         }
         for _ in range(requests)
     ]
-    before = served.cpu_s()
+    before, began_s = by_role(served.cpu_s()), time.monotonic()
 
     async def send() -> None:
         shares = [many(url, bodies[at :: len(urls)], AT_ONCE // len(urls)) for at, url in enumerate(urls)]
@@ -174,12 +202,8 @@ def load(served: Served, urls: Sequence[str], requests: int, seed: int) -> dict[
             raise SystemExit(f"{sum(not answer.is_whole for answer in answers)} answers are incomplete")
 
     asyncio.run(send())
-    after = served.cpu_s()
-    used: dict[str, float] = {}
-    for name in before:
-        role = next(role for role in ("conductor", "pool", "prefill", "decode", "frontend") if name.startswith(role))
-        used[role] = used.get(role, 0.0) + 1e3 * (after[name] - before[name]) / requests
-    return used | {"all": sum(used.values())}
+    took_s, after = time.monotonic() - began_s, by_role(served.cpu_s())
+    return {role: after[role] - before[role] for role in before}, took_s
 
 
 if __name__ == "__main__":
