@@ -201,11 +201,6 @@ class EngineNode(ABC):
         self.reporter.request_accepted()
         return held
 
-    def expected_new_tokens(self, request: Request) -> int:
-        """Return the prompt tokens to compute if the blocks that the conductor expects to be reused are still there."""
-        reused_tokens = 0 if request.scores_prompt else request.placement.reuse_blocks * self.config.block_tokens
-        return len(request.prompt) - min(reused_tokens, len(request.prompt) - 1)
-
     def _job_over(self, request: Request) -> None:
         held = self.held.get(request.request_id)
         if held is not None and held.attempt == request.attempt:
