@@ -180,3 +180,11 @@ def test_the_spread_ends_when_the_others_place_nothing_any_more():
     others_place(c, 5)
     c.after(100.0)
     assert {taken(c, i) for i in range(20)} == {"prefill-0"}
+
+
+def test_the_chosen_node_is_explained_even_if_faster_ones_fill_the_list():
+    c = Cluster(*NODES, explain=1)
+    at = elsewhere(c, 77)
+    place = c.send(request("kept", new=1, session=77))[0]
+    assert place.prefill == at
+    assert [score.node_id for score in place.considered.prefill] == [at]
