@@ -159,6 +159,8 @@ def request_arrived(
         in_workers=in_workers,
         previous_tokens=request.previous_tokens,
         expected_tokens=request.hints.expected_output_tokens if request.HasField("hints") else 0,
+        session=request.session.id,
+        parent_session=request.session.parent_id,
     )
 
 

@@ -214,6 +214,8 @@ class GenerationRequest:
     text: TextOptions = TextOptions()
     wants_receipt: bool = False
     hints: RequestHints = NO_HINTS
+    session: int = 0  # see `frontend.sessions`; 0: the client named none
+    parent_session: int = 0
     span: Span = OFF  # span of the client's HTTP request
 
     @property

@@ -338,8 +338,10 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
     # A decode node also prefills requests that are not handed over to it.
     prefills = node.role != "decode" or held.remaining_prefill_tokens > 0
     if prefills and requests.column("prefill_node")[row] == NONE:
-        cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens)
+        reused_tokens = max(0, held.prompt_tokens - held.remaining_prefill_tokens)
+        cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens, reused_tokens)
         if held.remaining_prefill_tokens and not held.attempt and lost is None:
+            state.seen_share.placed_elsewhere(now_ns)
             arrived_elsewhere(now_ns, state, node.model, cost_s, held.prompt_tokens)
         requests.column("prefill_node")[row] = slot
         requests.column("prefill_ns")[row] = to_ns(cost_s)

@@ -20,6 +20,7 @@ from pydantic import (
 from frontend.api.hints import CacheControl, Hints, NvExt
 from frontend.api.request_base import MAX_PRIORITY, MAX_TOKEN_ID, RequestModel
 from frontend.errors import InvalidRequest
+from frontend.sessions import MAX_SESSION_CHARS
 
 CLASS_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"  # name of a class of objectives
 MAX_TOP: Final = 20  # limit on the number of likeliest tokens per token
@@ -70,6 +71,7 @@ def _biases(value: Any) -> dict[int, float]:
 
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+SessionId = Annotated[str, Field(max_length=MAX_SESSION_CHARS)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Stops = Annotated[
     list[str],  # the maximum number is configurable
@@ -317,6 +319,9 @@ class GenerationBody(RequestModel):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=512)] | None = None
     slo_class: Annotated[str, Field(pattern=CLASS_NAME)] | None = None
+    session_id: SessionId | None = None
+    parent_session_id: SessionId | None = None
+    prompt_cache_key: SessionId | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     hints: Hints | None = None
     nvext: NvExt | None = None

@@ -1,4 +1,4 @@
-"""Simulated cluster: the live conductor's policy object receives events and its decisions run on simulated nodes."""
+"""Simulated cluster: live conductors' policy objects receive events and their decisions run on simulated nodes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +46,7 @@ class SimulatedCluster:
     ) -> None:
         self.settings = settings
         self.clock = VirtualClock()
-        self.conductor = Conductor(policy)
+        self.conductors = [Conductor(policy) for _ in range(settings.conductors)]
         self.works: list[SimulatedRequest] = []
         self.num_open = len(workload.jobs)
         self.copied_bytes = 0  # of prefixes, by decisions to copy
@@ -60,12 +60,14 @@ class SimulatedCluster:
         self.truth = ActualCosts(profile, settings, seed)
         context = SimulationContext(self.clock, settings, self.truth, workload.block_tokens)
         self.decode = {
-            name: SimulatedDecodeNode(name, context, self._tell, self._finished, self._stored)
+            name: SimulatedDecodeNode(name, context, self._broadcast, self._finished, self._stored)
             for name in (f"{decode_role}-{i}" for i in range(num_decode))
         }
         # In an aggregated cluster these are hosts of pool nodes only, and do not join as workers.
         self.prefill = {
-            name: SimulatedPrefillNode(name, pool_id, context, self.pools, self.decode, self._tell, self._prefilled)
+            name: SimulatedPrefillNode(
+                name, pool_id, context, self.pools, self.decode, self._broadcast, self._prefilled
+            )
             for name, pool_id in ((f"prefill-{i}", f"pool-{i}") for i in range(num_hosts))
         }
         self._hosts = {node.pool_id: node for node in self.prefill.values()}
@@ -118,7 +120,7 @@ class SimulatedCluster:
     def _join(self) -> None:
         settings, bytes_per_token = self.settings, self.truth.bytes_per_token
         for name, node in self.prefill.items():
-            self._tell(NodeJoined(NodeView(node.pool_id, "pool", 1, f"host of {name}")))
+            self._broadcast(NodeJoined(NodeView(node.pool_id, "pool", 1, f"host of {name}")))
         is_aggregated = settings.is_aggregated
         decode_role: Role = "aggregated" if is_aggregated else "decode"
         workers: list[tuple[str, Role, str]] = [
@@ -139,19 +141,34 @@ class SimulatedCluster:
                 kv_bytes_per_token=bytes_per_token,
                 chunk_tokens=settings.chunk_tokens,
             )
-            self._tell(NodeJoined(view))
+            self._broadcast(NodeJoined(view))
         joined: dict[str, SimulatedPrefillNode | SimulatedDecodeNode] = {**self.prefill, **self.decode}
         for name, _, _ in workers:
             joined[name].reporter.start()
 
-    def _tell(self, event: Event) -> list[Decision]:
-        return self.conductor.on_event(self.clock.now_ns, event)
+    @property
+    def conductor(self) -> Conductor:
+        """The first conductor."""
+        return self.conductors[0]
+
+    def _tell(self, conductor: int, event: Event) -> list[Decision]:
+        return self.conductors[conductor].on_event(self.clock.now_ns, event)
+
+    def _broadcast(self, event: Event) -> None:
+        """Send an event of a node to all conductors."""
+        for conductor in range(len(self.conductors)):
+            self._tell(conductor, event)
+
+    def _conductor_of(self, job: Arrival) -> int:
+        """Return the number of the conductor that places the request."""
+        return job.index % len(self.conductors)
 
     def _tick(self) -> None:
-        for decision in self._tell(Tick()):
-            if isinstance(decision, Shrink):
-                blocks = self._copies.pop((decision.pool, decision.match_key), ())
-                self.pools.drop_copy(decision.pool, decision.match_key, decision.keep_blocks, blocks)
+        for conductor in range(len(self.conductors)):
+            for decision in self._tell(conductor, Tick()):
+                if isinstance(decision, Shrink):
+                    blocks = self._copies.pop((decision.pool, decision.match_key), ())
+                    self.pools.drop_copy(decision.pool, decision.match_key, decision.keep_blocks, blocks)
         self.clock.after(round(self.settings.tick_s * NS), self._tick)
 
     def _arrive(self, index: int) -> None:
@@ -189,7 +206,8 @@ class SimulatedCluster:
         )
 
     def _schedule(self, work: SimulatedRequest, event: RequestArrived) -> None:
-        for decision in self._tell(event):
+        conductor = self._conductor_of(work.job)
+        for decision in self._tell(conductor, event):
             match decision:
                 case Place():
                     self._place(work, decision)
@@ -198,7 +216,7 @@ class SimulatedCluster:
                     self.on_reject(work, lambda: self.admit(work.job))
                     self._end(work, RequestEnd.REJECTED)
                 case Copy():
-                    self._copy(decision, work.job.blocks[: decision.num_blocks])
+                    self._copy(conductor, decision, work.job.blocks[: decision.num_blocks])
                 case _:
                     raise AssertionError(f"unexpected decision for an arrival: {decision}")
 
@@ -246,7 +264,7 @@ class SimulatedCluster:
 
     def _ask(self, work: SimulatedRequest) -> None:
         """Ask the policy whether the prefilled request may decode; its client has not received a token yet."""
-        for decision in self._tell(DecodeAsked(work.job.name, 0)):
+        for decision in self._tell(self._conductor_of(work.job), DecodeAsked(work.job.name, 0)):
             if isinstance(decision, Reject):
                 work.reason = decision.reason
                 self.on_reject(work, lambda: self._let_decode(work))
@@ -296,22 +314,22 @@ class SimulatedCluster:
             slow_tbt_s=work.tbt_s,
             generated=work.generated,
         )
-        self.clock.after(self._network_ns, lambda: self._complete(event))
+        self.clock.after(self._network_ns, lambda: self._complete(work.job, event))
 
-    def _complete(self, event: RequestCompleted) -> None:
-        self._tell(event)
+    def _complete(self, job: Arrival, event: RequestCompleted) -> None:
+        self._tell(self._conductor_of(job), event)
 
-    def _copy(self, copy: Copy, blocks: tuple[int, ...]) -> None:
+    def _copy(self, conductor: int, copy: Copy, blocks: tuple[int, ...]) -> None:
         missing = len(blocks) - self.pools.held(copy.target, blocks)[0]
         nbytes = missing * self._workload.block_tokens * self.truth.bytes_per_token
         links = (self._hosts[copy.source].out, self._hosts[copy.target].into)
         began_ns = self.clock.now_ns
         end_ns = send(began_ns, links, self.truth.transfer_ns("fetch", nbytes))
-        self.clock.at(end_ns, lambda: self._copied(copy, blocks, nbytes, (end_ns - began_ns) / NS))
+        self.clock.at(end_ns, lambda: self._copied(conductor, copy, blocks, nbytes, (end_ns - began_ns) / NS))
 
-    def _copied(self, copy: Copy, blocks: tuple[int, ...], nbytes: int, seconds: float) -> None:
+    def _copied(self, conductor: int, copy: Copy, blocks: tuple[int, ...], nbytes: int, seconds: float) -> None:
         self.copied_bytes += nbytes
         self.pools.store(copy.target, self.clock.now_ns, blocks)
         self.pools.copied(copy.target, blocks, copy.match_key)
         self._copies[copy.target, copy.match_key] = blocks
-        self._tell(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
+        self._tell(conductor, CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))

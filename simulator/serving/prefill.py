@@ -8,7 +8,7 @@ from simulator.serving.clock import NS, SimulatedLink, send
 from simulator.serving.decode import SimulatedDecodeNode
 from simulator.serving.pools import SimulatedPools
 from simulator.serving.prefill_group import SimulatedGroup, form
-from simulator.serving.reporter import SimulatedReporter
+from simulator.serving.reporter import SimulatedReporter, held_of
 from simulator.serving.requests import SimulatedRequest
 from simulator.serving.settings import SimulationContext
 from worker.policy import BatchLimits, BatchPlan, plan_step
@@ -56,6 +56,7 @@ class SimulatedPrefillNode:
     def submit(self, work: SimulatedRequest) -> None:
         """Accept a placed request."""
         self._held_works[work.job.name] = work
+        self.reporter.accepted()
         self._wait_queue.add(work.key, work.queue_entry)
         self._waiting[work.key] = work
         self._fill_places()
@@ -244,7 +245,5 @@ class SimulatedPrefillNode:
         self._prefilled(work)
 
     def _held(self) -> tuple[Held, ...]:
-        return tuple(
-            Held(name, 0, remaining_prefill_tokens=work.job.prompt_tokens - work.computed)
-            for name, work in self._held_works.items()
-        )
+        now_s = self._clock.now_ns / NS
+        return tuple(held_of(work, now_s, self._settings) for work in self._held_works.values())

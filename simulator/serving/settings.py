@@ -29,6 +29,7 @@ class ServingSettings:
 
     prefill_nodes: int = 8
     decode_nodes: int = 8
+    conductors: int = 1  # requests go to them in turn; each learns of the others' only by the nodes' reports
     is_aggregated: bool = False  # all these nodes compute prompts and answers, in merged steps, each on its own host
     ttft_objective_s: float = 30.0
     tbt_objective_s: float = 0.1
@@ -54,7 +55,15 @@ class ServingSettings:
     tick_s: float = 1.0
 
     def __post_init__(self) -> None:
-        whole = ("prefill_nodes", "decode_nodes", "capacity_tokens", "max_batch", "chunk_tokens", "lookahead")
+        whole = (
+            "prefill_nodes",
+            "decode_nodes",
+            "conductors",
+            "capacity_tokens",
+            "max_batch",
+            "chunk_tokens",
+            "lookahead",
+        )
         for name in (*whole, "pool_blocks"):
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} must be at least 1, got {getattr(self, name)}")

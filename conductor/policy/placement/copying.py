@@ -25,7 +25,8 @@ def copy_after(context: PlacementContext, nodes: Candidates, prefixes: Prefixes,
     state, match_key = context.state, context.request.match_key
     if not prefixes.best or not state.config.max_copies:
         return None
-    uses = state.prefix_hits.use(context.now_ns, match_key)
+    # Other conductors' requests are assumed to use the same prefixes as those that are seen here.
+    uses = state.prefix_hits.use(context.now_ns, match_key, state.seen_share.requests_per_own)
     if scores.best.fetches:
         # Algorithm 1 as printed copies every prefix that it fetches.
         is_printed = state.config.placement == "algorithm1"

@@ -72,10 +72,13 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     placed = placed_by(state, request, plan, considered, beyond)
     reused_tokens = placed.reuse_blocks * model.block_tokens
     state.history.placed(request.request_id, request.attempt, placed.prefill, placed.decode, reused_tokens)
+    state.seen_share.placed_here(now_ns)
     copy = copy_after(context, plan.places.prefill, plan.prefixes, plan.scores)
     row = book(context, plan, placed, objectives, judgement.unwanted)
     join_queue(context, plan.position, row, placed)
     _credit_replica(context, plan)
+    if request.session:
+        state.sessions_of(request.model).use(request.session, placed.prefill)
     return [placed] if copy is None else [placed, copy]
 
 
