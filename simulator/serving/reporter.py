@@ -31,15 +31,29 @@ class SimulatedReporter:
         self._decodes: list[DecodeSample] = []
         self._transfers: list[TransferSample] = []
         self._is_due = False
+        self._is_draining = False
+        self._is_running = False
         self._round = 0  # number of reports; timers of earlier rounds are ignored
 
     def start(self) -> None:
         """Send an empty first report."""
+        self._is_running, self._is_draining = True, False
         self._report(self._round)
+
+    def drain(self) -> None:
+        """Report at once that the node takes no new work."""
+        self._is_draining = True
+        self._report(self._round)
+
+    def stop(self) -> None:
+        """Deliver a last report and send none until the next start."""
+        self._send(self._taken())
+        self._is_running = self._is_due = False
+        self._round += 1
 
     def progress(self, request_id: str, phase: Phase) -> None:
         self._progress.append(Progress(request_id, 0, phase))
-        if not self._is_due:
+        if self._is_running and not self._is_due:
             self._is_due = True
             self._later(self._coalesce_ns)
 
@@ -50,7 +64,8 @@ class SimulatedReporter:
         self._decodes.append(sample)
 
     def transfer(self, sample: TransferSample) -> None:
-        self._transfers.append(sample)
+        if self._is_running:  # a host without a worker also sends blocks of its pool
+            self._transfers.append(sample)
 
     def _later(self, delay_ns: int) -> None:
         number = self._round
@@ -61,8 +76,15 @@ class SimulatedReporter:
             return
         self._round += 1
         self._is_due = False
+        report = self._taken()
+        self._clock.after(self._network_ns, lambda: self._deliver(report))
+        self._later(self._every_ns)
+
+    def _taken(self) -> NodeReported:
+        """Return a report of what has happened since the last one."""
         report = NodeReported(
             self._node_id,
+            draining=self._is_draining,
             held=self._held(),
             progress=tuple(self._progress),
             prefills=tuple(self._prefills),
@@ -70,8 +92,7 @@ class SimulatedReporter:
             transfers=tuple(self._transfers),
         )
         self._progress, self._prefills, self._decodes, self._transfers = [], [], [], []
-        self._clock.after(self._network_ns, lambda: self._deliver(report))
-        self._later(self._every_ns)
+        return report
 
     def _deliver(self, report: NodeReported) -> None:
         self._send(report)
