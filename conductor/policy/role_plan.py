@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.costs import ModelCosts
+from conductor.policy.costs import tbt_s as step_s
 from conductor.policy.decisions import SwitchRole
 from conductor.policy.events import NS, RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
@@ -37,14 +38,17 @@ _MOST_ROOM: Final = 4096
 _BACKLOG_S: Final = 60.0
 
 
-def arrived(now_ns: int, state: ClusterState, request: RequestArrived, prefill_s: float) -> None:
+def arrived(
+    now_ns: int, state: ClusterState, request: RequestArrived, prefill_s: float, reserved_tokens: int
+) -> None:
     """Count a first attempt as demand, unless it is the retry of a request that was rejected recently.
 
-    `prefill_s` is the predicted duration of its prefill on the node that it would go to.
+    `prefill_s` is the predicted duration of its prefill on the node that it would go to, and `reserved_tokens` what its
+    decode node would reserve.
     """
     demand = _switching(state, request.model).demand
     if not demand.comes_back(now_ns, request.prompt_key):
-        demand.arrived(now_ns, prefill_s, request.prompt_tokens)
+        demand.arrived(now_ns, prefill_s, request.prompt_tokens, reserved_tokens)
 
 
 def turned_away(now_ns: int, state: ClusterState, request: RequestArrived) -> None:
@@ -52,9 +56,11 @@ def turned_away(now_ns: int, state: ClusterState, request: RequestArrived) -> No
     _switching(state, request.model).demand.turned_away(now_ns, request.prompt_key)
 
 
-def arrived_elsewhere(now_ns: int, state: ClusterState, model: str, prefill_s: float, prompt_tokens: int) -> None:
+def arrived_elsewhere(
+    now_ns: int, state: ClusterState, model: str, prefill_s: float, prompt_tokens: int, reserved_tokens: int
+) -> None:
     """Count the demand of a request that another conductor placed and a worker reports."""
-    _switching(state, model).demand.arrived(now_ns, prefill_s, prompt_tokens)
+    _switching(state, model).demand.arrived(now_ns, prefill_s, prompt_tokens, reserved_tokens)
 
 
 def answered(now_ns: int, state: ClusterState, model: str, tokens: int) -> None:
@@ -141,24 +147,37 @@ def _decode_load(now_ns: int, state: ClusterState, name: str, nodes: Candidates,
     """
     costs, context = state.costs_of(name), max(1.0, demand.mean_context)
     wanted = state.slo.resolve(name, "", "").tbt
-    tbt_s = wanted.bound_s(costs.step_cost_s(1, context, 1))
-    room = _room(costs, context, tbt_s, int(nodes.max_batch.min()), int(nodes.capacity_tokens.min()))
-    return demand.decode_load(now_ns, costs.step_cost_s(room, room * context, room), room)
+    tbt_s = wanted.bound_s(_step_s(costs, 1, context))
+    pages = int(int(nodes.capacity_tokens.min()) / max(context, demand.mean_reserved))
+    room = _room(costs, context, tbt_s, min(pages, int(nodes.max_batch.min())))
+    return demand.decode_load(now_ns, _step_s(costs, room, context), room)
 
 
-def _room(costs: ModelCosts, context: float, tbt_s: float, max_batch: int, capacity_tokens: int) -> int:
-    """Return the number of concurrent requests of a decode node, by its batch limit, pages and objective (0: none)."""
-    most = max(1, min(max_batch, int(capacity_tokens / context), _MOST_ROOM))
+def _room(costs: ModelCosts, context: float, tbt_s: float, limit: int) -> int:
+    """Return the number of concurrent requests of a decode node, by its batch and pages (`limit`) and the objective.
+
+    `tbt_s`: the objective; 0: none.
+    """
+    most = max(1, min(limit, _MOST_ROOM))
     if not tbt_s:
         return most
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2
-        if costs.step_cost_s(middle, middle * context, middle) <= tbt_s:
+        if _step_s(costs, middle, context) <= tbt_s:
             low = middle
         else:
             high = middle - 1
     return low
+
+
+def _step_s(costs: ModelCosts, batch: int, context: float) -> float:
+    """Return the seconds of a decode step of `batch` requests of `context` tokens, by the formula alone.
+
+    The increase beyond the measured range would not do here: nodes that are too many have small batches only, so that
+    it would make them seem too few.
+    """
+    return step_s(*costs.decode, batch, batch * context, batch)
 
 
 def _idlest(now_ns: int, state: ClusterState, nodes: Candidates, among: NDArray[np.int64], to: str) -> str:

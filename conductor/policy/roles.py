@@ -39,18 +39,20 @@ class Demand:
     prefill_s: float = 0.0  # predicted seconds of prefill
     requests: float = 0.0
     prompt_tokens: float = 0.0
+    reserved_tokens: float = 0.0  # pages that decode nodes reserve for the requests
     answers: float = 0.0  # requests that have ended, so that the length of their answer is known
     answer_tokens: float = 0.0
     at_ns: int = 0
     began_ns: int | None = None
     _away: dict[int, int] = field(default_factory=dict)  # prompt keys of rejected requests, and when; oldest first
 
-    def arrived(self, now_ns: int, prefill_s: float, prompt_tokens: int) -> None:
+    def arrived(self, now_ns: int, prefill_s: float, prompt_tokens: int, reserved_tokens: int = 0) -> None:
         """Count an arriving request, whether it is admitted or not."""
         self._fade(now_ns)
         self.prefill_s += prefill_s
         self.requests += 1
         self.prompt_tokens += prompt_tokens
+        self.reserved_tokens += max(reserved_tokens, prompt_tokens)
 
     def turned_away(self, now_ns: int, prompt_key: int) -> None:
         """Remember a rejected request, so that its retry is not counted as further demand."""
@@ -88,6 +90,11 @@ class Demand:
         answer = self.answer_tokens / self.answers if self.answers else 0.0
         return self.prompt_tokens / self.requests + answer / 2 if self.requests else 0.0
 
+    @property
+    def mean_reserved(self) -> float:
+        """Mean number of KV tokens for which a decode node reserves pages for a request."""
+        return self.reserved_tokens / self.requests if self.requests else 0.0
+
     def _span_s(self, now_ns: int) -> float:
         """Return the period that the sums cover: less than the memory, soon after the first request."""
         began_ns = now_ns if self.began_ns is None else self.began_ns
@@ -101,6 +108,7 @@ class Demand:
         self.prefill_s *= keep
         self.requests *= keep
         self.prompt_tokens *= keep
+        self.reserved_tokens *= keep
         self.answers *= keep
         self.answer_tokens *= keep
 
