@@ -84,10 +84,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3.0, help="requests per second at the peak")
     parser.add_argument("--static", type=_splits, default=_splits("5:5,5:6"), help="prefill:decode nodes, ...")
     parser.add_argument("--nodes", type=int, default=8, help="nodes of the part phases")
-    parser.add_argument("--phase", type=float, default=1200.0, help="virtual seconds")
-    parser.add_argument("--phase-splits", type=_splits, default=_splits("3:5,4:4,5:3"))
-    parser.add_argument("--prompts-rate", type=float, default=2.4, help="requests per second of long prompts")
-    parser.add_argument("--answers-rate", type=float, default=1.6, help="requests per second of long answers")
+    parser.add_argument("--phase", type=float, default=900.0, help="virtual seconds")
+    parser.add_argument("--phase-splits", type=_splits, default=_splits("4:4,5:3"))
+    parser.add_argument("--prompts-rate", type=float, default=3.2, help="requests per second of long prompts")
+    parser.add_argument("--answers-rate", type=float, default=2.4, help="requests per second of long answers")
     parser.add_argument("--keep", action="store_true", help="keep the other part of the stored result")
     parser.add_argument("--store", action="store_true", help="store the result in benchmarks/results")
     parser.set_defaults(trace="conversation", requests=1, prefill=1, decode=1, ttft=30.0, tbt=0.1)
@@ -267,17 +267,17 @@ def _diurnal(spec: RunSpec, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _phases(spec: RunSpec, args: argparse.Namespace) -> dict[str, Any]:
-    answer, duration_s = 6000, 6 * args.phase
+    answer, duration_s = 3000, 4 * args.phase
     spec = replace(spec, settings=replace(spec.settings, max_new_tokens=answer))
     switching = replace(spec, policy=replace(spec.policy, role_switching="act"))
     runs: dict[str, list[ElasticRun]] = {}
     for seed in range(args.seeds):
-        prompts = _drawn(args, seed, args.prompts_rate, duration_s, scale=0.5, prompt=32768, answer=answer)
-        answers = _drawn(args, seed + 1000, args.answers_rate, duration_s, scale=6.0, prompt=6144, answer=answer)
+        prompts = _drawn(args, seed, args.prompts_rate, duration_s, scale=0.15, prompt=32768, answer=answer)
+        answers = _drawn(args, seed + 1000, args.answers_rate, duration_s, scale=6.0, prompt=4096, answer=answer)
         workload = merged(
             [
-                thinned(prompts, alternating(args.phase, is_first=True, low=0.1), seed),
-                thinned(answers, alternating(args.phase, is_first=False, low=0.1), seed),
+                thinned(prompts, alternating(args.phase, is_first=True, low=0.05), seed),
+                thinned(answers, alternating(args.phase, is_first=False, low=0.05), seed),
             ]
         )
         start = (args.nodes // 2, args.nodes - args.nodes // 2)
