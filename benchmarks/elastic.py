@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 # Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.figures.clusters import draw_elastic  # noqa: E402
 from benchmarks.heterogeneous import kind_profile  # noqa: E402
 from benchmarks.simulated import simulated_spec  # noqa: E402
-from benchmarks.stored import latest, store  # noqa: E402
+from benchmarks.stored import PICTURES, latest, store  # noqa: E402
 from moonpool.config import ModelEntry  # noqa: E402
 from moonpool.plan import WorkerGroup  # noqa: E402
 from moonpool.scaling.autoscaler import EVERY_S, Bounds, autoscaled  # noqa: E402
@@ -42,8 +43,10 @@ from simulator.serving.varying_load import alternating, diurnal, merged, thinned
 from traces import load_trace  # noqa: E402
 
 GPUS_PER_NODE: Final = 4
-BOUNDS: Final = {role: Bounds(1, 12) for role in ROLES}
-GROUPS: Final = {role: WorkerGroup(role, role, ModelEntry(MODEL, Path("/model"))) for role in ROLES}
+BOUNDS: Final[dict[str, Bounds]] = {role: Bounds(1, 12) for role in ROLES}
+GROUPS: Final[dict[str, WorkerGroup]] = {
+    role: WorkerGroup(role, role, ModelEntry(MODEL, Path("/model"))) for role in ROLES
+}
 REVERSAL_S: Final = 600.0  # a change in the other direction within this time counts as a reversal
 MOST_MISSED: Final = 0.01  # share of requests that a static split may miss
 Split = tuple[int, int]
@@ -73,12 +76,13 @@ def main() -> None:
         result[part] = {**PARTS[part](spec, args), "settings": vars(args)}
     if args.store:
         store("elastic", result)
+        draw_elastic(result, PICTURES / "elastic.svg")
     print(json.dumps(result))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("diurnal", "phases"), default=["diurnal", "phases"])
+    parser.add_argument("--parts", nargs="+", choices=("diurnal", "phases"), default=["diurnal"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--day", type=float, default=7200.0, help="virtual seconds")
     parser.add_argument("--rate", type=float, default=3.0, help="requests per second at the peak")
@@ -152,7 +156,7 @@ def autoscaling(cluster: SimulatedCluster, workers: ElasticWorkers) -> None:
     """Follow the conductor's numbers as `serve --autoscale` does: look, change, and look again when that is done."""
 
     def look() -> None:
-        counts = workers.counts()
+        counts: dict[str, int] = dict(workers.counts().items())
         reports: dict[str, dict[str, int]] = {}
         for model, role, wanted in cluster.conductor.desired_nodes():
             reports.setdefault(model, {})[role] = wanted
@@ -179,7 +183,7 @@ def foresight(loads: Mapping[WorkerRole, Floats], step_s: float) -> Follow:
         ahead = ceil(cluster.settings.start_s / step_s) + 2
 
         def look(step: int) -> None:
-            wanted = {
+            wanted: dict[str, int] = {
                 role: min(BOUNDS[role].most, max(1, ceil(load[step : step + ahead].max(initial=0.0))))
                 for role, load in loads.items()
             }

@@ -22,9 +22,10 @@ import numpy as np
 # Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.figures.clusters import draw_heterogeneous  # noqa: E402
 from benchmarks.latency_predictors import BoostedTrees, LinearModel, Observation, predict_online  # noqa: E402
 from benchmarks.simulated import simulated_spec  # noqa: E402
-from benchmarks.stored import store  # noqa: E402
+from benchmarks.stored import PICTURES, store  # noqa: E402
 from simulator.serving.clock import NS  # noqa: E402
 from simulator.serving.cluster import SimulatedCluster  # noqa: E402
 from simulator.serving.confidence import mean_of, ratio_of  # noqa: E402
@@ -47,7 +48,7 @@ HOSTS: Final = tuple(KINDS[i % len(KINDS)] for count in (NUM_PREFILL, NUM_DECODE
 JOINING: Final = (("H20", 4), ("A800", 4))
 """Kinds of the prefill and of the decode node that join halfway."""
 _NEW: Final = 30  # requests of a node that has just joined
-PREDICTORS: Final = {
+PREDICTORS: Final[dict[str, tuple[type[LinearModel] | type[BoostedTrees], bool]]] = {
     "linear": (LinearModel, False),
     "trees": (BoostedTrees, False),
     "trees per kind": (BoostedTrees, True),
@@ -111,6 +112,7 @@ def main() -> None:
     }
     if args.store:
         store("heterogeneous", result)
+        draw_heterogeneous(result, PICTURES / "heterogeneous.svg")
     print(json.dumps(result))
 
 

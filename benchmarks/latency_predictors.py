@@ -39,7 +39,8 @@ class LinearModel:
 
     def predict(self, features: Floats) -> Floats:
         """Return predictions, at least the smallest value that was learned."""
-        return np.maximum(self._rows(features) @ self._weights, self._least)
+        found: Floats = np.maximum(self._rows(features) @ self._weights, self._least)
+        return found
 
     def _rows(self, features: Floats) -> Floats:
         scaled = (features - self._mean) / self._scale
@@ -69,7 +70,8 @@ class BoostedTrees:
             for column, threshold in splits:
                 leaf = 2 * leaf + (binned[np.arange(len(leaf)), column[leaf]] > threshold[leaf])
             logs += leaves[leaf]
-        return np.exp(logs)
+        found: Floats = np.exp(logs)
+        return found
 
     def _binned(self, features: Floats) -> NDArray[np.int64]:
         columns = [np.searchsorted(edges, column) for edges, column in zip(self._edges, features.T, strict=True)]

@@ -7,6 +7,7 @@ period instead, so that it takes less node time, and other nodes more.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -22,7 +23,7 @@ _SETTLE_NETWORKS = 2  # network latencies after a report of draining until no de
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerState:
     role: WorkerRole
     phase: Phase
     since_ns: int  # when it was started, for its node time
@@ -31,7 +32,7 @@ class _Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class RoleChange:
+class RoleCount:
     """Number of serving nodes of a role from a time on."""
 
     time_s: float
@@ -47,10 +48,10 @@ class ElasticWorkers:
         if not settings.hosts:
             raise BadSetting("hosts must be set in a cluster whose workers start, leave or change roles, got 0")
         self._cluster = cluster
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _WorkerState] = {}
         self._num_started = 0
         self._spent_ns = 0  # node time of workers that have left
-        self.changes: list[RoleChange] = []
+        self.changes: list[RoleCount] = []
         self.num_switches = 0
         names = list(cluster.prefill)
         for role, count in (("prefill", settings.prefill_nodes), ("decode", settings.decode_nodes)):
@@ -94,14 +95,15 @@ class ElasticWorkers:
             leaving = [name for role, count in fewer.items() for name in self._newest(role)[:count]]
             remaining = len(leaving)
 
-            def gone() -> None:
+            def leave(name: str) -> None:
                 nonlocal remaining
+                self._leave(name)
                 remaining -= 1
                 if not remaining:
                     done()
 
             for name in leaving:
-                self._drain(name, lambda name=name: (self._leave(name), gone()))  # type: ignore[misc]
+                self._drain(name, partial(leave, name))
             if not leaving:
                 done()
 
@@ -134,7 +136,7 @@ class ElasticWorkers:
 
     def _add(self, name: str, role: WorkerRole, phase: Phase) -> None:
         self._num_started += 1
-        self._workers[name] = _Worker(role, phase, self._cluster.clock.now_ns, self._num_started)
+        self._workers[name] = _WorkerState(role, phase, self._cluster.clock.now_ns, self._num_started)
 
     def _newest(self, role: WorkerRole) -> list[str]:
         serving = [(-worker.number, name) for name, worker in self._workers.items() if worker.role == role]
@@ -185,10 +187,10 @@ class ElasticWorkers:
 
     def _note(self, role: WorkerRole) -> None:
         serving = sum((worker.role, worker.phase) == (role, "serving") for worker in self._workers.values())
-        self.changes.append(RoleChange(self._cluster.clock.now_ns / NS, role, serving))
+        self.changes.append(RoleCount(self._cluster.clock.now_ns / NS, role, serving))
 
 
-def num_reversals(changes: list[RoleChange], window_s: float) -> int:
+def num_reversals(changes: list[RoleCount], window_s: float) -> int:
     """Return how often a role's number of nodes changed in the other direction within `window_s` of its last change."""
     found = 0
     for role in ROLES:

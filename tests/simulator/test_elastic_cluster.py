@@ -11,7 +11,7 @@ from conductor.policy.decisions import SwitchRole
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS
 from simulator.serving.cluster import SimulatedCluster
-from simulator.serving.elastic import ElasticWorkers, RoleChange, num_reversals
+from simulator.serving.elastic import ElasticWorkers, RoleCount, num_reversals
 from simulator.serving.requests import RequestEnd, SimulatedWorkload, draw_workload
 from simulator.serving.settings import ServingSettings
 from traces import load_trace
@@ -145,11 +145,11 @@ def test_what_cannot_be_is_refused_by_name(build: Build) -> None:
 
 
 def test_reversals_are_changes_to_the_other_direction_within_the_window() -> None:
-    def changes(*steps: tuple[float, int]) -> list[RoleChange]:
-        return [RoleChange(time_s, "decode", nodes) for time_s, nodes in steps]
+    def changes(*steps: tuple[float, int]) -> list[RoleCount]:
+        return [RoleCount(time_s, "decode", nodes) for time_s, nodes in steps]
 
     assert num_reversals(changes((0, 1), (10, 2), (20, 3)), 100) == 0
     assert num_reversals(changes((0, 1), (10, 2), (20, 1), (30, 2)), 100) == 2
     assert num_reversals(changes((0, 1), (10, 2), (200, 1)), 100) == 0
-    mixed = [RoleChange(0, "decode", 1), RoleChange(0, "prefill", 2), RoleChange(5, "decode", 2)]
-    assert num_reversals([*mixed, RoleChange(6, "prefill", 1)], 100) == 0
+    mixed = [RoleCount(0, "decode", 1), RoleCount(0, "prefill", 2), RoleCount(5, "decode", 2)]
+    assert num_reversals([*mixed, RoleCount(6, "prefill", 1)], 100) == 0
