@@ -243,6 +243,7 @@ class PolicyConfig(SettingsGroup):
         Key("Maximum prefill nodes that compute one long prompt together; 1 disables prefill groups", low=1, high=64),
     ] = 1
     prefill_group_min_tokens: Annotated[int, Key("Minimum uncached prompt tokens for a prefill group", low=1)] = 4096
+    per_node_costs: bool = True  # slowdown factors of each node; False only in simulations
     placement: Placement = "moonpool"  # choice of the prefill node; another one only in simulations
     explain: int = 0  # number of best candidates with scores per decision; set by the decision log's settings
 

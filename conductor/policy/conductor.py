@@ -99,6 +99,8 @@ class Conductor:
                 if node.role != "pool":
                     state.costs_of(node.model)
                     self._compare(node)
+                    slots = [state.nodes.slot(other.node_id) for other in state.nodes.of_kind(node)]
+                    state.slowdowns.start_like(state.nodes.slot(node.node_id), np.array(slots, np.int64))
             case NodeLost(node_id, incarnation):
                 known = state.nodes.get(node_id)
                 if known is not None and known.incarnation == incarnation:

@@ -1,16 +1,18 @@
 """Simulated cluster: live conductors' policy objects receive events and their decisions run on simulated nodes."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import cycle
 
 from conductor.policy import Conductor, PolicyConfig
-from conductor.policy.decisions import Copy, Decision, Place, Reject, Shrink
+from conductor.policy.decisions import Copy, Decision, Place, Reject, Shrink, SwitchRole
 from conductor.policy.events import (
     CopyFinished,
     DecodeAsked,
     Event,
     NodeJoined,
+    NodeLost,
     NodeView,
     RequestArrived,
     RequestCompleted,
@@ -22,7 +24,7 @@ from simulator.serving.decode import SimulatedDecodeNode
 from simulator.serving.pools import SimulatedPools
 from simulator.serving.prefill import SimulatedPrefillNode
 from simulator.serving.requests import Arrival, RequestEnd, SimulatedRequest, SimulatedWorkload
-from simulator.serving.settings import ActualCosts, ServingSettings, SimulationContext
+from simulator.serving.settings import NO_KINDS, ActualCosts, ServingSettings, SimulationContext
 from worker.policy.cost_profile import CostProfile
 from worker.policy.scheduling_order import QueueEntry
 
@@ -43,7 +45,9 @@ class SimulatedCluster:
         profile: CostProfile,
         workload: SimulatedWorkload,
         seed: int,
+        kinds: Mapping[str, CostProfile] = NO_KINDS,
     ) -> None:
+        """`kinds`: profiles of the workers that differ from `profile`, with their capacities, by node id."""
         self.settings = settings
         self.clock = VirtualClock()
         self.conductors = [Conductor(policy) for _ in range(settings.conductors)]
@@ -53,22 +57,29 @@ class SimulatedCluster:
         self._workload = workload
         self._network_ns = round(settings.network_s * NS)
         self._handoff_ns = round(settings.handoff_s * NS)
-        decode_role = "aggregated" if settings.is_aggregated else "decode"
-        num_hosts = settings.prefill_nodes + (settings.decode_nodes if settings.is_aggregated else 0)
-        num_decode = num_hosts if settings.is_aggregated else settings.decode_nodes
+        num_hosts = settings.hosts or settings.prefill_nodes
+        num_hosts += settings.decode_nodes if settings.is_aggregated else 0
+        num_decode = num_hosts if settings.is_aggregated or settings.hosts else settings.decode_nodes
+        # A host's worker has one name in both roles.
+        prefill_name, decode_name = ("node", "node") if settings.hosts else ("prefill", "decode")
+        decode_name = "aggregated" if settings.is_aggregated else decode_name
         self.pools = SimulatedPools(settings, [f"pool-{i}" for i in range(num_hosts)])
-        self.truth = ActualCosts(profile, settings, seed)
-        context = SimulationContext(self.clock, settings, self.truth, workload.block_tokens)
+        self.truth = ActualCosts(profile, settings, seed, kinds)
+        self._kinds = kinds
+
+        def context(name: str) -> SimulationContext:
+            return SimulationContext(self.clock, self._settings_of(name), self.truth, workload.block_tokens)
+
         self.decode = {
-            name: SimulatedDecodeNode(name, context, self._broadcast, self._finished, self._stored)
-            for name in (f"{decode_role}-{i}" for i in range(num_decode))
+            name: SimulatedDecodeNode(name, context(name), self._broadcast, self._finished, self._stored)
+            for name in (f"{decode_name}-{i}" for i in range(num_decode))
         }
         # In an aggregated cluster these are hosts of pool nodes only, and do not join as workers.
         self.prefill = {
             name: SimulatedPrefillNode(
-                name, pool_id, context, self.pools, self.decode, self._broadcast, self._prefilled
+                name, pool, context(name), self.pools, self.decode, self._broadcast, self._prefilled
             )
-            for name, pool_id in ((f"prefill-{i}", f"pool-{i}") for i in range(num_hosts))
+            for name, pool in ((f"{prefill_name}-{i}", f"pool-{i}") for i in range(num_hosts))
         }
         self._hosts = {node.pool_id: node for node in self.prefill.values()}
         # Nodes that decode are assigned round-robin to the hosts, and use their pool nodes over separate links.
@@ -78,6 +89,11 @@ class SimulatedCluster:
             node.others = self.prefill
         self.on_reject: OnReject = lambda work, let_in: None
         self.on_end: Callable[[SimulatedRequest], None] = lambda work: None
+        self.on_place: Callable[[SimulatedRequest], None] = lambda work: None  # before its nodes receive it
+        self.on_switch: Callable[[SwitchRole], None] = lambda decision: None
+        self.on_idle: Callable[[str], None] = lambda node_id: None  # the node's last request has left it
+        self.num_claims: Counter[str] = Counter()  # placed requests that have not left the node, by node id
+        self._incarnations: Counter[str] = Counter()
         self._copies: dict[tuple[str, int], tuple[int, ...]] = {}  # blocks of copies that were made
 
     def run(self, keep_going: Callable[[], bool] | None = None) -> None:
@@ -118,33 +134,69 @@ class SimulatedCluster:
         return len(self._workload.before)
 
     def _join(self) -> None:
-        settings, bytes_per_token = self.settings, self.truth.bytes_per_token
         for name, node in self.prefill.items():
             self._broadcast(NodeJoined(NodeView(node.pool_id, "pool", 1, f"host of {name}")))
-        is_aggregated = settings.is_aggregated
-        decode_role: Role = "aggregated" if is_aggregated else "decode"
-        workers: list[tuple[str, Role, str]] = [
-            *((name, "prefill", node.pool_id) for name, node in self.prefill.items() if not is_aggregated),
-            *((name, decode_role, self._host_of[name].pool_id) for name in self.decode),
-        ]
-        for name, role, pool_id in workers:
-            view = NodeView(
-                node_id=name,
-                role=role,
-                incarnation=1,
-                host_id=f"host of {name}",
-                pool_node_id=pool_id,
-                model=MODEL,
-                block_tokens=self._workload.block_tokens,
-                capacity_tokens=settings.capacity_tokens,
-                max_batch=settings.max_batch,
-                kv_bytes_per_token=bytes_per_token,
-                chunk_tokens=settings.chunk_tokens,
-            )
-            self._broadcast(NodeJoined(view))
-        joined: dict[str, SimulatedPrefillNode | SimulatedDecodeNode] = {**self.prefill, **self.decode}
-        for name, _, _ in workers:
-            joined[name].reporter.start()
+        settings = self.settings
+        num_prefill = 0 if settings.is_aggregated else settings.prefill_nodes
+        num_decode = settings.decode_nodes + (settings.prefill_nodes if settings.is_aggregated else 0)
+        decode_role: Role = "aggregated" if settings.is_aggregated else "decode"
+        skipped = num_prefill if settings.hosts else 0
+        workers: list[tuple[str, Role]] = [(name, "prefill") for name in [*self.prefill][:num_prefill]]
+        workers += [(name, decode_role) for name in [*self.decode][skipped : skipped + num_decode]]
+        for name, role in workers:
+            self._broadcast(NodeJoined(self._view(name, role)))
+        for name, role in workers:
+            self._node(name, role).reporter.start()
+
+    def _view(self, name: str, role: Role) -> NodeView:
+        settings = self._settings_of(name)
+        host = self.prefill[name] if role == "prefill" else self._host_of[name]
+        return NodeView(
+            node_id=name,
+            role=role,
+            incarnation=1 + self._incarnations[name],
+            host_id=f"host of {name}",
+            pool_node_id=host.pool_id,
+            model=MODEL,
+            block_tokens=self._workload.block_tokens,
+            capacity_tokens=settings.capacity_tokens,
+            max_batch=settings.max_batch,
+            kv_bytes_per_token=self.truth.bytes_per_token,
+            hardware=self._kinds[name].hardware if name in self._kinds else "",
+            chunk_tokens=settings.chunk_tokens,
+        )
+
+    def _node(self, name: str, role: Role) -> SimulatedPrefillNode | SimulatedDecodeNode:
+        return self.prefill[name] if role == "prefill" else self.decode[name]
+
+    def _settings_of(self, name: str) -> ServingSettings:
+        """Return the settings with the limits of the node's kind."""
+        kind, settings = self._kinds.get(name), self.settings
+        if kind is None:
+            return settings
+        tokens, max_batch = int(kind.engine["capacity_tokens"]), int(kind.engine["max_batch"])
+        block_tokens = self._workload.block_tokens
+        return replace(settings, capacity_tokens=tokens // block_tokens * block_tokens, max_batch=max_batch)
+
+    def join(self, name: str, role: Role) -> None:
+        """Let the worker of a host join in a role; a worker that has joined in another one changes to it."""
+        self._broadcast(NodeJoined(self._view(name, role)))
+        self._node(name, role).reporter.start()
+
+    def drain(self, name: str, role: Role) -> None:
+        """Report that the worker takes no new work, after `network_s`; it finishes the requests that it has."""
+        self._node(name, role).reporter.drain()
+
+    def stop(self, name: str, role: Role) -> None:
+        """End the reports of an idle worker that changes its role or leaves."""
+        assert not self.num_claims[name], f"{name} stops with {self.num_claims[name]} requests"
+        self._node(name, role).reporter.stop()
+
+    def leave(self, name: str, role: Role) -> None:
+        """Remove an idle worker; its host's pool node stays."""
+        self.stop(name, role)
+        self._broadcast(NodeLost(name, 1 + self._incarnations[name]))
+        self._incarnations[name] += 1
 
     @property
     def conductor(self) -> Conductor:
@@ -169,6 +221,8 @@ class SimulatedCluster:
                 if isinstance(decision, Shrink):
                     blocks = self._copies.pop((decision.pool, decision.match_key), ())
                     self.pools.drop_copy(decision.pool, decision.match_key, decision.keep_blocks, blocks)
+                elif isinstance(decision, SwitchRole):
+                    self.on_switch(decision)
         self.clock.after(round(self.settings.tick_s * NS), self._tick)
 
     def _arrive(self, index: int) -> None:
@@ -238,6 +292,9 @@ class SimulatedCluster:
         )
         for holder in place.holders:
             self.pools.await_use(holder.pool, self.clock.now_ns, work.job.blocks)
+        work.named_helpers = place.helpers
+        self.num_claims.update(name for name in (place.prefill, place.decode, *place.helpers) if name)
+        self.on_place(work)
         # Two messages: to the frontend, and from there to the node.
         submit = self.prefill[place.prefill].submit if place.decode else self._keep_whole
         self.clock.after(2 * self._network_ns, lambda: submit(work))
@@ -257,6 +314,8 @@ class SimulatedCluster:
         self.pools.store(pool.pool_id, self.clock.now_ns, job.blocks, first)
 
     def _prefilled(self, work: SimulatedRequest) -> None:
+        for name in work.named_helpers:
+            self._unclaim(name)
         if work.asks_again:
             self.clock.after(self._network_ns, lambda: self._ask(work))
         else:
@@ -269,6 +328,7 @@ class SimulatedCluster:
                 work.reason = decision.reason
                 self.on_reject(work, lambda: self._let_decode(work))
                 self.prefill[work.prefill_node].release(work)
+                self._unclaim(work.prefill_node)
                 self.decode[work.decode_node].release(work)
                 self._end(work, RequestEnd.WITHHELD)
                 return
@@ -285,6 +345,7 @@ class SimulatedCluster:
 
     def _hand_over(self, work: SimulatedRequest) -> None:
         self.prefill[work.prefill_node].release(work)
+        self._unclaim(work.prefill_node)
         decode = self.decode[work.decode_node]
         if work.generated < work.job.output_tokens:
             decode.join(work)
@@ -305,6 +366,7 @@ class SimulatedCluster:
         if end is RequestEnd.REJECTED:
             return
         self.on_end(work)
+        self._unclaim(work.decode_node or work.prefill_node)
         event = RequestCompleted(
             work.job.name,
             0,
@@ -315,6 +377,11 @@ class SimulatedCluster:
             generated=work.generated,
         )
         self.clock.after(self._network_ns, lambda: self._complete(work.job, event))
+
+    def _unclaim(self, name: str) -> None:
+        self.num_claims[name] -= 1
+        if not self.num_claims[name]:
+            self.on_idle(name)
 
     def _complete(self, job: Arrival, event: RequestCompleted) -> None:
         self._tell(self._conductor_of(job), event)

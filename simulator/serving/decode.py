@@ -12,6 +12,7 @@ from dataclasses import replace
 from conductor.policy.events import DecodeSample, Held, NodeReported, PrefillSample
 from conductor.policy.placement.decode import peak_tokens
 from simulator.serving.clock import NS, SimulatedLink
+from simulator.serving.observed_load import ObservedLoad
 from simulator.serving.reporter import SimulatedReporter, held_of
 from simulator.serving.requests import SimulatedRequest
 from simulator.serving.settings import SimulationContext
@@ -70,6 +71,15 @@ class SimulatedDecodeNode:
             self._truth.chunk_s(self.node_id, work, work.computed or work.reused_tokens, work.job.prompt_tokens)
             for work in here
             if work.prefill_node == self.node_id and not work.first_token_ns
+        )
+
+    def observed_load(self) -> ObservedLoad:
+        """Return the node's load as its metrics show it."""
+        return ObservedLoad(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running) + len(self._joining),
+            prefill_tokens=sum(work.job.prompt_tokens - work.computed for work in self._prompts),
+            kv_share=1 - self.free_tokens / self._settings.capacity_tokens,
         )
 
     def reserve(self, work: SimulatedRequest, ready: Callable[[SimulatedRequest], None]) -> None:

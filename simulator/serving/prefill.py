@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from conductor.policy.events import Held, NodeReported, PrefillSample, TransferSample
 from simulator.serving.clock import NS, SimulatedLink, send
 from simulator.serving.decode import SimulatedDecodeNode
+from simulator.serving.observed_load import ObservedLoad
 from simulator.serving.pools import SimulatedPools
 from simulator.serving.prefill_group import SimulatedGroup, form
 from simulator.serving.reporter import SimulatedReporter, held_of
@@ -72,6 +73,17 @@ class SimulatedPrefillNode:
             self._truth.chunk_s(self.node_id, work, work.computed or work.reused_tokens, work.job.prompt_tokens)
             for work in self._held_works.values()
             if not work.first_token_ns
+        )
+
+    def observed_load(self) -> ObservedLoad:
+        """Return the node's load as its metrics show it; waiting requests hold no pages."""
+        works = self._held_works.values()
+        held = sum(work.job.prompt_tokens for work in works) - sum(w.job.prompt_tokens for w in self._waiting.values())
+        return ObservedLoad(
+            num_waiting=len(self._waiting),
+            num_running=len(works) - len(self._waiting),
+            prefill_tokens=sum(work.job.prompt_tokens - work.computed for work in works if not work.first_token_ns),
+            kv_share=held / self._settings.capacity_tokens,
         )
 
     def _fill_places(self) -> None:

@@ -62,11 +62,25 @@ class SimulatedReporter:
         self._transfers: list[TransferSample] = []
         self._is_due = False
         self._reported_ns = 0
+        self._is_draining = False
+        self._is_running = False
         self._round = 0  # number of reports; timers of earlier rounds are ignored
 
     def start(self) -> None:
         """Send an empty first report."""
+        self._is_running, self._is_draining = True, False
         self._report(self._round)
+
+    def drain(self) -> None:
+        """Report at once that the node takes no new work."""
+        self._is_draining = True
+        self._report(self._round)
+
+    def stop(self) -> None:
+        """Deliver a last report and send none until the next start."""
+        self._send(self._taken())
+        self._is_running = self._is_due = False
+        self._round += 1
 
     def progress(self, request_id: str, phase: Phase) -> None:
         self._progress.append(Progress(request_id, 0, phase))
@@ -74,12 +88,12 @@ class SimulatedReporter:
 
     def accepted(self) -> None:
         """Report a request that the node has taken; the conductor that placed it knows it already."""
-        if self._has_others:
+        if self._has_others and self._is_running:
             self._is_due = True
             self._later(max(0, self._reported_ns + self._coalesce_ns - self._clock.now_ns))
 
     def _report_soon(self) -> None:
-        if not self._is_due:
+        if self._is_running and not self._is_due:
             self._is_due = True
             self._later(self._coalesce_ns)
 
@@ -90,7 +104,8 @@ class SimulatedReporter:
         self._decodes.append(sample)
 
     def transfer(self, sample: TransferSample) -> None:
-        self._transfers.append(sample)
+        if self._is_running:  # a host without a worker also sends blocks of its pool
+            self._transfers.append(sample)
 
     def _later(self, delay_ns: int) -> None:
         number = self._round
@@ -102,8 +117,15 @@ class SimulatedReporter:
         self._round += 1
         self._is_due = False
         self._reported_ns = self._clock.now_ns
+        report = self._taken()
+        self._clock.after(self._network_ns, lambda: self._deliver(report))
+        self._later(self._every_ns)
+
+    def _taken(self) -> NodeReported:
+        """Return a report of what has happened since the last one."""
         report = NodeReported(
             self._node_id,
+            draining=self._is_draining,
             held=self._held(),
             progress=tuple(self._progress),
             prefills=tuple(self._prefills),
@@ -111,8 +133,7 @@ class SimulatedReporter:
             transfers=tuple(self._transfers),
         )
         self._progress, self._prefills, self._decodes, self._transfers = [], [], [], []
-        self._clock.after(self._network_ns, lambda: self._deliver(report))
-        self._later(self._every_ns)
+        return report
 
     def _deliver(self, report: NodeReported) -> None:
         self._send(report)

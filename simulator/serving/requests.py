@@ -20,7 +20,7 @@ from worker.policy.scheduling_order import ALWAYS_NEXT, QueueEntry, RequestKey
 
 _HISTORY_S = 1200.0  # conversations start up to this long before the run; their earlier turns' KV is in the pools
 _ANY = 1 << 40
-_SHARED = 1 << 40  # size of the block number range of one drawn conversation
+CONVERSATION_BLOCKS = 1 << 40  # size of the block number range of one drawn conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _families(trace: Trace, longest_prompt: int) -> list[list[TraceRow]]:
 def _blocks(row: TraceRow, conversation: int, block_tokens: int) -> tuple[int, ...]:
     """Return a prompt's full blocks. The first block (in the conversation trace: the system prompt) is shared."""
     whole = row.hash_ids[: row.full_blocks(block_tokens)]
-    own = conversation * _SHARED
+    own = conversation * CONVERSATION_BLOCKS
     return tuple(own + block + 1 if depth else block for depth, block in enumerate(whole))
 
 
@@ -153,6 +153,7 @@ class SimulatedRequest:
     decode_node: str = ""
     holders: tuple[Holder, ...] = ()
     helpers: tuple[str, ...] = ()  # prefill nodes that may compute some of its chunks
+    named_helpers: tuple[str, ...] = ()  # `helpers` as decided; they may turn out not to be needed
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
     reused_tokens: int = 0

@@ -59,7 +59,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     elif rejection:
         state.history.lost(now_ns, request.request_id, rejection)
     if request.attempt == 0 and not request.endless:
-        arrived(now_ns, state, request, plan.scores.best.prefill_s)
+        arrived(now_ns, state, request, plan.scores.best.prefill_s, plan.places.need_tokens)
     if judgement.rejection is not None:
         turned_away(now_ns, state, request)
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
