@@ -21,9 +21,9 @@ from conductor.policy.nodes import Liveness, ModelNodes, NodeTable, unobserved_n
 from conductor.policy.objectives import DEFAULT_HEADERS, HeaderRule, ObjectiveBook, configured_record
 from conductor.policy.replication import CopiesInFlight, HitCounts, Replication, SeenShare
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
-from conductor.policy.reserve import Price
 from conductor.policy.roles import ModelSizing, Switching
 from conductor.policy.sessions import SessionNodes
+from conductor.policy.shadow_prices import ShadowPrices
 from jit.fast_dataclass import fast_dataclass
 from settings.conductor import BLIND_PLACEMENTS, PolicyConfig
 
@@ -54,8 +54,7 @@ class ModelTally:
     ttft_error: MeanDuration = field(default_factory=MeanDuration)
     tbt_error: MeanDuration = field(default_factory=MeanDuration)
     margins: Margins = field(default_factory=Margins)
-    prefill_price: Price = field(default_factory=Price)  # of seconds of computation
-    decode_price: Price = field(default_factory=Price)  # of seconds of decode steps
+    prices: ShadowPrices = field(default_factory=ShadowPrices)
 
 
 @dataclass
