@@ -36,7 +36,7 @@ from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Ran
 
 HOSTS: Final = 4
 DECODE_NODES: Final = 2
-LINK_BYTES_PER_S: Final = 7e6
+LINK_BYTES_PER_S: Final = 4e6
 _KV_BYTES: Final = 2048  # per token
 _PREFILL_TOKENS, _DECODE_TOKENS = 4096, 8192  # memory of a worker; that of prefill nodes holds few of the prefixes
 _MAX_LEN: Final = 2048

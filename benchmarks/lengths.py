@@ -1,17 +1,13 @@
-"""Benchmark of the prediction of answer lengths, and of the goodput under overload that it leads to.
+"""Benchmark of the prediction of answer lengths.
 
-*Prediction*: the conversation trace in its order; each answer is predicted on arrival and learned from when it has
-ended (TTFT ignored, `STEP_S` per token), so that no prediction knows its own or a later answer. The first twentieth is
-not counted. `uniform` expects the mean of all answers; `prompt` is a curve per length of the prompt; `dialogue`, the
-conductor's predictor, also knows the previous answer; `linear` is a linear regression of the logarithm on the same and
-further features, with the quantiles of its residuals; `oracle` knows the answer. Pinball loss is the mean over nine
-quantiles, in tokens.
+The conversation trace in its order; each answer is predicted on arrival and learned from when it has ended (TTFT
+ignored, `STEP_S` per token), so that no prediction knows its own or a later answer. The first twentieth is not counted.
+`uniform` expects the mean of all answers; `prompt` is a curve per length of the prompt; `dialogue`, the conductor's
+predictor, also knows the previous answer; `linear` is a linear regression of the logarithm on the same and further
+features, with the quantiles of its residuals. Pinball loss is the mean over nine quantiles, in tokens. What predictions
+are worth under overload is measured by `benchmarks/admission.py`. The last line of output is JSON.
 
-*Goodput*: `moonpool simulate overload` in several scenarios, the same arrivals for all: uniform lengths, and
-`predicted` with lengths by prompt, by dialogue and of the oracle. `over_uniform` are ratios to uniform lengths, paired
-by seed. The last line of output is JSON.
-
-    python benchmarks/lengths.py [--scenarios 2x,1.2x,4x,short] [--seeds 3] [--requests 3000] [--processes 1] [--store]
+    python benchmarks/lengths.py [--store]
 """
 
 import argparse
@@ -20,7 +16,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -30,13 +26,8 @@ from numpy.typing import NDArray
 # Replace this folder on the path by the repository root: scripts here may have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.simulated import simulated_spec  # noqa: E402
-from benchmarks.stored import latest, store  # noqa: E402
+from benchmarks.stored import store  # noqa: E402
 from conductor.policy.lengths import Lengths, grid  # noqa: E402
-from settings.conductor import AdmissionMode  # noqa: E402
-from simulator.serving.confidence import mean_of  # noqa: E402
-from simulator.serving.runs import ServingRun, run_all, with_mode, worker_pool  # noqa: E402
-from simulator.serving.settings import KnownLengths  # noqa: E402
 from traces import CONVERSATION, Trace, load_trace, previous_turns  # noqa: E402
 
 Floats = NDArray[np.float64]
@@ -191,94 +182,20 @@ PREDICTORS: Final[dict[str, Callable[[], Predictor]]] = {
     "dialogue": lambda: Curves(knows_dialogue=True),
     "linear": Linear,
 }
-MODES: Final[dict[str, tuple[AdmissionMode, KnownLengths]]] = {
-    "predicted-uniform": ("predicted-uniform", "prompt"),
-    "predicted, by prompt": ("predicted", "prompt"),
-    "predicted, by dialogue": ("predicted", "dialogue"),
-    "predicted, oracle": ("predicted", "oracle"),
-}
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Arrivals per second, and the factor on the trace's answers."""
-
-    rate_per_s: float
-    output_scale: float
-    longest_answer: int
-
-
-CAPACITY: Final = latest("overload")[0]["capacity"]["rate_per_s"]
-"""Requests per second of which 90 % are good without rejections, with answers four times as long."""
-SCENARIOS: Final[dict[str, Scenario]] = {
-    "2x": Scenario(2 * CAPACITY, 4.0, 4096),
-    "1.2x": Scenario(1.2 * CAPACITY, 4.0, 4096),
-    "4x": Scenario(4 * CAPACITY, 4.0, 4096),
-    "short": Scenario(15.0, 1.0, LONGEST),
-}
-
-
-def measure_goodput(given: argparse.Namespace, load: Scenario) -> dict[str, Any]:
-    """Simulate an overloaded cluster with each kind of lengths; return means over the seeds with their interval."""
-    seeds = given.seeds
-    spec = simulated_spec(given, "predicted", output_scale=load.output_scale, longest_answer=load.longest_answer)
-    base = replace(spec, rate_per_s=load.rate_per_s)
-    specs = [
-        replace(with_mode(base, mode), seed=seed, settings=replace(base.settings, lengths=lengths))
-        for mode, lengths in MODES.values()
-        for seed in range(seeds)
-    ]
-    with worker_pool(given.processes) as pool:
-        runs = run_all(specs, pool, lambda done, total: print(f"{done} of {total} runs", file=sys.stderr))
-    return {name: summary(runs[at * seeds : (at + 1) * seeds], runs[:seeds]) for at, name in enumerate(MODES)}
-
-
-def summary(runs: list[ServingRun], uniform: list[ServingRun]) -> dict[str, Any]:
-    """Return means and 95 % intervals over the runs of one mode, and its ratios to those of uniform lengths."""
-    outcomes, others = [run.outcome for run in runs], [run.outcome for run in uniform]
-
-    pairs = list(zip(outcomes, others, strict=True))
-    return {
-        "good_per_s": asdict(mean_of([one.goodput for one in outcomes])),
-        "useful_tokens_per_s": asdict(mean_of([one.useful_tokens_per_s for one in outcomes])),
-        "wasted_tokens": asdict(mean_of([float(one.wasted_tokens) for one in outcomes])),
-        "rejected_share": asdict(mean_of([one.rejected / max(1, one.arrived) for one in outcomes])),
-        "missed_share": asdict(mean_of([(one.missed_ttft + one.missed_tbt) / max(1, one.arrived) for one in outcomes])),
-        "over_uniform": {
-            "good_per_s": asdict(mean_of([one.goodput / other.goodput for one, other in pairs])),
-            "useful_tokens_per_s": asdict(
-                mean_of([one.useful_tokens_per_s / other.useful_tokens_per_s for one, other in pairs])
-            ),
-        },
-    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="comma-separated; empty: only the prediction")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--store", action="store_true", help="store the figures in benchmarks/results")
-    parser.set_defaults(trace=CONVERSATION, prefill=8, decode=8, ttft=30.0, tbt=0.05)
     args = parser.parse_args()
-    trace = load_trace(args.trace)
-    found: dict[str, Any] = {"prediction": {}}
+    trace = load_trace(CONVERSATION)
+    found: dict[str, Any] = {}
     for name, make in PREDICTORS.items():
-        found["prediction"][name] = measure_prediction(trace, make())
-        print(f"{name}: {found['prediction'][name]}")
-    names = [name for name in args.scenarios.split(",") if name]
-    if unknown := sorted(set(names) - set(SCENARIOS)):
-        parser.error(f"unknown scenario {unknown[0]!r}: choose from {', '.join(SCENARIOS)}")
-    found["overload"] = {}
-    for name in names:
-        figures = measure_goodput(args, SCENARIOS[name])
-        found["overload"][name] = figures
-        for mode, one in figures.items():
-            print(f"{name}, {mode}: {one}", flush=True)
+        found[name] = measure_prediction(trace, make())
+        print(f"{name}: {found[name]}")
     if args.store:
-        store("lengths", found)
-    print(json.dumps(found))
+        store("lengths", {"prediction": found})
+    print(json.dumps({"prediction": found}))
 
 
 if __name__ == "__main__":

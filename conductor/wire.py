@@ -158,6 +158,9 @@ def request_arrived(
         allowed_classes=tuple(allowed) if (allowed := request.allowed_classes) else (),
         in_workers=in_workers,
         previous_tokens=request.previous_tokens,
+        expected_tokens=request.hints.expected_output_tokens if request.HasField("hints") else 0,
+        session=request.session.id,
+        parent_session=request.session.parent_id,
     )
 
 

@@ -222,6 +222,7 @@ class DecodeService:
             trace_answer(span, sequence)
             kept = PrefixSave.of(sequence, node.config.block_tokens)
             node.slots.index(reservation.slots, kept.keys)
+            await node.kv_connector.retain(request, kept.keys)
             # Stored in the same pool as the prompt, so that the next turn finds all blocks in one place.
             await node.kv_connector.store(
                 kept,

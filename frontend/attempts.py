@@ -326,7 +326,15 @@ class Placer:
             allowed_classes=request.allowed_classes,
             previous_tokens=request.previous_tokens,
             wants_receipt=request.wants_receipt,
+            hints=request.hints.to_proto(),
+            session=self._session(),
         )
+
+    def _session(self) -> conductor_pb2.Session | None:
+        request = self._request
+        if not request.session and not request.parent_session:
+            return None
+        return conductor_pb2.Session(id=request.session, parent_id=request.parent_session)
 
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:
         """Return True if the request should wait and ask again instead of failing.

@@ -138,8 +138,8 @@ def plain_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> li
 
 
 def as_plain(tool: Tool) -> dict[str, Any]:
-    """Return the tool's definition as the client sent it."""
-    return tool.model_dump(exclude_none=True)
+    """Return the tool's definition as the client sent it, without hints, which are no part of the prompt."""
+    return tool.model_dump(exclude_none=True, exclude={"cache_control"})
 
 
 def _native(index: int, message: ChatMessage) -> dict[str, Any]:

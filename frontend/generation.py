@@ -253,6 +253,7 @@ class Generation:
             timeout_s=max(0.001, self.deadline_s - monotonic()),
             idle_s=request.idle_s,
             traceparent=attempt.span.traceparent,
+            hints=request.hints.to_proto(),
         )
 
     async def _follow(self, attempt: Attempt) -> OutputChunk | None:

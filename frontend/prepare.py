@@ -12,7 +12,9 @@ from typing import Final
 import numpy as np
 
 from frontend.answer_memory import AnswerMemory
-from frontend.api.request_models import CLASS_NAME, MAX_TOKEN_ID, ChatBody, CompletionBody, GenerationBody, TokenizeBody
+from frontend.api.hints import hints_of, priority_of
+from frontend.api.request_base import MAX_TOKEN_ID
+from frontend.api.request_models import CLASS_NAME, ChatBody, CompletionBody, GenerationBody, TokenizeBody
 from frontend.callers import ApiCaller
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ServedModelConfig
@@ -22,6 +24,7 @@ from frontend.grammars import GrammarChecker, requested_grammar, wants_grammar
 from frontend.input_limits import InputLimits
 from frontend.prompts import ChatPrompt, ChatTruncator, PromptReader
 from frontend.request import GenerationRequest, Grammar, SamplingParams, TextOptions
+from frontend.sessions import NO_SESSION, SessionIds, session_number
 from frontend.tokenizer import Tokenizer
 from kvpool import chain_keys, chain_seed
 from telemetry import RequestMetrics
@@ -48,12 +51,17 @@ class RequestContext:
     wants_timing: bool = False  # the response includes the time breakdown
     span: Span = OFF
     body_nbytes: int = 0
+    session_ids: SessionIds = NO_SESSION
 
     @classmethod
     def of(cls, headers: Mapping[str, str], *, at_s: float, caller: ApiCaller, span: Span = OFF) -> "RequestContext":
-        """Parse x-slo-ttft-ms, x-slo-tpot-ms, x-slo-class and x-moonpool-timing. Raises InvalidRequest."""
+        """Parse x-slo-ttft-ms, x-slo-tpot-ms, x-slo-class, x-moonpool-timing and the ids of sessions.
+
+        Raises InvalidRequest.
+        """
         ttft_s, tpot_s = (_milliseconds(headers, name) for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"))
-        return cls(at_s, caller, ttft_s, tpot_s, _class_name(headers), _wants_timing(headers), span)
+        name, wants_timing, sessions = _class_name(headers), _wants_timing(headers), SessionIds.of(headers)
+        return cls(at_s, caller, ttft_s, tpot_s, name, wants_timing, span, session_ids=sessions)
 
     def class_beside(self, in_body: str | None) -> str:
         """Return the class of objectives given in the header or the body.
@@ -408,6 +416,7 @@ class Preparer:
     ) -> list[GenerationRequest]:
         """Return the requests of a prompt's choices. The first one's id is `request_id` itself."""
         config, tokenizer = self._config, self._tokenizer
+        sessions = arrival.session_ids.with_body(body.session_id or body.prompt_cache_key, body.parent_session_id)
         prompt = np.array(ids, np.int32)
         seed = chain_seed(arrival.caller.block_salt(body.cache_salt or ""), tokenizer.identity, config.block_tokens)
         sampling = sampling_of(
@@ -434,10 +443,13 @@ class Preparer:
             tenant=arrival.caller.tenant,
             slo_class=arrival.slo_class,
             allowed_classes=arrival.caller.slo_classes,
-            priority=body.priority or 0,
+            priority=priority_of(body),
             idle_s=config.http.endless_idle_s if body.endless else 0.0,
             text=text_options(body),
             wants_receipt=bool(body.return_receipt),
+            hints=hints_of(body),
+            session=session_number(arrival.caller.tenant, sessions.session or sessions.parent),
+            parent_session=session_number(arrival.caller.tenant, sessions.parent),
             span=arrival.span,
         )
         arrival.span.past("tokenize", arrival.at_s, first.arrival_s + first.tokenize_s, prompt_tokens=len(prompt))

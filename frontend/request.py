@@ -167,6 +167,26 @@ class TextOptions:
     include_stop: bool = False  # the text includes the stop string or stop token
 
 
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """Expectations of the client; 0: it does not say."""
+
+    expected_tokens: int = 0  # of the whole answer
+    pause_s: float = 0.0  # from the answer's end to the next request that continues it
+    lifetime_s: float = 0.0  # for which the prompt's KV should be kept
+
+    def to_proto(self) -> conductor_pb2.RequestHints | None:
+        """Return the message; None if there are no hints."""
+        if self == NO_HINTS:
+            return None
+        return conductor_pb2.RequestHints(
+            expected_output_tokens=self.expected_tokens, pause_s=self.pause_s, lifetime_s=self.lifetime_s
+        )
+
+
+NO_HINTS = RequestHints()
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """Request to generate one answer to one prompt. Times are seconds of the monotonic clock."""
@@ -193,6 +213,9 @@ class GenerationRequest:
     dropped_messages: int = 0  # number of chat messages dropped to fit into the context
     text: TextOptions = TextOptions()
     wants_receipt: bool = False
+    hints: RequestHints = NO_HINTS
+    session: int = 0  # see `frontend.sessions`; 0: the client named none
+    parent_session: int = 0
     span: Span = OFF  # span of the client's HTTP request
 
     @property

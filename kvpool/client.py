@@ -176,6 +176,33 @@ class PoolClient:
         )
         await self._call("Hint", self._stub().Hint(request), deadline_s)
 
+    async def retain(
+        self,
+        kv_namespace: bytes,
+        chain: NDArray[np.uint8],
+        *,
+        tenant: str,
+        lifetime_s: float,
+        pause_s: float = 0.0,
+        priority: int = 0,
+        deadline_s: float = _ANSWER_S,
+    ) -> bool:
+        """Let the node keep a prefix for `lifetime_s`, in preference over other blocks.
+
+        `pause_s`: expected time until its next use, 0 = unknown. Returns False if the node has no room for it beside
+        the other prefixes that the tenant announced.
+        """
+        request = pool_pb2.RetainRequest(
+            kv_namespace=kv_namespace,
+            chain=check_chain(chain).tobytes(),
+            tenant=tenant,
+            lifetime_s=lifetime_s,
+            pause_s=pause_s,
+            priority=priority,
+        )
+        reply = await self._call("Retain", self._stub().Retain(request), deadline_s)
+        return reply.retained
+
     async def renew(self, lease: Lease, lease_s: float, *, deadline_s: float = 10) -> bool:
         """Extend the lease to `lease_s` from now. Returns False if it has ended; the caller must then pin again."""
         request = pool_pb2.RenewRequest(lease_id=lease.lease_id, lease_s=lease_s)

@@ -238,7 +238,11 @@ class PoolNode:
         )
 
     def prefetch(self, kv_namespace: bytes, chain: Sequence[bytes], tail_keys: Sequence[bytes] = ()) -> int:
-        """Start to load a prompt's blocks and tails from SSD to DRAM. Returns the number of blocks in flight."""
+        """Start to load a prompt's blocks and tails from SSD to DRAM, since a request with this prompt waits.
+
+        Returns the number of blocks in flight.
+        """
+        self.core.await_use(time.monotonic_ns(), kv_namespace, chain)
         return 0 if self.ssd is None else self.ssd.loader.begin(kv_namespace, chain, tails=True, tail_keys=tail_keys)
 
     async def flush(self, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
@@ -308,6 +312,9 @@ class PoolNode:
             await asyncio.sleep(self.config.sweep_s)
             for put_id in self.core.expire(time.monotonic_ns()):
                 self._spawn(self._revoke(put_id))
+            for kv_namespace, chain in self.core.due_loads(time.monotonic_ns()):
+                if self.ssd is not None:
+                    self.ssd.loader.begin(kv_namespace, chain, tails=True)
             self.publish_changes()
 
     def _owner_lost(self, node_id: str, incarnation: int) -> None:

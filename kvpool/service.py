@@ -25,6 +25,7 @@ from kvpool.errors import (
 from kvpool.inspection import inspect, verify
 from kvpool.node import PoolNode
 from kvpool.policy import Block, PutRequest
+from kvpool.policy.eviction import RetainRequest
 from kvpool.remote_copy import copy_blocks
 from kvpool.spec import KvSpec
 from moonpool_proto.v1 import common_pb2, pool_pb2, pool_pb2_grpc, worker_pb2
@@ -156,6 +157,18 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             time.monotonic_ns(), _namespace(request.kv_namespace), _keys(request.chain), request.other_replicas
         )
         return pool_pb2.HintReply()
+
+    @_refusing
+    async def Retain(self, request: pool_pb2.RetainRequest, context: Context[Any, Any]) -> pool_pb2.RetainReply:
+        announced = RetainRequest(
+            request.tenant,
+            lifetime_ns=_nanoseconds("lifetime_s", request.lifetime_s),
+            pause_ns=_nanoseconds("pause_s", request.pause_s) if request.pause_s else 0,
+            priority=request.priority,
+        )
+        chain = _keys(request.chain)
+        retained = self._node.core.retain(time.monotonic_ns(), _namespace(request.kv_namespace), chain, announced)
+        return pool_pb2.RetainReply(retained=retained)
 
     @_refusing
     async def Renew(self, request: pool_pb2.RenewRequest, context: Context[Any, Any]) -> pool_pb2.RenewReply:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,7 +128,7 @@ class CompletionClient:
     """Sender of planned requests to one server.
 
     `clock`: monotonic seconds, the time base of all records. `retry`: policy for rejections (HTTP 429); None: a
-    rejection is the request's outcome.
+    rejection is the request's outcome. `headers`: sent with each request.
     """
 
     def __init__(
@@ -140,6 +140,7 @@ class CompletionClient:
         clock: Callable[[], float],
         dialect: Dialect | None = None,
         retry: RetryPolicy | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._session = session
         self._server = server
@@ -147,6 +148,7 @@ class CompletionClient:
         self._clock = clock
         self._dialect = dialect or TokenIdCompletions()
         self._retry = retry
+        self._headers = headers
 
     async def send(self, request: PlannedRequest, record: RequestRecord, *, cache_salt: str) -> None:
         """Send the request, retry it according to the policy, and fill in `record`.
@@ -181,7 +183,8 @@ class CompletionClient:
         record.attempts += 1
         url = self._server.base_url + self._dialect.path
         try:
-            async with self._session.post(url, data=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._session.post(url, data=body, headers=self._headers, timeout=timeout) as response:
                 if response.status != 200:
                     await self._refused(response, record)
                 else:

@@ -206,7 +206,10 @@ class ChatDialect:
 
 
 async def talk(common: Talk, dialogue: int, system: str, turns: Iterable[PlannedTurn]) -> None:
-    """Run one dialogue to its end or its first failed turn; each turn's record is added when the turn starts."""
+    """Run one dialogue to its end or its first failed turn; each turn's record is added when the turn starts.
+
+    All its requests carry one session id.
+    """
     messages = [{"role": "system", "content": system}] if system else []
     history = 0
     for planned in turns:
@@ -223,6 +226,7 @@ async def talk(common: Talk, dialogue: int, system: str, turns: Iterable[Planned
             clock=common.clock,
             dialect=ChatDialect(tuple(messages), common.truncation),
             retry=RetryPolicy(),
+            headers={"x-session-id": f"{common.cache_salt}-{dialogue}"},
         )
         await client.send(_request(record), record, cache_salt=common.cache_salt)
         if record.outcome is not SendOutcome.COMPLETED:

@@ -80,7 +80,8 @@ class PrefillService:
     async def _serve(self, request: Request, span: Span) -> None:
         node = self.node
         next_node = request.placement.decode.node_id
-        node.hold(request, remaining_prefill_tokens=len(request.prompt), decode_node=next_node)
+        new_tokens = request.expected_new_tokens(node.config.block_tokens)
+        node.hold(request, remaining_prefill_tokens=new_tokens, decode_node=next_node)
         try:
             if self._places.must_wait:
                 node.kv_connector.prefetch(request, reusable_blocks(request, node.config.block_tokens))

@@ -140,8 +140,8 @@ class PolicyConfig(SettingsGroup):
         float,
         Key("Seconds without use after which a copy of a prefix is deleted", low=1, high=86400, unit="s"),
     ] = 180.0
-    prefill_reserve: float = 0.9  # share of its room that an expensive request leaves free, in the mode `predicted`
-    decode_reserve: float = 0.2
+    ttft_reserve: float = 0.9  # share of its room that an expensive request leaves free, in the mode `predicted`
+    tbt_reserve: float = 0.75
     hot_load: float = 0.5  # share of its holders' time from which a prefix is copied ahead of need
     max_copies: Annotated[
         int, Key("Maximum concurrent copies of hot prefixes between pool nodes; 0 disables copying", low=0, high=1024)
@@ -177,7 +177,7 @@ class PolicyConfig(SettingsGroup):
             "predicted: the load when the prefill ends, for answers of a mean length or of learned lengths",
             choices=("none", "early", "predicted-uniform", "predicted"),
         ),
-    ] = "predicted-uniform"
+    ] = "predicted"
     attained_share: Annotated[
         float,
         Key(
@@ -243,6 +243,7 @@ class PolicyConfig(SettingsGroup):
         Key("Maximum prefill nodes that compute one long prompt together; 1 disables prefill groups", low=1, high=64),
     ] = 1
     prefill_group_min_tokens: Annotated[int, Key("Minimum uncached prompt tokens for a prefill group", low=1)] = 4096
+    per_node_costs: bool = True  # slowdown factors of each node; False only in simulations
     placement: Placement = "moonpool"  # choice of the prefill node; another one only in simulations
     explain: int = 0  # number of best candidates with scores per decision; set by the decision log's settings
 

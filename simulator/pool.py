@@ -6,17 +6,21 @@ cannot be stored, neither can its successors. Otherwise any block may be evicted
 
 from collections.abc import Callable, Hashable, Sequence
 
-from kvpool.policy.eviction import EvictionPolicy, Resident, Use
+from kvpool.policy.eviction import EvictionPolicy, Resident, RetainingPolicy, RetainRequest, Retention, Use
 
 
 class SimulatedPool:
     """Blocks by key. A chain is a prompt's blocks in order; equal keys have an equal prefix."""
 
-    def __init__(self, policy: EvictionPolicy, capacity: int, *, leaf_first: bool) -> None:
+    def __init__(
+        self, policy: EvictionPolicy, capacity: int, *, leaf_first: bool, retention: Retention | None = None
+    ) -> None:
+        """`retention`: of prefixes that are announced by `retain`; None: there are none."""
         self.present: dict[object, Resident] = {}
         self.evictions = 0
         self.not_stored = 0
-        self._policy = policy
+        self._retaining = None if retention is None else RetainingPolicy(policy, retention)
+        self._policy = policy if self._retaining is None else self._retaining
         self._capacity = capacity
         self._leaf_first = leaf_first
         self._num_children: dict[object, int] = {}  # kept with `leaf_first` only
@@ -35,6 +39,15 @@ class SimulatedPool:
             resident.used_ns = now_ns
             hits += 1
         return hits
+
+    def retain(self, chain: Sequence[Hashable], now_ns: int, request: RetainRequest) -> bool:
+        """Retain the blocks of a prefix; return False if there is no room for it among the retained ones."""
+        return self._retaining is not None and self._retaining.retain(now_ns, chain, 1, request)
+
+    def await_use(self, chain: Sequence[Hashable], now_ns: int) -> None:
+        """Record that a request with this prompt has arrived and waits."""
+        if self._retaining is not None:
+            self._retaining.retention.await_use(now_ns, chain)
 
     def use(self, resident: Resident, use: Use) -> None:
         """Mark a present block as used by a request."""

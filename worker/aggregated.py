@@ -26,7 +26,7 @@ class AggregatedService:
     async def _serve(self, request: Request, span: Span) -> None:
         node = self._node
         report = node.reporter
-        held = node.hold(request, remaining_prefill_tokens=len(request.prompt))
+        held = node.hold(request, remaining_prefill_tokens=request.expected_new_tokens(node.config.block_tokens))
         try:
             matcher = await node.matcher(request)  # compiled before the request holds anything
             with node.queued(request):

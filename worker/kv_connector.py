@@ -107,11 +107,13 @@ class KVConnector:
             await client.close()
 
     def prefetch(self, request: Request, num_blocks: int) -> None:
-        """Tell pool nodes to bring the first `num_blocks` blocks of a waiting request from SSD to memory. Returns at
-        once.
-        """
-        others = [h for h in request.placement.holders if h.ssd_blocks and h.pool.node_id != self.own_node_id]
-        asked = [(self._own_target, 0, num_blocks)] if self._own_target and self._has_ssd else []
+        """Let pool nodes bring the first `num_blocks` blocks of a waiting request to memory. Returns at once."""
+        # A request with hints probably continues one for which the pool keeps blocks: they must not be given up now.
+        is_hinted = request.proto.HasField("hints")
+        others = [
+            h for h in request.placement.holders if (h.ssd_blocks or is_hinted) and h.pool.node_id != self.own_node_id
+        ]
+        asked = [(self._own_target, 0, num_blocks)] if self._own_target and (self._has_ssd or is_hinted) else []
         asked += [(h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks)) for h in others]
         for target, first, end in asked:
             if first < end:
@@ -270,6 +272,28 @@ class KVConnector:
                 self._counters.add_transfer("store", nbytes, time.perf_counter() - began)
                 return
         await self._writer.put(client, kept, slots, first, token_s=token_s)
+
+    async def retain(self, request: Request, keys: Sequence[bytes]) -> None:
+        """Let the pool that stores the request's KV keep these leading blocks, if its client announced another request.
+
+        A failure is only logged: the blocks are then evicted as any other.
+        """
+        hints, target = request.proto.hints, self._target_of(request.placement.pool)
+        if hints.lifetime_s <= 0 or not keys or not target or not self._may_call(target):
+            return
+        try:
+            await self.client(target).retain(
+                self._namespace,
+                key_array(keys),
+                tenant=request.placement.turn.account,
+                lifetime_s=hints.lifetime_s,
+                pause_s=hints.pause_s,
+                priority=request.placement.turn.priority,
+            )
+            self._record_call(target)
+        except PoolErrors as error:
+            self._record_call(target, error)
+            log.info("a prompt is not retained by the pool at %s: %s", target, error)
 
     async def drop(self, superseded: bytes, pool: NodeRef) -> None:
         """Remove the partial block with key `superseded` (empty: none) from the pool, unless it is leased."""

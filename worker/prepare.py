@@ -332,6 +332,7 @@ async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence
         await _compare(node, work, aside)
     node.slots.index(work.slots, kept.keys, anew_from=work.cut)
     kept = kept.whole() if goes_on else kept
+    await node.kv_connector.retain(work.request, kept.keys)  # first, so that nothing of it is evicted for the rest
     await node.kv_connector.store(kept, work.slots, _first_to_store(work), token_s=sequence.token_s)
     work.is_superseding = kept.num_tokens(node.config.block_tokens) > work.pooled_tokens
 

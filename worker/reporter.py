@@ -6,7 +6,9 @@ All conductors get the same reports, since any of them may place a request here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,7 +35,7 @@ from worker.errors import StartupError
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
-COALESCE_S = 0.02
+COALESCE_S = 0.02  # from an event to its report; between two reports at least, if requests are accepted
 MAX_SAMPLES = 256
 FIRST_DECODES = 64
 DECODE_EVERY_S = 0.25
@@ -56,6 +58,8 @@ class JoinStream:
         self._fill = fill
         self._on_command = on_command
         self._news = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._sent_s = -math.inf  # when the last report was sent
         self._pending = NodeReport()
         self._streams = 0  # number of streams begun
         self._streaming = False  # a stream is open: events are collected
@@ -78,7 +82,12 @@ class JoinStream:
         self.hurry()
 
     def hurry(self) -> None:
-        """Send a report now."""
+        """Send a report soon, with the events that occur together."""
+        self._news.set()
+
+    def request_accepted(self) -> None:
+        """Send a report now, unless the last one was just sent."""
+        self._urgent.set()
         self._news.set()
 
     def progress(self, request_id: str, attempt: int, phase: Phase.ValueType) -> None:
@@ -167,7 +176,7 @@ class JoinStream:
         while True:
             try:
                 await asyncio.wait_for(self._news.wait(), REPORT_EVERY_S)
-                await asyncio.sleep(COALESCE_S)  # one report for events that occur together
+                await self._collect()
             except TimeoutError:
                 pass
             if (
@@ -175,12 +184,22 @@ class JoinStream:
             ):  # gRPC may still iterate after a broken stream: the events belong to its successor
                 return
             self._news.clear()
+            self._urgent.clear()
+            self._sent_s = time.monotonic()
             report, self._pending = self._pending, NodeReport()
             if self._announced is not self._node:
                 self._announced = self._node
                 report.node.CopyFrom(self._node)
             self._fill(report)
             yield report
+
+    async def _collect(self) -> None:
+        """Wait until the report is due: one report for events that occur together, the next after COALESCE_S."""
+        if not self._urgent.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), COALESCE_S)
+        if self._urgent.is_set():
+            await asyncio.sleep(self._sent_s + COALESCE_S - time.monotonic())
 
 
 class ConductorReporter:
@@ -209,7 +228,8 @@ class ConductorReporter:
     def request_accepted(self) -> None:
         """Report a new request at once, since only the conductor that placed it has seen it."""
         if len(self._streams) > 1:
-            self.hurry()
+            for stream in self._streams:
+                stream.request_accepted()
 
     def progress(self, request_id: str, attempt: int, phase: Phase.ValueType) -> None:
         """Report a phase of a request."""

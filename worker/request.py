@@ -143,6 +143,11 @@ class Request:
         """Ids that earlier attempts generated."""
         return self.prompt[len(self.prompt) - self.generated :]
 
+    def expected_new_tokens(self, block_tokens: int) -> int:
+        """Return the prompt tokens to compute if the blocks that the conductor expects to be reused are still there."""
+        reused_tokens = 0 if self.scores_prompt else self.placement.reuse_blocks * block_tokens
+        return len(self.prompt) - min(reused_tokens, len(self.prompt) - 1)
+
     @property
     def scores_prompt(self) -> bool:
         """True if log-probabilities of the whole prompt are still to be sent; none of it is reused then."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures.agents import draw_agents
 from benchmarks.stored import Result, latest
 
 _OURS, _MISSED, _GREY = "#0969da", "#cf222e", "#57606a"
@@ -34,6 +35,8 @@ def draw_all(folder: Path) -> None:
     draw_overhead(latest("overhead")[0], folder / "overhead.svg")
     draw_shapes(latest("vllm_pd")[0], folder / "vllm_pd.svg")
     draw_scheduling(latest("scheduling")[0], folder / "scheduling.svg")
+    draw_agents(latest("agents")[0], folder / "agents.svg")
+    draw_admission(latest("admission")[0], folder / "admission.svg")
 
 
 def pool_rows(memory: Result, ssd: Result) -> list[RatioRow]:
@@ -222,6 +225,52 @@ def draw_scheduling(result: Result, path: Path) -> None:
         for axis in (network, gain):
             axis.axvline(1.0, color=_GREY, linewidth=0.8)
         finish(figure, [ttft, network, gain], path)
+
+
+_MODES = {
+    "none": "#d0d7de",
+    "load": "#afb8c1",
+    "early": "#8c959f",
+    "predicted-uniform": "#57606a",
+    "predicted": _OURS,
+    "oracle": "#8250df",
+}
+
+
+def draw_admission(result: Result, path: Path) -> None:
+    """Draw goodput by scenario and mode as a share of the bound, and useful against good at twice the capacity."""
+    plt = pyplot()
+    scenarios = result["scenarios"]
+    with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
+        figure, (goodput, useful) = plt.subplots(
+            1, 2, figsize=(10.5, 3.4), layout="constrained", gridspec_kw={"width_ratios": [2, 1]}
+        )
+        for at, (mode, colour) in enumerate(_MODES.items()):
+            shares = [
+                one["modes"][mode]["good_per_s"]["mean"] / one["bound_good_per_s"]["mean"] for one in scenarios.values()
+            ]
+            goodput.bar(
+                [place + (at - 2.5) * 0.14 for place in range(len(shares))], shares, 0.13, color=colour, label=mode
+            )
+            row = scenarios["2x"]["modes"][mode]
+            x, y = row["good_per_s"], row["useful_tokens_per_s"]
+            useful.errorbar(
+                x["mean"],
+                y["mean"] / 1e3,
+                xerr=[[x["mean"] - x["low"]], [x["high"] - x["mean"]]],
+                yerr=[[(y["mean"] - y["low"]) / 1e3], [(y["high"] - y["mean"]) / 1e3]],
+                fmt="o",
+                color=colour,
+                capsize=2,
+            )
+        goodput.set_xticks(range(len(scenarios)), list(scenarios))
+        goodput.set_ylim(0, 1.0)
+        goodput.set_title("goodput, share of the bound that knows all requests in advance", fontsize=9.5)
+        goodput.legend(frameon=False, fontsize=8, ncols=6, loc="upper center")
+        goodput.grid(axis="y", color="#d8dee4", linewidth=0.7)
+        useful.set_xlabel("good requests/s")
+        useful.set_title("useful prefill at 2x, thousand tokens/s", fontsize=9.5)
+        finish(figure, [goodput, useful], path)
 
 
 def _points(axis: Any, places: Sequence[float], ratios: Sequence[dict[str, float]], colour: str, label: str) -> None:

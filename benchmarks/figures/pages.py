@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.figures import charts, data_plane, disaggregation, serving, summary
+from benchmarks.figures.agents import agents
 from benchmarks.stored import latest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,7 @@ SECTIONS = (
     serving.admission,
     serving.groups,
     serving.dialogues,
+    agents,
     serving.vllm,
     serving.hostile,
 )

@@ -13,7 +13,7 @@ def at_a_glance() -> str:
     paths, beside, frontend, conductor, compression = (
         latest(name)[0] for name in ("messenger-paths", "pool-interference", "frontend", "conductor", "compression")
     )
-    vllm, scheduling = latest("vllm_pd")[0], latest("scheduling")[0]
+    vllm, scheduling, admission = latest("vllm_pd")[0], latest("scheduling")[0], latest("admission")[0]
     small = [row for size, row in pool["by_size"].items() if size != "16 MiB"]
     large = pool["by_size"]["16 MiB"]
     rows = [
@@ -123,6 +123,18 @@ def at_a_glance() -> str:
             "> 1.1",
         ],
         [
+            "Goodput of the default admission mode to that of the best other, in the worst scenario, simulated",
+            "admission under overload",
+            interval(admission["default_vs_best_mode"]),
+            "interval up to ≥ 1.0",
+        ],
+        [
+            "Useful prefill to `predicted-uniform` / rejections to `load`, at twice the capacity, simulated",
+            "admission under overload",
+            f"{interval(admission['useful_vs_uniform'])} / {interval(admission['rejected_vs_baseline'])}",
+            "≥ 1.1 / ≤ 0.6",
+        ],
+        [
             "TTFT of vLLM workers behind the conductor to round-robin / with the pool to vLLM's prefix cache",
             "vllm",
             f"{number(vllm['conductor_vs_round_robin_ttft_ratio'])} / {number(vllm['pool_vs_prefix_cache_ttft_ratio'])}",
@@ -160,7 +172,7 @@ def readme() -> str:
     pool_result, _ = latest("kvpool")
     messenger_result, _ = latest("messenger")
     conductor_result, _ = latest("conductor")
-    overload_result, _ = latest("overload")
+    admission_result, _ = latest("admission")
     group_result, _ = latest("prefill-group")
     disaggregation = _disaggregation()
     sizes, by_size = list(pool_result["by_size"]), pool_result["by_size"]
@@ -168,10 +180,9 @@ def readme() -> str:
         size: write_and_read(messenger_result["by_size"][size], "tcp_vs_mooncake", "throughput")
         for size in ("64KiB", "1MiB", "16MiB")
     }
-    modes = ", ".join(f"`{row['mode']}` {row['goodput']['mean']:.1f}" for row in overload_result["summaries"])
-    false = ", ".join(
-        f"`{row['mode']}` {row['false_rejects']['mean']:.0%} of {row['rejects_tried']}"
-        for row in overload_result["summaries"][1:]
+    overload = admission_result["scenarios"]["2x"]["modes"]
+    modes = ", ".join(
+        f"{mode if mode == 'oracle' else f'`{mode}`'} {row['good_per_s']['mean']:.1f}" for mode, row in overload.items()
     )
     speedups = [
         (run.get("paced"), row["members"], row["speedup"]) for run in group_result["runs"] for row in run["rows"]
@@ -213,7 +224,6 @@ def readme() -> str:
             f"{conductor_result['decisions_per_s']:,.0f} decisions/s, p99 {conductor_result['decision_p99_us'] / 1e3:.2f} ms",
         ],
         ["goodput under twofold overload, simulated, requests/s", modes],
-        ["false rejects of the rejections judged there", false],
         [
             "prefill groups, time to first token of one long prompt",
             f"two paced nodes {span(2)} times as fast, four {span(4)}; two real engines on two cores {real[-1]:.2f}",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from moonpool.supervision.child import READY_PREFIX
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 START_S = 900.0  # enough for the 19 processes of a cluster on two busy cores
@@ -98,7 +102,7 @@ def scripted_cluster(folder: Path, work: Path, step_s: float) -> Iterator[Served
         for name, flags in roles.items():
             command = [sys.executable, "-m", "benchmarks.frontend.watched", str(work / f"{name}.loop"), *flags]
             process = stack.enter_context(running([*command, "--log-level", "warning"], work / f"{name}.log"))
-            told[name] = json.loads(ready_line(process, "MOONPOOL_READY ", work / f"{name}.log"))
+            told[name] = json.loads(ready_line(process, READY_PREFIX, work / f"{name}.log"))
             pids[name] = process.pid
             if name == "conductor":
                 limits = [str(json.loads((folder / "config.json").read_text())["max_position_embeddings"]), "16"]
@@ -127,6 +131,27 @@ def cluster(folder: Path, work: Path, *flags: str) -> Iterator[Served]:
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
+
+
+def frontend_preferring(conductor: int, conductors: int) -> str:
+    """Return the name of a frontend that prefers the conductor of this number (`frontend.conductor`).
+
+    It is "frontend", that of a cluster's own, if that one does.
+    """
+    names = itertools.chain(["frontend"], (f"frontend-{i}" for i in itertools.count(100)))
+    return next(name for name in names if zlib.crc32(name.encode()) % conductors == conductor)
+
+
+@contextlib.contextmanager
+def another_frontend(folder: Path, work: Path, name: str, *flags: str) -> Iterator[tuple[str, int]]:
+    """Run a further frontend for the cluster that runs in `work`; yield its URL and its process id."""
+    ready = json.loads((work / "ready.json").read_text())
+    conductors = [node["target"] for node in ready["nodes"].values() if node["role"] == "conductor"]
+    command = [sys.executable, "-m", "moonpool", "node", "frontend", "--node-id", name, "--model", str(folder)]
+    command += ["--port", "0", "--log-level", "warning", "--conductor", *conductors, *flags]
+    with running(command, work / f"{name}.log") as process:
+        told = json.loads(ready_line(process, READY_PREFIX, work / f"{name}.log"))
+        yield str(told["target"]), process.pid
 
 
 @contextlib.contextmanager

@@ -27,10 +27,12 @@ _LOGGED_NAMES_OF: Final[Mapping[type, Mapping[str, str]]] = {Considered: {"coloc
 _OLD_VALUES: Final = {
     "attained_share": 0.0,
     "report_timeout_s": 0.0,
-    "prefill_reserve": 0.0,
-    "decode_reserve": 0.0,
+    "ttft_reserve": 0.0,
+    "tbt_reserve": 0.0,
 }
 _FIELD_NAMES: Final = {logged: name for name, logged in LOGGED_NAMES.items()}
+# Settings of a former rule for the mode `predicted`; decisions in other modes do not depend on them.
+_FORMER_RESERVE: Final = ("prefill_reserve", "decode_reserve")
 
 
 def to_json(value: Event | Decision) -> dict[str, Any]:
@@ -57,6 +59,12 @@ def config_to_json(config: PolicyConfig) -> dict[str, Any]:
 def config_from_json(row: Any) -> PolicyConfig:
     """Return the configuration that `config_to_json` wrote. Raises LogFormatError if `row` is not one."""
     if isinstance(row, Mapping):
+        if row.get("admission_mode") == "predicted" and any(row.get(name) for name in _FORMER_RESERVE):
+            raise LogFormatError(
+                "written by a version whose mode `predicted` had another rule for expensive requests "
+                f"({', '.join(_FORMER_RESERVE)}): replay it with that version"
+            )
+        row = {name: value for name, value in row.items() if name not in _FORMER_RESERVE}
         row = _OLD_VALUES | {_FIELD_NAMES.get(name, name): value for name, value in row.items()}
     return _object(PolicyConfig, row)  # type: ignore[no-any-return]
 

@@ -67,10 +67,14 @@ def forecast_of(
     margins = state.tally_of(context.request.model).margins
     ttft_margin, tbt_margin = margins.ttft.share, margins.tbt.share
     if state.config.admission_mode == "predicted" and not context.request.generated:
-        if ttft_objective_s := usable_s(objectives.ttft_s):
-            ttft_margin += _prefill_reserve(context, plan, waited_s, ttft_objective_s, 1 - ttft_margin)
-        if decode is not None and (tbt_objective_s := usable_s(objectives.tbt_s)):
-            tbt_margin += _decode_reserve(context, plan, idle_tbt_s, tbt_objective_s, 1 - tbt_margin)
+        ttft_s, tbt_s = usable_s(objectives.ttft_s), usable_s(objectives.tbt_s)
+        # The room between the load that it would have on idle nodes and the bound.
+        ttft_room = 1 - ttft_margin - (plan.ttft_s - waited_s) / ttft_s if ttft_s else 0.0
+        tbt_room = 1 - tbt_margin - idle_tbt_s / tbt_s if tbt_s else 0.0
+        fits = min(ttft_room, tbt_room) >= 0  # otherwise it cannot be served well, whatever else is rejected
+        if fits and _cost_of(context, plan, ttft_s, tbt_s * (1 - tbt_margin)) > 1:
+            ttft_margin += state.config.ttft_reserve * ttft_room
+            tbt_margin += state.config.tbt_reserve * tbt_room
     return Forecast(
         plan.ttft_s,
         0.0 if asks_again(state.config) else plan.tbt_s,
@@ -81,34 +85,22 @@ def forecast_of(
     )
 
 
-def _prefill_reserve(
-    context: PlacementContext, plan: PlacementPlan, waited_s: float, objective_s: float, bound: float
-) -> float:
-    """Return the share of the TTFT objective that the request leaves to those with a cheaper prefill (`reserve`)."""
-    state, ttft_s = context.state, plan.ttft_s
-    return state.tally_of(context.request.model).prefill_price.reserved(
-        state.config.prefill_reserve,
-        plan.scores.best.prefill_s,
-        ttft_s / objective_s,
-        (ttft_s - waited_s) / objective_s,
-        bound,
-    )
+def _cost_of(context: PlacementContext, plan: PlacementPlan, ttft_s: float, tbt_s: float) -> float:
+    """Return what serving the request costs (`shadow_prices`); time without a bound `ttft_s` or `tbt_s` is free."""
+    request, decode, nodes = context.request, plan.decode, plan.places.prefill
+    prefill_s, decode_s = plan.scores.best.prefill_s if ttft_s else 0.0, 0.0
+    if decode is not None and tbt_s:
+        answer_tokens = context.state.lengths.expected(plan.curve, request.max_new_tokens)
+        fixed_s, per_sequence_s, per_token_s = context.costs.decode
+        steps_s = answer_tokens * (per_sequence_s + per_token_s * (request.prompt_tokens + answer_tokens / 2))
+        # Of a step that takes as long as it may, the fixed part serves nobody.
+        decode_s = steps_s * tbt_s / max(tbt_s - fixed_s, _LEAST_SHARE * tbt_s)
+    if nodes.is_aggregated.item(plan.chosen):
+        prefill_s, decode_s = prefill_s + decode_s, 0.0
+    return context.state.tally_of(request.model).prices.cost_of(context.now_ns, prefill_s, decode_s)
 
 
-def _decode_reserve(
-    context: PlacementContext, plan: PlacementPlan, idle_s: float, objective_s: float, bound: float
-) -> float:
-    """Return the share of the TBT objective that the request leaves to those with a cheaper decode (`reserve`)."""
-    state, request = context.state, context.request
-    answer_tokens = state.lengths.expected(plan.curve, request.max_new_tokens)
-    _, per_sequence_s, per_token_s = context.costs.decode
-    return state.tally_of(request.model).decode_price.reserved(
-        state.config.decode_reserve,
-        answer_tokens * (per_sequence_s + per_token_s * (request.prompt_tokens + answer_tokens / 2)),
-        plan.tbt_s / objective_s,
-        idle_s / objective_s,
-        bound,
-    )
+_LEAST_SHARE: Final = 0.1  # of a step that serves somebody, however long its fixed part
 
 
 def judge(

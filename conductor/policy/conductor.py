@@ -99,6 +99,8 @@ class Conductor:
                 if node.role != "pool":
                     state.costs_of(node.model)
                     self._compare(node)
+                    slots = [state.nodes.slot(other.node_id) for other in state.nodes.of_kind(node)]
+                    state.slowdowns.start_like(state.nodes.slot(node.node_id), np.array(slots, np.int64))
             case NodeLost(node_id, incarnation):
                 known = state.nodes.get(node_id)
                 if known is not None and known.incarnation == incarnation:
@@ -119,8 +121,7 @@ class Conductor:
                 state.count_running(now_ns)
                 state.evaluation.pass_time(now_ns, StateView(state))
                 self.loads.pass_time(now_ns, state)
-                for tally in state.tallies.values():
-                    tally.margins.pass_time(now_ns)
+                self._adapt_admission(now_ns)
                 accrue_endless(now_ns, state)
                 plan_sizes(now_ns, state)
                 decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns), *plan_roles(now_ns, state)]
@@ -387,6 +388,15 @@ class Conductor:
             turn_ns=now_ns,
             room_ns=now_ns,
         )
+
+    def _adapt_admission(self, now_ns: int) -> None:
+        # Other conductors' requests, whose demand it does not see, take the rest of the nodes' time.
+        own_share = 1 / self._state.seen_share.requests_per_own
+        for model, tally in self._state.tallies.items():
+            tally.margins.pass_time(now_ns)
+            nodes = self._state.nodes.model(model)
+            if nodes is not None:
+                tally.prices.adapt(now_ns, own_share * len(nodes.prefill), own_share * len(nodes.decode))
 
     def _shrink(self, now_ns: int) -> list[Decision]:
         cold = self._state.replication.take_cold(now_ns)

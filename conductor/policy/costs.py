@@ -274,6 +274,18 @@ class NodeSlowdowns:
             self._levels = np.concatenate([self._levels, np.zeros((2, missing))], axis=1)
             self._nums = np.concatenate([self._nums, np.zeros((2, missing), np.int64)], axis=1)
 
+    def start_like(self, slot: int, others: NDArray[np.int64]) -> None:
+        """Let a node of which nothing was measured begin with the lower median of the factors of nodes of its kind.
+
+        `others`: their slots.
+        """
+        for kind in (PREFILL, DECODE):
+            known = others[self._nums[kind, others] >= _ENOUGH]
+            if len(known) and not self._nums[kind, slot]:
+                middle = (len(known) - 1) // 2
+                self._nums[kind, slot] = _ENOUGH
+                self._set(kind, slot, float(np.partition(self._levels[kind, known], middle)[middle]))
+
     def forget(self, slot: int) -> None:
         """Reset the slot of a node that has left."""
         if 0 <= slot < self._nums.shape[1]:
@@ -298,7 +310,9 @@ class NodeSlowdowns:
         before = watch.num_outliers
         usual, change = watch.note(log_error - level)
         self._nums[kind, slot] += 1
-        self._set(kind, slot, level + change + _DRIFT * (usual or 0.0))
+        # The first measurements count as much as they do in a mean with one that found the node usual.
+        share = max(_DRIFT, 1 / (1 + int(self._nums[kind, slot])))
+        self._set(kind, slot, level + change + share * (usual or 0.0))
         is_believed = abs(self._levels[kind, slot]) < _MOST
         return usual if is_believed else None, watch.num_outliers > before
 

@@ -285,6 +285,9 @@ class RequestArrived:
     allowed_classes: tuple[str, ...] = ()  # that its tenant may use; (): all
     in_workers: PoolMatches = NO_MATCHES  # leading blocks in workers' own memory; `pool` is the worker's id
     previous_tokens: int = 0  # length of the previous answer in its dialogue; 0: there is none, or it is not known
+    expected_tokens: int = 0  # of its whole answer, as its client expects; 0: the client does not say
+    session: int = 0  # hash of its session's id and its tenant; 0: it has none
+    parent_session: int = 0  # likewise, of the session that started its session
 
 
 @fast_dataclass
@@ -412,6 +415,7 @@ MOST_NS: Final = 10**15
 _MOST_BYTES: Final = 1 << 50
 _MOST_PRIORITY: Final = 1 << 31
 _MOST_VIRTUAL_NS: Final = 1 << 60
+_MOST_HASH: Final = (1 << 64) - 1
 _OUTCOMES: Final = frozenset({"finished", "failed", "cancelled", "retry", "rejected"})
 T = TypeVar("T", int, float)
 D = TypeVar("D", RequestArrived, RequestCompleted, CopyFinished, Held, NodeView)
@@ -460,9 +464,13 @@ def _arrival(event: RequestArrived) -> RequestArrived:
         and 0 <= event.tbt_objective_s < MOST_S
         and 0 <= event.waited_s < MOST_S
         and 0 <= event.previous_tokens <= MOST_TOKENS
+        and 0 <= event.expected_tokens <= MOST_TOKENS
+        and 0 <= event.session <= _MOST_HASH
+        and 0 <= event.parent_session <= _MOST_HASH
     ):
         return event
-    counts = {"max_new_tokens": MOST_TOKENS, "previous_tokens": MOST_TOKENS}
+    counts = {"max_new_tokens": MOST_TOKENS, "previous_tokens": MOST_TOKENS, "expected_tokens": MOST_TOKENS}
+    counts |= {"session": _MOST_HASH, "parent_session": _MOST_HASH}
     prompt_tokens = min(max(1, event.prompt_tokens), MOST_TOKENS)
     return replace(
         _within(event, counts, ("ttft_objective_s", "tbt_objective_s", "waited_s")),

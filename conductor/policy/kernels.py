@@ -87,7 +87,7 @@ def _tally_row(requests: Any, row: Any, now_ns: Any, loads: Any) -> Any:
     if slot != NONE:
         left = request.prefill_ns
         if request.started_ns != NONE:
-            left -= now_ns - request.started_ns
+            left -= max(now_ns - request.started_ns, 0)
         left = max(left, 0)
         loads[slot].queued_ns += left
     slot = request.decode_node

@@ -260,6 +260,11 @@ class NodeTable:
         """Return True if any joined node serves a model."""
         return any(node.role != "pool" for node in self._nodes.values())
 
+    def of_kind(self, node: NodeView) -> list[NodeView]:
+        """Return the other nodes of the model with the same hardware and limits; [] if the hardware is unknown."""
+        kind = _kind(node)
+        return [other for other in self if other.node_id != node.node_id and _kind(other) == kind and node.hardware]
+
     def model(self, model: str) -> ModelNodes | None:
         """Return the model's candidates; None if no node, draining or suspect ones included, serves it."""
         if model not in self._models:
@@ -293,6 +298,11 @@ class NodeTable:
     def _changed(self) -> None:
         self._models.clear()
         self._rosters = ()
+
+
+def _kind(node: NodeView) -> tuple[str, str, int, int]:
+    """Return what nodes of equal speed have in common; tensor parallelism shows in the KV capacity."""
+    return node.model, node.hardware, node.capacity_tokens, node.max_batch
 
 
 def unobserved_ns(before_ns: int, now_ns: int, timeout_ns: int) -> int:

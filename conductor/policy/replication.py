@@ -16,6 +16,7 @@ __all__ = [
     "PrefixExtent",
     "Replica",
     "Replication",
+    "SeenShare",
 ]
 
 
@@ -76,9 +77,9 @@ class HitCounts:
         self._horizon_ns = horizon_s * NS
         self._counts: OrderedDict[int, tuple[float, int]] = OrderedDict()  # (count, when), least recently used first
 
-    def use(self, now_ns: int, key: int) -> float:
-        """Count one use; return the decayed count, this use included."""
-        count = self.of(now_ns, key) + 1.0
+    def use(self, now_ns: int, key: int, weight: float = 1.0) -> float:
+        """Count one use, which stands for `weight` uses; return the decayed count, these included."""
+        count = self.of(now_ns, key) + weight
         self._counts[key] = count, now_ns
         self._counts.move_to_end(key)
         if len(self._counts) > _MAX_PREFIXES:
@@ -91,6 +92,44 @@ class HitCounts:
         return count * exp((at_ns - now_ns) / self._horizon_ns)
 
 
+class SeenShare:
+    """Share of the cluster's requests that this conductor places; others place the rest, whose prefixes it never sees.
+
+    Exponentially decaying counts with time constant `horizon_s`.
+    """
+
+    def __init__(self, horizon_s: float) -> None:
+        self._horizon_ns = horizon_s * NS
+        self._own = self._others = 0.0
+        self._at_ns = 0
+
+    def placed_here(self, now_ns: int) -> None:
+        """Count a request that this conductor placed."""
+        self._decay(now_ns)
+        self._own += 1.0
+
+    def placed_elsewhere(self, now_ns: int) -> None:
+        """Count a request that a node reports and another conductor placed."""
+        self._decay(now_ns)
+        self._others += 1.0
+
+    def has_others(self, now_ns: int) -> bool:
+        """Return True if another conductor has placed requests lately."""
+        self._decay(now_ns)
+        return self._others > _FEW_REQUESTS
+
+    @property
+    def requests_per_own(self) -> float:
+        """Requests of the cluster for each request of this conductor; 1 without another conductor."""
+        return 1.0 + min(self._others / max(self._own, 1.0), _MOST_CONDUCTORS)
+
+    def _decay(self, now_ns: int) -> None:
+        factor = exp((self._at_ns - now_ns) / self._horizon_ns)
+        self._own, self._others, self._at_ns = self._own * factor, self._others * factor, now_ns
+
+
+_MOST_CONDUCTORS = 16.0
+_FEW_REQUESTS = 1.0
 _MEMORY = 0.95
 _AT_FIRST = 0.5  # assumed probability that a replica is used, before any was observed
 _AT_LEAST = 0.02  # lower bound of the estimate; at 0 no copy would be made that could raise it again

@@ -6,6 +6,9 @@ Measurements are checked first; those that cannot be true are counted and not le
 from collections import Counter
 from dataclasses import replace
 from math import isfinite
+from typing import Final
+
+import numpy as np
 
 from conductor.policy.costs import DECODE, LONGEST_S, PREFILL
 from conductor.policy.events import (
@@ -47,7 +50,8 @@ def learn(state: ClusterState, node: NodeView, event: NodeReported) -> NodeRepor
         state.transfers.add(transfer)
     if node.role == "pool":
         return replace(event, prefills=(), decodes=(), transfers=transfers)
-    costs, slot = state.costs_of(node.model), state.nodes.slot(node.node_id)
+    costs = state.costs_of(node.model)
+    slot = state.nodes.slot(node.node_id) if state.config.per_node_costs else NONE
     prefills = tuple([s for s in event.prefills if not _refused(state, node, _wrong_prefill(s, node), s)])
     for prefill in prefills:
         predicted_s = costs.prefill_cost_s(prefill.new_tokens, prefill.reused_tokens, slot)
@@ -233,6 +237,9 @@ def lose_node(now_ns: int, state: ClusterState, node: NodeView) -> None:
     state.forget_node(node.node_id)
 
 
+_LAST: Final = 1 << 62  # begin of a prefill after all others
+
+
 def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progress) -> None:
     row = state.requests.find(progress.request_id, progress.attempt)
     slot = state.nodes.slot(node.node_id)
@@ -244,9 +251,9 @@ def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progre
     decodes_here = requests.column("decode_node")[row] == slot
     match progress.phase:
         case "prefill_started" if prefills_here:
-            requests.column("started_ns")[row] = now_ns
+            requests.column("started_ns")[row] = _LAST
             record_prefill_start(now_ns, state, row)
-            requests.column("ready_ns")[row] = now_ns + requests.column("prefill_ns")[row]
+            _order_prefills(now_ns, state, slot, is_free=False)
             requests.column("sender")[row] = NONE
         case "prefill_ended" if prefills_here:
             requests.column("prefill_ns")[row] = 0
@@ -257,6 +264,7 @@ def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progre
                 requests.column("ready_ns")[row] = requests.column("joined_ns")[row] = joined_ns
             else:
                 requests.column("ready_ns")[row] = now_ns
+            _order_prefills(now_ns, state, slot, is_free=True)
         case "decode_joined" if decodes_here:
             requests.column("joined_ns")[row] = now_ns
         case "ended":
@@ -266,10 +274,32 @@ def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progre
             _release(now_ns, state, row, prefill=bool(prefills_here), decode=bool(decodes_here))
 
 
+def _order_prefills(now_ns: int, state: ClusterState, slot: int, *, is_free: bool) -> None:
+    """Update when the prefills that a node has started begin and end: it computes one after the other.
+
+    A node reports a prefill as started when it is handed to the engine, where it may wait for others. `is_free`: the
+    one that was being computed is over, so that the next one begins now.
+    """
+    requests = state.requests
+    at, left_ns, begins_ns = (requests.column(name) for name in ("prefill_node", "prefill_ns", "started_ns"))
+    rows = np.flatnonzero((at == slot) & (left_ns > 0) & (begins_ns != NONE))
+    free_ns = now_ns
+    for number, row in enumerate(rows[np.argsort(begins_ns[rows], kind="stable")].tolist()):
+        if number or is_free or begins_ns[row] > now_ns:
+            begins_ns[row] = free_ns
+        ready_ns = int(begins_ns[row] + left_ns[row])
+        requests.column("ready_ns")[row] = ready_ns
+        free_ns = max(free_ns, ready_ns)
+
+
 def _release(now_ns: int, state: ClusterState, row: int, *, prefill: bool, decode: bool) -> None:
     if prefill:
+        slot, begins_ns = (state.requests.get(row, name) for name in ("prefill_node", "started_ns"))
+        is_under_way = begins_ns != NONE and state.requests.get(row, "prefill_ns") > 0
         state.requests.column("prefill_node")[row] = NONE
         state.requests.column("sender")[row] = NONE
+        if is_under_way:
+            _order_prefills(now_ns, state, slot, is_free=begins_ns <= now_ns)
     claim = state.requests.claims[row]
     if decode or (prefill and claim.is_revived and not claim.seen_decode):
         state.requests.column("decode_node")[row] = NONE
@@ -338,9 +368,12 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
     # A decode node also prefills requests that are not handed over to it.
     prefills = node.role != "decode" or held.remaining_prefill_tokens > 0
     if prefills and requests.column("prefill_node")[row] == NONE:
-        cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens)
+        reused_tokens = max(0, held.prompt_tokens - held.remaining_prefill_tokens)
+        cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens, reused_tokens)
         if held.remaining_prefill_tokens and not held.attempt and lost is None:
-            arrived_elsewhere(now_ns, state, node.model, cost_s, held.prompt_tokens)
+            state.seen_share.placed_elsewhere(now_ns)
+            reserved = peak_tokens(held.prompt_tokens, held.max_new_tokens, node.block_tokens)
+            arrived_elsewhere(now_ns, state, node.model, cost_s, held.prompt_tokens, reserved)
         requests.column("prefill_node")[row] = slot
         requests.column("prefill_ns")[row] = to_ns(cost_s)
         restore_queue_key(now_ns, state, row, held.turn)

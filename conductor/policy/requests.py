@@ -41,7 +41,7 @@ REQUEST: Final = np.dtype(
         ("max_new", np.int64),  # tokens that it may add; 0: unknown
         ("generated", np.int64),  # tokens of its prompt that earlier attempts generated
         ("prefill_ns", np.int64),  # predicted compute time; 0 once the prefill has ended
-        ("started_ns", np.int64),  # when the prefill started, or NONE
+        ("started_ns", np.int64),  # when the prefill starts, after those that its node started before, or NONE
         ("seen_ns", np.int64),  # when it was last placed, or reported as held by a worker
         ("placed_ns", np.int64),
         # Its position in the queue of the prefill node; all NONE, which precedes all others, if unknown.
@@ -186,7 +186,7 @@ class GroupMemberWork:
                 del self._work[request_id]
                 continue
             started_ns = int(requests.column("started_ns")[row])
-            left_ns = one.share_ns - (now_ns - started_ns if started_ns != NONE else 0)
+            left_ns = one.share_ns - (max(0, now_ns - started_ns) if started_ns != NONE else 0)
             slots = [nodes.slot(node_id) for node_id in one.helpers] if left_ns > 0 else []
             load_ns[[slot for slot in slots if slot != NONE]] += left_ns
         return load_ns / NS

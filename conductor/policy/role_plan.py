@@ -14,11 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.costs import ModelCosts
+from conductor.policy.costs import tbt_s as step_s
 from conductor.policy.decisions import SwitchRole
 from conductor.policy.events import NS, RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.placement.decode import mean_load
-from conductor.policy.roles import Demand, ModelSizing, RoleLoad, Split, Switching
+from conductor.policy.roles import (
+    Demand,
+    ModelSizing,
+    RoleLoad,
+    Split,
+    Switching,
+    decode_spare,
+    prefill_spare,
+)
 from conductor.policy.state import ClusterState
 
 __all__ = [
@@ -37,14 +46,15 @@ _MOST_ROOM: Final = 4096
 _BACKLOG_S: Final = 60.0
 
 
-def arrived(now_ns: int, state: ClusterState, request: RequestArrived, prefill_s: float) -> None:
+def arrived(now_ns: int, state: ClusterState, request: RequestArrived, prefill_s: float, reserved_tokens: int) -> None:
     """Count a first attempt as demand, unless it is the retry of a request that was rejected recently.
 
-    `prefill_s` is the predicted duration of its prefill on the node that it would go to.
+    `prefill_s` is the predicted duration of its prefill on the node that it would go to, and `reserved_tokens` what its
+    decode node would reserve.
     """
     demand = _switching(state, request.model).demand
     if not demand.comes_back(now_ns, request.prompt_key):
-        demand.arrived(now_ns, prefill_s, request.prompt_tokens)
+        demand.arrived(now_ns, prefill_s, request.prompt_tokens, reserved_tokens)
 
 
 def turned_away(now_ns: int, state: ClusterState, request: RequestArrived) -> None:
@@ -52,9 +62,11 @@ def turned_away(now_ns: int, state: ClusterState, request: RequestArrived) -> No
     _switching(state, request.model).demand.turned_away(now_ns, request.prompt_key)
 
 
-def arrived_elsewhere(now_ns: int, state: ClusterState, model: str, prefill_s: float, prompt_tokens: int) -> None:
+def arrived_elsewhere(
+    now_ns: int, state: ClusterState, model: str, prefill_s: float, prompt_tokens: int, reserved_tokens: int
+) -> None:
     """Count the demand of a request that another conductor placed and a worker reports."""
-    _switching(state, model).demand.arrived(now_ns, prefill_s, prompt_tokens)
+    _switching(state, model).demand.arrived(now_ns, prefill_s, prompt_tokens, reserved_tokens)
 
 
 def answered(now_ns: int, state: ClusterState, model: str, tokens: int) -> None:
@@ -104,14 +116,38 @@ def _role_loads(now_ns: int, state: ClusterState, name: str, model: ModelNodes) 
     both = int(np.count_nonzero(model.prefill.is_aggregated))
     prefill, decode = len(model.prefill) - both, len(model.decode)
     decoding = model.decode if decode else model.prefill
-    prefill_busy = decode_busy = None
-    if demand is not None and len(decoding):
-        prefill_busy = demand.prefill_load(now_ns) + _backlog(now_ns, state, model)
-        decode_busy = _decode_load(now_ns, state, name, decoding, demand)
+    if demand is None or not len(decoding):
+        prefill_load, decode_load = RoleLoad(prefill, None), RoleLoad(decode, None)
+    else:
+        prefill_load = _prefill_load(now_ns, state, name, model, demand, prefill)
+        decode_load = _decode_role_load(now_ns, state, name, decoding, demand, decode)
     if both and not prefill and not decode:
-        busy = None if prefill_busy is None or decode_busy is None else prefill_busy + decode_busy
-        return {"aggregated": RoleLoad(both, busy)}
-    return {"prefill": RoleLoad(prefill, prefill_busy), "decode": RoleLoad(decode, decode_busy)}
+        return {"aggregated": _merged(both, prefill_load, decode_load)}
+    return {"prefill": prefill_load, "decode": decode_load}
+
+
+def _prefill_load(
+    now_ns: int, state: ClusterState, name: str, model: ModelNodes, demand: Demand, nodes: int
+) -> RoleLoad:
+    busy, prefill_s = demand.prefill_load(now_ns), demand.mean_prefill_s
+    ttft_s = state.slo.resolve(name, "", "").ttft.bound_s(prefill_s)
+    spare = prefill_spare(busy, prefill_s, ttft_s)
+    return RoleLoad(nodes, busy, spare, busy + _backlog(now_ns, state, model))
+
+
+def _decode_role_load(
+    now_ns: int, state: ClusterState, name: str, decoding: Candidates, demand: Demand, nodes: int
+) -> RoleLoad:
+    busy, room = _decode_load(now_ns, state, name, decoding, demand)
+    return RoleLoad(nodes, busy, decode_spare(busy, room), busy)
+
+
+def _merged(nodes: int, prefill: RoleLoad, decode: RoleLoad) -> RoleLoad:
+    """Return the load of aggregated nodes, which do the work of both roles."""
+    if prefill.busy is None or decode.busy is None:
+        return RoleLoad(nodes, None)
+    busy_now = prefill.busy_now + decode.busy_now
+    return RoleLoad(nodes, prefill.busy + decode.busy, prefill.spare + decode.spare, busy_now)
 
 
 def _backlog(now_ns: int, state: ClusterState, model: ModelNodes) -> float:
@@ -130,35 +166,49 @@ def _switching(state: ClusterState, model: str) -> Switching:
 
 
 def _split(now_ns: int, state: ClusterState, name: str, model: ModelNodes, demand: Demand, prefill_nodes: int) -> Split:
-    decode_load = _decode_load(now_ns, state, name, model.decode, demand)
+    decode_load, _ = _decode_load(now_ns, state, name, model.decode, demand)
     return Split(prefill_nodes, len(model.decode), demand.prefill_load(now_ns), decode_load)
 
 
-def _decode_load(now_ns: int, state: ClusterState, name: str, nodes: Candidates, demand: Demand) -> float:
-    """Return the number of `nodes` that the demand for decode keeps busy within the TBT objective.
+def _decode_load(now_ns: int, state: ClusterState, name: str, nodes: Candidates, demand: Demand) -> tuple[float, int]:
+    """Return the number of `nodes` that the demand for decode keeps busy within the TBT objective, and the concurrent
+    requests of a busy one.
 
     Each is assumed to have the smallest batch limit and capacity among them.
     """
     costs, context = state.costs_of(name), max(1.0, demand.mean_context)
     wanted = state.slo.resolve(name, "", "").tbt
-    tbt_s = wanted.bound_s(costs.step_cost_s(1, context, 1))
-    room = _room(costs, context, tbt_s, int(nodes.max_batch.min()), int(nodes.capacity_tokens.min()))
-    return demand.decode_load(now_ns, costs.step_cost_s(room, room * context, room), room)
+    tbt_s = wanted.bound_s(_step_s(costs, 1, context))
+    pages = int(int(nodes.capacity_tokens.min()) / max(context, demand.mean_reserved))
+    room = _room(costs, context, tbt_s, min(pages, int(nodes.max_batch.min())))
+    return demand.decode_load(now_ns, _step_s(costs, room, context), room), room
 
 
-def _room(costs: ModelCosts, context: float, tbt_s: float, max_batch: int, capacity_tokens: int) -> int:
-    """Return the number of concurrent requests of a decode node, by its batch limit, pages and objective (0: none)."""
-    most = max(1, min(max_batch, int(capacity_tokens / context), _MOST_ROOM))
+def _room(costs: ModelCosts, context: float, tbt_s: float, limit: int) -> int:
+    """Return the number of concurrent requests of a decode node, by its batch and pages (`limit`) and the objective.
+
+    `tbt_s`: the objective; 0: none.
+    """
+    most = max(1, min(limit, _MOST_ROOM))
     if not tbt_s:
         return most
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2
-        if costs.step_cost_s(middle, middle * context, middle) <= tbt_s:
+        if _step_s(costs, middle, context) <= tbt_s:
             low = middle
         else:
             high = middle - 1
     return low
+
+
+def _step_s(costs: ModelCosts, batch: int, context: float) -> float:
+    """Return the seconds of a decode step of `batch` requests of `context` tokens, by the formula alone.
+
+    The increase beyond the measured range would not do here: nodes that are too many have small batches only, so that
+    it would make them seem too few.
+    """
+    return step_s(*costs.decode, batch, batch * context, batch)
 
 
 def _idlest(now_ns: int, state: ClusterState, nodes: Candidates, among: NDArray[np.int64], to: str) -> str:

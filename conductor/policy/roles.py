@@ -8,8 +8,8 @@ falls only long after they were last used, since a missing node costs requests a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import ceil, exp
+from dataclasses import dataclass, field, replace
+from math import ceil, exp, sqrt
 from typing import Final, Literal
 
 from conductor.policy.events import NS
@@ -23,7 +23,9 @@ __all__ = [
     "Switch",
     "Switching",
     "better_split",
+    "decode_spare",
     "node_counts",
+    "prefill_spare",
 ]
 
 _MEMORY_S: Final = 60.0  # time constant of the measurement of demand
@@ -39,18 +41,20 @@ class Demand:
     prefill_s: float = 0.0  # predicted seconds of prefill
     requests: float = 0.0
     prompt_tokens: float = 0.0
+    reserved_tokens: float = 0.0  # pages that decode nodes reserve for the requests
     answers: float = 0.0  # requests that have ended, so that the length of their answer is known
     answer_tokens: float = 0.0
     at_ns: int = 0
     began_ns: int | None = None
     _away: dict[int, int] = field(default_factory=dict)  # prompt keys of rejected requests, and when; oldest first
 
-    def arrived(self, now_ns: int, prefill_s: float, prompt_tokens: int) -> None:
+    def arrived(self, now_ns: int, prefill_s: float, prompt_tokens: int, reserved_tokens: int = 0) -> None:
         """Count an arriving request, whether it is admitted or not."""
         self._fade(now_ns)
         self.prefill_s += prefill_s
         self.requests += 1
         self.prompt_tokens += prompt_tokens
+        self.reserved_tokens += max(reserved_tokens, prompt_tokens)
 
     def turned_away(self, now_ns: int, prompt_key: int) -> None:
         """Remember a rejected request, so that its retry is not counted as further demand."""
@@ -76,6 +80,11 @@ class Demand:
         self._fade(now_ns)
         return self.prefill_s / self._span_s(now_ns)
 
+    @property
+    def mean_prefill_s(self) -> float:
+        """Mean predicted seconds of a prefill."""
+        return self.prefill_s / self.requests if self.requests else 0.0
+
     def decode_load(self, now_ns: int, step_s: float, room: float) -> float:
         """Return the number of nodes that decoding keeps busy, if each runs `room` requests with steps of `step_s`."""
         self._fade(now_ns)
@@ -87,6 +96,11 @@ class Demand:
         """Mean number of KV tokens of a request halfway through its answer."""
         answer = self.answer_tokens / self.answers if self.answers else 0.0
         return self.prompt_tokens / self.requests + answer / 2 if self.requests else 0.0
+
+    @property
+    def mean_reserved(self) -> float:
+        """Mean number of KV tokens for which a decode node reserves pages for a request."""
+        return self.reserved_tokens / self.requests if self.requests else 0.0
 
     def _span_s(self, now_ns: int) -> float:
         """Return the period that the sums cover: less than the memory, soon after the first request."""
@@ -101,6 +115,7 @@ class Demand:
         self.prefill_s *= keep
         self.requests *= keep
         self.prompt_tokens *= keep
+        self.reserved_tokens *= keep
         self.answers *= keep
         self.answer_tokens *= keep
 
@@ -179,17 +194,29 @@ def _split_text(split: Split) -> str:
     return f"{split.prefill_nodes} prefill nodes {prefill:.0%} busy, {split.decode_nodes} decode nodes {decode:.0%}"
 
 
-_GROW_AT: Final = 0.7  # utilisation above which another node is needed
-_SHRINK_TO: Final = 0.55  # highest utilisation of the remaining nodes after one is removed
+_GROW_AT: Final = 0.85  # utilisation, spare included, above which another node is needed
+_SHRINK_TO: Final = 0.7  # highest utilisation, spare included, of the remaining nodes after one is removed
+_UTILISATION: Final = 0.7  # of prefill nodes without an objective, or with one that leaves little time
+_TAIL: Final = 3.0  # -log(0.05)
+_SQUARED_VARIATION: Final = 2.0  # of the duration of prefills: squared ratio of its deviation to its mean
 _MOST: Final = 4096  # nodes
+_TREND_S: Final = 180.0
+_AHEAD_S: Final = 120.0  # for which demand is extrapolated: its measurement lags, and nodes take time to start
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """Number of nodes of a role, and number of nodes that its demand keeps busy (None: not known yet)."""
+    """Number of nodes of a role, and number of nodes that its demand keeps busy (None: not known yet).
+
+    `spare`: nodes that must be free on average, so that short fluctuations of the demand do not delay requests beyond
+    their objectives. `busy_now`: nodes that the demand of the last minute and the waiting work keep busy; it may exceed
+    `busy` for a short time.
+    """
 
     nodes: int
     busy: float | None
+    spare: float = 0.0
+    busy_now: float = 0.0
 
 
 @dataclass
@@ -212,7 +239,7 @@ class Sizing:
             self.wanted = load.nodes or self.wanted
             self._bound = 0
             return self.wanted
-        need, enough = node_counts(load.busy)
+        need, enough = node_counts(load.busy, load.spare, load.busy_now)
         if self.wanted is None:
             self.wanted = max(1, load.nodes)
         if need > self.wanted:
@@ -235,16 +262,61 @@ class Sizing:
             self.wanted, self._bound = bound, 0
 
 
-def node_counts(busy: float) -> tuple[int, int]:
-    """Return (nodes needed, nodes that suffice to remove the others) for a demand that keeps `busy` nodes busy.
+def node_counts(busy: float, spare: float = 0.0, busy_now: float = 0.0) -> tuple[int, int]:
+    """Return (nodes needed, nodes that suffice to remove the others) for a demand as in `RoleLoad`.
 
     The second number is never smaller than the first.
     """
-    return _nodes(busy / _GROW_AT), _nodes(busy / _SHRINK_TO)
+    need = max(_nodes((busy + spare) / _GROW_AT), _nodes(busy_now))
+    return need, max(need, _nodes((busy + spare) / _SHRINK_TO))
+
+
+def prefill_spare(busy: float, prefill_s: float, ttft_s: float) -> float:
+    """Return the prefill nodes that must be free on average, so that few requests wait beyond their objective.
+
+    `prefill_s`: mean duration of a prefill, `ttft_s`: objective, 0 if there is none. By the exponential tail of the
+    waiting time of a queue with Poisson arrivals, of which 5 % may exceed what the objective leaves (Kingman).
+    """
+    usual = busy * (_GROW_AT / _UTILISATION - 1)
+    left_s = ttft_s - prefill_s
+    return min(usual, _TAIL * (1 + _SQUARED_VARIATION) / 2 * prefill_s / left_s) if left_s > 0 else usual
+
+
+def decode_spare(busy: float, room: float) -> float:
+    """Return the decode nodes that must be free on average for fluctuations of the number of answers.
+
+    `room`: concurrent answers of a node. With Poisson arrivals their number varies by its square root, of which two are
+    kept free (square-root staffing).
+    """
+    return 2 * sqrt(busy / max(room, 1.0))
 
 
 def _nodes(count: float) -> int:
     return max(1, min(_MOST, ceil(count)))
+
+
+@dataclass(slots=True)
+class Trend:
+    """Level and slope of a series by double exponential smoothing (Brown), with a time constant of `_TREND_S`."""
+
+    mean: float = 0.0
+    mean_of_means: float = 0.0
+    at_ns: int = -1
+
+    def add(self, now_ns: int, value: float) -> None:
+        """Add a value; the first one is the level."""
+        if self.at_ns < 0:
+            self.mean = self.mean_of_means = value
+        keep = exp(-max(0, now_ns - self.at_ns) / NS / _TREND_S)
+        self.mean += (1 - keep) * (value - self.mean)
+        self.mean_of_means += (1 - keep) * (self.mean - self.mean_of_means)
+        self.at_ns = now_ns
+
+    def ahead(self, seconds: float) -> float:
+        """Return the value to expect after `seconds`, at least 0."""
+        slope_per_s = (self.mean - self.mean_of_means) / _TREND_S
+        level = 2 * self.mean - self.mean_of_means
+        return max(0.0, level + slope_per_s * seconds)
 
 
 @dataclass
@@ -254,9 +326,16 @@ class ModelSizing:
     grow_ns: int
     shrink_ns: int
     roles: dict[str, Sizing] = field(default_factory=dict)
+    _trends: dict[str, Trend] = field(default_factory=dict)  # of the nodes that the demand keeps busy, by role
 
     def update(self, now_ns: int, loads: Mapping[str, RoleLoad]) -> None:
         """Update the sizing of each role in `loads`; roles that are not in it are dropped."""
         self.roles = {role: self.roles.get(role) or Sizing(self.grow_ns, self.shrink_ns) for role in loads}
         for role, load in loads.items():
+            if load.busy is None:
+                self._trends.pop(role, None)
+            else:
+                trend = self._trends.setdefault(role, Trend())
+                trend.add(now_ns, load.busy)
+                load = replace(load, busy=trend.ahead(_AHEAD_S))
             self.roles[role].update(now_ns, load)

@@ -19,10 +19,11 @@ from conductor.policy.kernels import NODE_LOAD, prefill_kernels
 from conductor.policy.lengths import Lengths
 from conductor.policy.nodes import Liveness, ModelNodes, NodeTable, unobserved_ns
 from conductor.policy.objectives import DEFAULT_HEADERS, HeaderRule, ObjectiveBook, configured_record
-from conductor.policy.replication import CopiesInFlight, HitCounts, Replication
+from conductor.policy.replication import CopiesInFlight, HitCounts, Replication, SeenShare
 from conductor.policy.requests import NONE, Claim, GroupMemberWork, RequestTable
-from conductor.policy.reserve import Price
 from conductor.policy.roles import ModelSizing, Switching
+from conductor.policy.sessions import SessionNodes
+from conductor.policy.shadow_prices import ShadowPrices
 from jit.fast_dataclass import fast_dataclass
 from settings.conductor import BLIND_PLACEMENTS, PolicyConfig
 
@@ -53,8 +54,7 @@ class ModelTally:
     ttft_error: MeanDuration = field(default_factory=MeanDuration)
     tbt_error: MeanDuration = field(default_factory=MeanDuration)
     margins: Margins = field(default_factory=Margins)
-    prefill_price: Price = field(default_factory=Price)  # of seconds of computation
-    decode_price: Price = field(default_factory=Price)  # of seconds of decode steps
+    prices: ShadowPrices = field(default_factory=ShadowPrices)
 
 
 @dataclass
@@ -75,6 +75,7 @@ class ClusterState:
     refused_samples: dict[str, Counter[str]] = field(default_factory=dict)  # by node id and reason
     warnings: list[str] = field(default_factory=list)  # messages for operators, until `Conductor.take_warnings`
     shares: dict[str, Shares] = field(default_factory=dict)  # by model
+    sessions: dict[str, SessionNodes] = field(default_factory=dict)  # by model, for models that a node has served
     switching: dict[str, Switching] = field(default_factory=dict)  # by model: whether nodes should change their role
     sizing: dict[str, ModelSizing] = field(default_factory=dict)  # by model: how many nodes its roles should have
     recent: dict[str, Recent] = field(default_factory=dict)  # oldest first
@@ -85,6 +86,7 @@ class ClusterState:
     lost_ns: dict[str, int] = field(default_factory=dict)  # by model: when it last lost a worker
     copies: CopiesInFlight = field(init=False)
     prefix_hits: HitCounts = field(init=False)
+    seen_share: SeenShare = field(init=False)
     replication: Replication = field(init=False)
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
@@ -102,6 +104,7 @@ class ClusterState:
         self.attainment = Attainment(lambda tenant: tenant in self.slo.record.tenants, self.history.traffic.attained)
         self.copies = CopiesInFlight(self.config.max_copies, self.config.max_copies_per_pool)
         self.prefix_hits = HitCounts(self.config.replication_horizon_s)
+        self.seen_share = SeenShare(self.config.replication_horizon_s)
         self.replication = Replication(self.config.replica_idle_s)
         self.liveness = Liveness(round(self.config.report_timeout_s * NS))
         self._orphan_timeout_ns = round(self.config.orphan_timeout_s * NS)
@@ -127,6 +130,13 @@ class ClusterState:
         if shares is None:
             shares = self.shares[model] = Shares(self._account_numbers, self.config.max_tenants, self.slo.weight_of)
         return shares
+
+    def sessions_of(self, model: str) -> SessionNodes:
+        """Return the nodes that the model's sessions used last."""
+        sessions = self.sessions.get(model)
+        if sessions is None:
+            sessions = self.sessions[model] = SessionNodes()
+        return sessions
 
     def is_charged(self, account: int) -> bool:
         """Return True if the account of this number has a request."""

@@ -16,12 +16,12 @@ from frontend.api.body import BodyReservation, parse_body, read_body
 from frontend.api.formats import ChatFormatter, CompletionFormatter, ResponseFormatter
 from frontend.api.generate import PreparedAnswer, answer, given_request_id
 from frontend.api.openapi import describe
+from frontend.api.request_base import RequestModel
 from frontend.api.request_models import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
-    RequestModel,
     TokenizeBody,
 )
 from frontend.api.stream import DisconnectWatch, encode

@@ -7,7 +7,8 @@ from typing import Final, Self, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from frontend.api.request_models import RequestModel, parse
+from frontend.api.request_base import RequestModel
+from frontend.api.request_models import parse
 from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone, ServiceUnavailable
 from frontend.event_loop import WorkThreads
 from frontend.http.read_pace import ReadPace

@@ -8,6 +8,7 @@ from pydantic.json_schema import models_json_schema
 
 from frontend.api import request_models, response_models
 from frontend.api.request_models import CLASS_NAME, refused_fields
+from frontend.sessions import MAX_SESSION_CHARS, PARENT_HEADERS, SESSION_HEADERS
 
 _ERRORS: Final = {
     400: "The request is invalid; `param` names the invalid field.",
@@ -42,6 +43,20 @@ _HEADERS: Final = [
         "description": "Class of objectives; same as the field slo_class.",
         "schema": {"type": "string", "pattern": CLASS_NAME},
     },
+    *(
+        {
+            "name": name,
+            "in": "header",
+            "required": False,
+            "description": f"Id of the request's session{of}; same as the field {field}.",
+            "schema": {"type": "string", "maxLength": MAX_SESSION_CHARS},
+        }
+        for names, of, field in (
+            (SESSION_HEADERS, "", "session_id"),
+            (PARENT_HEADERS, "'s parent", "parent_session_id"),
+        )
+        for name in names
+    ),
     {
         "name": "x-moonpool-timing",
         "in": "header",

@@ -3,11 +3,10 @@
 Types are strict: "16" is not a number.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -18,10 +17,11 @@ from pydantic import (
     field_validator,
 )
 
+from frontend.api.hints import CacheControl, Hints, NvExt
+from frontend.api.request_base import MAX_PRIORITY, MAX_TOKEN_ID, RequestModel
 from frontend.errors import InvalidRequest
+from frontend.sessions import MAX_SESSION_CHARS
 
-MAX_TOKEN_ID: Final = 2**31 - 1
-MAX_PRIORITY: Final = 2**31 - 1
 CLASS_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"  # name of a class of objectives
 MAX_TOP: Final = 20  # limit on the number of likeliest tokens per token
 _TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
@@ -71,6 +71,7 @@ def _biases(value: Any) -> dict[int, float]:
 
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+SessionId = Annotated[str, Field(max_length=MAX_SESSION_CHARS)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Stops = Annotated[
     list[str],  # the maximum number is configurable
@@ -104,23 +105,6 @@ LogitBias = Annotated[
         }
     ),
 ]
-
-
-class RequestModel(BaseModel):
-    """Base of all request bodies."""
-
-    # Unknown fields are kept, so that unsupported ones can be rejected by name.
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    def parts(self) -> Iterable["RequestModel"]:
-        """Yield the model itself and the models directly inside it."""
-        yield self
-        for value in self.__dict__.values():
-            if value is None:  # as most fields are
-                continue
-            for item in value if isinstance(value, list) else (value,):
-                if isinstance(item, RequestModel):
-                    yield item
 
 
 # Unsupported fields, each with its neutral values, which are accepted like null.
@@ -228,6 +212,7 @@ class Tool(RequestModel):
 
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl | None = None
 
 
 class CalledFunction(RequestModel):
@@ -334,9 +319,20 @@ class GenerationBody(RequestModel):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=512)] | None = None
     slo_class: Annotated[str, Field(pattern=CLASS_NAME)] | None = None
+    session_id: SessionId | None = None
+    parent_session_id: SessionId | None = None
+    prompt_cache_key: SessionId | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    hints: Hints | None = None
+    nvext: NvExt | None = None
+    cache_control: CacheControl | None = None
     endless: bool | None = None
     add_special_tokens: bool | None = None
+
+    def cache_controls(self) -> Iterator[CacheControl]:
+        """Yield all cache_control objects of the body."""
+        found = (self.cache_control, self.nvext.cache_control if self.nvext else None)
+        return (control for control in found if control is not None)
 
     @property
     def num_choices(self) -> int:
@@ -378,6 +374,7 @@ class ContentPart(RequestModel):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class ChatMessage(RequestModel):
@@ -398,6 +395,7 @@ class ChatMessage(RequestModel):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    cache_control: CacheControl | None = None
     content: Annotated[
         Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)] | None,
         BeforeValidator(_as_parts),
@@ -448,6 +446,16 @@ class ChatBody(GenerationBody, ChatRendering):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
+
+    def cache_controls(self) -> Iterator[CacheControl]:
+        yield from super().cache_controls()
+        for message in self.messages:
+            for part in (message, *(message.content or ())):
+                if part.cache_control is not None:
+                    yield part.cache_control
+        for tool in self.tools or ():
+            if tool.cache_control is not None:
+                yield tool.cache_control
 
     @property
     def num_top(self) -> int | None:

@@ -9,14 +9,15 @@ A lease protects blocks from eviction and their slots from reuse until it is rel
 an operation has passed after its expiry.
 """
 
+import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpool.errors import AddressError, PoolConfigError, PoolRefused, PutLost, SpecError
 from kvpool.policy.audit import audit
 from kvpool.policy.counters import PolicyMetrics
 from kvpool.policy.event_log import EventLog
-from kvpool.policy.eviction import POLICIES, Use
+from kvpool.policy.eviction import POLICIES, RetainRequest, Use
 from kvpool.policy.records import (
     Block,
     BlockCopy,
@@ -55,12 +56,16 @@ class PoolLimits:
     least_nbytes: int | None = None  # what the arena may be shrunk to; None: it is not shrunk
     max_tails: int = 1024  # partial blocks kept after one block; many dialogues may end after a prompt they share
     quotas: Mapping[bytes, float] = field(default_factory=dict)  # namespace -> largest share of DRAM it may take
+    retained_share: float = 0.75  # of each tier, the most that prefixes announced by `retain` may take
+    retained_tenant_share: float = 0.5  # likewise, those of one tenant
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise PoolConfigError(f"eviction policy {self.policy!r}: expected one of {', '.join(sorted(POLICIES))}")
         if wrong := [share for share in self.quotas.values() if not 0 < share <= 1]:
             raise PoolConfigError(f"a namespace's quota is a share of DRAM above 0 and at most 1, not {wrong[0]!r}")
+        if not 0 <= self.retained_share <= 1 or not 0 <= self.retained_tenant_share <= 1:
+            raise PoolConfigError("retained_share and retained_tenant_share must be shares of 0..1")
         if not 0 <= self.write_above <= 1 or self.max_tails < 0 or self.ssd_nbytes < 0 or self.ssd_slab_nbytes < 1:
             raise PoolConfigError("write_above is a share of 0..1; max_tails and sizes must not be negative")
 
@@ -126,6 +131,9 @@ def _kept(
     return [blocks[i] for i in kept], [digests[i] for i in kept]
 
 
+MOST_RETAINED_NS = 24 * 3600 * 10**9
+LOAD_AHEAD_NS = 2 * 10**9  # loads from SSD begin this long before the expected use
+_MAX_RETURNS_NBYTES = 32 << 20  # of the chains of announced prefixes that wait for `due_loads`
 _PAGE_NBYTES = 4096  # extents on SSD start at multiples of it
 
 
@@ -141,17 +149,20 @@ class PoolCore:
             SlabAllocator(limits.arena_nbytes, limits.slab_nbytes),
             SlabAllocator(limits.ssd_nbytes, limits.ssd_slab_nbytes, alignment=_PAGE_NBYTES, aligned_slabs=True),
             limits.policy,
+            (limits.retained_share, limits.retained_tenant_share),
             {namespace: int(share * limits.arena_nbytes) for namespace, share in limits.quotas.items()},
             limits.max_tails,
             self.log,
             self.metrics,
         )
         self.staging = Staging(self.store, self.metrics, limits.write_above, limits.least_nbytes)
-        self.resizing = Resizing(self.store, self.staging.resized)
+        self.resizing = Resizing(self.store, self._resized)
         self.puts: dict[str, PutRecord] = {}
         self.leases: dict[str, LeaseRecord] = {}
         self.fenced: dict[str, list[int]] = {}  # per ended put: offsets of the slots it left unsealed
         self._serial = 0
+        self._returns: list[tuple[int, int, bytes, bytes, RetainRequest]] = []  # heap of `due_loads`, with whole chains
+        self._returns_nbytes = 0  # of the chains
 
     def allocate(
         self, now_ns: int, request: PutRequest, *, owner: str, owner_incarnation: int, ttl_ns: int
@@ -346,6 +357,46 @@ class PoolCore:
         for chain_key, replicas in zip(chain, other_replicas, strict=True):
             self.store.set_replicas(kv_namespace, chain_key, replicas)
 
+    def retain(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], request: RetainRequest) -> bool:
+        """Keep a prefix in preference over other blocks; see `kvpool.policy.eviction.retention`.
+
+        If the pause before its next use is known, `due_loads` returns it shortly before. Returns False if DRAM has no
+        room for it now beside the tenant's other retained prefixes. Raises PoolRefused for times out of range.
+        """
+        if not 0 < request.lifetime_ns <= MOST_RETAINED_NS or not 0 <= request.pause_ns <= MOST_RETAINED_NS:
+            raise PoolRefused(
+                f"lifetime_s must be above 0 and pause_s at least 0, both at most {MOST_RETAINED_NS // 10**9}, got "
+                f"{request.lifetime_ns / 1e9:g} and {request.pause_ns / 1e9:g}"
+            )
+        has_place = self._returns_nbytes + 16 * len(chain) <= _MAX_RETURNS_NBYTES
+        if self.limits.ssd_nbytes and request.pause_ns > LOAD_AHEAD_NS and has_place:
+            self._serial += 1
+            self._returns_nbytes += 16 * len(chain)
+            at_ns = now_ns + request.pause_ns - LOAD_AHEAD_NS
+            heapq.heappush(self._returns, (at_ns, self._serial, kv_namespace, b"".join(chain), request))
+        return self.store.retain(now_ns, kv_namespace, chain, request)
+
+    def await_use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
+        """Record that a request with this prompt has arrived and waits: its retained prefixes are used next."""
+        self.store.await_use(now_ns, kv_namespace, chain)
+
+    def due_loads(self, now_ns: int) -> list[tuple[bytes, tuple[bytes, ...]]]:
+        """Return the announced prefixes, as namespace and chain, whose next use is expected shortly.
+
+        Each is returned once, and retained again as one that is used soon: the caller should `load` it from SSD.
+        """
+        due: list[tuple[bytes, tuple[bytes, ...]]] = []
+        while self._returns and self._returns[0][0] <= now_ns:
+            _, _, kv_namespace, whole, request = heapq.heappop(self._returns)
+            self._returns_nbytes -= len(whole)
+            chain = tuple(whole[i : i + 16] for i in range(0, len(whole), 16))
+            left_ns = request.lifetime_ns - request.pause_ns + LOAD_AHEAD_NS
+            if left_ns > 0:
+                again = replace(request, lifetime_ns=left_ns, pause_ns=min(LOAD_AHEAD_NS, left_ns))
+                self.store.retain(now_ns, kv_namespace, chain, again)
+                due.append((kv_namespace, chain))
+        return due
+
     def load(
         self,
         now_ns: int,
@@ -425,7 +476,10 @@ class PoolCore:
 
     def totals(self) -> dict[str, int]:
         """Return all counters since the start, histograms as cumulative buckets. No value ever decreases."""
-        return self.metrics.totals()
+        return self.metrics.totals() | {
+            "retained_preempted": self.store.dram.retention.num_preempted,
+            "retained_refused": self.store.dram.retention.num_refused,
+        }
 
     def renew(self, now_ns: int, lease_id: str, lease_ns: int) -> bool:
         """Extend a lease to `lease_ns` from now. Returns False if it has expired."""
@@ -494,6 +548,10 @@ class PoolCore:
     def validate(self) -> list[str]:
         """Return descriptions of all inconsistencies; empty if the state is consistent."""
         return audit(self.store, self.staging, self.puts, self.leases, self.fenced)
+
+    def _resized(self, usable_nbytes: int) -> None:
+        self.staging.resized(usable_nbytes)
+        self.store.dram.retention.resize(usable_nbytes)
 
     def _settle(self, sealed: Sequence[Block], use: Use) -> None:
         self.store.settle(sealed, use)

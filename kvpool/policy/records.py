@@ -7,7 +7,7 @@ from typing import Final
 
 from jit.fast_dataclass import fast_dataclass
 from kvpool.events import Tier
-from kvpool.policy.eviction import EvictionPolicy, Resident, Use
+from kvpool.policy.eviction import Resident, RetainingPolicy, Use
 from kvpool.spec import KvSpec
 
 BlockKey = bytes  # namespace (16) + chain key (16): the full address of a block, over all its groups
@@ -81,7 +81,7 @@ class Partition:
 
     owner: bytes  # namespace with a quota, which alone uses it; empty: shared by all others
     sizes: tuple[int, ...]
-    policy: EvictionPolicy
+    policy: RetainingPolicy
     num_namespaces: int = 0
     num_copies: int = 0
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvpool.events import PoolEvents, Tier
 from kvpool.policy.counters import PolicyMetrics, loss_reason
 from kvpool.policy.event_log import EventLog
-from kvpool.policy.eviction import Use
+from kvpool.policy.eviction import RetainRequest, Use
 from kvpool.policy.index import BlockIndex
 from kvpool.policy.records import (
     DRAM,
@@ -41,14 +41,15 @@ class BlockStore:
         dram: SlabAllocator,
         ssd: SlabAllocator,
         policy: str,
+        retained_shares: tuple[float, float],
         quotas: Mapping[bytes, int],
         max_tails: int,
         log: EventLog,
         metrics: PolicyMetrics,
     ) -> None:
         self.index = BlockIndex()
-        self.dram = TierSpace(DRAM, dram, policy, self._given_up)
-        self.ssd = TierSpace(SSD, ssd, policy, self._given_up)
+        self.dram = TierSpace(DRAM, dram, policy, retained_shares, self._given_up)
+        self.ssd = TierSpace(SSD, ssd, policy, retained_shares, self._given_up)
         self.spaces = self.dram, self.ssd
         self.log = log
         self._dram_changes: list[tuple[bool, Block]] | None = None  # None: not recorded yet
@@ -241,6 +242,22 @@ class BlockStore:
         self.dram.hit([copy for block in blocks if (copy := block.dram) is not None and copy.ready], use)
         if self._has_ssd:
             self.ssd.hit([copy for block in blocks if (copy := block.ssd) is not None and copy.ready], use)
+
+    def retain(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], request: RetainRequest) -> bool:
+        """Retain a prefix in both tiers. Returns False if DRAM has no room for it, or the namespace is unknown."""
+        namespace = self.namespaces.get(kv_namespace)
+        if namespace is None:
+            return False
+        keys = [kv_namespace + chain_key for chain_key in chain]
+        if self._has_ssd:
+            self.ssd.retain(now_ns, namespace, keys, request)
+        return self.dram.retain(now_ns, namespace, keys, request)
+
+    def await_use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
+        """Record that a request with this prompt has arrived and waits."""
+        keys = [kv_namespace + chain_key for chain_key in chain]
+        for space in self.spaces:
+            space.retention.await_use(now_ns, keys)
 
     def set_replicas(self, kv_namespace: bytes, chain_key: bytes, replicas: int) -> None:
         """Record how many other nodes hold the block; ignore unknown blocks."""

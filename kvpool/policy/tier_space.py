@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import SpecError, SpecMismatch
-from kvpool.policy.eviction import Resident, Use, make_policy
+from kvpool.policy.eviction import Resident, RetainingPolicy, RetainRequest, Retention, Use, make_policy
 from kvpool.policy.records import DRAM, SSD, Block, BlockCopy, NamespaceState, Partition, is_evictable
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.spec import KvSpec
@@ -170,7 +170,10 @@ class TierSpace:
     from SSD for a block that DRAM evicts later, since it would soon have to be written again (`spare_until`).
     """
 
-    def __init__(self, tier: int, slabs: SlabAllocator, policy: str, give_up: GiveUp) -> None:
+    def __init__(
+        self, tier: int, slabs: SlabAllocator, policy: str, retained_shares: tuple[float, float], give_up: GiveUp
+    ) -> None:
+        """`retained_shares`: of the tier, that all tenants and one tenant may retain."""
         self.slabs = slabs
         self.holders: dict[int, BlockCopy] = {}  # by offset
         self.freed: dict[int, int] = {}  # withheld slots: offset -> bytes
@@ -181,6 +184,7 @@ class TierSpace:
         self._tier = tier
         self._policy = policy
         self._give_up = give_up
+        self.retention = Retention(slabs.num_units * slabs.unit_nbytes, *retained_shares)
         self._partitions: dict[tuple[bytes, tuple[int, ...]], Partition] = {}
         self._num_uses = 0
         self._now_ns = 0  # of the last use
@@ -196,7 +200,8 @@ class TierSpace:
         known = self._partitions.get((owner, sizes))
         if known is None:
             capacity_nbytes = max(1, self.slabs.num_units * self.slabs.unit_nbytes)
-            known = Partition(owner, sizes, make_policy(self._policy, capacity_nbytes))
+            retaining = RetainingPolicy(make_policy(self._policy, capacity_nbytes), self.retention)
+            known = Partition(owner, sizes, retaining)
             self._partitions[owner, sizes] = known
         known.num_namespaces += 1
         return known
@@ -462,6 +467,11 @@ class TierSpace:
             pass
         self.spare_until = math.inf
 
+    def retain(self, now_ns: int, namespace: NamespaceState, keys: Sequence[bytes], request: RetainRequest) -> bool:
+        """Retain the blocks of a prefix; return False if there is no room for it among the retained ones."""
+        policy = namespace.partitions[self._tier].policy
+        return policy.retain(now_ns, keys, namespace.nbytes[self._tier], request)
+
     def admits(self, copy: BlockCopy, use: Use) -> bool:
         """Return True if the copy is worth the eviction of another."""
         return copy.block.namespace.partitions[self._tier].policy.admits(copy, use)
@@ -547,6 +557,10 @@ class NamespaceTable:
     def num_blocks(self) -> Counter[bytes]:
         """Number of blocks per namespace, in any tier."""
         return Counter({f.kv_namespace: f.num_blocks for f in self._namespaces.values() if f.num_blocks})
+
+    def get(self, kv_namespace: bytes) -> NamespaceState | None:
+        """Return the state of a namespace; None if it is unknown."""
+        return self._namespaces.get(kv_namespace)
 
     def of(self, kv_namespace: bytes, spec: KvSpec) -> NamespaceState:
         """Return the state of the namespace, created if missing.

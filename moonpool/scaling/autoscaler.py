@@ -63,7 +63,7 @@ def autoscaled(
     return wanted
 
 
-_EVERY_S = 2.0
+EVERY_S = 2.0  # between two looks at the demand
 _ANSWER_S = 5.0
 _REST_S = 60.0  # after a failed change
 
@@ -92,7 +92,7 @@ async def autoscale(
             except MoonpoolError as error:
                 say(f"Autoscaling failed, again in {_REST_S:g} s: {error}")
                 await asyncio.sleep(_REST_S)
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(EVERY_S)
 
 
 async def _desired(conductor: str) -> dict[str, dict[str, int]] | None:

@@ -1,16 +1,18 @@
-"""Simulated cluster: the live conductor's policy object receives events and its decisions run on simulated nodes."""
+"""Simulated cluster: live conductors' policy objects receive events and their decisions run on simulated nodes."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import cycle
 
 from conductor.policy import Conductor, PolicyConfig
-from conductor.policy.decisions import Copy, Decision, Place, Reject, Shrink
+from conductor.policy.decisions import Copy, Decision, Place, Reject, Shrink, SwitchRole
 from conductor.policy.events import (
     CopyFinished,
     DecodeAsked,
     Event,
     NodeJoined,
+    NodeLost,
     NodeView,
     RequestArrived,
     RequestCompleted,
@@ -22,7 +24,7 @@ from simulator.serving.decode import SimulatedDecodeNode
 from simulator.serving.pools import SimulatedPools
 from simulator.serving.prefill import SimulatedPrefillNode
 from simulator.serving.requests import Arrival, RequestEnd, SimulatedRequest, SimulatedWorkload
-from simulator.serving.settings import ActualCosts, ServingSettings, SimulationContext
+from simulator.serving.settings import NO_KINDS, ActualCosts, ServingSettings, SimulationContext
 from worker.policy.cost_profile import CostProfile
 from worker.policy.scheduling_order import QueueEntry
 
@@ -43,30 +45,41 @@ class SimulatedCluster:
         profile: CostProfile,
         workload: SimulatedWorkload,
         seed: int,
+        kinds: Mapping[str, CostProfile] = NO_KINDS,
     ) -> None:
+        """`kinds`: profiles of the workers that differ from `profile`, with their capacities, by node id."""
         self.settings = settings
         self.clock = VirtualClock()
-        self.conductor = Conductor(policy)
+        self.conductors = [Conductor(policy) for _ in range(settings.conductors)]
         self.works: list[SimulatedRequest] = []
         self.num_open = len(workload.jobs)
         self.copied_bytes = 0  # of prefixes, by decisions to copy
         self._workload = workload
         self._network_ns = round(settings.network_s * NS)
         self._handoff_ns = round(settings.handoff_s * NS)
-        decode_role = "aggregated" if settings.is_aggregated else "decode"
-        num_hosts = settings.prefill_nodes + (settings.decode_nodes if settings.is_aggregated else 0)
-        num_decode = num_hosts if settings.is_aggregated else settings.decode_nodes
+        num_hosts = settings.hosts or settings.prefill_nodes
+        num_hosts += settings.decode_nodes if settings.is_aggregated else 0
+        num_decode = num_hosts if settings.is_aggregated or settings.hosts else settings.decode_nodes
+        # A host's worker has one name in both roles.
+        prefill_name, decode_name = ("node", "node") if settings.hosts else ("prefill", "decode")
+        decode_name = "aggregated" if settings.is_aggregated else decode_name
         self.pools = SimulatedPools(settings, [f"pool-{i}" for i in range(num_hosts)])
-        self.truth = ActualCosts(profile, settings, seed)
-        context = SimulationContext(self.clock, settings, self.truth, workload.block_tokens)
+        self.truth = ActualCosts(profile, settings, seed, kinds)
+        self._kinds = kinds
+
+        def context(name: str) -> SimulationContext:
+            return SimulationContext(self.clock, self._settings_of(name), self.truth, workload.block_tokens)
+
         self.decode = {
-            name: SimulatedDecodeNode(name, context, self._tell, self._finished, self._stored)
-            for name in (f"{decode_role}-{i}" for i in range(num_decode))
+            name: SimulatedDecodeNode(name, context(name), self._broadcast, self._finished, self._stored)
+            for name in (f"{decode_name}-{i}" for i in range(num_decode))
         }
         # In an aggregated cluster these are hosts of pool nodes only, and do not join as workers.
         self.prefill = {
-            name: SimulatedPrefillNode(name, pool_id, context, self.pools, self.decode, self._tell, self._prefilled)
-            for name, pool_id in ((f"prefill-{i}", f"pool-{i}") for i in range(num_hosts))
+            name: SimulatedPrefillNode(
+                name, pool, context(name), self.pools, self.decode, self._broadcast, self._prefilled
+            )
+            for name, pool in ((f"{prefill_name}-{i}", f"pool-{i}") for i in range(num_hosts))
         }
         self._hosts = {node.pool_id: node for node in self.prefill.values()}
         # Nodes that decode are assigned round-robin to the hosts, and use their pool nodes over separate links.
@@ -75,6 +88,12 @@ class SimulatedCluster:
             node.hosts = self._hosts
             node.others = self.prefill
         self.on_reject: OnReject = lambda work, let_in: None
+        self.on_end: Callable[[SimulatedRequest], None] = lambda work: None
+        self.on_place: Callable[[SimulatedRequest], None] = lambda work: None  # before its nodes receive it
+        self.on_switch: Callable[[SwitchRole], None] = lambda decision: None
+        self.on_idle: Callable[[str], None] = lambda node_id: None  # the node's last request has left it
+        self.num_claims: Counter[str] = Counter()  # placed requests that have not left the node, by node id
+        self._incarnations: Counter[str] = Counter()
         self._copies: dict[tuple[str, int], tuple[int, ...]] = {}  # blocks of copies that were made
 
     def run(self, keep_going: Callable[[], bool] | None = None) -> None:
@@ -115,51 +134,112 @@ class SimulatedCluster:
         return len(self._workload.before)
 
     def _join(self) -> None:
-        settings, bytes_per_token = self.settings, self.truth.bytes_per_token
         for name, node in self.prefill.items():
-            self._tell(NodeJoined(NodeView(node.pool_id, "pool", 1, f"host of {name}")))
-        is_aggregated = settings.is_aggregated
-        decode_role: Role = "aggregated" if is_aggregated else "decode"
-        workers: list[tuple[str, Role, str]] = [
-            *((name, "prefill", node.pool_id) for name, node in self.prefill.items() if not is_aggregated),
-            *((name, decode_role, self._host_of[name].pool_id) for name in self.decode),
-        ]
-        for name, role, pool_id in workers:
-            view = NodeView(
-                node_id=name,
-                role=role,
-                incarnation=1,
-                host_id=f"host of {name}",
-                pool_node_id=pool_id,
-                model=MODEL,
-                block_tokens=self._workload.block_tokens,
-                capacity_tokens=settings.capacity_tokens,
-                max_batch=settings.max_batch,
-                kv_bytes_per_token=bytes_per_token,
-                chunk_tokens=settings.chunk_tokens,
-            )
-            self._tell(NodeJoined(view))
-        joined: dict[str, SimulatedPrefillNode | SimulatedDecodeNode] = {**self.prefill, **self.decode}
-        for name, _, _ in workers:
-            joined[name].reporter.start()
+            self._broadcast(NodeJoined(NodeView(node.pool_id, "pool", 1, f"host of {name}")))
+        settings = self.settings
+        num_prefill = 0 if settings.is_aggregated else settings.prefill_nodes
+        num_decode = settings.decode_nodes + (settings.prefill_nodes if settings.is_aggregated else 0)
+        decode_role: Role = "aggregated" if settings.is_aggregated else "decode"
+        skipped = num_prefill if settings.hosts else 0
+        workers: list[tuple[str, Role]] = [(name, "prefill") for name in [*self.prefill][:num_prefill]]
+        workers += [(name, decode_role) for name in [*self.decode][skipped : skipped + num_decode]]
+        for name, role in workers:
+            self._broadcast(NodeJoined(self._view(name, role)))
+        for name, role in workers:
+            self._node(name, role).reporter.start()
 
-    def _tell(self, event: Event) -> list[Decision]:
-        return self.conductor.on_event(self.clock.now_ns, event)
+    def _view(self, name: str, role: Role) -> NodeView:
+        settings = self._settings_of(name)
+        host = self.prefill[name] if role == "prefill" else self._host_of[name]
+        return NodeView(
+            node_id=name,
+            role=role,
+            incarnation=1 + self._incarnations[name],
+            host_id=f"host of {name}",
+            pool_node_id=host.pool_id,
+            model=MODEL,
+            block_tokens=self._workload.block_tokens,
+            capacity_tokens=settings.capacity_tokens,
+            max_batch=settings.max_batch,
+            kv_bytes_per_token=self.truth.bytes_per_token,
+            hardware=self._kinds[name].hardware if name in self._kinds else "",
+            chunk_tokens=settings.chunk_tokens,
+        )
+
+    def _node(self, name: str, role: Role) -> SimulatedPrefillNode | SimulatedDecodeNode:
+        return self.prefill[name] if role == "prefill" else self.decode[name]
+
+    def _settings_of(self, name: str) -> ServingSettings:
+        """Return the settings with the limits of the node's kind."""
+        kind, settings = self._kinds.get(name), self.settings
+        if kind is None:
+            return settings
+        tokens, max_batch = int(kind.engine["capacity_tokens"]), int(kind.engine["max_batch"])
+        block_tokens = self._workload.block_tokens
+        return replace(settings, capacity_tokens=tokens // block_tokens * block_tokens, max_batch=max_batch)
+
+    def join(self, name: str, role: Role) -> None:
+        """Let the worker of a host join in a role; a worker that has joined in another one changes to it."""
+        self._broadcast(NodeJoined(self._view(name, role)))
+        self._node(name, role).reporter.start()
+
+    def drain(self, name: str, role: Role) -> None:
+        """Report that the worker takes no new work, after `network_s`; it finishes the requests that it has."""
+        self._node(name, role).reporter.drain()
+
+    def stop(self, name: str, role: Role) -> None:
+        """End the reports of an idle worker that changes its role or leaves."""
+        assert not self.num_claims[name], f"{name} stops with {self.num_claims[name]} requests"
+        self._node(name, role).reporter.stop()
+
+    def leave(self, name: str, role: Role) -> None:
+        """Remove an idle worker; its host's pool node stays."""
+        self.stop(name, role)
+        self._broadcast(NodeLost(name, 1 + self._incarnations[name]))
+        self._incarnations[name] += 1
+
+    @property
+    def conductor(self) -> Conductor:
+        """The first conductor."""
+        return self.conductors[0]
+
+    def _tell(self, conductor: int, event: Event) -> list[Decision]:
+        return self.conductors[conductor].on_event(self.clock.now_ns, event)
+
+    def _broadcast(self, event: Event) -> None:
+        """Send an event of a node to all conductors."""
+        for conductor in range(len(self.conductors)):
+            self._tell(conductor, event)
+
+    def _conductor_of(self, job: Arrival) -> int:
+        """Return the number of the conductor that places the request."""
+        return job.index % len(self.conductors)
 
     def _tick(self) -> None:
-        for decision in self._tell(Tick()):
-            if isinstance(decision, Shrink):
-                blocks = self._copies.pop((decision.pool, decision.match_key), ())
-                self.pools.drop_copy(decision.pool, decision.match_key, decision.keep_blocks, blocks)
+        for conductor in range(len(self.conductors)):
+            for decision in self._tell(conductor, Tick()):
+                if isinstance(decision, Shrink):
+                    blocks = self._copies.pop((decision.pool, decision.match_key), ())
+                    self.pools.drop_copy(decision.pool, decision.match_key, decision.keep_blocks, blocks)
+                elif isinstance(decision, SwitchRole):
+                    self.on_switch(decision)
         self.clock.after(round(self.settings.tick_s * NS), self._tick)
 
     def _arrive(self, index: int) -> None:
         jobs = self._workload.jobs
         if index + 1 < len(jobs):
             self.clock.at(jobs[index + 1].arrival_ns, lambda: self._arrive(index + 1))
-        work = SimulatedRequest(jobs[index])
+        self._enter(jobs[index])
+
+    def arrive(self, job: Arrival) -> None:
+        """Let a request arrive now that is not among the workload's."""
+        self.num_open += 1
+        self._enter(job)
+
+    def _enter(self, job: Arrival) -> None:
+        work = SimulatedRequest(job)
         self.works.append(work)
-        self._schedule(work, self._arrived(work.job))
+        self._schedule(work, self._arrived(job))
 
     def _arrived(self, job: Arrival) -> RequestArrived:
         blocks = job.blocks
@@ -174,11 +254,14 @@ class SimulatedCluster:
             max_new_tokens=self.settings.max_tokens_of(job),
             matches=matches,
             match_key=blocks[longest - 1] + 1 if longest else 0,
+            tenant=job.tenant,
+            priority=job.priority,
             previous_tokens=0 if self.settings.lengths == "prompt" else job.previous_tokens,
         )
 
     def _schedule(self, work: SimulatedRequest, event: RequestArrived) -> None:
-        for decision in self._tell(event):
+        conductor = self._conductor_of(work.job)
+        for decision in self._tell(conductor, event):
             match decision:
                 case Place():
                     self._place(work, decision)
@@ -189,7 +272,10 @@ class SimulatedCluster:
                 case Copy():
                     blocks = work.job.blocks[: decision.num_blocks]
                     work.keeps_fetched = decision.keeps_fetched
-                    (self._keep if decision.keeps_fetched else self._copy)(decision, blocks)
+                    if decision.keeps_fetched:
+                        self._keep(decision, blocks)
+                    else:
+                        self._copy(conductor, decision, blocks)
                 case _:
                     raise AssertionError(f"unexpected decision for an arrival: {decision}")
 
@@ -209,6 +295,11 @@ class SimulatedCluster:
             start_ns=turn.start_ns,
             priority=turn.priority,
         )
+        for holder in place.holders:
+            self.pools.await_use(holder.pool, self.clock.now_ns, work.job.blocks)
+        work.named_helpers = place.helpers
+        self.num_claims.update(name for name in (place.prefill, place.decode, *place.helpers) if name)
+        self.on_place(work)
         # Two messages: to the frontend, and from there to the node.
         submit = self.prefill[place.prefill].submit if place.decode else self._keep_whole
         self.clock.after(2 * self._network_ns, lambda: submit(work))
@@ -222,10 +313,15 @@ class SimulatedCluster:
         self.clock.at(host.load(work, node.into, node.reporter), lambda: node.prefill(work))
 
     def _stored(self, work: SimulatedRequest) -> None:
+        job, pool = work.job, self._host_of[work.prefill_node]
         first = 0 if work.keeps_fetched else work.reused_tokens // self._workload.block_tokens
-        self.pools.store(self._host_of[work.prefill_node].pool_id, self.clock.now_ns, work.job.blocks, first)
+        if job.retain is not None:
+            self.pools.retain(pool.pool_id, self.clock.now_ns, job.blocks, job.retain)
+        self.pools.store(pool.pool_id, self.clock.now_ns, job.blocks, first)
 
     def _prefilled(self, work: SimulatedRequest) -> None:
+        for name in work.named_helpers:
+            self._unclaim(name)
         if work.asks_again:
             self.clock.after(self._network_ns, lambda: self._ask(work))
         else:
@@ -233,11 +329,12 @@ class SimulatedCluster:
 
     def _ask(self, work: SimulatedRequest) -> None:
         """Ask the policy whether the prefilled request may decode; its client has not received a token yet."""
-        for decision in self._tell(DecodeAsked(work.job.name, 0)):
+        for decision in self._tell(self._conductor_of(work.job), DecodeAsked(work.job.name, 0)):
             if isinstance(decision, Reject):
                 work.reason = decision.reason
                 self.on_reject(work, lambda: self._let_decode(work))
                 self.prefill[work.prefill_node].release(work)
+                self._unclaim(work.prefill_node)
                 self.decode[work.decode_node].release(work)
                 self._end(work, RequestEnd.WITHHELD)
                 return
@@ -254,6 +351,7 @@ class SimulatedCluster:
 
     def _hand_over(self, work: SimulatedRequest) -> None:
         self.prefill[work.prefill_node].release(work)
+        self._unclaim(work.prefill_node)
         decode = self.decode[work.decode_node]
         if work.generated < work.job.output_tokens:
             decode.join(work)
@@ -262,6 +360,9 @@ class SimulatedCluster:
             self._finished(work)
 
     def _finished(self, work: SimulatedRequest) -> None:
+        if work.job.retain is not None:  # the pause begins with the answer's end
+            host = self.prefill[work.prefill_node] if work.decode_node else self._host_of[work.prefill_node]
+            self.pools.retain(host.pool_id, self.clock.now_ns, work.job.blocks, work.job.retain)
         self._end(work, RequestEnd.FINISHED)
 
     def _end(self, work: SimulatedRequest, end: RequestEnd) -> None:
@@ -270,6 +371,8 @@ class SimulatedCluster:
         self.num_open -= 1
         if end is RequestEnd.REJECTED:
             return
+        self.on_end(work)
+        self._unclaim(work.decode_node or work.prefill_node)
         event = RequestCompleted(
             work.job.name,
             0,
@@ -279,24 +382,29 @@ class SimulatedCluster:
             slow_tbt_s=work.tbt_s,
             generated=work.generated,
         )
-        self.clock.after(self._network_ns, lambda: self._complete(event))
+        self.clock.after(self._network_ns, lambda: self._complete(work.job, event))
 
-    def _complete(self, event: RequestCompleted) -> None:
-        self._tell(event)
+    def _unclaim(self, name: str) -> None:
+        self.num_claims[name] -= 1
+        if not self.num_claims[name]:
+            self.on_idle(name)
 
-    def _copy(self, copy: Copy, blocks: tuple[int, ...]) -> None:
+    def _complete(self, job: Arrival, event: RequestCompleted) -> None:
+        self._tell(self._conductor_of(job), event)
+
+    def _copy(self, conductor: int, copy: Copy, blocks: tuple[int, ...]) -> None:
         missing = len(blocks) - self.pools.held(copy.target, blocks)[0]
         nbytes = missing * self._workload.block_tokens * self.truth.bytes_per_token
         links = (self._hosts[copy.source].out, self._hosts[copy.target].into)
         began_ns = self.clock.now_ns
         end_ns = send(began_ns, links, self.truth.transfer_ns("fetch", nbytes))
-        self.clock.at(end_ns, lambda: self._copied(copy, blocks, nbytes, (end_ns - began_ns) / NS))
+        self.clock.at(end_ns, lambda: self._copied(conductor, copy, blocks, nbytes, (end_ns - began_ns) / NS))
 
-    def _copied(self, copy: Copy, blocks: tuple[int, ...], nbytes: int, seconds: float) -> None:
+    def _copied(self, conductor: int, copy: Copy, blocks: tuple[int, ...], nbytes: int, seconds: float) -> None:
         self.copied_bytes += nbytes
         self.pools.store(copy.target, self.clock.now_ns, blocks)
         self._keep(copy, blocks)
-        self._tell(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
+        self._tell(conductor, CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
 
     def _keep(self, copy: Copy, blocks: tuple[int, ...]) -> None:
         """Record the copied blocks, or those that the prefill node will store, as a replica."""

@@ -7,11 +7,13 @@ computed here, one chunk with each step.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from conductor.policy.events import DecodeSample, Held, NodeReported, PrefillSample
 from conductor.policy.placement.decode import peak_tokens
 from simulator.serving.clock import NS, SimulatedLink
-from simulator.serving.reporter import SimulatedReporter
+from simulator.serving.observed_load import ObservedLoad
+from simulator.serving.reporter import SimulatedReporter, held_of
 from simulator.serving.requests import SimulatedRequest
 from simulator.serving.settings import SimulationContext
 from worker.policy import BatchLimits, BatchPlan, plan_step
@@ -73,6 +75,15 @@ class SimulatedDecodeNode:
             if work.prefill_node == self.node_id and not work.first_token_ns
         )
 
+    def observed_load(self) -> ObservedLoad:
+        """Return the node's load as its metrics show it."""
+        return ObservedLoad(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running) + len(self._joining),
+            prefill_tokens=sum(work.job.prompt_tokens - work.computed for work in self._prompts),
+            kv_share=1 - self.free_tokens / self._settings.capacity_tokens,
+        )
+
     def reserve(self, work: SimulatedRequest, ready: Callable[[SimulatedRequest], None]) -> None:
         """Allocate pages for the prompt and the longest answer; calls `ready(work)` once they are allocated."""
         self._wait_queue.add(work.key, work.queue_entry)
@@ -117,6 +128,7 @@ class SimulatedDecodeNode:
             self.free_tokens -= need
             work.committed_tokens = need
             self._holding[work.job.name] = work
+            self.reporter.accepted()
             ready(work)
 
     def _next_run(self) -> None:
@@ -216,11 +228,17 @@ class SimulatedDecodeNode:
         return [work for work in done if work.generated >= work.job.output_tokens]
 
     def _held(self) -> tuple[Held, ...]:
-        return tuple(
-            Held(name, 0, work.committed_tokens, remaining_prefill_tokens=self._uncomputed(work))
-            for name, work in self._holding.items()
-        )
+        return tuple(self._held_one(work) for work in self._holding.values())
 
-    def _uncomputed(self, work: SimulatedRequest) -> int:
-        """Return the prompt tokens still to be computed here."""
-        return work.job.prompt_tokens - work.computed if work.prefill_node == self.node_id else 0
+    def _held_one(self, work: SimulatedRequest) -> Held:
+        if work.prefill_node == self.node_id:
+            held = held_of(work, self._clock.now_ns / NS, self._settings)
+            return replace(held, committed_tokens=work.committed_tokens)
+        job = work.job
+        return Held(
+            job.name,
+            0,
+            work.committed_tokens,
+            prompt_tokens=job.prompt_tokens,
+            max_new_tokens=self._settings.max_tokens_of(job),
+        )

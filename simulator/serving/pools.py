@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from conductor.policy.events import PoolMatches
-from kvpool.policy.eviction import Use, make_policy
+from kvpool.policy.eviction import RetainRequest, Retention, Use, make_policy
 from simulator.pool import SimulatedPool
 from simulator.serving.settings import ServingSettings
 
@@ -19,8 +19,8 @@ class SimulatedPools:
 
     def __init__(self, settings: ServingSettings, names: Sequence[str]) -> None:
         self.roster = tuple(sorted(names))
-        self._memory = {name: _tier(settings.eviction, settings.pool_blocks) for name in names}
-        self._ssd = {name: _tier(settings.eviction, settings.ssd_blocks) for name in names if settings.ssd_blocks}
+        self._memory = {name: _tier(settings, settings.pool_blocks) for name in names}
+        self._ssd = {name: _tier(settings, settings.ssd_blocks) for name in names if settings.ssd_blocks}
         self._copied: dict[int, dict[str, int]] = {}  # match_key by target, by the last block of a copied prefix
 
     def match(self, blocks: Sequence[int]) -> PoolMatches:
@@ -69,6 +69,17 @@ class SimulatedPools:
         for tier in self._tiers(name):
             tier.store(blocks, max(first, tier.look_up(blocks, use)), use)
 
+    def retain(self, name: str, now_ns: int, blocks: Sequence[int], request: RetainRequest) -> bool:
+        """Retain a prefix in all tiers of the pool node. Returns True if its memory retains it."""
+        for tier in self._tiers(name)[1:]:
+            tier.retain(blocks, now_ns, request)
+        return self._memory[name].retain(blocks, now_ns, request)
+
+    def await_use(self, name: str, now_ns: int, blocks: Sequence[int]) -> None:
+        """Record that a request which will read these blocks from the pool node is waiting."""
+        for tier in self._tiers(name):
+            tier.await_use(blocks, now_ns)
+
     def copied(self, target: str, blocks: Sequence[int], match_key: int) -> None:
         """Record a prefix copied to `target` by a Copy decision."""
         self._copied.setdefault(blocks[-1], {})[target] = match_key
@@ -93,5 +104,6 @@ class SimulatedPools:
         ]
 
 
-def _tier(eviction: str, blocks: int) -> SimulatedPool:
-    return SimulatedPool(make_policy(eviction, blocks), blocks, leaf_first=True)
+def _tier(settings: ServingSettings, blocks: int) -> SimulatedPool:
+    retention = Retention(blocks, settings.retained_share, settings.retained_tenant_share)
+    return SimulatedPool(make_policy(settings.eviction, blocks), blocks, leaf_first=True, retention=retention)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from conductor.policy.events import Held, NodeReported, PrefillSample, TransferSample
 from simulator.serving.clock import NS, SimulatedLink, send
 from simulator.serving.decode import SimulatedDecodeNode
+from simulator.serving.observed_load import ObservedLoad
 from simulator.serving.pools import SimulatedPools
 from simulator.serving.prefill_group import SimulatedGroup, form
-from simulator.serving.reporter import SimulatedReporter
+from simulator.serving.reporter import SimulatedReporter, held_of
 from simulator.serving.requests import SimulatedRequest
 from simulator.serving.settings import SimulationContext
 from worker.policy import BatchLimits, BatchPlan, plan_step
@@ -56,6 +57,7 @@ class SimulatedPrefillNode:
     def submit(self, work: SimulatedRequest) -> None:
         """Accept a placed request."""
         self._held_works[work.job.name] = work
+        self.reporter.accepted()
         self._wait_queue.add(work.key, work.queue_entry)
         self._waiting[work.key] = work
         self._fill_places()
@@ -71,6 +73,17 @@ class SimulatedPrefillNode:
             self._truth.chunk_s(self.node_id, work, work.computed or work.reused_tokens, work.job.prompt_tokens)
             for work in self._held_works.values()
             if not work.first_token_ns
+        )
+
+    def observed_load(self) -> ObservedLoad:
+        """Return the node's load as its metrics show it; waiting requests hold no pages."""
+        works = self._held_works.values()
+        held = sum(work.job.prompt_tokens for work in works) - sum(w.job.prompt_tokens for w in self._waiting.values())
+        return ObservedLoad(
+            num_waiting=len(self._waiting),
+            num_running=len(works) - len(self._waiting),
+            prefill_tokens=sum(work.job.prompt_tokens - work.computed for work in works if not work.first_token_ns),
+            kv_share=held / self._settings.capacity_tokens,
         )
 
     def _fill_places(self) -> None:
@@ -238,12 +251,12 @@ class SimulatedPrefillNode:
         if not work.helpers:  # prefill times of a group are not reported
             self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
         self.reporter.progress(job.name, "prefill_ended")
+        if job.retain is not None:  # before anything is evicted for it
+            self._pools.retain(self.pool_id, self._clock.now_ns, job.blocks, job.retain)
         first = 0 if work.keeps_fetched else work.reused_tokens // self._block_tokens
         self._pools.store(self.pool_id, self._clock.now_ns, job.blocks, first)
         self._prefilled(work)
 
     def _held(self) -> tuple[Held, ...]:
-        return tuple(
-            Held(name, 0, remaining_prefill_tokens=work.job.prompt_tokens - work.computed)
-            for name, work in self._held_works.items()
-        )
+        now_s = self._clock.now_ns / NS
+        return tuple(held_of(work, now_s, self._settings) for work in self._held_works.values())

@@ -12,6 +12,7 @@ from enum import StrEnum
 import numpy as np
 
 from conductor.policy.decisions import Holder
+from kvpool.policy.eviction import RetainRequest
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS
 from traces import Trace, TraceRow, family_keys, previous_turns
@@ -19,7 +20,7 @@ from worker.policy.scheduling_order import ALWAYS_NEXT, QueueEntry, RequestKey
 
 _HISTORY_S = 1200.0  # conversations start up to this long before the run; their earlier turns' KV is in the pools
 _ANY = 1 << 40
-_SHARED = 1 << 40  # size of the block number range of one drawn conversation
+CONVERSATION_BLOCKS = 1 << 40  # size of the block number range of one drawn conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,9 @@ class Arrival:
     luck: float  # standard normal noise of its prefill time
     is_sampled: float  # uniform in [0, 1): selects the requests whose rejection is evaluated
     previous_tokens: int = 0  # length of the previous answer in the conversation; 0: there is none
+    tenant: str = ""
+    priority: int = 0  # among its tenant's requests; lower values first
+    retain: RetainRequest | None = None  # hint that its prompt will be used again
 
     @property
     def name(self) -> str:
@@ -127,7 +131,7 @@ def _families(trace: Trace, longest_prompt: int) -> list[list[TraceRow]]:
 def _blocks(row: TraceRow, conversation: int, block_tokens: int) -> tuple[int, ...]:
     """Return a prompt's full blocks. The first block (in the conversation trace: the system prompt) is shared."""
     whole = row.hash_ids[: row.full_blocks(block_tokens)]
-    own = conversation * _SHARED
+    own = conversation * CONVERSATION_BLOCKS
     return tuple(own + block + 1 if depth else block for depth, block in enumerate(whole))
 
 
@@ -149,6 +153,7 @@ class SimulatedRequest:
     decode_node: str = ""
     holders: tuple[Holder, ...] = ()
     helpers: tuple[str, ...] = ()  # prefill nodes that may compute some of its chunks
+    named_helpers: tuple[str, ...] = ()  # `helpers` as decided; they may turn out not to be needed
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
     reused_tokens: int = 0

@@ -25,6 +25,7 @@ from simulator.serving.hot_prefixes import HotPrefixes, draw_hot_workload
 from simulator.serving.outcome import ServingOutcome, is_good, outcome_of, swing_of
 from simulator.serving.requests import SimulatedRequest, SimulatedWorkload, draw_workload
 from simulator.serving.settings import ServingSettings
+from simulator.serving.variation import Variation
 from traces import Trace, load_trace
 from worker.policy.cost_profile import load_profile
 
@@ -99,6 +100,7 @@ class RunSpec:
     longest_prompt: int = 0
     look_into: float = 0.0  # fraction of the rejections that are evaluated in a fork
     hot: HotPrefixes | None = None  # drawn instead of the trace's conversations
+    variation: Variation | None = None  # of the trace's conversations over time
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class ServingRun:
 
 def run_one(spec: RunSpec) -> ServingRun:
     """Simulate one run; deterministic. Raises BadSetting, TraceError, ProfileError."""
-    settings, workload = spec.settings, _workload(spec)
+    settings, workload = spec.settings, workload_of(spec)
     cluster = SimulatedCluster(settings, spec.policy, load_profile(spec.profile), workload, spec.seed)
     prefill: list[float] = []
     decode: list[float] = []
@@ -156,7 +158,8 @@ def _trace(source: str) -> Trace:
     return load_trace(source)
 
 
-def _workload(spec: RunSpec) -> SimulatedWorkload:
+def workload_of(spec: RunSpec) -> SimulatedWorkload:
+    """Draw the requests of a run. Raises BadSetting, TraceError."""
     trace = _trace(spec.trace)
     if spec.hot is not None:
         return draw_hot_workload(
@@ -166,7 +169,7 @@ def _workload(spec: RunSpec) -> SimulatedWorkload:
             requests=spec.requests,
             block_tokens=trace.block_tokens,
         )
-    return draw_workload(
+    drawn = draw_workload(
         trace,
         seed=spec.seed,
         rate_per_s=spec.rate_per_s,
@@ -175,6 +178,7 @@ def _workload(spec: RunSpec) -> SimulatedWorkload:
         longest_prompt=spec.longest_prompt,
         longest_answer=spec.settings.max_new_tokens,
     )
+    return drawn if spec.variation is None else spec.variation.of(drawn, spec.settings.max_new_tokens)
 
 
 def worker_pool(processes: int) -> ProcessPoolExecutor:

@@ -4,10 +4,12 @@ Each node has a constant speed; each request and each run of decode steps has it
 depend on where and when it is served, so two runs of the same seed differ only by decisions.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp, isfinite
 from random import Random
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Final, Literal, get_args
 
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS, VirtualClock
@@ -20,11 +22,15 @@ KnownLengths = Literal["prompt", "dialogue", "oracle"]
 # Duration of a step with both prompt chunks and decoding sequences: the sum of both parts, or the longer of them. That
 # of a real one is between the two, since chunks are bound by computation and decoding by memory bandwidth.
 MergedSteps = Literal["sum", "longest"]
+NO_KINDS: Final[Mapping[str, CostProfile]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
     """Settings of a cluster of one model, with a host and a pool node per prefill node, or per aggregated node.
+
+    With `hosts`, every worker has a host and a pool node of its own, as workers that change their role require: the
+    first hosts begin with prefill nodes, the next with decode nodes, and the remaining ones without a worker.
 
     Protocol times are those of the live roles: a node reports `coalesce_s` after a request has progressed, otherwise
     every `report_every_s`.
@@ -32,8 +38,11 @@ class ServingSettings:
 
     prefill_nodes: int = 8
     decode_nodes: int = 8
+    conductors: int = 1  # requests go to them in turn; each learns of the others' only by the nodes' reports
     is_aggregated: bool = False  # all these nodes compute prompts and answers, in merged steps, each on its own host
     merged_steps: MergedSteps = "sum"
+    hosts: int = 0  # with one worker each, or none; 0: one per prefill or aggregated node
+    start_s: float = 60.0  # from the start of a worker until it has loaded its model and joins
     ttft_objective_s: float = 30.0
     tbt_objective_s: float = 0.1
     max_new_tokens: int = 2048  # allowed by every client; actual answer lengths are unknown to the policy
@@ -46,6 +55,8 @@ class ServingSettings:
     pool_blocks: int = 6000  # capacity of a pool node's memory
     ssd_blocks: int = 0  # capacity of a pool node's SSD; 0: no SSD
     eviction: str = "lru"
+    retained_share: float = 0.75  # of each tier of a pool node, the most that hints may retain
+    retained_tenant_share: float = 0.5  # likewise, those of one tenant
     request_noise: float = 0.1  # sigma (log-normal) of prefill times relative to the profile
     step_noise: float = 0.05  # likewise, of decode steps
     node_noise: float = 0.03  # likewise, of a node's constant speed
@@ -56,7 +67,15 @@ class ServingSettings:
     tick_s: float = 1.0
 
     def __post_init__(self) -> None:
-        whole = ("prefill_nodes", "decode_nodes", "capacity_tokens", "max_batch", "chunk_tokens", "lookahead")
+        whole = (
+            "prefill_nodes",
+            "decode_nodes",
+            "conductors",
+            "capacity_tokens",
+            "max_batch",
+            "chunk_tokens",
+            "lookahead",
+        )
         for name in (*whole, "pool_blocks"):
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -69,10 +88,18 @@ class ServingSettings:
             raise BadSetting(f"is_aggregated must be true or false, got {self.is_aggregated!r}")
         if self.merged_steps not in get_args(MergedSteps):
             raise BadSetting(f"merged_steps must be sum or longest, got {self.merged_steps!r}")
+        for name in ("retained_share", "retained_tenant_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadSetting(f"{name} must be from 0 to 1, got {getattr(self, name)}")
         for name in ("ttft_objective_s", "tbt_objective_s", "report_every_s", "coalesce_s", "tick_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) <= 0:
                 raise BadSetting(f"{name} must be finite and above 0, got {getattr(self, name)}")
-        for name in ("ssd_blocks", "request_noise", "step_noise", "node_noise", "network_s", "handoff_s"):
+        if self.hosts and (self.is_aggregated or self.hosts < self.prefill_nodes + self.decode_nodes):
+            raise BadSetting(
+                f"hosts must be 0, or at least the number of prefill and decode nodes "
+                f"({self.prefill_nodes + self.decode_nodes}) of a cluster that is not aggregated, got {self.hosts}"
+            )
+        for name in ("ssd_blocks", "request_noise", "step_noise", "node_noise", "network_s", "handoff_s", "start_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) < 0:
                 raise BadSetting(f"{name} must be finite and at least 0, got {getattr(self, name)}")
 
@@ -84,8 +111,12 @@ class ServingSettings:
 class ActualCosts:
     """Actual durations of work. Deterministic given the seed and the order of decode steps on each node."""
 
-    def __init__(self, profile: CostProfile, settings: ServingSettings, seed: int) -> None:
+    def __init__(
+        self, profile: CostProfile, settings: ServingSettings, seed: int, kinds: Mapping[str, CostProfile] = NO_KINDS
+    ) -> None:
+        """`kinds`: profiles of the nodes whose computation `profile` does not describe, by node id."""
         self._profile = profile
+        self._kinds = kinds
         self._settings = settings
         self._seed = seed
         self._speed: dict[str, float] = {}
@@ -95,16 +126,19 @@ class ActualCosts:
     def chunk_s(self, node_id: str, work: SimulatedRequest, start: int, end: int) -> float:
         """Return the seconds to compute prompt tokens [start, end) of a request on a node."""
         luck = exp(self._settings.request_noise * work.job.luck)
-        return self._profile.prefill_s(end - start, start) * luck * self._node(node_id)
+        return self._of(node_id).prefill_s(end - start, start) * luck * self._node(node_id)
 
     def step_s(self, node_id: str, batch: int, context_tokens: int) -> float:
         """Return the seconds of one decode step, with noise drawn for each call."""
         luck = exp(self._settings.step_noise * self._rolls(node_id).gauss(0, 1))
-        return self._profile.decode_s(batch, context_tokens) * luck * self._node(node_id)
+        return self._of(node_id).decode_s(batch, context_tokens) * luck * self._node(node_id)
 
     def transfer_ns(self, path: str, nbytes: int) -> int:
         """Return the duration of a transfer without contention; paths as in TransferSample."""
         return round(self._profile.transfer_s(path, nbytes) * NS)
+
+    def _of(self, node_id: str) -> CostProfile:
+        return self._kinds.get(node_id, self._profile)
 
     def _node(self, node_id: str) -> float:
         if node_id not in self._speed:

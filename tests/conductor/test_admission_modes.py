@@ -309,6 +309,20 @@ def test_reserving_for_usual_answers_lets_more_in_and_the_ledger_follows_what_is
     assert c.counts["committed_tokens"] == 1024
 
 
+def test_an_expected_length_raises_the_reservation_but_never_lowers_it(cluster, make):
+    reserved = {}
+    for expected in (0, 1, 700, 1 << 20):
+        c = cluster(overrun_probability=0.05)
+        for i in range(100):
+            c.send(make.request(f"w{i}", prompt=64, new=2000))
+            c.send(RequestCompleted(f"w{i}", 0, "finished", 0.1, 0.01, 40))
+        c.send(make.request("r", prompt=64, new=2000, expected_tokens=expected))
+        reserved[expected] = c.counts["committed_tokens"]
+    assert reserved[1] == reserved[0] <= 128
+    assert 764 <= reserved[700] <= 784
+    assert reserved[1 << 20] == 2064, "the most that the client allows"
+
+
 def test_endless_requests_count_as_constant_load_and_teach_nothing(cluster, make):
     c = cluster(admission_mode="predicted", tbt_slo_s=10.0)
     c.learn("prefill-0")

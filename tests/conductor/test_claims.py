@@ -279,3 +279,32 @@ def test_an_outcome_that_nobody_knows_counts_as_a_failure(cluster, make):
     c.send(RequestCompleted("r", 0, "exploded"))
     counters = c.conductor.snapshot(c.now_ns)["counters"]
     assert {name: n for name, n in counters.items() if name.startswith("completed_")} == {"completed_failed": 1}
+
+
+def test_prefills_that_a_node_has_started_are_computed_one_after_the_other(cluster, make):
+    c = cluster(max_queue_s=1e6)
+    c.learn("prefill-0", per_token_s=1e-3)
+    c.send(NodeLost("prefill-1", 1))
+
+    def queue_s():
+        return next(seconds for node, seconds, _ in c.conductor.loads_of_nodes() if node.node_id == "prefill-0")
+
+    for name in ("a", "b", "c"):
+        c.send(make.request(name, prompt=1000))
+    total_s = queue_s()
+    one_s = total_s / 3
+    assert one_s == pytest.approx(1.0, rel=0.2)
+    for name in ("a", "b", "c"):
+        c.progress("prefill-0", "prefill_started", name)
+    assert queue_s() == pytest.approx(total_s, rel=1e-3)
+    c.after(0.5 * one_s)
+    c.send(Tick())
+    assert queue_s() == pytest.approx(2.5 * one_s, rel=1e-3)  # only the first one advances
+    c.progress("prefill-0", "prefill_ended", "a")  # sooner than predicted: the next begins now
+    assert queue_s() == pytest.approx(2 * one_s, rel=1e-3)
+    c.after(0.5 * one_s)
+    c.progress("prefill-0", "ended", "b")  # cancelled
+    assert queue_s() == pytest.approx(one_s, rel=1e-3)
+    c.after(0.25 * one_s)
+    c.send(Tick())
+    assert queue_s() == pytest.approx(0.75 * one_s, rel=1e-3)

@@ -1,6 +1,7 @@
 """The event log: that it replays to the same decisions, what it says where it cannot, and the form of its lines."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,15 @@ from conductor.decision_log.event_log import EventLogHeader, event_line, head_li
 from conductor.errors import LogFormatError
 from conductor.policy import Conductor, Objectives, PolicyConfig
 from conductor.policy.decisions import ColocatedScore, Considered, Copy, Place, Reject
-from conductor.policy.events import NodeJoined, ObjectivesChanged, RequestArrived, RequestCompleted, Tick
+from conductor.policy.events import (
+    NodeJoined,
+    NodeReported,
+    ObjectivesChanged,
+    PrefillSample,
+    RequestArrived,
+    RequestCompleted,
+    Tick,
+)
 from conductor.policy.objectives import parse_record, record_text
 from settings.conductor import DecisionLogSettings
 from settings.keys import InvalidSetting, assemble, group_settings
@@ -39,10 +48,10 @@ def steps_of(log, config=None):
     return [step for life in recorded_runs(log) for step in replay(life, config)]
 
 
-def core_of(folder, **config):
+def core_of(folder, step_ns=1, **config):
     return Core(
         assemble(ConductorConfig, listen="none", decision_log=folder, **config),
-        clock=iter(range(1, 100_000)).__next__,
+        clock=iter(range(1, 100_000 * step_ns, step_ns)).__next__,
     )
 
 
@@ -72,11 +81,15 @@ def test_a_log_replays_under_the_rule_for_headers_of_its_version(tmp_path, make,
 
 
 def test_what_was_learned_of_lengths_and_prices_follows_from_the_log(tmp_path, make):
-    core = core_of(tmp_path, ttft_slo_s=2.0, tbt_slo_s=0.05, admission_mode="predicted", overrun_probability=0.1)
+    config = {"ttft_slo_s": 4.0, "tbt_slo_s": 0.05, "admission_mode": "predicted", "overrun_probability": 0.1}
+    core = core_of(tmp_path, step_ns=30_000_000, **config)
     for role in ("prefill", "decode"):
         core.handle(NodeJoined(make.node(role, role, capacity_tokens=100_000)))
+    prefills = tuple(PrefillSample(tokens, 0, tokens * 2e-3) for tokens in (64, 512, 4096)) * 40
+    core.handle(NodeReported("prefill", prefills=prefills))
     for i in range(60):
-        core.handle(make.request(f"r{i}", prompt=100 + 40 * (i % 7), new=900, previous_tokens=(0, 9, 400)[i % 3]))
+        hints = {"previous_tokens": (0, 9, 400)[i % 3], "expected_tokens": (0, 600)[i % 2]}
+        core.handle(make.request(f"r{i}", prompt=100 + 40 * (i % 7), new=900, **hints))
         if i >= 10:
             core.handle(RequestCompleted(f"r{i - 10}", 0, "finished", 0.1, 0.01, (60, 8, 500)[(i - 10) % 3]))
         if i % 8 == 0:
@@ -86,7 +99,11 @@ def test_what_was_learned_of_lengths_and_prices_follows_from_the_log(tmp_path, m
     assert all(step.logged == step.made for step in steps)
     found = [step for step in steps if isinstance(step.event, RequestArrived)]
     assert {step.event.previous_tokens for step in found} == {0, 9, 400}
+    assert {step.event.expected_tokens for step in found} == {0, 600}
     assert {type(decision) for step in found for decision in step.made} == {Place, Reject}
+    (life,) = recorded_runs(tmp_path)
+    unpriced = replay(life, replace(life.config, ttft_reserve=0.0, tbt_reserve=0.0))
+    assert any(step.logged != step.made for step in unpriced)
 
 
 def test_a_log_replays_under_another_configuration_to_other_decisions():
@@ -236,6 +253,17 @@ def test_a_head_that_is_none_is_named(tmp_path, head, said):
 def test_a_configuration_is_told_whole_and_read_back():
     config = PolicyConfig(2.0, model_objectives={"m": Objectives(1.0, 0.5)}, admission="shadow", max_copies=0)
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+def test_a_log_of_the_former_rule_for_expensive_requests_is_refused_where_its_decisions_depend_on_it():
+    former = {"prefill_reserve": 0.9, "decode_reserve": 0.2}
+    logged = {name: value for name, value in config_to_json(PolicyConfig()).items() if "_reserve" not in name}
+    for mode in ("none", "early", "predicted-uniform"):
+        assert config_from_json(logged | former | {"admission_mode": mode}).admission_mode == mode
+    with pytest.raises(LogFormatError, match=r"prefill_reserve, decode_reserve.*replay it with that version"):
+        config_from_json(logged | former | {"admission_mode": "predicted"})
+    older = config_from_json(logged | dict.fromkeys(former, 0.0) | {"admission_mode": "predicted"})
+    assert (older.ttft_reserve, older.tbt_reserve) == (0.0, 0.0)
 
 
 def test_renamed_fields_keep_their_names_in_logs():

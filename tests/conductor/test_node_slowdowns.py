@@ -243,3 +243,41 @@ def test_a_slow_node_is_told_apart_from_the_shared_fit_whoever_it_is(seed, facto
     live.settle(90, **{f"p{at}": factor})
     assert live.slowdown(f"p{at}") == pytest.approx(factor, rel=0.2)
     assert live.costs.prefill_cost_s(2000, 1000) == pytest.approx(prefill_time(2000, 1000), rel=0.2)
+
+
+def of_kind(node_id, hardware, capacity_tokens=1 << 20):
+    role = "prefill" if node_id[0] == "p" else "decode"
+    return NodeView(node_id, role, 1, "h", "", "m", 16, capacity_tokens, 1 << 16, 64, 1000, hardware=hardware)
+
+
+def factor(cluster, node_id):
+    return next(
+        prefill if node_id[0] == "p" else decode
+        for node, prefill, decode in cluster.conductor.slowdowns()
+        if node.node_id == node_id
+    )
+
+
+@pytest.mark.parametrize("name", ["p", "d"])
+def test_a_new_node_begins_with_the_factor_of_its_kind(name):
+    cluster = Cluster(3)
+    for number in range(3, 5):
+        cluster.conductor.on_event(0, NodeJoined(of_kind(f"{name}{number}", "slow gpu")))
+    for _ in range(40):
+        for number in range(5):
+            cluster.work(f"{name}{number}", 1, times=2.5 if number >= 3 else 1.0)
+    cluster.conductor.on_event(0, NodeJoined(of_kind(f"{name}5", "slow gpu")))
+    cluster.conductor.on_event(0, NodeJoined(of_kind(f"{name}6", "slow gpu", capacity_tokens=1 << 19)))
+    cluster.conductor.on_event(0, NodeJoined(of_kind(f"{name}7", "")))
+    assert factor(cluster, f"{name}5") == pytest.approx(2.5, rel=0.15)
+    assert factor(cluster, f"{name}6") == factor(cluster, f"{name}7") == 1.0
+
+
+def test_a_node_of_a_new_kind_is_known_after_a_few_measurements():
+    cluster = Cluster(3)
+    for _ in range(40):
+        for number in range(3):
+            cluster.work(f"d{number}", 1)
+    cluster.conductor.on_event(0, NodeJoined(of_kind("d3", "other gpu")))
+    cluster.work("d3", 6, times=1.9)
+    assert factor(cluster, "d3") == pytest.approx(1.9, rel=0.2)

@@ -60,7 +60,7 @@ class Plain:
         total = 0
         for row in self.rows:
             if row.prefill_node == self.slot(node.node_id):
-                elapsed = 0 if row.started_ns == NONE else self.now_ns - row.started_ns
+                elapsed = 0 if row.started_ns == NONE else max(0, self.now_ns - row.started_ns)
                 total += max(0, row.prefill_ns - elapsed)
         if node.role == "prefill":
             return total / NS

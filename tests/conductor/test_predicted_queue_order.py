@@ -122,7 +122,7 @@ def work_before(conductor: Conductor, line: WaitQueue, at: dict[str, str], name:
             continue
         if line.rank(key, now_ns / NS) < line.rank((name, 0), now_ns / NS):
             started = int(table.column("started_ns")[row])
-            elapsed_ns = now_ns - started if started >= 0 else 0
+            elapsed_ns = max(0, now_ns - started) if started >= 0 else 0
             total_ns += max(0, int(table.column("prefill_ns")[row]) - elapsed_ns)
     return total_ns / NS
 

@@ -130,7 +130,7 @@ def run(conductor, history):
 @given(histories)
 def test_any_history_leaves_claims_that_fit_together_and_answers_that_hold(history):
     conductor = start()
-    for _, event, decisions in run(conductor, history):
+    for now_ns, event, decisions in run(conductor, history):
         assert conductor.validate()[0] == []
         json.dumps(conductor.snapshot(0))
         if isinstance(event, RequestArrived):
@@ -138,13 +138,13 @@ def test_any_history_leaves_claims_that_fit_together_and_answers_that_hold(histo
             assert isinstance(answer, Place | Reject)
             assert answer.request_id == event.request_id
             if isinstance(answer, Place):
-                check_place(event, answer)
+                check_place(event, answer, conductor._state.seen_share.has_others(now_ns))
             else:
                 assert answer.reason in ("no_nodes", "too_long", "queue")
                 assert answer.message
 
 
-def check_place(event, place):
+def check_place(event, place, spreads):
     assert place.prefill in WORKERS
     assert place.prefill not in event.excluded
     assert place.decode not in event.excluded
@@ -163,7 +163,10 @@ def check_place(event, place):
     assert max(covered, place.local_blocks) == place.reuse_blocks
     chosen = next(score for score in place.considered.prefill if score.node_id == place.prefill)
     totals = [(s.transfer_s + s.queue_s + s.prefill_s, s.node_id) for s in place.considered.prefill]
-    assert (chosen.transfer_s + chosen.queue_s + chosen.prefill_s, chosen.node_id) == min(totals)
+    total = chosen.transfer_s + chosen.queue_s + chosen.prefill_s
+    # Requests are spread over about equally fast nodes once nodes report requests of other conductors.
+    assert total <= 1.05 * min(totals)[0] + 1e-12
+    assert spreads or (total, chosen.node_id) == min(totals)
 
 
 @settings(max_examples=80, deadline=None)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conductor.policy import role_plan
 from conductor.policy.decisions import Place, Reject, SwitchRole
-from conductor.policy.events import NS, Held, RequestCompleted, Tick
+from conductor.policy.events import NS, DecodeSample, Held, NodeReported, RequestCompleted, Tick
 from conductor.policy.roles import Demand, Split, Switching, better_split
 
 loads = st.floats(0, 100)
@@ -172,3 +173,16 @@ def test_nothing_is_decided_before_an_answer_has_told_how_long_answers_are(clust
     for _ in range(12):
         decided += [decision for decision in c.after(1.0).send(Tick()) if isinstance(decision, SwitchRole)]
     assert [decision.role for decision in decided] == ["prefill"]
+
+
+def test_decode_is_sized_by_the_pages_that_requests_reserve(cluster: Any, make: Any) -> None:
+    def busy(new: int) -> float:
+        c = cluster(role_switching="act")
+        steps = tuple(DecodeSample(batch, 100 * batch, 0.01) for batch in (1, 8, 64)) * 20
+        c.send(NodeReported("decode-0", decodes=steps))
+        press(c, make, 10, prompt=16, new=new, answer=8)
+        model = c.conductor._state.nodes.model("m")
+        demand = c.conductor._state.switching["m"].demand
+        return role_plan._decode_load(c.conductor._now_ns, c.conductor._state, "m", model.decode, demand)[0]
+
+    assert busy(4000) > 1.5 * busy(8)

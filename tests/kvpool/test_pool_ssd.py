@@ -10,6 +10,7 @@ import pytest
 
 from kvpool import layer_digests
 from kvpool.errors import PoolConfigError, PoolRefused, SsdInUse
+from kvpool.policy.core import LOAD_AHEAD_NS
 from kvpool.ssd.recovery import read_journal
 from messenger import MessengerConfig
 from settings.keys import assemble
@@ -86,6 +87,22 @@ async def test_a_prefetch_brings_blocks_before_the_pin(start_pool, worker, chain
     assert (lease.num_blocks, lease.ssd_blocks) == (12, 12)
     assert same(worker, lease, await worker.read(lease), written)
     await client.unpin(lease)
+
+
+async def test_an_announced_return_brings_blocks_without_a_request(
+    start_pool, worker, chain_of, ssd_dir, until
+) -> None:
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, **SSD)).target)
+    await put_on_ssd(worker, client, chain_of(12))
+    pause_s = LOAD_AHEAD_NS / 1e9 + 0.05
+    assert await client.retain(worker.ns, chain_of(12), tenant="t", lifetime_s=60, pause_s=pause_s)
+
+    async def there() -> bool:
+        return await counter(client, "pool_loaded_blocks") == 12
+
+    await until(there)
+    with pytest.raises(PoolRefused, match="lifetime_s"):
+        await client.retain(worker.ns, chain_of(12), tenant="t", lifetime_s=-1)
 
 
 async def test_a_run_longer_than_memory_comes_as_far_as_it_fits(start_pool, worker, chain_of, ssd_dir) -> None:

@@ -69,6 +69,18 @@ def test_every_answer_comes_back_as_history(serve, lead: Lead) -> None:
     assert len({body["cache_salt"] for body in server.bodies}) == 1
 
 
+def test_the_requests_of_a_dialogue_name_one_session(serve, lead: Lead) -> None:
+    sessions: dict[str, set[str]] = {}
+
+    async def note(server: Any, request: web.Request, body: dict[str, Any]) -> None:
+        sessions.setdefault(request.headers["x-session-id"], set()).add(body["messages"][0]["content"])
+
+    server = serve(behave=note)
+    assert lead(server.url).ok
+    assert [len(beginnings) for beginnings in sessions.values()] == [1, 1]
+    assert len(server.bodies) == 8
+
+
 def test_so_many_dialogues_go_on_at_a_time_and_the_next_begin_when_they_end(serve, lead: Lead) -> None:
     server = serve(token_delay_s=0.002)
     report = lead(server.url, total=5)

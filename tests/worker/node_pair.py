@@ -239,9 +239,8 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
             PoolNodeConfig,
             node_id="pool",
             listen=f"unix:{tmp_path}/pool.sock",
-            pool_bytes=64 << 20,
             messenger=assemble(MessengerConfig, shm_dir=tmp_path),
-            **options,
+            **{"pool_bytes": 64 << 20, **options},
         )
         pools.append(PoolNode(config, 1))
         await pools[-1].start()

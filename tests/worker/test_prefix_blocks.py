@@ -109,3 +109,10 @@ def test_a_request_without_the_seed_of_its_chain_is_refused() -> None:
     submit = Submit(request_id="r", prompt_ids=np.zeros(3, np.int32).tobytes(), chain_seed=b"short")
     with pytest.raises(RequestRefused, match="chain_seed must have 16 bytes, got 5"):
         Request.from_proto(submit, vocab_size=100, max_model_len=100, block_tokens=BLOCK)
+
+
+@pytest.mark.parametrize(("reuse_blocks", "new_tokens"), [(0, 10), (1, 6), (2, 2), (3, 1)])
+def test_the_tokens_that_remain_are_those_that_the_conductor_expects_to_be_computed(reuse_blocks, new_tokens):
+    request = request_of(list(range(10)))
+    request.placement.reuse_blocks = reuse_blocks
+    assert request.expected_new_tokens(BLOCK) == new_tokens

@@ -160,6 +160,54 @@ async def test_every_conductor_is_told_the_same_also_while_another_is_away(tmp_p
             await server.stop(0)
 
 
+async def test_accepted_requests_are_reported_to_several_conductors_without_waiting_for_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.reporter.COALESCE_S", 3600.0)  # the other events of a report would be awaited so long
+    served = [await _serve(tmp_path, name) for name in ("a", "b")]
+    reporter = _reporter(*(server.target for _, server in served))
+    running = asyncio.create_task(reporter.run())
+    try:
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(stream.joined.wait() for stream in reporter._streams))
+            reporter.progress("one", 0, PHASE_ENDED)
+            reporter.request_accepted()
+            for conductor, _ in served:
+                await conductor.heard.wait()
+        assert [conductor.told for conductor, _ in served] == [["one"], ["one"]]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for _, server in served:
+            await server.stop(0)
+
+
+async def test_many_accepted_requests_share_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.reporter.COALESCE_S", 0.5)
+    conductor, server = await _serve(tmp_path)
+    reports = 0
+
+    def fill(report: NodeReport) -> None:
+        nonlocal reports
+        reports += 1
+
+    stream = JoinStream(Node(node_id="n"), server.target, fill, lambda command: None)
+    running = asyncio.create_task(stream.run())
+    try:
+        async with asyncio.timeout(20):
+            await stream.joined.wait()
+            for _ in range(40):
+                stream.request_accepted()
+                await asyncio.sleep(0.001)
+            stream.progress("last", 0, PHASE_ENDED)
+            await conductor.heard.wait()
+        assert reports <= 4  # that of the join, the first request's, and what came within half a second
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)
+
+
 async def test_a_node_goes_on_with_the_conductors_that_take_it_in_and_gives_up_when_none_does(tmp_path: Path) -> None:
     _, willing = await _serve(tmp_path, "willing")
     _, first = await _serve(tmp_path, "first", refuses="another KvSpec")

@@ -30,7 +30,8 @@ def copy_after(context: PlacementContext, nodes: Candidates, prefixes: Prefixes,
     state = context.state
     if not prefixes.best or not state.config.max_copies:
         return None
-    uses = state.prefix_hits.use(context.now_ns, context.request.match_key)
+    # Other conductors' requests are assumed to use the same prefixes as those that are seen here.
+    uses = state.prefix_hits.use(context.now_ns, context.request.match_key, state.seen_share.requests_per_own)
     if scores.best.fetches:
         return _after_fetch(context, nodes, prefixes, scores, uses)
     return _ahead_of_need(context, nodes, prefixes, scores, uses) if state.config.placement == "moonpool" else None

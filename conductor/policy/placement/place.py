@@ -59,7 +59,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     elif rejection:
         state.history.lost(now_ns, request.request_id, rejection)
     if request.attempt == 0 and not request.endless:
-        arrived(now_ns, state, request, plan.scores.best.prefill_s)
+        arrived(now_ns, state, request, plan.scores.best.prefill_s, plan.places.need_tokens)
     if judgement.rejection is not None:
         turned_away(now_ns, state, request)
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
@@ -72,10 +72,13 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     placed = placed_by(state, request, plan, considered, beyond)
     reused_tokens = placed.reuse_blocks * model.block_tokens
     state.history.placed(request.request_id, request.attempt, placed.prefill, placed.decode, reused_tokens)
+    state.seen_share.placed_here(now_ns)
     copy = copy_after(context, plan.places.prefill, plan.prefixes, plan.scores)
     row = book(context, plan, placed, objectives, judgement.unwanted)
     join_queue(context, plan.position, row, placed)
     _credit_replica(context, plan)
+    if request.session:
+        state.sessions_of(request.model).use(request.session, placed.prefill)
     return [placed] if copy is None else [placed, copy]
 
 

@@ -14,6 +14,7 @@ from conductor.policy.events import PoolMatches, to_ns
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.nodes import Candidates
 from conductor.policy.objectives import EffectiveObjectives
+from conductor.policy.placement.affinity import choose_among_near
 from conductor.policy.placement.candidates import FittingNodes
 from conductor.policy.placement.decode import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.placement.grouping import PrefillGroupPlan, form_group, work_at_hand_s
@@ -114,6 +115,8 @@ def make_plan(context: PlacementContext, places: FittingNodes) -> PlacementPlan:
         if group_s is not None:
             queue_s += group_s[places.prefill.slots]
         scores = score_candidates(context, prefixes, queue_s)
+    if config.placement == "moonpool":
+        scores = choose_among_near(context, places.prefill, scores)
     group: PrefillGroupPlan | None = None
     if config.prefill_group_size > 1:
         group = form_group(context, places, scores, work_at_hand_s(places, loads, group_s))
@@ -168,6 +171,8 @@ def _expect(context: PlacementContext, places: FittingNodes) -> tuple[int, Fitti
     overrun = state.config.overrun_probability
     if overrun:
         usual = state.lengths.quantile(curve, overrun, request.generated, request.max_new_tokens)
+        # The client's expectation only raises what is reserved, and charged: none can gain by a false one.
+        usual = max(usual, min(request.expected_tokens - request.generated, request.max_new_tokens))
         places = replace(places, need_tokens=peak_tokens(request.prompt_tokens, usual, context.model.block_tokens))
     return curve, places
 

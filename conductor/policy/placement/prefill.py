@@ -103,9 +103,14 @@ class PrefillScores:
         return cls(candidates, chosen, ScoredCandidate._make(candidates[chosen].item()), ttft_s, idle_s)
 
     def explain(self, ids: tuple[str, ...], count: int) -> tuple[PrefillScore, ...]:
-        """Return the predictions of the `count` best candidates, best first; of equals the first."""
+        """Return the predictions of the `count` best candidates, best first; of equals the first.
+
+        The chosen one is among them: it takes the last place if others are faster.
+        """
         best = np.empty(min(count, len(ids)), np.int64)
         prefill_kernels().rank_prefill(self.candidates, best)
+        if self.chosen not in best:
+            best[-1] = self.chosen
         ranked = self.candidates[best]
         terms_of = ("transfer_s", "queue_s", "prefill_s", "reuse_blocks", "local_blocks")
         columns = (ranked[name].tolist() for name in terms_of)

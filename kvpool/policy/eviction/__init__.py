@@ -8,8 +8,18 @@ from kvpool.policy.eviction.arc import Arc
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 from kvpool.policy.eviction.moonpool import Moonpool
 from kvpool.policy.eviction.ranked import LengthAware, Lfu, Lru
+from kvpool.policy.eviction.retention import RetainingPolicy, RetainRequest, Retention
 
-__all__ = ["POLICIES", "EvictionPolicy", "Resident", "Use", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "EvictionPolicy",
+    "Resident",
+    "RetainRequest",
+    "RetainingPolicy",
+    "Retention",
+    "Use",
+    "make_policy",
+]
 
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
     {

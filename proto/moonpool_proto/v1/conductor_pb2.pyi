@@ -336,6 +336,7 @@ class Held(_message.Message):
     attempt: _builtins.int
     committed_tokens: _builtins.int
     remaining_prefill_tokens: _builtins.int
+    """without those whose KV is expected to be reused"""
     prompt_tokens: _builtins.int
     max_new_tokens: _builtins.int
     decode_node: _builtins.str
@@ -557,6 +558,8 @@ class ScheduleRequest(_message.Message):
     ALLOWED_CLASSES_FIELD_NUMBER: _builtins.int
     PREVIOUS_TOKENS_FIELD_NUMBER: _builtins.int
     WANTS_RECEIPT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    HINTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -592,6 +595,14 @@ class ScheduleRequest(_message.Message):
     def allowed_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """classes that its tenant may use, also by default; empty: all"""
 
+    @_builtins.property
+    def session(self) -> Global___Session:
+        """unset: the client named none"""
+
+    @_builtins.property
+    def hints(self) -> Global___RequestHints:
+        """unset: the client gave none"""
+
     def __init__(
         self,
         *,
@@ -615,14 +626,71 @@ class ScheduleRequest(_message.Message):
         allowed_classes: _abc.Iterable[_builtins.str] | None = ...,
         previous_tokens: _builtins.int = ...,
         wants_receipt: _builtins.bool = ...,
+        session: Global___Session | None = ...,
+        hints: Global___RequestHints | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_classes", b"allowed_classes", "attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "previous_tokens", b"previous_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s", "wants_receipt", b"wants_receipt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_classes", b"allowed_classes", "attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "hints", b"hints", "max_new_tokens", b"max_new_tokens", "model", b"model", "previous_tokens", b"previous_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s", "wants_receipt", b"wants_receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScheduleRequest: _TypeAlias = ScheduleRequest  # noqa: Y015
+
+@_typing.final
+class Session(_message.Message):
+    """hashes of the client's ids and the tenant; 0: none"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    parent_id: _builtins.int
+    """of the session that started this one, as an agent starts a sub-agent"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        parent_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "parent_id", b"parent_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Session: _TypeAlias = Session  # noqa: Y015
+
+@_typing.final
+class RequestHints(_message.Message):
+    """what the client expects; never relied on"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PAUSE_S_FIELD_NUMBER: _builtins.int
+    LIFETIME_S_FIELD_NUMBER: _builtins.int
+    expected_output_tokens: _builtins.int
+    """of the whole answer; 0: unknown"""
+    pause_s: _builtins.float
+    """from the answer's end to the next request that continues it; 0: unknown"""
+    lifetime_s: _builtins.float
+    """for which the prompt's KV should be kept; 0: the client announces no further request"""
+    def __init__(
+        self,
+        *,
+        expected_output_tokens: _builtins.int = ...,
+        pause_s: _builtins.float = ...,
+        lifetime_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_output_tokens", b"expected_output_tokens", "lifetime_s", b"lifetime_s", "pause_s", b"pause_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestHints: _TypeAlias = RequestHints  # noqa: Y015
 
 @_typing.final
 class NodeRef(_message.Message):

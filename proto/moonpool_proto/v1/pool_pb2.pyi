@@ -718,6 +718,64 @@ class HintReply(_message.Message):
 Global___HintReply: _TypeAlias = HintReply  # noqa: Y015
 
 @_typing.final
+class RetainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    LIFETIME_S_FIELD_NUMBER: _builtins.int
+    PAUSE_S_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    kv_namespace: _builtins.bytes
+    chain: _builtins.bytes
+    """16 bytes per block, from the prompt's first"""
+    tenant: _builtins.str
+    """account that is charged; bounds what is retained. Empty: the cluster has no tenants"""
+    lifetime_s: _builtins.float
+    pause_s: _builtins.float
+    """expected time until the next use; 0: unknown"""
+    priority: _builtins.int
+    """among the tenant's prefixes; lower values first"""
+    def __init__(
+        self,
+        *,
+        kv_namespace: _builtins.bytes = ...,
+        chain: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+        lifetime_s: _builtins.float = ...,
+        pause_s: _builtins.float = ...,
+        priority: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "lifetime_s", b"lifetime_s", "pause_s", b"pause_s", "priority", b"priority", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainRequest: _TypeAlias = RetainRequest  # noqa: Y015
+
+@_typing.final
+class RetainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETAINED_FIELD_NUMBER: _builtins.int
+    retained: _builtins.bool
+    """false: no room beside the tenant's other prefixes, or nothing of the namespace is stored"""
+    def __init__(
+        self,
+        *,
+        retained: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["retained", b"retained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainReply: _TypeAlias = RetainReply  # noqa: Y015
+
+@_typing.final
 class InspectRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -101,6 +101,11 @@ class PoolStub:
                 request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.HintRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.HintReply.FromString,
                 _registered_method=True)
+        self.Retain = channel.unary_unary(
+                '/moonpool.v1.Pool/Retain',
+                request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.RetainRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.RetainReply.FromString,
+                _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/moonpool.v1.Pool/Inspect',
                 request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.InspectRequest.SerializeToString,
@@ -222,6 +227,13 @@ class PoolServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Retain(self, request, context):
+        """Keep a prefix that a client announced to use again, in preference over other blocks, until a lifetime ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Inspect(self, request, context):
         """For operators: describe blocks as JSON; remove unused blocks; read back and verify all blocks.
         """
@@ -327,6 +339,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Hint,
                     request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.HintRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.HintReply.SerializeToString,
+            ),
+            'Retain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retain,
+                    request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.RetainRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.RetainReply.SerializeToString,
             ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
@@ -711,6 +728,33 @@ class Pool:
             '/moonpool.v1.Pool/Hint',
             moonpool__proto_dot_v1_dot_pool__pb2.HintRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_pool__pb2.HintReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Pool/Retain',
+            moonpool__proto_dot_v1_dot_pool__pb2.RetainRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_pool__pb2.RetainReply.FromString,
             options,
             channel_credentials,
             insecure,

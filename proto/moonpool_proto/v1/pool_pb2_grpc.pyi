@@ -54,6 +54,8 @@ class PoolStub:
     """Start to load blocks of a queued request from SSD to DRAM; replies at once and leases nothing."""
     Hint: _grpc.UnaryUnaryMultiCallable[_pool_pb2.HintRequest, _pool_pb2.HintReply]
     """Report how many other pool nodes hold these blocks; blocks with replicas elsewhere are evicted sooner."""
+    Retain: _grpc.UnaryUnaryMultiCallable[_pool_pb2.RetainRequest, _pool_pb2.RetainReply]
+    """Keep a prefix that a client announced to use again, in preference over other blocks, until a lifetime ends."""
     Inspect: _grpc.UnaryUnaryMultiCallable[_pool_pb2.InspectRequest, _common_pb2.JsonReply]
     """For operators: describe blocks as JSON; remove unused blocks; read back and verify all blocks."""
     Flush: _grpc.UnaryUnaryMultiCallable[_pool_pb2.FlushRequest, _pool_pb2.FlushReply]
@@ -88,6 +90,8 @@ class PoolAsyncStub(PoolStub):
     """Start to load blocks of a queued request from SSD to DRAM; replies at once and leases nothing."""
     Hint: _aio.UnaryUnaryMultiCallable[_pool_pb2.HintRequest, _pool_pb2.HintReply]  # type: ignore[assignment]
     """Report how many other pool nodes hold these blocks; blocks with replicas elsewhere are evicted sooner."""
+    Retain: _aio.UnaryUnaryMultiCallable[_pool_pb2.RetainRequest, _pool_pb2.RetainReply]  # type: ignore[assignment]
+    """Keep a prefix that a client announced to use again, in preference over other blocks, until a lifetime ends."""
     Inspect: _aio.UnaryUnaryMultiCallable[_pool_pb2.InspectRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     """For operators: describe blocks as JSON; remove unused blocks; read back and verify all blocks."""
     Flush: _aio.UnaryUnaryMultiCallable[_pool_pb2.FlushRequest, _pool_pb2.FlushReply]  # type: ignore[assignment]
@@ -197,6 +201,14 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.HintReply, _abc.Awaitable[_pool_pb2.HintReply]]:
         """Report how many other pool nodes hold these blocks; blocks with replicas elsewhere are evicted sooner."""
+
+    @_abc_1.abstractmethod
+    def Retain(
+        self,
+        request: _pool_pb2.RetainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.RetainReply, _abc.Awaitable[_pool_pb2.RetainReply]]:
+        """Keep a prefix that a client announced to use again, in preference over other blocks, until a lifetime ends."""
 
     @_abc_1.abstractmethod
     def Inspect(

@@ -115,6 +115,7 @@ class Submit(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    HINTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -137,6 +138,10 @@ class Submit(_message.Message):
     def sampling(self) -> _common_pb2.Sampling: ...
     @_builtins.property
     def placement(self) -> _conductor_pb2.Placement: ...
+    @_builtins.property
+    def hints(self) -> _conductor_pb2.RequestHints:
+        """unset: the client gave none"""
+
     def __init__(
         self,
         *,
@@ -153,10 +158,11 @@ class Submit(_message.Message):
         timeout_s: _builtins.float = ...,
         idle_s: _builtins.float = ...,
         traceparent: _builtins.str = ...,
+        hints: _conductor_pb2.RequestHints | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "hints", b"hints", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

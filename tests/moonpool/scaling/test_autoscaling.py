@@ -94,7 +94,7 @@ class Told(ConductorServicer):
 async def test_demand_is_followed_up_and_down_also_after_a_change_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autoscaler, "_EVERY_S", 0.01)
+    monkeypatch.setattr(autoscaler, "EVERY_S", 0.01)
     monkeypatch.setattr(autoscaler, "_REST_S", 0.02)
     conductor, target = Told(), f"unix:{tmp_path}/c.sock"
     server = await start_server(target, lambda server: add_ConductorServicer_to_server(conductor, server))
