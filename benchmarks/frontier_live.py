@@ -60,9 +60,9 @@ WORKLOADS: Final = {
     "long prompts, 2 nodes": LiveWorkload(
         HotPrefixes(num_prefixes=8, prefix_tokens=1024, question_tokens=6144, answer_tokens=192),
         rate_per_s=0.8,
-        seconds=40.0,
+        seconds=35.0,
         ttft_s=8.0,
-        shapes=_shapes(2, 1, (512, 2048)),
+        shapes=_shapes(2, 1, (512,)),
     ),
     "long prompts, 4 nodes": LiveWorkload(
         HotPrefixes(num_prefixes=8, prefix_tokens=1024, question_tokens=6144, answer_tokens=192),
