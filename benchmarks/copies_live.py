@@ -36,14 +36,14 @@ from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Ran
 
 HOSTS: Final = 4
 DECODE_NODES: Final = 2
-LINK_BYTES_PER_S: Final = 4e6
+LINK_BYTES_PER_S: Final = 2.5e6
 _KV_BYTES: Final = 2048  # per token
 _PREFILL_TOKENS, _DECODE_TOKENS = 4096, 8192  # memory of a worker; that of prefill nodes holds few of the prefixes
 _MAX_LEN: Final = 2048
 _SCALE: Final = BLOCK_TOKENS // TOKENS_PER_BLOCK  # tokens of a drawn request per token of the replay
-_WARM_EVERY_S, _WARM_PAUSE_S = 0.7, 4.0
+_WARM_EVERY_S, _WARM_PAUSE_S = 0.7, 3.0
 _POPULAR: Final = HotPrefixes(
-    num_prefixes=32,
+    num_prefixes=16,
     prefix_tokens=1024 * _SCALE,
     question_tokens=64 * _SCALE,
     answer_tokens=16 * _SCALE,
@@ -181,7 +181,7 @@ def _run(work: Path, folder: Path, flags: Sequence[str], from_s: float) -> dict[
     )
     with slow_hosts(plan, folder) as (served, proxies):
         report, records, cores_used = replayed(
-            served, work / "trace.jsonl", folder / "replay", _OBJECTIVES, verified=20
+            served, work / "trace.jsonl", folder / "replay", _OBJECTIVES, verified=10
         )
         planned, late, copied = (
             summed_metric(served, name)
