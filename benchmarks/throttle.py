@@ -20,10 +20,16 @@ class ThrottledProxy:
         self.bytes_per_s = 0.0  # 0: as fast as possible
         self._server = (server, port)
         self._locks = (threading.Lock(), threading.Lock())
+        self._carried = [0, 0]  # bytes per direction
         self._free_at = [0.0, 0.0]  # per direction, time.monotonic() instant at which the wire is free
         self._sockets: set[socket.socket] = set()
         self._listener = socket.create_server((listen, port))
         threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def carried_bytes(self) -> int:
+        """Bytes forwarded so far, in both directions."""
+        return sum(self._carried)
 
     def close(self) -> None:
         """Close the listener and all connections."""
@@ -61,9 +67,10 @@ class ThrottledProxy:
 
     def _take_turn(self, direction: int, nbytes: int) -> None:
         """Wait until the wire has carried `nbytes` bytes."""
-        if not self.bytes_per_s:
-            return
         with self._locks[direction]:
+            self._carried[direction] += nbytes
+            if not self.bytes_per_s:
+                return
             begin = max(self._free_at[direction], time.monotonic() - _CATCH_UP_S)
             self._free_at[direction] = end = begin + nbytes / self.bytes_per_s
         left_s = end - time.monotonic()

@@ -166,9 +166,15 @@ class PoolNodes:
         return sorted(found, key=lambda held: (-held[1].blocks, held[1].ssd_blocks, held[0]))[:_MOST_HOLDERS]
 
     def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes) -> None:
-        """Start a copy in the background; its end is reported to the policy as CopyFinished."""
-        source, target = self._clients[copy.source], self._clients[copy.target]
+        """Start a copy in the background; its end is reported to the policy as CopyFinished.
+
+        Blocks that a prefill node fetches and keeps are only recorded.
+        """
         keys = keys_from_bytes(chain)[: copy.num_blocks]
+        if copy.keeps_fetched:
+            self.replicas.add(kv_namespace, keys.tobytes(), copy.target, copy.match_key)
+            return
+        source, target = self._clients[copy.source], self._clients[copy.target]
         self._spawn(self._copy(copy, source.target, target, kv_namespace, keys))
 
     def shrink(self, shrink: Shrink) -> None:

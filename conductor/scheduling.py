@@ -127,6 +127,7 @@ class Scheduling:
         match decisions[0]:
             case Place() as place:
                 wire.write_placement(reply.placement, place, self._registry.nodes, self._registry.refs)
+                reply.placement.keep_fetched = any(isinstance(each, Copy) and each.keeps_fetched for each in decisions)
             case Reject() as reject:
                 reply.rejection.CopyFrom(wire.rejection(reject))
             case other:

@@ -333,8 +333,17 @@ async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence
     node.slots.index(work.slots, kept.keys, anew_from=work.cut)
     kept = kept.whole() if goes_on else kept
     await node.kv_connector.retain(work.request, kept.keys)  # first, so that nothing of it is evicted for the rest
-    await node.kv_connector.store(kept, work.slots, work.store_from, token_s=sequence.token_s)
+    await node.kv_connector.store(kept, work.slots, _first_to_store(work), token_s=sequence.token_s)
     work.is_superseding = kept.num_tokens(node.config.block_tokens) > work.pooled_tokens
+
+
+def _first_to_store(work: Prepared) -> int:
+    """Return the first block to store in the own host's pool: one that was computed or, if they are to be kept, read
+    from another host's pool.
+    """
+    if not work.request.placement.keep_fetched:
+        return work.store_from
+    return min([work.store_from, *(pin.first for pin in work.pinned if not pin.is_own)])
 
 
 async def _compare(node: WorkerNode, work: Prepared, aside: ParitySample) -> None:

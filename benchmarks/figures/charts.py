@@ -90,7 +90,7 @@ def frontend_rows(result: Result) -> list[RatioRow]:
 
 def draw_ratios(rows: Sequence[RatioRow], path: Path) -> None:
     """Draw one line per ratio on a logarithmic axis, with its aim as a tick; ratios that miss their aim are red."""
-    plt = _pyplot()
+    plt = pyplot()
     lines = [(row, case, value) for row in rows for case, value in row.values]
     with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
         figure, axis = plt.subplots(figsize=(8.5, 0.7 + 0.27 * len(lines)), layout="constrained")
@@ -117,12 +117,12 @@ def draw_ratios(rows: Sequence[RatioRow], path: Path) -> None:
         axis.set_yticks(range(len(lines)), [f"{row.label}, {case}" for row, case, _ in lines])
         axis.set_ylim(len(lines) - 0.5, -0.5)
         axis.set_xlabel(f"ratio, {'above' if rows[0].better == 'higher' else 'below'} 1 is better; grey tick: aim")
-        _finish(figure, [axis], path)
+        finish(figure, [axis], path)
 
 
 def draw_overhead(result: Result, path: Path) -> None:
     """Draw TTFT by its parts and TBT beside those of one process, by prompt length."""
-    plt = _pyplot()
+    plt = pyplot()
     rows = result["rows"]
     names = [f"{row['prompt_tokens']:,.0f} tokens" for row in rows]
     with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
@@ -169,12 +169,12 @@ def draw_overhead(result: Result, path: Path) -> None:
         first.set_yticks(range(len(rows)), names)
         between.set_yticks(range(len(rows)), [""] * len(rows))
         figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-        _finish(figure, [first, between], path)
+        finish(figure, [first, between], path)
 
 
 def draw_shapes(result: Result, path: Path) -> None:
     """Draw the median and the 90th percentile of TTFT of every shape, one panel per scenario."""
-    plt = _pyplot()
+    plt = pyplot()
     scenarios = result["rows"]
     heights = [len(rows) for rows in scenarios.values()]
     with plt.rc_context({"svg.hashsalt": path.stem}):
@@ -188,12 +188,12 @@ def draw_shapes(result: Result, path: Path) -> None:
                 axes.text(row["ttft_p50_ms"], place, f" {row['ttft_p50_ms']:.0f}", va="center", fontsize=9)
             axes.set_yticks(range(len(rows)), list(reversed(rows)))
             axes.set_title(f"{scenario}: TTFT, median (bar) and p90 (line), ms", fontsize=10, loc="left")
-        _finish(figure, panels, path)
+        finish(figure, panels, path)
 
 
 def draw_scheduling(result: Result, path: Path) -> None:
     """Draw mean TTFT by placement beside the paper's, ratios to `cache-aware` by network, and the gain of copies."""
-    plt = _pyplot()
+    plt = pyplot()
     networks = result["conversations"]
     first = next(iter(networks.values()))["placements"]
     names = sorted(first, key=lambda name: -first[name]["ttft_mean_s"]["mean"])
@@ -224,7 +224,7 @@ def draw_scheduling(result: Result, path: Path) -> None:
         gain.set_title("TTFT without copies to TTFT with them", fontsize=9.5)
         for axis in (network, gain):
             axis.axvline(1.0, color=_GREY, linewidth=0.8)
-        _finish(figure, [ttft, network, gain], path)
+        finish(figure, [ttft, network, gain], path)
 
 
 _MODES = {
@@ -239,7 +239,7 @@ _MODES = {
 
 def draw_admission(result: Result, path: Path) -> None:
     """Draw goodput by scenario and mode as a share of the bound, and useful against good at twice the capacity."""
-    plt = _pyplot()
+    plt = pyplot()
     scenarios = result["scenarios"]
     with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
         figure, (goodput, useful) = plt.subplots(
@@ -270,7 +270,7 @@ def draw_admission(result: Result, path: Path) -> None:
         goodput.grid(axis="y", color="#d8dee4", linewidth=0.7)
         useful.set_xlabel("good requests/s")
         useful.set_title("useful prefill at 2x, thousand tokens/s", fontsize=9.5)
-        _finish(figure, [goodput, useful], path)
+        finish(figure, [goodput, useful], path)
 
 
 def _points(axis: Any, places: Sequence[float], ratios: Sequence[dict[str, float]], colour: str, label: str) -> None:
@@ -280,7 +280,7 @@ def _points(axis: Any, places: Sequence[float], ratios: Sequence[dict[str, float
     axis.errorbar(means, places, xerr=bars, fmt="o", color=colour, markersize=5, capsize=3, label=label)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -289,11 +289,11 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _finish(figure: Any, axes: Sequence[Any], path: Path) -> None:
+def finish(figure: Any, axes: Sequence[Any], path: Path) -> None:
     """Style the axes and write the figure."""
     for axis in axes:
         axis.grid(axis="x", color="#d8dee4", linewidth=0.7)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
-    _pyplot().close(figure)
+    pyplot().close(figure)

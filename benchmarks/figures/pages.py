@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.figures import charts, data_plane, serving, summary
+from benchmarks.figures import charts, data_plane, disaggregation, serving, summary
 from benchmarks.figures.agents import agents
+from benchmarks.stored import latest
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
@@ -22,6 +23,8 @@ SECTIONS = (
     data_plane.paths,
     data_plane.overlap,
     serving.scheduling,
+    disaggregation.copies_live,
+    disaggregation.frontier,
     serving.admission,
     serving.groups,
     serving.dialogues,
@@ -53,7 +56,9 @@ def main(mode: str) -> int:
             if mode == "write":
                 path.write_text(current, encoding="utf-8")
     if mode == "write":
-        charts.draw_all(ROOT / "docs" / "pictures")
+        pictures = ROOT / "docs" / "pictures"
+        charts.draw_all(pictures)
+        disaggregation.draw_frontier(latest("frontier")[0], pictures / "frontier.svg")
     if stale and mode == "check":
         print(f"{', '.join(stale)}: figures differ from benchmarks/results; run `python -m benchmarks.figures write`")
         return 1

@@ -78,7 +78,9 @@ def run(
     reasons: Counter[str] = Counter()
     for each in report["reasons"]:
         reasons[re.sub(r"[0-9.]+ s", "… s", each["reason"])[:80]] += each["count"]
-    planned, late = (_sum(served, name) for name in ("paced_planned_seconds_total", "paced_late_seconds_total"))
+    planned, late = (
+        summed_metric(served, name) for name in ("paced_planned_seconds_total", "paced_late_seconds_total")
+    )
     return {
         **counted(records, objectives, from_s=from_s, until_s=until_s),
         "failed": report["failed"],
@@ -91,11 +93,18 @@ def run(
 
 
 def replayed(
-    served: Served, trace: Path, out: Path, objectives: OverloadObjectives, verified: int
+    served: Served,
+    trace: Path,
+    out: Path,
+    objectives: OverloadObjectives,
+    verified: int,
+    *,
+    tokens_per_block: int = TOKENS_PER_BLOCK,
+    seed: int = 0,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
     """Replay the trace; return its report and records, and the mean number of CPU cores used by all processes."""
     command = [sys.executable, "-m", "moonpool", "replay", str(trace), "--url", served.url, "--out", str(out)]
-    command += ["--tokens-per-block", str(TOKENS_PER_BLOCK)]
+    command += ["--tokens-per-block", str(tokens_per_block), "--seed", str(seed)]
     command += [
         "--slo-ttft",
         str(objectives.ttft_s),
@@ -123,7 +132,8 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _sum(served: Served, name: str) -> float:
+def summed_metric(served: Served, name: str) -> float:
+    """Return a counter summed over all nodes."""
     with urllib.request.urlopen(f"{served.url}/metrics", timeout=60) as reply:
         text = reply.read().decode()
     return sum(float(value) for value in re.findall(rf"^moonpool:{name}\{{.*\}} (\S+)$", text, re.MULTILINE))

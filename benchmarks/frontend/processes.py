@@ -21,7 +21,7 @@ import psutil
 from moonpool.supervision.child import READY_PREFIX
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
-_START_S = 900.0  # enough for the 19 processes of a cluster on two busy cores
+START_S = 900.0  # enough for the 19 processes of a cluster on two busy cores
 
 
 @dataclass
@@ -101,14 +101,14 @@ def scripted_cluster(folder: Path, work: Path, step_s: float) -> Iterator[Served
         pids, told = {}, {}
         for name, flags in roles.items():
             command = [sys.executable, "-m", "benchmarks.frontend.watched", str(work / f"{name}.loop"), *flags]
-            process = stack.enter_context(_running([*command, "--log-level", "warning"], work / f"{name}.log"))
-            told[name] = json.loads(_line(process, READY_PREFIX, work / f"{name}.log"))
+            process = stack.enter_context(running([*command, "--log-level", "warning"], work / f"{name}.log"))
+            told[name] = json.loads(ready_line(process, READY_PREFIX, work / f"{name}.log"))
             pids[name] = process.pid
             if name == "conductor":
                 limits = [str(json.loads((folder / "config.json").read_text())["max_position_embeddings"]), "16"]
                 command = [sys.executable, "-m", "benchmarks.frontend.nodes", conductor, str(work), model, *limits]
-                nodes = stack.enter_context(_running([*command, str(step_s)], work / "nodes.log"))
-                _line(nodes, "joined", work / "nodes.log")
+                nodes = stack.enter_context(running([*command, str(step_s)], work / "nodes.log"))
+                ready_line(nodes, "joined", work / "nodes.log")
                 pids["nodes"] = nodes.pid
         loops = {name: work / f"{name}.loop" for name in roles}
         yield Served(told["frontend"]["target"], model, pids, loops)
@@ -121,7 +121,7 @@ def cluster(folder: Path, work: Path, *flags: str) -> Iterator[Served]:
     ready = work / "ready.json"
     command = [sys.executable, "-m", "moonpool", "serve", str(folder), "--port", "0"]
     command += ["--ready-file", str(ready), "--log-level", "warning", *flags]
-    command += ["--startup-timeout", str(_START_S)]
+    command += ["--startup-timeout", str(START_S)]
     with (work / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -149,8 +149,8 @@ def another_frontend(folder: Path, work: Path, name: str, *flags: str) -> Iterat
     conductors = [node["target"] for node in ready["nodes"].values() if node["role"] == "conductor"]
     command = [sys.executable, "-m", "moonpool", "node", "frontend", "--node-id", name, "--model", str(folder)]
     command += ["--port", "0", "--log-level", "warning", "--conductor", *conductors, *flags]
-    with _running(command, work / f"{name}.log") as process:
-        told = json.loads(_line(process, READY_PREFIX, work / f"{name}.log"))
+    with running(command, work / f"{name}.log") as process:
+        told = json.loads(ready_line(process, READY_PREFIX, work / f"{name}.log"))
         yield str(told["target"]), process.pid
 
 
@@ -163,7 +163,7 @@ def floor(step_s: float) -> Iterator[Served]:
     command = [sys.executable, "-m", "benchmarks.frontend.floor", str(port), str(step_s)]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     try:
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
@@ -175,7 +175,7 @@ def floor(step_s: float) -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
     """Run a process whose standard output is read here."""
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -188,7 +188,7 @@ def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def _line(process: subprocess.Popen[str], prefix: str, log: Path) -> str:
+def ready_line(process: subprocess.Popen[str], prefix: str, log: Path) -> str:
     """Return the text after `prefix` in the first line that begins with it."""
     assert process.stdout is not None
     for line in process.stdout:
@@ -198,7 +198,7 @@ def _line(process: subprocess.Popen[str], prefix: str, log: Path) -> str:
 
 
 def _wait(ready: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + START_S
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"the cluster did not start:\n{log.read_text()}")

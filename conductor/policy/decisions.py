@@ -163,12 +163,17 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy the prompt's leading `num_blocks` from pool node `source` into pool node `target`."""
+    """Copy the prompt's leading `num_blocks` from pool node `source` into pool node `target`.
+
+    `keeps_fetched`: the prefill node of the request, whose own pool node is `target`, fetches them anyway and stores
+    them there, so that nothing else is sent.
+    """
 
     source: str
     target: str
     num_blocks: int
     match_key: int
+    keeps_fetched: bool = False
 
 
 @dataclass(frozen=True, slots=True)

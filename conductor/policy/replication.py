@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from math import exp
 
+from conductor.policy.decisions import Copy
 from conductor.policy.events import NS, CopyFinished
 
 __all__ = [
@@ -163,11 +164,12 @@ class Replication:
         """Return the replica at `pool`, or None."""
         return self._replicas.get((pool, match_key))
 
-    def made(self, now_ns: int, event: CopyFinished, extent: PrefixExtent) -> None:
-        """Record a finished copy as a replica."""
-        self.spent_s += event.seconds
-        replica = Replica(event.source, event.target, event.match_key, extent, now_ns)
-        self._replicas.setdefault((event.target, event.match_key), replica)
+    def made(self, now_ns: int, copy: Copy | CopyFinished, extent: PrefixExtent) -> None:
+        """Record a finished copy, or a fetched prefix that is being kept, as a replica."""
+        if isinstance(copy, CopyFinished):
+            self.spent_s += copy.seconds
+        replica = Replica(copy.source, copy.target, copy.match_key, extent, now_ns)
+        self._replicas.setdefault((copy.target, copy.match_key), replica)
 
     def failed(self, event: CopyFinished) -> None:
         """Record the cost of a copy that failed."""

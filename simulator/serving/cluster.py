@@ -270,7 +270,12 @@ class SimulatedCluster:
                     self.on_reject(work, lambda: self.admit(work.job))
                     self._end(work, RequestEnd.REJECTED)
                 case Copy():
-                    self._copy(conductor, decision, work.job.blocks[: decision.num_blocks])
+                    blocks = work.job.blocks[: decision.num_blocks]
+                    work.keeps_fetched = decision.keeps_fetched
+                    if decision.keeps_fetched:
+                        self._keep(decision, blocks)
+                    else:
+                        self._copy(conductor, decision, blocks)
                 case _:
                     raise AssertionError(f"unexpected decision for an arrival: {decision}")
 
@@ -308,7 +313,8 @@ class SimulatedCluster:
         self.clock.at(host.load(work, node.into, node.reporter), lambda: node.prefill(work))
 
     def _stored(self, work: SimulatedRequest) -> None:
-        first, job, pool = work.reused_tokens // self._workload.block_tokens, work.job, self._host_of[work.prefill_node]
+        job, pool = work.job, self._host_of[work.prefill_node]
+        first = 0 if work.keeps_fetched else work.reused_tokens // self._workload.block_tokens
         if job.retain is not None:
             self.pools.retain(pool.pool_id, self.clock.now_ns, job.blocks, job.retain)
         self.pools.store(pool.pool_id, self.clock.now_ns, job.blocks, first)
@@ -397,6 +403,10 @@ class SimulatedCluster:
     def _copied(self, conductor: int, copy: Copy, blocks: tuple[int, ...], nbytes: int, seconds: float) -> None:
         self.copied_bytes += nbytes
         self.pools.store(copy.target, self.clock.now_ns, blocks)
+        self._keep(copy, blocks)
+        self._tell(conductor, CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
+
+    def _keep(self, copy: Copy, blocks: tuple[int, ...]) -> None:
+        """Record the copied blocks, or those that the prefill node will store, as a replica."""
         self.pools.copied(copy.target, blocks, copy.match_key)
         self._copies[copy.target, copy.match_key] = blocks
-        self._tell(conductor, CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))

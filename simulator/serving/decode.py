@@ -43,7 +43,9 @@ class SimulatedDecodeNode:
         self._settings = settings
         self._truth = context.costs
         self._block_tokens = context.block_tokens
-        self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, context.block_tokens)
+        # KV of prompts that are computed here is not pushed: chunks may be smaller than the trace's long blocks.
+        block_tokens = min(context.block_tokens, settings.chunk_tokens)
+        self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
         self._over = over
         self._prefilled = prefilled
         self._wait_queue = WaitQueue()  # requests that wait for pages
@@ -153,8 +155,11 @@ class SimulatedDecodeNode:
         seconds = self._truth.step_s(self.node_id, batch, context + batch * (self._steps - 1) // 2) if batch else 0.0
         if not plan.prefill:
             self.reporter.decode(DecodeSample(batch, context, seconds))
-        for chunk in plan.prefill:
-            seconds += self._truth.chunk_s(self.node_id, self._prompts[chunk.index], chunk.start, chunk.end)
+        chunks_s = sum(
+            self._truth.chunk_s(self.node_id, self._prompts[chunk.index], chunk.start, chunk.end)
+            for chunk in plan.prefill
+        )
+        seconds = seconds + chunks_s if self._settings.merged_steps == "sum" else max(seconds, chunks_s)
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
         for chunk in plan.prefill:  # as the live engine accounts for a merged step
             self._prompts[chunk.index].prefill_s += seconds * (chunk.end - chunk.start) / num_tokens

@@ -253,7 +253,8 @@ class SimulatedPrefillNode:
         self.reporter.progress(job.name, "prefill_ended")
         if job.retain is not None:  # before anything is evicted for it
             self._pools.retain(self.pool_id, self._clock.now_ns, job.blocks, job.retain)
-        self._pools.store(self.pool_id, self._clock.now_ns, job.blocks, work.reused_tokens // self._block_tokens)
+        first = 0 if work.keeps_fetched else work.reused_tokens // self._block_tokens
+        self._pools.store(self.pool_id, self._clock.now_ns, job.blocks, first)
         self._prefilled(work)
 
     def _held(self) -> tuple[Held, ...]:

@@ -163,6 +163,7 @@ class SimulatedRequest:
     committed_tokens: int = 0
     loaded: bool = False
     reserved: bool = False
+    keeps_fetched: bool = False  # the prefill node stores blocks from other hosts' pools in its own, too
     asks_again: bool = False  # the first token is withheld until the conductor admits the request to decoding
     first_token_ns: int = 0
     sent_ns: int = 0  # time at which all KV has arrived at the decode node

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import exp, isfinite
 from random import Random
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS, VirtualClock
@@ -19,6 +19,9 @@ from worker.policy.cost_profile import CostProfile
 # What the policy learns of a request's answer on its arrival: nothing, the length of the previous answer in its
 # conversation, or (as the largest that the client allows) its own length.
 KnownLengths = Literal["prompt", "dialogue", "oracle"]
+# Duration of a step with both prompt chunks and decoding sequences: the sum of both parts, or the longer of them. That
+# of a real one is between the two, since chunks are bound by computation and decoding by memory bandwidth.
+MergedSteps = Literal["sum", "longest"]
 NO_KINDS: Final[Mapping[str, CostProfile]] = MappingProxyType({})
 
 
@@ -37,6 +40,7 @@ class ServingSettings:
     decode_nodes: int = 8
     conductors: int = 1  # requests go to them in turn; each learns of the others' only by the nodes' reports
     is_aggregated: bool = False  # all these nodes compute prompts and answers, in merged steps, each on its own host
+    merged_steps: MergedSteps = "sum"
     hosts: int = 0  # with one worker each, or none; 0: one per prefill or aggregated node
     start_s: float = 60.0  # from the start of a worker until it has loaded its model and joins
     ttft_objective_s: float = 30.0
@@ -82,6 +86,8 @@ class ServingSettings:
             )
         if not isinstance(self.is_aggregated, bool):
             raise BadSetting(f"is_aggregated must be true or false, got {self.is_aggregated!r}")
+        if self.merged_steps not in get_args(MergedSteps):
+            raise BadSetting(f"merged_steps must be sum or longest, got {self.merged_steps!r}")
         for name in ("retained_share", "retained_tenant_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BadSetting(f"{name} must be from 0 to 1, got {getattr(self, name)}")

@@ -10,7 +10,7 @@ from conductor.core import Core
 from conductor.directory import DirectoryState
 from conductor.policy.decisions import Copy, Shrink
 from conductor.pools import CopiedPrefixes, PoolNodes
-from kvpool import KvGroup, KvSpec, layer_digests, parent_keys
+from kvpool import KvGroup, KvSpec, keys_u64, layer_digests, parent_keys
 from kvpool.client import PoolClient
 from kvpool.config import PoolNodeConfig
 from kvpool.server import serve_pool_node
@@ -195,6 +195,18 @@ async def test_events_that_could_not_be_taken_in_leave_a_node_degraded_until_it_
     await nodes.store("pool-0")
     await until(lambda: seen and directory.state("pool-0") is DirectoryState.DEGRADED)
     await nodes.known("pool-0")
+
+
+@pytest.mark.parametrize("keeps_fetched", [False, True])
+async def test_a_copy_is_made_and_recorded_and_a_prefix_that_is_kept_is_only_recorded(nodes, keeps_fetched):
+    client = PoolClient(nodes.target("pool-1"), owner="test", owner_incarnation=1)
+    assert await client.evict(NAMESPACE, CHAIN) == len(CHAIN)
+    await client.close()
+    nodes.pools.start_copy(Copy("pool-0", "pool-1", 10, 7, keeps_fetched), NAMESPACE, CHAIN.tobytes())
+    await nodes.settled()
+    assert nodes.pools.replicas.within(NAMESPACE, keys_u64(CHAIN)) == {"pool-1": 7}
+    assert await nodes.held("pool-1") == (0 if keeps_fetched else 10)
+    assert (nodes.core.policy.replication.spent_s > 0) is not keeps_fetched
 
 
 async def test_a_copy_is_over_when_its_target_joins_anew_meanwhile(nodes, tmp_path):

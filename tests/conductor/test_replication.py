@@ -12,52 +12,27 @@ def copies(decisions):
     return [decision for decision in decisions if isinstance(decision, Copy)]
 
 
-def slow_network(c, bytes_per_s=1e6):
+KEPT = Copy("pool-0", "pool-1", 12, 7, keeps_fetched=True)
+
+
+def slow_network(c, bytes_per_s=1e6, own_bytes_per_s=1e10):
     """Reads from other hosts cost a second per MB, those from the own one nothing to speak of."""
     fetches = tuple(TransferSample(n, n / bytes_per_s, "fetch") for n in (1 << 14, 1 << 17, 1 << 20)) * 20
-    loads = tuple(TransferSample(n, n / 1e10, "load") for n in (1 << 14, 1 << 17, 1 << 20)) * 20
+    loads = tuple(TransferSample(n, n / own_bytes_per_s, "load") for n in (1 << 14, 1 << 17, 1 << 20)) * 20
     c.send(NodeReported("prefill-0", transfers=fetches + loads))
 
 
-def copied(c, make, request_id="a", key=7):
-    """A prefix of 12 blocks at pool-0 that prefill-1 had to fetch thrice and that was copied to pool-1."""
-    ask = {"matches": (("pool-0", 12),), "match_key": key, "excluded": ("prefill-0",)}
-    made = [copy for i in range(3) for copy in copies(c.send(make.request(f"{request_id}{i}", **ask)))]
-    assert made == [Copy("pool-0", "pool-1", 12, key)]
-    for i in range(3):
-        for phase in ("prefill_started", "prefill_ended", "ended"):
-            c.progress("prefill-1", phase, f"{request_id}{i}")
-    c.send(CopyFinished("pool-0", "pool-1", key, 12 << 14, 0.25))
+def kept(c, make):
+    """A prefix of 12 blocks at pool-0 that prefill-1 has to fetch and keeps at pool-1."""
+    ask = {"matches": (("pool-0", 12),), "match_key": 7, "excluded": ("prefill-0",)}
+    assert copies(c.send(make.request("a", **ask))) == [KEPT]
+    for phase in ("prefill_started", "prefill_ended", "ended"):
+        c.progress("prefill-1", phase, "a")
 
 
-def test_what_is_not_used_again_is_no_longer_copied_when_it_is_fetched_once(cluster, make):
-    c = cluster(replica_idle_s=1.0)
-    slow_network(c, bytes_per_s=1e7)
-    c.learn("prefill-0", per_token_s=1e-3)
-    made = []
-    for i in range(60):
-        made.append(
-            copies(c.send(make.request(f"r{i}", matches=(("pool-0", 12),), match_key=i, excluded=("prefill-0",))))
-        )
-        if made[-1]:
-            c.send(CopyFinished("pool-0", "pool-1", i, 12 << 14, 0.02))
-        c.after(2.0).send(Tick())
-        for phase in ("prefill_started", "prefill_ended", "ended"):
-            c.progress("prefill-1", phase, f"r{i}")
-    assert made[0]
-    assert not made[-1]
-    ask = {"matches": (("pool-0", 12),), "match_key": 1000, "excluded": ("prefill-0",)}
-    assert [len(copies(c.send(make.request(f"again{i}", **ask)))) for i in range(3)] == [0, 1, 0]
-
-
-def test_a_moved_conversation_takes_its_prefix_along(cluster, make):
-    decisions = cluster().send(make.request(matches=(("pool-0", 12),), match_key=7, excluded=("prefill-0",)))
-    assert copies(decisions) == [Copy("pool-0", "pool-1", 12, 7)]
-
-
-def test_a_prefix_that_keeps_its_holder_busy_is_copied_before_anybody_has_to_fetch_it(cluster, make):
-    c = cluster(replication_horizon_s=10.0)
-    c.learn("prefill-0", per_token_s=1e-2)  # 0.64 s for the 64 tokens behind the prefix
+def copied_ahead(c, make, per_token_s=1e-2):
+    """A prefix that keeps its holder so busy that it is copied to pool-1 ahead of need."""
+    c.learn("prefill-0", per_token_s=per_token_s)  # 0.64 s for the 64 tokens behind the prefix
     ask = {"prompt": 256, "matches": (("pool-0", 12),), "match_key": 7}
     found = []
     for i in range(20):
@@ -68,6 +43,43 @@ def test_a_prefix_that_keeps_its_holder_busy_is_copied_before_anybody_has_to_fet
             c.progress("prefill-0", phase, f"r{i}")
         found += copies(decisions)
     assert found == [Copy("pool-0", "pool-1", 12, 7)]
+
+
+def test_what_is_not_used_again_is_no_longer_kept_when_it_is_fetched_once(cluster, make):
+    c = cluster(replica_idle_s=1.0)
+    slow_network(c, bytes_per_s=1e7, own_bytes_per_s=1e8)
+    c.learn("prefill-0", per_token_s=1e-3)
+    made = []
+    for i in range(80):
+        made.append(
+            copies(c.send(make.request(f"r{i}", matches=(("pool-0", 12),), match_key=i, excluded=("prefill-0",))))
+        )
+        c.after(2.0).send(Tick())
+        for phase in ("prefill_started", "prefill_ended", "ended"):
+            c.progress("prefill-1", phase, f"r{i}")
+    assert made[0]
+    assert not made[-1]
+    ask = {"matches": (("pool-0", 12),), "match_key": 1000, "excluded": ("prefill-0",)}
+    assert [len(copies(c.send(make.request(f"again{i}", **ask)))) for i in range(3)] == [0, 1, 1]
+
+
+def test_a_moved_conversation_takes_its_prefix_along(cluster, make):
+    c = cluster()
+    decisions = c.send(make.request(matches=(("pool-0", 12),), match_key=7, excluded=("prefill-0",)))
+    assert copies(decisions) == [KEPT]
+    assert c.conductor.validate()[1]["copies"] == 0  # nothing is sent for it
+
+
+def test_a_prefix_that_keeps_its_holder_busy_is_copied_before_anybody_has_to_fetch_it(cluster, make):
+    c = cluster(replication_horizon_s=10.0)
+    copied_ahead(c, make)
+
+
+def test_a_prefix_that_keeps_its_holders_link_busy_is_copied_too(cluster, make):
+    """Each of its requests sends it to a decode node, which takes 0.65 s, and computes for a moment."""
+    c = cluster(replication_horizon_s=10.0)
+    slow_network(c, bytes_per_s=3e5)
+    copied_ahead(c, make, per_token_s=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["no pool node", "a silent pool node"])
@@ -115,16 +127,16 @@ def test_what_a_copy_cost_and_what_it_saved_are_both_counted(cluster, make):
     c = cluster()
     slow_network(c)
     c.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
-    copied(c, make)
+    kept(c, make)
     account = c.conductor.replication
-    assert (account.spent_s, account.saved_s) == (0.25, 0.0)
+    assert (account.spent_s, account.saved_s, len(account)) == (0.0, 0.0, 1)
     ask = {"match_key": 7, "excluded": ("prefill-0",)}
     with_it = c.send(make.request("b", matches=(("pool-0", 12), ("pool-1", 12, 0, 7)), **ask))[0]
     saved_s = account.saved_s
     d = cluster()
     slow_network(d)
     d.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
-    copied(d, make)
+    kept(d, make)
     without = d.send(make.request("b", matches=(("pool-0", 12),), **ask))[0]
     assert isinstance(with_it, Place)
     assert saved_s == pytest.approx(without.predicted_ttft_s - with_it.predicted_ttft_s)
@@ -136,13 +148,13 @@ def test_what_was_stored_behind_a_copied_prefix_is_not_what_the_copy_saved(clust
     c = cluster()
     slow_network(c)
     c.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
-    copied(c, make)
+    kept(c, make)
     ask = {"match_key": 7, "excluded": ("prefill-0",)}
     with_it = c.send(make.request("b", matches=(("pool-0", 12), ("pool-1", 15, 0, 7)), **ask))[0]
     d = cluster()
     slow_network(d)
     d.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
-    copied(d, make)
+    kept(d, make)
     without = d.send(make.request("b", matches=(("pool-0", 15),), **ask))[0]
     saved_s = without.predicted_ttft_s - with_it.predicted_ttft_s
     assert c.conductor.replication.saved_s == pytest.approx(saved_s)
@@ -153,25 +165,24 @@ def test_a_copy_that_the_pool_node_has_evicted_is_not_used(cluster, make):
     slow_network(c)
     c.learn("prefill-0", per_token_s=1e-2)  # or nothing would be fetched
     ask = {"match_key": 7, "excluded": ("prefill-0",)}
-    asked = [make.request(f"a{i}", matches=(("pool-0", 12), ("pool-1", 4)), **ask) for i in range(9)]
-    assert sum(len(copies(c.send(request))) for request in asked) == 1
-    c.send(CopyFinished("pool-0", "pool-1", 7, 8 << 14, 0.25))
+    assert copies(c.send(make.request("a", matches=(("pool-0", 12), ("pool-1", 4)), **ask))) == [KEPT]
     c.after(6.0).send(make.request("b", matches=(("pool-0", 12), ("pool-1", 4, 0, 7)), **ask))
     assert c.after(6.0).send(Tick()) == [Shrink("pool-1", 7, 4)]
     assert c.conductor.replication.saved_s == 0
 
 
-def test_a_copy_that_failed_has_only_cost(cluster, make):
-    c = cluster()
-    decisions = c.send(make.request(matches=(("pool-0", 12),), match_key=7, excluded=("prefill-0",)))
-    assert copies(decisions)
-    c.send(CopyFinished("pool-0", "pool-1", 7, 0, 3.0))
-    assert (c.conductor.replication.spent_s, len(c.conductor.replication)) == (3.0, 0)
+@pytest.mark.parametrize("nbytes", [0, 12 << 14])
+def test_what_a_copy_ahead_of_need_cost_is_counted_and_one_that_failed_is_no_replica(cluster, make, nbytes):
+    c = cluster(replication_horizon_s=10.0)
+    copied_ahead(c, make)
+    assert len(c.conductor.replication) == 0
+    c.send(CopyFinished("pool-0", "pool-1", 7, nbytes, 3.0))
+    assert (c.conductor.replication.spent_s, len(c.conductor.replication)) == (3.0, int(nbytes > 0))
 
 
 def test_a_replica_is_given_up_when_the_heat_is_gone_and_not_before(cluster, make):
     c = cluster(replica_idle_s=100.0, orphan_timeout_s=1e6)
-    copied(c, make)
+    kept(c, make)
     ask = {"matches": (("pool-0", 12), ("pool-1", 12, 0, 7)), "match_key": 7, "excluded": ("prefill-0",)}
     c.after(90.0).send(make.request("b", **ask))
     assert c.after(90.0).send(Tick()) == []
@@ -182,7 +193,7 @@ def test_a_replica_is_given_up_when_the_heat_is_gone_and_not_before(cluster, mak
 @pytest.mark.parametrize("lost", ["pool-0", "pool-1"])
 def test_when_one_of_the_two_holders_is_lost_nothing_is_given_up(cluster, make, lost):
     c = cluster(replica_idle_s=10.0, orphan_timeout_s=1e6)
-    copied(c, make)
+    kept(c, make)
     c.send(NodeLost(lost, 1))
     assert c.after(100.0).send(Tick()) == []
 

@@ -66,7 +66,9 @@ def test_only_algorithm_1_and_moonpool_move_kv_between_pool_nodes(clusters: dict
         assert (fetched_bytes(clusters[placement]), clusters[placement].copied_bytes) == (0, 0)
     for placement in ("algorithm1", "moonpool"):
         assert fetched_bytes(clusters[placement]) > 0
-        assert clusters[placement].copied_bytes > 0
+    copied = {placement: clusters[placement].copied_bytes for placement in ("algorithm1", "moonpool")}
+    assert copied["algorithm1"] > 0
+    assert copied["moonpool"] < copied["algorithm1"]  # fetched prefixes are kept, not sent twice
 
 
 def test_placement_by_prefix_and_queue_is_faster_than_by_queue_and_that_faster_than_none(

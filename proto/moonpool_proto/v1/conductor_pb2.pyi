@@ -811,6 +811,7 @@ class Placement(_message.Message):
     HELPERS_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
     SLO_VERSION_FIELD_NUMBER: _builtins.int
+    KEEP_FETCHED_FIELD_NUMBER: _builtins.int
     reuse_blocks: _builtins.int
     """leading blocks that need not be computed, also those in the prefill node's own memory only"""
     predicted_ttft_s: _builtins.float
@@ -821,6 +822,8 @@ class Placement(_message.Message):
     """
     slo_version: _builtins.int
     """of the objectives in force"""
+    keep_fetched: _builtins.bool
+    """the prefill node stores the blocks that it reads from other hosts' pools in its own, too"""
     @_builtins.property
     def prefill(self) -> Global___NodeRef: ...
     @_builtins.property
@@ -860,10 +863,11 @@ class Placement(_message.Message):
         helpers: _abc.Iterable[Global___NodeRef] | None = ...,
         decision: Global___DecisionRef | None = ...,
         slo_version: _builtins.int = ...,
+        keep_fetched: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "decode", b"decode", "pool", b"pool", "prefill", b"prefill", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "decode", b"decode", "helpers", b"helpers", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reserve_tokens", b"reserve_tokens", "reuse_blocks", b"reuse_blocks", "slo_version", b"slo_version", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "decode", b"decode", "helpers", b"helpers", "holders", b"holders", "keep_fetched", b"keep_fetched", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reserve_tokens", b"reserve_tokens", "reuse_blocks", b"reuse_blocks", "slo_version", b"slo_version", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

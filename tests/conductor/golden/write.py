@@ -105,7 +105,7 @@ class Simulation:
         event = RequestArrived(f"r{number}", 0, "f", "m", prompt, new, matches, family)
         decisions = self.core.handle(event)
         for decision in decisions:
-            if isinstance(decision, Copy):
+            if isinstance(decision, Copy) and not decision.keeps_fetched:
                 done = CopyFinished(
                     decision.source, decision.target, decision.match_key, decision.num_blocks << 15, 0.2
                 )

@@ -1,0 +1,135 @@
+"""Sections of docs/performance.md on copies of hot prefixes, live, and on separate or aggregated workers; their chart."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures.charts import finish, pyplot
+from benchmarks.figures.formatting import interval, source, table
+from benchmarks.stored import Result, latest
+
+_SPLIT, _AGGREGATED, _GREY = "#0969da", "#bf8700", "#afb8c1"
+
+
+def copies_live() -> str:
+    result, file = latest("copies-live")
+    rows = []
+    for popularity, found in result["popularities"].items():
+        for variant, figures in found["variants"].items():
+            gain = interval(found["without_over_with"]["ttft_mean_s"]) if variant == "without" else "1"
+            rows.append(
+                [
+                    popularity,
+                    variant,
+                    f"{figures['ttft_mean_s']['mean']:.2f}",
+                    f"{figures['ttft_p90_s']['mean']:.2f}",
+                    gain,
+                    f"{figures['hit_rate']['mean']:.1%}",
+                    f"{figures['copied_mb']['mean']:,.0f}",
+                    f"{figures['network_mb']['mean']:,.0f}",
+                ]
+            )
+    header = [
+        "popularity",
+        "copies",
+        "mean TTFT, s",
+        "P90 of TTFT, s",
+        "TTFT to that with copies",
+        "hits",
+        "MB copied",
+        "MB between hosts",
+    ]
+    pairs = min(found["pairs"] for found in result["popularities"].values())
+    return f"""## Copies of hot prefixes, live
+
+{source("python -m benchmarks.copies_live", file)}: {result["hosts"]} hosts with a pool node and a paced prefill node each, {result["decode_nodes"]} with a paced decode node,
+and {result["link_bytes_per_s"] / 1e6:g} MB/s to each node, where a prefix has 2 MB; the same {result["rate_per_s"]:g} requests/s for {result["seconds"]:g} s with copies and without,
+at least {pairs} pairs, 95 % intervals. [What the figures show](simulate.md#placements).
+
+{table(header, rows)}"""
+
+
+def frontier() -> str:
+    result, file = latest("frontier")
+    objectives = result["tbt_objectives_s"]
+    shown = [objectives.index(each) for each in (0.03, 0.05, 0.1, 0.2, 0.5)]
+    rows = []
+    for name, found in result["workloads"].items():
+        for label, key in (("split", "split"), ("aggregated, sum", "sum"), ("aggregated, longest", "longest")):
+            rows.append([name if key == "split" else "", label, *(_best_cell(found, key, at) for at in shown)])
+        for key in ("sum", "longest"):
+            ratios = [found["best"][at][f"split_over_{key}"] for at in shown]
+            rows.append(["", f"split to {key}", *(interval(each) if each else "–" for each in ratios)])
+    header = ["requests", "workers", *(f"{objectives[at] * 1e3:.0f} ms" for at in shown)]
+    return f"""## Separate or aggregated workers
+
+{source("benchmarks/frontier.py", file)}: simulated; requests per second and node of which {result["share"]:.0%} meet TTFT and the objective of the time
+between tokens in the column, for the best split into prefill and decode nodes and the best chunk size of aggregated workers on the same number of
+nodes, in parentheses. Steps with both a chunk and decoding take the sum of both times or the longer one. {result["settings"]["seeds"]} paired seeds, 95 % intervals.
+[What the figures show](simulate.md#frontier).
+
+{table(header, rows)}
+
+![Capacity per node by the objective of the time between tokens](pictures/frontier.svg)
+{frontier_live()}"""
+
+
+def _best_cell(found: Result, key: str, at: int) -> str:
+    name = found["best"][at][key]
+    capacity = found["capacity_per_node"][name][at]["mean"]
+    setting = name if key == "split" else name.split(", ")[1]
+    return f"{capacity:.2f} ({setting})" if capacity else "0"
+
+
+def frontier_live() -> str:
+    result, file = latest("frontier-live")
+    objectives = result["tbt_objectives_s"]
+    shown = [objectives.index(each) for each in (0.05, 0.1, 0.2, 0.5)]
+    rows = [
+        [
+            f"{name}, {found['rate_per_s']:g}/s" if place == 0 else "",
+            shape,
+            f"{row['ttft_mean_s']['mean']:.2f}",
+            *(f"{row['shares'][at]['mean']:.0%}" for at in shown),
+        ]
+        for name, found in result["workloads"].items()
+        for place, (shape, row) in enumerate(found["shapes"].items())
+    ]
+    header = ["requests", "workers", "mean TTFT, s", *(f"{objectives[at] * 1e3:.0f} ms" for at in shown)]
+    return f"""
+Live with paced engines of the same profile ({source("python -m benchmarks.frontier_live", file)}), at a fixed rate: the share of the requests that
+meet TTFT and the objective in the column, means of {result["seeds"]} seeds.
+
+{table(header, rows)}"""
+
+
+def draw_frontier(result: Result, path: Path) -> None:
+    """Draw the capacity per node of the best split and the best aggregated workers by the objective of TBT."""
+    plt = pyplot()
+    objectives_ms = [1e3 * each for each in result["tbt_objectives_s"]]
+    with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
+        workloads = result["workloads"]
+        figure, panels = plt.subplots(1, len(workloads), figsize=(10.5, 3.3), layout="constrained")
+        for axis, (name, found) in zip(panels, workloads.items(), strict=True):
+            capacities = found["capacity_per_node"]
+            for shape, row in capacities.items():
+                if shape in {best["split"] for best in found["best"]} or "aggregated" not in shape:
+                    axis.plot(objectives_ms, [each["mean"] for each in row], color=_GREY, linewidth=0.8)
+            slow, fast = (_best_row(found, key) for key in ("sum", "longest"))
+            axis.fill_between(objectives_ms, slow, fast, color=_AGGREGATED, alpha=0.35, label="best aggregated")
+            axis.plot(objectives_ms, slow, color=_AGGREGATED, linewidth=0.9)
+            axis.plot(objectives_ms, fast, color=_AGGREGATED, linewidth=0.9)
+            axis.plot(objectives_ms, _best_row(found, "split"), "-o", color=_SPLIT, markersize=3, label="best split")
+            axis.set_xscale("log")
+            axis.set_xticks([30, 50, 100, 200, 500, 1000], ["30", "50", "100", "200", "500", "1000"])
+            axis.xaxis.set_minor_formatter(lambda *_: "")
+            axis.set_ylim(bottom=0)
+            axis.set_title(name, fontsize=9.5)
+            axis.set_xlabel("objective of the time between tokens, ms")
+        panels[0].set_ylabel("requests/s and node")
+        panels[0].legend(frameon=False, fontsize=8, loc="lower right")
+        finish(figure, list(panels), path)
+
+
+def _best_row(found: Result, key: str) -> list[float]:
+    capacities: dict[str, Any] = found["capacity_per_node"]
+    return [capacities[best[key]][at]["mean"] for at, best in enumerate(found["best"])]
