@@ -79,7 +79,7 @@ def test_baselines_without_a_shared_pool_neither_fetch_nor_copy(cluster, make, p
         assert {holder.pool for holder in decisions[0].holders} <= {"pool-" + decisions[0].prefill[-1]}
 
 
-def test_algorithm_1_copies_every_prefix_that_it_fetches_and_moonpool_only_where_that_pays(cluster, make):
+def test_a_fetched_prefix_is_copied_by_algorithm_1_and_kept_by_moonpool(cluster, make):
     def copies(placement):
         c = cluster(placement=placement)
         c.learn("prefill-0", per_token_s=2e-3)  # the prefix takes 1.28 s
@@ -90,7 +90,7 @@ def test_algorithm_1_copies_every_prefix_that_it_fetches_and_moonpool_only_where
         return made
 
     assert copies("algorithm1") == [Copy("pool-0", "pool-1", 40, 7)]
-    assert copies("moonpool") == []  # as likely as not, it is never used again
+    assert copies("moonpool") == [Copy("pool-0", "pool-1", 40, 7, keeps_fetched=True)]
 
 
 def test_a_prefix_is_computed_where_that_takes_less_time_than_to_fetch_it_but_not_by_algorithm_1(cluster, make):

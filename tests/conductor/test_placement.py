@@ -128,7 +128,7 @@ def test_the_last_prompt_token_is_always_computed(cluster, make):
     assert sum(holder.num_blocks for holder in place.holders) == 9
 
 
-def test_a_busy_holder_leaves_the_request_to_another_node_that_fetches_and_copies(cluster, make):
+def test_a_busy_holder_leaves_the_request_to_another_node_that_fetches_and_keeps(cluster, make):
     c = cluster()
     c.learn("prefill-0", per_token_s=1e-2)
     for i in range(3):
@@ -137,7 +137,7 @@ def test_a_busy_holder_leaves_the_request_to_another_node_that_fetches_and_copie
     place = placed(decisions)
     assert place.prefill == "prefill-1"
     assert place.holders == (Holder("pool-1", 0, 2), Holder("pool-0", 2, 10))
-    assert decisions[1] == Copy("pool-0", "pool-1", 12, 7)
+    assert decisions[1] == Copy("pool-0", "pool-1", 12, 7, keeps_fetched=True)
 
 
 def test_a_prefix_within_the_threshold_is_used_as_it_is(cluster, make):
@@ -148,7 +148,7 @@ def test_a_prefix_within_the_threshold_is_used_as_it_is(cluster, make):
 
 
 def test_the_same_prefix_is_copied_once_at_a_time(cluster, make):
-    c = cluster()
+    c = cluster(placement="algorithm1")  # which copies what it fetches
     ask = {"matches": (("pool-0", 12),), "match_key": 7, "excluded": ("prefill-0",)}
     assert len(c.send(make.request("a", **ask))) == 2
     assert len(c.send(make.request("b", **ask))) == 1
@@ -157,7 +157,7 @@ def test_the_same_prefix_is_copied_once_at_a_time(cluster, make):
 
 
 def test_copies_are_bounded(cluster, make):
-    c = cluster(max_copies=2, max_copies_per_pool=2)
+    c = cluster(placement="algorithm1", max_copies=2, max_copies_per_pool=2)
     ask = {"matches": (("pool-0", 12),), "excluded": ("prefill-0",)}
     assert [len(c.send(make.request(f"r{i}", match_key=i, **ask))) for i in range(4)] == [2, 2, 1, 1]
 
