@@ -3,13 +3,14 @@
     python benchmarks/admission.py [--scenarios 1.2x,2x,...] [--seeds N] [--requests N] [--processes N] [--store]
 
 Simulated clusters of 8 prefill and 8 decode nodes (`moonpool simulate overload`, the bundled 70B profile) receive the
-same arrivals in all admission modes; `oracle` is the mode `predicted` with clients whose `max_tokens` is the exact
-length of each answer. Scenarios: 1.2, 2 and 4 times the capacity; the trace's own, shorter answers, with which prefill
-is scarce; answers twice as long; answers whose length quadruples during the run; bursts. Per mode: good requests and
-useful prompt tokens per second, wasted prefill, rejections, and the regret: how much lower goodput is than the bound
-of an admission that knows all requests in advance (`simulator.serving.offline_bound`). Ratios are geometric means of
-pairs with the same seed, with 95 % confidence intervals. At twice the capacity, a sample of the default mode's
-rejections is evaluated in forks of the run. The last line of output is JSON.
+same arrivals in all admission modes. `unpriced` is `predicted-uniform` as it was before expensive requests left room
+to cheaper ones; `oracle` is `predicted` with clients whose `max_tokens` is the exact length of each answer. Scenarios:
+1.2, 2 and 4 times the capacity; the trace's own, shorter answers, with which prefill is scarce; answers twice as long;
+answers whose length quadruples during the run; bursts. Per mode: good requests and useful prompt tokens per second,
+wasted prefill, rejections, and the regret: how much lower goodput is than the bound of an admission that knows all
+requests in advance (`simulator.serving.offline_bound`). Ratios are geometric means of pairs with the same seed, with
+95 % confidence intervals. At twice the capacity, a sample of the default mode's rejections is evaluated in forks of
+the run. The last line of output is JSON.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any, Final
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.simulated import simulated_spec  # noqa: E402
-from benchmarks.stored import latest, store  # noqa: E402
+from benchmarks.stored import store  # noqa: E402
 from settings.conductor import AdmissionMode, PolicyConfig  # noqa: E402
 from simulator.serving.confidence import mean_of, ratio_of, share_of  # noqa: E402
 from simulator.serving.offline_bound import offline_bound  # noqa: E402
@@ -34,7 +35,6 @@ from simulator.serving.runs import (  # noqa: E402
     RunSpec,
     ServingRun,
     run_all,
-    with_mode,
     worker_pool,
     workload_of,
 )
@@ -54,8 +54,9 @@ class Scenario:
     variation: Variation | None = None
 
 
-CAPACITY: Final = latest("overload")[0]["capacity"]["rate_per_s"]
-"""Requests per second of which 90 % are good without rejections, with answers four times as long."""
+CAPACITY: Final = 5.780723
+"""Requests per second of which 90 % are good without rejections, with answers four times as long, as measured by
+`moonpool simulate overload` when this benchmark began: a constant, so that results can be compared."""
 SCENARIOS: Final[dict[str, Scenario]] = {
     "1.2x": Scenario(1.2 * CAPACITY),
     "2x": Scenario(2 * CAPACITY),
@@ -69,17 +70,18 @@ MODES: Final[dict[str, tuple[AdmissionMode, KnownLengths]]] = {
     "none": ("none", "prompt"),
     "load": ("load", "prompt"),
     "early": ("early", "prompt"),
-    "predicted-uniform": ("predicted-uniform", "prompt"),
+    "unpriced": ("predicted-uniform", "prompt"),
+    "predicted-uniform": ("predicted-uniform", "dialogue"),
     "predicted": ("predicted", "dialogue"),
     "oracle": ("predicted", "oracle"),
 }
 DEFAULT: Final = PolicyConfig().admission_mode
-UNIFORM: Final = "predicted-uniform"
+UNPRICED: Final = "unpriced"
 OVERLOAD: Final = "2x"
 """The scenario whose rejections are evaluated and compared with those of the paper's baseline."""
 FIRST_SEED: Final = 100
 """The rule and its constants were chosen on the seeds 0 to 2."""
-LOOK_INTO: Final = 0.2
+LOOK_INTO: Final = 0.15
 """Share of the default mode's rejections that are evaluated there."""
 Runs = dict[str, list[ServingRun]]
 
@@ -122,8 +124,10 @@ def _run(given: argparse.Namespace, name: str) -> tuple[Runs, list[float]]:
 def _in_mode(spec: RunSpec, mode: str, scenario: str) -> RunSpec:
     admission, lengths = MODES[mode]
     look_into = LOOK_INTO if mode == DEFAULT and scenario == OVERLOAD else 0.0
-    settings = replace(spec.settings, lengths=lengths)
-    return replace(with_mode(spec, admission), settings=settings, look_into=look_into)
+    settings, policy = replace(spec.settings, lengths=lengths), replace(spec.policy, admission_mode=admission)
+    if mode == UNPRICED:
+        policy = replace(policy, ttft_reserve=0.0, tbt_reserve=0.0)
+    return replace(spec, settings=settings, policy=policy, look_into=look_into)
 
 
 def _bound(spec: RunSpec) -> float:
@@ -160,8 +164,8 @@ def _summary(runs: Runs, bounds: Sequence[float]) -> dict[str, Any]:
             **figures,
             "regret": asdict(mean_of(regrets)),
             "false_rejects": {"judged": tried, "share": asdict(share)} if share is not None else None,
-            "over_uniform": {
-                name: _ratio(these, runs[UNIFORM], _METRICS[name]) for name in ("good_per_s", "useful_tokens_per_s")
+            "over_unpriced": {
+                name: _ratio(these, runs[UNPRICED], _METRICS[name]) for name in ("good_per_s", "useful_tokens_per_s")
             },
             "over_oracle": _ratio(these, runs["oracle"], _METRICS["good_per_s"]),
             "rejected_over_load": _ratio(these, runs["load"], _rejected),
@@ -188,7 +192,7 @@ def _conclusions(found: dict[str, Any]) -> dict[str, Any]:
     if OVERLOAD in found:
         default = found[OVERLOAD]["modes"][DEFAULT]
         figures |= {
-            "useful_vs_uniform": default["over_uniform"]["useful_tokens_per_s"],
+            "useful_vs_uniform": default["over_unpriced"]["useful_tokens_per_s"],
             "rejected_vs_baseline": default["rejected_over_load"],
             "share_of_oracle_goodput": default["over_oracle"],
             "false_rejects": default["false_rejects"],
@@ -199,10 +203,10 @@ def _conclusions(found: dict[str, Any]) -> dict[str, Any]:
 def _show(name: str, summary: dict[str, Any]) -> None:
     print(f"{name}: at most {summary['bound_good_per_s']['mean']:.2f} good requests/s")
     for mode, one in summary["modes"].items():
-        over = one["over_uniform"]["good_per_s"]
+        over = one["over_unpriced"]["good_per_s"]
         print(
             f"  {mode:18}good {one['good_per_s']['mean']:6.2f}/s, {over['mean']:.3f} ({over['low']:.3f} to "
-            f"{over['high']:.3f}) of uniform, useful {one['useful_tokens_per_s']['mean'] / 1e3:5.1f} k tokens/s, "
+            f"{over['high']:.3f}) of unpriced, useful {one['useful_tokens_per_s']['mean'] / 1e3:5.1f} k tokens/s, "
             f"wasted {one['wasted_tokens']['mean'] / 1e6:5.2f} M, rejected {one['rejected_share']['mean']:.1%}, missed "
             f"{one['missed_share']['mean']:.1%}, regret {one['regret']['mean']:.1%}",
             flush=True,

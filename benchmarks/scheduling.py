@@ -7,7 +7,8 @@ profile), once per placement: `random`, `load-balance` (shortest queue), `cache-
 node's own pool), `algorithm1` (that of the Mooncake paper, as printed) and `moonpool`; the last also on 16 aggregated
 workers, which compute prompts in chunks beside their answers. Arrivals: conversations of the bundled trace at its own
 rate, per network; and questions behind popular prefixes, with and without copies. Ratios are geometric means of pairs
-with the same seed, with 95 % confidence intervals. The last line of output is JSON.
+with the same seed, with 95 % confidence intervals. The last line of output is JSON; it repeats the stored figures of
+`admission.py`, `agents.py` and `dialogues_live.py`.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any, Final, get_args
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.simulated import simulated_spec  # noqa: E402
-from benchmarks.stored import store  # noqa: E402
+from benchmarks.stored import latest, store  # noqa: E402
 from settings.conductor import BLIND_PLACEMENTS, Placement  # noqa: E402
 from simulator.serving.confidence import mean_of, ratio_of  # noqa: E402
 from simulator.serving.hot_prefixes import HotPrefixes  # noqa: E402
@@ -79,6 +80,7 @@ def main() -> None:
         "moonpool_vs_algorithm1": first["moonpool_vs_algorithm1"],
         "replication_gain": popular["skewed"]["gain"],
         "replication_gain_shifting": popular["shifting"]["gain"],
+        **_stored_parts(),
         "settings": {**vars(args), "rate": spec.rate_per_s},
         "paper_ttft_s": PAPER_TTFT_S,
         "conversations": networks,
@@ -87,6 +89,24 @@ def main() -> None:
     if args.store:
         store("scheduling", result)
     print(json.dumps(result))
+
+
+_PARTS: Final = {
+    "admission": ("default_vs_best_mode", "useful_vs_uniform", "rejected_vs_baseline", "share_of_oracle_goodput"),
+    "agents": ("agent_completion_ratio",),
+    "dialogues-live": ("dialogue_reuse",),
+}
+"""Figures of scheduling that longer benchmarks measure, by the name of their stored result."""
+
+
+def _stored_parts() -> dict[str, Any]:
+    """Return the latest stored figures of these benchmarks, and the files that they are from."""
+    found: dict[str, Any] = {"stored": []}
+    for name, figures in _PARTS.items():
+        result, file = latest(name)
+        found |= {figure: result[figure] for figure in figures}
+        found["stored"].append(file)
+    return found
 
 
 def _arguments() -> argparse.Namespace:

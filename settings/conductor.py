@@ -140,7 +140,7 @@ class PolicyConfig(SettingsGroup):
         float,
         Key("Seconds without use after which a copy of a prefix is deleted", low=1, high=86400, unit="s"),
     ] = 180.0
-    ttft_reserve: float = 0.9  # share of its room that an expensive request leaves free, in the mode `predicted`
+    ttft_reserve: float = 0.9  # share of its room that an expensive request leaves free, in the predicting modes
     tbt_reserve: float = 0.75
     hot_load: float = 0.5  # share of its holders' time from which a prefix is copied ahead of need
     max_copies: Annotated[
@@ -177,7 +177,7 @@ class PolicyConfig(SettingsGroup):
             "predicted: the load when the prefill ends, for answers of a mean length or of learned lengths",
             choices=("none", "early", "predicted-uniform", "predicted"),
         ),
-    ] = "predicted"
+    ] = "predicted-uniform"
     attained_share: Annotated[
         float,
         Key(

@@ -231,8 +231,9 @@ _MODES = {
     "none": "#d0d7de",
     "load": "#afb8c1",
     "early": "#8c959f",
-    "predicted-uniform": "#57606a",
-    "predicted": _OURS,
+    "unpriced": "#57606a",
+    "predicted-uniform": _OURS,
+    "predicted": "#1a7f37",
     "oracle": "#8250df",
 }
 
@@ -250,7 +251,7 @@ def draw_admission(result: Result, path: Path) -> None:
                 one["modes"][mode]["good_per_s"]["mean"] / one["bound_good_per_s"]["mean"] for one in scenarios.values()
             ]
             goodput.bar(
-                [place + (at - 2.5) * 0.14 for place in range(len(shares))], shares, 0.13, color=colour, label=mode
+                [place + (at - 3) * 0.12 for place in range(len(shares))], shares, 0.11, color=colour, label=mode
             )
             row = scenarios["2x"]["modes"][mode]
             x, y = row["good_per_s"], row["useful_tokens_per_s"]
@@ -266,7 +267,7 @@ def draw_admission(result: Result, path: Path) -> None:
         goodput.set_xticks(range(len(scenarios)), list(scenarios))
         goodput.set_ylim(0, 1.0)
         goodput.set_title("goodput, share of the bound that knows all requests in advance", fontsize=9.5)
-        goodput.legend(frameon=False, fontsize=8, ncols=6, loc="upper center")
+        goodput.legend(frameon=False, fontsize=8, ncols=7, loc="upper center")
         goodput.grid(axis="y", color="#d8dee4", linewidth=0.7)
         useful.set_xlabel("good requests/s")
         useful.set_title("useful prefill at 2x, thousand tokens/s", fontsize=9.5)

@@ -196,7 +196,7 @@ def admission() -> str:
     ]
     overload = [
         [
-            f"`{mode}`" if mode != "oracle" else mode,
+            _mode(mode),
             interval(row["good_per_s"]),
             f"{row['useful_tokens_per_s']['mean'] / 1e3:.1f}",
             f"{row['wasted_tokens']['mean'] / 1e6:.2f}",
@@ -220,10 +220,11 @@ def admission() -> str:
     return f"""## Admission under overload
 
 Goodput counts the requests that met both objectives. Simulated, eight prefill and eight decode nodes, {simulated["settings"]["seeds"]} paired seeds that were not used to choose
-the rules ({source("benchmarks/admission.py", simulated_file)}; 95 % intervals). Good requests per second by scenario and admission mode; `oracle` is
-the mode `predicted` with known lengths of answers, the last column the bound of an admission that knows all requests in advance:
+the rules ({source("benchmarks/admission.py", simulated_file)}; 95 % intervals). Good requests per second by scenario and admission mode. *Unpriced* is `predicted-uniform`
+as it was before [expensive requests left room](admission.md#reserve) to cheaper ones, *oracle* the mode `predicted` with known lengths of answers; the last column is the bound of
+an admission that knows all requests in advance:
 
-{table(["scenario", *(mode if mode == "oracle" else f"`{mode}`" for mode in modes), "bound"], goodput)}
+{table(["scenario", *map(_mode, modes), "bound"], goodput)}
 
 ![Goodput by scenario and mode, and useful prefill at twice the capacity](pictures/admission.svg)
 
@@ -231,8 +232,8 @@ At twice the capacity:
 
 {table(["mode", "goodput, requests/s", "useful prefill, thousand tokens/s", "wasted prefill, million tokens", "rejected", "an objective missed", "regret against the bound"], overload)}
 
-The default mode, `{default}`, to the best other mode without knowledge of lengths in the worst scenario (`{worst["scenario"]}`, `{worst["mode"]}`): {interval(worst)} of its goodput. At
-twice the capacity, its useful prefill to that of `predicted-uniform`: {interval(simulated["useful_vs_uniform"])}; its rejections to those of the paper's baseline, `load`:
+The default mode, `{default}`, to the best other mode without knowledge of lengths in the worst scenario (`{worst["scenario"]}`, {_mode(worst["mode"])}): {interval(worst)} of its goodput. At
+twice the capacity, its useful prefill to that without prices: {interval(simulated["useful_vs_uniform"])}; its rejections to those of the paper's baseline, `load`:
 {interval(simulated["rejected_vs_baseline"])} (the paper has 0.86); its goodput to that with known lengths: {interval(simulated["share_of_oracle_goodput"])}. Of {judged["judged"]} rejections that were judged, {_share(judged["share"])} were false:
 a rejected request is judged as if it alone had been admitted. [Overload](overload.md) explains the method.
 
@@ -245,6 +246,11 @@ Live with one prefill and one decode node and real engines ({source("benchmarks/
 do not differ significantly:
 
 {table(live_header, live_rows(small))}"""
+
+
+def _mode(name: str) -> str:
+    """Return the name of a mode as it is set, or of a comparison without one."""
+    return name if name in ("unpriced", "oracle") else f"`{name}`"
 
 
 def _share(value: Result) -> str:
@@ -274,11 +280,18 @@ def groups() -> str:
 
 def dialogues() -> str:
     result, file = latest("dialogues")
+    live, live_file = latest("dialogues-live")
+    reuse = live["dialogue_reuse"]
+    reused = f"{reuse['mean']:.1%} ({reuse['low']:.1%} to {reuse['high']:.1%})"
     return f"""## Reuse in dialogues
 
 {source("benchmarks/dialogues.py", file)}: {result["dialogues"]:,} simulated dialogues with a mean history of {result["mean_history_messages"]:.0f} messages and
 memory for {result["memory_share"]:.0%} of their KV. Of the prompt tokens {result["reused_sticky"]:.1%} are reused with sticky sessions,
-{result["reused_random"]:.1%} without; {result["reused_limit"]:.1%} would be with unlimited memory."""
+{result["reused_random"]:.1%} without; {result["reused_limit"]:.1%} would be with unlimited memory.
+
+Live ({source("benchmarks/dialogues_live.py", live_file)}; [setting](replay.md#long-dialogues)): {live["dialogues"]} dialogues of {2 * live["turns_per_dialogue"]} messages, memory for {live["pool_share"]:.0%} of their KV in the pools, two
+prefill and two decode nodes with paced engines, two conductors, one of which is killed halfway. Of the prompt tokens {reused} are reused;
+of {live["turns"]:,} turns {live["lost"]} were lost, and of {live["verified"]:,} answers {live["wrong_tokens"]} had a wrong token."""
 
 
 def vllm() -> str:

@@ -129,10 +129,22 @@ def at_a_glance() -> str:
             "interval up to ≥ 1.0",
         ],
         [
-            "Useful prefill to `predicted-uniform` / rejections to `load`, at twice the capacity, simulated",
+            "Useful prefill to that without prices / rejections to `load`, at twice the capacity, simulated",
             "admission under overload",
             f"{interval(admission['useful_vs_uniform'])} / {interval(admission['rejected_vs_baseline'])}",
             "≥ 1.1 / ≤ 0.6",
+        ],
+        [
+            "Agents' job time less tool waits with hints to without, pool for a fifth of their KV, simulated",
+            "agents",
+            interval(latest("agents")[0]["agent_completion_ratio"]),
+            "≤ 0.7",
+        ],
+        [
+            "Prompt tokens reused in dialogues of 180 messages, two conductors, one killed",
+            "reuse in dialogues",
+            "{mean:.3f} ({low:.3f} to {high:.3f})".format(**latest("dialogues-live")[0]["dialogue_reuse"]),
+            "≥ 0.95",
         ],
         [
             "TTFT of vLLM workers behind the conductor to round-robin / with the pool to vLLM's prefix cache",
@@ -182,7 +194,8 @@ def readme() -> str:
     }
     overload = admission_result["scenarios"]["2x"]["modes"]
     modes = ", ".join(
-        f"{mode if mode == 'oracle' else f'`{mode}`'} {row['good_per_s']['mean']:.1f}" for mode, row in overload.items()
+        f"{mode if mode in ('unpriced', 'oracle') else f'`{mode}`'} {row['good_per_s']['mean']:.1f}"
+        for mode, row in overload.items()
     )
     speedups = [
         (run.get("paced"), row["members"], row["speedup"]) for run in group_result["runs"] for row in run["rows"]

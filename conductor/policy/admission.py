@@ -27,7 +27,7 @@ from conductor.policy.placement.decode import tbt_now_s, wait_for_tbt_s
 from conductor.policy.placement.plan import PlacementPlan
 from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState, PlacementContext
-from settings.conductor import PolicyConfig
+from settings.conductor import AdmissionMode, PolicyConfig
 
 __all__ = [
     "LONGEST_RETRY_S",
@@ -51,6 +51,7 @@ class Judgement:
 
 
 _ADMITTED: Final = Judgement()
+_PRICED: Final = frozenset[AdmissionMode]({"predicted-uniform", "predicted"})  # where expensive requests leave room
 
 
 def asks_again(config: PolicyConfig) -> bool:
@@ -66,7 +67,7 @@ def forecast_of(
     waited_s = max(plan.queue_s, plan.room_wait_s)
     margins = state.tally_of(context.request.model).margins
     ttft_margin, tbt_margin = margins.ttft.share, margins.tbt.share
-    if state.config.admission_mode == "predicted" and not context.request.generated:
+    if state.config.admission_mode in _PRICED and not context.request.generated:
         ttft_s, tbt_s = usable_s(objectives.ttft_s), usable_s(objectives.tbt_s)
         # The room between the load that it would have on idle nodes and the bound.
         ttft_room = 1 - ttft_margin - (plan.ttft_s - waited_s) / ttft_s if ttft_s else 0.0

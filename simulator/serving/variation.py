@@ -32,7 +32,7 @@ class Variation:
 
         def answer_tokens(job: Arrival, tokens: int) -> int:
             part = job.arrival_ns / NS / workload.duration_s
-            scaled = round(tokens * self.answers_from * (self.answers_to / self.answers_from) ** part)
+            scaled: int = round(tokens * self.answers_from * (self.answers_to / self.answers_from) ** part)
             return max(1, min(scaled, longest_answer or scaled))
 
         return replace(

@@ -100,12 +100,16 @@ def outcome(cluster, make, **config):
     return c.send(make.request("longer", prompt=2100, new=10))[0]
 
 
-def test_under_load_learned_lengths_keep_a_long_prompt_out_and_uniform_ones_do_not(cluster, make):
-    rejected = outcome(cluster, make, admission_mode="predicted")
+@pytest.mark.parametrize("mode", ["predicted-uniform", "predicted"])
+def test_under_load_a_long_prompt_is_kept_out_if_it_costs_more_than_one_request(cluster, make, mode):
+    rejected = outcome(cluster, make, admission_mode=mode)
     assert isinstance(rejected, Reject)
     assert rejected.reason == "ttft"
-    assert isinstance(outcome(cluster, make, admission_mode="predicted", ttft_reserve=0.0), Place)
-    assert isinstance(outcome(cluster, make, admission_mode="predicted-uniform"), Place)
+    assert isinstance(outcome(cluster, make, admission_mode=mode, ttft_reserve=0.0), Place)
+
+
+def test_current_load_is_judged_without_prices(cluster, make):
+    assert isinstance(outcome(cluster, make, admission_mode="early"), Place)
 
 
 def test_requests_that_no_idle_node_would_serve_in_time_are_not_demand(cluster, make):
