@@ -36,7 +36,7 @@ from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Ran
 
 HOSTS: Final = 4
 DECODE_NODES: Final = 2
-LINK_BYTES_PER_S: Final = 2.5e6
+LINK_BYTES_PER_S: Final = 3.5e6
 _KV_BYTES: Final = 2048  # per token
 _PREFILL_TOKENS, _DECODE_TOKENS = 4096, 8192  # memory of a worker; that of prefill nodes holds few of the prefixes
 _MAX_LEN: Final = 2048
@@ -143,7 +143,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=4, help="number of pairs of runs per popularity")
     parser.add_argument("--popularities", nargs="+", default=list(POPULARITIES), choices=list(POPULARITIES))
     parser.add_argument("--rate", type=float, default=8.0, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=25.0, help="duration of the counted arrivals")
+    parser.add_argument("--seconds", type=float, default=40.0, help="duration of the counted arrivals")
     parser.add_argument("--add", action="store_true", help="add the pairs to those of the latest stored result")
     parser.add_argument("--store", action="store_true", help="store the result after every pair")
     return parser.parse_args()

@@ -108,7 +108,7 @@ def main() -> None:
         for name in args.workloads:
             workload = WORKLOADS[name]
             found = _measured(spec, workload, args.seeds, pool)
-            result["workloads"][name] = {**asdict(workload), **found}
+            result["workloads"][name] = {**asdict(workload), "seeds": args.seeds, **found}
             _show(name, result["workloads"][name])
     result |= {
         "nodes": NODES,

@@ -1,4 +1,4 @@
-"""Sections of docs/performance.md on copies of hot prefixes, live, and on separate or aggregated workers; their chart."""
+"""Section of docs/performance.md on separate or aggregated workers, and its chart."""
 
 from pathlib import Path
 from typing import Any
@@ -8,44 +8,6 @@ from benchmarks.figures.formatting import interval, source, table
 from benchmarks.stored import Result, latest
 
 _SPLIT, _AGGREGATED, _GREY = "#0969da", "#bf8700", "#afb8c1"
-
-
-def copies_live() -> str:
-    result, file = latest("copies-live")
-    rows = []
-    for popularity, found in result["popularities"].items():
-        for variant, figures in found["variants"].items():
-            gain = interval(found["without_over_with"]["ttft_mean_s"]) if variant == "without" else "1"
-            rows.append(
-                [
-                    popularity,
-                    variant,
-                    f"{figures['ttft_mean_s']['mean']:.2f}",
-                    f"{figures['ttft_p90_s']['mean']:.2f}",
-                    gain,
-                    f"{figures['hit_rate']['mean']:.1%}",
-                    f"{figures['copied_mb']['mean']:,.0f}",
-                    f"{figures['network_mb']['mean']:,.0f}",
-                ]
-            )
-    header = [
-        "popularity",
-        "copies",
-        "mean TTFT, s",
-        "P90 of TTFT, s",
-        "TTFT to that with copies",
-        "hits",
-        "MB copied",
-        "MB between hosts",
-    ]
-    pairs = min(found["pairs"] for found in result["popularities"].values())
-    return f"""## Copies of hot prefixes, live
-
-{source("python -m benchmarks.copies_live", file)}: {result["hosts"]} hosts with a pool node and a paced prefill node each, {result["decode_nodes"]} with a paced decode node,
-and {result["link_bytes_per_s"] / 1e6:g} MB/s to each node, where a prefix has 2 MB; the same {result["rate_per_s"]:g} requests/s for {result["seconds"]:g} s with copies and without,
-at least {pairs} pairs, 95 % intervals. [What the figures show](simulate.md#placements).
-
-{table(header, rows)}"""
 
 
 def frontier() -> str:
@@ -60,17 +22,17 @@ def frontier() -> str:
             ratios = [found["best"][at][f"split_over_{key}"] for at in shown]
             rows.append(["", f"split to {key}", *(interval(each) if each else "–" for each in ratios)])
     header = ["requests", "workers", *(f"{objectives[at] * 1e3:.0f} ms" for at in shown)]
+    seeds = " / ".join(str(found["seeds"]) for found in result["workloads"].values())
     return f"""## Separate or aggregated workers
 
 {source("benchmarks/frontier.py", file)}: simulated; requests per second and node of which {result["share"]:.0%} meet TTFT and the objective of the time
 between tokens in the column, for the best split into prefill and decode nodes and the best chunk size of aggregated workers on the same number of
-nodes, in parentheses. Steps with both a chunk and decoding take the sum of both times or the longer one. {result["settings"]["seeds"]} paired seeds, 95 % intervals.
+nodes, in parentheses. Steps with both a chunk and decoding take the sum of both times or the longer one. {seeds} paired seeds, 95 % intervals.
 [What the figures show](simulate.md#frontier).
 
 {table(header, rows)}
 
-![Capacity per node by the objective of the time between tokens](pictures/frontier.svg)
-{frontier_live()}"""
+![Capacity per node by the objective of the time between tokens](pictures/frontier.svg)"""
 
 
 def _best_cell(found: Result, key: str, at: int) -> str:
@@ -78,28 +40,6 @@ def _best_cell(found: Result, key: str, at: int) -> str:
     capacity = found["capacity_per_node"][name][at]["mean"]
     setting = name if key == "split" else name.split(", ")[1]
     return f"{capacity:.2f} ({setting})" if capacity else "0"
-
-
-def frontier_live() -> str:
-    result, file = latest("frontier-live")
-    objectives = result["tbt_objectives_s"]
-    shown = [objectives.index(each) for each in (0.05, 0.1, 0.2, 0.5)]
-    rows = [
-        [
-            f"{name}, {found['rate_per_s']:g}/s" if place == 0 else "",
-            shape,
-            f"{row['ttft_mean_s']['mean']:.2f}",
-            *(f"{row['shares'][at]['mean']:.0%}" for at in shown),
-        ]
-        for name, found in result["workloads"].items()
-        for place, (shape, row) in enumerate(found["shapes"].items())
-    ]
-    header = ["requests", "workers", "mean TTFT, s", *(f"{objectives[at] * 1e3:.0f} ms" for at in shown)]
-    return f"""
-Live with paced engines of the same profile ({source("python -m benchmarks.frontier_live", file)}), at a fixed rate: the share of the requests that
-meet TTFT and the objective in the column, means of {result["seeds"]} seeds.
-
-{table(header, rows)}"""
 
 
 def draw_frontier(result: Result, path: Path) -> None:

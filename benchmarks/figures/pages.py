@@ -23,7 +23,6 @@ SECTIONS = (
     data_plane.paths,
     data_plane.overlap,
     serving.scheduling,
-    disaggregation.copies_live,
     disaggregation.frontier,
     serving.admission,
     serving.groups,

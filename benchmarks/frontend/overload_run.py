@@ -98,13 +98,10 @@ def replayed(
     out: Path,
     objectives: OverloadObjectives,
     verified: int,
-    *,
-    tokens_per_block: int = TOKENS_PER_BLOCK,
-    seed: int = 0,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
     """Replay the trace; return its report and records, and the mean number of CPU cores used by all processes."""
     command = [sys.executable, "-m", "moonpool", "replay", str(trace), "--url", served.url, "--out", str(out)]
-    command += ["--tokens-per-block", str(tokens_per_block), "--seed", str(seed)]
+    command += ["--tokens-per-block", str(TOKENS_PER_BLOCK)]
     command += [
         "--slo-ttft",
         str(objectives.ttft_s),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import copies_live, frontier, frontier_live
+from benchmarks import copies_live, frontier
 from benchmarks.simulated import simulated_spec
 from simulator.serving.hot_prefixes import HotPrefixes
 from simulator.serving.runs import RunSpec
@@ -86,30 +86,6 @@ def test_gains_pair_runs_of_the_same_requests() -> None:
     pairs = [{"seed": seed, "with": run(scale), "without": run(2 * scale)} for seed, scale in enumerate((0.1, 0.4))]
     found = copies_live.summary({"skewed": pairs})
     assert found["replication_gain_live"] == pytest.approx({"mean": 2.0, "low": 2.0, "high": 2.0})
-
-
-def test_live_shapes_of_a_workload_have_the_same_number_of_workers() -> None:
-    for workload in frontier_live.WORKLOADS.values():
-        counts = {
-            sum(int(flags[at + 1]) for at, flag in enumerate(flags) if flag.endswith("nodes") or flag == "--aggregated")
-            for flags in workload.shapes.values()
-        }
-        assert len(counts) == 1
-
-
-def test_shares_are_compared_with_those_of_the_first_shape_seed_by_seed() -> None:
-    def run(share: float) -> dict[str, Any]:
-        return {
-            "shares": [share],
-            "ttft_mean_s": 1.0,
-            "tbt_mean_s": 0.1,
-            "late_share": 0,
-            "wrong_tokens": 0,
-            "failed": 0,
-        }
-
-    found = frontier_live.summary({"1P+1D": [run(0.9), run(0.7)], "2 aggregated": [run(0.4), run(0.2)]})
-    assert found["2 aggregated"]["shares_below_first"][0] == pytest.approx({"mean": 0.5, "low": 0.5, "high": 0.5})
 
 
 def test_the_time_of_a_merged_step_is_one_of_two(spec: RunSpec) -> None:
