@@ -267,7 +267,7 @@ def draw_admission(result: Result, path: Path) -> None:
         goodput.set_xticks(range(len(scenarios)), list(scenarios))
         goodput.set_ylim(0, 1.0)
         goodput.set_title("goodput, share of the bound that knows all requests in advance", fontsize=9.5)
-        goodput.legend(frameon=False, fontsize=8, ncols=7, loc="upper center")
+        goodput.legend(frameon=False, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, -0.08))
         goodput.grid(axis="y", color="#d8dee4", linewidth=0.7)
         useful.set_xlabel("good requests/s")
         useful.set_title("useful prefill at 2x, thousand tokens/s", fontsize=9.5)
