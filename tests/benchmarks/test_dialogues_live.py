@@ -26,8 +26,11 @@ def test_reuse_is_the_ratio_of_sums_and_its_interval_follows_from_the_dialogues_
 
 
 @pytest.mark.parametrize("conductors", [1, 2, 4])
-def test_the_named_frontend_prefers_the_conductor(conductors: int) -> None:
+async def test_the_named_frontend_prefers_the_conductor(conductors: int) -> None:
     targets = [f"unix:/c{number}.sock" for number in range(conductors)]
     names = [frontend_preferring(number, conductors) for number in range(conductors)]
     assert names.count("frontend") == 1
-    assert [ConductorClient(targets, asked_by=name).target for name in names] == targets
+    clients = [ConductorClient(targets, asked_by=name) for name in names]
+    assert [client.target for client in clients] == targets
+    for client in clients:
+        await client.close()
