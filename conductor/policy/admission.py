@@ -26,6 +26,7 @@ from conductor.policy.objectives import (
 from conductor.policy.placement.decode import tbt_now_s, wait_for_tbt_s
 from conductor.policy.placement.plan import PlacementPlan
 from conductor.policy.requests import NONE
+from conductor.policy.shadow_prices import decode_need_s
 from conductor.policy.state import ClusterState, PlacementContext
 from settings.conductor import AdmissionMode, PolicyConfig
 
@@ -92,16 +93,11 @@ def _cost_of(context: PlacementContext, plan: PlacementPlan, ttft_s: float, tbt_
     prefill_s, decode_s = plan.scores.best.prefill_s if ttft_s else 0.0, 0.0
     if decode is not None and tbt_s:
         answer_tokens = context.state.lengths.expected(plan.curve, request.max_new_tokens)
-        fixed_s, per_sequence_s, per_token_s = context.costs.decode
-        steps_s = answer_tokens * (per_sequence_s + per_token_s * (request.prompt_tokens + answer_tokens / 2))
-        # Of a step that takes as long as it may, the fixed part serves nobody.
-        decode_s = steps_s * tbt_s / max(tbt_s - fixed_s, _LEAST_SHARE * tbt_s)
+        mean_context = request.prompt_tokens + answer_tokens / 2
+        decode_s = decode_need_s(answer_tokens, mean_context, context.costs.decode, tbt_s)
     if nodes.is_aggregated.item(plan.chosen):
         prefill_s, decode_s = prefill_s + decode_s, 0.0
     return context.state.tally_of(request.model).prices.cost_of(context.now_ns, prefill_s, decode_s)
-
-
-_LEAST_SHARE: Final = 0.1  # of a step that serves somebody, however long its fixed part
 
 
 def judge(

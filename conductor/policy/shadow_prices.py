@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from conductor.policy.events import NS
 
-__all__ = ["ShadowPrices", "fitting_prices"]
+__all__ = ["ShadowPrices", "decode_need_s", "fitting_prices"]
 
 Floats = NDArray[np.float64]
 _WINDOW_NS: Final = 60 * NS  # of the demand
 _LEAST_NS: Final = 10 * NS  # over which the first requests count as spread
 _SAMPLES: Final = 1024  # maximum in the window; requests between two samples add to the weight of the first
 _FILL: Final = 1.08  # demand to admit, as a share of the node time: what costs most leaves some of it free
+_LEAST_SHARE: Final = 0.1  # of a step that serves somebody, however long its fixed part
 _ROUNDS: Final = 4  # of alternately fitting each price to the other, starting from the last solution
 
 
@@ -66,6 +67,16 @@ class ShadowPrices:
         there = (prefill_nodes * there_s, decode_nodes * there_s)
         for _ in range(_ROUNDS):
             self.prefill, self.decode = fitting_prices(needs_s, weights, there, (self.prefill, self.decode))
+
+
+def decode_need_s(steps: float, context_tokens: float, costs: tuple[float, float, float], tbt_s: float) -> float:
+    """Return the seconds of a decode node whose steps take `tbt_s` that an answer of `steps` steps needs.
+
+    `costs` of a step: seconds fixed, per sequence, per token of context. The fixed part serves nobody.
+    """
+    fixed_s, per_sequence_s, per_token_s = costs
+    share_s = per_sequence_s + per_token_s * context_tokens
+    return steps * share_s * tbt_s / max(tbt_s - fixed_s, _LEAST_SHARE * tbt_s)
 
 
 def fitting_prices(

@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from conductor.policy.shadow_prices import fitting_prices
+from conductor.policy.shadow_prices import decode_need_s, fitting_prices
 from simulator.serving.clock import NS
 from simulator.serving.requests import SimulatedWorkload
 from simulator.serving.settings import ServingSettings
@@ -24,16 +24,20 @@ def offline_bound(
     """
     seen = {block for _, blocks in workload.before for block in blocks}
     needs = []
-    fixed_s, tbt_s = profile.decode_s(0, 0), settings.tbt_objective_s
+    fixed_s = profile.decode_s(0, 0)
+    step_costs = (
+        fixed_s,
+        profile.decode_s(1, 0) - fixed_s,
+        (profile.decode_s(1, _MANY) - profile.decode_s(1, 0)) / _MANY,
+    )
     for job in workload.jobs:
         hits = next((at for at, block in enumerate(job.blocks) if block not in seen), len(job.blocks))
         seen.update(job.blocks)
         if job.arrival_ns < from_s * NS:
             continue
         reused = min(hits * workload.block_tokens, job.prompt_tokens - 1)
-        steps, context = job.output_tokens - 1, job.prompt_tokens + job.output_tokens / 2
-        per_step_s = (profile.decode_s(1, _MANY) - fixed_s) / _MANY * context + profile.decode_s(1, 0) - fixed_s
-        decode_s = steps * per_step_s * tbt_s / (tbt_s - fixed_s)
+        mean_context = job.prompt_tokens + job.output_tokens / 2
+        decode_s = decode_need_s(job.output_tokens - 1, mean_context, step_costs, settings.tbt_objective_s)
         needs.append((profile.prefill_s(job.prompt_tokens - reused, reused), decode_s))
     needs_s, weights = np.array(needs), np.ones(len(needs))
     window_s = workload.duration_s - from_s
