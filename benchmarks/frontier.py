@@ -31,11 +31,9 @@ from benchmarks.stored import latest, store  # noqa: E402
 from simulator.serving.clock import NS  # noqa: E402
 from simulator.serving.cluster import SimulatedCluster  # noqa: E402
 from simulator.serving.confidence import mean_of, ratio_of  # noqa: E402
-from simulator.serving.hot_prefixes import HotPrefixes, draw_hot_workload  # noqa: E402
-from simulator.serving.requests import SimulatedWorkload, draw_workload  # noqa: E402
-from simulator.serving.runs import WARM_UP, RunSpec, worker_pool  # noqa: E402
+from simulator.serving.hot_prefixes import HotPrefixes  # noqa: E402
+from simulator.serving.runs import WARM_UP, RunSpec, worker_pool, workload_of  # noqa: E402
 from simulator.serving.settings import MergedSteps  # noqa: E402
-from traces import load_trace  # noqa: E402
 from worker.policy.cost_profile import load_profile  # noqa: E402
 
 SHARE: Final = 0.9
@@ -240,25 +238,12 @@ def sweep(specs: Sequence[RunSpec], ttft_s: float) -> list[Shares]:
 
 def attained(spec: RunSpec, ttft_s: float) -> Shares:
     """Simulate one run and return the shares of requests that meet the TTFT and each TBT objective."""
-    cluster = SimulatedCluster(spec.settings, spec.policy, load_profile(spec.profile), _workload(spec), spec.seed)
+    cluster = SimulatedCluster(spec.settings, spec.policy, load_profile(spec.profile), workload_of(spec), spec.seed)
     cluster.run()
     from_ns = WARM_UP * spec.requests / spec.rate_per_s * NS
     works = [work for work in cluster.works if work.job.arrival_ns >= from_ns]
     in_time = [work.tbt_s for work in works if work.end == "finished" and work.ttft_s <= ttft_s]
     return tuple(sum(tbt_s <= most_s for tbt_s in in_time) / len(works) for most_s in TBT_OBJECTIVES_S)
-
-
-def _workload(spec: RunSpec) -> SimulatedWorkload:
-    trace = load_trace(spec.trace)
-    if spec.hot is None:
-        return draw_workload(trace, seed=spec.seed, rate_per_s=spec.rate_per_s, requests=spec.requests)
-    return draw_hot_workload(
-        spec.hot,
-        seed=spec.seed,
-        rate_per_s=spec.rate_per_s,
-        requests=spec.requests,
-        block_tokens=trace.block_tokens,
-    )
 
 
 def _show(name: str, found: dict[str, Any]) -> None:
