@@ -290,10 +290,10 @@ def pyplot() -> Any:
     return pyplot
 
 
-def finish(figure: Any, axes: Sequence[Any], path: Path) -> None:
+def finish(figure: Any, axes: Sequence[Any], path: Path, grid: str = "x") -> None:
     """Style the axes and write the figure."""
     for axis in axes:
-        axis.grid(axis="x", color="#d8dee4", linewidth=0.7)
+        axis.grid(axis=grid, color="#d8dee4", linewidth=0.7)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})

@@ -1,8 +1,8 @@
 """Pictures of the benchmarks of heterogeneous and elastic clusters, drawn when their results are stored."""
 
 from pathlib import Path
-from typing import Any
 
+from benchmarks.figures.charts import finish, pyplot
 from benchmarks.stored import Result
 
 _COLOURS = {"per node": "#0969da", "one model": "#cf222e", "linear": "#afb8c1", "trees": "#8c959f"}
@@ -11,7 +11,7 @@ _OTHER = "#57606a"
 
 def draw_heterogeneous(result: Result, path: Path) -> None:
     """Draw the median and the 90th percentile of the errors of TTFT and TBT by predictor."""
-    plt = _pyplot()
+    plt = pyplot()
     names = list(result["errors"])
     with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
         figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.4), layout="constrained", sharey=True)
@@ -24,12 +24,12 @@ def draw_heterogeneous(result: Result, path: Path) -> None:
             axis.set_yticks(range(len(names)), names)
             axis.set_ylim(len(names) - 0.5, -0.5)
             axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        _finish(figure, axes, path)
+        finish(figure, axes, path, grid="both")
 
 
 def draw_elastic(result: Result, path: Path) -> None:
     """Draw the load of a day and the prefill and decode nodes of each cluster over time."""
-    plt = _pyplot()
+    plt = pyplot()
     part = result["diurnal"]
     shown = {"autoscaled": "#0969da", "clairvoyant": "#1a7f37", part["best_static"]: _OTHER}
     with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
@@ -49,22 +49,4 @@ def draw_elastic(result: Result, path: Path) -> None:
             axis.set_ylim(bottom=0)
         axes[1].legend(frameon=False, fontsize=8)
         axes[2].set_xlabel("minutes")
-        _finish(figure, axes, path)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _finish(figure: Any, axes: Any, path: Path) -> None:
-    for axis in axes:
-        axis.grid(color="#d8dee4", linewidth=0.7)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
-    _pyplot().close(figure)
+        finish(figure, axes, path, grid="both")
