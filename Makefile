@@ -25,6 +25,8 @@ CHAOS_SEED ?=
 
 # Where vLLM is installed, whose dependencies exclude some of the versions that are used here.
 VLLM_VENV ?= .vllm
+# More arguments for `make test-vllm`, such as --last-failed.
+PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -89,7 +91,7 @@ test-vllm: export NUMBA_CACHE_DIR := $(abspath $(VLLM_VENV))/numba
 test-vllm: $(VLLM_STAMP)
 	@mkdir -p out
 	REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest -W ignore::DeprecationWarning \
-	  -W ignore::FutureWarning tests/vllm_worker --junitxml=out/vllm.xml
+	  -W ignore::FutureWarning tests/vllm_worker --junitxml=out/vllm.xml $(PYTEST_ARGS)
 
 $(VLLM_STAMP): pyproject.toml requirements-cpu.lock requirements-vllm.lock .ci/install.py .ci/compile_kernels.py
 	$(PYTHON) .ci/install.py $(VLLM_VENV) $(TORCH_INDEX) --vllm

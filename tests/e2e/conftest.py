@@ -34,7 +34,7 @@ TOKENIZER = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 TOLERANCE = 1e-3
 Steer = Callable[[NDArray[np.float32], list[int]], NDArray[np.float32]]
 START_S = 240.0  # with Ray, on cores that others use too
-REST_S = 20.0
+REST_S = 60.0
 
 
 @dataclass

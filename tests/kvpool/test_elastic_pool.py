@@ -197,6 +197,12 @@ async def test_it_grows_into_idle_memory_and_yields_what_a_neighbour_takes(
     neighbour = await take_and_time(node, group, 6 * MIB, node.memory.resident_nbytes - 8 * MIB)
     assert node.core.totals()["lost_blocks"] == 0
     assert await asyncio.to_thread(host.get, 0) == PER_PUT
+
+    async def is_written_ahead() -> bool:  # as far as it ever is: up to half of the least size may wait for the SSD
+        store = node.core.store
+        return (store.index.num_sealed - store.ssd.num_copies) * SPEC.block_nbytes <= LEAST // 2
+
+    await until(is_written_ahead)
     more = await take_and_time(node, group, -8 * MIB, LEAST + PER_PUT * SPEC.block_nbytes)
 
     async def is_least() -> bool:

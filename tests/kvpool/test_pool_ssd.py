@@ -171,7 +171,11 @@ async def test_a_restarted_node_finds_its_blocks_again(
     await until(follower.holds(worker.ns, chain_of(20), 20))
     kept = 0 if is_killed else 5
     await until(follower.holds(worker.ns, chain_of(5, "in memory alone"), kept, ssd=kept))
-    assert (await client.validate())["problems"] == []
+
+    async def is_at_rest() -> bool:
+        return (await client.validate())["problems"] == []
+
+    await until(is_at_rest)
     assert await process.end(signal.SIGTERM) == 0
 
 
