@@ -216,10 +216,13 @@ class PolicyConfig(SettingsGroup):
             high=86400,
             unit="s",
         ),
-    ] = 30.0
+    ] = 15.0
     role_rest_s: Annotated[
         float, Key("Minimum seconds between two role switches of a model's nodes", low=1, high=86400, unit="s")
-    ] = 120.0
+    ] = 60.0
+    role_share: Annotated[
+        float, Key("Largest share of a role's nodes that are switched at once; at least one node is", low=0, high=1)
+    ] = 0.5
     size_grow_hold_s: Annotated[
         float,
         Key(

@@ -30,6 +30,8 @@ _OLD_VALUES: Final = {
     "ttft_reserve": 0.0,
     "tbt_reserve": 0.0,
 }
+# Setting that came with the present rule for role switches; without them, no decision depends on it.
+_ROLE_RULE: Final = "role_share"
 _FIELD_NAMES: Final = {logged: name for name, logged in LOGGED_NAMES.items()}
 # Settings of a former rule for the mode `predicted`; decisions in other modes do not depend on them.
 _FORMER_RESERVE: Final = ("prefill_reserve", "decode_reserve")
@@ -63,6 +65,11 @@ def config_from_json(row: Any) -> PolicyConfig:
             raise LogFormatError(
                 "written by a version whose mode `predicted` had another rule for expensive requests "
                 f"({', '.join(_FORMER_RESERVE)}): replay it with that version"
+            )
+        if row.get("role_switching", "off") != "off" and _ROLE_RULE not in row:
+            raise LogFormatError(
+                f"written by a version that switched the role of one node at a time, and without {_ROLE_RULE}: "
+                "replay it with that version"
             )
         row = {name: value for name, value in row.items() if name not in _FORMER_RESERVE}
         row = _OLD_VALUES | {_FIELD_NAMES.get(name, name): value for name, value in row.items()}

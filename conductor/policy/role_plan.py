@@ -17,6 +17,7 @@ from conductor.policy.costs import ModelCosts
 from conductor.policy.costs import tbt_s as step_s
 from conductor.policy.decisions import SwitchRole
 from conductor.policy.events import NS, RequestArrived
+from conductor.policy.requests import NONE
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.placement.decode import mean_load
 from conductor.policy.roles import (
@@ -24,6 +25,7 @@ from conductor.policy.roles import (
     ModelSizing,
     RoleLoad,
     Split,
+    Switch,
     Switching,
     decode_spare,
     prefill_spare,
@@ -75,7 +77,7 @@ def answered(now_ns: int, state: ClusterState, model: str, tokens: int) -> None:
 
 
 def plan_roles(now_ns: int, state: ClusterState) -> list[SwitchRole]:
-    """Return the role switches that are due now, at most one per model."""
+    """Return the role switches that are due now."""
     due: list[SwitchRole] = []
     if state.config.role_switching == "off":
         return due
@@ -90,8 +92,9 @@ def plan_roles(now_ns: int, state: ClusterState) -> list[SwitchRole]:
         if switch is not None:
             nodes = model.prefill if switch.to == "decode" else model.decode
             among = prefill if switch.to == "decode" else np.arange(len(nodes))
-            node_id = _idlest(now_ns, state, nodes, among, switch.to)
-            due.append(SwitchRole(node_id, switch.to, switch.reason, state.config.role_switching == "advise"))
+            is_advice = state.config.role_switching == "advise"
+            for node_id in _idlest(now_ns, state, nodes, among, switch):
+                due.append(SwitchRole(node_id, switch.to, switch.reason, is_advice))
     return due
 
 
@@ -160,14 +163,22 @@ def _switching(state: ClusterState, model: str) -> Switching:
     switching = state.switching.get(model)
     if switching is None:
         config = state.config
-        switching = Switching(hold_ns=round(config.role_hold_s * NS), rest_ns=round(config.role_rest_s * NS))
+        switching = Switching(round(config.role_hold_s * NS), round(config.role_rest_s * NS), config.role_share)
         state.switching[model] = switching
     return switching
 
 
 def _split(now_ns: int, state: ClusterState, name: str, model: ModelNodes, demand: Demand, prefill_nodes: int) -> Split:
-    decode_load, _ = _decode_load(now_ns, state, name, model.decode, demand)
+    decode_load, room = _decode_load(now_ns, state, name, model.decode, demand)
+    # Demand knows only the lengths of answers that have ended; longer ones show first in how many are running.
+    decode_load = max(decode_load, _num_decoding(state, model.decode) / room)
     return Split(prefill_nodes, len(model.decode), demand.prefill_load(now_ns), decode_load)
+
+
+def _num_decoding(state: ClusterState, nodes: Candidates) -> int:
+    """Return the number of requests in the decode batches of `nodes`."""
+    requests = state.requests.records
+    return int(np.count_nonzero((requests["joined_ns"] != NONE) & np.isin(requests["decode_node"], nodes.slots)))
 
 
 def _decode_load(now_ns: int, state: ClusterState, name: str, nodes: Candidates, demand: Demand) -> tuple[float, int]:
@@ -211,10 +222,11 @@ def _step_s(costs: ModelCosts, batch: int, context: float) -> float:
     return step_s(*costs.decode, batch, batch * context, batch)
 
 
-def _idlest(now_ns: int, state: ClusterState, nodes: Candidates, among: NDArray[np.int64], to: str) -> str:
-    """Return the node with the least work to finish; ties go to the id that comes first."""
-    work = state.tally(now_ns)["queued_ns" if to == "decode" else "committed"][nodes.slots[among]]
-    return nodes.ids[int(among[int(np.argmin(work))])]
+def _idlest(now_ns: int, state: ClusterState, nodes: Candidates, among: NDArray[np.int64], switch: Switch) -> list[str]:
+    """Return the nodes with the least work to finish; ties go to the ids that come first."""
+    work = state.tally(now_ns)["queued_ns" if switch.to == "decode" else "committed"][nodes.slots[among]]
+    order = np.argsort(work, kind="stable")[: switch.nodes]
+    return [nodes.ids[int(among[at])] for at in order]
 
 
 _SPAN_S: Final = 60.0  # time constant of mean and variance

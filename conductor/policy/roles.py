@@ -9,7 +9,7 @@ falls only long after they were last used, since a missing node costs requests a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, exp, sqrt
+from math import ceil, exp, floor, sqrt
 from typing import Final, Literal
 
 from conductor.policy.events import NS
@@ -27,6 +27,9 @@ __all__ = [
     "node_counts",
     "prefill_spare",
 ]
+
+SwitchTarget = Literal["prefill", "decode"]
+"""Role that nodes change to."""
 
 _MEMORY_S: Final = 60.0  # time constant of the measurement of demand
 _MOST_AWAY: Final = 10_000
@@ -134,31 +137,42 @@ class Split:
         """Utilisation of the busier role; above 1 it cannot keep up, and requests miss their objectives."""
         return max(self.prefill_load / self.prefill_nodes, self.decode_load / self.decode_nodes)
 
-    def moved(self, to: str) -> "Split | None":
-        """Return the split after one node has changed to role `to`; None if the other role would have no node left."""
-        change = 1 if to == "prefill" else -1
+    def moved(self, to: SwitchTarget, nodes: int = 1) -> "Split | None":
+        """Return the split after `nodes` have changed to role `to`; None if the other role would have no node left."""
+        change = nodes if to == "prefill" else -nodes
         prefill_nodes, decode_nodes = self.prefill_nodes + change, self.decode_nodes - change
         if min(prefill_nodes, decode_nodes) < 1:
             return None
         return Split(prefill_nodes, decode_nodes, self.prefill_load, self.decode_load)
 
 
-def better_split(now: Split) -> Literal["prefill", "decode"] | None:
-    """Return the role that should have one more node; None if the split is good or a change would gain too little."""
+def better_split(now: Split, most_share: float) -> "Switch | None":
+    """Return the change that helps the busier role most; None if the split is good or a change would gain too little.
+
+    At most `most_share` of the other role's nodes change, but at least one.
+    """
     if now.busiest < _PRESSURE:
         return None
-    to: Literal["prefill", "decode"] = (
+    to: SwitchTarget = (
         "prefill" if now.prefill_load / now.prefill_nodes > now.decode_load / now.decode_nodes else "decode"
     )
-    moved = now.moved(to)
-    return to if moved is not None and moved.busiest < _GAIN * now.busiest else None
+    giving = now.decode_nodes if to == "prefill" else now.prefill_nodes
+    best, nodes = now, 0
+    for count in range(1, max(1, floor(most_share * giving)) + 1):
+        moved = now.moved(to, count)
+        if moved is not None and moved.busiest < best.busiest:
+            best, nodes = moved, count
+    if best.busiest >= _GAIN * now.busiest:
+        return None
+    return Switch(to, nodes, f"{_split_text(now)}; with {nodes} more for {to}: {_split_text(best)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Change that is due: one more node of role `to` for the model."""
+    """Change of `nodes` nodes of the model to role `to`."""
 
-    to: Literal["prefill", "decode"]
+    to: SwitchTarget
+    nodes: int
     reason: str
 
 
@@ -168,25 +182,25 @@ class Switching:
 
     hold_ns: int
     rest_ns: int
+    most_share: float = 0.5
     demand: Demand = field(default_factory=Demand)
-    _wanted: str | None = None
+    _wanted: SwitchTarget | None = None
     _since_ns: int = 0
     _resting_until_ns: int | None = None
 
     def update(self, now_ns: int, split: Split) -> Switch | None:
         """Return the change that is due now, if any; call this regularly."""
-        to = better_split(split)
+        switch = better_split(split, self.most_share)
+        to = switch.to if switch is not None else None
         if to != self._wanted:
             self._wanted, self._since_ns = to, now_ns
-        if to is None or now_ns - self._since_ns < self.hold_ns:
+        if switch is None or now_ns - self._since_ns < self.hold_ns:
             return None
         if self._resting_until_ns is not None and now_ns < self._resting_until_ns:
             return None
         self._resting_until_ns = now_ns + self.rest_ns
         self._wanted = None
-        moved = split.moved(to)
-        assert moved is not None  # better_split has seen it
-        return Switch(to, f"{_split_text(split)}; with one more for {to}: {_split_text(moved)}")
+        return switch
 
 
 def _split_text(split: Split) -> str:

@@ -266,6 +266,14 @@ def test_a_log_of_the_former_rule_for_expensive_requests_is_refused_where_its_de
     assert (older.ttft_reserve, older.tbt_reserve) == (0.0, 0.0)
 
 
+def test_a_log_of_the_former_rule_for_role_switches_is_refused_where_its_decisions_depend_on_it():
+    logged = {name: value for name, value in config_to_json(PolicyConfig()).items() if name != "role_share"}
+    assert config_from_json(logged | {"role_switching": "off"}).role_switching == "off"
+    for mode in ("advise", "act"):
+        with pytest.raises(LogFormatError, match=r"one node at a time.*role_share.*replay it with that version"):
+            config_from_json(logged | {"role_switching": mode})
+
+
 def test_renamed_fields_keep_their_names_in_logs():
     config = config_to_json(PolicyConfig(ttft_slo_s=2.0, colocated_prefill="act"))
     assert (config["ttft_objective_s"], config["undivided"]) == (2.0, "act")

@@ -14,6 +14,7 @@ from conductor.policy.roles import Demand, Split, Switching, better_split
 
 loads = st.floats(0, 100)
 counts = st.integers(1, 20)
+shares = st.floats(0, 1)
 
 
 def switching() -> Switching:
@@ -23,31 +24,45 @@ def switching() -> Switching:
 PRESSED = Split(2, 6, prefill_load=2.4, decode_load=2.0)
 
 
-@given(st.builds(Split, counts, counts, loads, loads))
-def test_a_change_helps_the_busier_role_and_leaves_no_role_without_nodes(split: Split) -> None:
-    to = better_split(split)
-    if to is not None:
-        moved = split.moved(to)
+@given(st.builds(Split, counts, counts, loads, loads), shares)
+def test_a_change_helps_the_busier_role_and_leaves_no_role_without_nodes(split: Split, share: float) -> None:
+    switch = better_split(split, share)
+    if switch is not None:
+        giving = split.decode_nodes if switch.to == "prefill" else split.prefill_nodes
+        assert 1 <= switch.nodes <= max(1, share * giving)
+        moved = split.moved(switch.to, switch.nodes)
         assert moved is not None
         assert min(moved.prefill_nodes, moved.decode_nodes) >= 1
         assert moved.busiest < 0.85 * split.busiest
         assert split.busiest >= 0.7
 
 
-@given(st.builds(Split, counts, counts, loads, loads))
-def test_what_was_changed_is_not_changed_back_under_the_same_demand(split: Split) -> None:
-    to = better_split(split)
-    if to is not None:
-        moved = split.moved(to)
+@given(st.builds(Split, counts, counts, loads, loads), shares)
+def test_what_was_changed_is_not_changed_back_under_the_same_demand(split: Split, share: float) -> None:
+    switch = better_split(split, share)
+    if switch is not None:
+        moved = split.moved(switch.to, switch.nodes)
         assert moved is not None
-        assert better_split(moved) in (to, None)
+        again = better_split(moved, share)
+        assert again is None or again.to == switch.to
+
+
+def test_as_many_nodes_change_at_once_as_help_within_the_share() -> None:
+    split = Split(1, 7, prefill_load=4.0, decode_load=1.5)
+    changes = [better_split(split, share) for share in (0.0, 0.3, 0.5, 1.0)]
+    assert [(change.to, change.nodes) for change in changes if change is not None] == [
+        ("prefill", 1),
+        ("prefill", 2),
+        ("prefill", 3),
+        ("prefill", 5),  # a sixth would leave the only decode node busier
+    ]
 
 
 def test_nothing_changes_where_there_is_time_to_spare_or_nothing_to_give() -> None:
-    assert better_split(Split(2, 6, prefill_load=1.2, decode_load=0.1)) is None  # 60 % busy
-    assert better_split(Split(1, 1, prefill_load=5.0, decode_load=0.1)) is None
-    assert better_split(PRESSED) == "prefill"
-    assert better_split(Split(6, 2, prefill_load=2.0, decode_load=2.4)) == "decode"
+    assert better_split(Split(2, 6, prefill_load=1.2, decode_load=0.1), 0.5) is None  # 60 % busy
+    assert better_split(Split(1, 1, prefill_load=5.0, decode_load=0.1), 1.0) is None
+    wanted = [better_split(split, 0.5) for split in (PRESSED, Split(6, 2, prefill_load=2.0, decode_load=2.4))]
+    assert [switch.to for switch in wanted if switch is not None] == ["prefill", "decode"]
 
 
 def test_a_wish_must_last_and_rests_once_it_was_granted() -> None:
@@ -111,6 +126,23 @@ def test_a_cluster_short_of_decode_wants_the_idlest_prefill_node_for_it(cluster:
     # Answers of 500 tokens at 10 ms for each request in the batch: 50 node-seconds a second.
     switches = press(c, make, 40, prompt=16, new=600, answer=500)
     assert [(switch.node_id, switch.role) for switch in switches] == [("prefill-0", "decode")]
+
+
+def test_running_answers_that_are_longer_than_those_before_want_a_prefill_node_before_they_end(
+    cluster: Any, make: Any
+) -> None:
+    def switches(running: int) -> list[tuple[str, str]]:
+        c = cluster(role_switching="act", role_hold_s=10, role_rest_s=1000)
+        c.learn("decode-0", per_token_s=1e-6, step_s=0.01)
+        for number in range(running):
+            (placed,) = c.send(make.request(f"long-{number}", prompt=16, new=60))
+            c.progress(placed.prefill, "prefill_ended", f"long-{number}")
+            c.progress(placed.decode, "decode_joined", f"long-{number}")
+        found = press(c, make, 30, prompt=16, new=20, answer=2)
+        return [(switch.node_id, switch.role) for switch in found]
+
+    assert switches(2) == []
+    assert switches(60) == [("prefill-0", "decode")]
 
 
 def test_nothing_is_decided_where_roles_stay_or_the_load_is_low(cluster: Any, make: Any) -> None:
