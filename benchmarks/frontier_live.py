@@ -5,7 +5,7 @@
 The live side of `benchmarks/frontier.py`, for its workload of long prompts with long answers: each shape gets a fresh
 cluster of four workers and the same requests at the same times. Prompts have a sixteenth of the simulation's tokens and
 the profile takes sixteen times as long for each; all times are `SLOWER` times those of the profile, so that one small
-machine keeps pace (`late_share`: lateness of the steps). A step with both a chunk and decoding takes the sum of both
+machine keeps pace (`late_share`: lateness of the steps). Chunks are whole blocks, of 512 of the simulation's tokens. A step with both a chunk and decoding takes the sum of both
 times. Nothing is rejected. Times in the result are divided by `SLOWER` again. The last line of output is JSON: for each
 shape, the share of the requests that meet the TTFT objective and each objective of the time between tokens (mean of a
 request's longest tenth).
@@ -45,7 +45,7 @@ SHAPES: Final[dict[str, tuple[str, ...]]] = {
     "3P+1D": ("--prefill-nodes=3", "--decode-nodes=1"),
     **{
         f"4 aggregated, {tokens}": ("--aggregated=4", f"--prefill-chunk-tokens={tokens // _SCALE}")
-        for tokens in (128, 512, 2048)
+        for tokens in (512, 2048)
     },
 }
 """Compared clusters; the number is the most prompt tokens of a step, in tokens of the simulation."""

@@ -17,9 +17,9 @@ from conductor.policy.costs import ModelCosts
 from conductor.policy.costs import tbt_s as step_s
 from conductor.policy.decisions import SwitchRole
 from conductor.policy.events import NS, RequestArrived
-from conductor.policy.requests import NONE
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.placement.decode import mean_load
+from conductor.policy.requests import NONE
 from conductor.policy.roles import (
     Demand,
     ModelSizing,
@@ -93,8 +93,8 @@ def plan_roles(now_ns: int, state: ClusterState) -> list[SwitchRole]:
             nodes = model.prefill if switch.to == "decode" else model.decode
             among = prefill if switch.to == "decode" else np.arange(len(nodes))
             is_advice = state.config.role_switching == "advise"
-            for node_id in _idlest(now_ns, state, nodes, among, switch):
-                due.append(SwitchRole(node_id, switch.to, switch.reason, is_advice))
+            idlest = _idlest(now_ns, state, nodes, among, switch)
+            due += [SwitchRole(node_id, switch.to, switch.reason, is_advice) for node_id in idlest]
     return due
 
 
