@@ -5,10 +5,10 @@
 The live side of `benchmarks/frontier.py`, for its workload of long prompts with long answers: each shape gets a fresh
 cluster of four workers and the same requests at the same times. Prompts have a sixteenth of the simulation's tokens and
 the profile takes sixteen times as long for each; all times are `SLOWER` times those of the profile, so that one small
-machine keeps pace (`late_share`: lateness of the steps). Chunks are whole blocks, of 512 of the simulation's tokens. A step with both a chunk and decoding takes the sum of both
-times. Nothing is rejected. Times in the result are divided by `SLOWER` again. The last line of output is JSON: for each
-shape, the share of the requests that meet the TTFT objective and each objective of the time between tokens (mean of a
-request's longest tenth).
+machine keeps pace (`late_share`: lateness of the steps). Chunks are whole blocks, of 512 of the simulation's tokens. A
+step with both a chunk and decoding takes the sum of both times. Nothing is rejected. Times in the result are divided by
+`SLOWER` again. The last line of output is JSON: for each shape, the share of the requests that meet the TTFT objective
+and each objective of the time between tokens (mean of a request's longest tenth).
 """
 
 from __future__ import annotations

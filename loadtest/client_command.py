@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from loadtest.agent_cli import agents
 from loadtest.bench.cli import VllmFlags, serve
 from loadtest.cli import replay
 from loadtest.dialogue_cli import dialogues
@@ -21,6 +22,7 @@ trace.command("replay")(replay)
 bench = typer.Typer(help="Load-test any OpenAI-compatible server.", no_args_is_help=True)
 bench.command("serve", cls=VllmFlags)(serve)
 bench.command("dialogues")(dialogues)
+bench.command("agents")(agents)
 app.add_typer(trace, name="trace")
 app.add_typer(bench, name="bench")
 

@@ -18,7 +18,7 @@ from loadtest.dialogue_report import DialogueReport, summarise_dialogues
 from loadtest.dialogue_turns import Talk, TurnRecord, planned_turns, share_cached, system_text, talk
 from loadtest.http import open_session
 from loadtest.model_folder import local_model_folder
-from loadtest.progress import ProgressDisplay, background, interrupts
+from loadtest.progress import ProgressDisplay, background, interrupts, run_until
 from loadtest.report import check_writable
 from loadtest.server import ServerInfo, check_tokenizer, discover
 from loadtest.tokens import ModelTokens, load_model_tokens
@@ -106,15 +106,7 @@ async def _all(config: DialogueConfig, common: Talk, tokens: ModelTokens, stop: 
             for _ in range(config.dialogues):
                 group.create_task(one_after_another())
 
-    talking, stopped = asyncio.create_task(all_dialogues()), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait((talking, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if talking.done():
-            talking.result()
-    finally:
-        for task in (talking, stopped):
-            task.cancel()
-        await asyncio.gather(talking, stopped, return_exceptions=True)
+    await run_until(stop, all_dialogues())
 
 
 async def _show(config: DialogueConfig, common: Talk, display: ProgressDisplay) -> None:

@@ -97,6 +97,13 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 TokenIds = NDArray[np.int32]
 
+
+def ordinary_ids(tokens: ModelTokens) -> TokenIds:
+    """Return all token ids except special ones, which servers interpret."""
+    special = {i for i, added in tokens.tokenizer.get_added_tokens_decoder().items() if added.special}
+    return np.array([i for i in range(tokens.tokenizer.get_vocab_size()) if i not in special], np.int32)
+
+
 _SLOT = re.compile(r"\{(\w+)\}")
 _BATCH = 1024
 

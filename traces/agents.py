@@ -125,6 +125,14 @@ class Agent:
         """Return the length of the context after the last turn, without a parent's."""
         return self.shared_tokens + sum(turn.new_tokens + turn.output_tokens for turn in self.turns)
 
+    def longest_context_tokens(self) -> int:
+        """Return the length of the longest context, a sub-agent's included, without a parent's."""
+        tokens = most = self.shared_tokens
+        for turn in self.turns:
+            tokens += turn.new_tokens + turn.output_tokens
+            most = max(most, tokens + (turn.subagent.longest_context_tokens() if turn.subagent else 0))
+        return most
+
     def subagents(self) -> Iterator["Agent"]:
         """Yield the sub-agents, which have none themselves."""
         return (turn.subagent for turn in self.turns if turn.subagent is not None)

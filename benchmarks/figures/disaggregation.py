@@ -32,7 +32,26 @@ nodes, in parentheses. Steps with both a chunk and decoding take the sum of both
 
 {table(header, rows)}
 
-![Capacity per node by the objective of the time between tokens](pictures/frontier.svg)"""
+![Capacity per node by the objective of the time between tokens](pictures/frontier.svg)
+
+{_live()}"""
+
+
+def _live() -> str:
+    result, file = latest("frontier-live")
+    objectives = result["tbt_objectives_s"]
+    shown = [objectives.index(each) for each in (0.05, 0.07, 0.1, 0.14, 0.2, 0.5)]
+    rows = [[shape, *(f"{shares[at]:.0%}" for at in shown)] for shape, shares in result["shares"].items()]
+    wrong, failed = (
+        sum(run[name] for runs in result["runs"].values() for run in runs) for name in ("wrong_tokens", "failed")
+    )
+    return f"""Live ({source("benchmarks/frontier_live.py", file)}): four workers with paced engines of the same profile, the same long prompts and long answers at
+{result["rate_per_s"]:g} requests/s, {result["seeds"]} seeds; share of the requests that meet TTFT and the objective of the time between tokens. Times are those of the
+profile; the engines ran {result["slower"]:g} times as slowly. {failed} requests failed, {wrong} of the verified answers had a wrong token.
+
+{table(["workers", *(f"{objectives[at] * 1e3:.0f} ms" for at in shown)], rows)}
+
+![Share of requests within the objectives by the objective of the time between tokens, live](pictures/frontier-live.svg)"""
 
 
 def _best_cell(found: Result, key: str, at: int) -> str:
@@ -68,6 +87,27 @@ def draw_frontier(result: Result, path: Path) -> None:
         panels[0].set_ylabel("requests/s and node")
         panels[0].legend(frameon=False, fontsize=8, loc="lower right")
         finish(figure, list(panels), path)
+
+
+def draw_frontier_live(result: Result, path: Path) -> None:
+    """Draw the share of requests that met the objectives by the objective of TBT, for each live cluster."""
+    plt = pyplot()
+    objectives_ms = [1e3 * each for each in result["tbt_objectives_s"]]
+    colours = [_SPLIT if "aggregated" not in shape else _AGGREGATED for shape in result["shares"]]
+    with plt.rc_context({"svg.hashsalt": path.stem, "font.size": 9.0, "axes.titlelocation": "left"}):
+        figure, axis = plt.subplots(figsize=(6.5, 3.0), layout="constrained")
+        for (shape, shares), colour, mark in zip(result["shares"].items(), colours, "os^vD", strict=False):
+            axis.plot(
+                objectives_ms, [100 * share for share in shares], f"-{mark}", color=colour, markersize=4, label=shape
+            )
+        axis.set_xscale("log")
+        axis.set_xticks([30, 50, 100, 200, 500, 1000], ["30", "50", "100", "200", "500", "1000"])
+        axis.xaxis.set_minor_formatter(lambda *_: "")
+        axis.set_ylim(0, 103)
+        axis.set_title("requests that meet TTFT and the objective of the time between tokens, %", fontsize=9.5)
+        axis.set_xlabel("objective of the time between tokens, ms")
+        axis.legend(frameon=False, fontsize=8, loc="lower right")
+        finish(figure, [axis], path)
 
 
 def _best_row(found: Result, key: str) -> list[float]:

@@ -58,6 +58,7 @@ def main(mode: str) -> int:
         pictures = ROOT / "docs" / "pictures"
         charts.draw_all(pictures)
         disaggregation.draw_frontier(latest("frontier")[0], pictures / "frontier.svg")
+        disaggregation.draw_frontier_live(latest("frontier-live")[0], pictures / "frontier-live.svg")
     if stale and mode == "check":
         print(f"{', '.join(stale)}: figures differ from benchmarks/results; run `python -m benchmarks.figures write`")
         return 1

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from loadtest.bench.config import BenchConfig
 from loadtest.errors import DatasetUnusable
-from loadtest.tokens import ModelTokens, TokenIds
+from loadtest.tokens import ModelTokens, TokenIds, ordinary_ids
 
 
 def arrival_times(count: int, *, rate: float, burstiness: float, rng: Generator) -> NDArray[np.float64]:
@@ -67,12 +67,6 @@ def repeated_prefixes(config: BenchConfig, tokens: ModelTokens, rng: Generator, 
         suffix = rng.choice(vocabulary, config.prefix_repetition_suffix_len)
         ids = np.concatenate([prefixes[number % len(prefixes)], suffix])
         yield _prompt(ids, config.prefix_repetition_output_len, tokens, vocabulary, rng, as_text=as_text)
-
-
-def ordinary_ids(tokens: ModelTokens) -> TokenIds:
-    """Return all token ids except special ones, which servers interpret."""
-    special = {i for i, added in tokens.tokenizer.get_added_tokens_decoder().items() if added.special}
-    return np.array([i for i in range(tokens.tokenizer.get_vocab_size()) if i not in special], np.int32)
 
 
 def _lengths(rng: Generator, mean: int, low: float, high: float, count: int) -> Any:

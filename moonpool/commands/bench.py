@@ -17,6 +17,13 @@ add_lazy(
 )
 add_lazy(
     app,
+    "bench agents",
+    LazyTarget("loadtest.agent_cli"),
+    "Run coding agents in a closed loop against a running server and report how long their jobs took.\n\n"
+    "[bold]moonpool bench agents --agents 8 --turns 6 --hints all --out out/agents[/bold]",
+)
+add_lazy(
+    app,
     "bench profile",
     LazyTarget("moonpool.profiling.command"),
     "Measure the cost of a model's prefills, decode steps and transfers on this machine, for the conductor's "

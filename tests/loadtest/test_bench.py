@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from loadtest.bench.cli import app, normalised
 from loadtest.bench.config import BenchConfig
-from loadtest.bench.prompts import arrival_times, ordinary_ids, random_prompts, repeated_prefixes
+from loadtest.bench.prompts import arrival_times, random_prompts, repeated_prefixes
 from loadtest.bench.results import bench_figures, busiest_second, most_at_once
 from loadtest.record import RequestRecord, SendOutcome
+from loadtest.tokens import ordinary_ids
 
 VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),

@@ -1,0 +1,173 @@
+"""Time of agents' jobs with and without hints, live: paced engines of the bundled 70B profile, pools for a fifth.
+
+    python -m benchmarks.agents_live [--pairs N] [--agents N] [--turns N] [--add] [--store]
+
+The live side of `benchmarks/agents.py`: the same kind of coding agents run in a closed loop (`moonpool bench agents`) on
+two prefill and two decode nodes, once with the pauses and priorities that they announce and once without, in fresh
+clusters. Prompts and answers have a sixteenth of the simulation's tokens, and the profile takes sixteen times as long
+for each, so that turns take their real time. The pools together hold `--memory` of the KV of all contexts at their
+end; workers' own slots hold one long context each in addition. A job's time is that from its first request to its last
+token, less its tool waits. Ratios are geometric means of pairs, with 95 % confidence intervals. The last line of output
+is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.frontend.overload_run import summed_metric
+from benchmarks.frontend.processes import cluster, long_folder
+from benchmarks.stored import latest, store
+from loadtest.agent_config import AgentHints, AgentRunConfig
+from loadtest.agent_runner import run
+from simulator.serving.confidence import mean_of, ratio_of
+from traces.agents import Agent, AgentSettings, make_agents
+from worker.paced.profiles import profile_of
+from worker.policy.cost_profile import MOONCAKE, CostProfile, DecodeCost, PrefillCost, Range, load_profile, save_profile
+
+SCALE: Final = 16  # tokens of the simulation per token here
+BLOCK_TOKENS: Final = 32
+KV_BYTES: Final = 256  # per token, about
+NODES: Final = 2  # of each kind, and hosts
+_MAX_BATCH: Final = 32
+_VARIANTS: Final[dict[str, AgentHints]] = {"with": "all", "without": "none"}
+_SHOWN: Final = ("mean_job_s", "share_cached", "ttft_p50_s", "ttft_p90_s")
+
+
+def main() -> None:
+    args = _arguments()
+    pairs: list[dict[str, Any]] = latest("agents-live")[0]["pairs"] if args.add else []
+    result: dict[str, Any] = {}
+    for seed in range(len(pairs), len(pairs) + args.pairs):
+        settings = settings_of(args.agents, args.turns, seed)
+        # Which one is first alternates with the seed.
+        order = list(_VARIANTS)[:: 1 if seed % 2 else -1]
+        found = {variant: _run(settings, _VARIANTS[variant], args.memory) for variant in order}
+        pairs.append({"seed": seed, **{variant: found[variant] for variant in _VARIANTS}})
+        result = _result(pairs, args)
+        if args.store:
+            store("agents-live", result)
+    print(json.dumps(result))
+
+
+def settings_of(agents: int, turns: float, seed: int) -> AgentSettings:
+    """Return the default agents with a `SCALE`-th of the tokens."""
+    full = AgentSettings()
+    return replace(
+        full,
+        agents=agents,
+        turns=turns,
+        output_tokens=full.output_tokens / SCALE,
+        system_tokens=full.system_tokens // SCALE,
+        task_tokens=full.task_tokens / SCALE,
+        seed=seed,
+    )
+
+
+def live_profile(max_len: int) -> CostProfile:
+    """Return the bundled 70B profile for prompts and answers with a `SCALE`-th of the tokens."""
+    found = load_profile(MOONCAKE)
+    prefill, decode = found.prefill, found.decode
+    return replace(
+        profile_of("instant"),
+        name="agents",
+        prefill=PrefillCost(
+            fixed_s=prefill.fixed_s,
+            per_token_s=SCALE * prefill.per_token_s,
+            per_pair_s=SCALE**2 * prefill.per_pair_s,
+            new_tokens=Range(1, max_len),
+            prompt_tokens=Range(1, max_len),
+        ),
+        decode=DecodeCost(
+            fixed_s=SCALE * decode.fixed_s,
+            per_sequence_s=SCALE * decode.per_sequence_s,
+            per_token_s=SCALE**2 * decode.per_token_s,
+            batch=Range(1, _MAX_BATCH),
+            context_tokens=Range(1, _MAX_BATCH * max_len),
+        ),
+    )
+
+
+def context_tokens(agents: Sequence[Agent]) -> int:
+    """Return the tokens of all contexts at their end; sub-agents count what they add to their parents'."""
+    return sum(each.context_tokens() for agent in agents for each in (agent, *agent.subagents()))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--agents", type=int, default=32)
+    parser.add_argument("--turns", type=float, default=10.0, help="mean number of turns of an agent")
+    parser.add_argument("--memory", type=float, default=0.2, help="share of the contexts' KV that the pools hold")
+    parser.add_argument("--add", action="store_true", help="add the pairs to those of the latest stored result")
+    parser.add_argument("--store", action="store_true", help="store the result after every pair")
+    return parser.parse_args()
+
+
+def _run(settings: AgentSettings, hints: AgentHints, memory: float) -> dict[str, Any]:
+    agents = make_agents(settings)
+    longest = max(agent.longest_context_tokens() for agent in agents) + BLOCK_TOKENS
+    slots_tokens = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
+    all_tokens = context_tokens(agents)
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        folder = long_folder(work / "agents", slots_tokens)
+        save_profile(live_profile(slots_tokens), work / "profile.json")
+        flags = ["--engine", "paced", "--paced-profile", str(work / "profile.json"), "--paced-kv-bytes", str(KV_BYTES)]
+        flags += ["--paced-answer-tokens", "0", "--prefill-nodes", str(NODES), "--decode-nodes", str(NODES)]
+        flags += ["--pool-nodes", str(NODES), "--pool-bytes", str(round(memory * all_tokens / NODES) * KV_BYTES)]
+        flags += ["--block-tokens", str(BLOCK_TOKENS), "--capacity-tokens", str(2 * slots_tokens)]
+        flags += ["--max-batch", str(_MAX_BATCH), "--cost-profile", f"agents={work / 'profile.json'}"]
+        flags += ["--admission-mode", "none", "--max-queue", "600"]
+        with cluster(folder, work, *flags) as served:
+            before_s = sum(served.cpu_s().values())
+            report = run(AgentRunConfig(served.url, work / "out", folder, settings, hints=hints))
+            used_s = sum(served.cpu_s().values()) - before_s
+            evicted, wrong = (
+                summed_metric(served, name) for name in ("pool_evicted_blocks_total", "paced_wrong_blocks_total")
+            )
+    f = report.figures
+    took_s = max(turn.request.end_s for turn in report.turns)
+    found = {
+        "agents": f["agents"],
+        "ended": f["ended"],
+        "turns": f["turns"],
+        "failed": f["failed"],
+        "mean_job_s": f["mean_job_s"],
+        "share_cached": f["share_cached"],
+        "ttft_p50_s": f["ttft_s"]["p50"],
+        "ttft_p90_s": f["ttft_s"]["p90"],
+        "seconds": took_s,
+        "wrong_blocks": wrong,
+        "evicted_blocks": evicted,
+        "context_tokens": all_tokens,
+        "slots_share": 2 * NODES * 2 * slots_tokens / all_tokens,
+        "cluster_cores": used_s / took_s,
+    }
+    print(hints, json.dumps(found), flush=True)
+    return found
+
+
+def _result(pairs: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "agent_completion_ratio_live": asdict(
+            ratio_of(*([pair[variant]["mean_job_s"] for pair in pairs] for variant in ("with", "without")))
+        ),
+        "variants": {
+            variant: {name: asdict(mean_of([pair[variant][name] for pair in pairs])) for name in _SHOWN}
+            for variant in _VARIANTS
+        },
+        "memory": args.memory,
+        "scale": SCALE,
+        "pairs": list(pairs),
+    }
+
+
+if __name__ == "__main__":
+    main()
