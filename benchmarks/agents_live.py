@@ -2,13 +2,13 @@
 
     python -m benchmarks.agents_live [--pairs N] [--agents N] [--turns N] [--add] [--store]
 
-The live side of `benchmarks/agents.py`: the same kind of coding agents run in a closed loop (`moonpool bench agents`) on
-two prefill and two decode nodes, once with the pauses and priorities that they announce and once without, in fresh
-clusters. Prompts and answers have a sixteenth of the simulation's tokens, and the profile takes sixteen times as long
-for each, so that turns take their real time. The pools together hold `--memory` of the KV of all contexts at their
-end; workers' own slots hold one long context each in addition. A job's time is that from its first request to its last
-token, less its tool waits. Ratios are geometric means of pairs, with 95 % confidence intervals. The last line of output
-is JSON.
+The live side of `benchmarks/agents.py`: the same kind of coding agents run in a closed loop (as by `moonpool bench
+agents`) on two prefill and two decode nodes, once with the pauses and priorities that they announce and once without,
+in fresh clusters. Prompts and answers have a sixteenth of the simulation's tokens; the profile takes sixteen times as
+long for a token of a prompt, so that prefills take their real time, and its own time for a step of decode. The pools
+together hold `--memory` of the KV of all contexts at their end, and the prefill nodes' own slots `slots_share` of it. A
+job's time is that from its first request to its last token, less its tool waits. Ratios are geometric means of pairs,
+with 95 % confidence intervals. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def settings_of(agents: int, turns: float, seed: int) -> AgentSettings:
 
 
 def live_profile(max_len: int) -> CostProfile:
-    """Return the bundled 70B profile for prompts and answers with a `SCALE`-th of the tokens."""
+    """Return the bundled 70B profile for prompts with a `SCALE`-th of the tokens."""
     found = load_profile(MOONCAKE)
     prefill, decode = found.prefill, found.decode
     return replace(
@@ -85,9 +85,9 @@ def live_profile(max_len: int) -> CostProfile:
             prompt_tokens=Range(1, max_len),
         ),
         decode=DecodeCost(
-            fixed_s=SCALE * decode.fixed_s,
-            per_sequence_s=SCALE * decode.per_sequence_s,
-            per_token_s=SCALE**2 * decode.per_token_s,
+            fixed_s=decode.fixed_s,
+            per_sequence_s=decode.per_sequence_s,
+            per_token_s=SCALE * decode.per_token_s,
             batch=Range(1, _MAX_BATCH),
             context_tokens=Range(1, _MAX_BATCH * max_len),
         ),
@@ -102,8 +102,8 @@ def context_tokens(agents: Sequence[Agent]) -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--agents", type=int, default=32)
-    parser.add_argument("--turns", type=float, default=10.0, help="mean number of turns of an agent")
+    parser.add_argument("--agents", type=int, default=24)
+    parser.add_argument("--turns", type=float, default=8.0, help="mean number of turns of an agent")
     parser.add_argument("--memory", type=float, default=0.2, help="share of the contexts' KV that the pools hold")
     parser.add_argument("--add", action="store_true", help="add the pairs to those of the latest stored result")
     parser.add_argument("--store", action="store_true", help="store the result after every pair")
@@ -147,7 +147,7 @@ def _run(settings: AgentSettings, hints: AgentHints, memory: float) -> dict[str,
         "wrong_blocks": wrong,
         "evicted_blocks": evicted,
         "context_tokens": all_tokens,
-        "slots_share": 2 * NODES * 2 * slots_tokens / all_tokens,
+        "slots_share": NODES * 2 * slots_tokens / all_tokens,
         "cluster_cores": used_s / took_s,
     }
     print(hints, json.dumps(found), flush=True)
