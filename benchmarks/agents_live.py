@@ -5,7 +5,8 @@
 The live side of `benchmarks/agents.py`: the same kind of coding agents run in a closed loop (as by `moonpool bench
 agents`) on two prefill and two decode nodes, once with the pauses and priorities that they announce and once without,
 in fresh clusters. Prompts and answers have a sixteenth of the simulation's tokens; the profile takes sixteen times as
-long for a token of a prompt, so that prefills take their real time, and its own time for a step of decode. The pools
+long for a token of a prompt, so that prefills take their real time, and its own time for a step of decode; tools take a
+quarter of their time. The pools
 together hold `--memory` of the KV of all contexts at their end, and the prefill nodes' own slots `slots_share` of it. A
 job's time is that from its first request to its last token, less its tool waits. Ratios are geometric means of pairs,
 with 95 % confidence intervals. The last line of output is JSON.
@@ -35,6 +36,7 @@ SCALE: Final = 16  # tokens of the simulation per token here
 BLOCK_TOKENS: Final = 32
 KV_BYTES: Final = 256  # per token, about
 NODES: Final = 2  # of each kind, and hosts
+WAIT_SCALE: Final = 0.25  # factor on tool waits, so that fewer agents load the nodes
 _MAX_BATCH: Final = 32
 _VARIANTS: Final[dict[str, AgentHints]] = {"with": "all", "without": "none"}
 _SHOWN: Final = ("mean_job_s", "share_cached", "ttft_p50_s", "ttft_p90_s")
@@ -102,7 +104,7 @@ def context_tokens(agents: Sequence[Agent]) -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--agents", type=int, default=24)
+    parser.add_argument("--agents", type=int, default=48)
     parser.add_argument("--turns", type=float, default=8.0, help="mean number of turns of an agent")
     parser.add_argument("--memory", type=float, default=0.2, help="share of the contexts' KV that the pools hold")
     parser.add_argument("--add", action="store_true", help="add the pairs to those of the latest stored result")
@@ -127,7 +129,7 @@ def _run(settings: AgentSettings, hints: AgentHints, memory: float) -> dict[str,
         flags += ["--admission-mode", "none", "--max-queue", "600"]
         with cluster(folder, work, *flags) as served:
             before_s = sum(served.cpu_s().values())
-            report = run(AgentRunConfig(served.url, work / "out", folder, settings, hints=hints))
+            report = run(AgentRunConfig(served.url, work / "out", folder, settings, hints=hints, wait_scale=WAIT_SCALE))
             used_s = sum(served.cpu_s().values()) - before_s
             evicted, wrong = (
                 summed_metric(served, name) for name in ("pool_evicted_blocks_total", "paced_wrong_blocks_total")
@@ -165,6 +167,7 @@ def _result(pairs: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[s
         },
         "memory": args.memory,
         "scale": SCALE,
+        "wait_scale": WAIT_SCALE,
         "pairs": list(pairs),
     }
 
