@@ -6,10 +6,9 @@ The live side of `benchmarks/agents.py`: the same kind of coding agents run in a
 agents`) on two prefill and two decode nodes, once with the pauses and priorities that they announce and once without,
 in fresh clusters. Prompts and answers have a sixteenth of the simulation's tokens; the profile takes sixteen times as
 long for a token of a prompt, so that prefills take their real time, and its own time for a step of decode; tools take a
-quarter of their time. The pools
-together hold `--memory` of the KV of all contexts at their end, and the prefill nodes' own slots `slots_share` of it. A
-job's time is that from its first request to its last token, less its tool waits. Ratios are geometric means of pairs,
-with 95 % confidence intervals. The last line of output is JSON.
+quarter of their time. The pools together hold `--memory` of the KV of all contexts at their end, and the prefill nodes'
+own slots `slots_share` of it. A job's time is that from its first request to its last token, less its tool waits.
+Ratios are geometric means of pairs, with 95 % confidence intervals. The last line of output is JSON.
 """
 
 from __future__ import annotations
