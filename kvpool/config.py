@@ -85,6 +85,8 @@ class PoolNodeConfig:
             max_lease_ns=int(self.max_lease_s * 1e9),
             policy=self.pool.pool_policy,
             quotas=self.pool.quotas,
+            retained_share=self.pool.pool_retained_share,
+            retained_tenant_share=self.pool.pool_retained_tenant_share,
             ssd_nbytes=self.pool.ssd_bytes // _PAGE_NBYTES * _PAGE_NBYTES,
             ssd_slab_nbytes=_slab_nbytes(self.pool.ssd_bytes),
         )

@@ -68,6 +68,14 @@ class PoolSettings(SettingsGroup):
         tuple[str, ...],
         Key("NAMESPACE=SHARE: maximum share of a pool node's memory for one model's KV; may be given several times"),
     ] = ()
+    pool_retained_share: Annotated[
+        float,
+        Key("Maximum share of each tier for prompts that clients announce to use again; 0 retains none", low=0, high=1),
+    ] = 0.75
+    pool_retained_tenant_share: Annotated[
+        float,
+        Key("Maximum share of each tier for such prompts of one tenant, within --pool-retained-share", low=0, high=1),
+    ] = 0.5
 
     @property
     def ssd_bytes(self) -> int:

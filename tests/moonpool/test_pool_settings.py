@@ -64,6 +64,20 @@ def test_policy_and_quotas_reach_the_node(short_path: Path) -> None:
         loaded(pool_policy="random")
 
 
+def test_shares_of_retention_reach_the_node(short_path: Path) -> None:
+    (node,) = nodes(short_path, pool_retained_share="0.4", pool_retained_tenant_share="0.1")
+    assert (node.limits.retained_share, node.limits.retained_tenant_share) == (0.4, 0.1)
+    (node,) = nodes(short_path)
+    assert (node.limits.retained_share, node.limits.retained_tenant_share) == (0.75, 0.5)
+
+
+@pytest.mark.parametrize("key", ["pool_retained_share", "pool_retained_tenant_share"])
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "half"])
+def test_a_share_of_retention_that_cannot_be_is_named(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=key.replace("_", "[-_]")):
+        loaded(**{key: value})
+
+
 @pytest.mark.parametrize("entry", ["half", "ab=0.5", f"{'ab' * 16}=0", f"{'ab' * 16}=1.5", f"{'zz' * 16}=0.5", "=1"])
 def test_a_quota_that_cannot_be_is_named(entry: str) -> None:
     with pytest.raises(ConfigError, match=r"--pool-quota must be NAMESPACE=SHARE"):
