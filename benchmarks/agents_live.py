@@ -9,6 +9,10 @@ long for a token of a prompt, so that prefills take their real time, and its own
 quarter of their time. The pools together hold `--memory` of the KV of all contexts at their end, and the prefill nodes'
 own slots `slots_share` of it. A job's time is that from its first request to its last token, less its tool waits.
 Ratios are geometric means of pairs, with 95 % confidence intervals. The last line of output is JSON.
+
+`cluster_cores` and `load_cores`: CPU time per second of the cluster's processes and of this one. `late_share`: share by
+which the engines' steps took longer than the profile's time. `pool`: prompts that could not be retained, and those
+that yielded to others.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,6 +43,7 @@ NODES: Final = 2  # of each kind, and hosts
 WAIT_SCALE: Final = 0.25  # factor on tool waits, so that fewer agents load the nodes
 _MAX_BATCH: Final = 32
 _VARIANTS: Final[dict[str, AgentHints]] = {"with": "all", "without": "none"}
+_RETAINED: Final = ("retained_refused", "retained_preempted")
 _SHOWN: Final = ("mean_job_s", "share_cached", "ttft_p50_s", "ttft_p90_s")
 
 
@@ -51,7 +57,7 @@ def main() -> None:
         order = list(_VARIANTS)[:: 1 if seed % 2 else -1]
         found = {variant: _run(settings, _VARIANTS[variant], args.memory) for variant in order}
         pairs.append({"seed": seed, **{variant: found[variant] for variant in _VARIANTS}})
-        result = _result(pairs, args)
+        result = result_of(pairs, args)
         if args.store:
             store("agents-live", result)
     print(json.dumps(result))
@@ -100,6 +106,24 @@ def context_tokens(agents: Sequence[Agent]) -> int:
     return sum(each.context_tokens() for agent in agents for each in (agent, *agent.subagents()))
 
 
+def result_of(pairs: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the benchmark's result from its pairs, each with its seed and the figures of both runs."""
+    return {
+        "agent_completion_ratio_live": asdict(
+            ratio_of(*([pair[variant]["mean_job_s"] for pair in pairs] for variant in ("with", "without")))
+        ),
+        "ratios": [pair["with"]["mean_job_s"] / pair["without"]["mean_job_s"] for pair in pairs],
+        "variants": {
+            variant: {name: asdict(mean_of([pair[variant][name] for pair in pairs])) for name in _SHOWN}
+            for variant in _VARIANTS
+        },
+        "memory": args.memory,
+        "scale": SCALE,
+        "wait_scale": WAIT_SCALE,
+        "pairs": list(pairs),
+    }
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
@@ -127,12 +151,18 @@ def _run(settings: AgentSettings, hints: AgentHints, memory: float) -> dict[str,
         flags += ["--max-batch", str(_MAX_BATCH), "--cost-profile", f"agents={work / 'profile.json'}"]
         flags += ["--admission-mode", "none", "--max-queue", "600"]
         with cluster(folder, work, *flags) as served:
-            before_s = sum(served.cpu_s().values())
+            before_s, own_s = sum(served.cpu_s().values()), time.process_time()
             report = run(AgentRunConfig(served.url, work / "out", folder, settings, hints=hints, wait_scale=WAIT_SCALE))
+            own_s = time.process_time() - own_s
             used_s = sum(served.cpu_s().values()) - before_s
-            evicted, wrong = (
-                summed_metric(served, name) for name in ("pool_evicted_blocks_total", "paced_wrong_blocks_total")
+            planned_s, late_s, evicted, wrong = (
+                summed_metric(served, name)
+                for name in (
+                    *("paced_planned_seconds_total", "paced_late_seconds_total"),
+                    *("pool_evicted_blocks_total", "paced_wrong_blocks_total"),
+                )
             )
+            retained = {name: summed_metric(served, f"pool_{name}_total") for name in _RETAINED}
     f = report.figures
     took_s = max(turn.request.end_s for turn in report.turns)
     found = {
@@ -140,8 +170,11 @@ def _run(settings: AgentSettings, hints: AgentHints, memory: float) -> dict[str,
         "ended": f["ended"],
         "turns": f["turns"],
         "failed": f["failed"],
+        "lost_turns": f["lost_turns"],
         "mean_job_s": f["mean_job_s"],
+        "jobs_s": f["jobs_s"],
         "share_cached": f["share_cached"],
+        "reused_by_tier": f["reused_by_tier"],
         "ttft_p50_s": f["ttft_s"]["p50"],
         "ttft_p90_s": f["ttft_s"]["p90"],
         "seconds": took_s,
@@ -150,6 +183,9 @@ def _run(settings: AgentSettings, hints: AgentHints, memory: float) -> dict[str,
         "context_tokens": all_tokens,
         "slots_share": NODES * 2 * slots_tokens / all_tokens,
         "cluster_cores": used_s / took_s,
+        "load_cores": own_s / took_s,
+        "late_share": late_s / planned_s,
+        "pool": retained,
     }
     print(hints, json.dumps(found), flush=True)
     return found

@@ -18,14 +18,20 @@ from loadtest.agent_turns import AgentLoad, AgentTurnRecord
 from loadtest.errors import OutputUnwritable
 from loadtest.record import SendOutcome
 from loadtest.report import finite
-from loadtest.summary import percentiles, reasons
+from loadtest.summary import PLACES, percentiles, reasons, tokens_by_place
 from traces.agents import Agent
 
 JSON_FILE: Final = "agents.json"
 TURNS_FILE: Final = "turns.jsonl"
+_PLACES: Final = {
+    "pages": "workers' own memory",
+    "dram": "the host's pool node, memory",
+    "ssd": "the host's pool node, SSD",
+    "remote": "other pool nodes",
+}
 _LAST_LINE: Final = (
-    *("agents", "ended", "turns", "completed", "rejected", "failed", "unfinished", "mean_job_s", "share_cached"),
-    *("ttft_s", "interrupted"),
+    *("agents", "ended", "turns", "completed", "rejected", "failed", "unfinished", "lost_turns", "mean_job_s"),
+    *("share_cached", "reused_by_tier", "ttft_s", "interrupted"),
 )
 
 
@@ -38,16 +44,20 @@ def summarise_agents(agents: Sequence[Agent], load: AgentLoad) -> dict[str, Any]
     records, outcomes = load.records, Counter(record.request.outcome for record in load.records)
     completed = [record.request for record in records if record.completed]
     prompts, cached = (sum(getattr(each, name) for each in completed) for name in ("prompt_tokens", "cached_tokens"))
+    planned = sum(agent.num_turns() for agent in agents)
+    places = [found for each in completed if (found := tokens_by_place(each)) is not None]
     return {
         "agents": len(agents),
         "ended": len(load.jobs_s),
-        "planned_turns": sum(len(each.turns) for agent in agents for each in (agent, *agent.subagents())),
+        "planned_turns": planned,
         "turns": len(records),
+        "lost_turns": planned - len(completed),
         **{outcome.value: outcomes[outcome] for outcome in SendOutcome},
         "prompt_tokens": prompts,
         "cached_tokens": cached,
         "output_tokens": sum(each.output_tokens for each in completed),
         "share_cached": cached / prompts if prompts else None,
+        "reused_by_tier": {place: sum(each[place] for each in places) for place in PLACES} if places else None,
         "mean_job_s": fmean(load.jobs_s.values()) if load.jobs_s else None,
         "jobs_s": {str(number): load.jobs_s[number] for number in sorted(load.jobs_s)},
         "ttft_s": percentiles(each.ttft_s for each in completed),
@@ -93,10 +103,12 @@ def print_agents(report: AgentReport, console: Console) -> None:
     console.print(Text("Agents (interrupted)" if f["interrupted"] else "Agents", style="bold"))
     rows = [
         ("agents that ended", f"{say.count(f['ended'])} of {say.count(f['agents'])}"),
-        ("turns", f"{say.count(f['turns'])} of {say.count(f['planned_turns'])}"),
+        ("turns sent", f"{say.count(f['turns'])} of {say.count(f['planned_turns'])}"),
         ("completed, rejected, failed", ", ".join(say.count(f[name]) for name in ("completed", "rejected", "failed"))),
+        ("turns lost", say.count(f["lost_turns"])),
         ("mean job time without tool waits", say.seconds(f["mean_job_s"])),
         ("cached, of all prompts", say.share(f["share_cached"])),
+        *((f"  from {_PLACES[place]}", say.count(count)) for place, count in (f["reused_by_tier"] or {}).items()),
         ("TTFT (p50 / p90 / p99)", say.spread(f["ttft_s"])),
         ("time between tokens", say.spread(f["tbt_s"])),
     ]

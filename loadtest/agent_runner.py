@@ -98,7 +98,7 @@ async def _show(load: AgentLoad, agents: Sequence[Agent], display: ProgressDispl
 
 
 def _tell(load: AgentLoad, agents: Sequence[Agent], display: ProgressDisplay) -> None:
-    planned = sum(len(each.turns) for agent in agents for each in (agent, *agent.subagents()))
+    planned = sum(agent.num_turns() for agent in agents)
     done = sum(record.completed for record in load.records)
     detail = f"{len(load.records) - done} in flight or failed, {len(load.jobs_s)} of {len(agents)} agents ended"
     display.show("agents", done, planned, detail)

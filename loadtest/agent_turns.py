@@ -88,9 +88,7 @@ async def run_agent(load: AgentLoad, agent: Agent) -> None:
     scale = load.config.wait_scale
     await asyncio.sleep(max(0.0, agent.start_s * scale - load.clock()))
     began_s = load.clock()
-    # The first to begin is the first to be served: an agent that has ended needs no memory.
-    priority = round(agent.start_s * 1000) if load.config.has_priorities else None
-    work = _AgentWork(load, agent.number, priority)
+    work = _AgentWork(load, agent.number, agent.priority if load.config.has_priorities else None)
     context = await work.run(agent, load.tokens(_SHARED, 0, agent.shared_tokens), f"{load.salt}-{agent.number}", "")
     if context is not None:
         load.jobs_s[agent.number] = load.clock() - began_s - scale * agent.waits_s()

@@ -121,6 +121,18 @@ class Agent:
         """Return the time that the agent's turns would take if prompts and answers took none: all its waits."""
         return sum(turn.wait_s + (turn.subagent.waits_s() if turn.subagent else 0.0) for turn in self.turns)
 
+    @property
+    def priority(self) -> int:
+        """Priority that the agent may announce, lower values first: that which began first, in milliseconds.
+
+        An agent that has ended needs no memory, so the first to begin should be the first to end.
+        """
+        return round(self.start_s * 1000)
+
+    def num_turns(self) -> int:
+        """Return the number of turns, those of sub-agents included."""
+        return len(self.turns) + sum(each.num_turns() for each in self.subagents())
+
     def context_tokens(self) -> int:
         """Return the length of the context after the last turn, without a parent's."""
         return self.shared_tokens + sum(turn.new_tokens + turn.output_tokens for turn in self.turns)

@@ -120,8 +120,7 @@ class AgentLoop:
         }
 
     def _starter(self, agent: Agent, tenant: AgentTenant) -> Callable[[], None]:
-        # The first to begin is the first to be served: an agent that has ended needs no memory.
-        priority = round(agent.start_s * 1000) if tenant.has_priorities else 0
+        priority = agent.priority if tenant.has_priorities else 0
 
         def start() -> None:
             shared = tuple(range(agent.shared_tokens // self._block_tokens))

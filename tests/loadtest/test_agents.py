@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from loadtest.agent_cli import app
 from loadtest.agent_config import AgentRunConfig
-from loadtest.agent_report import AgentReport
+from loadtest.agent_report import AgentReport, summarise_agents
 from loadtest.agent_runner import run
 from loadtest.errors import ServerUnusable, SettingInvalid
 from traces.agents import AgentSettings, make_agents
@@ -138,6 +139,7 @@ def test_the_report_counts_jobs_reuse_and_what_failed(serve, lead: Lead, tmp_pat
     assert (figures["agents"], figures["ended"], figures["failed"]) == (3, 3, 0)
     assert figures["turns"] == figures["planned_turns"] == figures["completed"] == len(report.turns)
     assert figures["share_cached"] > 0.5
+    assert figures["lost_turns"] == 0
     assert set(figures["jobs_s"]) == {"0", "1", "2"}
     lines = (tmp_path / "out" / "turns.jsonl").read_text().splitlines()
     assert sorted({json.loads(line)["job"] for line in lines}) == [0, 1, 2]
@@ -150,7 +152,20 @@ def test_the_report_counts_jobs_reuse_and_what_failed(serve, lead: Lead, tmp_pat
     failed = lead(serve(behave=fail).url)
     assert not failed.ok
     assert (failed.figures["ended"], failed.figures["failed"]) == (2, 1)
+    assert failed.figures["lost_turns"] == make_agents(SETTINGS)[1].num_turns()
     assert "broken" in failed.figures["reasons"][0]["reason"]
+
+
+def test_reused_tokens_are_counted_by_the_place_that_the_server_reports(serve, lead: Lead) -> None:
+    report = lead(serve().url)
+    assert report.figures["reused_by_tier"] is None  # this server reports no places
+    for turn in report.turns:
+        turn.request.cached_tokens = 10
+        turn.request.extension = {"cached_dram_tokens": 4, "cached_ssd_tokens": 0, "cached_remote_tokens": 1}
+    load: Any = SimpleNamespace(records=report.turns, jobs_s={})
+    found = summarise_agents(make_agents(SETTINGS), load)["reused_by_tier"]
+    count = len(report.turns)
+    assert found == {"pages": 5 * count, "dram": 4 * count, "ssd": 0, "remote": count}
 
 
 def test_a_server_without_token_ids_is_named(serve, lead: Lead) -> None:
