@@ -112,7 +112,7 @@ def _stored_parts() -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", default="conversation")
-    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=14)
     parser.add_argument("--requests", type=int, default=400, help="approximate number per run")
     parser.add_argument("--rate", type=float, default=0.0, help="conversations' requests per second; 0: as recorded")
     parser.add_argument("--hot-seeds", type=int, default=8)
