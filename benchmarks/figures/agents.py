@@ -49,7 +49,33 @@ share, so the honest tenant finds fewer of its tokens. Its jobs take no longer, 
 
 {table(["tenant", "mean job time, false hints to none", "tokens reused"], false)}
 
-![Mean job time with hints to that without them](pictures/agents.svg)"""
+![Mean job time with hints to that without them](pictures/agents.svg)
+
+{_live()}"""
+
+
+def _live() -> str:
+    result, file = latest("agents-live")
+    pairs = result["pairs"]
+    one = pairs[0]["with"]
+    ratio = result["agent_completion_ratio_live"]
+    rows = [
+        [
+            label,
+            f"{row['mean_job_s']['mean']:,.0f}",
+            f"{row['ttft_p50_s']['mean']:.1f} / {row['ttft_p90_s']['mean']:.1f}",
+            f"{row['share_cached']['mean']:.1%}",
+        ]
+        for label, row in (
+            ("none", result["variants"]["without"]),
+            ("pauses and priorities", result["variants"]["with"]),
+        )
+    ]
+    said = f"{ratio['mean']:.2f} (one pair)" if len(pairs) == 1 else interval(ratio)
+    return f"""Live ({source("benchmarks/agents_live.py", file)}): {one["agents"]} agents with {one["turns"]} turns on two prefill and two decode nodes with paced engines of the same profile, pools for
+{result["memory"]:.0%} of the agents' KV and the prefill nodes' own slots for {one["slots_share"]:.0%}. Mean job time with hints to that without: {said}.
+
+{table(["hints", "mean job time less waits, s", "TTFT P50 / P90, s", "tokens reused"], rows)}"""
 
 
 def draw_agents(result: Result, path: Path) -> None:
