@@ -121,6 +121,11 @@ class Generation:
         prompt_tokens = 0 if self.request.sampling.choice else len(self.request.prompt_ids)
         return prompt_tokens + (0 if self.stats.last_token_s is None else 1 + len(self.stats.intervals_s))
 
+    @property
+    def finished_text(self) -> str | None:
+        """Text of the whole answer; None unless it has ended normally."""
+        return None if self._finish_reason is None else "".join(self._texts)
+
     def receipt(self) -> dict[str, Any]:
         """Return the receipt of a finished answer for which one was requested."""
         return receipt_of(self.request, self.stats, self._placer.ttft_s)

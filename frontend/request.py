@@ -214,6 +214,7 @@ class GenerationRequest:
     text: TextOptions = TextOptions()
     wants_receipt: bool = False
     hints: RequestHints = NO_HINTS
+    prefills_next_turn: bool = False  # after the answer, the known part of the next prompt is computed
     session: int = 0  # see `frontend.sessions`; 0: the client named none
     parent_session: int = 0
     span: Span = OFF  # span of the client's HTTP request

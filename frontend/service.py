@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from frontend.answer_memory import AnswerMemory, answer_tokens
 from frontend.api.body import BodyBudget
+from frontend.api.request_models import ChatBody
 from frontend.api_keys import ApiKeys, KeysFileWatcher
 from frontend.callers import QuotaReservation, TenantQuotas
 from frontend.cluster import ClusterWatch
@@ -22,8 +23,9 @@ from frontend.errors import ModelNotServed, ServiceUnavailable
 from frontend.event_loop import LoopThrottle, WorkThreads
 from frontend.generation import Generation, GenerationContext, RequestSession
 from frontend.grammars import GrammarChecker
+from frontend.next_turn import NextTurnPrefills
 from frontend.output import Output
-from frontend.prepare import Preparer
+from frontend.prepare import Preparer, RequestContext
 from frontend.request import GenerationRequest
 from frontend.request_reports import RecentRequests, answer_record
 from frontend.tokenizer import CONTEXT_TOKENS, Tokenizer
@@ -62,6 +64,8 @@ class ServedModel:
         self.name = model.name
         self.tokenizer = tokenizer
         self.metrics = RequestMetrics(families, model.name)
+        # Of requests that no client sent: they are not shown.
+        self.own_metrics = RequestMetrics(RequestFamilies(new_registry()), model.name)
         self._answers = AnswerMemory(config.http.answer_memory_bytes)
         self.preparer = Preparer(config, model, tokenizer, cluster, threads, self._answers, self.metrics, grammars)
         self._num_sessions = 0
@@ -183,6 +187,7 @@ class Service:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._background: set[asyncio.Task[None]] = set()
+        self._next_turns = NextTurnPrefills(self.access_metrics.next_turn_prefill)
 
     async def start(self) -> None:
         """Start polling the cluster; an unreachable conductor is not an error."""
@@ -208,16 +213,23 @@ class Service:
         return model
 
     def open_session(
-        self, model: ServedModel, requests: Sequence[GenerationRequest], reservation: QuotaReservation
+        self,
+        model: ServedModel,
+        requests: Sequence[GenerationRequest],
+        reservation: QuotaReservation,
+        metrics: RequestMetrics | None = None,
     ) -> RequestSession:
-        """Open a session that `close_session` must close, together with its quota reservation."""
+        """Open a session that `close_session` must close, together with its quota reservation.
+
+        It is counted in `metrics`, by default the model's.
+        """
         context = GenerationContext(
             self.config,
             self.conductor,
             self.cluster,
             self.streams,
             self.throttle,
-            model.metrics,
+            metrics or model.metrics,
             self._spawn,
             model.remember,
             self._memory,
@@ -243,11 +255,38 @@ class Service:
             self._is_idle.set()
             asyncio.get_running_loop().call_soon(self._notify_idle)
 
+    def prefill_next_turn(
+        self, model: ServedModel, body: ChatBody, context: RequestContext, answered: Generation
+    ) -> None:
+        """Compute the known part of the prompt after a finished answer in the background, if its request asks for it.
+
+        The request for it is charged to the tenant; one that is over its quota or rejected is not repeated.
+        """
+        text = answered.finished_text
+        if not answered.request.prefills_next_turn or text is None or not self._next_turns.may_begin():
+            return
+
+        def begin(request: GenerationRequest) -> RequestSession:
+            reservation = self.quotas.enter(context.caller)
+            try:
+                reservation.reserve([request])
+            except BaseException:
+                reservation.leave(used_tokens=0, counts=False)
+                raise
+            return self.open_session(model, [request], reservation, model.own_metrics)
+
+        def prepare() -> Coroutine[Any, Any, GenerationRequest | None]:
+            ids = list(answered.stats.token_ids)
+            return model.preparer.next_turn(body, context, answered.request, ids, text)
+
+        self._spawn(self._next_turns.run(prepare, begin, self.close_session))
+
     async def drain(self) -> None:
         """Reject new requests, wait up to the grace period for running ones, then end the remaining ones with
         an error.
         """
         self.draining = True
+        self._next_turns.end()
         if await self._idle_within(self.config.http.drain_grace_s):
             return
         _log.warning("%d requests are still running after the grace period; ending them", len(self._sessions))

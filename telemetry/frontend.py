@@ -5,7 +5,7 @@ A registry belongs to one application: importing this module registers nothing. 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -237,6 +237,13 @@ class FrontendMetrics:
         self._quota_rejected = Counter(
             "moonpool:quota_rejected", "Requests over their tenant's quota.", ["tenant", "reason"], registry=registry
         )
+        next_turns = Counter(
+            "moonpool:next_turn_prefills",
+            "Answers whose request asked to compute the next turn's prompt in advance, by outcome.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._next_turns = {name: next_turns.labels(name) for name in ("computed", "covered", "dropped", "failed")}
         self._grammars = {
             "refused": Counter(
                 "moonpool:http_grammars_refused",
@@ -256,6 +263,13 @@ class FrontendMetrics:
             registry=registry,
         )
         self._certificate_left_s.set(math.nan)
+
+    def next_turn_prefill(self, outcome: Literal["computed", "covered", "dropped", "failed"]) -> None:
+        """Count the outcome of one answer's next-turn prefill.
+
+        `covered`: all blocks were stored already; `dropped`: too many were in progress, or the server is draining.
+        """
+        self._next_turns[outcome].inc()
 
     def turned_away(self, reason: str) -> None:
         """Count a connection that was closed because of a limit; `reason` comes from a fixed set."""

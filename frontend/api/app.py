@@ -194,7 +194,7 @@ class _Routes:
                 model = await self._service.admit(body.model)
                 context = replace(arrival, slo_class=arrival.class_beside(body.slo_class), body_nbytes=len(raw))
                 requests = await prepare(model.preparer, body, context)
-                return PreparedAnswer(body, model, requests, arrival.wants_timing)
+                return PreparedAnswer(body, model, requests, context, arrival.wants_timing)
 
             with self._service.body_budget.place(caller.tenant) as place:
                 raw = await self._read(http, place, InputLimits.any_body_nbytes)

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.api.formats import ResponseFormatter, ResponseOptions, server_timing
-from frontend.api.request_models import GenerationBody
+from frontend.api.request_models import ChatBody, GenerationBody
 from frontend.api.stream import DisconnectWatch, EventSource, EventStreamResponse, encode
 from frontend.callers import QuotaReservation
 from frontend.errors import ApiError
-from frontend.generation import RequestSession
 from frontend.output import OutputChunk
+from frontend.prepare import RequestContext
 from frontend.request import GenerationRequest
 from frontend.service import ServedModel, Service
 from telemetry import logs
@@ -33,6 +33,7 @@ class PreparedAnswer:
     body: GenerationBody
     model: ServedModel
     requests: list[GenerationRequest]
+    context: RequestContext
     wants_timing: bool  # the response includes the time breakdown
 
 
@@ -54,6 +55,16 @@ async def answer(
     with logs.request(requests[0].request_id):
         session = service.open_session(model, requests, reservation)
         handed_over = False
+
+        is_closed = False
+
+        async def close() -> None:
+            nonlocal is_closed
+            was_closed, is_closed = is_closed, True
+            await service.close_session(session)
+            if isinstance(body, ChatBody) and not was_closed:
+                service.prefill_next_turn(model, body, prepared.context, session.generations[0])
+
         try:
             shape = form(
                 session.generations,
@@ -83,7 +94,7 @@ async def answer(
                 more,
                 is_over=lambda: session.is_over,
                 aborts=[each.overflowed for each in session.generations],
-                close=lambda: service.close_session(session),
+                close=close,
                 deadline_s=lambda: max(each.deadline_s for each in session.generations) + _STALLED_CLIENT_S,
             )
             return EventStreamResponse(
@@ -94,12 +105,12 @@ async def answer(
             raise
         finally:
             if not handed_over:
-                await asyncio.shield(_end(service, session, disconnect_watch))
+                await asyncio.shield(_end(close, disconnect_watch))
 
 
-async def _end(service: Service, session: RequestSession, disconnect_watch: DisconnectWatch) -> None:
+async def _end(close: Callable[[], Awaitable[None]], disconnect_watch: DisconnectWatch) -> None:
     await disconnect_watch.close()
-    await service.close_session(session)
+    await close()
 
 
 async def _encoded(

@@ -47,13 +47,6 @@ class AgentHints(RequestModel):
             raise ValueError("is not supported: use priority, which orders the tenant's own requests")
         return value
 
-    @field_validator("speculative_prefill")
-    @classmethod
-    def _is_not_speculative(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("is not supported: leave it out, or set it to false")
-        return value
-
 
 class NvExt(RequestModel):
     """Dynamo's extension object; its other fields are ignored."""
@@ -69,6 +62,7 @@ class Hints(RequestModel):
     expected_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
     pause_s: Annotated[float, Field(ge=0, le=MAX_HINT_S)] | None = None
     lifetime_s: Annotated[float, Field(gt=0, le=MAX_HINT_S)] | None = None
+    prefill_next_turn: bool | None = None
 
 
 class HintedBody(Protocol):
@@ -94,6 +88,26 @@ def priority_of(body: HintedBody) -> int:
             param="nvext.agent_hints.priority",
         )
     return -dynamo
+
+
+def prefills_next_turn(body: HintedBody) -> bool:
+    """Return True if the known part of the next prompt is to be computed after the answer.
+
+    Raises InvalidRequest if the body contradicts itself.
+    """
+    own = body.hints.prefill_next_turn if body.hints else None
+    dynamo = body.nvext.agent_hints.speculative_prefill if body.nvext and body.nvext.agent_hints else None
+    if own is not None and dynamo is not None and own != dynamo:
+        raise InvalidRequest(
+            f"hints.prefill_next_turn is {_json(own)} and nvext.agent_hints.speculative_prefill {_json(dynamo)}: give "
+            "one of them",
+            param="nvext.agent_hints.speculative_prefill",
+        )
+    return bool(own or dynamo)
+
+
+def _json(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def hints_of(body: HintedBody) -> RequestHints:

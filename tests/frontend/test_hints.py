@@ -64,7 +64,6 @@ def test_hints_of_all_vocabularies(fields: dict[str, Any], expected: RequestHint
         ({"messages": [USER | {"cache_control": {}}]}, "messages.0.cache_control.type"),
         ({"nvext": {"agent_hints": {"osl": 1.5}}}, "nvext.agent_hints.osl"),
         ({"nvext": {"agent_hints": {"strict_priority": 1}}}, "nvext.agent_hints.strict_priority"),
-        ({"nvext": {"agent_hints": {"speculative_prefill": True}}}, "nvext.agent_hints.speculative_prefill"),
     ],
 )
 def test_invalid_hints_are_rejected_by_name(fields: dict[str, Any], param: str) -> None:

@@ -1,0 +1,116 @@
+"""Next-turn prefill: after a chat's answer, compute what is known of the next turn's prompt and not stored yet.
+
+The next prompt contains the answer as the chat template renders it in the history, which may differ from what was
+generated: many templates drop an answer's reasoning. The KV of prompt and answer then ends where the rendering begins
+to differ. What the next prompt begins with is what two renderings have in common that differ in the next message only.
+Dynamo calls this hint `speculative_prefill`.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontend.api.formats import ToolCallFormatter
+from frontend.api.request_models import ChatBody, ChatMessage
+from frontend.errors import ApiError, ServiceUnavailable
+from frontend.generation import RequestSession
+from frontend.output import OutputChunk
+from frontend.request import GenerationRequest
+from frontend.tools import reads_calls
+
+_log = logging.getLogger(__name__)
+
+MOST_AT_ONCE: Final = 8  # per frontend; further ones are dropped, because a later turn computes its prompt itself
+LEAST_NEW_TOKENS: Final = 64  # in whole blocks; fewer, such as what opens the next message, are no request's worth
+_CONTENTS: Final = ("a", "b")  # of the next message, in two renderings
+NextTurnOutcome = Literal["computed", "covered", "dropped", "failed"]
+
+
+def next_prefix(body: ChatBody, text: str, read: Callable[[Sequence[ChatMessage]], Sequence[int]]) -> NDArray[np.int32]:
+    """Return the token ids with which the prompt after the answer `text` begins, whatever its next message says.
+
+    After calls of tools, their results are expected, else a message of the user. `read` returns a chat's token ids.
+    """
+    one, other = (np.array(read([*body.messages, *_next_turn(body, text, content)]), np.int32) for content in _CONTENTS)
+    return one[: common_length(one, other)]
+
+
+def _next_turn(body: ChatBody, text: str, content: str) -> list[ChatMessage]:
+    """Return the answer and the messages after it, whose content is `content`.
+
+    Ids of calls are new each time: the client's are not known here, and a template may render them.
+    """
+    message = ToolCallFormatter().message(OutputChunk((), text)) if reads_calls(body) else {"content": text}
+    calls = message.get("tool_calls", ())
+    after = [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in calls]
+    values = [{"role": "assistant", **message}, *(after or [{"role": "user", "content": content}])]
+    return [ChatMessage.model_validate(value) for value in values]
+
+
+def common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Return the number of equal leading ids."""
+    shorter = min(len(one), len(other))
+    differing = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differing[0]) if len(differing) else shorter
+
+
+class NextTurnPrefills:
+    """Next-turn prefills of one frontend, at most `MOST_AT_ONCE` at a time. None is repeated after a failure."""
+
+    def __init__(self, count: Callable[[NextTurnOutcome], None]) -> None:
+        """`count` is called once per answer."""
+        self._count = count
+        self._num_running = 0
+        self._sessions: set[RequestSession] = set()
+        self._is_closed = False
+
+    def may_begin(self) -> bool:
+        """Return True if another one may begin now; else count one as dropped."""
+        if not self._is_closed and self._num_running < MOST_AT_ONCE:
+            return True
+        self._count("dropped")
+        return False
+
+    async def run(
+        self,
+        prepare: Callable[[], Awaitable[GenerationRequest | None]],
+        begin: Callable[[GenerationRequest], RequestSession],
+        close: Callable[[RequestSession], Awaitable[None]],
+    ) -> None:
+        """Prepare a request, and run it to its end. No request: the next prompt's known blocks are stored already.
+
+        `begin` opens a session that `close` closes in any case; it may raise ApiError.
+        """
+        self._num_running += 1
+        outcome: NextTurnOutcome = "failed"
+        try:
+            request = await prepare()
+            if request is None:
+                outcome = "covered"
+            elif self._is_closed:
+                outcome = "dropped"
+            else:
+                await self._compute(begin(request), close)
+                outcome = "computed"
+        except ApiError as error:
+            _log.info("the next turn's prompt was not computed in advance: %s", error)
+        finally:
+            self._num_running -= 1
+            self._count(outcome)
+
+    async def _compute(self, session: RequestSession, close: Callable[[RequestSession], Awaitable[None]]) -> None:
+        self._sessions.add(session)
+        try:
+            await session.collect()
+        finally:
+            self._sessions.discard(session)
+            await close(session)
+
+    def end(self) -> None:
+        """End all that run, and begin no more: the frontend drains, and no client waits for them."""
+        self._is_closed = True
+        for session in self._sessions:
+            session.end(ServiceUnavailable("the frontend is shutting down", code="draining", retry_after_s=1.0))
