@@ -8,7 +8,7 @@ Dynamo calls this hint `speculative_prefill`.
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,9 @@ def _next_turn(body: ChatBody, text: str, content: str) -> list[ChatMessage]:
 
     Ids of calls are new each time: the client's are not known here, and a template may render them.
     """
-    message = ToolCallFormatter().message(OutputChunk((), text)) if reads_calls(body) else {"content": text}
+    message: dict[str, Any] = {"content": text}
+    if reads_calls(body):
+        message = ToolCallFormatter().message(OutputChunk((), text))
     calls = message.get("tool_calls", ())
     after = [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in calls]
     values = [{"role": "assistant", **message}, *(after or [{"role": "user", "content": content}])]
