@@ -26,6 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.frontend.overload_load import scaled_profile
 from benchmarks.frontend.overload_run import summed_metric
 from benchmarks.frontend.processes import cluster, long_folder
 from benchmarks.stored import latest, store
@@ -33,8 +34,7 @@ from loadtest.agent_config import AgentHints, AgentRunConfig
 from loadtest.agent_runner import run
 from simulator.serving.confidence import mean_of, ratio_of
 from traces.agents import Agent, AgentSettings, make_agents
-from worker.paced.profiles import profile_of
-from worker.policy.cost_profile import MOONCAKE, CostProfile, DecodeCost, PrefillCost, Range, load_profile, save_profile
+from worker.policy.cost_profile import save_profile
 
 SCALE: Final = 16  # tokens of the simulation per token here
 BLOCK_TOKENS: Final = 32
@@ -74,30 +74,6 @@ def settings_of(agents: int, turns: float, seed: int) -> AgentSettings:
         system_tokens=full.system_tokens // SCALE,
         task_tokens=full.task_tokens / SCALE,
         seed=seed,
-    )
-
-
-def live_profile(max_len: int) -> CostProfile:
-    """Return the bundled 70B profile for prompts with a `SCALE`-th of the tokens."""
-    found = load_profile(MOONCAKE)
-    prefill, decode = found.prefill, found.decode
-    return replace(
-        profile_of("instant"),
-        name="agents",
-        prefill=PrefillCost(
-            fixed_s=prefill.fixed_s,
-            per_token_s=SCALE * prefill.per_token_s,
-            per_pair_s=SCALE**2 * prefill.per_pair_s,
-            new_tokens=Range(1, max_len),
-            prompt_tokens=Range(1, max_len),
-        ),
-        decode=DecodeCost(
-            fixed_s=decode.fixed_s,
-            per_sequence_s=decode.per_sequence_s,
-            per_token_s=SCALE * decode.per_token_s,
-            batch=Range(1, _MAX_BATCH),
-            context_tokens=Range(1, _MAX_BATCH * max_len),
-        ),
     )
 
 
@@ -143,7 +119,7 @@ def _run(settings: AgentSettings, hints: AgentHints, memory: float) -> dict[str,
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         folder = long_folder(work / "agents", slots_tokens)
-        save_profile(live_profile(slots_tokens), work / "profile.json")
+        save_profile(scaled_profile(SCALE, max_len=slots_tokens, max_batch=_MAX_BATCH), work / "profile.json")
         flags = ["--engine", "paced", "--paced-profile", str(work / "profile.json"), "--paced-kv-bytes", str(KV_BYTES)]
         flags += ["--paced-answer-tokens", "0", "--prefill-nodes", str(NODES), "--decode-nodes", str(NODES)]
         flags += ["--pool-nodes", str(NODES), "--pool-bytes", str(round(memory * all_tokens / NODES) * KV_BYTES)]
@@ -189,22 +165,6 @@ def _run(settings: AgentSettings, hints: AgentHints, memory: float) -> dict[str,
     }
     print(hints, json.dumps(found), flush=True)
     return found
-
-
-def _result(pairs: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "agent_completion_ratio_live": asdict(
-            ratio_of(*([pair[variant]["mean_job_s"] for pair in pairs] for variant in ("with", "without")))
-        ),
-        "variants": {
-            variant: {name: asdict(mean_of([pair[variant][name] for pair in pairs])) for name in _SHOWN}
-            for variant in _VARIANTS
-        },
-        "memory": args.memory,
-        "scale": SCALE,
-        "wait_scale": WAIT_SCALE,
-        "pairs": list(pairs),
-    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from statistics import quantiles
 from typing import Any, Final
 
 from benchmarks.copies_live import hot_rows
-from benchmarks.frontend.overload_load import MAX_LEN, TOKENS_PER_BLOCK, write_rows
+from benchmarks.frontend.overload_load import MAX_LEN, TOKENS_PER_BLOCK, scaled_profile, write_rows
 from benchmarks.frontend.overload_outcome import OverloadObjectives
 from benchmarks.frontend.overload_run import replayed, summed_metric
 from benchmarks.frontend.processes import BUNDLED, cluster
@@ -32,8 +32,7 @@ from benchmarks.stored import store
 from simulator.serving.confidence import mean_of
 from simulator.serving.hot_prefixes import HotPrefixes
 from traces import BLOCK_TOKENS
-from worker.paced.profiles import profile_of
-from worker.policy.cost_profile import MOONCAKE, CostProfile, DecodeCost, PrefillCost, Range, load_profile, save_profile
+from worker.policy.cost_profile import save_profile
 
 SLOWER: Final = 2.0
 _WORKLOAD: Final = "long prompts, long answers"
@@ -80,30 +79,6 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def live_profile() -> CostProfile:
-    """Return the bundled 70B profile for prompts with fewer tokens, `SLOWER` times as slow."""
-    found = load_profile(MOONCAKE)
-    prefill, decode = found.prefill, found.decode
-    return replace(
-        profile_of("instant"),
-        name="frontier",
-        prefill=PrefillCost(
-            fixed_s=SLOWER * prefill.fixed_s,
-            per_token_s=SLOWER * _SCALE * prefill.per_token_s,
-            per_pair_s=SLOWER * _SCALE**2 * prefill.per_pair_s,
-            new_tokens=Range(1, MAX_LEN),
-            prompt_tokens=Range(1, MAX_LEN),
-        ),
-        decode=DecodeCost(
-            fixed_s=SLOWER * decode.fixed_s,
-            per_sequence_s=SLOWER * decode.per_sequence_s,
-            per_token_s=SLOWER * _SCALE * decode.per_token_s,
-            batch=Range(1, _MAX_BATCH),
-            context_tokens=Range(1, _MAX_BATCH * MAX_LEN),
-        ),
-    )
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
@@ -121,7 +96,8 @@ def _run(
         work = Path(name)
         rows = [replace(row, output_length=_SCALE) if row.timestamp_ms < 1e3 * from_s else row for row in rows]
         write_rows(rows, work / "trace.jsonl")
-        save_profile(live_profile(), work / "profile.json")
+        profile = scaled_profile(_SCALE, slower=SLOWER, max_len=MAX_LEN, max_batch=_MAX_BATCH)
+        save_profile(profile, work / "profile.json")
         flags = ["--engine", "paced", "--paced-profile", str(work / "profile.json"), "--paced-kv-bytes", str(_KV_BYTES)]
         flags += ["--block-tokens", str(TOKENS_PER_BLOCK), "--capacity-tokens", "65536", "--max-batch", str(_MAX_BATCH)]
         flags += ["--cost-profile", f"moonpool={work / 'profile.json'}", "--pool-bytes", "128MiB"]

@@ -8,18 +8,24 @@ Dynamo calls this hint `speculative_prefill`.
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from time import monotonic
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frontend.api.formats import ToolCallFormatter
+from frontend.api.hints import prefills_next_turn
+from frontend.api.request_base import MAX_PRIORITY
 from frontend.api.request_models import ChatBody, ChatMessage
-from frontend.errors import ApiError, ServiceUnavailable
+from frontend.errors import ApiError, InvalidRequest, ServiceUnavailable
 from frontend.generation import RequestSession
 from frontend.output import OutputChunk
-from frontend.request import GenerationRequest
+from frontend.request import GenerationRequest, RequestHints, SamplingParams, TextOptions
 from frontend.tools import reads_calls
+from kvpool import chain_keys
+from telemetry.tracing import OFF
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +33,26 @@ MOST_AT_ONCE: Final = 8  # per frontend; further ones are dropped, because a lat
 LEAST_NEW_TOKENS: Final = 64  # in whole blocks; fewer, such as what opens the next message, are no request's worth
 _CONTENTS: Final = ("a", "b")  # of the next message, in two renderings
 NextTurnOutcome = Literal["computed", "covered", "dropped", "failed"]
+
+
+def wants_next_turn(body: ChatBody) -> bool:
+    """Return True if the next turn's prompt is to be computed in advance.
+
+    Raises InvalidRequest if the request's answer is not one message that the next turn's history will contain.
+    """
+    if not prefills_next_turn(body):
+        return False
+    if body.num_choices > 1:
+        raise InvalidRequest(
+            f"prefill_next_turn needs one answer that the next turn continues, got n = {body.num_choices}", param="n"
+        )
+    if body.continue_final_message or body.add_generation_prompt is False:
+        raise InvalidRequest(
+            "prefill_next_turn needs an answer that is a message of its own: omit continue_final_message and "
+            "add_generation_prompt",
+            param="hints.prefill_next_turn",
+        )
+    return True
 
 
 def next_prefix(body: ChatBody, text: str, read: Callable[[Sequence[ChatMessage]], Sequence[int]]) -> NDArray[np.int32]:
@@ -57,6 +83,31 @@ def common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     shorter = min(len(one), len(other))
     differing = np.flatnonzero(one[:shorter] != other[:shorter])
     return int(differing[0]) if len(differing) else shorter
+
+
+def prefix_request(answered: GenerationRequest, ids: NDArray[np.int32], timeout_s: float) -> GenerationRequest:
+    """Return the request that computes `ids` for the tenant of `answered`, after all other requests of it."""
+    now_s = monotonic()
+    return replace(
+        answered,
+        request_id=f"{answered.request_id}-next",
+        prompt_ids=ids,
+        chain=chain_keys(answered.chain_seed, ids, answered.block_tokens),
+        sampling=SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, seed=0),
+        arrival_s=now_s,
+        deadline_s=now_s + timeout_s,
+        tokenize_s=0.0,
+        ttft_objective_s=0.0,
+        tpot_objective_s=0.0,
+        priority=MAX_PRIORITY,
+        place=b"",
+        previous_tokens=0,
+        text=TextOptions(),
+        wants_receipt=False,
+        hints=RequestHints(0, answered.hints.pause_s, answered.hints.lifetime_s),
+        prefills_next_turn=False,
+        span=OFF,
+    )
 
 
 class NextTurnPrefills:

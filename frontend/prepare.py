@@ -10,11 +10,10 @@ from time import monotonic
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from frontend.answer_memory import AnswerMemory
 from frontend.api.hints import hints_of, prefills_next_turn, priority_of
-from frontend.api.request_base import MAX_PRIORITY, MAX_TOKEN_ID
+from frontend.api.request_base import MAX_TOKEN_ID
 from frontend.api.request_models import CLASS_NAME, ChatBody, ChatMessage, CompletionBody, GenerationBody, TokenizeBody
 from frontend.callers import ApiCaller
 from frontend.cluster import ClusterWatch
@@ -23,9 +22,9 @@ from frontend.errors import ContextLengthExceeded, Forbidden, InvalidRequest
 from frontend.event_loop import WorkThreads
 from frontend.grammars import GrammarChecker, requested_grammar, wants_grammar
 from frontend.input_limits import InputLimits
-from frontend.next_turn import LEAST_NEW_TOKENS, common_length, next_prefix
+from frontend.next_turn import LEAST_NEW_TOKENS, common_length, next_prefix, prefix_request, wants_next_turn
 from frontend.prompts import ChatPrompt, ChatTruncator, PromptReader
-from frontend.request import GenerationRequest, Grammar, RequestHints, SamplingParams, TextOptions
+from frontend.request import GenerationRequest, Grammar, SamplingParams, TextOptions
 from frontend.sessions import NO_SESSION, SessionIds, session_number
 from frontend.tokenizer import Tokenizer
 from kvpool import chain_keys, chain_seed
@@ -262,26 +261,6 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
     return max(requested, default=None)
 
 
-def _prefills_next_turn(body: ChatBody) -> bool:
-    """Return True if the next turn's prompt is to be computed in advance.
-
-    Raises InvalidRequest if the request's answer is not one message that the next turn's history will contain.
-    """
-    if not prefills_next_turn(body):
-        return False
-    if body.num_choices > 1:
-        raise InvalidRequest(
-            f"prefill_next_turn needs one answer that the next turn continues, got n = {body.num_choices}", param="n"
-        )
-    if body.continue_final_message or body.add_generation_prompt is False:
-        raise InvalidRequest(
-            "prefill_next_turn needs an answer that is a message of its own: omit continue_final_message and "
-            "add_generation_prompt",
-            param="hints.prefill_next_turn",
-        )
-    return True
-
-
 class Preparer:
     """Preparation of requests for one model: limits, templates, tokenising and chain keys, in worker threads."""
 
@@ -365,7 +344,7 @@ class Preparer:
             check_choices(body, self._config, 1)
             named = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
             requested = self._wanted_tokens(body, named)
-            next_turn = _prefills_next_turn(body)
+            next_turn = wants_next_turn(body)
             prompt, num_dropped = self._chat_prompt(body, arrival, requested)
             self._metrics.answer_memory_hits.inc(prompt.num_recalled)
             self._metrics.answer_memory_misses.inc(prompt.num_forgotten)
@@ -413,33 +392,9 @@ class Preparer:
             num_new = (len(ids) // block - stored // block) * block
             if num_new < LEAST_NEW_TOKENS or (limit and len(ids) >= limit):
                 return None
-            return self._prefix_request(answered, ids)
+            return prefix_request(answered, ids, self._config.http.request_timeout_s)
 
         return await self._threads.run(prepare, tenant=arrival.caller.tenant, nbytes=arrival.body_nbytes)
-
-    def _prefix_request(self, answered: GenerationRequest, ids: NDArray[np.int32]) -> GenerationRequest:
-        """Return the request that computes `ids` for the tenant of `answered`, after all other requests of it."""
-        now_s = monotonic()
-        return replace(
-            answered,
-            request_id=f"{answered.request_id}-next",
-            prompt_ids=ids,
-            chain=chain_keys(answered.chain_seed, ids, answered.block_tokens),
-            sampling=SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, seed=0),
-            arrival_s=now_s,
-            deadline_s=now_s + self._config.http.request_timeout_s,
-            tokenize_s=0.0,
-            ttft_objective_s=0.0,
-            tpot_objective_s=0.0,
-            priority=MAX_PRIORITY,
-            place=b"",
-            previous_tokens=0,
-            text=TextOptions(),
-            wants_receipt=False,
-            hints=RequestHints(0, answered.hints.pause_s, answered.hints.lifetime_s),
-            prefills_next_turn=False,
-            span=OFF,
-        )
 
     async def tokens(self, body: TokenizeBody, arrival: RequestContext) -> list[int]:
         """Return the token ids of a text or a chat."""

@@ -12,7 +12,7 @@ from statistics import fmean
 from loadtest.plan import scaled_prompt_tokens
 from traces import BLOCK_TOKENS, TraceRow, load_trace
 from worker.paced.profiles import profile_of
-from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range
+from worker.policy.cost_profile import MOONCAKE, CostProfile, DecodeCost, PrefillCost, Range, load_profile
 
 TOKENS_PER_BLOCK = 32
 MAX_LEN = 2048
@@ -73,6 +73,33 @@ def slow_profile() -> CostProfile:
     prefill = PrefillCost(0.05, 0.0045, 0.0, new_tokens=prompts, prompt_tokens=prompts)
     decode = DecodeCost(0.15, 0.0425, 0.0, batch=Range(1, MAX_BATCH), context_tokens=contexts)
     return replace(instant, name="overload", prefill=prefill, decode=decode)
+
+
+def scaled_profile(scale: int, *, max_len: int, max_batch: int, slower: float = 1.0) -> CostProfile:
+    """Return the bundled 70B profile for contexts with a `scale`-th of the tokens, `slower` times as slow.
+
+    A token of a context takes `scale` times as long; a step of decode and a prefill keep their own time.
+    """
+    found = load_profile(MOONCAKE)
+    prefill, decode = found.prefill, found.decode
+    return replace(
+        profile_of("instant"),
+        name="scaled",
+        prefill=PrefillCost(
+            fixed_s=slower * prefill.fixed_s,
+            per_token_s=slower * scale * prefill.per_token_s,
+            per_pair_s=slower * scale**2 * prefill.per_pair_s,
+            new_tokens=Range(1, max_len),
+            prompt_tokens=Range(1, max_len),
+        ),
+        decode=DecodeCost(
+            fixed_s=slower * decode.fixed_s,
+            per_sequence_s=slower * decode.per_sequence_s,
+            per_token_s=slower * scale * decode.per_token_s,
+            batch=Range(1, max_batch),
+            context_tokens=Range(1, max_batch * max_len),
+        ),
+    )
 
 
 def overload_load(times: float, nodes: int, profile: CostProfile, seconds: float) -> OverloadLoad:

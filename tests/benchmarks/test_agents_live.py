@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.agents_live import SCALE, live_profile, result_of, settings_of
+from benchmarks.agents_live import SCALE, result_of, settings_of
+from benchmarks.frontend.overload_load import scaled_profile
 from traces.agents import AgentSettings
 from worker.policy.cost_profile import MOONCAKE, load_profile
 
@@ -15,7 +16,7 @@ def run(job_s: float) -> dict[str, Any]:
 
 
 def test_a_prompt_with_a_part_of_the_tokens_takes_the_time_of_the_full_one() -> None:
-    full, live = load_profile(MOONCAKE), live_profile(8192)
+    full, live = load_profile(MOONCAKE), scaled_profile(SCALE, max_len=8192, max_batch=32)
     assert live.prefill_s(64_000 // SCALE, 32_000 // SCALE) == pytest.approx(full.prefill_s(64_000, 32_000), rel=0.01)
     assert settings_of(4, 8.0, 0).system_tokens * SCALE == AgentSettings().system_tokens
 
