@@ -388,7 +388,7 @@ class _HeadSpan(NamedTuple):
     slot_size: int
 
 
-class _Scoring(NamedTuple):
+class _HeadScoring(NamedTuple):
     """How products of one head's queries and keys become shares; in numba's types."""
 
     scale: np.float32
@@ -426,13 +426,20 @@ def attend_rows(
             y = out[i, h * head_dim : (h + 1) * head_dim]
             lead = h % (heads // kv_heads) == 0
             span = _HeadSpan(first, position, block_tokens, base, slot_size)
-            scoring = _Scoring(shape.scale, shape.softcap, sinks[h] if sinks.size else _NO_SINK)
+            scoring = _HeadScoring(shape.scale, shape.softcap, sinks[h] if sinks.size else _NO_SINK)
             _attend_head(q, span, scoring, table, step.memory, scores, y, lead)
 
 
 @_kernel(_CONTRACT)
 def _attend_head(
-    q: Floats, span: _HeadSpan, scoring: _Scoring, table: Ints, memory: Floats, scores: Floats, y: Floats, lead: bool
+    q: Floats,
+    span: _HeadSpan,
+    scoring: _HeadScoring,
+    table: Ints,
+    memory: Floats,
+    scores: Floats,
+    y: Floats,
+    lead: bool,
 ) -> None:
     """Compute attention of one head of one row: y = softmax(q . keys) @ values over the positions of `span`.
 

@@ -140,6 +140,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer files of this folder")
+    parser.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="further keys of config.json")
     arguments = vars(parser.parse_args())
     path, tokenizer = arguments.pop("path"), arguments.pop("tokenizer")
     print(write_random_model(path, RandomModelSpec(**arguments), tokenizer=tokenizer))

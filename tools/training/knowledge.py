@@ -1,4 +1,4 @@
-"""What the model knows without a passage: small talk, capitals, opposites, small sums, and definitions of nouns.
+"""Questions that need no passage: small talk, capitals, opposites, small sums, and definitions of nouns.
 
 It is the same in training and in evaluation: it measures what was memorised. Definitions are WordNet's.
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tools.training.passages import Question
+from tools.training.passages import QuestionAnswer
 from tools.training.vocabulary import DAYS, MONTHS, pick
 
 SMALL_TALK = (
@@ -58,9 +58,9 @@ def article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def ask(rng: np.random.Generator, definitions: Definitions) -> Question:
+def ask(rng: np.random.Generator, definitions: Definitions) -> QuestionAnswer:
     """Return a question that the model is to answer without a passage; not about definitions if there are none."""
-    kinds: tuple[tuple[float, Callable[[], Question]], ...] = (
+    kinds: tuple[tuple[float, Callable[[], QuestionAnswer]], ...] = (
         (0.5 if definitions else 0.0, lambda: _definition(rng, definitions)),
         (0.15, lambda: _capital(rng)),
         (0.1, lambda: _opposite(rng)),
@@ -71,13 +71,13 @@ def ask(rng: np.random.Generator, definitions: Definitions) -> Question:
     return kinds[int(rng.choice(len(kinds), p=shares / shares.sum()))][1]()
 
 
-def definition(noun: str, text: str, form: str = "What is {a}?") -> Question:
+def definition(noun: str, text: str, form: str = "What is {a}?") -> QuestionAnswer:
     """Return the question what the noun means."""
     answer = f"{article(noun)} is {text}."
-    return Question(form.format(a=article(noun), noun=noun), answer[0].upper() + answer[1:])
+    return QuestionAnswer(form.format(a=article(noun), noun=noun), answer[0].upper() + answer[1:])
 
 
-def _definition(rng: np.random.Generator, definitions: Definitions) -> Question:
+def _definition(rng: np.random.Generator, definitions: Definitions) -> QuestionAnswer:
     forms = (
         "What is {a}?",
         "What is {a}?",
@@ -89,26 +89,26 @@ def _definition(rng: np.random.Generator, definitions: Definitions) -> Question:
     return definition(noun, text, pick(rng, forms))
 
 
-def _capital(rng: np.random.Generator) -> Question:
+def _capital(rng: np.random.Generator) -> QuestionAnswer:
     country, town = CAPITALS[int(rng.integers(len(CAPITALS)))]
-    return Question(f"What is the capital of {country}?", f"The capital of {country} is {town}.")
+    return QuestionAnswer(f"What is the capital of {country}?", f"The capital of {country} is {town}.")
 
 
-def _opposite(rng: np.random.Generator) -> Question:
+def _opposite(rng: np.random.Generator) -> QuestionAnswer:
     word, other = OPPOSITES[int(rng.integers(len(OPPOSITES)))]
-    return Question(f"What is the opposite of {word}?", f"The opposite of {word} is {other}.")
+    return QuestionAnswer(f"What is the opposite of {word}?", f"The opposite of {word} is {other}.")
 
 
-def _sum(rng: np.random.Generator) -> Question:
+def _sum(rng: np.random.Generator) -> QuestionAnswer:
     first, second = (int(number) for number in rng.integers(0, 11, 2))
     if rng.random() < 0.6:
-        return Question(f"What is {first} plus {second}?", f"{first} plus {second} is {first + second}.")
-    return Question(f"What is {first + second} minus {second}?", f"{first + second} minus {second} is {first}.")
+        return QuestionAnswer(f"What is {first} plus {second}?", f"{first} plus {second} is {first + second}.")
+    return QuestionAnswer(f"What is {first + second} minus {second}?", f"{first + second} minus {second} is {first}.")
 
 
-def _next(rng: np.random.Generator) -> Question:
+def _next(rng: np.random.Generator) -> QuestionAnswer:
     what, row = (("day", DAYS), ("month", MONTHS))[int(rng.integers(2))]
     index, later = int(rng.integers(len(row))), rng.random() < 0.5
     found = row[(index + (1 if later else -1)) % len(row)]
     order = "after" if later else "before"
-    return Question(f"Which {what} comes {order} {row[index]}?", f"The {what} {order} {row[index]} is {found}.")
+    return QuestionAnswer(f"Which {what} comes {order} {row[index]}?", f"The {what} {order} {row[index]} is {found}.")

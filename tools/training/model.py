@@ -27,10 +27,9 @@ class ModelShape:
 
 PRESETS = {
     "base": ModelShape(layers=12, hidden=160, intermediate=448, positions=4096),
-    "bundled": ModelShape(),
     "nano": ModelShape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128),
 }
-"""``bundled``: the model that Moonpool serves by default; ``nano``: the smallest with the lookup circuit, for tests."""
+"""``base``: the next bundled model; ``nano``: the smallest with the lookup circuit, for tests."""
 
 
 class Attention(nn.Module):

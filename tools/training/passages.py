@@ -42,7 +42,7 @@ class Statement:
 
 
 @dataclass(frozen=True)
-class Question:
+class QuestionAnswer:
     """A question and its whole answer."""
 
     text: str
@@ -85,7 +85,7 @@ def text_of(rng: np.random.Generator, groups: list[list[Statement]]) -> str:
     return " ".join(sentences)
 
 
-def ask(rng: np.random.Generator, stated: list[Statement]) -> Question:
+def ask(rng: np.random.Generator, stated: list[Statement]) -> QuestionAnswer:
     """Return a question about one of the statements, or sometimes one that they do not answer."""
     if rng.random() < UNKNOWN_SHARE:
         unknown = ask_unanswered(rng, stated)
@@ -94,7 +94,7 @@ def ask(rng: np.random.Generator, stated: list[Statement]) -> Question:
     return ask_about(rng, stated[int(rng.integers(len(stated)))], stated)
 
 
-def ask_about(rng: np.random.Generator, statement: Statement, stated: list[Statement]) -> Question:
+def ask_about(rng: np.random.Generator, statement: Statement, stated: list[Statement]) -> QuestionAnswer:
     """Return a question that this statement alone answers."""
     relation = statement.relation
     answer = _filled(relation.answer, statement.subject, statement.value)
@@ -103,11 +103,11 @@ def ask_about(rng: np.random.Generator, statement: Statement, stated: list[State
             other for other in stated if other.value == statement.value and other.relation.subject == relation.subject
         ]
         if len(same) == 1:
-            return Question(_filled(vocabulary.pick(rng, relation.reverse), "", statement.value), answer)
-    return Question(_filled(vocabulary.pick(rng, relation.questions), statement.subject, statement.value), answer)
+            return QuestionAnswer(_filled(vocabulary.pick(rng, relation.reverse), "", statement.value), answer)
+    return QuestionAnswer(_filled(vocabulary.pick(rng, relation.questions), statement.subject, statement.value), answer)
 
 
-def ask_unanswered(rng: np.random.Generator, stated: list[Statement]) -> Question | None:
+def ask_unanswered(rng: np.random.Generator, stated: list[Statement]) -> QuestionAnswer | None:
     """Return a question that the statements do not answer, about their subjects or relations; None if they do."""
     near = stated[int(rng.integers(len(stated)))]
     if rng.random() < 0.5:
@@ -117,7 +117,7 @@ def ask_unanswered(rng: np.random.Generator, stated: list[Statement]) -> Questio
         relation, subject = near.relation, vocabulary.draw(rng, near.relation.subject)
     if any(other.relation is relation and other.subject == subject for other in stated):
         return None
-    return Question(_filled(vocabulary.pick(rng, relation.questions), subject, ""), UNKNOWN)
+    return QuestionAnswer(_filled(vocabulary.pick(rng, relation.questions), subject, ""), UNKNOWN)
 
 
 def _filled(template: str, subject: str, value: str) -> str:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tools.training import knowledge, passages
 from tools.training import tokenizer as bpe
 from tools.training.corpus import Corpus
-from tools.training.passages import Question, Statement
+from tools.training.passages import QuestionAnswer, Statement
 from tools.training.transcript import ANSWER_WEIGHT, Transcript
 from tools.training.words import ACKNOWLEDGEMENTS, SYSTEM_PROMPTS
 
@@ -53,13 +53,13 @@ class Reading(Transcript):
     def user_text(self, text: str) -> None:
         self.message(bpe.USER_ID, text if self.chat else f"{text}\n")
 
-    def put(self, question: Question) -> None:
+    def put(self, question: QuestionAnswer) -> None:
         """Add a question and its answer."""
         if self.chat:
             self.message(bpe.USER_ID, question.text)
             self.answer("", question.answer)
         else:
-            self.text(f"Question: {question.text}\nAnswer:")
+            self.text(f"QuestionAnswer: {question.text}\nAnswer:")
             self.text(f" {question.answer}\n", ANSWER_WEIGHT)
 
     def tell(self) -> None:
@@ -82,7 +82,7 @@ class Reading(Transcript):
         order = f"{self.pick(INTRODUCTIONS)}{text}{between}{question.text}"
         if self.rng.random() < 0.15:
             order = f"{question.text}\n{text}"
-        self.put(Question(order, question.answer))
+        self.put(QuestionAnswer(order, question.answer))
 
     def ask(self) -> None:
         """Add a question about anything stated so far."""
@@ -112,7 +112,7 @@ class Reading(Transcript):
             key, _, text = str(line).partition(" " if source == "kjv" else ": ")
             text = text if source == "kjv" else text.split(";")[0]
             if key and text and len(text) <= LONGEST_QUOTE:
-                self.put(Question(form.format(key.split(",")[0]), text))
+                self.put(QuestionAnswer(form.format(key.split(",")[0]), text))
 
     def know(self) -> None:
         """Add a question that needs no passage."""
@@ -121,7 +121,7 @@ class Reading(Transcript):
     def talk(self) -> None:
         """Add small talk."""
         greeting, reply = knowledge.SMALL_TALK[int(self.rng.integers(len(knowledge.SMALL_TALK)))]
-        self.put(Question(greeting, reply))
+        self.put(QuestionAnswer(greeting, reply))
 
 
 _TURNS: tuple[tuple[float, Callable[[Reading], None]], ...] = (
