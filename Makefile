@@ -28,6 +28,9 @@ VLLM_VENV ?= .vllm
 # More arguments for `make test-vllm`, such as --last-failed.
 PYTEST_ARGS ?=
 
+# vLLM's own.
+VLLM_WARNINGS := -W ignore::DeprecationWarning -W ignore::FutureWarning
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -42,7 +45,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
 	@echo "make test    all checks and tests: what .ci/run runs"
-	@echo "make test-nightly  the tests that take long; records its outcome in tests/nightly.json"
+	@echo "make test-nightly  the tests that take long, with and without vLLM; records its outcome in tests/nightly.json"
 	@echo "make gpu-proof  what is written for GPUs and needs one to be proven, in at most 10 minutes; status 3 without a GPU"
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
 	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
@@ -81,17 +84,20 @@ test: $(STAMP) static
 	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  --junitxml=out/tests.xml
 
-test-nightly: $(STAMP)
+test-nightly: $(STAMP) $(VLLM_STAMP)
 	@mkdir -p out
+	rm -f out/nightly.xml out/nightly_vllm.xml
 	$(QUIET_THREADS) $(BIN)/python -m pytest -m nightly --junitxml=out/nightly.xml; \
-	  $(BIN)/python .ci/report_tests.py out/nightly.xml --record tests/nightly.json
+	  NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest \
+	  -m nightly $(VLLM_WARNINGS) tests/vllm_worker --junitxml=out/nightly_vllm.xml; \
+	  $(BIN)/python .ci/report_tests.py out/nightly.xml --with out/nightly_vllm.xml --record tests/nightly.json
 
 # Its numba is another version, whose compiled kernels must not replace those of $(VENV).
 test-vllm: export NUMBA_CACHE_DIR := $(abspath $(VLLM_VENV))/numba
 test-vllm: $(VLLM_STAMP)
 	@mkdir -p out
-	REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest -W ignore::DeprecationWarning \
-	  -W ignore::FutureWarning tests/vllm_worker --junitxml=out/vllm.xml $(PYTEST_ARGS)
+	REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest $(VLLM_WARNINGS) tests/vllm_worker \
+	  --junitxml=out/vllm.xml $(PYTEST_ARGS)
 
 $(VLLM_STAMP): pyproject.toml requirements-cpu.lock requirements-vllm.lock .ci/install.py .ci/compile_kernels.py
 	$(PYTHON) .ci/install.py $(VLLM_VENV) $(TORCH_INDEX) --vllm

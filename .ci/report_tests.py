@@ -1,11 +1,11 @@
 """Report on test runs from their JUnit files: the slowest test files, and the tests that passed only when run again.
 
-    python .ci/report_tests.py FIRST.xml [SECOND.xml] [--record FILE]
+    python .ci/report_tests.py FIRST.xml [SECOND.xml] [--with OTHER.xml] [--record FILE]
 
-FIRST is the whole run, SECOND the run of its failed tests alone. Prints the ten slowest files of FIRST, and
-`FLAKY name` for each test that failed in FIRST and passed in SECOND. Exits with 1 when a test failed in FIRST and did
-not pass in SECOND, and when FIRST names no test. With --record, the outcome is written to FILE as JSON, with the date
-and the commit.
+FIRST is the whole run, OTHER a part of it that ran in another environment, SECOND the run of its failed tests alone.
+Prints the ten slowest files of the run, and `FLAKY name` for each test that failed in it and passed in SECOND. Exits
+with 1 when a test failed and did not pass in SECOND, and when FIRST or OTHER names no test. With --record, the outcome
+is written to FILE as JSON, with the date and the commit.
 """
 
 import argparse
@@ -20,11 +20,14 @@ from pathlib import Path
 NUM_SLOWEST = 10
 
 
-def main(first: Path, second: Path | None, record: Path | None) -> int:
-    cases = list(ElementTree.parse(first).iter("testcase"))
-    if not cases:
-        print(f"{first} names no test: expected the JUnit file of a run that executed tests")
-        return 1
+def main(first: Path, second: Path | None, other: Path | None, record: Path | None) -> int:
+    cases = list[ElementTree.Element]()
+    for path in filter(None, (first, other)):
+        found = list(ElementTree.parse(path).iter("testcase"))
+        if not found:
+            print(f"{path} names no test: expected the JUnit file of a run that executed tests")
+            return 1
+        cases += found
     per_file: dict[str, list[float]] = defaultdict(list)
     for case in cases:
         per_file[name_of(case).split("::")[0]].append(float(case.get("time", "0")))
@@ -74,6 +77,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Report the slowest test files and the flaky tests.")
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path, nargs="?")
+    parser.add_argument("--with", dest="other", type=Path)
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
-    sys.exit(main(given.first, given.second, given.record))
+    sys.exit(main(given.first, given.second, given.other, given.record))

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import aiohttp
 import numpy as np
+import pytest
 
 from engine import load_model
 
@@ -84,6 +85,7 @@ async def replay(cluster: Any, out: Path) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads((out / "report.json").read_text())
 
 
+@pytest.mark.nightly
 async def test_blocks_swapped_behind_the_verification_make_verify_fail(
     random_model: Path, start_cluster: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -53,7 +53,9 @@ def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Any:
         yield running
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "decode-1", "conductor", "pool-0", "prefill-0"])
+@pytest.mark.parametrize(
+    "victim", ["decode-0", pytest.param("decode-1", marks=pytest.mark.nightly), "conductor", "pool-0", "prefill-0"]
+)
 async def test_a_running_request_survives_the_death_of(
     victim: str,
     cluster: Any,

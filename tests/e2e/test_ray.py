@@ -122,7 +122,7 @@ def answer_in_the_clear(port: int) -> bytes:
     ("node_id", "victim"),
     [
         ("decode-0", "role"),
-        ("pool-0", "role"),
+        pytest.param("pool-0", "role", marks=pytest.mark.nightly),
         ("pool-0", "actor"),
         pytest.param("decode-0", "actor", marks=pytest.mark.nightly),
         pytest.param("decode-0", "hung role", marks=pytest.mark.nightly),

@@ -175,6 +175,7 @@ async def test_requests_go_on_and_new_ones_are_placed_when_the_conductor_that_is
     await roles.at_rest()
 
 
+@pytest.mark.nightly
 async def test_an_upgrade_role_by_role_under_load_loses_nothing(
     roles: Roles, newer: str, load: Load, check: Callable[[Load], None]
 ) -> None:

@@ -52,7 +52,9 @@ async def complete_all(
     return await asyncio.gather(*(ask(prompt) for prompt in asked))
 
 
-@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(GREEDY, id="greedy"), pytest.param(SAMPLED, id="seeded", marks=pytest.mark.nightly)]
+)
 async def test_tokens_are_those_of_one_vllm_alone_and_nothing_is_computed_twice(
     mode: dict[str, Any], cluster: Any, pair: Any, judge: Any, session: aiohttp.ClientSession
 ) -> None:
@@ -146,7 +148,7 @@ async def change_nodes(cluster: Any, *command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("victim", [pytest.param("decode-0", marks=pytest.mark.nightly), "prefill-0"])
 async def test_after_the_death_of_a_worker_answers_go_on_and_prefixes_come_from_the_pool(
     victim: str, pair: Any, session: aiohttp.ClientSession
 ) -> None:

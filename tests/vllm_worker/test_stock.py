@@ -27,6 +27,8 @@ from settings.worker import BUNDLED_MODEL
 from tests.e2e.bare_roles import START_S, Role
 from tests.vllm_worker.test_cluster import prompts
 
+pytestmark = pytest.mark.nightly  # two more servers, each of which takes about a minute of CPU to start
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
