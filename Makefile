@@ -7,8 +7,8 @@ VENV ?= .venv
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # Empty: the package index's build, which on Linux brings the CUDA libraries with it.
 TORCH_INDEX ?=
-# 4,096 tokens each.
-TRAIN_STEPS ?= 4000
+# Of each stage, 4,096 tokens each.
+TRAIN_STEPS ?= 1600
 # Tests wait for processes more than they compute. A file's tests stay together: they share a cluster. Files begin in
 # the order of tests/order.py.
 TEST_PROCESSES ?= 3
@@ -56,7 +56,7 @@ help:
 	@echo "make format  apply the formatter and the safe fixes"
 	@echo "make proto   generate Python from proto/"
 	@echo "make chart   generated files of the deployment: schemas, the chart's table, golden renders"
-	@echo "make train   train the bundled model again, TRAIN_STEPS=$(TRAIN_STEPS), into out/model"
+	@echo "make train   train the next bundled model, four stages of TRAIN_STEPS=$(TRAIN_STEPS), into .train/base4/model"
 	@echo "make bench   run every benchmark"
 	@echo "make clients the openai, aiperf, guidellm and lm-eval clients against a live cluster; installs them in .clients"
 	@echo "make compare 1 prefill + 1 decode worker against 2 aggregated ones, on the same trace and cores"
@@ -138,8 +138,11 @@ chart: $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/python -m tools.training.prepare
-	$(BIN)/python -m tools.training.train --steps $(TRAIN_STEPS)
-	$(BIN)/python -m tools.training.export .train/run/last.pt out/model
+	@set -e; weights=; for stage in 1 2 3 4; do \
+	  run=.train/base$$stage; \
+	  $(BIN)/python -m tools.training.train --stage $$stage --steps $(TRAIN_STEPS) --threads $$(nproc) --run $$run $$weights; \
+	  $(BIN)/python -m tools.training.export $$run/last.pt $$run/model; weights="--weights $$run/model"; \
+	done
 
 bench: $(STAMP)
 	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done

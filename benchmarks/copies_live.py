@@ -125,14 +125,14 @@ def hot_rows(popular: HotPrefixes, seed: int, rate_per_s: float, seconds: float)
 
 
 def live_profile() -> CostProfile:
-    """Return costs of about 2 s for a prefix and 0.15 s for a question, so that one machine simulates all nodes."""
+    """Return costs of about 2 s for a prefix and 0.25 s for a question, so that one machine simulates all nodes."""
     prompts, contexts = Range(1, _MAX_LEN), Range(1, 16 * _MAX_LEN)
     link = TransferCost(0.005, 1 / LINK_BYTES_PER_S, Range(1, 1e9))
     memory = TransferCost(0.005, 1e-9, Range(1, 1e9))
     return replace(
         profile_of("instant"),
         name="copies",
-        prefill=PrefillCost(0.05, 0.002, 0.0, new_tokens=prompts, prompt_tokens=prompts),
+        prefill=PrefillCost(0.12, 0.002, 0.0, new_tokens=prompts, prompt_tokens=prompts),
         decode=DecodeCost(0.03, 0.001, 0.0, batch=Range(1, 16), context_tokens=contexts),
         transfers={"fetch": link, "push": link, "load": memory},
     )
@@ -142,7 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=4, help="number of pairs of runs per popularity")
     parser.add_argument("--popularities", nargs="+", default=list(POPULARITIES), choices=list(POPULARITIES))
-    parser.add_argument("--rate", type=float, default=8.0, help="requests per second")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=40.0, help="duration of the counted arrivals")
     parser.add_argument("--add", action="store_true", help="add the pairs to those of the latest stored result")
     parser.add_argument("--store", action="store_true", help="store the result after every pair")

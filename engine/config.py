@@ -16,13 +16,23 @@ from engine.errors import ConfigInvalid, ModelFolderMissing, TokenizerMissing, U
 FULL = "full"
 WINDOW = "window"
 
+SILU = "silu"
+GELU_TANH = "gelu_tanh"
+
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "MoonpoolForCausalLM": "moonpool",
 }
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_GEMMAS = ("gemma2", "gemma3_text")
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma2": 4, "gemma3_text": 4}
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
+_DEFAULT_POSITIONS = {"gemma2": 8192, "gemma3_text": 131072}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 T = TypeVar("T")
 _KIND_NAMES: dict[type, str] = {bool: "true or false", dict: "an object", list: "a list", int: "an integer"}
@@ -41,7 +51,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class KvGroupShape:
-    """Layers that share a page table: those with the same kind, window, kv_heads, head_dim and dtype."""
+    """KV layers that share a page table: those with the same kind, window, kv_heads, head_dim and dtype.
+
+    KV layers are the layers that own KV, numbered from 0 in their order in the model.
+    """
 
     kind: str
     window: int  # tokens visible to a query, including itself; 0 = all
@@ -65,8 +78,18 @@ class ModelConfig:
     head_dim: int
     max_positions: int
     rms_norm_eps: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]
+    layer_ropes: tuple[int, ...]  # per layer; index into `ropes`
     layer_windows: tuple[int, ...]  # per layer; 0 = full attention
+    kv_owners: tuple[int, ...]  # per layer; the layer whose keys and values it attends to, itself if it computes them
+    attention_scale: float  # of the products of queries and keys
+    attention_softcap: float  # scores become cap * tanh(score / cap); 0 = they do not
+    attention_sinks: bool  # each head has a learned score that takes a share of the softmax and adds nothing
+    logits_softcap: float
+    activation: str
+    norm_offset: float  # norms multiply by this plus their weights
+    post_norms: bool  # the outputs of attention and MLP are normalised before they are added
+    embedding_scale: float
     qkv_bias: bool
     attention_out_bias: bool
     mlp_bias: bool
@@ -84,14 +107,20 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Return the layers that own KV; a KV layer's number is its index here."""
+        return tuple(layer for layer, owner in enumerate(self.kv_owners) if owner == layer)
+
     def kv_groups(self, dtype: str) -> tuple[KvGroupShape, ...]:
-        """Return the layers grouped by window: full attention first, then windows from large to small."""
-        windows = sorted(set(self.layer_windows), key=lambda window: (window != 0, -window))
+        """Return the KV layers grouped by window: full attention first, then windows from large to small."""
+        owned = [self.layer_windows[layer] for layer in self.kv_layers]
+        windows = sorted(set(owned), key=lambda window: (window != 0, -window))
         return tuple(
             KvGroupShape(
                 kind=WINDOW if window else FULL,
                 window=window,
-                layers=tuple(i for i, own in enumerate(self.layer_windows) if own == window),
+                layers=tuple(i for i, own in enumerate(owned) if own == window),
                 kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
                 dtype=dtype,
@@ -129,11 +158,11 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
     """
     read = _Reader(raw, where)
     family = _family(read)
-    _refuse_features(read)
+    _refuse_features(read, family)
     hidden = read.count("hidden_size")
     heads = read.count("num_attention_heads")
     kv_heads = read.count("num_key_value_heads", _DEFAULT_KV_HEADS.get(family, heads))
-    head_dim = read.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))
+    head_dim = read.count("head_dim", _DEFAULT_HEAD_DIM.get(family, max(hidden // heads, 1)))
     num_layers = read.count("num_hidden_layers", most=_MAX_LAYERS)
     if heads % kv_heads:
         raise ConfigInvalid(
@@ -141,7 +170,10 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         )
     if head_dim % 2:
         raise ConfigInvalid(f"{where}: head_dim must be even for rotary embedding, got {head_dim}")
-    attention_bias = family in ("llama", "qwen3") and read.typed("attention_bias", bool, False)
+    attention_bias = family not in ("mistral", "qwen2") and read.typed("attention_bias", bool, False)
+    gemma = family in _GEMMAS
+    windows = _layer_windows(read, family, num_layers)
+    ropes = _ropes(read, family)
     return ModelConfig(
         family=family,
         vocab_size=read.count("vocab_size"),
@@ -151,15 +183,25 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=read.count("max_position_embeddings", 2048),
+        max_positions=read.count("max_position_embeddings", _DEFAULT_POSITIONS.get(family, 2048)),
         rms_norm_eps=read.positive("rms_norm_eps", 1e-6),
-        rope=_rope(read),
-        layer_windows=_layer_windows(read, family, num_layers),
+        ropes=ropes,
+        layer_ropes=tuple(len(ropes) - 1 if window else 0 for window in windows),
+        layer_windows=windows,
+        kv_owners=_kv_owners(read, family, windows),
+        attention_scale=(read.positive("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
+        attention_softcap=_softcap(read, "attn_logit_softcapping", 50.0) if family == "gemma2" else 0.0,
+        attention_sinks=family == "moonpool" and read.typed("attention_sinks", bool, False),
+        logits_softcap=_softcap(read, "final_logit_softcapping", 30.0 if family == "gemma2" else 0.0) if gemma else 0.0,
+        activation=GELU_TANH if gemma else SILU,
+        norm_offset=1.0 if gemma else 0.0,
+        post_norms=gemma,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
         qkv_bias=attention_bias or family == "qwen2",
         attention_out_bias=attention_bias,
-        mlp_bias=family == "llama" and read.typed("mlp_bias", bool, False),
-        qk_norm=family == "qwen3",
-        tie_word_embeddings=read.typed("tie_word_embeddings", bool, False),
+        mlp_bias=family in ("llama", "moonpool") and read.typed("mlp_bias", bool, False),
+        qk_norm=family in ("qwen3", "gemma3_text"),
+        tie_word_embeddings=read.typed("tie_word_embeddings", bool, gemma),
         checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_eos(generation.get("eos_token_id", raw.get("eos_token_id")), where),
         bos_token_id=_bos(raw.get("bos_token_id"), where),
@@ -240,24 +282,51 @@ def _family(read: _Reader) -> str:
     raise UnsupportedModel(f"{where}: neither architectures nor model_type ({model_type!r}) names one of {supported}")
 
 
-def _refuse_features(read: _Reader) -> None:
+def _refuse_features(read: _Reader, family: str) -> None:
     where = read.where
-    if (activation := read.raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+    if family in _GEMMAS:
+        if (activation := read.raw.get("hidden_activation") or "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+            raise UnsupportedModel(f"{where}: hidden_activation must be gelu_pytorch_tanh, got {activation!r}")
+        if read.typed("use_bidirectional_attention", bool, False):
+            raise UnsupportedModel(f"{where}: use_bidirectional_attention is not supported")
+        if family == "gemma3_text" and read.raw.get("attn_logit_softcapping") is not None:
+            raise UnsupportedModel(f"{where}: attn_logit_softcapping is not supported for gemma3_text")
+    elif (activation := read.raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModel(f"{where}: hidden_act must be silu, got {activation!r}")
     if quantization := read.typed("quantization_config", dict, {}):
         method = quantization.get("quant_method", "unnamed")
         raise UnsupportedModel(f"{where}: quantized weights (quantization_config, method {method!r}) are not supported")
 
 
-def _rope(read: _Reader) -> RopeConfig:
-    """Read the rotary parameters from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (earlier)."""
-    raw, where = read.raw, read.where
+def _softcap(read: _Reader, key: str, default: float) -> float:
+    """Return the cap, 0 if the key is null or, without a default, absent."""
+    value = read.raw.get(key, default) or 0.0
+    return _positive(value, f"{read.where}: {key}") if value else 0.0
+
+
+def _ropes(read: _Reader, family: str) -> tuple[RopeConfig, ...]:
+    """Return the rotary parameters: of full attention first, then of windows if they are different ones.
+
+    They are read from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier).
+    """
     given = read.typed("rope_scaling", dict, {}) | read.typed("rope_parameters", dict, {})
+    if family != "gemma3_text":
+        return (_rope(read, given, read.raw.get("rope_theta")),)
+    of_type = [_Reader(given, f"{read.where}: rope_parameters").typed(key, dict, {}) for key in _LAYER_TYPES]
+    if not any(of_type):
+        of_type[0] = given
+    thetas = read.raw.get("rope_theta") or 1e6, read.raw.get("rope_local_base_freq") or 1e4
+    return tuple(_rope(read, dict(each), theta) for each, theta in zip(of_type, thetas, strict=True))
+
+
+def _rope(read: _Reader, given: dict[str, Any], theta: Any) -> RopeConfig:
+    """Return the rotary parameters in `given`, whose base is `theta` unless it has one."""
+    raw, where = read.raw, read.where
     rope_type = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     if any(isinstance(value, dict) for value in given.values()):
         raise UnsupportedModel(f"{where}: rotary parameters per layer type are not supported")
-    theta = _positive(given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0, f"{where}: rope_theta")
+    theta = _positive(given.pop("rope_theta", None) or theta or 10000.0, f"{where}: rope_theta")
     partial = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UnsupportedModel(f"{where}: partial_rotary_factor must be 1.0, got {partial}")
@@ -283,7 +352,7 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
     if family == "llama":
         return (0,) * num_layers
     where = read.where
-    window = read.raw.get("sliding_window", 4096)
+    window = read.raw.get("sliding_window", None if family == "moonpool" else 4096)
     if family in ("qwen2", "qwen3") and not read.typed("use_sliding_window", bool, False):
         window = None
     if window is not None and not (type(window) is int and 0 < window <= _MAX_COUNT):
@@ -291,18 +360,60 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
     if family == "mistral":
         return (window or 0,) * num_layers
     if read.raw.get("layer_types") is None:
-        first = read.typed("max_window_layers", int, 28)
+        if family in _GEMMAS:
+            pattern = 2 if family == "gemma2" else read.count("sliding_window_pattern", 6)
+            return tuple(window or 0 if (i + 1) % pattern else 0 for i in range(num_layers))
+        first = 0 if family == "moonpool" else read.typed("max_window_layers", int, 28)
         return tuple(window if window and i >= first else 0 for i in range(num_layers))
     types = read.typed("layer_types", list, [])
     if len(types) != num_layers:
         raise ConfigInvalid(
             f"{where}: layer_types must have num_hidden_layers ({num_layers}) entries, got {len(types)}"
         )
-    if unknown := {str(kind) for kind in types} - {"full_attention", "sliding_attention"}:
+    if unknown := {str(kind) for kind in types} - set(_LAYER_TYPES):
         raise UnsupportedModel(f"{where}: layer_types {', '.join(sorted(unknown))} are not supported")
     if "sliding_attention" in types and window is None:
         raise ConfigInvalid(f"{where}: layer_types has sliding_attention but sliding windows are off")
     return tuple(window or 0 if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _kv_owners(read: _Reader, family: str, windows: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layer whose KV each layer uses: from `kv_owners`, or by Gemma 3n's rule from `num_kv_shared_layers`.
+
+    By that rule, each of the last layers uses the KV of the last layer before them that has the same window.
+    """
+    where, count = read.where, len(windows)
+    if family != "moonpool" or not {"kv_owners", "num_kv_shared_layers"} & read.raw.keys():
+        return tuple(range(count))
+    shared = read.typed("num_kv_shared_layers", int, 0)
+    if read.raw.get("kv_owners") is None:
+        if not 0 <= shared < count:
+            raise ConfigInvalid(f"{where}: num_kv_shared_layers must be 0 to {count - 1}, got {shared}")
+        last = {window: layer for layer, window in enumerate(windows[: count - shared])}
+        if missing := {windows[layer] for layer in range(count - shared, count)} - last.keys():
+            raise ConfigInvalid(
+                f"{where}: num_kv_shared_layers is {shared}, but none of the layers before the last {shared} has "
+                f"{_window_name(max(missing))}"
+            )
+        return tuple(layer if layer < count - shared else last[windows[layer]] for layer in range(count))
+    owners = read.typed("kv_owners", list, [])
+    if len(owners) != count or not all(type(owner) is int for owner in owners):
+        raise ConfigInvalid(f"{where}: kv_owners must have num_hidden_layers ({count}) layer numbers, got {owners!r}")
+    for layer, owner in enumerate(owners):
+        if not 0 <= owner <= layer or owners[owner] != owner:
+            raise ConfigInvalid(
+                f"{where}: kv_owners[{layer}] must be {layer} or an earlier layer that owns its KV, got {owner}"
+            )
+        if windows[owner] != windows[layer]:
+            raise ConfigInvalid(
+                f"{where}: kv_owners[{layer}] is {owner}, which has {_window_name(windows[owner])}, but layer {layer} "
+                f"has {_window_name(windows[layer])}"
+            )
+    return tuple(owners)
+
+
+def _window_name(window: int) -> str:
+    return f"a window of {window}" if window else "full attention"
 
 
 def _eos(value: Any, where: str) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from engine import kernels
 from engine.batch import FlatBatch, LayerHook, first_visible
 from engine.cache import PagedCache
-from engine.config import ModelConfig
+from engine.config import SILU, ModelConfig
 from engine.kernels import DecoderDims, KernelWeights, StepArrays, WorkBuffers
 from engine.rope import RopeTable
 from engine.weights import DecoderWeights
@@ -51,10 +51,19 @@ class _Context:
 class ChunkAttention:
     """Attention of one step's rows: `run` computes long chunks, and the row kernel computes `short_rows`."""
 
-    def __init__(self, plan: FlatBatch, cache: PagedCache, config: ModelConfig, step: kernels.StepArrays) -> None:
+    def __init__(
+        self,
+        plan: FlatBatch,
+        cache: PagedCache,
+        config: ModelConfig,
+        shape: DecoderDims,
+        sinks: kernels.Floats,
+        step: kernels.StepArrays,
+    ) -> None:
         self._config = config
+        self._shape = shape
+        self._sinks = sinks  # [L, heads | 0]
         self._step = step
-        self._layer_group = cache.layer_group
         self._contexts: list[list[_Context]] = [[] for _ in cache.groups]
         sizes = np.diff(plan.chunk_rows)
         self.short_rows = np.flatnonzero(sizes[plan.row_chunk] <= _SHORT_CHUNK).astype(np.int32)
@@ -74,8 +83,10 @@ class ChunkAttention:
         """Compute attention of the long chunks' rows of qkv [N, Q + 2K] into out [N, Q]. Their KV is already in the
         cache.
         """
-        tile_by = self._by_products if torch.get_num_threads() <= _FEW_THREADS else self._by_fused_kernel
-        for context in self._contexts[self._layer_group[layer]]:
+        sinks = self._sinks[layer]
+        plain = not sinks.size and not self._shape.softcap
+        fused = plain and torch.get_num_threads() > _FEW_THREADS
+        for context in self._contexts[self._step.layer_groups[layer]]:
             heads, head_dim = self._token_shape
             # Contiguous for any chunk length: a different memory layout would trigger another compilation of the
             # kernel.
@@ -83,12 +94,17 @@ class ChunkAttention:
             keys, values = form_group.view(2, heads, context.tokens, head_dim)
             kernels.gather(layer, self._step, context.table, keys.numpy(), values.numpy())
             for tile in context.tiles:
-                tile_by(tile, context.window, keys[:, tile.keys], values[:, tile.keys], qkv, out)
+                k, v = keys[:, tile.keys], values[:, tile.keys]
+                if fused:
+                    self._by_fused_kernel(tile, context.window, k, v, qkv, out)
+                else:
+                    self._by_products(tile, context.window, sinks, k, v, qkv, out)
 
     def _by_products(
         self,
         tile: _Tile,
         window: int,
+        sinks: kernels.Floats,
         keys: torch.Tensor,
         values: torch.Tensor,
         qkv: kernels.Floats,
@@ -101,10 +117,9 @@ class ChunkAttention:
         mixed = self._mixed[: kv_heads * rows * head_dim].view(kv_heads, rows, head_dim)
         scores = self._scores[: kv_heads * rows * count].view(kv_heads, rows, count)
         norms = self._norms[: kv_heads * rows].reshape(kv_heads, rows)
-        scale = np.float32(head_dim**-0.5)
         kernels.take_queries(qkv, tile.first_row, queries.numpy())
         torch.bmm(queries, keys.transpose(1, 2), out=scores)
-        kernels.soften(scores.numpy(), shared, tile.offset, window, scale, norms)
+        kernels.soften(scores.numpy(), shared, tile.offset, window, self._shape, sinks, norms)
         torch.bmm(scores, values, out=mixed)
         kernels.put_mixed(mixed.numpy(), norms, tile.first_row, out)
 
@@ -124,7 +139,9 @@ class ChunkAttention:
         ahead = torch.arange(keys.shape[1])[None, :] - torch.arange(tile.offset, tile.offset + tile.queries)[:, None]
         hidden = (ahead > 0) | (ahead <= -window) if window else ahead > 0
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        mixed = F.scaled_dot_product_attention(queries[None], keys[None], values[None], mask, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], mask, scale=self._config.attention_scale, enable_gqa=True
+        )
         out[rows] = mixed[0].transpose(0, 1).reshape(tile.queries, -1).numpy()
 
 
@@ -163,8 +180,18 @@ class CpuBackend:
         self._rope = rope
         self._few_rows = config.max_positions * 1024 if batch_invariant else FEW_ROWS
         self._shape = DecoderDims(
-            config.num_heads, config.num_kv_heads, config.head_dim, np.float32(config.rms_norm_eps)
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=np.float32(config.rms_norm_eps),
+            scale=np.float32(config.attention_scale),
+            softcap=np.float32(config.attention_softcap),
+            gelu=config.activation != SILU,
         )
+        numbers = {layer: number for number, layer in enumerate(config.kv_layers)}
+        self._kv_layers = np.array([numbers[owner] for owner in config.kv_owners], np.intp)
+        self._owns = np.array(config.kv_owners) == np.arange(config.num_layers)
+        self._ropes = np.array(config.layer_ropes, np.int32)
         self._arrays = KernelWeights(*(getattr(weights, name).numpy() for name in KernelWeights._fields))
         self._buffers: dict[str, kernels.Floats] = {}
 
@@ -174,11 +201,13 @@ class CpuBackend:
         count = len(plan.token_ids)
         work = self._work(count, plan.max_context)
         np.take(self._weights.embedding.numpy(), plan.token_ids, axis=0, out=work.x)
+        if self._config.embedding_scale != 1:
+            work.x[:] *= np.float32(self._config.embedding_scale)
         step = self._step(plan, cache)
         if count <= self._few_rows:
             self._run_compiled(step, work, on_layer, before_layer)
         else:
-            attention = ChunkAttention(plan, cache, self._config, step)
+            attention = ChunkAttention(plan, cache, self._config, self._shape, self._arrays.sinks, step)
             self._run_composed(attention, step, work, on_layer, before_layer)
         return self._logits(plan, work.x, compiled=count <= self._few_rows)
 
@@ -188,11 +217,12 @@ class CpuBackend:
             kernels.run_layers(0, layers, self._shape, self._arrays, step, work, rows)
             return
         for layer in range(layers):
-            if before_layer is not None:
-                before_layer(layer)
+            own, kv_layer = self._owns[layer], int(self._kv_layers[layer])
+            if own and before_layer is not None:
+                before_layer(kv_layer)
             kernels.run_layers(layer, layer + 1, self._shape, self._arrays, step, work, rows)
-            if on_layer is not None:
-                on_layer(layer)
+            if own and on_layer is not None:
+                on_layer(kv_layer)
 
     def _run_composed(
         self,
@@ -204,23 +234,39 @@ class CpuBackend:
     ) -> None:
         w, shape, arrays = self._weights, self._shape, self._arrays
         x, hidden, qkv, mixed, gate_up, gated, _ = (torch.from_numpy(buffer) for buffer in work)
+        queries = self._config.q_size
         for layer in range(self._config.num_layers):
+            own, kv_layer = self._owns[layer], int(self._kv_layers[layer])
             kernels.rms_norm(work.x, arrays.attention_norm[layer], shape.eps, work.hidden)
-            _multiply(hidden, w.qkv[layer], w.qkv_bias[layer], qkv)
-            if before_layer is not None:
-                before_layer(layer)
+            width = None if own else queries
+            _multiply(hidden, w.qkv[layer][:, :width], w.qkv_bias[layer][:width], qkv[:, :width])
+            if own and before_layer is not None:
+                before_layer(kv_layer)
             kernels.place_rows(layer, shape, arrays, step, work.qkv)
-            if on_layer is not None:
-                on_layer(layer)
-            kernels.attend_rows(layer, attention.short_rows, shape, step, work.qkv, work.scores, work.mixed)
+            if own and on_layer is not None:
+                on_layer(kv_layer)
+            sinks, rows = arrays.sinks[layer], attention.short_rows
+            kernels.attend_rows(layer, rows, shape, sinks, step, work.qkv, work.scores, work.mixed)
             attention.run(layer, work.qkv, work.mixed)
-            _accumulate(mixed, w.out[layer], w.out_bias[layer], x)
+            if self._config.post_norms:
+                _multiply(mixed, w.out[layer], w.out_bias[layer], hidden)
+                kernels.add_normed(work.hidden, arrays.attention_post_norm[layer], shape.eps, work.x)
+            else:
+                _accumulate(mixed, w.out[layer], w.out_bias[layer], x)
             kernels.rms_norm(work.x, arrays.mlp_norm[layer], shape.eps, work.hidden)
             _multiply(hidden, w.gate_up[layer], w.gate_up_bias[layer], gate_up)
-            kernels.gate(work.gate_up, work.gated)
-            _accumulate(gated, w.down[layer], w.down_bias[layer], x)
+            kernels.gate(work.gate_up, shape.gelu, work.gated)
+            if self._config.post_norms:
+                _multiply(gated, w.down[layer], w.down_bias[layer], hidden)
+                kernels.add_normed(work.hidden, arrays.mlp_post_norm[layer], shape.eps, work.x)
+            else:
+                _accumulate(gated, w.down[layer], w.down_bias[layer], x)
 
     def _logits(self, plan: FlatBatch, x: kernels.Floats, *, compiled: bool) -> torch.Tensor:
+        cap, logits = self._config.logits_softcap, self._plain_logits(plan, x, compiled=compiled)
+        return torch.tanh_(logits.div_(cap)).mul_(cap) if cap else logits
+
+    def _plain_logits(self, plan: FlatBatch, x: kernels.Floats, *, compiled: bool) -> torch.Tensor:
         last = x[plan.logits_rows]
         normed = np.empty_like(last)
         kernels.rms_norm(last, self._weights.final_norm.numpy(), self._shape.eps, normed)
@@ -259,12 +305,14 @@ class CpuBackend:
             tables=plan.tables,
             cos=self._rope.cos.numpy(),
             sin=self._rope.sin.numpy(),
+            layer_ropes=self._ropes,
+            layer_owns=self._owns,
             memory=cache.flat.numpy(),
             block_tokens=cache.block_tokens,
             windows=cache.windows,
             slot_sizes=cache.slot_sizes,
-            layer_groups=cache.layer_group,
-            layer_bases=cache.layer_base,
+            layer_groups=cache.layer_group[self._kv_layers],
+            layer_bases=cache.layer_base[self._kv_layers],
         )
 
 

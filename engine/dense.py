@@ -6,28 +6,39 @@ It shares only the weights with the serving path, so that each can be verified a
 import torch
 import torch.nn.functional as F
 
-from engine.config import ModelConfig
+from engine.config import SILU, ModelConfig, RopeConfig
 from engine.rope import inverse_frequencies
 from engine.weights import DecoderWeights
 
 
 def score_dense(config: ModelConfig, weights: DecoderWeights, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of every position, float32 [n, vocab], for token ids int64 [n]."""
-    n = len(token_ids)
-    cos, sin = _rotation(config, n, token_ids.device)
+    n, eps = len(token_ids), config.rms_norm_eps
+    rotations = [_rotation(rope, config.head_dim, n, token_ids.device) for rope in config.ropes]
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     x = weights.embedding[token_ids]
+    x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
     for layer in range(config.num_layers):
-        h = _rms_norm(x, weights.attention_norm[layer], config.rms_norm_eps)
-        x = x + _attention(config, weights, layer, h, cos, sin)
-        h = _rms_norm(x, weights.mlp_norm[layer], config.rms_norm_eps)
+        h = _rms_norm(x, weights.attention_norm[layer], eps)
+        h = _attention(config, weights, layer, h, rotations[config.layer_ropes[layer]], kept)
+        x = x + (_rms_norm(h, weights.attention_post_norm[layer], eps) if config.post_norms else h)
+        h = _rms_norm(x, weights.mlp_norm[layer], eps)
         gate, up = _linear(h, weights.gate_up[layer], weights.gate_up_bias[layer]).chunk(2, dim=-1)
-        x = x + _linear(F.silu(gate) * up, weights.down[layer], weights.down_bias[layer])
-    return (_rms_norm(x, weights.final_norm, config.rms_norm_eps) @ weights.head.t()).float()
+        active = F.silu(gate) if config.activation == SILU else F.gelu(gate, approximate="tanh")
+        h = _linear(active * up, weights.down[layer], weights.down_bias[layer])
+        x = x + (_rms_norm(h, weights.mlp_post_norm[layer], eps) if config.post_norms else h)
+    return _capped((_rms_norm(x, weights.final_norm, eps) @ weights.head.t()).float(), config.logits_softcap)
 
 
 def _attention(
-    config: ModelConfig, weights: DecoderWeights, layer: int, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    config: ModelConfig,
+    weights: DecoderWeights,
+    layer: int,
+    h: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
+    """Return the attention's output; keys and values of layers that own them are added to ``kept``."""
     n, heads, kv_heads, head_dim = len(h), config.num_heads, config.num_kv_heads, config.head_dim
     qkv = _linear(h, weights.qkv[layer], weights.qkv_bias[layer])
     q, k, v = torch.split(qkv, [config.q_size, config.kv_size, config.kv_size], dim=-1)
@@ -35,20 +46,33 @@ def _attention(
     if config.qk_norm:
         q = _rms_norm(q, weights.q_norm[layer], config.rms_norm_eps)
         k = _rms_norm(k, weights.k_norm[layer], config.rms_norm_eps)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+    owner = config.kv_owners[layer]
+    if owner == layer:
+        kept[layer] = _rotate(k, *rotation), v
+    k, v = (t.repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1) for t in kept[owner])
+    q = _rotate(q, *rotation).transpose(0, 1)
     positions = torch.arange(n, device=h.device)
     distance = positions[:, None] - positions[None, :]
     visible = distance >= 0
     if window := config.layer_windows[layer]:
         visible &= distance < window
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    if config.attention_sinks or config.attention_softcap:
+        scores = _capped(q.float() @ k.float().transpose(1, 2) * config.attention_scale, config.attention_softcap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if config.attention_sinks:
+            scores = torch.cat([scores, weights.sinks[layer].float()[:, None, None].expand(-1, n, 1)], dim=-1)
+        mixed = scores.softmax(dim=-1)[..., :n].to(v.dtype) @ v
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=config.attention_scale)
     return _linear(mixed.transpose(0, 1).reshape(n, -1), weights.out[layer], weights.out_bias[layer])
 
 
-def _rotation(config: ModelConfig, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
+def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
+def _rotation(rope: RopeConfig, head_dim: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies, factor = inverse_frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(n, dtype=torch.float32), frequencies)
     angles = torch.cat([angles, angles], dim=-1)[:, None, :].to(device)
     return angles.cos() * factor, angles.sin() * factor
@@ -61,7 +85,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         FINAL_NORM: (config.hidden_size,),
     }
     for layer in range(config.num_layers):
-        shapes |= {part.in_layer(layer): part.shape for part in layer_parts(config)}
+        shapes |= {part.in_layer(layer): part.shape for part in layer_parts(config, layer)}
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
@@ -45,12 +45,20 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     return (name == HEAD and config.tie_word_embeddings) or name.endswith(".rotary_emb.inv_freq")
 
 
-def layer_parts(config: ModelConfig) -> Iterator[TensorPart]:
-    """Yield the tensors of one layer."""
+def layer_parts(config: ModelConfig, layer: int) -> Iterator[TensorPart]:
+    """Yield the tensors of one layer. A layer that uses the KV of another one has no weights for keys and values."""
     d, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     yield TensorPart("attention_norm", "input_layernorm.weight", (d,))
-    yield TensorPart("mlp_norm", "post_attention_layernorm.weight", (d,))
-    for projection, size, column in (("q", q, 0), ("k", kv, q), ("v", kv, q + kv)):
+    if config.post_norms:
+        yield TensorPart("attention_post_norm", "post_attention_layernorm.weight", (d,))
+        yield TensorPart("mlp_norm", "pre_feedforward_layernorm.weight", (d,))
+        yield TensorPart("mlp_post_norm", "post_feedforward_layernorm.weight", (d,))
+    else:
+        yield TensorPart("mlp_norm", "post_attention_layernorm.weight", (d,))
+    if config.attention_sinks:
+        yield TensorPart("sinks", "self_attn.sinks", (config.num_heads,))
+    columns = (("q", q, 0), ("k", kv, q), ("v", kv, q + kv))
+    for projection, size, column in columns if config.kv_owners[layer] == layer else columns[:1]:
         yield TensorPart("qkv", f"self_attn.{projection}_proj.weight", (size, d), column)
         if config.qkv_bias:
             yield TensorPart("qkv_bias", f"self_attn.{projection}_proj.bias", (size,), column)

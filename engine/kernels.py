@@ -117,6 +117,8 @@ _SUM = {"contract", "reassoc", "nsz"}
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HI, _LN2_LO = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, left in the low bits
+_NO_SINK = np.float32(-np.inf)
+_GELU_SLOPE, _GELU_CUBE = np.float32(2 * 0.7978845608028654), np.float32(0.044715)  # 2 * sqrt(2 / pi)
 _EXP_LEAST = np.float32(-87.0)
 _EXP_POLY = tuple(
     np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
@@ -133,19 +135,25 @@ class DecoderDims(NamedTuple):
     kv_heads: int
     head_dim: int
     eps: np.float32
+    scale: np.float32  # of the products of queries and keys
+    softcap: np.float32  # of the scores; 0 = none
+    gelu: bool  # the gate's activation is GELU's tanh form, not SiLU
 
 
 class KernelWeights(NamedTuple):
     """Stacked weights as numpy arrays; shapes as in `engine.weights.DecoderWeights`."""
 
     attention_norm: Floats
+    attention_post_norm: Floats
     qkv: Floats
     qkv_bias: Floats
     q_norm: Floats
     k_norm: Floats
+    sinks: Floats
     out: Floats
     out_bias: Floats
     mlp_norm: Floats
+    mlp_post_norm: Floats
     gate_up: Floats
     gate_up_bias: Floats
     down: Floats
@@ -153,13 +161,18 @@ class KernelWeights(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """The rows of one step and the location of their KV: N rows, G groups, L layers; sizes and offsets in floats."""
+    """The rows of one step and the location of their KV: N rows, G groups, L layers; sizes and offsets in floats.
+
+    The groups and bases of a layer are those of the layer whose KV it uses.
+    """
 
     positions: Ints  # [N]
     row_tables: Ints  # [G, N]: where the table of the row's sequence begins in `tables`
     tables: Ints  # slot tables, concatenated
-    cos: Floats  # [positions, head_dim // 2]
+    cos: Floats  # [ropes, positions, head_dim // 2]
     sin: Floats
+    layer_ropes: Ints  # [L]
+    layer_owns: npt.NDArray[np.bool_]  # [L]: whether the layer computes the KV that it uses
     memory: Floats  # the whole cache
     block_tokens: int
     windows: Ints  # [G]
@@ -200,13 +213,15 @@ def _exp(x: np.float32) -> np.float32:
 
 
 @_kernel(_CONTRACT)
-def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: bool) -> None:
-    """Compute out [N, M] (+)= a [N, K] @ weight [K, M] + bias [M | 0]; each row is summed over k in order."""
+def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: bool, width: int) -> None:
+    """Compute out [N, M] (+)= a [N, K] @ weight [K, M] + bias [M | 0], of it the first `width` columns.
+
+    Each row is summed over k in order.
+    """
     rows, depth = a.shape
-    width = weight.shape[1]
     for i in range(rows):
         if not accumulate:
-            out[i] = np.float32(0.0)
+            out[i, :width] = np.float32(0.0)
         if bias.size:
             for j in range(width):
                 out[i, j] += bias[j]
@@ -296,12 +311,32 @@ def rms_norm(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
 
 
 @_kernel(_CONTRACT)
-def gate(gate_up: Floats, out: Floats) -> None:
-    """Compute out [N, F] = silu(gate) * up of gate_up [N, 2F]."""
+def add_normed(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
+    """Compute out [N, d] += x / rms(x) * weight, row by row."""
+    for i in range(x.shape[0]):
+        row, y = x[i], out[i]
+        scale = np.float32(1.0) / np.sqrt(_square_sum(row) / np.float32(row.size) + eps)
+        for j in range(row.size):
+            y[j] += row[j] * scale * weight[j]
+
+
+@_kernel(_CONTRACT)
+def gate(gate_up: Floats, gelu: bool, out: Floats) -> None:
+    """Compute out [N, F] = act(gate) * up of gate_up [N, 2F]; act is SiLU or GELU's tanh form.
+
+    Both are the gate times a sigmoid: (1 + tanh(z)) / 2 is the sigmoid of 2z.
+    """
     width = out.shape[1]
     one = np.float32(1.0)
     for i in range(out.shape[0]):
         g, u, y = gate_up[i, :width], gate_up[i, width:], out[i]
+        if gelu:
+            for j in range(width):
+                z = _GELU_SLOPE * (g[j] + _GELU_CUBE * g[j] * g[j] * g[j])
+                small = _exp(-abs(z))
+                share = one / (one + small)
+                y[j] = g[j] * u[j] * (share if z >= 0 else small * share)
+            continue
         for j in range(width):
             # exp of -|g| only: it cannot overflow, and covers both signs
             small = _exp(-abs(g[j]))
@@ -312,16 +347,17 @@ def gate(gate_up: Floats, out: Floats) -> None:
 @_kernel(_CONTRACT)
 def place_rows(layer: int, shape: DecoderDims, weights: KernelWeights, step: StepArrays, qkv: Floats) -> None:
     """Rotate the queries and keys of qkv [N, Q + 2K] in place, after normalising them if the model has QK-norms, and
-    write keys and values to the cache.
+    write keys and values to the cache. Only the queries, if the layer does not own its KV.
     """
-    heads, kv_heads, head_dim, eps = shape
-    group = step.layer_groups[layer]
+    heads, kv_heads, head_dim, eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
+    group, owns = step.layer_groups[layer], step.layer_owns[layer]
     q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
     half, run, memory = head_dim // 2, step.block_tokens * head_dim, step.memory
+    cos, sin = step.cos[step.layer_ropes[layer]], step.sin[step.layer_ropes[layer]]
     for i in range(qkv.shape[0]):
         position = int(step.positions[i])
-        c, s = step.cos[position], step.sin[position]
-        for h in range(heads + kv_heads):
+        c, s = cos[position], sin[position]
+        for h in range(heads + kv_heads if owns else heads):
             x = qkv[i, h * head_dim : (h + 1) * head_dim]
             if q_norm.size:
                 _norm_row(x, q_norm if h < heads else k_norm, eps, x)
@@ -330,6 +366,8 @@ def place_rows(layer: int, shape: DecoderDims, weights: KernelWeights, step: Ste
                 first, second = a[d], b[d]
                 a[d] = first * c[d] - second * s[d]
                 b[d] = second * c[d] + first * s[d]
+        if not owns:
+            continue
         slot = step.tables[step.row_tables[group, i] + position // step.block_tokens]
         base = step.layer_bases[layer] + slot * step.slot_sizes[group] + position % step.block_tokens * head_dim
         for h in range(kv_heads):
@@ -350,12 +388,30 @@ class _HeadSpan(NamedTuple):
     slot_size: int
 
 
+class _HeadScoring(NamedTuple):
+    """How products of one head's queries and keys become shares; in numba's types."""
+
+    scale: np.float32
+    softcap: np.float32  # 0 = none
+    sink: np.float32  # score that takes a share of its own; -inf = none
+
+
 @_kernel(_CONTRACT)
 def attend_rows(
-    layer: int, rows: Ints, shape: DecoderDims, step: StepArrays, qkv: Floats, scores: Floats, out: Floats
+    layer: int,
+    rows: Ints,
+    shape: DecoderDims,
+    sinks: Floats,
+    step: StepArrays,
+    qkv: Floats,
+    scores: Floats,
+    out: Floats,
 ) -> None:
-    """Compute attention of the given rows of qkv, each over its sequence up to its own position, into out [N, Q]."""
-    heads, kv_heads, head_dim, _ = shape
+    """Compute attention of the given rows of qkv, each over its sequence up to its own position, into out [N, Q].
+
+    `sinks` are those of the layer, [heads | 0].
+    """
+    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
     group = step.layer_groups[layer]
     window, block_tokens = step.windows[group], step.block_tokens
     layer_base, slot_size = step.layer_bases[layer], step.slot_sizes[group]
@@ -370,22 +426,30 @@ def attend_rows(
             y = out[i, h * head_dim : (h + 1) * head_dim]
             lead = h % (heads // kv_heads) == 0
             span = _HeadSpan(first, position, block_tokens, base, slot_size)
-            _attend_head(q, span, table, step.memory, scores, y, lead)
+            scoring = _HeadScoring(shape.scale, shape.softcap, sinks[h] if sinks.size else _NO_SINK)
+            _attend_head(q, span, scoring, table, step.memory, scores, y, lead)
 
 
 @_kernel(_CONTRACT)
 def _attend_head(
-    q: Floats, span: _HeadSpan, table: Ints, memory: Floats, scores: Floats, y: Floats, lead: bool
+    q: Floats,
+    span: _HeadSpan,
+    scoring: _HeadScoring,
+    table: Ints,
+    memory: Floats,
+    scores: Floats,
+    y: Floats,
+    lead: bool,
 ) -> None:
     """Compute attention of one head of one row: y = softmax(q . keys) @ values over the positions of `span`.
 
     `lead` is true for the first head that reads these keys and values, which also prefetches them.
     """
     first, last, block_tokens, base, slot_size = span
+    scale, softcap, sink = scoring
     head_dim = q.size
     vectors = head_dim % LANES == 0
-    scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
-    top = -np.float32(np.inf)
+    top = sink
     for block in range(first // block_tokens, last // block_tokens + 1):
         start = block * block_tokens
         keys = base + table[block] * slot_size
@@ -398,10 +462,15 @@ def _attend_head(
                 prefetch(memory, keys + block_tokens * head_dim + line)
                 prefetch(memory, following + line)
             score = scale * (dot(q, 0, memory, at, head_dim) if vectors else _dot(q, memory[at : at + head_dim]))
+            if softcap > 0:
+                score = softcap * np.tanh(score / softcap)
             scores[start + t - first] = score
             top = max(top, score)
     share = scores[: last + 1 - first]
-    norm = np.float32(1.0) / _exp_sum(share, top, np.float32(1.0))
+    total = _exp_sum(share, top, np.float32(1.0))
+    if sink > _NO_SINK:
+        total += _exp(sink - top)
+    norm = np.float32(1.0) / total
     y[:] = np.float32(0.0)
     for block in range(first // block_tokens, last // block_tokens + 1):
         start = block * block_tokens
@@ -457,19 +526,33 @@ def _max(x: Floats) -> np.float32:
 
 
 @_kernel(_CONTRACT)
-def soften(scores: Floats, shared: int, offset: int, window: int, scale: np.float32, norms: Floats) -> None:
-    """Compute the unnormalised softmax of scores [kv_heads, rows * shared, keys] in place; write 1 / sum to norms.
+def soften(
+    scores: Floats, shared: int, offset: int, window: int, shape: DecoderDims, sinks: Floats, norms: Floats
+) -> None:
+    """Compute the unnormalised softmax of products [kv_heads, rows * shared, keys] in place; write 1 / sum to norms.
 
-    Query i sees keys up to offset + i, and of them the last `window` (0 = all); other scores become 0.
+    Query i sees keys up to offset + i, and of them the last `window` (0 = all); other scores become 0. `sinks` are
+    those of the layer, [heads | 0].
     """
+    softcap, scale = shape.softcap, shape.scale
+    if softcap > 0:
+        scale = np.float32(1.0)
     for h in range(scores.shape[0]):
         for r in range(scores.shape[1]):
             row = scores[h, r]
             end = offset + r // shared + 1
             begin = max(end - window, 0) if window else 0
             seen = row[begin:end]
+            if softcap > 0:
+                for j in range(seen.size):
+                    seen[j] = softcap * np.tanh(shape.scale * seen[j] / softcap)
             top = _max(seen)
-            norms[h, r] = np.float32(1.0) / _exp_sum(seen, top, scale)
+            if sinks.size:
+                sink = sinks[h * shared + r % shared] / scale
+                top = max(top, sink)
+                norms[h, r] = np.float32(1.0) / (_exp_sum(seen, top, scale) + _exp((sink - top) * scale))
+            else:
+                norms[h, r] = np.float32(1.0) / _exp_sum(seen, top, scale)
             row[:begin] = np.float32(0.0)
             row[end:] = np.float32(0.0)
 
@@ -493,13 +576,26 @@ def run_layers(
 ) -> None:
     """Run decoder layers first..last-1 on work.x [N, d] in place, in one call: for steps of few rows."""
     x, hidden, qkv, mixed = work.x, work.hidden, work.qkv, work.mixed
+    width, queries = x.shape[1], shape.heads * shape.head_dim
     for layer in range(first, last):
         rms_norm(x, weights.attention_norm[layer], shape.eps, hidden)
-        multiply(hidden, weights.qkv[layer], weights.qkv_bias[layer], qkv, False)
+        projected = qkv.shape[1] if step.layer_owns[layer] else queries
+        multiply(hidden, weights.qkv[layer], weights.qkv_bias[layer], qkv, False, projected)
         place_rows(layer, shape, weights, step, qkv)
-        attend_rows(layer, rows, shape, step, qkv, work.scores, mixed)
-        multiply(mixed, weights.out[layer], weights.out_bias[layer], x, True)
+        attend_rows(layer, rows, shape, weights.sinks[layer], step, qkv, work.scores, mixed)
+        post_norm = weights.attention_post_norm[layer]
+        if post_norm.size:
+            multiply(mixed, weights.out[layer], weights.out_bias[layer], hidden, False, width)
+            add_normed(hidden, post_norm, shape.eps, x)
+        else:
+            multiply(mixed, weights.out[layer], weights.out_bias[layer], x, True, width)
         rms_norm(x, weights.mlp_norm[layer], shape.eps, hidden)
-        multiply(hidden, weights.gate_up[layer], weights.gate_up_bias[layer], work.gate_up, False)
-        gate(work.gate_up, work.gated)
-        multiply(work.gated, weights.down[layer], weights.down_bias[layer], x, True)
+        gates = weights.gate_up.shape[2]
+        multiply(hidden, weights.gate_up[layer], weights.gate_up_bias[layer], work.gate_up, False, gates)
+        gate(work.gate_up, shape.gelu, work.gated)
+        post_norm = weights.mlp_post_norm[layer]
+        if post_norm.size:
+            multiply(work.gated, weights.down[layer], weights.down_bias[layer], hidden, False, width)
+            add_normed(hidden, post_norm, shape.eps, x)
+        else:
+            multiply(work.gated, weights.down[layer], weights.down_bias[layer], x, True, width)

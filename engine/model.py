@@ -13,7 +13,7 @@ import torch
 
 from engine.batch import FlatBatch, ForwardBatch, LayerHook, SequenceChunk, flatten_batch
 from engine.cache import DTYPES, PagedCache
-from engine.config import KvGroupShape, ModelConfig, read_config
+from engine.config import SILU, KvGroupShape, ModelConfig, read_config
 from engine.cpu_backend import CpuBackend
 from engine.dense import score_dense
 from engine.errors import CacheMismatch, DeviceUnavailable, InvalidBatch
@@ -76,9 +76,9 @@ class Model:
         """Run one step: write the KV of every token of the batch into the cache.
 
         Returns logits float32 [rows, vocab] in the order of the chunks, on the model's device: one row per chunk with
-        `want_logits`, or one per token if the chunk has `every`. `on_layer(layer)` is called once per layer, in order,
-        when that layer's KV of the whole batch is in the cache (on CUDA: when the write is queued on the current
-        stream). `before_layer(layer)` is called once per layer, in order, before KV of that layer is read or written.
+        `want_logits`, or one per token if the chunk has `every`. `on_layer(layer)` is called once per KV layer, in
+        order, when that layer's KV of the whole batch is in the cache (on CUDA: when the write is queued on the current
+        stream). `before_layer(layer)` is called once per KV layer, in order, before its KV is read or written.
         Raises `InvalidBatch` or `CacheMismatch` and leaves the cache unchanged, or what a hook raised.
         """
         if cache.groups != self.kv_groups:
@@ -127,7 +127,7 @@ def load_model(
     with open_checkpoint(folder, tensors) as checkpoint:
         weights = load_weights(config, checkpoint, device=target, dtype=kind)
         fingerprint = _fingerprint(config, checkpoint.digest())
-    rope = RopeTable(config.rope, config.head_dim, config.max_positions, target)
+    rope = RopeTable(config.ropes, config.head_dim, config.max_positions, target)
     compiled = target.type == "cpu" and kind == torch.float32
     if not compiled and (backend == "compiled" or batch_invariant):
         raise DeviceUnavailable(f"compiled kernels run on cpu in float32, not on {target} in {kind}")
@@ -171,10 +171,34 @@ def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     return DTYPES[wanted]
 
 
+_PLAIN = {
+    "attention_softcap": 0.0,
+    "attention_sinks": False,
+    "logits_softcap": 0.0,
+    "activation": SILU,
+    "norm_offset": 0.0,
+    "post_norms": False,
+    "embedding_scale": 1.0,
+}
+
+
 def _fingerprint(config: ModelConfig, weights_digest: bytes) -> str:
     """Return a 16-byte hash, in hex, of the weights and of all configuration that affects the results."""
     computed = asdict(config)
     for key in ("eos_token_ids", "bos_token_id", "max_positions", "checkpoint_dtype"):
         del computed[key]
+    for (
+        key,
+        plain,
+    ) in _PLAIN.items():  # a model without a feature keeps the fingerprint that it had before there was one
+        if computed[key] == plain:
+            del computed[key]
+    if config.kv_owners == tuple(range(config.num_layers)):
+        del computed["kv_owners"]
+    if config.attention_scale == config.head_dim**-0.5:
+        del computed["attention_scale"]
+    if len(config.ropes) == 1:
+        computed["rope"] = computed.pop("ropes")[0]
+        del computed["layer_ropes"]
     canonical = json.dumps(computed, sort_keys=True).encode()
     return hashlib.blake2b(canonical + weights_digest, digest_size=16).hexdigest()

@@ -23,6 +23,9 @@ _ARCHITECTURE = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "moonpool": "MoonpoolForCausalLM",
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -71,6 +74,10 @@ class RandomModelSpec:
         }
         if self.family != "llama":
             raw["sliding_window"] = self.window or None
+        if self.family in ("gemma2", "gemma3_text"):
+            raw |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24}
+        if self.family == "gemma3_text":
+            del raw["rope_theta"]
         if self.family in ("qwen2", "qwen3"):
             raw |= {"use_sliding_window": self.window > 0, "max_window_layers": self.full_layers}
         return raw | dict(self.extra)
@@ -133,6 +140,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer files of this folder")
+    parser.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="further keys of config.json")
     arguments = vars(parser.parse_args())
     path, tokenizer = arguments.pop("path"), arguments.pop("tokenizer")
     print(write_random_model(path, RandomModelSpec(**arguments), tokenizer=tokenizer))

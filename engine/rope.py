@@ -5,6 +5,7 @@ contexts agree with it. Llama 3's scaling: "The Llama 3 Herd of Models", §3.4.2
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -26,24 +27,27 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
 
 
 class RopeTable:
-    """Cosines and sines, float32 [positions, head_dim // 2] each. The table doubles when more positions are needed."""
+    """Cosines and sines of each of a model's embeddings, float32 [ropes, positions, head_dim // 2] each.
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> None:
-        self._frequencies, self._factor = inverse_frequencies(rope, head_dim)
+    The table doubles when more positions are needed.
+    """
+
+    def __init__(self, ropes: Sequence[RopeConfig], head_dim: int, max_positions: int, device: torch.device) -> None:
+        self._frequencies = [inverse_frequencies(rope, head_dim) for rope in ropes]
         self._max_positions = max_positions
         self._device = device
-        self.cos = torch.empty(0, head_dim // 2)
-        self.sin = torch.empty(0, head_dim // 2)
+        self.cos = torch.empty(len(ropes), 0, head_dim // 2)
+        self.sin = torch.empty(len(ropes), 0, head_dim // 2)
         self.reach(min(1024, max_positions))
 
     def reach(self, positions: int) -> None:
         """Extend the table to at least `positions` rows."""
-        if positions <= self.cos.shape[0]:
+        if positions <= self.cos.shape[1]:
             return
-        rows = max(positions, min(2 * self.cos.shape[0], self._max_positions))
-        angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._frequencies)
-        self.cos = (angles.cos() * self._factor).to(self._device)
-        self.sin = (angles.sin() * self._factor).to(self._device)
+        rows = torch.arange(max(positions, min(2 * self.cos.shape[1], self._max_positions)), dtype=torch.float32)
+        tables = [(torch.outer(rows, frequencies), factor) for frequencies, factor in self._frequencies]
+        self.cos = torch.stack([angles.cos() * factor for angles, factor in tables]).to(self._device)
+        self.sin = torch.stack([angles.sin() * factor for angles, factor in tables]).to(self._device)
 
 
 def _llama3(plain: torch.Tensor, scaling: dict[str, float]) -> torch.Tensor:

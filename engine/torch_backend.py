@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from engine.batch import FlatBatch, LayerHook, first_visible
 from engine.cache import PagedCache
-from engine.config import ModelConfig
+from engine.config import SILU, ModelConfig
 from engine.rope import RopeTable
 from engine.weights import DecoderWeights
 
@@ -43,41 +43,64 @@ class TorchBackend:
         config, w = self._config, self._weights
         self._rope.reach(plan.max_context)
         positions = self._index(plan.positions)
-        cos, sin = self._rope.cos[positions, None, :], self._rope.sin[positions, None, :]
+        cos, sin = self._rope.cos[:, positions, None, :], self._rope.sin[:, positions, None, :]
         groups = [_index_group(plan, cache, g, self._device) for g in range(len(cache.groups))]
         place = {layer: (g, i) for g, shape in enumerate(cache.groups) for i, layer in enumerate(shape.layers)}
+        number = {layer: i for i, layer in enumerate(config.kv_layers)}
         x = w.embedding[self._index(plan.token_ids)]
+        if config.embedding_scale != 1:
+            x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
         for layer in range(config.num_layers):
-            group, depth = place[layer]
-            h = F.rms_norm(x, (config.hidden_size,), w.attention_norm[layer], config.rms_norm_eps)
-            q, k, v = self._project(layer, h, cos, sin)
-            if before_layer is not None:
-                before_layer(layer)
+            kv_layer = number[config.kv_owners[layer]]
+            group, depth = place[kv_layer]
+            h = self._norm(x, w.attention_norm[layer])
+            rope = config.layer_ropes[layer]
+            q, k, v = self._project(layer, h, cos[rope], sin[rope])
             view = cache.views[group][:, depth]  # [slots, kv_heads, 2, block_tokens, head_dim]
             index = groups[group]
-            view[index.slots, :, 0, index.offsets] = k
-            view[index.slots, :, 1, index.offsets] = v
-            if on_layer is not None:
-                on_layer(layer)
-            mixed = _attend(q, view, index)
-            x = x + _linear(mixed.reshape(len(x), -1), w.out[layer], w.out_bias[layer])
-            h = F.rms_norm(x, (config.hidden_size,), w.mlp_norm[layer], config.rms_norm_eps)
+            if len(k):
+                if before_layer is not None:
+                    before_layer(kv_layer)
+                view[index.slots, :, 0, index.offsets] = k
+                view[index.slots, :, 1, index.offsets] = v
+                if on_layer is not None:
+                    on_layer(kv_layer)
+            scoring = _Scoring(config.attention_scale, config.attention_softcap, w.sinks[layer])
+            mixed = _attend(q, view, index, scoring)
+            h = _linear(mixed.reshape(len(x), -1), w.out[layer], w.out_bias[layer])
+            x = x + (self._norm(h, w.attention_post_norm[layer]) if config.post_norms else h)
+            h = self._norm(x, w.mlp_norm[layer])
             gate, up = _linear(h, w.gate_up[layer], w.gate_up_bias[layer]).chunk(2, dim=-1)
-            x = x + _linear(F.silu(gate) * up, w.down[layer], w.down_bias[layer])
+            active = F.silu(gate) if config.activation == SILU else F.gelu(gate, approximate="tanh")
+            h = _linear(active * up, w.down[layer], w.down_bias[layer])
+            x = x + (self._norm(h, w.mlp_post_norm[layer]) if config.post_norms else h)
         x = x[self._index(plan.logits_rows)]
-        return (F.rms_norm(x, (config.hidden_size,), w.final_norm, config.rms_norm_eps) @ w.head.t()).float()
+        return _capped((self._norm(x, w.final_norm) @ w.head.t()).float(), config.logits_softcap)
 
     def _project(
         self, layer: int, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim], normalised and rotated."""
+        """Return queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim], normalised and rotated.
+
+        Keys and values are empty if the layer uses those of another one.
+        """
         config, w = self._config, self._weights
+        if config.kv_owners[layer] != layer:
+            q = _linear(h, w.qkv[layer][:, : config.q_size], w.qkv_bias[layer][: config.q_size])
+            q = q.view(len(h), -1, config.head_dim)
+            q = self._norm(q, w.q_norm[layer]) if config.qk_norm else q
+            return _rotate(q, cos, sin), q[:0], q[:0]
         qkv = _linear(h, w.qkv[layer], w.qkv_bias[layer]).view(len(h), -1, config.head_dim)
         q, k, v = torch.split(qkv, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if config.qk_norm:
-            q = F.rms_norm(q, (config.head_dim,), w.q_norm[layer], config.rms_norm_eps)
-            k = F.rms_norm(k, (config.head_dim,), w.k_norm[layer], config.rms_norm_eps)
+            q, k = self._norm(q, w.q_norm[layer]), self._norm(k, w.k_norm[layer])
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        eps = self._config.rms_norm_eps
+        if weight.dtype == x.dtype:
+            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
 
     def _index(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
@@ -119,7 +142,7 @@ def _index_group(plan: FlatBatch, cache: PagedCache, group: int, device: torch.d
     )
 
 
-def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex) -> torch.Tensor:
+def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex, scoring: "_Scoring") -> torch.Tensor:
     """Return the attention output [N, heads, head_dim] of queries [N, heads, head_dim] over one layer's slots."""
     kv_heads, head_dim = view.shape[1], view.shape[-1]
     mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -132,15 +155,44 @@ def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex) -> torch.Te
         seen = index.decode_mask.transpose(-1, -2)  # the unused rest of a slot may hold anything, NaN included
         k, v = form_group.reshape(2, count, kv_heads, -1, head_dim).where(seen, 0)
         grouped = queries.view(count, kv_heads, -1, head_dim)
-        result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=index.decode_mask)
+        result = scoring.attend(grouped, k, v, index.decode_mask, scoring.by_kv_head(kv_heads))
         mixed[index.decode_rows] = result.view(count, -1, head_dim)
     for first, last, slots, mask in index.prefills:
         seen = mask.any(dim=0)[:, None]
         k, v = view[slots].permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, head_dim).where(seen, 0)
         queries = q[first:last].transpose(0, 1).unsqueeze(0)
         k, v = (t.repeat_interleave(q.shape[1] // kv_heads, dim=0).unsqueeze(0) for t in (k, v))
-        mixed[first:last] = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)[0].transpose(0, 1)
+        mixed[first:last] = scoring.attend(queries, k, v, mask, scoring.sinks[None, :, None])[0].transpose(0, 1)
     return mixed
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """How products of queries and keys become shares: `sinks` [heads | 0] are scores that take a share of their own."""
+
+    scale: float
+    softcap: float
+    sinks: torch.Tensor
+
+    def by_kv_head(self, kv_heads: int) -> torch.Tensor:
+        """Return the sinks as [1, kv_heads, queries of a KV head | 0]."""
+        return self.sinks.view(1, kv_heads, -1)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, sinks: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention output; `sinks` broadcasts to the queries' shape without its last dimension."""
+        if not self.sinks.numel() and not self.softcap:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
+        scores = _capped(q.float() @ k.float().transpose(-1, -2) * self.scale, self.softcap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if self.sinks.numel():
+            scores = torch.cat([scores, sinks.float().expand(scores.shape[:-1]).unsqueeze(-1)], dim=-1)
+        return scores.softmax(dim=-1)[..., : k.shape[-2]].to(v.dtype) @ v
+
+
+def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(scores / cap) if cap else scores
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -62,18 +62,22 @@ class DecoderWeights:
     """Weights of the decoder: L layers, d hidden, Q = heads * head_dim, K = kv_heads * head_dim, F intermediate, V
     vocab.
 
-    Biases and QK-norms that the family does not have are empty: their last dimension is 0.
+    Biases, norms and sinks that the family does not have are empty: their last dimension is 0. Norms contain the
+    family's offset. Layers that use the KV of another one have only the first Q columns of `qkv`; the others are zero.
     """
 
     embedding: torch.Tensor  # [V, d]
     attention_norm: torch.Tensor  # [L, d]
+    attention_post_norm: torch.Tensor  # [L, d | 0]
     qkv: torch.Tensor  # [L, d, Q + 2K]
     qkv_bias: torch.Tensor  # [L, Q + 2K | 0]
     q_norm: torch.Tensor  # [L, head_dim | 0]
     k_norm: torch.Tensor  # [L, head_dim | 0]
+    sinks: torch.Tensor  # [L, heads | 0]
     out: torch.Tensor  # [L, Q, d]
     out_bias: torch.Tensor  # [L, d | 0]
     mlp_norm: torch.Tensor  # [L, d]
+    mlp_post_norm: torch.Tensor  # [L, d | 0]
     gate_up: torch.Tensor  # [L, d, 2F]
     gate_up_bias: torch.Tensor  # [L, 2F | 0]
     down: torch.Tensor  # [L, F, d]
@@ -85,23 +89,33 @@ class DecoderWeights:
 def load_weights(
     config: ModelConfig, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype
 ) -> DecoderWeights:
-    """Read, convert and fuse the weights. The checkpoint must have the tensors that the configuration requires."""
+    """Read, convert and fuse the weights. The checkpoint must have the tensors that the configuration requires.
+
+    Norms with an offset are float32 whatever `dtype` is: the sum would lose most of the weight's digits.
+    """
+    norm_dtype = torch.float32 if config.norm_offset else dtype
 
     def place(name: str) -> torch.Tensor:
         return checkpoint.read(name).to(device=device, dtype=dtype)
 
+    def place_norm(name: str) -> torch.Tensor:
+        return checkpoint.read(name).to(device=device, dtype=norm_dtype) + config.norm_offset
+
     stacked = {
-        field: torch.empty((config.num_layers, *shape), device=device, dtype=dtype)
+        field: torch.zeros(
+            (config.num_layers, *shape), device=device, dtype=norm_dtype if field.endswith("norm") else dtype
+        )
         for field, shape in _stacked_shapes(config).items()
     }
     for layer in range(config.num_layers):
-        for part in layer_parts(config):
-            tensor = place(part.in_layer(layer)).t()  # t() leaves vectors as they are
+        for part in layer_parts(config, layer):
+            read = place_norm if part.field.endswith("norm") else place
+            tensor = read(part.in_layer(layer)).t()  # t() leaves vectors as they are
             stacked[part.field][layer, ..., part.first_column : part.first_column + tensor.shape[-1]] = tensor
     embedding = place(EMBEDDING)
     return DecoderWeights(
         embedding=embedding,
-        final_norm=place(FINAL_NORM),
+        final_norm=place_norm(FINAL_NORM),
         head=embedding if config.tie_word_embeddings else place(HEAD),
         **stacked,
     )
@@ -112,13 +126,16 @@ def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     qkv = config.q_size + 2 * config.kv_size
     return {
         "attention_norm": (d,),
+        "attention_post_norm": (d * config.post_norms,),
         "qkv": (d, qkv),
         "qkv_bias": (qkv * config.qkv_bias,),
         "q_norm": (config.head_dim * config.qk_norm,),
         "k_norm": (config.head_dim * config.qk_norm,),
+        "sinks": (config.num_heads * config.attention_sinks,),
         "out": (config.q_size, d),
         "out_bias": (d * config.attention_out_bias,),
         "mlp_norm": (d,),
+        "mlp_post_norm": (d * config.post_norms,),
         "gate_up": (d, 2 * f),
         "gate_up_bias": (2 * f * config.mlp_bias,),
         "down": (f, d),

@@ -177,7 +177,23 @@ show](simulate.md#placements).
 
 {table(popular_header, popular)}
 
-![Mean TTFT by placement, the effect of the network, and what copies save](pictures/scheduling.svg)"""
+![Mean TTFT by placement, the effect of the network, and what copies save](pictures/scheduling.svg)
+
+{_copies_live()}"""
+
+
+def _copies_live() -> str:
+    result, file = latest("copies-live")
+    skewed = result["popularities"]["skewed"]
+    pairs = ", ".join(
+        f"{pair['without']['ttft_mean_s']:.2f} and {pair['with']['ttft_mean_s']:.2f}"
+        for pair in result["pairs"]["skewed"]
+    )
+    megabytes = {name: skewed["variants"][name]["network_mb"]["mean"] for name in ("without", "with")}
+    return f"""Live ({source("benchmarks/copies_live.py", file)}): {result["hosts"]} hosts with a paced prefill node each and links of {result["link_bytes_per_s"] / 1e6:g} MB/s, {result["rate_per_s"]:g} requests/s
+behind skewed prefixes, {skewed["pairs"]} pairs of runs. Mean TTFT without copies and with them: {pairs} s; ratio {interval(skewed["without_over_with"]["ttft_mean_s"])},
+of P90 {interval(skewed["without_over_with"]["ttft_p90_s"])}; {megabytes["without"]:.0f} and {megabytes["with"]:.0f} MB between hosts. Copies pay where the nodes that hold the hottest prefix would not keep up with
+its questions: that is so in one of these pairs. At 8 requests/s and shorter questions no pool node copied anything."""
 
 
 def admission() -> str:

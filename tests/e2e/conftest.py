@@ -154,21 +154,25 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two_group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose last layers see a sliding window: two KV groups."""
+    """A model with windows in every other layer, one KV head, KV shared across blocks, and learned sinks."""
     return write_random_model(
         tmp_path_factory.mktemp("model2"),
         RandomModelSpec(
-            family="qwen2",
-            layers=4,
+            family="moonpool",
+            layers=6,
             hidden=64,
             heads=4,
-            kv_heads=2,
+            kv_heads=1,
             vocab=2048,
             max_len=2048,
             window=48,
-            full_layers=2,
             scale=3.0,
             seed=8,
+            extra={
+                "layer_types": ["sliding_attention", "full_attention"] * 3,
+                "kv_owners": [0, 1, 2, 3, 0, 1],
+                "attention_sinks": True,
+            },
         ),
         tokenizer=TOKENIZER,
     )

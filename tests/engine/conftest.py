@@ -56,7 +56,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "window": WINDOW,
         "extra": {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]},
     },
+    "gemma2": {"family": "gemma2", "layers": 3, "window": WINDOW, "extra": {"attn_logit_softcapping": 5.0}},
+    "gemma3": {
+        "family": "gemma3_text",
+        "layers": 4,
+        "window": WINDOW,
+        "extra": {"sliding_window_pattern": 3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    },
+    "gemma3-rope-by-type": {
+        "family": "gemma3_text",
+        "window": WINDOW,
+        "kv_heads": 1,
+        "extra": {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "final_logit_softcapping": 20.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 3000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    },
 }
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+OWN_FAMILY: dict[str, dict[str, Any]] = {
+    "shared-neighbours": {"family": "moonpool", "layers": 4, "extra": {"kv_owners": [0, 0, 2, 2]}},
+    "shared-across-blocks": {
+        "family": "moonpool",
+        "layers": 5,
+        "kv_heads": 1,
+        "window": WINDOW,
+        "extra": {"layer_types": _TYPES, "kv_owners": [0, 1, 0, 1, 4]},
+    },
+    "shared-last-layers": {
+        "family": "moonpool",
+        "layers": 5,
+        "window": WINDOW,
+        "extra": {"layer_types": _TYPES, "num_kv_shared_layers": 3, "attention_bias": True},
+    },
+    "sinks": {
+        "family": "moonpool",
+        "layers": 3,
+        "window": WINDOW,
+        "extra": {"layer_types": _TYPES[:3], "attention_sinks": True, "attention_bias": True},
+    },
+}
+"""Models of the family that transformers does not know."""
 
 
 @dataclass
@@ -87,7 +131,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     def folder(name: str) -> Path:
         path = root / name
-        return path if path.exists() else write_random_model(path, RandomModelSpec(scale=2.0, **FAMILIES[name]))
+        return (
+            path
+            if path.exists()
+            else write_random_model(path, RandomModelSpec(scale=2.0, **(FAMILIES | OWN_FAMILY)[name]))
+        )
 
     return folder
 

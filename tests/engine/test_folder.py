@@ -13,7 +13,10 @@ from engine import ConfigInvalid, EngineError, check_folder
 from engine.config import parse_config
 from engine.random_model import RandomModelSpec, write_random_model
 
-ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+ARCHITECTURES = [
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "MoonpoolForCausalLM"),
+]
 KEYS = [
     "architectures",
     "model_type",
@@ -25,6 +28,15 @@ KEYS = [
     "vocab_size",
     "partial_rotary_factor",
     "sliding_window",
+    "sliding_window_pattern",
+    "kv_owners",
+    "num_kv_shared_layers",
+    "attention_sinks",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "hidden_activation",
+    "rope_local_base_freq",
     "use_sliding_window",
     "layer_types",
     "max_window_layers",
@@ -72,7 +84,9 @@ def test_any_values_in_a_configuration_are_understood_or_refused(
     except EngineError:
         return
     assert len(config.layer_windows) == config.num_layers > 0
-    assert config.rope.theta > 0
+    assert all(rope.theta > 0 for rope in config.ropes)
+    assert all(config.kv_owners[owner] == owner <= layer for layer, owner in enumerate(config.kv_owners))
+    assert sum(len(group.layers) for group in config.kv_groups("float32")) == len(config.kv_layers) > 0
 
 
 @pytest.mark.parametrize(

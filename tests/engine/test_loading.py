@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from engine import (
     load_model,
 )
 from engine.config import parse_config
+from engine.model import fingerprint_of
 from engine.random_model import RandomModelSpec, write_random_model
 
 
@@ -83,6 +85,9 @@ def test_a_config_that_is_no_json_object_is_refused(folder, text):
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation .* 'gelu'"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(folder, changes, message):
@@ -102,6 +107,9 @@ def test_what_is_not_supported_is_refused_by_name(folder, changes, message):
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
         ({"eos_token_id": "stop"}, "eos_token_id"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+        ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"full_attention": 3}}, "full_attention"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -4}, "sliding_window"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "got 1$"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 2}, "sliding windows are off"),
@@ -230,7 +238,25 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean():
         "num_hidden_layers": 1,
     }
     config = parse_config(raw, {}, where="test")
-    assert (config.num_kv_heads, config.head_dim, config.layer_windows, config.rope.theta) == (8, 8, (4096,), 10000.0)
+    assert (config.num_kv_heads, config.head_dim, config.layer_windows, config.ropes[0].theta) == (
+        8,
+        8,
+        (4096,),
+        10000.0,
+    )
+    gemma = parse_config(raw | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7}, {}, where="test")
+    assert (gemma.num_kv_heads, gemma.head_dim, gemma.attention_scale) == (4, 256, 256**-0.5)
+    assert gemma.layer_windows == (4096,) * 5 + (0, 4096)
+    assert [gemma.ropes[rope].theta for rope in gemma.layer_ropes] == [1e4] * 5 + [1e6, 1e4]
+    assert gemma.tie_word_embeddings
+    gemma = parse_config(raw | {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 3}, {}, where="test")
+    assert (gemma.attention_softcap, gemma.logits_softcap, gemma.layer_windows) == (50.0, 30.0, (4096, 0, 4096))
+
+
+def test_models_without_newer_features_keep_their_fingerprints():
+    """Blocks that earlier releases stored under them stay readable."""
+    nano = Path(__file__).parents[1] / "data" / "nano-model"
+    assert fingerprint_of(nano) == "091d3d12e3197d88eaa4c2a710bc377b"
 
 
 @pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])

@@ -13,9 +13,10 @@ from tools.training.model import Llama, ModelShape
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a run. The seed and ``step`` determine the next batch."""
+    """Progress of a stage. The seed, ``stage`` and ``step`` determine the next batch."""
 
     seed: int
+    stage: int
     step: int
     tokens: int
     started_s: float
@@ -43,10 +44,11 @@ def read(path: Path) -> tuple[TrainingProgress, Llama, list[dict[str, Any]]]:
     return TrainingProgress(**state["progress"]), model, state["optimisers"]
 
 
-def require_same_run(progress: TrainingProgress, *, seed: int, tokenizer_sha256: str, path: Path) -> None:
-    """Raise CheckpointMismatch if the checkpoint has a different seed or tokenizer."""
-    if (progress.seed, progress.tokenizer_sha256) != (seed, tokenizer_sha256):
+def require_same_run(progress: TrainingProgress, *, seed: int, stage: int, tokenizer_sha256: str, path: Path) -> None:
+    """Raise CheckpointMismatch if the checkpoint has a different seed, stage or tokenizer."""
+    if (progress.seed, progress.stage, progress.tokenizer_sha256) != (seed, stage, tokenizer_sha256):
         raise CheckpointMismatch(
-            f"{path} was written with seed {progress.seed} and tokenizer {progress.tokenizer_sha256[:12]}, but this "
-            f"run has seed {seed} and tokenizer {tokenizer_sha256[:12]}; give another folder with --run"
+            f"{path} was written with seed {progress.seed}, stage {progress.stage} and tokenizer "
+            f"{progress.tokenizer_sha256[:12]}, but this run has seed {seed}, stage {stage} and tokenizer "
+            f"{tokenizer_sha256[:12]}; give another folder with --run"
         )

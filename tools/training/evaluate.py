@@ -1,8 +1,9 @@
-"""Evaluation on text and facts not seen in training. ``python -m tools.training.evaluate FOLDER``.
+"""Evaluation on text, passages and facts not seen in training. ``python -m tools.training.evaluate FOLDER``.
 
-Two measures: cross-entropy of held-out documents by position in a full window, and exact match of fact questions by the
-distance between fact and answer. Greedy decoding produces an answer if and only if each of its tokens is the argmax
-under teacher forcing, so one forward pass per question suffices.
+Measures: cross-entropy of held-out documents by position in a full window; exact match of questions about passages, and
+of fact questions by the distance between fact and answer; what was memorised; attention sinks. Greedy decoding produces
+an answer if and only if each of its tokens is the argmax under teacher forcing, so one forward pass per question
+suffices.
 """
 
 import argparse
@@ -13,16 +14,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch.nn import functional
 
+from tools.training import knowledge, passages, sinks
 from tools.training import tokenizer as bpe
+from tools.training.corpus import Corpus
+from tools.training.export import load
 from tools.training.facts import Fact, draw_fact, values_of
-from tools.training.model import Llama, ModelShape
+from tools.training.model import Llama
 from tools.training.prepare import CACHE
+from tools.training.recall import Recall
 from tools.training.sources import SOURCES
-from tools.training.windows import Corpus, Recall
 from tools.training.words import ATTRIBUTES, NAMES
 
 EDGES = (0, 16, 64, 256, 512, 1024, 1536, 2047)
@@ -30,27 +33,9 @@ DISTANCES = (96, 128, 256, 512, 1024, 1900)
 FACTS_STATED = 4
 FILLER_FRAME = 14
 """Tokens around the filler: role markers, opening words, and the acknowledgement."""
+READING_QUESTIONS = 200
+SINK_TOKENS = 1500
 SEED = 7
-
-
-def load(folder: Path) -> Llama:
-    """Load an exported model in float32."""
-    config = json.loads((folder / "config.json").read_text())
-    shape = ModelShape(
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        intermediate=config["intermediate_size"],
-        vocabulary=config["vocab_size"],
-        positions=config["max_position_embeddings"],
-        rope_theta=config["rope_theta"],
-        norm_eps=config["rms_norm_eps"],
-    )
-    model = Llama(shape)
-    model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
-    return model.eval()
 
 
 @torch.no_grad()
@@ -86,7 +71,7 @@ def build_question(
     """
     facts = _draw_facts(rng, same_attribute)
     asked = facts[int(rng.integers(len(facts)))]
-    window = Recall(rng, corpus, tokenizer, chat=True, length=bpe.MAX_POSITIONS)
+    window = Recall(rng=rng, tokenizer=tokenizer, chat=True, corpus=corpus, length=bpe.MAX_POSITIONS)
     stated_at = 0
     for fact in facts:
         if stated or fact is not asked:
@@ -94,7 +79,7 @@ def build_question(
         if fact is asked:
             stated_at = len(window.ids)
         window.acknowledge()
-    tail = Recall(rng, corpus, tokenizer, chat=True, length=bpe.MAX_POSITIONS, ids=[], weights=[])
+    tail = Recall(rng=rng, tokenizer=tokenizer, chat=True, corpus=corpus, length=bpe.MAX_POSITIONS, ids=[], weights=[])
     tail.message(bpe.USER_ID, asked.question)
     tail.open(bpe.ASSISTANT_ID)
     answer = bpe.encode(tokenizer, asked.answer_stem + asked.answer_value)
@@ -158,6 +143,63 @@ def recall_table(model: Llama, corpus: Corpus, tokenizer: Tokenizer, questions: 
     return rows
 
 
+def reading_questions(rng: np.random.Generator, tokenizer: Tokenizer, count: int) -> list[Question]:
+    """Return chats of one message, a passage of 3 to 12 statements never made in training and a question it answers."""
+    asked = list[Question]()
+    while len(asked) < count:
+        stated = passages.draw_passage(rng, int(rng.integers(3, 13)), held_out=True)
+        every = [statement for group in stated for statement in group]
+        if not every:
+            continue
+        about = passages.ask_about(rng, every[int(rng.integers(len(every)))], every)
+        asked.append(_chat(tokenizer, f"{passages.text_of(rng, stated)}\n{about.text}", about.answer))
+    return asked
+
+
+def unanswerable_questions(rng: np.random.Generator, tokenizer: Tokenizer, count: int) -> list[Question]:
+    """Return chats as `reading_questions` does, whose passage does not contain the answer."""
+    asked = list[Question]()
+    while len(asked) < count:
+        stated = passages.draw_passage(rng, int(rng.integers(3, 13)), held_out=True)
+        every = [statement for group in stated for statement in group]
+        about = passages.ask_unanswered(rng, every) if every else None
+        if about is not None:
+            asked.append(_chat(tokenizer, f"{passages.text_of(rng, stated)}\n{about.text}", about.answer))
+    return asked
+
+
+def _chat(tokenizer: Tokenizer, message: str, answer: str) -> Question:
+    prompt = [bpe.BOS_ID, bpe.USER_ID, *bpe.encode(tokenizer, message), bpe.EOS_ID, bpe.ASSISTANT_ID]
+    return Question(prompt, [*bpe.encode(tokenizer, answer), bpe.EOS_ID], 0)
+
+
+def share_exact(model: Llama, questions: list[Question]) -> float:
+    """Return the share of questions that greedy decoding answers exactly, end of message included."""
+    return round(sum(is_exact(model, question) for question in questions) / len(questions), 3)
+
+
+def reading_table(model: Llama, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
+    """Return the shares of exact answers to questions about passages, and to questions that need none."""
+    rng = np.random.default_rng(SEED)
+    known = [knowledge.definition(noun, text) for noun, text in corpus.definitions]
+    drawn = [knowledge.ask(rng, ()) for _ in range(READING_QUESTIONS)]
+    return {
+        "passage": share_exact(model, reading_questions(rng, tokenizer, READING_QUESTIONS)),
+        "not_in_passage": share_exact(model, unanswerable_questions(rng, tokenizer, READING_QUESTIONS)),
+        "definitions": share_exact(model, [_chat(tokenizer, one.text, one.answer) for one in known]),
+        "other_knowledge": share_exact(model, [_chat(tokenizer, one.text, one.answer) for one in drawn]),
+    }
+
+
+def sink_report(model: Llama, tokens: np.ndarray) -> dict[str, object]:
+    """Return the attention that BOS receives past position 256, by layer, and losses with a window of 256 tokens."""
+    ids = torch.tensor([[bpe.BOS_ID, *tokens[:SINK_TOKENS].astype(np.int64)]])
+    losses = {str(count): round(sinks.window_loss(model, ids, window=256, sinks=count), 3) for count in (0, 1, 4)}
+    every = round(sinks.window_loss(model, ids, window=256, sinks=SINK_TOKENS), 3)
+    masses = [round(mass, 3) for mass in sinks.mass_by_layer(model, ids[:, :1024], 256)]
+    return {"mass_by_layer": masses, "window_nats_by_sinks": losses, "full_attention_nats": every}
+
+
 def evaluate(folder: Path, cache: Path, *, windows: int, questions: int) -> dict[str, object]:
     """Return all measures of the model in ``folder`` as JSON-compatible data."""
     model, tokenizer = load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -174,6 +216,8 @@ def evaluate(folder: Path, cache: Path, *, windows: int, questions: int) -> dict
             "bits_per_character": round(float(bits), 3),
             "nats_by_position": by_position,
         }
+    report["reading_exact_match"] = reading_table(model, corpus, tokenizer)
+    report["sinks"] = sink_report(model, corpus.tokens[0])
     report["recall_exact_match"] = recall_table(model, corpus, tokenizer, questions)
     return report
 

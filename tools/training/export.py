@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a Hugging Face folder with checksums.
+"""Export of a checkpoint as a Hugging Face folder with checksums, and its reading.
 
 Run ``python -m tools.training.export CHECKPOINT FOLDER``.
 """
@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tools.training import checkpoint
 from tools.training import tokenizer as bpe
-from tools.training.model import ModelShape
+from tools.training.model import Llama, ModelShape
 from tools.training.prepare import CACHE
 from tools.training.sources import sha256_of
 
@@ -62,6 +62,26 @@ def export(path: Path, tokenizer_folder: Path, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer_folder / name, folder / name)
     write_sums(folder)
+
+
+def load(folder: Path) -> Llama:
+    """Load an exported model in float32."""
+    config = json.loads((folder / "config.json").read_text())
+    shape = ModelShape(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        positions=config["max_position_embeddings"],
+        rope_theta=config["rope_theta"],
+        norm_eps=config["rms_norm_eps"],
+    )
+    model = Llama(shape)
+    model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    return model.eval()
 
 
 def write_sums(folder: Path) -> None:

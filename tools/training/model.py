@@ -26,10 +26,10 @@ class ModelShape:
 
 
 PRESETS = {
-    "bundled": ModelShape(),
+    "base": ModelShape(layers=12, hidden=160, intermediate=448, positions=4096),
     "nano": ModelShape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128),
 }
-"""``bundled``: the model that Moonpool serves by default; ``nano``: the smallest with the lookup circuit, for tests."""
+"""``base``: the next bundled model; ``nano``: the smallest with the lookup circuit, for tests."""
 
 
 class Attention(nn.Module):
@@ -43,15 +43,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the attention output. x: [windows, tokens, hidden]; cos, sin: [tokens, head_dim]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Return the attention output. x: [windows, tokens, hidden]; cos, sin: [tokens, head_dim].
+
+        ``visible``: bool, [tokens, tokens], the keys that each query may attend to; all before it if None.
+        """
         size = self.shape.head_dim
         query = rotate(self.q_proj(x).unflatten(-1, (-1, size)).transpose(1, 2), cos, sin)
         key = rotate(self.k_proj(x).unflatten(-1, (-1, size)).transpose(1, 2), cos, sin)
         value = self.v_proj(x).unflatten(-1, (-1, size)).transpose(1, 2)
         groups = self.shape.heads // self.shape.kv_heads
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, visible, is_causal=visible is None)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return out
 
@@ -81,9 +84,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map [windows, tokens, hidden] to the same shape."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Map [windows, tokens, hidden] to the same shape; ``visible`` is `Attention`'s."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, visible)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -123,13 +126,17 @@ class Llama(nn.Module):
                     deviation = EMBEDDING_DEVIATION
                 nn.init.normal_(parameter, std=deviation, generator=generator)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Map ids [windows, tokens] to logits [windows, tokens, vocabulary]."""
-        x = self.model.embed_tokens(ids)
+    def forward(self, ids: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Map ids [windows, tokens] to logits [windows, tokens, vocabulary]; ``visible`` is `Attention`'s."""
+        return functional.linear(self.model.norm(self.entering(ids, visible)[-1]), self.model.embed_tokens.weight)
+
+    def entering(self, ids: Tensor, visible: Tensor | None = None) -> list[Tensor]:
+        """Return the residual stream, [windows, tokens, hidden], that enters each layer, and that after the last."""
+        stream = [self.model.embed_tokens(ids)]
         cos, sin = self.get_buffer("cos")[: ids.shape[1]], self.get_buffer("sin")[: ids.shape[1]]
         for layer in self.model.layers:
-            x = layer(x, cos, sin)
-        return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
+            stream.append(layer(stream[-1], cos, sin, visible))
+        return stream
 
 
 def rotary_tables(shape: ModelShape) -> tuple[Tensor, Tensor]:

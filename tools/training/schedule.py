@@ -1,11 +1,57 @@
-"""Schedule of a run: learning rate, context length and share of copy windows over time. Pure."""
+"""Schedule of a run: stages, and within each the learning rate, the window length and the kinds of windows. Pure.
+
+Every stage but the last keeps the full learning rate, so that the next one can go on from its weights alone; the last
+one decays to zero (warm-up, stable, decay; Hu et al., 2024).
+"""
 
 from dataclasses import dataclass
 
+from tools.training.windows import Mixture
+
 WARM_UP = 0.01
-DECAY_FROM = 0.75
-STAGES = ((0.45, 512), (0.78, 1024), (1.0, 2048))
-COPY_STAGES = ((0.1, 0.25), (0.3, 0.1), (1.0, 0.03))
+DECAY_FROM = 0.4
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Windows until ``end``, a share of the stage."""
+
+    end: float
+    context: int
+    mixture: Mixture
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run. ``decays``: it is the last one."""
+
+    phases: tuple[Phase, ...]
+    decays: bool = False
+
+    def phase(self, progress: float) -> Phase:
+        """Return the phase at ``progress``, 0 to 1."""
+        return next(phase for phase in self.phases if progress <= phase.end)
+
+    def rate(self, progress: float) -> float:
+        """Return the relative learning rate: linear warm-up, constant and, in the last stage, linear decay to zero."""
+        decay = (1.0 - progress) / (1.0 - DECAY_FROM) if self.decays else 1.0
+        return min(progress / WARM_UP, 1.0, decay)
+
+
+_COPYING = Mixture(reading=0.35, recall=0.2, copy=0.15)
+_READING = Mixture(reading=0.45, recall=0.15, copy=0.03)
+_FACTS = Mixture(reading=0.0, recall=0.4, copy=0.1)
+
+STAGES: dict[str, tuple[Stage, ...]] = {
+    "base": (
+        Stage((Phase(0.3, 256, _COPYING), Phase(1.0, 512, _READING))),
+        Stage((Phase(0.6, 512, _READING), Phase(1.0, 1024, _READING))),
+        Stage((Phase(0.5, 512, _READING), Phase(1.0, 1024, _READING))),
+        Stage((Phase(0.3, 1024, _READING), Phase(0.7, 2048, _READING), Phase(1.0, 4096, _READING)), decays=True),
+    ),
+    "nano": (Stage((Phase(0.45, 512, _FACTS), Phase(0.78, 1024, _FACTS), Phase(1.0, 2048, _FACTS)), decays=True),),
+}
+"""Stages by preset."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +66,3 @@ class Clock:
         """Return the progress from 0 to 1."""
         done = step / self.steps if self.steps else (now_s - self.started_s) / (self.deadline_s - self.started_s)
         return min(max(done, 0.0), 1.0)
-
-
-def rate(progress: float) -> float:
-    """Return the relative learning rate: linear warm-up, constant, linear decay to zero over the last quarter."""
-    return min(progress / WARM_UP, 1.0, (1.0 - progress) / (1.0 - DECAY_FROM))
-
-
-def context(progress: float) -> int:
-    """Return the window length at ``progress``."""
-    return next(length for end, length in STAGES if progress <= end)
-
-
-def copy_share(progress: float) -> float:
-    """Return the share of copy windows, which is larger at the beginning, while the lookup heads form."""
-    return next(share for end, share in COPY_STAGES if progress <= end)

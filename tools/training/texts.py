@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
+CONCRETE = ("05", "06", "13", "17", "20")
+"""WordNet's numbers of the categories animal, artifact, food, object and plant."""
+LEAST_DEFINITION, LONGEST_DEFINITION = 16, 90
+DEFINITIONS = 240
+
 _PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "-", "–": "-", "…": "...", "·": ".", " ": " "})
 
 
@@ -67,6 +72,43 @@ def read_wordnet(folder: Path) -> Iterator[str]:
             lines.append(f"{', '.join(lemmas)}: {gloss.strip()}")
     for start in range(0, len(lines), 16):
         yield "\n".join(lines[start : start + 16])
+
+
+def read_definitions(folder: Path) -> list[tuple[str, str]]:
+    """Return nouns for concrete things with their definitions, the most frequent first.
+
+    The nouns are those that occur most often in WordNet's tagged texts, in their first sense; the definition is the
+    gloss up to the first semicolon, without what stands in brackets. Only glosses that begin with an article or *any*
+    are used.
+    """
+    root = folder / "usr/share/wordnet"
+    senses, glosses = dict[str, str](), dict[str, str]()
+    for row in _rows(root / "index.noun"):
+        entry = row.split()
+        senses[entry[0]] = entry[-int(entry[2])]
+    for row in _rows(root / "data.noun"):
+        fields, gloss = row.split(" | ", 1)
+        offset, category = fields.split(" ", 2)[:2]
+        if category in CONCRETE and " @i " not in fields:
+            glosses[offset] = re.sub(r" ?\([^)]*\)", "", gloss.split(";")[0]).strip()
+    counted = list[tuple[int, str]]()
+    for counts in (root / "cntlist.rev").read_text("utf-8").splitlines():
+        key, number, count = counts.split(" ")
+        lemma, sense = key.split("%")
+        if sense[0] == "1" and number == "1" and len(lemma) > 2 and lemma.isalpha() and lemma in senses:
+            counted.append((-int(count), lemma))
+    found = [(lemma, glosses.get(senses[lemma], "")) for _, lemma in sorted(counted)]
+    return [
+        (lemma, text)
+        for lemma, text in found
+        if LEAST_DEFINITION <= len(text) <= LONGEST_DEFINITION
+        and text.isascii()
+        and text.startswith(("a ", "an ", "the ", "any "))
+    ][:DEFINITIONS]
+
+
+def _rows(path: Path) -> Iterator[str]:
+    return (row for row in path.read_text("utf-8").splitlines() if not row.startswith("  "))
 
 
 def read_python(folder: Path) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""Training loop. ``python -m tools.training.train --deadline 13:45`` starts or resumes a run.
+"""Training loop. ``python -m tools.training.train --stage 1 --deadline 13:45`` starts or resumes a stage of a run.
 
-Writes ``last.pt`` (resumable state) and ``log.jsonl`` (one object every few steps) to the run folder.
+The first stage starts from random weights with the written circuits, every other from the weights that the one before
+exported (``--weights``), with fresh optimisers. Writes ``last.pt`` (resumable state) and ``log.jsonl`` (one line
+every few steps) to the run folder.
 """
 
 import argparse
@@ -18,21 +20,26 @@ from torch.nn import functional
 
 from tools.training import checkpoint, runlog, schedule
 from tools.training.checkpoint import TrainingProgress
+from tools.training.corpus import Corpus
+from tools.training.export import load
 from tools.training.lookup import write_lookup
 from tools.training.model import PRESETS, Llama, ModelShape
+from tools.training.muon import Muon
 from tools.training.prepare import CACHE, SEED
 from tools.training.sources import sha256_of
-from tools.training.windows import Corpus, batch
+from tools.training.windows import batch
 
 MATRIX_RATE = 0.008
 OTHER_RATE = 0.0015
 TOKENS_PER_STEP = 4096
 LOG_EVERY_STEPS = 10
+HAS_BFLOAT16 = "avx512_bf16" in (name for name, found in torch.cpu.get_capabilities().items() if found)
+"""Elsewhere bfloat16 is converted to float32 for every operation, which is slower than float32 alone."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Folders, end, checkpoint interval and model shape of a run."""
+    """Folders, end, checkpoint interval and model shape of one stage. ``weights``: exported by the stage before."""
 
     cache: Path
     run: Path
@@ -40,6 +47,9 @@ class TrainingPlan:
     steps: int
     save_every_s: float
     shape: ModelShape
+    schedule: schedule.Stage
+    stage: int = 1
+    weights: Path | None = None
     seed: int = SEED
 
 
@@ -49,15 +59,19 @@ def build_optimisers(model: Llama) -> list[torch.optim.Optimizer]:
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
     return [
-        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.01, momentum=0.95, nesterov=True),
+        Muon(matrices, lr=MATRIX_RATE),
         torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
-def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean cross-entropy in nats."""
+def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    """Return the weighted mean cross-entropy, and the plain mean of the targets whose weight is above 1, in nats.
+
+    The second is NaN if there is none.
+    """
     losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-    return (losses * weights.flatten()).sum() / weights.sum()
+    weights = weights.flatten()
+    return (losses * weights).sum() / weights.sum(), float(losses.detach()[weights > 1].mean())
 
 
 def train(plan: TrainingPlan, now: Callable[[], float] = time.time) -> TrainingProgress:
@@ -72,16 +86,16 @@ def train(plan: TrainingPlan, now: Callable[[], float] = time.time) -> TrainingP
     saved_s = now()
     with runlog.resume(plan.run / "log.jsonl", progress.step) as log:
         while (done := clock.progress(now(), progress.step)) < 1.0:
-            length, rate = min(schedule.context(done), plan.shape.positions), schedule.rate(done)
-            rng = np.random.default_rng((plan.seed, progress.step))
+            phase, rate = plan.schedule.phase(done), plan.schedule.rate(done)
+            length = min(phase.context, plan.shape.positions)
+            rng = np.random.default_rng((plan.seed, plan.stage, progress.step))
             windows = max(TOKENS_PER_STEP // length, 1)
-            copied = schedule.copy_share(done)
-            arrays = batch(rng, corpus, tokenizer, windows=windows, context=length, copy_share=copied)
-            loss = _step(model, optimisers, [torch.from_numpy(array) for array in arrays], rate)
+            arrays = batch(rng, corpus, tokenizer, windows=windows, context=length, mixture=phase.mixture)
+            loss, answer_loss = _step(model, optimisers, [torch.from_numpy(array) for array in arrays], rate)
             progress = replace(progress, step=progress.step + 1, tokens=progress.tokens + arrays[0].size)
             if progress.step % LOG_EVERY_STEPS == 0:
-                row = runlog.Row(progress.step, progress.tokens, length, round(loss, 4), round(rate, 4), now())
-                runlog.write(log, row)
+                losses = round(loss, 4), round(answer_loss, 4)
+                runlog.write(log, runlog.Row(progress.step, progress.tokens, length, *losses, round(rate, 4), now()))
             if now() - saved_s > plan.save_every_s:
                 checkpoint.save(path, progress, model, optimisers)
                 saved_s = now()
@@ -94,23 +108,30 @@ def _begin(
 ) -> tuple[TrainingProgress, Llama, list[torch.optim.Optimizer]]:
     if path.exists():
         progress, model, states = checkpoint.read(path)
-        checkpoint.require_same_run(progress, seed=plan.seed, tokenizer_sha256=tokenizer_sha256, path=path)
+        checkpoint.require_same_run(
+            progress, seed=plan.seed, stage=plan.stage, tokenizer_sha256=tokenizer_sha256, path=path
+        )
         optimisers = build_optimisers(model)
         for optimiser, state in zip(optimisers, states, strict=True):
             optimiser.load_state_dict(state)
         return progress, model, optimisers
-    model = Llama(plan.shape)
-    model.initialise(plan.seed)
-    write_lookup(model, plan.seed)
-    progress = TrainingProgress(plan.seed, 0, 0, now_s, tokenizer_sha256)
+    if plan.weights is not None:
+        model = load(plan.weights).train()
+    else:
+        model = Llama(plan.shape)
+        model.initialise(plan.seed)
+        write_lookup(model, plan.seed)
+    progress = TrainingProgress(plan.seed, plan.stage, 0, 0, now_s, tokenizer_sha256)
     return progress, model, build_optimisers(model)
 
 
-def _step(model: Llama, optimisers: list[torch.optim.Optimizer], tensors: list[Tensor], rate: float) -> float:
+def _step(
+    model: Llama, optimisers: list[torch.optim.Optimizer], tensors: list[Tensor], rate: float
+) -> tuple[float, float]:
     inputs, targets, weights = tensors
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BFLOAT16):
         logits = model(inputs)
-    loss = weighted_loss(logits, targets, weights)
+    loss, answer_loss = weighted_loss(logits, targets, weights)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimiser, base in zip(optimisers, (MATRIX_RATE, OTHER_RATE), strict=True):
@@ -118,7 +139,7 @@ def _step(model: Llama, optimisers: list[torch.optim.Optimizer], tensors: list[T
             group["lr"] = base * rate
         optimiser.step()
         optimiser.zero_grad()
-    return float(loss.detach())
+    return float(loss.detach()), answer_loss
 
 
 def today_at(text: str) -> float:
@@ -132,14 +153,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder written by tools.training.prepare")
     parser.add_argument("--run", type=Path, default=CACHE / "run", help="folder of checkpoints and log")
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="bundled", help="model size of a new run")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="base", help="model size and stages")
+    parser.add_argument("--stage", type=int, default=1, help="stage of the run, from 1")
+    parser.add_argument("--weights", type=Path, help="folder that the stage before exported; required from stage 2 on")
+    parser.add_argument("--threads", type=int, default=1, help="threads that compute")
     end = parser.add_mutually_exclusive_group(required=True)
     end.add_argument("--deadline", type=today_at, default=0.0, help="end of the schedule, HH:MM UTC today")
     end.add_argument("--steps", type=int, default=0, help="end of the schedule in steps (reproducible)")
     parser.add_argument("--save-every-s", type=float, default=180.0)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    train(TrainingPlan(given.cache, given.run, given.deadline, given.steps, given.save_every_s, PRESETS[given.preset]))
+    stages = schedule.STAGES[given.preset]
+    if not 1 <= given.stage <= len(stages):
+        parser.error(f"--stage is {given.stage}, but {given.preset} has the stages 1 to {len(stages)}")
+    if (given.weights is None) != (given.stage == 1):
+        parser.error("--weights is for the stages from 2 on, which require it")
+    torch.set_num_threads(given.threads)
+    plan = TrainingPlan(
+        cache=given.cache,
+        run=given.run,
+        deadline_s=given.deadline,
+        steps=given.steps,
+        save_every_s=given.save_every_s,
+        shape=PRESETS[given.preset],
+        schedule=stages[given.stage - 1],
+        stage=given.stage,
+        weights=given.weights,
+    )
+    train(plan)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def _small_groups(config: ModelConfig, kv_bytes: int) -> tuple[KvGroupShape, ...
 
     Values are float16, at least 2 per head.
     """
-    values = max(2, kv_bytes // (config.num_layers * 2 * 2) // 2 * 2)
+    values = max(2, kv_bytes // (len(config.kv_layers) * 2 * 2) // 2 * 2)
     return tuple(replace(group, kv_heads=1, head_dim=values, dtype="float16") for group in config.kv_groups("float16"))
 
 

@@ -11,8 +11,10 @@ import torch
 from tokenizers import Tokenizer
 
 from tools.training.model import ModelShape
+from tools.training.schedule import Phase, Stage
 from tools.training.sources import SOURCES
 from tools.training.train import TrainingPlan
+from tools.training.windows import Mixture
 
 BUNDLED = Path(__file__).parents[3] / "moonpool" / "data" / "model"
 
@@ -34,7 +36,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Write the output of ``tools.training.prepare``, with 6,000 random tokens a source."""
+    """Write the output of ``tools.training.prepare``, with 6,000 random tokens a source and one definition."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "data").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -47,6 +49,7 @@ def cache(tmp_path: Path) -> Path:
             np.save(tmp_path / "data" / name, rng.integers(6, 2048, 6000).astype(np.uint16))
             manifest[name] = {"tokens": 6000, "characters": 18000}
     (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "data" / "definitions.json").write_text(json.dumps([["tent", "a portable shelter"]]))
     return tmp_path
 
 
@@ -63,6 +66,7 @@ def make_plan(cache: Path) -> Callable[..., TrainingPlan]:
             "steps": 6,
             "save_every_s": 1e9,
             "shape": shape,
+            "schedule": Stage((Phase(1.0, 64, Mixture(reading=0.3, recall=0.3, copy=0.1)),)),
             **changes,
         }
         return TrainingPlan(**settings)  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tools.training import sinks
+from tools.training import tokenizer as bpe
 from tools.training.errors import UnsuitableShape
 from tools.training.lookup import write_lookup
 from tools.training.model import Llama, ModelShape
@@ -26,6 +28,21 @@ def test_a_repeated_sequence_is_expected_from_the_first_step() -> None:
     write_lookup(model, 20)
     first, again = repeated_loss(model)
     assert again < first - 0.5
+
+
+def test_bos_takes_half_of_the_attention_of_the_layers_after_the_circuit() -> None:
+    model = Llama(ModelShape(layers=5))
+    model.initialise(20)
+    ids = torch.randint(6, 2048, (1, 400), generator=torch.Generator().manual_seed(4))
+    ids[0, 0] = bpe.BOS_ID
+    before = sinks.mass_by_layer(model, ids, 200)
+    write_lookup(model, 20)
+    after = sinks.mass_by_layer(model, ids, 200)
+    assert max(before) < 0.02
+    assert min(after[3:]) > 0.4
+    assert sinks.window_loss(model, ids, window=100, sinks=1) == pytest.approx(
+        sinks.window_loss(model, ids, window=100, sinks=4), abs=0.2
+    )
 
 
 def test_a_shape_without_room_for_the_circuit_is_refused() -> None:

@@ -2,17 +2,32 @@
 
 import pytest
 
-from tools.training.schedule import Clock, context, copy_share, rate
+from tools.training.model import PRESETS
+from tools.training.schedule import STAGES, Clock, Phase, Stage
+from tools.training.windows import Mixture
+
+TEXT = Mixture(reading=0.0, recall=0.0, copy=0.0)
 
 
-def test_rate_is_a_trapezoid_that_ends_at_zero() -> None:
-    assert [rate(progress) for progress in (0.0, 0.005, 0.01, 0.5, 0.75)] == [0.0, 0.5, 1.0, 1.0, 1.0]
-    assert rate(0.875) == pytest.approx(0.5)
-    assert rate(1.0) == 0.0
+def test_the_rate_of_the_last_stage_ends_at_zero_and_that_of_others_does_not() -> None:
+    last, other = (Stage((Phase(1.0, 512, TEXT),), decays) for decays in (True, False))
+    assert [last.rate(progress) for progress in (0.0, 0.005, 0.01, 0.4)] == [0.0, 0.5, 1.0, 1.0]
+    assert last.rate(0.7) == pytest.approx(0.5)
+    assert last.rate(1.0) == 0.0
+    assert [other.rate(progress) for progress in (0.0, 0.005, 0.5, 1.0)] == [0.0, 0.5, 1.0, 1.0]
 
 
-def test_windows_grow_to_every_position() -> None:
-    assert [context(progress) for progress in (0.0, 0.45, 0.5, 0.9, 1.0)] == [512, 512, 1024, 2048, 2048]
+@pytest.mark.parametrize("preset", sorted(STAGES))
+def test_every_preset_ends_with_windows_of_all_positions_at_a_rate_of_zero(preset: str) -> None:
+    stages = STAGES[preset]
+    assert [stage.decays for stage in stages] == [False] * (len(stages) - 1) + [True]
+    assert stages[-1].phase(1.0).context == PRESETS[preset].positions
+    assert all(stage.phases[-1].end == 1.0 for stage in stages)
+
+
+def test_phases_follow_each_other() -> None:
+    stage = Stage((Phase(0.5, 256, TEXT), Phase(1.0, 512, TEXT)))
+    assert [stage.phase(progress).context for progress in (0.0, 0.5, 0.51, 1.0)] == [256, 256, 512, 512]
 
 
 def test_a_wall_clock_run_that_is_late_is_finished() -> None:
@@ -22,9 +37,3 @@ def test_a_wall_clock_run_that_is_late_is_finished() -> None:
 
 def test_a_run_by_steps_does_not_look_at_the_time() -> None:
     assert Clock(started_s=0.0, deadline_s=0.0, steps=8).progress(now_s=1e9, step=2) == 0.25
-
-
-def test_copying_recedes() -> None:
-    shares = [copy_share(progress / 10) for progress in range(11)]
-    assert shares == sorted(shares, reverse=True)
-    assert shares[0] > shares[-1] > 0

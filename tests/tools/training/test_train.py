@@ -56,7 +56,7 @@ def test_training_lowers_the_loss(make_plan: Callable[..., TrainingPlan]) -> Non
 def test_a_checkpoint_of_another_seed_is_refused(make_plan: Callable[..., TrainingPlan]) -> None:
     plan = make_plan("run", steps=1)
     train(plan)
-    with pytest.raises(CheckpointMismatch, match=r"seed 20 .* this run has seed 21"):
+    with pytest.raises(CheckpointMismatch, match=r"seed 20, .* this run has seed 21"):
         train(replace(plan, seed=21))
 
 
@@ -66,9 +66,9 @@ def test_a_resumed_log_forgets_the_steps_after_the_checkpoint(make_plan: Callabl
     path = plan.run / "log.jsonl"
     with runlog.resume(path, 0) as file:
         for step in (10, 20, 30):
-            runlog.write(file, runlog.Row(step, step * 64, 64, 5.0, 1.0, float(step)))
+            runlog.write(file, runlog.Row(step, step * 64, 64, 5.0, 5.0, 1.0, float(step)))
     with runlog.resume(path, 20) as file:
-        runlog.write(file, runlog.Row(30, 1920, 64, 4.0, 1.0, 40.0))
+        runlog.write(file, runlog.Row(30, 1920, 64, 4.0, 4.0, 1.0, 40.0))
     assert [(row.step, row.time_s) for row in runlog.read(path)] == [(10, 10.0), (20, 20.0), (30, 40.0)]
     draw(runlog.read(path), plan.run / "loss.svg")
     assert "tokens seen" in (plan.run / "loss.svg").read_text()
@@ -85,3 +85,17 @@ def test_transformers_computes_the_exported_model_as_training_did(make_plan: Cal
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(folder).bos_token_id == 0
+
+
+def test_a_stage_goes_on_from_the_weights_that_the_one_before_exported(make_plan: Callable[..., TrainingPlan]) -> None:
+    first = make_plan("first", steps=2)
+    train(first)
+    folder = first.run / "hf"
+    export(first.run / "last.pt", first.cache / "tokenizer", folder)
+    second = make_plan("second", steps=3, stage=2, weights=folder, schedule=replace(first.schedule, decays=True))
+    train(second)
+    before, after = evaluate.load(folder).state_dict(), checkpoint.read(second.run / "last.pt")[1].state_dict()
+    changes = [float((before[name] - after[name]).abs().max()) for name in before]
+    assert 0 < max(changes) < 0.1
+    with pytest.raises(CheckpointMismatch, match=r"stage 2 .* this run has seed 20, stage 3"):
+        train(replace(second, stage=3))

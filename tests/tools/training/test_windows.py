@@ -8,9 +8,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from tools.training import tokenizer as bpe
+from tools.training.corpus import Corpus
 from tools.training.facts import Fact, draw_fact
-from tools.training.windows import ANSWER_WEIGHT, Corpus, batch, copy_window, recall_window
+from tools.training.recall import recall_window
+from tools.training.transcript import ANSWER_WEIGHT
+from tools.training.windows import Mixture, batch, copy_window
 from tools.training.words import ATTRIBUTES, NAMES
+
+MIXTURE = Mixture(reading=0.4, recall=0.3, copy=0.2)
 
 
 @pytest.fixture
@@ -54,7 +59,9 @@ def test_heavy_tokens_of_an_answer_are_its_value(corpus: Corpus, tokenizer: Toke
 
 
 def test_windows_begin_with_bos_and_targets_are_shifted(corpus: Corpus, tokenizer: Tokenizer) -> None:
-    inputs, targets, weights = batch(np.random.default_rng(1), corpus, tokenizer, windows=6, context=96, copy_share=0.0)
+    inputs, targets, weights = batch(
+        np.random.default_rng(1), corpus, tokenizer, windows=6, context=96, mixture=MIXTURE
+    )
     assert inputs.shape == targets.shape == weights.shape == (6, 96)
     assert (inputs[:, 0] == bpe.BOS_ID).all()
     assert not (inputs[:, 1:] == bpe.BOS_ID).any()
@@ -63,7 +70,7 @@ def test_windows_begin_with_bos_and_targets_are_shifted(corpus: Corpus, tokenize
 
 def test_a_batch_depends_on_its_seed_alone(corpus: Corpus, tokenizer: Tokenizer) -> None:
     first, again, other = (
-        batch(np.random.default_rng((20, step)), corpus, tokenizer, windows=3, context=64, copy_share=0.3)[0]
+        batch(np.random.default_rng((20, step)), corpus, tokenizer, windows=3, context=64, mixture=MIXTURE)[0]
         for step in (4, 4, 5)
     )
     np.testing.assert_array_equal(first, again)

@@ -32,10 +32,17 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
      "max_window_layers": 1, "sliding_window": 8},
     {**_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 4, "use_sliding_window": True,
      "layer_types": ["full_attention", "sliding_attention"]},
+    {**_LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0},
+    {**_LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window_pattern": 2,
+     "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+    {**_LLAMA, "architectures": ["MoonpoolForCausalLM"], "model_type": "moonpool", "sliding_window": 8,
+     "kv_owners": [0, 0], "attention_sinks": True},
+    {**_LLAMA, "architectures": ["MoonpoolForCausalLM"], "model_type": "moonpool", "num_kv_shared_layers": 1},
 )  # fmt: skip
 _WORDS = (
     *_LLAMA, "rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "layer_types", "head_dim", "yarn",
-    "llama3", "linear", "full_attention", "sliding_attention", "quantization_config", "mlp_bias", "float16", 2, 4,
+    "llama3", "linear", "kv_owners", "num_kv_shared_layers", "attention_sinks", "final_logit_softcapping",
+    "full_attention", "sliding_attention", "quantization_config", "mlp_bias", "float16", 2, 4,
 )  # fmt: skip
 
 
@@ -85,7 +92,8 @@ class ModelConfiguration(ModelFolderTarget):
             raise Misjudged("an end token is not an integer")
         if config.num_layers <= 64:
             tensor_shapes(config)
-            config.kv_groups("float16")
+            if sum(len(group.layers) for group in config.kv_groups("float16")) != len(config.kv_layers):
+                raise Misjudged("a KV layer in no group, or in two")
 
 
 class CheckpointHeaders(ModelFolderTarget):
