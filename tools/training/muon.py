@@ -20,7 +20,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     """Return each matrix U S V^T of [count, rows, columns] as about U V^T; its singular values are 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.transpose(1, 2) if tall else matrices
+    x: Tensor = matrices.transpose(1, 2) if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.transpose(1, 2)
