@@ -22,7 +22,7 @@ def test_the_pages_model_has_the_pages_kv(tmp_path: Path) -> None:
     config = check_folder(tmp_path / "model")
     assert config.kv_layers == (0, 1, 2, 3)
     spec = spec_of(config.kv_groups("float32"), block_tokens=16)
-    said = re.search(r"It needs ([\d,]+) bytes of KV per token .* would need ([\d,]+)\.", page)
+    said = re.search(r"It needs ([\d,]+) bytes of KV per token .*? would\s+need\s+([\d,]+)\.", page, re.DOTALL)
     assert said is not None
     needed, plain = (int(number.replace(",", "")) for number in said.groups())
     assert spec.bytes_per_token == needed
