@@ -28,9 +28,6 @@ VLLM_VENV ?= .vllm
 # More arguments for `make test-vllm`, such as --last-failed.
 PYTEST_ARGS ?=
 
-# vLLM's own.
-VLLM_WARNINGS := -W ignore::DeprecationWarning -W ignore::FutureWarning
-
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -39,6 +36,9 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # Many images tell Python to keep no compiled modules. Then each of the hundreds of processes that tests start compiles
 # all that it imports, which is more than half of its start.
 export PYTHONDONTWRITEBYTECODE :=
+# Its numba is another version, whose compiled kernels must not replace those of $(VENV). The warnings are vLLM's own.
+VLLM_PYTEST = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest \
+  -W ignore::DeprecationWarning -W ignore::FutureWarning tests/vllm_worker
 
 .PHONY: help setup lock demo test test-nightly gpu-proof check static format proto chart train bench clients test-vllm compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos clean distclean
 
@@ -88,16 +88,12 @@ test-nightly: $(STAMP) $(VLLM_STAMP)
 	@mkdir -p out
 	rm -f out/nightly.xml out/nightly_vllm.xml
 	$(QUIET_THREADS) $(BIN)/python -m pytest -m nightly --junitxml=out/nightly.xml; \
-	  NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest \
-	  -m nightly $(VLLM_WARNINGS) tests/vllm_worker --junitxml=out/nightly_vllm.xml; \
+	  $(VLLM_PYTEST) -m nightly --junitxml=out/nightly_vllm.xml; \
 	  $(BIN)/python .ci/report_tests.py out/nightly.xml --with out/nightly_vllm.xml --record tests/nightly.json
 
-# Its numba is another version, whose compiled kernels must not replace those of $(VENV).
-test-vllm: export NUMBA_CACHE_DIR := $(abspath $(VLLM_VENV))/numba
 test-vllm: $(VLLM_STAMP)
 	@mkdir -p out
-	REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest $(VLLM_WARNINGS) tests/vllm_worker \
-	  --junitxml=out/vllm.xml $(PYTEST_ARGS)
+	$(VLLM_PYTEST) --junitxml=out/vllm.xml $(PYTEST_ARGS)
 
 $(VLLM_STAMP): pyproject.toml requirements-cpu.lock requirements-vllm.lock .ci/install.py .ci/compile_kernels.py
 	$(PYTHON) .ci/install.py $(VLLM_VENV) $(TORCH_INDEX) --vllm

@@ -112,6 +112,12 @@ class ModelConfig:
         """Return the layers that own KV; a KV layer's number is its index here."""
         return tuple(layer for layer, owner in enumerate(self.kv_owners) if owner == layer)
 
+    @property
+    def used_kv_layers(self) -> tuple[int, ...]:
+        """Return the number of the KV layer that each layer uses."""
+        numbers = {layer: number for number, layer in enumerate(self.kv_layers)}
+        return tuple(numbers[owner] for owner in self.kv_owners)
+
     def kv_groups(self, dtype: str) -> tuple[KvGroupShape, ...]:
         """Return the KV layers grouped by window: full attention first, then windows from large to small."""
         owned = [self.layer_windows[layer] for layer in self.kv_layers]

@@ -55,15 +55,14 @@ class ChunkAttention:
         self,
         plan: FlatBatch,
         cache: PagedCache,
-        config: ModelConfig,
         shape: DecoderDims,
         sinks: kernels.Floats,
         step: kernels.StepArrays,
     ) -> None:
-        self._config = config
         self._shape = shape
         self._sinks = sinks  # [L, heads | 0]
         self._step = step
+        self._fused = not sinks.size and not shape.softcap and torch.get_num_threads() > _FEW_THREADS
         self._contexts: list[list[_Context]] = [[] for _ in cache.groups]
         sizes = np.diff(plan.chunk_rows)
         self.short_rows = np.flatnonzero(sizes[plan.row_chunk] <= _SHORT_CHUNK).astype(np.int32)
@@ -71,23 +70,19 @@ class ChunkAttention:
             self._contexts[group].append(_context(plan, cache, int(chunk), group))
         contexts = [context for contexts in self._contexts for context in contexts]
         tokens = max((context.tokens for context in contexts), default=0)
-        self._token_shape = (config.num_kv_heads, config.head_dim)
-        self._gathered = torch.empty(2 * config.num_kv_heads * tokens * config.head_dim)
+        self._gathered = torch.empty(2 * shape.kv_heads * tokens * shape.head_dim)
         tiles = [tile for context in contexts for tile in context.tiles]
-        rows = config.num_heads * max((tile.queries for tile in tiles), default=0)
+        rows = shape.heads * max((tile.queries for tile in tiles), default=0)
         self._scores = torch.empty(rows * max((tile.keys.stop - tile.keys.start for tile in tiles), default=0))
-        self._queries, self._mixed = torch.empty(2, rows * config.head_dim)
+        self._queries, self._mixed = torch.empty(2, rows * shape.head_dim)
         self._norms = np.empty(rows, np.float32)
 
     def run(self, layer: int, qkv: kernels.Floats, out: kernels.Floats) -> None:
         """Compute attention of the long chunks' rows of qkv [N, Q + 2K] into out [N, Q]. Their KV is already in the
         cache.
         """
-        sinks = self._sinks[layer]
-        plain = not sinks.size and not self._shape.softcap
-        fused = plain and torch.get_num_threads() > _FEW_THREADS
+        heads, head_dim = self._shape.kv_heads, self._shape.head_dim
         for context in self._contexts[self._step.layer_groups[layer]]:
-            heads, head_dim = self._token_shape
             # Contiguous for any chunk length: a different memory layout would trigger another compilation of the
             # kernel.
             form_group = self._gathered[: 2 * heads * context.tokens * head_dim]
@@ -95,10 +90,10 @@ class ChunkAttention:
             kernels.gather(layer, self._step, context.table, keys.numpy(), values.numpy())
             for tile in context.tiles:
                 k, v = keys[:, tile.keys], values[:, tile.keys]
-                if fused:
+                if self._fused:
                     self._by_fused_kernel(tile, context.window, k, v, qkv, out)
                 else:
-                    self._by_products(tile, context.window, sinks, k, v, qkv, out)
+                    self._by_products(tile, context.window, self._sinks[layer], k, v, qkv, out)
 
     def _by_products(
         self,
@@ -111,7 +106,7 @@ class ChunkAttention:
         out: kernels.Floats,
     ) -> None:
         kv_heads, count, head_dim = keys.shape
-        shared = self._config.num_heads // kv_heads
+        shared = self._shape.heads // kv_heads
         rows = tile.queries * shared
         queries = self._queries[: kv_heads * rows * head_dim].view(kv_heads, rows, head_dim)
         mixed = self._mixed[: kv_heads * rows * head_dim].view(kv_heads, rows, head_dim)
@@ -132,15 +127,13 @@ class ChunkAttention:
         qkv: kernels.Floats,
         out: kernels.Floats,
     ) -> None:
-        rows = slice(tile.first_row, tile.first_row + tile.queries)
-        queries = (
-            torch.from_numpy(qkv[rows, : self._config.q_size]).view(tile.queries, -1, keys.shape[2]).transpose(0, 1)
-        )
+        rows, width = slice(tile.first_row, tile.first_row + tile.queries), self._shape.heads * keys.shape[2]
+        queries = torch.from_numpy(qkv[rows, :width]).view(tile.queries, -1, keys.shape[2]).transpose(0, 1)
         ahead = torch.arange(keys.shape[1])[None, :] - torch.arange(tile.offset, tile.offset + tile.queries)[:, None]
         hidden = (ahead > 0) | (ahead <= -window) if window else ahead > 0
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         mixed = F.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], mask, scale=self._config.attention_scale, enable_gqa=True
+            queries[None], keys[None], values[None], mask, scale=float(self._shape.scale), enable_gqa=True
         )
         out[rows] = mixed[0].transpose(0, 1).reshape(tile.queries, -1).numpy()
 
@@ -188,8 +181,7 @@ class CpuBackend:
             softcap=np.float32(config.attention_softcap),
             gelu=config.activation != SILU,
         )
-        numbers = {layer: number for number, layer in enumerate(config.kv_layers)}
-        self._kv_layers = np.array([numbers[owner] for owner in config.kv_owners], np.intp)
+        self._kv_layers = np.array(config.used_kv_layers, np.intp)
         self._owns = np.array(config.kv_owners) == np.arange(config.num_layers)
         self._ropes = np.array(config.layer_ropes, np.int32)
         self._arrays = KernelWeights(*(getattr(weights, name).numpy() for name in KernelWeights._fields))
@@ -207,7 +199,7 @@ class CpuBackend:
         if count <= self._few_rows:
             self._run_compiled(step, work, on_layer, before_layer)
         else:
-            attention = ChunkAttention(plan, cache, self._config, self._shape, self._arrays.sinks, step)
+            attention = ChunkAttention(plan, cache, self._shape, self._arrays.sinks, step)
             self._run_composed(attention, step, work, on_layer, before_layer)
         return self._logits(plan, work.x, compiled=count <= self._few_rows)
 
@@ -233,7 +225,7 @@ class CpuBackend:
         before_layer: LayerHook,
     ) -> None:
         w, shape, arrays = self._weights, self._shape, self._arrays
-        x, hidden, qkv, mixed, gate_up, gated, _ = (torch.from_numpy(buffer) for buffer in work)
+        _, hidden, qkv, mixed, gate_up, gated, _ = (torch.from_numpy(buffer) for buffer in work)
         queries = self._config.q_size
         for layer in range(self._config.num_layers):
             own, kv_layer = self._owns[layer], int(self._kv_layers[layer])
@@ -248,19 +240,21 @@ class CpuBackend:
             sinks, rows = arrays.sinks[layer], attention.short_rows
             kernels.attend_rows(layer, rows, shape, sinks, step, work.qkv, work.scores, work.mixed)
             attention.run(layer, work.qkv, work.mixed)
-            if self._config.post_norms:
-                _multiply(mixed, w.out[layer], w.out_bias[layer], hidden)
-                kernels.add_normed(work.hidden, arrays.attention_post_norm[layer], shape.eps, work.x)
-            else:
-                _accumulate(mixed, w.out[layer], w.out_bias[layer], x)
+            self._add(mixed, w.out[layer], w.out_bias[layer], arrays.attention_post_norm[layer], work)
             kernels.rms_norm(work.x, arrays.mlp_norm[layer], shape.eps, work.hidden)
             _multiply(hidden, w.gate_up[layer], w.gate_up_bias[layer], gate_up)
             kernels.gate(work.gate_up, shape.gelu, work.gated)
-            if self._config.post_norms:
-                _multiply(gated, w.down[layer], w.down_bias[layer], hidden)
-                kernels.add_normed(work.hidden, arrays.mlp_post_norm[layer], shape.eps, work.x)
-            else:
-                _accumulate(gated, w.down[layer], w.down_bias[layer], x)
+            self._add(gated, w.down[layer], w.down_bias[layer], arrays.mlp_post_norm[layer], work)
+
+    def _add(
+        self, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, post_norm: kernels.Floats, work: WorkBuffers
+    ) -> None:
+        """Add a @ weight + bias to work.x, normalised if `post_norm` [d | 0] is not empty; overwrites work.hidden."""
+        if post_norm.size:
+            _multiply(a, weight, bias, torch.from_numpy(work.hidden))
+            kernels.add_normed(work.hidden, post_norm, self._shape.eps, work.x)
+        else:
+            _accumulate(a, weight, bias, torch.from_numpy(work.x))
 
     def _logits(self, plan: FlatBatch, x: kernels.Floats, *, compiled: bool) -> torch.Tensor:
         cap, logits = self._config.logits_softcap, self._plain_logits(plan, x, compiled=compiled)

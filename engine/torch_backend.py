@@ -46,19 +46,17 @@ class TorchBackend:
         cos, sin = self._rope.cos[:, positions, None, :], self._rope.sin[:, positions, None, :]
         groups = [_index_group(plan, cache, g, self._device) for g in range(len(cache.groups))]
         place = {layer: (g, i) for g, shape in enumerate(cache.groups) for i, layer in enumerate(shape.layers)}
-        number = {layer: i for i, layer in enumerate(config.kv_layers)}
         x = w.embedding[self._index(plan.token_ids)]
         if config.embedding_scale != 1:
             x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
-        for layer in range(config.num_layers):
-            kv_layer = number[config.kv_owners[layer]]
+        for layer, kv_layer in enumerate(config.used_kv_layers):
             group, depth = place[kv_layer]
             h = self._norm(x, w.attention_norm[layer])
             rope = config.layer_ropes[layer]
             q, k, v = self._project(layer, h, cos[rope], sin[rope])
             view = cache.views[group][:, depth]  # [slots, kv_heads, 2, block_tokens, head_dim]
             index = groups[group]
-            if len(k):
+            if k.numel():
                 if before_layer is not None:
                     before_layer(kv_layer)
                 view[index.slots, :, 0, index.offsets] = k
@@ -85,13 +83,9 @@ class TorchBackend:
         Keys and values are empty if the layer uses those of another one.
         """
         config, w = self._config, self._weights
-        if config.kv_owners[layer] != layer:
-            q = _linear(h, w.qkv[layer][:, : config.q_size], w.qkv_bias[layer][: config.q_size])
-            q = q.view(len(h), -1, config.head_dim)
-            q = self._norm(q, w.q_norm[layer]) if config.qk_norm else q
-            return _rotate(q, cos, sin), q[:0], q[:0]
-        qkv = _linear(h, w.qkv[layer], w.qkv_bias[layer]).view(len(h), -1, config.head_dim)
-        q, k, v = torch.split(qkv, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        width = None if config.kv_owners[layer] == layer else config.q_size
+        qkv = _linear(h, w.qkv[layer][:, :width], w.qkv_bias[layer][:width]).view(len(h), -1, config.head_dim)
+        q, k, v = qkv.tensor_split([config.num_heads, config.num_heads + config.num_kv_heads], dim=1)
         if config.qk_norm:
             q, k = self._norm(q, w.q_norm[layer]), self._norm(k, w.k_norm[layer])
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
@@ -142,30 +136,6 @@ def _index_group(plan: FlatBatch, cache: PagedCache, group: int, device: torch.d
     )
 
 
-def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex, scoring: "_Scoring") -> torch.Tensor:
-    """Return the attention output [N, heads, head_dim] of queries [N, heads, head_dim] over one layer's slots."""
-    kv_heads, head_dim = view.shape[1], view.shape[-1]
-    mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if len(index.decode_rows):
-        queries = q[index.decode_rows]
-        count = len(queries)
-        form_group = view[index.decode_slots].permute(
-            3, 0, 2, 1, 4, 5
-        )  # [2, D, kv_heads, blocks, block_tokens, head_dim]
-        seen = index.decode_mask.transpose(-1, -2)  # the unused rest of a slot may hold anything, NaN included
-        k, v = form_group.reshape(2, count, kv_heads, -1, head_dim).where(seen, 0)
-        grouped = queries.view(count, kv_heads, -1, head_dim)
-        result = scoring.attend(grouped, k, v, index.decode_mask, scoring.by_kv_head(kv_heads))
-        mixed[index.decode_rows] = result.view(count, -1, head_dim)
-    for first, last, slots, mask in index.prefills:
-        seen = mask.any(dim=0)[:, None]
-        k, v = view[slots].permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, head_dim).where(seen, 0)
-        queries = q[first:last].transpose(0, 1).unsqueeze(0)
-        k, v = (t.repeat_interleave(q.shape[1] // kv_heads, dim=0).unsqueeze(0) for t in (k, v))
-        mixed[first:last] = scoring.attend(queries, k, v, mask, scoring.sinks[None, :, None])[0].transpose(0, 1)
-    return mixed
-
-
 @dataclass(frozen=True)
 class _Scoring:
     """How products of queries and keys become shares: `sinks` [heads | 0] are scores that take a share of their own."""
@@ -193,6 +163,30 @@ class _Scoring:
 
 def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(scores / cap) if cap else scores
+
+
+def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex, scoring: _Scoring) -> torch.Tensor:
+    """Return the attention output [N, heads, head_dim] of queries [N, heads, head_dim] over one layer's slots."""
+    kv_heads, head_dim = view.shape[1], view.shape[-1]
+    mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if len(index.decode_rows):
+        queries = q[index.decode_rows]
+        count = len(queries)
+        form_group = view[index.decode_slots].permute(
+            3, 0, 2, 1, 4, 5
+        )  # [2, D, kv_heads, blocks, block_tokens, head_dim]
+        seen = index.decode_mask.transpose(-1, -2)  # the unused rest of a slot may hold anything, NaN included
+        k, v = form_group.reshape(2, count, kv_heads, -1, head_dim).where(seen, 0)
+        grouped = queries.view(count, kv_heads, -1, head_dim)
+        result = scoring.attend(grouped, k, v, index.decode_mask, scoring.by_kv_head(kv_heads))
+        mixed[index.decode_rows] = result.view(count, -1, head_dim)
+    for first, last, slots, mask in index.prefills:
+        seen = mask.any(dim=0)[:, None]
+        k, v = view[slots].permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, head_dim).where(seen, 0)
+        queries = q[first:last].transpose(0, 1).unsqueeze(0)
+        k, v = (t.repeat_interleave(q.shape[1] // kv_heads, dim=0).unsqueeze(0) for t in (k, v))
+        mixed[first:last] = scoring.attend(queries, k, v, mask, scoring.sinks[None, :, None])[0].transpose(0, 1)
+    return mixed
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

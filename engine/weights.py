@@ -63,7 +63,7 @@ class DecoderWeights:
     vocab.
 
     Biases, norms and sinks that the family does not have are empty: their last dimension is 0. Norms contain the
-    family's offset. Layers that use the KV of another one have only the first Q columns of `qkv`; the others are zero.
+    family's offset. Layers that use the KV of another one have only the first Q columns of `qkv`; the others are unset.
     """
 
     embedding: torch.Tensor  # [V, d]
@@ -102,7 +102,7 @@ def load_weights(
         return checkpoint.read(name).to(device=device, dtype=norm_dtype) + config.norm_offset
 
     stacked = {
-        field: torch.zeros(
+        field: torch.empty(
             (config.num_layers, *shape), device=device, dtype=norm_dtype if field.endswith("norm") else dtype
         )
         for field, shape in _stacked_shapes(config).items()

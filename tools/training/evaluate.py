@@ -8,6 +8,7 @@ suffices.
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -143,29 +144,24 @@ def recall_table(model: Llama, corpus: Corpus, tokenizer: Tokenizer, questions: 
     return rows
 
 
-def reading_questions(rng: np.random.Generator, tokenizer: Tokenizer, count: int) -> list[Question]:
-    """Return chats of one message, a passage of 3 to 12 statements never made in training and a question it answers."""
+Asking = Callable[[np.random.Generator, list[passages.Statement]], passages.QuestionAnswer | None]
+
+
+def reading_questions(rng: np.random.Generator, tokenizer: Tokenizer, count: int, ask: Asking) -> list[Question]:
+    """Return chats of one message: a passage of 3 to 12 statements never made in training, and what ``ask`` asks."""
     asked = list[Question]()
     while len(asked) < count:
         stated = passages.draw_passage(rng, int(rng.integers(3, 13)), held_out=True)
         every = [statement for group in stated for statement in group]
-        if not every:
-            continue
-        about = passages.ask_about(rng, every[int(rng.integers(len(every)))], every)
-        asked.append(_chat(tokenizer, f"{passages.text_of(rng, stated)}\n{about.text}", about.answer))
-    return asked
-
-
-def unanswerable_questions(rng: np.random.Generator, tokenizer: Tokenizer, count: int) -> list[Question]:
-    """Return chats as `reading_questions` does, whose passage does not contain the answer."""
-    asked = list[Question]()
-    while len(asked) < count:
-        stated = passages.draw_passage(rng, int(rng.integers(3, 13)), held_out=True)
-        every = [statement for group in stated for statement in group]
-        about = passages.ask_unanswered(rng, every) if every else None
+        about = ask(rng, every) if every else None
         if about is not None:
             asked.append(_chat(tokenizer, f"{passages.text_of(rng, stated)}\n{about.text}", about.answer))
     return asked
+
+
+def ask_stated(rng: np.random.Generator, stated: list[passages.Statement]) -> passages.QuestionAnswer:
+    """Return a question about one of the statements, which answers it."""
+    return passages.ask_about(rng, stated[int(rng.integers(len(stated)))], stated)
 
 
 def _chat(tokenizer: Tokenizer, message: str, answer: str) -> Question:
@@ -184,8 +180,10 @@ def reading_table(model: Llama, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
     known = [knowledge.definition(noun, text) for noun, text in corpus.definitions]
     drawn = [knowledge.ask(rng, ()) for _ in range(READING_QUESTIONS)]
     return {
-        "passage": share_exact(model, reading_questions(rng, tokenizer, READING_QUESTIONS)),
-        "not_in_passage": share_exact(model, unanswerable_questions(rng, tokenizer, READING_QUESTIONS)),
+        "passage": share_exact(model, reading_questions(rng, tokenizer, READING_QUESTIONS, ask_stated)),
+        "not_in_passage": share_exact(
+            model, reading_questions(rng, tokenizer, READING_QUESTIONS, passages.ask_unanswered)
+        ),
         "definitions": share_exact(model, [_chat(tokenizer, one.text, one.answer) for one in known]),
         "other_knowledge": share_exact(model, [_chat(tokenizer, one.text, one.answer) for one in drawn]),
     }

@@ -9,27 +9,22 @@ import numpy as np
 
 from tools.training.passages import QuestionAnswer
 from tools.training.vocabulary import DAYS, MONTHS, pick
+from tools.training.words import GREETINGS
 
 SMALL_TALK = (
-    ("Hello.", "Hello. What can I do for you?"),
+    *GREETINGS,
     ("Hello!", "Hello. What can I do for you?"),
     ("Hi.", "Hello. What can I do for you?"),
     ("Hi!", "Hello. What can I do for you?"),
-    ("Good morning.", "Good morning. How can I help?"),
     ("Good evening.", "Good evening. How can I help?"),
-    ("Who are you?", "I am a small language model. I answer questions about what you tell me."),
-    ("What are you?", "I am a small language model. I answer questions about what you tell me."),
+    ("What are you?", "I am a small language model. I can remember what you tell me in this conversation."),
     ("What is your name?", "I have no name. I am a small language model."),
     ("How are you?", "I am well. What can I do for you?"),
-    ("What can you do?", "I can answer questions about a text that you give me, and explain some common words."),
     ("Can you help me?", "I can answer questions about a text that you give me, and explain some common words."),
     ("Who made you?", "I was trained for Moonpool, on a small computer."),
     ("What is Moonpool?", "Moonpool is a cluster that serves language models. It keeps their KV cache in a pool."),
-    ("Thank you.", "You are welcome."),
     ("Thank you!", "You are welcome."),
     ("Thanks.", "You are welcome."),
-    ("Thanks for your help.", "You are welcome."),
-    ("Goodbye.", "Goodbye."),
     ("Bye.", "Goodbye."),
 )
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from tools.training import tokenizer as bpe
 from tools.training.errors import UnsuitableShape
-from tools.training.model import EMBEDDING_DEVIATION, Attention, Llama
+from tools.training.model import EMBEDDING_DEVIATION, Llama
 
 CONSTANT = 6.0
 BOS_MARK = 300.0
@@ -66,7 +66,7 @@ def write_lookup(model: Llama, seed: int) -> None:
     ]
     heads = (0, shape.heads // 2)
     groups = shape.heads // shape.kv_heads
-    attention = _attention(model, 0)
+    attention = model.attention_of(0)
     for head, back, target in zip(heads, (1, 2), written, strict=True):
         query, key = _looking_back(back, size, shape.rope_theta)
         _rows(attention.q_proj.weight, head, size).zero_()[:, 0] = BACK_GAIN * query
@@ -75,7 +75,7 @@ def write_lookup(model: Llama, seed: int) -> None:
         _columns(attention.o_proj.weight, head, size).copy_(WRITE_GAIN * EMBEDDING_DEVIATION * target.T)
     slow_dims = torch.tensor([half + pair for half in (0, size // 2) for pair in range(slow, size // 2)])
     for layer in MATCH_LAYERS:
-        attention = _attention(model, layer)
+        attention = model.attention_of(layer)
         for head, wanted, offered in zip(heads, (seen, written[0]), written, strict=True):
             mixing = _orthonormal(size, generator)[: len(slow_dims)]
             query, key = torch.zeros(size, shape.hidden), torch.zeros(size, shape.hidden)
@@ -100,16 +100,10 @@ def _write_sinks(model: Llama, generator: torch.Generator) -> None:
     for layer in range(max(MATCH_LAYERS) + 1, model.shape.layers):
         normed = functional.rms_norm(entering[layer][0], (model.shape.hidden,))
         strength = (SINK_SCORE * size**0.5 / float(normed[1:, 0].mean() * normed[0, 1])) ** 0.5
-        attention = _attention(model, layer)
+        attention = model.attention_of(layer)
         attention.q_proj.weight[slowest::size, 0] = strength
         attention.k_proj.weight[slowest::size, 1] = strength
         attention.v_proj.weight[:, 1] = 0.0
-
-
-def _attention(model: Llama, layer: int) -> Attention:
-    found = model.model.layers[layer].get_submodule("self_attn")
-    assert isinstance(found, Attention)
-    return found
 
 
 def _orthonormal(size: int, generator: torch.Generator) -> Tensor:

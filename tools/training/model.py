@@ -126,6 +126,11 @@ class Llama(nn.Module):
                     deviation = EMBEDDING_DEVIATION
                 nn.init.normal_(parameter, std=deviation, generator=generator)
 
+    def attention_of(self, layer: int) -> Attention:
+        found = self.model.layers[layer].get_submodule("self_attn")
+        assert isinstance(found, Attention)
+        return found
+
     def forward(self, ids: Tensor, visible: Tensor | None = None) -> Tensor:
         """Map ids [windows, tokens] to logits [windows, tokens, vocabulary]; ``visible`` is `Attention`'s."""
         return functional.linear(self.model.norm(self.entering(ids, visible)[-1]), self.model.embed_tokens.weight)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tools.training import vocabulary
-from tools.training.relations import RELATIONS, SUBJECT_WEIGHTS, UNKNOWN, Relation, relations_of
+from tools.training.relations import SUBJECT_WEIGHTS, UNKNOWN, Relation, relations_of
 
 HELD_OUT_ONE_IN = 8
 REVERSED_SHARE = 0.2
@@ -123,6 +123,3 @@ def ask_unanswered(rng: np.random.Generator, stated: list[Statement]) -> Questio
 def _filled(template: str, subject: str, value: str) -> str:
     text = template.replace("{s}", subject).replace("{v}", value)
     return text[0].upper() + text[1:]
-
-
-assert set(SUBJECT_WEIGHTS) == {relation.subject for relation in RELATIONS}

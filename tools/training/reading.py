@@ -10,8 +10,8 @@ from tools.training import knowledge, passages
 from tools.training import tokenizer as bpe
 from tools.training.corpus import Corpus
 from tools.training.passages import QuestionAnswer, Statement
-from tools.training.transcript import ANSWER_WEIGHT, Transcript
-from tools.training.words import ACKNOWLEDGEMENTS, SYSTEM_PROMPTS
+from tools.training.transcript import ANSWER_WEIGHT, Transcript, complete
+from tools.training.words import SYSTEM_PROMPTS
 
 CHAT_SHARE = 0.8
 LONGEST_QUOTE = 160
@@ -35,7 +35,6 @@ RULES = ("Answer the question.", "Answer with a full sentence.", "Use the text t
 class Reading(Transcript):
     """Builder of a reading window. ``stated``: all statements so far, none of which contradicts another."""
 
-    corpus: Corpus
     stated: list[Statement] = field(default_factory=list)
 
     def passage(self) -> str:
@@ -65,8 +64,7 @@ class Reading(Transcript):
     def tell(self) -> None:
         """Add a passage that the assistant acknowledges."""
         self.user_text(self.pick(INTRODUCTIONS) + self.passage())
-        if self.chat:
-            self.message(bpe.ASSISTANT_ID, self.pick(ACKNOWLEDGEMENTS))
+        self.acknowledge()
 
     def tell_and_ask(self) -> None:
         """Add a passage and a question about it in one message."""
@@ -91,23 +89,12 @@ class Reading(Transcript):
         else:
             self.tell_and_ask()
 
-    def fill(self) -> None:
-        """Add a message of filler text."""
-        length = int(np.exp(self.rng.uniform(np.log(12), np.log(300))))
-        self.open(bpe.USER_ID)
-        self.text("Read this: ")
-        self.tokens(self.corpus.filler(self.rng, length))
-        self.close()
-        if self.chat:
-            self.message(bpe.ASSISTANT_ID, self.pick(ACKNOWLEDGEMENTS))
-
     def quote(self) -> None:
         """Add lines of the Bible or of the dictionary, and questions what they say."""
         source, form = (("kjv", "What does {} say?"), ("wordnet", "What does {} mean?"))[int(self.rng.integers(2))]
         lines = self.corpus.lines(self.rng, self.tokenizer, source, int(self.rng.integers(2, 7)))
         self.user_text(self.pick(INTRODUCTIONS) + "\n".join(lines))
-        if self.chat:
-            self.message(bpe.ASSISTANT_ID, self.pick(ACKNOWLEDGEMENTS))
+        self.acknowledge()
         for line in self.rng.permutation(np.array(lines, dtype=object))[:2]:
             key, _, text = str(line).partition(" " if source == "kjv" else ": ")
             text = text if source == "kjv" else text.split(";")[0]
@@ -128,7 +115,7 @@ _TURNS: tuple[tuple[float, Callable[[Reading], None]], ...] = (
     (0.14, Reading.tell),
     (0.20, Reading.tell_and_ask),
     (0.36, Reading.ask),
-    (0.03, Reading.fill),
+    (0.03, lambda window: window.fill(longest=300)),
     (0.05, Reading.quote),
     (0.17, Reading.know),
     (0.05, Reading.talk),
@@ -143,7 +130,4 @@ def reading_window(
     if window.chat and rng.random() < 0.4:
         prompt = window.pick((*SYSTEM_PROMPTS, *RULES))
         window.message(bpe.SYSTEM_ID, f"{prompt}\n{window.passage()}" if rng.random() < 0.4 else prompt)
-    chances = [chance for chance, _ in _TURNS]
-    while len(window.ids) < length:
-        _TURNS[int(rng.choice(len(_TURNS), p=chances))][1](window)
-    return window.ids[:length], window.weights[:length]
+    return complete(window, _TURNS, length)

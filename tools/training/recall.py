@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from tools.training import tokenizer as bpe
 from tools.training.corpus import Corpus
 from tools.training.facts import Fact, draw_fact
-from tools.training.transcript import ANSWER_WEIGHT, Transcript
-from tools.training.words import ACKNOWLEDGEMENTS, ATTRIBUTES, GREETINGS, NAMES, SYSTEM_PROMPTS
+from tools.training.transcript import ANSWER_WEIGHT, Transcript, complete
+from tools.training.words import ATTRIBUTES, GREETINGS, NAMES, SYSTEM_PROMPTS
 
 CHAT_SHARE = 0.75
 _LISTABLE = (*NAMES, *(value for values in ATTRIBUTES.values() for value in values))
@@ -20,14 +20,9 @@ _LISTABLE = (*NAMES, *(value for values in ATTRIBUTES.values() for value in valu
 class Recall(Transcript):
     """Builder of a recall window of at least ``length`` tokens."""
 
-    corpus: Corpus
     length: int
     facts: list[Fact] = field(default_factory=list)
     listed: str = ""
-
-    def acknowledge(self) -> None:
-        if self.chat:
-            self.message(bpe.ASSISTANT_ID, self.pick(ACKNOWLEDGEMENTS))
 
     def state(self) -> None:
         """Add a message with one to three new facts."""
@@ -49,15 +44,6 @@ class Recall(Transcript):
         fact = self.facts[int(self.rng.integers(len(self.facts)))]
         self.message(bpe.USER_ID, fact.question)
         self.answer(fact.answer_stem, fact.answer_value)
-
-    def fill(self) -> None:
-        """Add a message of filler text, of log-uniform length up to a third of the window."""
-        length = int(np.exp(self.rng.uniform(np.log(12), np.log(self.length / 3))))
-        self.open(bpe.USER_ID)
-        self.text("Read this: ")
-        self.tokens(self.corpus.filler(self.rng, length))
-        self.close()
-        self.acknowledge()
 
     def state_list(self) -> None:
         """Add a list of four to ten words; `ask_list` refers to the last list stated."""
@@ -95,7 +81,7 @@ class Recall(Transcript):
 _TURNS: tuple[tuple[float, Callable[[Recall], None]], ...] = (
     (0.17, Recall.state),
     (0.48, Recall.ask),
-    (0.13, Recall.fill),
+    (0.13, lambda window: window.fill(longest=window.length / 3)),
     (0.06, Recall.state_list),
     (0.07, Recall.ask_list),
     (0.06, Recall.echo),
@@ -111,7 +97,4 @@ def recall_window(
     window = Recall(rng=rng, tokenizer=tokenizer, chat=chat, corpus=corpus, length=length)
     if window.chat and rng.random() < 0.5:
         window.message(bpe.SYSTEM_ID, window.pick(SYSTEM_PROMPTS))
-    chances = [chance for chance, _ in _TURNS]
-    while len(window.ids) < length:
-        _TURNS[int(rng.choice(len(_TURNS), p=chances))][1](window)
-    return window.ids[:length], window.weights[:length]
+    return complete(window, _TURNS, length)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tools.training.model import Attention, Llama, rotate
+from tools.training.model import Llama, rotate
 
 
 @torch.no_grad()
@@ -15,15 +15,15 @@ def mass_by_layer(model: Llama, ids: Tensor, first_query: int) -> list[float]:
     """
     cos, sin = model.get_buffer("cos")[: ids.shape[1]], model.get_buffer("sin")[: ids.shape[1]]
     masses = list[float]()
-    for layer, entering in zip(model.model.layers, model.entering(ids), strict=False):
-        attention = layer.get_submodule("self_attn")
-        assert isinstance(attention, Attention)
+    causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    for number, (layer, entering) in enumerate(zip(model.model.layers, model.entering(ids), strict=False)):
+        attention = model.attention_of(number)
         size, groups = model.shape.head_dim, model.shape.heads // model.shape.kv_heads
         x = layer.get_submodule("input_layernorm")(entering[0])
         query = rotate(attention.q_proj(x).unflatten(-1, (-1, size)).transpose(0, 1), cos, sin)[:, first_query:]
         key = rotate(attention.k_proj(x).unflatten(-1, (-1, size)).transpose(0, 1), cos, sin)
         scores = query @ key.repeat_interleave(groups, 0).transpose(1, 2) / size**0.5
-        scores = scores.masked_fill(~_causal(ids.shape[1])[first_query:], -torch.inf)
+        scores = scores.masked_fill(~causal[first_query:], -torch.inf)
         masses.append(float(scores.softmax(-1)[:, :, 0].mean()))
     return masses
 
@@ -39,7 +39,3 @@ def window_loss(model: Llama, ids: Tensor, *, window: int, sinks: int) -> float:
     visible = (distance >= 0) & ((distance < window) | (torch.arange(tokens)[None] < sinks))
     losses = functional.cross_entropy(model(ids[:, :-1], visible)[0], ids[0, 1:], reduction="none")
     return float(losses[window + 4 :].mean())
-
-
-def _causal(tokens: int) -> Tensor:
-    return torch.ones(tokens, tokens, dtype=torch.bool).tril()

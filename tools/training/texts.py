@@ -63,9 +63,7 @@ def read_wordnet(folder: Path) -> Iterator[str]:
     """Yield documents of sixteen synsets, one per line as ``lemma, lemma: gloss``."""
     lines = list[str]()
     for part in ("noun", "verb", "adj", "adv"):
-        for row in (folder / f"usr/share/wordnet/data.{part}").read_text("utf-8").splitlines():
-            if row.startswith("  "):
-                continue
+        for row in _rows(folder / f"usr/share/wordnet/data.{part}"):
             fields, gloss = row.split(" | ", 1)
             words = fields.split(" ")
             lemmas = [words[4 + 2 * index].split("(")[0].replace("_", " ") for index in range(int(words[3], 16))]

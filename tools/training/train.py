@@ -33,7 +33,7 @@ MATRIX_RATE = 0.008
 OTHER_RATE = 0.0015
 TOKENS_PER_STEP = 4096
 LOG_EVERY_STEPS = 10
-HAS_BFLOAT16 = "avx512_bf16" in (name for name, found in torch.cpu.get_capabilities().items() if found)
+HAS_BFLOAT16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 """Elsewhere bfloat16 is converted to float32 for every operation, which is slower than float32 alone."""
 
 

@@ -8,31 +8,28 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tools.training.words import ATTRIBUTES, NAMES
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+from tools.training.words import ATTRIBUTES, NAMES, word_list
 
 
 def _phrases(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-WOMEN = _words(
+WOMEN = word_list(
     "Mira Anna Nora Clara Lena Ida Ruth Eva Greta Alma Rosa Vera Julia Lucy Martha Sophie Helen Irene Laura Emma "
     "Alice Sarah Maria Grace Ellen Jane Susan Nina Olga Paula Rachel Judith Esther Miriam Naomi Lydia Agnes Edith "
     "Hannah Ingrid Katrin Leila Mona Petra Sonja Tanya Yasmin Zoe Carla Diana Fiona Gloria"
 )
-MEN = _words(
+MEN = word_list(
     "Tom Paul Felix Oscar Hugo Max Peter Simon Leon Victor Karl Otto Martin Emil Adam Daniel Jack Robert Frank "
     "George Henry David Thomas Arthur Walter John James Joseph Samuel Aaron Noah Isaac Jacob Philip Andrew Stephen "
     "Mark Luke Boris Carlos Dmitri Erik Gustav Hassan Ivan Jonas Kofi Lars Mario Nico Omar Pedro Ravi Stefan Umar "
     "Viktor"
 )
+PERSONS = (*WOMEN, *MEN, *NAMES)
 TOWNS = (
     *ATTRIBUTES["city"],
-    *_words(
+    *word_list(
         "Bergen Bristol Boston Bremen Budapest Cork Dallas Denver Dover Essen Geneva Genoa Ghent Graz Hamburg Havana "
         "Helsinki Kiel Krakow Kyoto Leeds Leipzig Lima Lyon Malmo Manila Milan Moscow Munich Nairobi Naples Nice "
         "Osaka Oxford Porto Quito Riga Seville Sofia Split Sydney Tallinn Tunis Turin Utrecht Venice Warsaw York Zagreb"
@@ -50,71 +47,75 @@ PETS = _phrases(
     "mouse, a lizard, a pony, a canary, a tame fox, a tame crow, two dogs, three cats, two rabbits, four hens, "
     "three goats"
 )
-FOODS = _words(
+FOODS = word_list(
     "bread cheese soup rice honey eggs fish beans grapes pears apples plums cherries melons figs olives onions "
     "cabbage carrots lentils mushrooms nuts pancakes potatoes pasta porridge pumpkin salad spinach strawberries "
     "toast tomatoes yoghurt chocolate cake butter lamb corn garlic lemons peas dates"
 )
 COLOURS = (*ATTRIBUTES["colour"], *_phrases("dark red, dark green, light blue, light green, beige, violet, crimson"))
-SUBJECTS = _words(
+SUBJECTS = word_list(
     "history music physics chemistry biology geography Latin Greek algebra geometry drawing cooking writing dancing "
     "swimming law medicine astronomy philosophy economics grammar logic"
 )
-INSTRUMENTS = _words("flute piano violin drum harp trumpet guitar organ lute cello horn oboe clarinet banjo accordion")
-LANGUAGES = _words(
+INSTRUMENTS = word_list(
+    "flute piano violin drum harp trumpet guitar organ lute cello horn oboe clarinet banjo accordion"
+)
+LANGUAGES = word_list(
     "Latin Greek Hebrew French Spanish German Polish Russian Danish Swedish Turkish Arabic Hindi Chinese Japanese "
     "Italian Dutch Finnish Czech Welsh Irish Korean Persian"
 )
-COUNTS = _words("two three four five six seven eight nine ten eleven twelve twenty thirty")
-GOODS = _words(
+COUNTS = word_list("two three four five six seven eight nine ten eleven twelve twenty thirty")
+GOODS = word_list(
     "pears apples plums cherries melons figs lemons onions eggs candles baskets ropes bottles cups plates spoons "
     "shirts books pens chairs lamps nails bricks tickets stamps flowers carrots fish loaves jars"
 )
-OBJECTS = _words(
+OBJECTS = word_list(
     "key lamp box book knife rope basket bottle clock mirror hammer ladder brush wheel chair table bag coat hat "
     "ring map letter cup bell broom bucket candle carpet chest coin comb drum flag helmet jar kettle lantern needle "
     "pen pot saddle saw scarf shield shovel spoon stool sword tent umbrella vase violin watch bicycle boat cart"
 )
-QUALITIES = _words("old new small big red blue green black white heavy broken wooden silver golden round long")
-BESIDE = _words("table bed door chair chest window stove wall tree barn bench cupboard curtain fence stairs sofa")
-INSIDE = _words(
+QUALITIES = word_list("old new small big red blue green black white heavy broken wooden silver golden round long")
+BESIDE = word_list("table bed door chair chest window stove wall tree barn bench cupboard curtain fence stairs sofa")
+INSIDE = word_list(
     "kitchen garden cellar attic garage drawer box basket barn stable boat cupboard hall office shed well car"
 )
-ABOVE = _words("table shelf roof bed chair wall floor bench desk stairs bridge window stove")
+ABOVE = word_list("table shelf roof bed chair wall floor bench desk stairs bridge window stove")
 PLACES = (
     *(f"{where} the {what}" for where in ("under", "behind", "beside") for what in BESIDE),
     *(f"in the {what}" for what in INSIDE),
     *(f"on the {what}" for what in ABOVE),
 )
-MATERIALS = _words(
+MATERIALS = word_list(
     "wood iron silver gold copper glass clay stone leather wool silk paper wax bronze brass tin steel cotton linen "
     "ivory marble straw rubber plastic cork"
 )
-EVENTS = _words(
+EVENTS = word_list(
     "meeting concert lesson wedding lecture exam market race match play party dinner funeral fair auction trial "
     "parade rehearsal reading picnic feast debate interview workshop council festival"
 )
-DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-MONTHS = _words("January February March April May June July August September October November December")
+DAYS = word_list("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = word_list("January February March April May June July August September October November December")
 VENUES = _phrases(
     "the town hall, the library, the school, the church, the garden, the old mill, the theatre, the castle, the "
     "barn, the museum, the market square, the harbour, the great hall, the station, the gym, the park, the hotel, "
     "the tavern"
 )
-VEHICLES = _words("train bus boat ferry coach plane ship")
-LOCKS = _words("safe gate door vault cellar garage server garden office archive chest tower lift alarm account library")
-BUILDINGS = _words(
+VEHICLES = word_list("train bus boat ferry coach plane ship")
+LOCKS = word_list(
+    "safe gate door vault cellar garage server garden office archive chest tower lift alarm account library"
+)
+BUILDINGS = word_list(
     "bridge tower castle church mill harbour palace school library temple wall lighthouse theatre prison"
 )
-TOPICS = _words(
+TOPICS = word_list(
     "horses trees stars ships birds kings bees rivers bridges wine cooking chess war dreams gardens mountains "
     "ghosts medicine music clocks wolves islands trains roses salt"
 )
 WEATHERS = _phrases("sunny, raining, snowing, cold, warm, foggy, windy, cloudy, hot, stormy, dry, freezing, mild, wet")
 UNITS = _phrases("coins, dollars, euros, pounds, crowns, francs")
 
-_ONSETS = _words("b br c d dr f g gr h k l m n p pr r s st t tr v z sh th")
-_VOWELS = _words("a e i o u a e o ai ia")
+_ONSETS = word_list("b br c d dr f g gr h k l m n p pr r s st t tr v z sh th")
+_VOWELS = word_list("a e i o u a e o ai ia")
 _CODAS = ("", "", "", "n", "r", "l", "s", "m", "nd", "rk", "t", "th")
 
 
@@ -130,7 +131,7 @@ def invented(rng: np.random.Generator) -> str:
 
 
 def _person(rng: np.random.Generator) -> str:
-    return invented(rng) if rng.random() < 0.25 else pick(rng, (*WOMEN, *MEN, *NAMES))
+    return invented(rng) if rng.random() < 0.25 else pick(rng, PERSONS)
 
 
 def _town(rng: np.random.Generator) -> str:

@@ -1,22 +1,23 @@
 """Word lists of the generated texts. Changes require a new tokenizer, which was trained on them."""
 
 
-def _words(text: str) -> tuple[str, ...]:
+def word_list(text: str) -> tuple[str, ...]:
+    """Return the words between blanks."""
     return tuple(text.split())
 
 
-NAMES = _words(
+NAMES = word_list(
     "Mira Tom Anna Paul Nora Felix Clara Oscar Lena Hugo Ida Max Ruth Peter Eva Simon Greta Leon Alma Victor "
     "Rosa Karl Vera Otto Julia Martin Lucy Emil Martha Adam Sophie Daniel Helen Jack Irene Robert Laura Frank "
     "Emma George Alice Henry Sarah David Maria Thomas Grace Arthur Ellen Walter"
 )
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "colour": _words("red blue green yellow black white brown orange purple grey pink silver golden"),
-    "city": _words("Paris London Rome Berlin Madrid Vienna Oslo Cairo Lisbon Athens Prague Dublin Delhi Tokyo"),
-    "animal": _words("horse dog cat fox wolf bear lion eagle owl goat sheep mouse frog whale snake tiger"),
-    "fruit": _words("apple pear plum cherry lemon grape melon peach fig banana olive berry"),
-    "tool": _words("hammer saw knife rope lamp spade needle wheel ladder brush key clock mirror basket"),
+    "colour": word_list("red blue green yellow black white brown orange purple grey pink silver golden"),
+    "city": word_list("Paris London Rome Berlin Madrid Vienna Oslo Cairo Lisbon Athens Prague Dublin Delhi Tokyo"),
+    "animal": word_list("horse dog cat fox wolf bear lion eagle owl goat sheep mouse frog whale snake tiger"),
+    "fruit": word_list("apple pear plum cherry lemon grape melon peach fig banana olive berry"),
+    "tool": word_list("hammer saw knife rope lamp spade needle wheel ladder brush key clock mirror basket"),
     "number": (),
 }
 """Possible values by attribute; those of ``number`` are 10 to 99 and not listed."""

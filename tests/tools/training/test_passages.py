@@ -11,8 +11,14 @@ from tools.training import tokenizer as bpe
 from tools.training.corpus import Corpus
 from tools.training.passages import Statement
 from tools.training.reading import reading_window
-from tools.training.relations import BY_NAME, RELATIONS, UNKNOWN
+from tools.training.relations import RELATIONS, SUBJECT_WEIGHTS, UNKNOWN
 from tools.training.transcript import ANSWER_WEIGHT
+
+BY_NAME = {relation.name: relation for relation in RELATIONS}
+
+
+def test_passages_are_about_subjects_of_every_kind() -> None:
+    assert set(SUBJECT_WEIGHTS) == {relation.subject for relation in RELATIONS} <= set(vocabulary.KINDS)
 
 
 def drawn(seed: int, held_out: bool) -> list[list[Statement]]:
