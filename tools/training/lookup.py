@@ -10,31 +10,22 @@ is therefore written into the initial weights and refined by training:
 - In layers 1 and 2, head 0 matches the current token with the keys' one-back part, and head 2 matches the one-back part
   with the keys' two-back part. Both copy the matched token towards the output.
 
-Nor do attention sinks (Xiao et al., 2023) form in a short run, although BOS is at position 0 of every window. They are
-written, too. A second component is large in the embedding of BOS alone. In the layers after the circuit, keys turn it
-into a large score against the queries' constant, in the slowest rotary pair, which hardly depends on the distance. The
-values ignore that component, so a head that attends to BOS adds almost nothing.
+The layers after the circuit receive attention sinks (`sinks.py`).
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tools.training import tokenizer as bpe
 from tools.training.errors import UnsuitableShape
 from tools.training.model import EMBEDDING_DEVIATION, Llama
+from tools.training.sinks import HIDDEN_PARTS, hold, mark
 
-CONSTANT = 6.0
-BOS_MARK = 300.0
-SINK_SCORE = 6.0
-"""Score of BOS against any query at the start of training, where the scores of other tokens are about zero."""
 BACK_GAIN = 1.0
 WRITE_GAIN = 2.5
 MATCH_GAIN = 2.3
 COPY_GAIN = 16.0
 MATCH_LAYERS = (1, 2)
-HIDDEN_PARTS = 2
-"""Components that mark: a constant, and BOS."""
 SLOW_PAIRS_FROM = 7
 """Index of the first rotary pair that rotates by less than a radian over most of a window and so can match content."""
 
@@ -53,10 +44,7 @@ def write_lookup(model: Llama, seed: int) -> None:
             f"{2 * shape.head_dim + HIDDEN_PARTS}, got {shape.layers}, {shape.kv_heads} and {shape.hidden}"
         )
     size, slow = shape.head_dim, SLOW_PAIRS_FROM * shape.head_dim // 32
-    model.model.embed_tokens.weight[:, 0] = CONSTANT * EMBEDDING_DEVIATION
-    model.model.embed_tokens.weight[:, 1] = 0.0
-    model.model.embed_tokens.weight[bpe.BOS_ID, 1] = BOS_MARK * EMBEDDING_DEVIATION
-    model.model.norm.weight[:2] = 0.0
+    mark(model)
     basis = _orthonormal(shape.hidden - HIDDEN_PARTS, generator)
     seen = torch.cat(
         (torch.zeros(size, HIDDEN_PARTS), _orthonormal(shape.hidden - HIDDEN_PARTS, generator)[:size]), dim=1
@@ -87,23 +75,9 @@ def write_lookup(model: Llama, seed: int) -> None:
             _rows(attention.k_proj.weight, head // groups, size).copy_(MATCH_GAIN * key)
             _rows(attention.v_proj.weight, head // groups, size).copy_(copied)
             _columns(attention.o_proj.weight, head, size).copy_(COPY_GAIN * EMBEDDING_DEVIATION * copied.T)
-    _write_sinks(model, generator)
-
-
-def _write_sinks(model: Llama, generator: torch.Generator) -> None:
-    """Let every query of the layers after the circuit score SINK_SCORE against BOS."""
-    size = model.shape.head_dim
-    slowest = size // 2 - 1
-    ids = torch.randint(len(bpe.SPECIAL), model.shape.vocabulary, (1, 64), generator=generator)
+    ids = torch.randint(len(bpe.SPECIAL), shape.vocabulary, (1, 64), generator=generator)
     ids[0, 0] = bpe.BOS_ID
-    entering = model.entering(ids)
-    for layer in range(max(MATCH_LAYERS) + 1, model.shape.layers):
-        normed = functional.rms_norm(entering[layer][0], (model.shape.hidden,))
-        strength = (SINK_SCORE * size**0.5 / float(normed[1:, 0].mean() * normed[0, 1])) ** 0.5
-        attention = model.attention_of(layer)
-        attention.q_proj.weight[slowest::size, 0] = strength
-        attention.k_proj.weight[slowest::size, 1] = strength
-        attention.v_proj.weight[:, 1] = 0.0
+    hold(model, model.entering(ids))
 
 
 def _orthonormal(size: int, generator: torch.Generator) -> Tensor:

@@ -133,7 +133,11 @@ class Llama(nn.Module):
 
     def forward(self, ids: Tensor, visible: Tensor | None = None) -> Tensor:
         """Map ids [windows, tokens] to logits [windows, tokens, vocabulary]; ``visible`` is `Attention`'s."""
-        return functional.linear(self.model.norm(self.entering(ids, visible)[-1]), self.model.embed_tokens.weight)
+        return self.logits(self.entering(ids, visible)[-1])
+
+    def logits(self, leaving: Tensor) -> Tensor:
+        """Map the residual stream after the last layer to logits."""
+        return functional.linear(self.model.norm(leaving), self.model.embed_tokens.weight)
 
     def entering(self, ids: Tensor, visible: Tensor | None = None) -> list[Tensor]:
         """Return the residual stream, [windows, tokens, hidden], that enters each layer, and that after the last."""

@@ -58,7 +58,7 @@ class Reading(Transcript):
             self.message(bpe.USER_ID, question.text)
             self.answer("", question.answer)
         else:
-            self.text(f"QuestionAnswer: {question.text}\nAnswer:")
+            self.text(f"Question: {question.text}\nAnswer:")
             self.text(f" {question.answer}\n", ANSWER_WEIGHT)
 
     def tell(self) -> None:

@@ -39,7 +39,7 @@ class Stage:
 
 
 _COPYING = Mixture(reading=0.35, recall=0.2, copy=0.15)
-_READING = Mixture(reading=0.45, recall=0.15, copy=0.03)
+_READING = Mixture(reading=0.55, recall=0.12, copy=0.03)
 _FACTS = Mixture(reading=0.0, recall=0.4, copy=0.1)
 
 STAGES: dict[str, tuple[Stage, ...]] = {

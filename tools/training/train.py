@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from tools.training import checkpoint, runlog, schedule
+from tools.training import checkpoint, runlog, schedule, sinks
 from tools.training.checkpoint import TrainingProgress
 from tools.training.corpus import Corpus
 from tools.training.export import load
@@ -130,7 +130,8 @@ def _step(
 ) -> tuple[float, float]:
     inputs, targets, weights = tensors
     with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BFLOAT16):
-        logits = model(inputs)
+        entering = model.entering(inputs)
+        logits = model.logits(entering[-1])
     loss, answer_loss = weighted_loss(logits, targets, weights)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -139,6 +140,7 @@ def _step(
             group["lr"] = base * rate
         optimiser.step()
         optimiser.zero_grad()
+    sinks.hold(model, entering)
     return float(loss.detach()), answer_loss
 
 
