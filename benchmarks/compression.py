@@ -101,7 +101,7 @@ def model_kv(model: Model) -> tuple[NDArray[np.float32], Bytes]:
                 ids[start : start + 256], start, (slots[: (start + 256) // BLOCK],), want_logits=False
             )
             model.forward(ForwardBatch([chunk]), exact.cache)
-        stored.to_host(slots.tolist())
+        stored.to_host_now(slots.tolist())
         return exact.cache.views[0].numpy().copy(), stored.slot_bytes(0, slots.tolist()).copy()
 
 
@@ -341,8 +341,8 @@ def measure_quality(model: Model, num_texts: int = 8, length: int = 512) -> dict
             scores = []
             for is_rounded in (False, True):
                 if is_rounded:
-                    stored.to_host(first.tolist())
-                    stored.to_device(first.tolist())
+                    stored.to_host_now(first.tolist())
+                    stored.to_device_now(first.tolist())
                 scores.append(torch.log_softmax(model.forward(ForwardBatch([rest]), exact.cache).double(), dim=-1)[:-1])
             target = torch.from_numpy(text[half + 1 :].astype(np.int64))[:, None]
             right, approximate = (score.gather(1, target)[:, 0] for score in scores)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.core import Core
-from conductor.directory import Directory, DirectoryState
+from conductor.directory import Directory, DirectoryState, WindowedBlocks
 from conductor.directory.directory import Match, Matches
 from conductor.directory.feeds import POOL_NODES, DirectoryUpdater, sample
 from conductor.policy.decisions import Copy, Shrink
@@ -148,9 +148,12 @@ class PoolNodes:
         """Directory of all followed pool nodes."""
         return self.directory_updater.directory
 
-    def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> Matches:
-        """Return the number of leading blocks of the chain (uint64 [n]) that each joined pool node holds."""
-        matches = self.directory.match(kv_namespace, keys)
+    def match(self, kv_namespace: bytes, keys: NDArray[np.uint64], windows: WindowedBlocks | None = None) -> Matches:
+        """Return the number of leading blocks of the chain (uint64 [n]) that each joined pool node holds.
+
+        With `windows`, as `Directory.match`.
+        """
+        matches = self.directory.match(kv_namespace, keys, windows)
         if matches.roster is not self._roster:
             self._roster = matches.roster
             self._absent = np.array([i for i, node_id in enumerate(self._roster) if node_id not in self._clients], int)
@@ -165,17 +168,18 @@ class PoolNodes:
         found = self.match(kv_namespace, keys).items()
         return sorted(found, key=lambda held: (-held[1].blocks, held[1].ssd_blocks, held[0]))[:_MOST_HOLDERS]
 
-    def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes) -> None:
+    def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes, windows: WindowedBlocks | None = None) -> None:
         """Start a copy in the background; its end is reported to the policy as CopyFinished.
 
-        Blocks that a prefill node fetches and keeps are only recorded.
+        With `windows`, the windowed blocks at its end are copied, too. Blocks that a prefill node fetches and keeps are
+        only recorded.
         """
         keys = keys_from_bytes(chain)[: copy.num_blocks]
         if copy.keeps_fetched:
             self.replicas.add(kv_namespace, keys.tobytes(), copy.target, copy.match_key)
             return
         source, target = self._clients[copy.source], self._clients[copy.target]
-        self._spawn(self._copy(copy, source.target, target, kv_namespace, keys))
+        self._spawn(self._copy(copy, source.target, target, kv_namespace, keys, windows))
 
     def shrink(self, shrink: Shrink) -> None:
         """Drop an unused copy in the background, unless it may be the last one."""
@@ -240,12 +244,21 @@ class PoolNodes:
             self._spawn(client.close())
 
     async def _copy(
-        self, copy: Copy, source_target: str, target: PoolClient, kv_namespace: bytes, keys: NDArray[np.uint8]
+        self,
+        copy: Copy,
+        source_target: str,
+        target: PoolClient,
+        kv_namespace: bytes,
+        keys: NDArray[np.uint8],
+        windows: WindowedBlocks | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         began_s, nbytes = loop.time(), 0
         try:
             num_blocks, nbytes = await target.copy(kv_namespace, keys, source_target, self._copy_timeout_s)
+            if windows is not None:
+                seen = keys[-windows.num_seen :]
+                nbytes += (await target.copy(windows.kv_namespace, seen, source_target, self._copy_timeout_s))[1]
             log.info("copied %d hot blocks from %s to %s", num_blocks, copy.source, copy.target)
         except (KvPoolError, NetworkError) as error:
             log.warning("hot blocks were not copied from %s to %s: %s", copy.source, copy.target, error)

@@ -311,6 +311,10 @@ def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:
         what = "another KV spec (layers, heads, dtype or windows)"
     elif node.model_fingerprint != peer.model_fingerprint:
         what = f"model fingerprint {node.model_fingerprint}, not {peer.model_fingerprint}: other weights"
+    elif bool(node.window_namespace) != bool(peer.window_namespace):
+        kept = ("only the last blocks of a sequence", "every block")
+        own, other = kept if node.window_namespace else reversed(kept)
+        what = f"another version of Moonpool, which stores {own} of layers with windows, not {other},"
     elif node.kv_namespace != peer.kv_namespace:
         what = (
             f"KV namespace {node.kv_namespace.hex()}, not {peer.kv_namespace.hex()}: another provenance or engine "

@@ -6,6 +6,7 @@ from typing import Final
 
 from conductor import wire
 from conductor.core import Core
+from conductor.directory import WindowedBlocks
 from conductor.errors import FrontendRefused, MalformedCall
 from conductor.frontend_streams import FrontendStreams
 from conductor.policy.decisions import Copy, Decision, Place, Reject
@@ -84,7 +85,7 @@ class Scheduling:
         if problem:
             raise MalformedCall(problem)
         kv_namespace = peer.kv_namespace if peer is not None else b""
-        matches = self._pools.match(kv_namespace, keys) if peer is not None else None
+        matches = self._pools.match(kv_namespace, keys, _windows_of(peer)) if peer is not None else None
         own = self._workers.match(kv_namespace, keys) if peer is not None else None
         replicas = self._pools.replicas.within(kv_namespace, keys)
         with tracing.begin(
@@ -144,7 +145,12 @@ class Scheduling:
             if isinstance(decision, Copy):
                 peer = self._registry.worker_of(request.model)
                 assert peer is not None
-                self._pools.start_copy(decision, peer.kv_namespace, request.chain)
+                self._pools.start_copy(decision, peer.kv_namespace, request.chain, _windows_of(peer))
+
+
+def _windows_of(worker: conductor_pb2.Node) -> WindowedBlocks | None:
+    namespace = worker.window_namespace
+    return WindowedBlocks(namespace, worker.window_blocks) if namespace else None
 
 
 def _check_software(first: conductor_pb2.FrontendCalls) -> None:

@@ -39,9 +39,10 @@ class PoolPuller:
             reservation.over()
 
     async def _pull_ranges(self, reservation: Reservation, pulls: list[PullRange], span: Span) -> None:
+        spec = self._node.stored_parts.lasting.spec
         for proto in pulls:
             try:
-                lease = Lease.from_pull_range(proto, self._node.stored.spec)
+                lease = Lease.from_pull_range(proto, spec)
             except (KvPoolError, NetworkError) as error:
                 log.error("a range of reused blocks is malformed, the prefill node will push it: %s", error)
                 continue
@@ -59,7 +60,7 @@ class PoolPuller:
         memory = self._node.stored
         blocks = np.arange(first + skip, first + lease.num_blocks, dtype=np.int64)
         slots = reservation.slots[first + skip : first + lease.num_blocks]
-        remote = [lease.offsets[g, skip:] for g in range(memory.num_groups)]
+        groups = self._node.stored_parts.lasting.groups
         right = np.zeros(len(blocks), dtype=bool)
         began = time.perf_counter()
         reservation.announce()
@@ -69,7 +70,7 @@ class PoolPuller:
                 peer.read(
                     lease.key,
                     memory.region,
-                    memory.slot_slices(slots, remote),
+                    memory.slot_slices(slots, groups, list(lease.offsets[:, skip:])),
                     deadline_s=min(self._node.config.kv.lease_s, max(0.1, reservation.request.time_left_s)),
                     priority=Priority.URGENT,
                 )
@@ -86,11 +87,12 @@ class PoolPuller:
         except NetworkError as error:
             log.warning("reused blocks could not be pulled, the prefill node will push them: %s", error)
         finally:
-            reservation.landed(list(self._node.memory.place_of_layer), blocks, right)
+            layers = [layer for group in self._node.stored_parts.lasting.spec.groups for layer in group.layers]
+            reservation.landed(layers, blocks, right)
 
     def _rows_right(self, slots: list[int], expected: list[NDArray[np.uint64]]) -> NDArray[np.bool_]:
         valid = np.full(len(slots), self._node.config.block_tokens, dtype=np.int32)
         right = np.ones(len(slots), dtype=bool)
-        for group, want in enumerate(expected):
+        for group, want in zip(self._node.stored_parts.lasting.groups, expected, strict=True):
             right &= (self._node.stored.slot_digests(group, slots, valid) == want).all(axis=1)
         return right

@@ -11,38 +11,45 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Endpoint, RemoteKey
+from worker.policy import TakenSlots
 from worker.request import Request
 
 
 class Reservation:
-    """Slots reserved for `request`; blocks below `held_blocks` are present from the start."""
+    """Slots reserved for `request`; shared blocks are present from the start."""
 
     def __init__(
         self,
         request: Request,
+        taken: TakenSlots,
         *,
-        slots: list[int],
-        held_blocks: int,
         num_layers: int,
         block_tokens: int,
         key: RemoteKey,
         writer: Endpoint,
+        seen_from: int = 0,
+        windowed_layers: Sequence[int] = (),
     ) -> None:
+        """In windowed layers, only blocks from `seen_from` on arrive."""
         self.request = request
         self.epoch = 0  # once it is open
-        self.slots = slots
-        self.held_blocks = held_blocks
+        self.slots = taken.slots
+        self.held_blocks = taken.num_shared
+        self.window = taken.window
         self.key = key
         self.writer = writer
         self.num_blocks = -(-len(request.prompt) // block_tokens)
         self._block_tokens = block_tokens
         self._arrived = np.zeros((num_layers, self.num_blocks), dtype=bool)
-        self._arrived[:, :held_blocks] = True
+        self._arrived[:, : taken.num_shared] = True
+        self._arrived[list(windowed_layers), :seen_from] = True
+        self.seen_from = seen_from
         self.corrupt_blocks: set[int] = set()  # pulled damaged from a pool node
         self._pending = 0
         self._loop = asyncio.get_running_loop()

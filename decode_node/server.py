@@ -26,6 +26,7 @@ from telemetry import tracing
 from telemetry.tracing import Span
 from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode
+from worker.policy import TakenSlots
 from worker.prefix_blocks import PrefixSave
 from worker.prepare import reusable_blocks, trace_answer
 from worker.request import EngineSequence, Request
@@ -72,7 +73,11 @@ class DecodeService:
             epoch=reservation.epoch,
             key=RemoteKey(packed=reservation.key.pack()),
             held_blocks=reservation.held_blocks,
-            groups=[BlockSlots(offsets=node.memory.offsets(g, blocks)) for g in range(node.memory.num_groups)],
+            groups=[
+                BlockSlots(offsets=node.memory.offsets(g, blocks[first:]), first_block=first)
+                for g in range(node.memory.num_groups)
+                for first in [reservation.seen_from if g in node.memory.spec.windowed else 0]
+            ],
             endpoint=node.endpoint.to_proto(),
             takes_layer_ranges=True,
         )
@@ -133,10 +138,16 @@ class DecodeService:
         with span.child("slots"), node.queued(request):
             most = -(-request.peak_tokens // block_tokens)
             count = _first_slots(request, block_tokens, most) if node.engine.computes_in_slots else most
-            slots, num_shared = await node.slots.take(request.key, request.keys[:cut], count, most - count)
+            taken = await node.slots.take(
+                request.key,
+                request.keys[:cut],
+                count,
+                most - count,
+                decodes_from=len(request.prompt) // block_tokens,
+            )
         reservation: Reservation | None = None
         try:
-            reservation = self._open_reservation(request, reserve, slots, num_shared)
+            reservation = self._open_reservation(request, reserve, taken)
             reserved.set_result(reservation)
             with span.child("receive", held_blocks=reservation.held_blocks) as receiving:
                 first = await self._receive(reservation, reserve, receiving)
@@ -147,23 +158,25 @@ class DecodeService:
         finally:
             node.slots.growing.end(request.key)
             if reservation is None:
-                node.slots.give(slots)
+                node.slots.give(taken.slots, taken.window)
             else:
                 await self._close_reservation(reservation)
 
-    def _open_reservation(
-        self, request: Request, reserve: ReserveRequest, slots: list[int], held_blocks: int
-    ) -> Reservation:
-        node = self.node
+    def _open_reservation(self, request: Request, reserve: ReserveRequest, taken: TakenSlots) -> Reservation:
+        node, memory, block_tokens = self.node, self.node.memory, self.node.config.block_tokens
         writer = Endpoint.from_proto(reserve.writer)
+        slots, seen_from = taken.slots, node.slots.first_seen(len(request.prompt) // block_tokens)
+        if taken.window is not None:
+            taken.window.reach(max(seen_from, taken.num_shared), -(-len(request.prompt) // block_tokens))
         reservation = Reservation(
             request,
-            slots=slots,
-            held_blocks=held_blocks,
-            num_layers=len(node.memory.place_of_layer),
-            block_tokens=node.config.block_tokens,
-            key=node.memory.grant_write(slots),
+            taken,
+            num_layers=len(memory.place_of_layer),
+            block_tokens=block_tokens,
+            key=memory.grant_write(slots),
             writer=writer,
+            seen_from=seen_from,
+            windowed_layers=[layer for g in memory.spec.windowed for layer in memory.spec.groups[g].layers],
         )
         reservation.epoch = node.kv_receiver.open_epoch(reservation.key, reservation)
         self._open[reservation.epoch] = reservation
@@ -206,10 +219,15 @@ class DecodeService:
         reservation.fenced = True
         blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
         if node.memory.staging.is_needed:
-            await in_thread(node.memory.to_device_now, blocks)
+            await in_thread(node.memory.to_device_now, blocks, range(node.memory.num_groups))
         node.slots.index(reservation.slots, request.keys, anew_from=cut)
         sequence = EngineSequence.of(
-            request, reservation.slots, num_computed=len(request.prompt), prefill_only=False, matcher=matcher
+            request,
+            reservation.slots,
+            num_computed=len(request.prompt),
+            prefill_only=False,
+            matcher=matcher,
+            window=reservation.window,
         )
         if not sequence.try_append(first_token):
             assert sequence.error is not None
@@ -230,6 +248,7 @@ class DecodeService:
                 len(request.keys),
                 pool=request.placement.pool,
                 token_s=reservation.token_s,
+                window=reservation.window,
             )
         return kept
 
@@ -240,12 +259,15 @@ class DecodeService:
         self._open.pop(reservation.epoch, None)
         node.kv_receiver.close_epoch(reservation.epoch)
         node.reporter.progress(reservation.request.request_id, reservation.request.attempt, PHASE_ENDED)
+        slots, window = reservation.slots, reservation.window
         if reservation.fenced:
-            node.slots.give(reservation.slots)
+            node.slots.give(slots, window)
         else:
             held = reservation.held_blocks
-            node.slots.give(reservation.slots[:held])
-            await node.slots.fence(reservation.slots[held:], lambda: node.messenger.revoke(reservation.key))
+            if window is not None:
+                window.give_up(held)
+            node.slots.give(slots[:held])
+            await node.slots.fence(slots[held:], lambda: node.messenger.revoke(reservation.key), window)
 
 
 def _first_slots(request: Request, block_tokens: int, most: int) -> int:

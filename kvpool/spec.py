@@ -125,6 +125,32 @@ class KvSpec:
         """Return the bytes of one block of group `g`: all its layers."""
         return self.num_layers(g) * self.layer_nbytes(g)
 
+    @cached_property
+    def windowed(self) -> tuple[int, ...]:
+        """Groups of which a block is needed only near the end of the sequence: those with a window.
+
+        Empty if no group has full attention: then all groups are kept alike, for every block.
+        """
+        found = tuple(g for g, group in enumerate(self.groups) if group.window)
+        return found if len(found) < len(self.groups) else ()
+
+    @cached_property
+    def lasting(self) -> tuple[int, ...]:
+        """All other groups."""
+        return tuple(g for g in range(self.num_groups) if g not in self.windowed)
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks before a block that its first token may see in the windowed groups; 0 without any."""
+        longest = max((self.groups[g].window for g in self.windowed), default=1)
+        return -(-(longest - 1) // self.block_tokens)
+
+    def part(self, groups: Sequence[int]) -> "KvSpec":
+        """Return the spec of these groups alone; itself if they are all."""
+        if tuple(groups) == tuple(range(self.num_groups)):
+            return self
+        return KvSpec(tuple(self.groups[g] for g in groups), self.block_tokens)
+
     @property
     def block_nbytes(self) -> int:
         """Bytes of one block over all groups."""

@@ -195,8 +195,9 @@ async def form_group(
             members=members,
         )  # fmt: skip
 
-    # Prompts that are compared or scored are computed on this node only.
-    is_whole = work.cut is not None or work.request.scores_prompt
+    # Computed on this node only: prompts that are compared or scored, or too long for the window slots.
+    drops = work.window is not None and not work.window.keeps_all
+    is_whole = work.cut is not None or work.request.scores_prompt or drops
     if not work.request.placement.helpers or is_whole or sum(map(len, chunks(1))) < MIN_CHUNKS:
         yield None
         return
@@ -211,8 +212,17 @@ async def form_group(
         return
     work.reused_tokens = start
     slots = work.slots[:num_blocks]
+    if work.window is not None:
+        work.window.reach(reused_blocks, num_blocks)
     member = GroupMember(
-        node, work.request, senders, slots, num_blocks=num_blocks, held_blocks=reused_blocks, forward=forward
+        node,
+        work.request,
+        senders,
+        slots,
+        num_blocks=num_blocks,
+        held_blocks=reused_blocks,
+        reused_blocks=reused_blocks,
+        forward=forward,
     )
     node.counters.add("prefill_groups", 1)
     group = PrefillGroup(node, member, helpers[: len(spans) - 1], spans)

@@ -26,6 +26,7 @@ from rpc.waiting import first_of
 from telemetry import tracing
 from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode
+from worker.policy import WindowHold
 from worker.request import EngineSequence, Request
 from worker.shielded_wait import shielded
 
@@ -118,20 +119,33 @@ class GroupHelper:
         taken = node.slots.take_now(request.key, request.keys[: enlist.reused_blocks], enlist.num_blocks)
         if taken is None:
             raise RequestRefused("no_slots", f"{node.config.node_id} has no {enlist.num_blocks} slots free now")
-        slots, held_blocks = taken
+        slots, held_blocks = taken.slots, taken.num_shared
         member: GroupMember | None = None
         try:
-            member = GroupMember(node, request, self._senders, slots, num_blocks=len(slots), held_blocks=held_blocks)
+            reused_blocks = enlist.reused_blocks
+            if taken.window is not None:
+                taken.window.reach(max(held_blocks, node.slots.first_seen(reused_blocks)), len(slots))
+            member = GroupMember(
+                node,
+                request,
+                self._senders,
+                slots,
+                num_blocks=len(slots),
+                held_blocks=held_blocks,
+                reused_blocks=reused_blocks,
+            )
             joined.set_result(member)
-            await self._compute(request, member, await begun)
+            await self._compute(request, member, await begun, taken.window)
         finally:
             try:
                 if member is not None:
                     await shielded(asyncio.ensure_future(member.close()))
             finally:  # runs even if this task is cancelled meanwhile
-                node.slots.give(slots)
+                node.slots.give(slots, taken.window)
 
-    async def _compute(self, request: Request, member: GroupMember, begin: BeginShare) -> None:
+    async def _compute(
+        self, request: Request, member: GroupMember, begin: BeginShare, window: WindowHold | None
+    ) -> None:
         spans = [(span.start, span.end) for span in begin.spans]
         borders = [border for span in spans for border in span]
         block_tokens, end = (
@@ -142,7 +156,13 @@ class GroupHelper:
             raise RequestRefused("bad_share", f"chunks {spans} are not in order, within {end} tokens, of whole blocks")
         member.begin(spans, begin.others)
         sequence = EngineSequence(
-            request, member.chunks.slots, request.prompt.astype(np.int32), len(request.prompt), 0, prefill_only=True
+            request,
+            member.chunks.slots,
+            request.prompt.astype(np.int32),
+            len(request.prompt),
+            0,
+            prefill_only=True,
+            window=window,
         )
         sequence.queue_entry, sequence.group_chunks = request.queue_entry, member.chunks
         try:

@@ -24,7 +24,7 @@ from messenger import Endpoint, RemoteKey
 from moonpool_proto.v1.worker_pb2 import BlockSlots, Enlisted, Member
 from moonpool_proto.v1.worker_pb2 import RemoteKey as KeyMessage
 from prefill_node.chunk_assignment import TokenSpan
-from prefill_node.push import DuePush, PushDestination, Pusher
+from prefill_node.push import DuePush, PushDestination, PushedPrompt, Pusher, remote_offsets
 from prefill_node.senders import PushSenders
 from rpc.errors import InvalidArgument
 from worker.errors import GroupLost
@@ -45,12 +45,14 @@ class MemberChunks:
         *,
         num_blocks: int,
         held_blocks: int,
+        seen_from: int,
         stall_s: float,
         changed: Callable[[], None],
         forward: Callable[[int, list[int]], None] | None = None,
     ) -> None:
         """Blocks [0, num_blocks) of the prompt are needed here; blocks [0, held_blocks) are present.
 
+        In windowed groups, only blocks from `seen_from` on are needed.
         `changed()` is called when the next chunk may be ready. `forward(layer, blocks)` gets verified blocks of other
         members. A step waits for a layer until `stall_s` after the last arrival.
         """
@@ -65,6 +67,9 @@ class MemberChunks:
             lost=GroupLost,
             changed=changed,
         )
+        windowed = [layer for g in memory.spec.windowed for layer in memory.spec.groups[g].layers]
+        self.gate.mark(windowed, np.arange(seen_from))  # of these, nothing comes
+        self.seen_from = seen_from
         self._memory = memory
         self._forward = forward
         self._spans: list[TokenSpan] = []
@@ -149,9 +154,13 @@ class GroupMember:
         *,
         num_blocks: int,
         held_blocks: int,
+        reused_blocks: int,
         forward: Callable[[int, list[int]], None] | None = None,
     ) -> None:
-        """See MemberChunks for the arguments; pushes run on the senders."""
+        """See MemberChunks for the arguments; pushes run on the senders.
+
+        The group computes the blocks from `reused_blocks` on.
+        """
         self._node = node
         self._request = request
         self._senders = senders
@@ -161,6 +170,7 @@ class GroupMember:
             slots,
             num_blocks=num_blocks,
             held_blocks=held_blocks,
+            seen_from=node.slots.first_seen(reused_blocks),
             stall_s=node.config.kv.push_timeout_s,
             changed=node.engine.wake,
             forward=forward,
@@ -178,7 +188,11 @@ class GroupMember:
             epoch=self.epoch,
             key=KeyMessage(packed=self.key.pack()),
             held_blocks=self.held_blocks,
-            groups=[BlockSlots(offsets=memory.offsets(g, self.chunks.slots)) for g in range(memory.num_groups)],
+            groups=[
+                BlockSlots(offsets=memory.offsets(g, self.chunks.slots[first:]), first_block=first)
+                for g in range(memory.num_groups)
+                for first in [self.chunks.seen_from if g in memory.spec.windowed else 0]
+            ],
             endpoint=self._node.endpoint.to_proto(),
         )
 
@@ -202,15 +216,15 @@ class GroupMember:
             peer=peer,
             epoch=other.epoch,
             key=key,
-            offsets=[np.array(group.offsets, dtype=np.int64) for group in other.groups],
+            offsets=remote_offsets(other.groups),
             push_from=other.held_blocks,
+            held_blocks=other.held_blocks,
         )
         return Pusher(
             node.memory,
             self._senders,
             destination,
-            slots=self.chunks.slots,
-            prompt_len=len(self._request.prompt),
+            prompt=PushedPrompt(self.chunks.slots, len(self._request.prompt), self.chunks.seen_from),
             deadline_s=lambda: self._request.time_left_s,
             stall_s=node.config.kv.push_timeout_s,
             on_moved=lambda nbytes, seconds: node.counters.add_transfer("group", nbytes, seconds),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from messenger import Endpoint
 from moonpool_proto.v1.worker_pb2 import AbortRequest, CommitRequest, ReserveReply, ReserveRequest
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
-from prefill_node.push import Pusher
+from prefill_node.push import Pusher, remote_offsets
 from rpc.control import CallRefused, ControlError, call
 from telemetry.tracing import Span
 from worker.errors import RequestFailed
@@ -87,9 +87,10 @@ class PrefillHandoff:
         return Endpoint.from_proto(self.reservation.endpoint)
 
     def remote_offsets(self) -> list[NDArray[np.int64]]:
-        """Return per group the byte offsets of the prompt's blocks on the decode node."""
+        """Return per group the byte offsets of the prompt's blocks on the decode node; -1 for those it does not
+        need."""
         assert self.reservation is not None
-        return [np.array(group.offsets, dtype=np.int64) for group in self.reservation.groups]
+        return remote_offsets(self.reservation.groups)
 
     def call_off(self) -> None:
         """End the hand-off because the request has ended; a running or later `commit` returns at once."""
@@ -145,7 +146,7 @@ class PrefillHandoff:
             if reply.corrupt_blocks:
                 self.num_corrupt += len(reply.corrupt_blocks)
                 self._work.store_from = min(self._work.store_from, *reply.corrupt_blocks)
-                await self._node.kv_connector.quarantine(self._work.pinned, reply.corrupt_blocks)
+                await self._node.kv_connector.quarantine(self._work.prefix, reply.corrupt_blocks)
         raise self._failed("commit", f"blocks still fail verification after {COMMIT_ROUNDS} rounds")
 
     async def abort(self) -> None:

@@ -17,7 +17,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Peer, Priority, RemoteKey, TransferResult
-from messenger.staging import READY, Ticket
+from messenger.staging import READY, Ticket, TicketsOfAll
+from moonpool_proto.v1.worker_pb2 import BlockSlots
 from prefill_node.senders import PushSenders
 from telemetry.tracing import Span
 from worker.errors import RequestFailed
@@ -46,7 +47,26 @@ class PushDestination:
     key: RemoteKey  # grants write access to the slots
     offsets: Sequence[NDArray[np.int64]]  # per group, the remote byte offset of every prompt block
     push_from: int  # the receiver has or pulls the blocks below; they are pushed only on request
+    held_blocks: int = 0  # in windowed groups, it has the blocks below and needs those that its first token sees
     takes_layer_ranges: bool = False  # one notification may announce several layers
+
+
+def remote_offsets(groups: Iterable[BlockSlots]) -> list[NDArray[np.int64]]:
+    """Return per group the byte offsets of the prompt's blocks on a remote node; -1 for those without a slot there."""
+    return [
+        np.concatenate([np.full(group.first_block, -1, np.int64), np.array(group.offsets, dtype=np.int64)])
+        for group in groups
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PushedPrompt:
+    """Prompt of `num_tokens` tokens whose blocks are in `slots`; in windowed groups, those before `seen_from` are not
+    pushed."""
+
+    slots: Sequence[int]
+    num_tokens: int
+    seen_from: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +165,7 @@ class _Push:
     blocks: list[int]
     copied: Ticket
     done: Future[None]
+    on_request: bool = False
 
 
 class Pusher:
@@ -156,13 +177,13 @@ class Pusher:
         senders: PushSenders,
         destination: PushDestination | None,
         *,
-        slots: Sequence[int],
-        prompt_len: int,
+        prompt: PushedPrompt,
         deadline_s: Callable[[], float],
         stall_s: float,
         on_moved: Callable[[int, float], None],
     ) -> None:
-        """Create a pusher for a prompt of `prompt_len` tokens whose blocks are in `slots`.
+        """Create a pusher.
+
 
         Without a destination, pushes wait until `open`. A push is given up after `stall_s` without progress, since its
         slots cannot be reused before it ends, and after `deadline_s()`. `on_moved(nbytes, seconds)` is called for every
@@ -170,10 +191,10 @@ class Pusher:
         """
         self._memory = memory
         self._senders = senders
-        self._destination = destination
-        self._slots = np.asarray(slots, dtype=np.int64)
-        self._prompt_len = prompt_len
-        self._push_from = destination.push_from if destination is not None else 0
+        self._slots = np.asarray(prompt.slots, dtype=np.int64)
+        self._prompt_len = prompt.num_tokens
+        self._destination: PushDestination | None = destination
+        self._seen_from = prompt.seen_from
         self._deadline_s = deadline_s
         self._stall_s = stall_s
         self._on_moved = on_moved
@@ -188,24 +209,47 @@ class Pusher:
         """Begin to push to the destination, first what has been written so far. Once at most."""
         with self._lock:
             assert self._destination is None
-            self._destination, self._push_from = destination, destination.push_from
+            self._destination = destination
             pushes, self._waiting = self._waiting, []
         for push in pushes:
-            push.blocks = [block for block in push.blocks if block >= destination.push_from]
             self._submit(push)
+
+    @property
+    def first_block(self) -> int:
+        """First block that is pushed, in some layer, without a request."""
+        destination = self._destination
+        if destination is None:
+            return 0
+        if self._memory.windows is None:
+            return destination.push_from
+        return min(destination.push_from, max(self._seen_from, destination.held_blocks))
+
+    def _needed(self, layer: int, blocks: Sequence[int], *, on_request: bool) -> list[int]:
+        """Return those of the blocks that the destination needs in this layer; it is known."""
+        destination = self._destination
+        assert destination is not None
+        if self._memory.is_windowed(layer):
+            first = max(self._seen_from, destination.held_blocks)
+        else:
+            first = 0 if on_request else destination.push_from
+        return [block for block in blocks if block >= first]
 
     def due(self, start: int, end: int) -> list[DuePush]:
         """Return the push of the blocks that prompt tokens [start, end) complete; empty if there are none."""
         block_tokens = self._memory.block_tokens
         last = end // block_tokens if end < self._prompt_len else -(-end // block_tokens)
-        blocks = range(max(self._push_from, start // block_tokens), last)
+        blocks = range(max(self.first_block, start // block_tokens), last)
         return [DuePush(self, blocks)] if blocks else []
 
-    def push_blocks(self, blocks: Sequence[int]) -> None:
-        """Push all layers of blocks that are in the cache, on request. Not on the engine's thread."""
+    def push_blocks(self, blocks: Sequence[int], *, on_request: bool = True) -> None:
+        """Push all layers of blocks that are in the cache, on request or not. Not on the engine's thread."""
         if blocks:
-            copied = self._memory.to_host(self.slots_of(blocks))
-            self._push(sorted(self._memory.place_of_layer), list(blocks), copied)
+            memory = self._memory
+            copied = [memory.groups_to_host(self.slots_of(blocks), memory.spec.lasting)]
+            if memory.windows is not None:
+                held = self.slots_of([block for block in blocks if block >= self._seen_from])
+                copied.append(memory.groups_to_host(held, memory.spec.windowed))
+            self._push(sorted(memory.place_of_layer), list(blocks), TicketsOfAll(copied), on_request=on_request)
 
     def push_layer(self, layer: int, blocks: Sequence[int]) -> None:
         """Push one layer of blocks that the messenger can read. Any thread."""
@@ -213,12 +257,12 @@ class Pusher:
 
     def push_layers(self, layers: Sequence[int], blocks: Sequence[int], copied: Ticket) -> None:
         """Push layers of blocks, one after another, once they have been copied. Any thread."""
-        blocks = [block for block in blocks if block >= self._push_from]
+        blocks = [block for block in blocks if block >= self.first_block]
         if blocks:
             self._push(layers, blocks, copied)
 
-    def _push(self, layers: Sequence[int], blocks: list[int], copied: Ticket) -> None:
-        push = _Push(layers, blocks, copied, Future())
+    def _push(self, layers: Sequence[int], blocks: list[int], copied: Ticket, *, on_request: bool = False) -> None:
+        push = _Push(layers, blocks, copied, Future(), on_request)
         with self._lock:
             if self._stopped or self._error is not None:
                 return
@@ -254,20 +298,23 @@ class Pusher:
         ranges = self._ranges(push) if destination.takes_layer_ranges else [range(n, n + 1) for n in push.layers]
         pending = _Countdown(len(ranges), lambda error: self._finish(push.done, error))
         for layers in ranges:
-            if self._stopped:
+            blocks = self._needed(layers.start, push.blocks, on_request=push.on_request)
+            if self._stopped or not blocks:
                 pending.one_ended(None)
                 continue
             try:
-                self._send_layers(destination, layers, push.blocks, pending)
+                self._send_layers(destination, layers, blocks, pending)
             except Exception as error:
                 pending.one_ended(error)
 
     def _ranges(self, push: _Push) -> list[range]:
-        """Return the push's layers as ranges, each of which is sent at once."""
+        """Return the push's layers as ranges, each of which is sent at once: of layers with and without windows."""
         ranges: list[range] = []
         nbytes = 0
+        is_windowed = self._memory.is_windowed
         for layer in push.layers:
-            if ranges and ranges[-1].stop == layer and nbytes < _TOGETHER_NBYTES:
+            is_alike = bool(ranges) and is_windowed(ranges[-1].start) == is_windowed(layer)
+            if is_alike and ranges[-1].stop == layer and nbytes < _TOGETHER_NBYTES:
                 ranges[-1] = range(ranges[-1].start, layer + 1)
             else:
                 ranges.append(range(layer, layer + 1))

@@ -17,7 +17,7 @@ from prefill_node.group_helper import GroupHelper
 from prefill_node.group_member import GroupMember
 from prefill_node.handoff import PrefillHandoff
 from prefill_node.lookahead import LookaheadLimiter, LookaheadPermit
-from prefill_node.push import DuePush, PushDestination, Pusher, WrittenLayers
+from prefill_node.push import DuePush, PushDestination, PushedPrompt, Pusher, WrittenLayers
 from prefill_node.senders import PushSenders
 from rpc.control import open_channel
 from telemetry import tracing
@@ -119,7 +119,8 @@ class PrefillService:
             reserved.set()
             pusher.open(self._destination(handoff))
             await loaded.wait()
-            pusher.push_blocks(range(handoff.push_from, work.reused_tokens // node.config.block_tokens))
+            reused = range(pusher.first_block, work.reused_tokens // node.config.block_tokens)
+            pusher.push_blocks(reused, on_request=False)
 
         try:
             # What is computed before the reservation is pushed after it.
@@ -150,8 +151,11 @@ class PrefillService:
             node.memory,
             self._senders,
             None,
-            slots=work.slots,
-            prompt_len=len(request.prompt),
+            prompt=PushedPrompt(
+                work.slots,
+                len(request.prompt),
+                node.slots.first_seen(len(request.prompt) // node.config.block_tokens),
+            ),
             deadline_s=lambda: request.time_left_s,
             stall_s=node.config.kv.push_timeout_s,
             on_moved=lambda nbytes, seconds: node.counters.add_transfer("push", nbytes, seconds),
@@ -166,6 +170,7 @@ class PrefillService:
             key=RemoteKey.unpack(reply.key.packed),
             offsets=handoff.remote_offsets(),
             push_from=handoff.push_from,
+            held_blocks=reply.held_blocks,
             takes_layer_ranges=reply.takes_layer_ranges,
         )
 

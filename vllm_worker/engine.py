@@ -24,6 +24,7 @@ from worker.config import WorkerConfig
 from worker.engine_interface import Engine
 from worker.errors import StartupError
 from worker.kv_memory import values_differ
+from worker.policy import BatchLimits
 from worker.request import Request
 from worker.slot_memory import EngineMemory, SlotMemory
 from worker.transformer import hardware_name
@@ -43,7 +44,9 @@ class EngineInVllm(Engine):
 
     spec: KvSpec
 
-    def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> VllmMemory:
+    def new_memory(
+        self, messenger: Messenger, *, num_slots: int, block_tokens: int, limits: BatchLimits | None = None
+    ) -> VllmMemory:
         return VllmMemory(self.spec, num_slots, messenger)
 
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:

@@ -14,7 +14,7 @@ from jit.fast_dataclass import fast_dataclass
 from kvpool import Provenance
 from messenger import Messenger
 from moonpool_proto.v1.worker_pb2 import LogProbs
-from worker.policy import PrefillChunk
+from worker.policy import BatchLimits, PrefillChunk
 from worker.request import EngineSequence, Request
 from worker.slot_memory import EngineMemory, SlotMemory
 
@@ -75,8 +75,13 @@ class Engine(ABC):
     label = ""  # name of the stand-in; empty for a real model
 
     @abstractmethod
-    def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> EngineMemory:
-        """Allocate the slots in which the engine computes. Raises OSError if there is not enough memory."""
+    def new_memory(
+        self, messenger: Messenger, *, num_slots: int, block_tokens: int, limits: BatchLimits | None = None
+    ) -> EngineMemory:
+        """Allocate the slots in which the engine computes. Raises OSError if there is not enough memory.
+
+        Groups with windows get as many slots as steps within `limits` need, or `num_slots` without limits.
+        """
 
     @abstractmethod
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:

@@ -16,16 +16,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool import KvPoolError, Lease, PoolClient, PutTicket
+from kvpool import KvPoolError, Lease, PoolClient, PutTicket, Tail
 from messenger import DeadlineExceeded, Messenger, MessengerError, Priority
-from moonpool_proto.v1.conductor_pb2 import NodeRef
+from moonpool_proto.v1.conductor_pb2 import Holder, NodeRef
 from rpc.control import ControlError
 from settings.worker import KvSettings
 from worker.counters import WorkerCounters
 from worker.kv_loading import LoadSettings, PoolLoad
 from worker.local_pool import LocalPoolAccess
-from worker.policy import CircuitBreaker
-from worker.prefix_blocks import PinnedBlocks, PrefixSave, find_tail, key_array, names_of_tails
+from worker.policy import CircuitBreaker, WindowHold
+from worker.prefix_blocks import (
+    PinnedBlocks,
+    PinnedPrefix,
+    PrefixSave,
+    StoredPart,
+    StoredParts,
+    find_tail,
+    key_array,
+    names_of_tails,
+)
 from worker.request import KEY_NBYTES, Request
 from worker.shielded_wait import in_thread, shielded
 from worker.slot_memory import SlotMemory
@@ -35,6 +44,7 @@ log = logging.getLogger(__name__)
 # A call to a hanging pool node costs its deadline. The first pause equals the time after which the conductor suspects a
 # node; the longest one bounds the delay until a recovered node is used again.
 _HOLD_OFF_S, _LONGEST_HOLD_OFF_S = 5.0, 30.0
+_MOST_ENDS = 3  # ends of a reusable prefix that are tried until one has its windowed blocks
 _LOOK_UP_BLOCKS = 1024  # longest chain that is looked up in this host's pool without a call
 
 
@@ -55,13 +65,14 @@ class KVConnector:
         self,
         memory: SlotMemory,
         messenger: Messenger,
-        kv_namespace: bytes,
+        parts: StoredParts,
         settings: PoolCallSettings,
         counters: WorkerCounters,
     ) -> None:
         self._memory = memory
         self._messenger = messenger
-        self._namespace = kv_namespace
+        self._parts = parts
+        self._namespace = parts.lasting.kv_namespace
         self._settings = settings
         self._counters = counters
         self._own_target = settings.own_target
@@ -71,9 +82,9 @@ class KVConnector:
         self._now_s = time.monotonic
         self._prefetching: set[asyncio.Task[None]] = set()
         self._local_pool = LocalPoolAccess(
-            memory, messenger, kv_namespace, owner=settings.owner, incarnation=settings.incarnation
+            memory, messenger, parts, owner=settings.owner, incarnation=settings.incarnation
         )
-        self._writer = PoolWriter(memory, messenger, kv_namespace, ttl_s=settings.kv.put_ttl_s, counters=counters)
+        self._writer = PoolWriter(memory, messenger, ttl_s=settings.kv.put_ttl_s, counters=counters)
         self.own_node_id = ""
         self.num_pinned = 0
 
@@ -117,16 +128,22 @@ class KVConnector:
         asked += [(h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks)) for h in others]
         for target, first, end in asked:
             if first < end:
-                task = asyncio.ensure_future(
-                    self._prefetch(target, request.keys[first:end], self._tail_keys(request, num_blocks))
-                )
-                self._prefetching.add(task)
-                task.add_done_callback(self._prefetching.discard)
+                tail_keys = self._tail_keys(request, num_blocks)
+                self._begin_prefetch(self._parts.lasting, target, request.keys[first:end], tail_keys)
+                if self._parts.windowed is not None:
+                    last = min(num_blocks, request.placement.reuse_blocks, end)
+                    seen = request.keys[max(0, last - self._parts.window_blocks) : last]
+                    self._begin_prefetch(self._parts.windowed, target, seen, tail_keys)
 
-    async def _prefetch(self, target: str, keys: Sequence[bytes], tail_keys: bytes) -> None:
+    def _begin_prefetch(self, part: StoredPart, target: str, keys: Sequence[bytes], tail_keys: bytes) -> None:
+        task = asyncio.ensure_future(self._prefetch(part, target, keys, tail_keys))
+        self._prefetching.add(task)
+        task.add_done_callback(self._prefetching.discard)
+
+    async def _prefetch(self, part: StoredPart, target: str, keys: Sequence[bytes], tail_keys: bytes) -> None:
         if self._may_call(target):
             try:
-                await self.client(target).prefetch(self._namespace, key_array(keys), tail_keys=tail_keys)
+                await self.client(target).prefetch(part.kv_namespace, key_array(keys), tail_keys=tail_keys)
                 self._record_call(target)
             except PoolErrors as error:
                 self._record_call(target, error)
@@ -137,13 +154,65 @@ class KVConnector:
         expected = min(num_blocks, request.placement.reuse_blocks)
         return names_of_tails(request, expected, self._memory.block_tokens)
 
-    async def pin(self, request: Request, num_blocks: int) -> list[PinnedBlocks]:
+    async def pin(self, request: Request, num_blocks: int) -> PinnedPrefix:
         """Lease reusable blocks of the request's prompt: at most the first `num_blocks` whole blocks and a partial one.
 
         Leases the longest leading run available at this host's pool and the placement's holders, and the partial block
-        after it, if one holds the prompt's next tokens. An unreachable pool only shortens the run: missing blocks are
-        computed.
+        after it, if one holds the prompt's next tokens. With windowed groups, the run ends where a pool also has the
+        blocks that the next token sees in them. An unreachable pool only shortens the run: missing blocks are computed.
         """
+        found = await self._pin_lasting(request, num_blocks)
+        if not found or self._parts.windowed is None:
+            return PinnedPrefix(found)
+        return await self._with_windows(request, found)
+
+    async def _with_windows(self, request: Request, pinned: list[PinnedBlocks]) -> PinnedPrefix:
+        """Return as much of the leased prefix as there are windowed blocks for; end the other leases."""
+        have = max(pin.end for pin in pinned)
+        tail = next((pin for pin in pinned if pin.tail is not None), None)
+        holders = [h for h in request.placement.holders if h.pool.node_id != self.own_node_id]
+        expected = [request.placement.reuse_blocks, *(h.first_block + h.num_blocks for h in holders)]
+        ends = sorted({have, *(end for end in expected if 0 < end < have)}, reverse=True)
+        for end in ends[:_MOST_ENDS]:
+            partial = tail.tail if tail is not None and end == have else None
+            window = await self._pin_window(request, end, partial, holders)
+            if window is None:
+                continue
+            if partial is not None and window.tail is None and tail is not None:
+                pinned = [replace(pin, tail=None, tail_tokens=0) if pin is tail else pin for pin in pinned]
+            kept = [pin for pin in pinned if pin.first < end or pin.tail is not None]
+            await self.unpin([pin for pin in pinned if pin.first >= end and pin.tail is None])
+            if end < have:
+                kept = [_head(pin, end) for pin in kept if pin.first < end]
+            return PinnedPrefix(kept, [window], have if end < have else 0)
+        await self.unpin(pinned)
+        return PinnedPrefix([], branch=have)
+
+    async def _pin_window(
+        self, request: Request, end: int, partial: Tail | None, holders: Sequence[Holder]
+    ) -> PinnedBlocks | None:
+        """Lease the blocks in windowed groups that the first token of block `end` sees, and a partial one, if there.
+
+        Returns None unless some pool node has all of the whole ones, or, if there are none, the partial one.
+        """
+        assert self._parts.windowed is not None
+        first = max(0, end - self._parts.window_blocks)
+        chain, tail_keys = key_array(request.keys[first:end]), partial.key if partial is not None else b""
+        for i, target in enumerate((self._own_target, *(holder.pool.target for holder in holders))):
+            if not target or not self._may_call(target):
+                continue
+            lease = await self._pin(self._parts.windowed, target, chain, tail_keys, request.time_left_s)
+            if lease is None:
+                continue
+            pin = PinnedBlocks(first, lease, self.client(target), i == 0, self._memory.block_tokens, is_windowed=True)
+            self.num_pinned += 1
+            found = next((tail for tail in lease.tails if partial is not None and tail.key == partial.key), None)
+            if lease.num_blocks == end - first and (found is not None or end > first):
+                return pin if found is None else replace(pin, tail=found, tail_tokens=found.num_tokens)
+            await self.unpin([pin])
+        return None
+
+    async def _pin_lasting(self, request: Request, num_blocks: int) -> list[PinnedBlocks]:
         chain = key_array(request.keys[:num_blocks])
         tail_keys = self._tail_keys(request, num_blocks)
         own_target = "" if self._own_lacks(request, chain, tail_keys) else self._own_target
@@ -159,7 +228,7 @@ class KVConnector:
             is_own = i == 0  # it may hold a partial block even without a whole one
             if not target or first > have or (end <= have and not is_own) or not self._may_call(target):
                 continue
-            lease = await self._pin(target, chain[have:end], tail_keys, request.time_left_s)
+            lease = await self._pin(self._parts.lasting, target, chain[have:end], tail_keys, request.time_left_s)
             if lease is not None:
                 pinned.append(PinnedBlocks(have, lease, self.client(target), is_own, self._memory.block_tokens))
                 have += lease.num_blocks
@@ -181,11 +250,13 @@ class KVConnector:
             return False
         return self._local_pool.lacks(chain, np.frombuffer(tail_keys, np.uint8).reshape(-1, KEY_NBYTES))
 
-    async def _pin(self, target: str, chain: NDArray[np.uint8], tail_keys: bytes, time_left_s: float) -> Lease | None:
+    async def _pin(
+        self, part: StoredPart, target: str, chain: NDArray[np.uint8], tail_keys: bytes, time_left_s: float
+    ) -> Lease | None:
         wait_s = max(0.0, min(self._settings.kv.kv_load_wait_s, time_left_s))
         try:
             lease = await self.client(target).pin(
-                self._namespace,
+                part.kv_namespace,
                 chain,
                 lease_s=self._settings.kv.lease_s,
                 wait_s=wait_s,
@@ -210,13 +281,14 @@ class KVConnector:
                 continue
             old = pin.tail.key if superseded and pin.tail is not None else b""
             try:
-                await pin.client.unpin(pin.lease, kv_namespace=self._namespace, superseded=old)
+                namespace = self._parts[pin.is_windowed].kv_namespace
+                await pin.client.unpin(pin.lease, kv_namespace=namespace, superseded=old)
                 self._record_call(pin.client.target)
             except PoolErrors as error:
                 self._record_call(pin.client.target, error)
                 log.warning("lease %s was not returned and will expire: %s", pin.lease.lease_id, error)
 
-    def begin_load(self, pinned: Sequence[PinnedBlocks], slots: Sequence[int], first: int) -> PoolLoad:
+    def begin_load(self, pinned: PinnedPrefix, slots: Sequence[int], first: int) -> PoolLoad:
         """Return a load of the leased blocks from `first` on, including the partial one, into `slots`."""
         settings = LoadSettings(
             self._memory,
@@ -226,34 +298,55 @@ class KVConnector:
             self._settings.kv.lease_s,
             self._record_call,
         )
-        return PoolLoad(settings, pinned, slots, first)
+        return PoolLoad(settings, pinned.blocks, slots, first, pinned.windows)
 
-    async def quarantine(self, pinned: Sequence[PinnedBlocks], blocks: Sequence[int]) -> None:
+    async def quarantine(self, pinned: PinnedPrefix, blocks: Sequence[int]) -> None:
         """Remove leased blocks with wrong content from their pools; `blocks` are indices in the prompt.
 
         They are stored again at the end of the request.
         """
-        for pin in pinned:
+        for pin in pinned.all:
             rows = [block - pin.first for block in blocks if 0 <= block - pin.first < pin.num_rows]
             if not rows:
                 continue
             try:
-                await pin.client.quarantine(self._namespace, pin.keys[rows])
+                await pin.client.quarantine(self._parts[pin.is_windowed].kv_namespace, pin.keys[rows])
             except PoolErrors as error:
                 log.warning("a corrupt block could not be reported to its pool: %s", error)
 
     async def store(
-        self, kept: PrefixSave, slots: Sequence[int], first: int, *, pool: NodeRef | None = None, token_s: float = 0.0
+        self,
+        kept: PrefixSave,
+        slots: Sequence[int],
+        first: int,
+        *,
+        pool: NodeRef | None = None,
+        token_s: float = 0.0,
+        window: WindowHold | None = None,
+        branch: int = 0,
     ) -> None:
         """Put blocks from `first` on into `pool`, or into this host's pool; `token_s` as in `PoolWriter.put`.
 
-        A failure is only logged and counted: the blocks cannot be reused then.
+        In windowed groups, puts the blocks that the next token sees, and those that the first token of block `branch`
+        sees, as far as `window` still holds all of them. A failure is only logged and counted: the blocks cannot be
+        reused then.
         """
-        target = self._target_of(pool)
+        puts = [(self._parts.lasting, kept, first)]
+        if window is not None and self._parts.windowed is not None:
+            for each in (kept.head(branch), kept):
+                tail = window.tail(len(each.keys)) if each.num_blocks else None
+                if tail is not None:
+                    puts.append((self._parts.windowed, each, tail.start))
+        for part, each, begin in puts:
+            await self._store(part, each, slots, begin, self._target_of(pool), token_s)
+
+    async def _store(
+        self, part: StoredPart, kept: PrefixSave, slots: Sequence[int], first: int, target: str, token_s: float
+    ) -> None:
         if first >= kept.num_blocks or not target or not self._may_call(target):
             return
         try:
-            await self._put(target, kept, slots, first, token_s)
+            await self._put(part, target, kept, slots, first, token_s)
             self._record_call(target)
         except PoolErrors as error:
             self._record_call(target, error)
@@ -263,15 +356,17 @@ class KVConnector:
             self._counters.add("store_failures", 1)
             log.exception("blocks were not stored in the pool")
 
-    async def _put(self, target: str, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float) -> None:
+    async def _put(
+        self, part: StoredPart, target: str, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float
+    ) -> None:
         client, began = self.client(target), time.perf_counter()
         if target == self._own_target:
-            stored = await self._local_pool.put(client, kept, slots, first, token_s)
+            stored = await self._local_pool.put(client, part, kept, slots, first, token_s)
             if stored is not None:
-                nbytes = stored * self._memory.spec.block_nbytes
+                nbytes = stored * part.spec.block_nbytes
                 self._counters.add_transfer("store", nbytes, time.perf_counter() - began)
                 return
-        await self._writer.put(client, kept, slots, first, token_s=token_s)
+        await self._writer.put(client, part, kept, slots, first, token_s=token_s)
 
     async def retain(self, request: Request, keys: Sequence[bytes]) -> None:
         """Let the pool that stores the request's KV keep these leading blocks, if its client announced another request.
@@ -282,14 +377,18 @@ class KVConnector:
         if hints.lifetime_s <= 0 or not keys or not target or not self._may_call(target):
             return
         try:
-            await self.client(target).retain(
-                self._namespace,
-                key_array(keys),
-                tenant=request.placement.turn.account,
-                lifetime_s=hints.lifetime_s,
-                pause_s=hints.pause_s,
-                priority=request.placement.turn.priority,
-            )
+            retained = [(self._namespace, keys)]
+            if self._parts.windowed is not None:
+                retained.append((self._parts.windowed.kv_namespace, keys[-self._parts.window_blocks :]))
+            for namespace, chain in retained:
+                await self.client(target).retain(
+                    namespace,
+                    key_array(chain),
+                    tenant=request.placement.turn.account,
+                    lifetime_s=hints.lifetime_s,
+                    pause_s=hints.pause_s,
+                    priority=request.placement.turn.priority,
+                )
             self._record_call(target)
         except PoolErrors as error:
             self._record_call(target, error)
@@ -301,7 +400,8 @@ class KVConnector:
         if not superseded or not target or not self._may_call(target):
             return
         try:
-            await self.client(target).evict(self._namespace, key_array([superseded]))
+            for part in self._parts.all:
+                await self.client(target).evict(part.kv_namespace, key_array([superseded]))
             self._record_call(target)
         except PoolErrors as error:
             self._record_call(target, error)
@@ -338,19 +438,23 @@ class PoolWriter:
     Its methods raise PoolErrors; a failed or cancelled put leaves nothing behind.
     """
 
-    def __init__(
-        self, memory: SlotMemory, messenger: Messenger, kv_namespace: bytes, *, ttl_s: float, counters: WorkerCounters
-    ) -> None:
+    def __init__(self, memory: SlotMemory, messenger: Messenger, *, ttl_s: float, counters: WorkerCounters) -> None:
         self._memory = memory
         self._messenger = messenger
-        self._namespace = kv_namespace
         self._ttl_s = ttl_s
         self._counters = counters
 
     async def put(
-        self, client: PoolClient, kept: PrefixSave, slots: Sequence[int], first: int, *, token_s: float = 0.0
+        self,
+        client: PoolClient,
+        part: StoredPart,
+        kept: PrefixSave,
+        slots: Sequence[int],
+        first: int,
+        *,
+        token_s: float = 0.0,
     ) -> None:
-        """Store blocks [first, kept.num_blocks) from their slots, except those that the pool already has.
+        """Store blocks [first, kept.num_blocks) of a part from their slots, except those that the pool already has.
 
         `token_s` is the time that computing one token took, which the pool uses to weigh evictions.
         """
@@ -359,8 +463,8 @@ class PoolWriter:
         # A separate task: even if cancelled, the caller must learn which slots were allocated, to abort the put.
         allocating = asyncio.ensure_future(
             client.allocate(
-                self._namespace,
-                self._memory.spec,
+                part.kv_namespace,
+                part.spec,
                 key_array(keys),
                 key_array(parents),
                 ttl_s=self._ttl_s,
@@ -371,24 +475,27 @@ class PoolWriter:
         try:
             ticket = await shielded(allocating)
             if ticket.new_blocks:
-                await self._fill(
-                    client, ticket, [slots[first + i] for i in ticket.new_blocks], valid[ticket.new_blocks]
-                )
+                new = [slots[first + i] for i in ticket.new_blocks]
+                await self._fill(client, part, ticket, new, valid[ticket.new_blocks])
         except BaseException:
             if not allocating.cancelled() and allocating.exception() is None:
                 await shielded(asyncio.ensure_future(self._abort(client, allocating.result())))
             raise
 
     async def _fill(
-        self, client: PoolClient, ticket: PutTicket, slots: Sequence[int], valid: NDArray[np.int32]
+        self,
+        client: PoolClient,
+        part: StoredPart,
+        ticket: PutTicket,
+        slots: Sequence[int],
+        valid: NDArray[np.int32],
     ) -> None:
-        remote = [ticket.offsets[g] for g in range(self._memory.num_groups)]
         began = time.perf_counter()
-        await in_thread(self._memory.to_host_now, slots)
-        digests = await in_thread(self._digests, slots, valid)
+        await in_thread(self._memory.to_host_now, slots, part.groups)
+        digests = await in_thread(lambda: [self._memory.slot_digests(g, slots, valid) for g in part.groups])
         peer = self._messenger.connect(ticket.endpoint)
         assert ticket.key is not None
-        slices = self._memory.slot_slices(slots, remote)
+        slices = self._memory.slot_slices(slots, part.groups, list(ticket.offsets))
         writing = peer.write(
             ticket.key, self._memory.region, slices, deadline_s=self._ttl_s, priority=Priority.BACKGROUND
         )
@@ -402,5 +509,7 @@ class PoolWriter:
         except PoolErrors as error:
             log.warning("put %s was not aborted and will expire: %s", ticket.put_id, error)
 
-    def _digests(self, slots: Sequence[int], valid: NDArray[np.int32]) -> list[NDArray[np.uint64]]:
-        return [self._memory.slot_digests(g, slots, valid) for g in range(self._memory.num_groups)]
+
+def _head(pin: PinnedBlocks, end: int) -> PinnedBlocks:
+    """Return the lease's blocks before block `end` of the prompt, without the partial one."""
+    return replace(pin, lease=pin.lease.head(end - pin.first), tail=None, tail_tokens=0)

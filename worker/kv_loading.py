@@ -57,6 +57,7 @@ class _Range:
     """Blocks of one lease, in consecutive slots."""
 
     pin: PinnedBlocks
+    groups: tuple[int, ...]  # of the memory
     skip: int  # rows of the lease before the first one
     at: int  # index of the first block within the load
     slots: list[int]
@@ -70,11 +71,17 @@ class PoolLoad:
     """One load of leased blocks into slots."""
 
     def __init__(
-        self, settings: LoadSettings, pinned: Sequence[PinnedBlocks], slots: Sequence[int], first: int
+        self,
+        settings: LoadSettings,
+        pinned: Sequence[PinnedBlocks],
+        slots: Sequence[int],
+        first: int,
+        windows: Sequence[PinnedBlocks] = (),
     ) -> None:
         """Prepare to load the prompt's blocks from `first` on, including the partial one, into `slots`.
 
-        Until `run` returns, each PinnedBlocks records the rows that it is to read as right.
+        `windows` are the last of them in windowed groups. Until `run` returns, each PinnedBlocks records the rows that
+        it is to read as right.
         """
         self._settings = settings
         self._memory = settings.memory
@@ -86,9 +93,17 @@ class PoolLoad:
             if count <= 0 or pin.first > first + self.num_blocks:
                 continue
             part = list(slots[self.num_blocks : self.num_blocks + count])
-            self._ranges.append(_Range(pin, skip, self.num_blocks, part))
+            self._ranges.append(_Range(pin, self._memory.spec.lasting, skip, self.num_blocks, part))
             pin.right = range(skip, skip + count)
             self.num_blocks += count
+        for pin in windows:
+            skip = max(0, first - pin.first)
+            at = max(0, pin.first - first)
+            count = min(pin.num_rows - skip, self.num_blocks - at)
+            if count > 0:
+                windowed = self._memory.spec.windowed
+                self._ranges.append(_Range(pin, windowed, skip, at, list(slots[at : at + count])))
+                pin.right = range(skip, skip + count)
         self.num_right = self.num_blocks  # leading blocks of which no layer is known to be damaged or missing
         self.bad_blocks: list[int] = []  # blocks of the prompt that failed verification
         self._batches = self._cut() if self.num_blocks else ()
@@ -156,6 +171,8 @@ class PoolLoad:
                 return
             part.began = part.began or time.perf_counter()
             piece = _Piece.of(self._memory.spec, batch, part, count)
+            if piece is None:
+                return
             target = part.pin.client.target
             try:
                 right = await self._read(piece, part.pin)
@@ -169,7 +186,7 @@ class PoolLoad:
             part.ended = time.perf_counter()
             part.nbytes += piece.nbytes
             if self._gate is not None and right:
-                self._gate.mark(range(batch.first, batch.end), np.arange(part.at, part.at + right))
+                self._gate.mark(piece.layers, np.arange(part.at, part.at + right))
                 if self._gate.is_ready:
                     self.begun.set()
             if right < count:
@@ -195,10 +212,10 @@ class PoolLoad:
         count = len(right) if right.all() else int(right.argmin())
         memory, slots = self._memory, piece.slots[:count]
         if len(self._batches) == 1:
-            memory.to_device_now(slots)
+            memory.to_device_now(slots, piece.groups)
             return count
         assert isinstance(memory, EngineMemory)
-        memory.to_device(slots, range(piece.batch.first, piece.batch.end)).wait()
+        memory.to_device(slots, piece.layers).wait()
         return count
 
     def _damaged(self, part: _Range, right: int) -> None:
@@ -221,42 +238,56 @@ class PoolLoad:
 class _Piece:
     """Some layers of some blocks: where they are, where they go, and their digests."""
 
-    batch: LayerBatch
+    parts: tuple[tuple[int, slice], ...]  # (group of the memory, its layers)
     spec: KvSpec  # of these layers only
     slots: list[int]
-    starts: NDArray[np.int64]  # [groups of the batch, n], in the pool's region
-    shifts: NDArray[np.int64]  # [groups of the batch], of the layers within a slot
-    digests: list[NDArray[np.uint64]]  # per group of the batch [n, layers]
+    starts: NDArray[np.int64]  # [parts, n], in the pool's region
+    shifts: NDArray[np.int64]  # [parts], of the layers within a slot
+    digests: list[NDArray[np.uint64]]  # per part [n, layers]
     valid: NDArray[np.int32]  # [n] tokens
 
     @classmethod
-    def of(cls, spec: KvSpec, batch: LayerBatch, part: _Range, count: int) -> _Piece:
+    def of(cls, spec: KvSpec, batch: LayerBatch, part: _Range, count: int) -> _Piece | None:
+        """Return the batch's layers of the range's groups; None if it has none."""
         rows = slice(part.skip, part.skip + count)
-        is_whole = batch.end - batch.first == sum(len(group.layers) for group in spec.groups)
-        groups = [replace(spec.groups[g], layers=spec.groups[g].layers[layers]) for g, layers in batch.parts]
-        shifts = np.array([layers.start * spec.layer_nbytes(g) for g, layers in batch.parts], np.int64)
-        own = [g for g, _ in batch.parts]
+        parts = tuple((g, layers) for g, layers in batch.parts if g in part.groups)
+        if not parts:
+            return None
+        groups = [replace(spec.groups[g], layers=spec.groups[g].layers[layers]) for g, layers in parts]
+        is_whole = groups == list(spec.groups)
+        shifts = np.array([layers.start * spec.layer_nbytes(g) for g, layers in parts], np.int64)
+        own = [part.groups.index(g) for g, _ in parts]
         return cls(
-            batch=batch,
+            parts=parts,
             spec=spec if is_whole else KvSpec(tuple(groups), spec.block_tokens),
             slots=part.slots[:count],
             starts=part.pin.offsets[own, rows] + shifts[:, None],
             shifts=shifts,
-            digests=[part.pin.digests[g][rows, layers] for g, layers in batch.parts],
+            digests=[part.pin.digests[i][rows, layers] for i, (_, layers) in zip(own, parts, strict=True)],
             valid=part.pin.valid[rows],
         )
+
+    @property
+    def groups(self) -> list[int]:
+        """Groups of the memory."""
+        return [g for g, _ in self.parts]
+
+    @property
+    def layers(self) -> list[int]:
+        """Model layers, in order."""
+        return sorted(layer for group in self.spec.groups for layer in group.layers)
 
     @property
     def nbytes(self) -> int:
         return len(self.slots) * self.spec.block_nbytes
 
     def targets(self, memory: SlotMemory) -> NDArray[np.int64]:
-        """Return the byte offsets [groups of the batch, n] in the region of `memory`."""
-        places = [memory.offsets(g, self.slots) for g, _ in self.batch.parts]
+        """Return the byte offsets [parts, n] in the region of `memory`."""
+        places = [memory.offsets(g, self.slots) for g, _ in self.parts]
         return np.stack(places) + self.shifts[:, None]
 
     def slices(self, memory: SlotMemory) -> NDArray[np.int64]:
-        """Return messenger slices [groups of the batch * n, 3]."""
+        """Return messenger slices [parts * n, 3]."""
         targets = self.targets(memory)
         sizes = np.array([self.spec.slot_nbytes(g) for g in range(self.spec.num_groups)], np.int64)
         return np.stack([targets, self.starts, np.broadcast_to(sizes[:, None], targets.shape)], axis=2).reshape(-1, 3)
@@ -264,7 +295,7 @@ class _Piece:
     def verify(self, memory: SlotMemory) -> NDArray[np.bool_]:
         """Return bool [n], True for blocks whose bytes in `memory` match their digests."""
         right = np.ones(len(self.slots), dtype=bool)
-        for (group, layers), spec, expected in zip(self.batch.parts, self.spec.groups, self.digests, strict=True):
+        for (group, layers), spec, expected in zip(self.parts, self.spec.groups, self.digests, strict=True):
             if layers == slice(0, memory.spec.num_layers(group)):
                 right &= (memory.slot_digests(group, self.slots, self.valid) == expected).all(axis=1)
                 continue

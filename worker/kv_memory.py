@@ -25,12 +25,14 @@ from numpy.typing import NDArray
 
 from engine import Model, PagedCache
 from kvpool import KvGroup, KvPoolError, KvSpec
+from kvpool.errors import SpecError
 from messenger import GpuMemory, GpuMemoryUnsupported, Messenger
 from messenger.staging import READY, DeviceRuntime, DirectStaging, MirrorStaging, StagingError, Ticket
 from settings.worker import KvSettings
 from worker.device_digests import DeviceDigests
 from worker.errors import StartupError
-from worker.slot_memory import EngineMemory, SlotMemory, spec_of
+from worker.policy import BatchLimits, WindowSlots
+from worker.slot_memory import EngineMemory, SlotMemory, spec_of, windows_of
 
 log = logging.getLogger(__name__)
 
@@ -58,39 +60,54 @@ class KvMemory(EngineMemory):
         *,
         num_slots: int,
         block_tokens: int,
+        windows: WindowSlots | None = None,
         device: DeviceCache | None = None,
     ) -> None:
         """Without `device` the cache is the registered host memory. Raises OSError and GpuMemoryUnsupported."""
         spec = spec_of(model.kv_groups, block_tokens)
+        windows = windows or windows_of(spec, num_slots)
         if device is not None and device.is_registered:
             gpu = GpuMemory(device.memory.data_ptr(), device.memory.nbytes)
-            super().__init__(spec, num_slots, messenger, gpu=gpu)
+            super().__init__(spec, num_slots, messenger, gpu=gpu, windows=windows)
             self._digests: DeviceDigests | None = DeviceDigests(device.memory, spec)
             self.staging = DirectStaging(device.runtime)
         else:
-            super().__init__(spec, num_slots, messenger)
+            super().__init__(spec, num_slots, messenger, windows=windows)
             self._digests = None
             self._host = torch.from_numpy(self._array)
             if device is not None:
                 self._commit_all()  # page-locking would commit small pages
                 self.staging = MirrorStaging(device.runtime, self._array[: device.memory.nbytes])
         memory = self._host if device is None else device.memory
-        self.cache = PagedCache(
-            model.kv_groups, (num_slots,) * len(model.kv_groups), block_tokens=block_tokens, memory=memory
-        )
+        self.cache = PagedCache(model.kv_groups, self.slots_per_group, block_tokens=block_tokens, memory=memory)
 
     @classmethod
-    def of(cls, model: Model, messenger: Messenger, *, num_slots: int, block_tokens: int, kv: KvSettings) -> KvMemory:
+    def of(
+        cls,
+        model: Model,
+        messenger: Messenger,
+        *,
+        num_slots: int,
+        block_tokens: int,
+        kv: KvSettings,
+        limits: BatchLimits | None = None,
+    ) -> KvMemory:
         """Create the memory for the model's device, staged as `kv.kv_staging` selects.
 
-        Raises StartupError if it selects `direct` and that is impossible, and OSError.
+        `limits` of the engine's steps bound the slots of windowed groups. Raises StartupError if it selects `direct`
+        and that is impossible, or if the model's KV cannot be cut into blocks, and OSError.
         """
-        new = partial(cls, model, messenger, num_slots=num_slots, block_tokens=block_tokens)
+        try:
+            windows = windows_of(spec_of(model.kv_groups, block_tokens), num_slots, limits)
+        except SpecError as error:
+            raise StartupError(str(error)) from error
+        new = partial(cls, model, messenger, num_slots=num_slots, block_tokens=block_tokens, windows=windows)
         if model.device.type == "cpu":
             if kv.kv_staging == "direct":
                 raise StartupError("kv_staging direct registers a GPU's memory, but the device is cpu: set mirror")
             return new()
-        nbytes = PagedCache.required_nbytes(model.kv_groups, (num_slots,) * len(model.kv_groups), block_tokens)
+        counts = [windows.num_slots if group.window and windows is not None else num_slots for group in model.kv_groups]
+        nbytes = PagedCache.required_nbytes(model.kv_groups, counts, block_tokens)
         cache = cuda_cache(model.device, nbytes)
         if kv.kv_staging != "mirror":
             try:
@@ -198,7 +215,8 @@ class QuantisedMemory(SlotMemory):
     """int8 counterparts of the engine's slots, which the messenger and the pool use in their place."""
 
     def __init__(self, exact: KvMemory, messenger: Messenger, *, num_slots: int) -> None:
-        super().__init__(quantised_spec(exact.spec), num_slots, messenger, name="moonpool-kv-int8")
+        spec = quantised_spec(exact.spec)
+        super().__init__(spec, num_slots, messenger, name="moonpool-kv-int8", windows=exact.windows)
         self._exact = exact
         self._bytes = torch.from_numpy(self._array)
 
@@ -206,14 +224,15 @@ class QuantisedMemory(SlotMemory):
         super().close()
         del self._bytes
 
-    def to_host(self, slots: Sequence[int]) -> Ticket:
+    def groups_to_host(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
         """Quantise the engine's content of these slots, which blocks.
 
         Raises KvPoolError for values that int8 cannot represent, and StagingError.
         """
-        self._exact.to_host_now(slots)
-        index = torch.tensor(list(slots), dtype=torch.long)
-        for g, group in enumerate(self.spec.groups):
+        self._exact.to_host_now(slots, groups)
+        for g in groups:
+            group = self.spec.groups[g]
+            index = self._index(g, slots)
             values = _grouped(self._exact.slot_values(g)[index].float(), group.scale_group)
             scales = (values.abs().amax(dim=-1, keepdim=True) / _LARGEST).half()
             if not torch.isfinite(scales).all():
@@ -225,16 +244,21 @@ class QuantisedMemory(SlotMemory):
             rows[index, ..., group.head_dim :] = scales.squeeze(-1).contiguous().view(torch.uint8)
         return READY
 
-    def to_device(self, slots: Sequence[int]) -> Ticket:
+    def groups_to_device(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
         """Dequantise these slots into the same slots of the engine, which blocks until they are in host memory."""
-        index = torch.tensor(list(slots), dtype=torch.long)
-        for g, group in enumerate(self.spec.groups):
+        for g in groups:
+            group = self.spec.groups[g]
+            index = self._index(g, slots)
             rows = self._rows(g)[index]
             steps = _grouped(rows[..., : group.head_dim].view(torch.int8).float(), group.scale_group)
             scales = rows[..., group.head_dim :].contiguous().view(torch.float16).float().unsqueeze(-1)
             exact = self._exact.slot_values(g)
             exact[index] = (steps * scales).flatten(-2).to(exact.dtype)
-        return self._exact.to_device(slots)
+        return self._exact.groups_to_device(slots, groups)
+
+    def _index(self, group: int, slots: Sequence[int]) -> torch.Tensor:
+        """Return the numbers of the blocks' slots in the group, of those that have one there."""
+        return torch.from_numpy(self.numbers(group, self.with_slots(group, slots)))
 
     def _rows(self, group: int) -> torch.Tensor:
         """Return uint8 [num_slots, layers, kv_heads, 2, block_tokens, bytes of a row]."""

@@ -35,6 +35,7 @@ class PushTarget(Protocol):
     slots: list[int]
     held_blocks: int
     num_blocks: int  # blocks [held_blocks, num_blocks) may be pushed
+    seen_from: int  # in windowed groups, blocks before this one have no slots
 
     def valid_tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the number of pushed tokens of each block, int32 [n]."""
@@ -112,9 +113,11 @@ class KVReceiver:
         for layer in pushed.layers:
             if layer not in self._memory.place_of_layer:
                 raise BadNotification(f"the model has no layer {layer}")
-        if not len(blocks) or blocks.min() < target.held_blocks or blocks.max() >= target.num_blocks:
+        is_windowed = any(self._memory.is_windowed(layer) for layer in pushed.layers)
+        first = max(target.held_blocks, target.seen_from) if is_windowed else target.held_blocks
+        if not len(blocks) or blocks.min() < first or blocks.max() >= target.num_blocks:
             raise BadNotification(
-                f"its {len(blocks)} blocks are not all in [{target.held_blocks}, {target.num_blocks}), as reserved"
+                f"its {len(blocks)} blocks are not all in [{first}, {target.num_blocks}), as reserved"
             )
         if len(set(blocks.tolist())) < len(blocks):
             raise BadNotification("it names a block twice")

@@ -19,7 +19,7 @@ from kvpool.errors import KvPoolError, LocalPoolUnavailable
 from kvpool.local import LocalPoolClient, PutStatus, RegisteredBlocks
 from messenger import Messenger
 from rpc.control import ControlError
-from worker.prefix_blocks import PinnedBlocks, PrefixSave, key_array
+from worker.prefix_blocks import PinnedBlocks, PrefixSave, StoredPart, StoredParts, key_array
 from worker.shielded_wait import in_thread
 from worker.slot_memory import SlotMemory
 
@@ -33,11 +33,11 @@ class LocalPoolAccess:
     """One worker's client of its host's pool node in shared memory."""
 
     def __init__(
-        self, memory: SlotMemory, messenger: Messenger, kv_namespace: bytes, *, owner: str, incarnation: int
+        self, memory: SlotMemory, messenger: Messenger, parts: StoredParts, *, owner: str, incarnation: int
     ) -> None:
         self._memory = memory
         self._messenger = messenger
-        self._namespace = kv_namespace
+        self._parts = parts
         self._owner, self._incarnation = owner, incarnation
         self._pool: LocalPoolClient | None = None
         self._region_id = 0
@@ -58,10 +58,11 @@ class LocalPoolAccess:
         if pool is None:
             return False
         try:
-            if any(pool.contains(self._namespace, key) for key in (*chain[:1], *tail_keys)):
+            namespace = self._parts.lasting.kv_namespace
+            if any(pool.contains(namespace, key) for key in (*chain[:1], *tail_keys)):
                 return False
             # Counted now: later, the look-up would find the blocks that this request is about to store.
-            pool.touch(self._namespace, chain)
+            pool.touch(namespace, chain)
             pool.send_touches()
         except LocalPoolUnavailable:
             return False
@@ -95,34 +96,42 @@ class LocalPoolAccess:
             return None
 
     async def put(
-        self, client: PoolClient, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float
+        self, client: PoolClient, part: StoredPart, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float
     ) -> int | None:
         """Store blocks as `PoolWriter.put` does. Returns the number stored; None if the pool is not reachable."""
         pool = await self._entered(client)
         if pool is None:
             return None
         try:
-            return await in_thread(self._put, pool, kept, slots, first, token_s)
+            return await in_thread(self._put, pool, part, kept, slots, first, token_s)
         except LocalPoolUnavailable as error:
             log.info("blocks are stored through the messenger: %s", error)
             return None
 
-    def _put(self, pool: LocalPoolClient, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float) -> int:
+    def _put(
+        self,
+        pool: LocalPoolClient,
+        part: StoredPart,
+        kept: PrefixSave,
+        slots: Sequence[int],
+        first: int,
+        token_s: float,
+    ) -> int:
         keys, parents, partial = kept.names(first)
         chain = key_array(keys)
-        known = pool.match(self._namespace, chain)
-        pool.touch(self._namespace, chain[:known])
+        known = pool.match(part.kv_namespace, chain)
+        pool.touch(part.kv_namespace, chain[:known])
         if known == len(keys):
             return 0
         lengths = np.array(partial[known:], np.uint32)
         tokens = int(np.where(lengths, lengths, self._memory.block_tokens).sum())
-        part = slots[first + known : first + len(keys)]
-        self._memory.to_host_now(part)
-        offsets = self._memory.all_offsets(part)
-        digests = pool.digests(self._memory.spec, self._region_id, offsets, lengths)
+        new = slots[first + known : first + len(keys)]
+        self._memory.to_host_now(new, part.groups)
+        offsets = self._memory.all_offsets(new, part.groups)
+        digests = pool.digests(part.spec, self._region_id, offsets, lengths)
         status = pool.put(
-            self._namespace,
-            self._memory.spec,
+            part.kv_namespace,
+            part.spec,
             chain[known:],
             key_array(parents[known:]),
             RegisteredBlocks(self._region_id, offsets, digests),

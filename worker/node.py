@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from kvpool import digest, kv_namespace
+from kvpool import digest
 from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import Node
@@ -24,6 +24,7 @@ from worker.node_slots import NodeSlots
 from worker.own_blocks import OwnBlocks
 from worker.parity import ParityChecker
 from worker.policy import BatchLimits
+from worker.prefix_blocks import StoredParts
 from worker.request import EngineSequence, Request
 
 SWITCH_INTERVAL_S = 0.0005  # the default of 5 ms would delay I/O while the engine thread runs Python
@@ -52,21 +53,22 @@ class WorkerNode(EngineNode):
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=self.incarnation)
         self.endpoint = self.messenger.start()
         self.memory = self.model.new_memory(
-            self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens
+            self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens, limits=self._limits
         )
         self.kv_receiver = KVReceiver(self.memory, self.messenger, self.counters)
         self.stored, provenance = self.model.new_stored(
             self.memory, self.messenger
         )  # the slots in the form that the pool stores
         identity = f"{self.model.fingerprint} {self.model.computation}".strip()
-        self.namespace = kv_namespace(identity, self.stored.spec, provenance)
+        self.stored_parts = StoredParts.of(identity, self.stored.spec, provenance)
+        self.namespace = self.stored_parts.lasting.kv_namespace
         pool_settings = PoolCallSettings(
             own_target=config.pool_target,
             owner=config.node_id,
             incarnation=self.incarnation,
             kv=config.kv,
         )
-        self.kv_connector = KVConnector(self.stored, self.messenger, self.namespace, pool_settings, self.counters)
+        self.kv_connector = KVConnector(self.stored, self.messenger, self.stored_parts, pool_settings, self.counters)
         self.parity = ParityChecker(self.memory, config.kv.kv_parity_sample)
         self.own_blocks = OwnBlocks(self.namespace, self.incarnation)
         self.engine = self._new_runner()
@@ -78,17 +80,22 @@ class WorkerNode(EngineNode):
             waits=lambda: self.counters.add("kv_growth_waits", 1),
             broken=self._broken_by,
             own_blocks=self.own_blocks,
+            windows=self.memory.windows,
         )
 
     def _load_engine(self) -> Engine:
         return load_engine(self.config)
 
-    def _new_runner(self) -> SequenceRunner:
+    @property
+    def _limits(self) -> BatchLimits:
         engine = self.config.engine
+        return BatchLimits(engine.max_batch, engine.prefill_chunk_tokens, self.config.block_tokens)
+
+    def _new_runner(self) -> SequenceRunner:
         assert isinstance(self.model, SteppedEngine)
         self._loop_of_steps = EngineLoop(
             self.model.steps(self.memory),
-            BatchLimits(engine.max_batch, engine.prefill_chunk_tokens, self.config.block_tokens),
+            self._limits,
             self._on_step_thread,
             allows_long_steps=self.model.allows_long_steps,
         )
@@ -114,6 +121,7 @@ class WorkerNode(EngineNode):
         self._begin_joining(target)
 
     def _engine_description(self) -> Node:
+        windowed = self.stored_parts.windowed
         return Node(
             endpoint=self.endpoint.to_proto(),
             host_id=self.endpoint.host_id,
@@ -121,11 +129,13 @@ class WorkerNode(EngineNode):
             kv_namespace=self.namespace,
             spec=self.stored.spec.to_proto(),
             capacity_tokens=self.config.engine.capacity_tokens,
-            kv_bytes_per_token=self.stored.spec.bytes_per_token,
+            kv_bytes_per_token=self.stored_parts.lasting.spec.bytes_per_token,
+            window_namespace=windowed.kv_namespace if windowed is not None else b"",
+            window_blocks=self.stored_parts.window_blocks,
             model_fingerprint=self.model.fingerprint,
             hardware=self.model.hardware,
             engine=self.model.label,
-            reports_blocks=True,
+            reports_blocks=windowed is None,  # its reports would not say how far its windows reach
         )
 
     async def close(self) -> None:
@@ -173,7 +183,9 @@ class WorkerNode(EngineNode):
 
     def _kv_at_rest(self) -> tuple[list[str], dict[str, float]]:
         problems = self.slots.pool.validate() + [f"messenger: {p}" for p in self.messenger.validate()]
+        windows = self.slots.pool.windows
         counts: dict[str, float] = {
+            **({} if windows is None else {"window_slots_reserved": windows.num_reserved}),
             "slots_held": self.slots.pool.num_held,
             "slots_quarantined": self.slots.pool.num_quarantined,
             "slot_waiters": self.slots.num_waiting,

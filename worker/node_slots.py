@@ -19,7 +19,7 @@ from messenger.staging import READY, StagingError, Ticket
 from worker.config import WorkerConfig
 from worker.errors import RequestRefused
 from worker.own_blocks import OwnBlocks
-from worker.policy import OutOfSlots, SlotPool
+from worker.policy import OutOfSlots, SlotPool, TakenSlots, WindowHold, WindowSlots, slots_of_answer, slots_of_prompt
 from worker.policy.growth import GrowthLedger
 from worker.policy.scheduling_order import RequestKey, WaitQueue
 from worker.request import EngineSequence
@@ -28,7 +28,13 @@ from worker.slot_memory import SlotMemory
 
 log = logging.getLogger(__name__)
 
-Taken = tuple[list[int], int]
+
+@dataclass(frozen=True, slots=True)
+class _WindowNeed:
+    """Need of a request in windowed groups; see `NodeSlots.take`. `kept`: slots, if it keeps all of them; else 0."""
+
+    decodes_from: int | None = None
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,21 +43,22 @@ class _Waiter:
     keys: Sequence[bytes]
     count: int
     wants: int
-    taken: asyncio.Future[Taken]
+    need: _WindowNeed
+    taken: asyncio.Future[TakenSlots]
 
 
 class SlotQueue:
     """Requests waiting for slots, served strictly in the order of the wait queue; each gets all of its slots at once.
 
-    Lives on the event loop. `acquire(request, keys, count, wants)` takes slots or raises OutOfSlots; `release(request,
-    slots)` undoes it.
+    Lives on the event loop. `acquire(request, keys, count, wants, need)` takes slots or raises OutOfSlots;
+    `release(request, taken)` undoes it.
     """
 
     def __init__(
         self,
         wait_queue: WaitQueue,
-        acquire: Callable[[RequestKey, Sequence[bytes], int, int], Taken],
-        release: Callable[[RequestKey, list[int]], None],
+        acquire: Callable[[RequestKey, Sequence[bytes], int, int, _WindowNeed], TakenSlots],
+        release: Callable[[RequestKey, TakenSlots], None],
     ) -> None:
         self._wait_queue = wait_queue
         self._acquire = acquire
@@ -61,16 +68,18 @@ class SlotQueue:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    async def take(self, key: RequestKey, keys: Sequence[bytes], count: int, wants: int = 0) -> Taken:
+    async def take(
+        self, key: RequestKey, keys: Sequence[bytes], count: int, wants: int, need: _WindowNeed
+    ) -> TakenSlots:
         """Acquire slots for the request `key` once it is first in the queue and they are available. Cancellable."""
-        waiter = _Waiter(key, keys, count, wants, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(key, keys, count, wants, need, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self.serve()
         try:
             return await waiter.taken
         except asyncio.CancelledError:
             if waiter.taken.done() and not waiter.taken.cancelled():
-                self._release(key, waiter.taken.result()[0])
+                self._release(key, waiter.taken.result())
             raise
         finally:
             if waiter in self._waiters:
@@ -84,7 +93,8 @@ class SlotQueue:
             first = min(self._waiters, key=lambda waiter: self._wait_queue.rank(waiter.key, now_s))
             if not first.taken.done():
                 try:
-                    first.taken.set_result(self._acquire(first.key, first.keys, first.count, first.wants))
+                    taken = self._acquire(first.key, first.keys, first.count, first.wants, first.need)
+                    first.taken.set_result(taken)
                 except OutOfSlots:
                     return
             self._waiters.remove(first)
@@ -184,14 +194,20 @@ class NodeSlots:
         waits: Callable[[], None],
         broken: Callable[[str], None],
         own_blocks: OwnBlocks,
+        windows: WindowSlots | None = None,
     ) -> None:
         """`memories` hold the slots' bytes, one per form; `own_blocks` reports the indexed blocks. `extend` passes more
         slots to a running sequence; `waits()` is called when an answer has to wait for one, `broken(reason)` when a
-        device fails and returned slots therefore cannot be reused.
+        device fails and returned slots therefore cannot be reused. `windows`: the slots of windowed groups.
         """
         self._config = config
         self._memories = tuple(dict.fromkeys(memories))
-        self.pool = SlotPool(config.num_slots, on_indexed=own_blocks.add, on_forgotten=own_blocks.discard)
+        self.pool = SlotPool(
+            config.num_slots,
+            windows=windows,
+            on_indexed=own_blocks.add,
+            on_forgotten=own_blocks.discard,
+        )
         self.growing = GrowingAnswers(
             config.num_slots, config.block_tokens, allocate=self._allocate, extend=extend, waits=waits
         )
@@ -209,17 +225,30 @@ class NodeSlots:
         """Number of requests that wait for their first slots."""
         return len(self._queue)
 
+    def first_seen(self, block: int) -> int:
+        """Return the first block that the first token of `block` sees in windowed groups; 0 without any."""
+        return 0 if self.pool.windows is None else self.pool.windows.first_seen(block)
+
     def must_wait(self, count: int) -> bool:
         """Return True if `take` would have to wait for `count` slots now, assuming that none is shared."""
         return bool(self._queue) or count > self.pool.num_available
 
     async def take(
-        self, request: RequestKey, keys: Sequence[bytes], count: int, wants: int = 0
-    ) -> tuple[list[int], int]:
+        self,
+        request: RequestKey,
+        keys: Sequence[bytes],
+        count: int,
+        wants: int = 0,
+        *,
+        decodes_from: int | None = None,
+        keeps_windows: bool = False,
+    ) -> TakenSlots:
         """Acquire slots as SlotPool.acquire does, after waiting for the request's turn and for free slots. Cancellable.
 
-        `wants` is the number of further slots that it may need while it runs. Raises RequestRefused if the node has too
-        few slots.
+        `wants` is the number of further slots that it may need while it runs. `decodes_from`: the block in which the
+        first token lies that is computed here; by default the prompt is computed here, from the shared blocks on, and
+        with `keeps_windows` it keeps a window slot for every block, if the node has so many. Raises RequestRefused if
+        the node has too few slots.
         """
         if count + wants > self._config.num_slots:
             raise RequestRefused(
@@ -227,14 +256,16 @@ class NodeSlots:
                 f"the request needs {count + wants} blocks of KV, but this node has {self._config.num_slots} "
                 f"({self._config.engine.capacity_tokens} tokens, capacity_tokens)",
             )
-        return await self._queue.take(request, keys, count, wants)
+        windows = self.pool.windows
+        kept = count if keeps_windows and windows is not None and count <= windows.num_slots else 0
+        return await self._queue.take(request, keys, count, wants, _WindowNeed(decodes_from, kept))
 
-    def take_now(self, request: RequestKey, keys: Sequence[bytes], count: int) -> tuple[list[int], int] | None:
-        """Acquire slots for a request outside the wait queue; None if it would have to wait."""
+    def take_now(self, request: RequestKey, keys: Sequence[bytes], count: int) -> TakenSlots | None:
+        """Acquire slots, and as many window slots, for a request outside the wait queue; None if it had to wait."""
         if self._queue:
             return None
         with contextlib.suppress(OutOfSlots):
-            return self._acquire(request, keys, count, 0)
+            return self._acquire(request, keys, count, 0, _WindowNeed(None, count))
         return None
 
     def take_more_now(self, count: int) -> list[int] | None:
@@ -245,28 +276,27 @@ class NodeSlots:
             return self._allocate(count)
         return None
 
-    def give(self, slots: Sequence[int]) -> None:
+    def give(self, slots: Sequence[int], window: WindowHold | None = None) -> None:
         """Return slots. They stay held until all copies and computation on the device that may use them have ended."""
         ended = self._all_ended()
         if ended:
-            self._keep(self._release_after(ended, slots))
+            self._keep(self._release_after(ended, slots, window))
         else:
-            self.pool.release(slots)
-            self._serve_waiting()
+            self._release(slots, window)
 
     def left(self, sequence: EngineSequence) -> None:
         """Register that a sequence has left the engine, and serve those that waited for slots because of its growth."""
         self.growing.leave(sequence)
         self._serve_waiting()
 
-    async def fence(self, slots: Sequence[int], fence: Callable[[], None]) -> None:
+    async def fence(self, slots: Sequence[int], fence: Callable[[], None], window: WindowHold | None = None) -> None:
         """Return slots that a remote node may still write; they are reused only after `fence()` (blocking) has
         returned.
 
         They must have no other holder, which holds as long as they have not been indexed.
         """
         self.pool.quarantine(slots)
-        await shielded(asyncio.ensure_future(self._readmit_after(fence, slots)))
+        await shielded(asyncio.ensure_future(self._readmit_after(fence, slots, window)))
 
     def index(self, slots: Sequence[int], keys: Sequence[bytes], *, anew_from: int | None = None) -> None:
         """Let later requests on this node reuse whole, verified blocks in held slots.
@@ -282,19 +312,43 @@ class NodeSlots:
         """Return when no thread works on the memories any more."""
         await asyncio.gather(*self._tasks)
 
-    def _acquire(self, request: RequestKey, keys: Sequence[bytes], count: int, wants: int) -> tuple[list[int], int]:
+    def _acquire(
+        self, request: RequestKey, keys: Sequence[bytes], count: int, wants: int, need: _WindowNeed
+    ) -> TakenSlots:
         if self.growing.is_short:
             raise OutOfSlots("running answers wait for slots")
-        taken = self.pool.acquire(keys, count)
-        if wants and not self.growing.begin(request, taken[0], wants):
-            self.pool.release(taken[0])
+        taken = self._acquire_slots(keys, count, wants, need)
+        if wants and not self.growing.begin(request, taken.slots, wants):
+            self._give_back(taken.slots, taken.window)
             raise OutOfSlots("running answers may need these slots to end")
-        self._commit_ahead_of(taken[0])
+        self._commit_ahead_of(taken.slots)
         return taken
 
-    def _undo(self, request: RequestKey, slots: list[int]) -> None:
-        self.growing.end(request)
+    def _acquire_slots(self, keys: Sequence[bytes], count: int, wants: int, need: _WindowNeed) -> TakenSlots:
+        windows = self.pool.windows
+        if windows is None:
+            return self.pool.acquire(keys, count)
+        if need.kept:
+            return self.pool.acquire(keys, count, window_slots=need.kept, keeps_windows=True)
+        if need.decodes_from is not None:
+            most = min(count + wants, slots_of_answer(windows.window_blocks))
+            return self.pool.acquire(keys, count, window_slots=most, seen_from=windows.first_seen(need.decodes_from))
+        chunk_blocks = -(-self._config.engine.prefill_chunk_tokens // self._config.block_tokens)
+        most = min(count + wants, slots_of_prompt(windows.window_blocks, chunk_blocks))
+        return self.pool.acquire(keys, count, window_slots=most)
+
+    def _give_back(self, slots: Sequence[int], window: WindowHold | None) -> None:
+        if window is not None:
+            window.close()
         self.pool.release(slots)
+
+    def _release(self, slots: Sequence[int], window: WindowHold | None) -> None:
+        self._give_back(slots, window)
+        self._serve_waiting()
+
+    def _undo(self, request: RequestKey, taken: TakenSlots) -> None:
+        self.growing.end(request)
+        self._give_back(taken.slots, taken.window)
         self.growing.serve()
 
     def _allocate(self, count: int) -> list[int]:
@@ -313,16 +367,17 @@ class NodeSlots:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _readmit_after(self, fence: Callable[[], None], slots: Sequence[int]) -> None:
+    async def _readmit_after(self, fence: Callable[[], None], slots: Sequence[int], window: WindowHold | None) -> None:
         await asyncio.to_thread(fence)
         if await self._have_ended(self._all_ended()):
+            if window is not None:
+                window.close()
             self.pool.readmit(slots)
             self._serve_waiting()
 
-    async def _release_after(self, ended: Sequence[Ticket], slots: Sequence[int]) -> None:
+    async def _release_after(self, ended: Sequence[Ticket], slots: Sequence[int], window: WindowHold | None) -> None:
         if await self._have_ended(ended):
-            self.pool.release(slots)
-            self._serve_waiting()
+            self._release(slots, window)
 
     def _all_ended(self) -> list[Ticket]:
         """Return tickets of what devices do now; empty if the engine computes in host memory."""

@@ -2,7 +2,8 @@
 
 Digests show that bytes are unchanged since they were stored, not that they were right then. A sampled request reuses
 the blocks before a random block and computes the rest; the pool's content from that block on is copied, compared, and
-never used.
+never used. With windowed groups, it computes everything, since their blocks end where the reuse ends; blocks are
+compared in the lasting groups.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ParitySample:
     first: int
     slots: tuple[int, ...]  # slots in which the blocks are recomputed
     valid: NDArray[np.int32]  # [n] tokens
-    content: tuple[NDArray[np.uint8], ...]  # per group [n, slot_nbytes]
+    content: tuple[NDArray[np.uint8], ...]  # per lasting group [n, slot_nbytes]
 
 
 class ParityChecker:
@@ -43,11 +44,11 @@ class ParityChecker:
         chance = blake3(request_id.encode()).digest(length=16)
         if not num_blocks or int.from_bytes(chance[:8], "little") >= self._share * 2.0**64:
             return None
-        return int.from_bytes(chance[8:], "little") % num_blocks
+        return 0 if self._memory.spec.windowed else int.from_bytes(chance[8:], "little") % num_blocks
 
     def set_aside(self, first: int, slots: Sequence[int], valid: NDArray[np.int32]) -> ParitySample:
         """Copy the loaded content of the slots of blocks from `first` on before it is overwritten. Blocks."""
-        content = (self._memory.slot_bytes(g, slots) for g in range(self._memory.num_groups))
+        content = (self._memory.slot_bytes(g, slots) for g in self._memory.spec.lasting)
         return ParitySample(first, tuple(slots), valid, tuple(content))
 
     def wrong_blocks(self, aside: ParitySample) -> list[int]:
@@ -56,6 +57,6 @@ class ParityChecker:
         """
         self._memory.to_host_now(aside.slots)
         wrong = np.zeros(len(aside.slots), dtype=bool)
-        for g in range(self._memory.num_groups):
-            wrong |= self._memory.differ(g, aside.content[g], self._memory.slot_bytes(g, aside.slots), aside.valid)
+        for g, content in zip(self._memory.spec.lasting, aside.content, strict=True):
+            wrong |= self._memory.differ(g, content, self._memory.slot_bytes(g, aside.slots), aside.valid)
         return [aside.first + int(i) for i in np.flatnonzero(wrong)]

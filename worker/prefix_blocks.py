@@ -14,8 +14,49 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool import Lease, PoolClient, Tail, chain_keys, tail_key, tail_keys
+from kvpool import KvSpec, Lease, PoolClient, Provenance, Tail, chain_keys, kv_namespace, tail_key, tail_keys
 from worker.request import EngineSequence, Request
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """KV groups that are stored together, under a namespace of their own."""
+
+    groups: tuple[int, ...]  # of the worker's spec
+    spec: KvSpec  # of these groups
+    kv_namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParts:
+    """The parts of a model's KV: of lasting groups every block is stored, of windowed ones those at ends of sequences.
+
+    A block has the same key in both. `windowed` is None for a model without windowed groups.
+    """
+
+    lasting: StoredPart
+    windowed: StoredPart | None
+    window_blocks: int
+
+    @classmethod
+    def of(cls, identity: str, spec: KvSpec, provenance: Provenance) -> StoredParts:
+        """Return the parts of `spec` for the weights, or the computation, named `identity`."""
+
+        def part(groups: tuple[int, ...]) -> StoredPart:
+            return StoredPart(groups, spec.part(groups), kv_namespace(identity, spec.part(groups), provenance))
+
+        return cls(part(spec.lasting), part(spec.windowed) if spec.windowed else None, spec.window_blocks)
+
+    @property
+    def all(self) -> list[StoredPart]:
+        """Both parts, or the only one."""
+        return [self.lasting] if self.windowed is None else [self.lasting, self.windowed]
+
+    def __getitem__(self, is_windowed: bool) -> StoredPart:
+        if not is_windowed:
+            return self.lasting
+        assert self.windowed is not None
+        return self.windowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +89,10 @@ class PrefixSave:
     def whole(self) -> PrefixSave:
         """Return a copy without the partial block."""
         return PrefixSave(self.keys)
+
+    def head(self, num_blocks: int) -> PrefixSave:
+        """Return the first `num_blocks` whole blocks."""
+        return PrefixSave(self.keys[:num_blocks])
 
     @property
     def num_blocks(self) -> int:
@@ -99,7 +144,8 @@ def find_tail(request: Request, num_blocks: int, tails: Sequence[Tail], block_to
 class PinnedBlocks:
     """Leased blocks of a prompt: whole ones from block `first` on, then, if `tail` is set, a partial one.
 
-    The arrays have a row per block, including the partial one.
+    The arrays have a row per block, including the partial one. `is_windowed`: of the windowed groups, not the lasting
+    ones.
     """
 
     first: int
@@ -109,6 +155,7 @@ class PinnedBlocks:
     block_tokens: int
     tail: Tail | None = None
     tail_tokens: int = 0  # tokens of the partial block that the prompt can use
+    is_windowed: bool = False
     offsets: NDArray[np.int64] = field(init=False)  # [groups, n], in the pool's region
     digests: list[NDArray[np.uint64]] = field(init=False)  # per group [n, layers], over the valid tokens
     keys: NDArray[np.uint8] = field(init=False)  # [n, 16]
@@ -149,6 +196,20 @@ class PinnedBlocks:
         ssd_end = max(0, self.lease.num_blocks - self.right.start)  # the partial block does not count
         ssd = int(used[max(0, ssd_end - self.lease.ssd_blocks) : ssd_end].sum())
         return int(used.sum()) - ssd, ssd, 0
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """Leases of one request: blocks of the lasting groups, and the last ones of them in windowed groups."""
+
+    blocks: list[PinnedBlocks]
+    windows: list[PinnedBlocks] = field(default_factory=list)
+    branch: int = 0  # blocks that pools hold although nothing can go on after them, for want of a window; 0: none
+
+    @property
+    def all(self) -> list[PinnedBlocks]:
+        """All leases."""
+        return [*self.blocks, *self.windows]
 
 
 def key_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:

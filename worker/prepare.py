@@ -27,7 +27,8 @@ from worker.kv_loading import PoolLoad
 from worker.layer_gate import LayerGate
 from worker.node import WorkerNode
 from worker.parity import ParitySample
-from worker.prefix_blocks import PinnedBlocks, PrefixSave
+from worker.policy import WindowHold
+from worker.prefix_blocks import PinnedBlocks, PinnedPrefix, PrefixSave
 from worker.request import EngineSequence, Request
 from worker.shielded_wait import in_thread, shielded
 
@@ -41,7 +42,7 @@ class Prepared:
     request: Request
     slots: list[int]
     local_blocks: int
-    pinned: list[PinnedBlocks]
+    prefix: PinnedPrefix
     cut: int | None  # from this block on, blocks are computed for comparison even if they could be reused
     reused_tokens: int = 0  # never includes the last prompt token
     elsewhere_tokens: int = 0  # prompt tokens that the decode node may reuse by itself
@@ -53,6 +54,12 @@ class Prepared:
     loading: asyncio.Task[None] | None = None  # sets `reused_tokens` and `store_from` when it ends
     gate: LayerGate | None = None  # before the layers that `loading` has still to bring
     is_superseding: bool = False  # a stored block contains the reused partial one
+    window: WindowHold | None = None  # slots of windowed groups
+
+    @property
+    def pinned(self) -> list[PinnedBlocks]:
+        """Leased blocks of the lasting groups."""
+        return self.prefix.blocks
 
     @property
     def pooled_blocks(self) -> int:
@@ -87,17 +94,22 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     num_slots = -(-peak_tokens // block_tokens)
     if node.slots.must_wait(num_slots):
         node.kv_connector.prefetch(request, reusable)
-    slots, num_shared = await node.slots.take(request.key, request.keys[: reusable if cut is None else cut], num_slots)
+    slots, num_shared, window = await node.slots.take(
+        request.key,
+        request.keys[: reusable if cut is None else cut],
+        num_slots,
+        keeps_windows=bool(request.placement.helpers),
+    )
     # A separate task: even if cancelled, the caller must learn which leases were granted, to return them.
     pinning = asyncio.ensure_future(_pin(node, request, reusable))
     work: Prepared | None = None
     try:
-        work = Prepared(request, slots, num_shared, await asyncio.shield(pinning), cut)
+        work = Prepared(request, slots, num_shared, await asyncio.shield(pinning), cut, window=window)
         yield work
     finally:
         if work is not None:
             await _end_load(work)
-        node.slots.give(slots)
+        node.slots.give(slots, window)
         await shielded(
             asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding))
         )
@@ -112,14 +124,16 @@ def reusable_blocks(request: Request, block_tokens: int) -> int:
     return 0 if request.scores_prompt else (len(request.prompt) - 1) // block_tokens
 
 
-async def _pin(node: WorkerNode, request: Request, reusable: int) -> list[PinnedBlocks]:
-    return [] if request.scores_prompt or len(request.prompt) == 1 else await node.kv_connector.pin(request, reusable)
+async def _pin(node: WorkerNode, request: Request, reusable: int) -> PinnedPrefix:
+    if request.scores_prompt or len(request.prompt) == 1:
+        return PinnedPrefix([])
+    return await node.kv_connector.pin(request, reusable)
 
 
-async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[PinnedBlocks]], *, superseded: bool) -> None:
+async def _unpin(node: WorkerNode, pinning: asyncio.Task[PinnedPrefix], *, superseded: bool) -> None:
     await asyncio.wait([pinning])
     if pinning.exception() is None:
-        await node.kv_connector.unpin(pinning.result(), superseded=superseded)
+        await node.kv_connector.unpin(pinning.result().all, superseded=superseded)
 
 
 async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = False) -> None:
@@ -133,7 +147,8 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
     local, pooled = work.local_blocks, work.pooled_blocks
     tail = work.pinned[-1].tail if work.pinned and pooled >= local else None
     wanted = max(0, pooled - local) + (tail is not None)
-    pool_load = node.kv_connector.begin_load(work.pinned, work.slots[local : local + wanted], local)
+    seen_from = _reach_windows(work, node.memory.spec.window_blocks, pooled, wanted)
+    pool_load = node.kv_connector.begin_load(work.prefix, work.slots[local : local + wanted], local)
     # Blocks that are compared must all be here before any of them is computed.
     whole = whole or not node.engine.computes_in_slots
     if pool_load.has_steps and not whole and work.cut is None and pool_load.num_blocks == wanted:
@@ -146,6 +161,8 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
             changed=node.engine.wake,
         )
         work.gate.require(wanted)
+        windowed = [layer for g in node.memory.spec.windowed for layer in node.memory.spec.groups[g].layers]
+        work.gate.mark(windowed, np.arange(seen_from - local))  # of these, nothing comes
         work.reused_tokens = pooled * block_tokens + (work.pinned[-1].tail_tokens if tail is not None else 0)
     if work.gate is None:
         await _load(node, work, pool_load, wanted, span)
@@ -158,6 +175,19 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
     work.load_s = time.monotonic() - work.load_began
 
 
+def _reach_windows(work: Prepared, window_blocks: int, pooled: int, wanted: int) -> int:
+    """Hold the window slots of the blocks to load, and return the first; set blocks aside that others wait for."""
+    seen_from = max(work.local_blocks, pooled - window_blocks)
+    if work.window is None:
+        return seen_from
+    if wanted:
+        work.window.reach(seen_from, work.local_blocks + wanted)
+    branch = work.prefix.branch
+    if branch > max(pooled, work.local_blocks):
+        work.window.keep(range(max(0, branch - window_blocks), branch))
+    return min(seen_from, work.local_blocks + wanted)
+
+
 async def _load(node: WorkerNode, work: Prepared, pool_load: PoolLoad, wanted: int, span: Span) -> None:
     try:
         with span.child("load") as loading:
@@ -165,7 +195,7 @@ async def _load(node: WorkerNode, work: Prepared, pool_load: PoolLoad, wanted: i
             if wanted:
                 with loading.child("messenger load", "client", blocks=wanted):
                     good = await pool_load.run(work.gate)
-                await node.kv_connector.quarantine(work.pinned, pool_load.bad_blocks)
+                await node.kv_connector.quarantine(work.prefix, pool_load.bad_blocks)
             await _loaded(node, work, good, wanted)
             loading.note(
                 reused_tokens=work.reused_tokens, local_blocks=work.local_blocks, pooled_blocks=work.pooled_blocks
@@ -183,6 +213,8 @@ async def _loaded(node: WorkerNode, work: Prepared, good: int, wanted: int) -> N
     local, pooled = work.local_blocks, work.pooled_blocks
     tail = work.pinned[-1].tail if work.pinned and pooled >= local else None
     work.store_from = pooled
+    if work.window is not None and good < wanted:
+        good = 0  # the windowed blocks are there for the end of the load only
     work.reused_tokens = (local + min(good, wanted - (tail is not None))) * block_tokens
     if good < wanted:
         work.recomputed_blocks = wanted - good
@@ -279,7 +311,12 @@ def sequence_of(
     """Create the engine sequence of prepared work and register its timing for the first token."""
     _take_up_load(work)
     sequence = EngineSequence.of(
-        work.request, work.slots, num_computed=work.reused_tokens, prefill_only=prefill_only, matcher=matcher
+        work.request,
+        work.slots,
+        num_computed=work.reused_tokens,
+        prefill_only=prefill_only,
+        matcher=matcher,
+        window=work.window,
     )
     sequence.queue_entry = node.wait_queue.entry(work.request.key)
     sequence.loading = work.gate
@@ -333,7 +370,14 @@ async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence
     node.slots.index(work.slots, kept.keys, anew_from=work.cut)
     kept = kept.whole() if goes_on else kept
     await node.kv_connector.retain(work.request, kept.keys)  # first, so that nothing of it is evicted for the rest
-    await node.kv_connector.store(kept, work.slots, _first_to_store(work), token_s=sequence.token_s)
+    await node.kv_connector.store(
+        kept,
+        work.slots,
+        _first_to_store(work),
+        token_s=sequence.token_s,
+        window=work.window,
+        branch=min(work.prefix.branch, len(kept.keys)),
+    )
     work.is_superseding = kept.num_tokens(node.config.block_tokens) > work.pooled_tokens
 
 
@@ -362,5 +406,5 @@ async def _compare(node: WorkerNode, work: Prepared, aside: ParitySample) -> Non
                     "computed wrongly, or damaged before they were taken; its key is %s in namespace %s",
                     *(block, pin.lease.endpoint.node_id, key, node.namespace.hex()),
                 )
-    await node.kv_connector.quarantine(work.pinned, wrong)
+    await node.kv_connector.quarantine(work.prefix, wrong)
     work.store_from = min(work.store_from, wrong[0])

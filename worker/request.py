@@ -19,6 +19,7 @@ from worker.errors import RequestRefused, WorkerError, sequence_error
 from worker.grammar_matching import GrammarMatcher
 from worker.layer_gate import LayerGate
 from worker.logprobs import PromptLogprobs
+from worker.policy import WindowHold
 from worker.policy.scheduling_order import ALWAYS_NEXT, QueueEntry, RequestKey
 from worker.sampling import ValidatedSamplingParams
 from worker.steering import Steering
@@ -203,6 +204,7 @@ class EngineSequence:
     prefill_only: bool  # leaves the loop with its first token
     steering: Steering | None = None  # None: logits are sampled unchanged
     prompt_scores: PromptLogprobs | None = None
+    window: WindowHold | None = None  # slots of windowed groups, if the model has any
     table: NDArray[np.int32] = field(init=False)
     error: WorkerError | None = None  # set if the sequence failed by itself
     finish: Finish.ValueType = FINISH_NONE
@@ -235,13 +237,14 @@ class EngineSequence:
         num_computed: int,
         prefill_only: bool,
         matcher: GrammarMatcher | None = None,
+        window: WindowHold | None = None,
     ) -> EngineSequence:
         """Create the sequence of a request. `matcher` has been advanced by the request's generated ids; None without a
         grammar."""
         n = len(request.prompt)
         tokens = np.zeros(n + request.max_tokens - request.generated, dtype=np.int32)
         tokens[:n] = request.prompt
-        sequence = cls(request, slots, tokens, n, num_computed, prefill_only)
+        sequence = cls(request, slots, tokens, n, num_computed, prefill_only, window=window)
         if Steering.is_wanted(request.sampling):
             sequence.steering = Steering(
                 request.sampling,
@@ -260,6 +263,8 @@ class EngineSequence:
         self.num_computed = self.reused_tokens = num_computed
         self.loading = self.error = self.engine_state = None
         self.first_step_at = self.waited_s = 0.0
+        if self.window is not None:
+            self.window.restart()
 
     def extend(self, slots: list[int]) -> None:
         """Append further slots."""

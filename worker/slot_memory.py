@@ -8,6 +8,7 @@ subclasses compute digests on the GPU.
 from __future__ import annotations
 
 import itertools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,12 +18,18 @@ from numpy.typing import NDArray
 
 from engine import KvGroupShape
 from kvpool import CommitAhead, KvGroup, KvSpec, layer_digests_at
+from kvpool.errors import SpecError
 from messenger import GpuMemory, GpuRegion, Messenger, Region, RemoteKey, SharedMemory, UnitSection
 from messenger.staging import READY, DeviceStaging, HostStaging, Ranges, Ticket
+from worker.policy import BatchLimits, WindowSlots, num_window_slots
 
 
 class SlotMemory(ABC):
-    """`num_slots` slots of every group of `spec`, group after group, in the layout of the engine's cache."""
+    """Slots of every group of `spec`, group after group, in the layout of the engine's cache.
+
+    A slot is named by its block's number, which is its own number in groups without a window. In `spec.windowed` groups
+    its number is that of `windows`, and blocks without one have no offset.
+    """
 
     staging: DeviceStaging = HostStaging()
 
@@ -36,20 +43,28 @@ class SlotMemory(ABC):
         gpu: GpuMemory | None = None,
         digests_layers: bool = False,
         other_writers: bool = False,
+        windows: WindowSlots | None = None,
     ) -> None:
-        """Allocate host memory and register it, or register `gpu` in its place.
+        """Allocate host memory for `num_slots` slots per group and register it, or register `gpu` in its place.
 
-        With `digests_layers`, the messenger digests layers that peers write to host memory. `other_writers`: processes
-        that are given the memory's writable descriptor may map it for writing. Raises OSError if there is not enough
-        memory, and GpuMemoryUnsupported.
+        `windows`: the slots of windowed groups; required if there are any. With `digests_layers`, the messenger digests
+        layers that peers write to host memory. `other_writers`: processes that are given the memory's writable
+        descriptor may map it for writing. Raises OSError if there is not enough memory, and GpuMemoryUnsupported.
         """
         self.spec = spec
         self.num_slots = num_slots
         self.block_tokens = spec.block_tokens
         self.num_groups = spec.num_groups
+        self.windows = windows if spec.windowed else None
+        assert self.windows is not None or not spec.windowed
+        self.slots_per_group = tuple(
+            self.windows.num_slots if self.windows is not None and g in spec.windowed else num_slots
+            for g in range(spec.num_groups)
+        )
         self._slot_nbytes = [spec.slot_nbytes(g) for g in range(spec.num_groups)]
         self._layer_nbytes = [spec.layer_nbytes(g) for g in range(spec.num_groups)]
-        ends = list(itertools.accumulate(num_slots * nbytes for nbytes in self._slot_nbytes))
+        sizes = (n * nbytes for n, nbytes in zip(self.slots_per_group, self._slot_nbytes, strict=True))
+        ends = list(itertools.accumulate(sizes))
         self._base: list[int] = [0, *ends[:-1]]
         self._messenger = messenger
         self._memory: SharedMemory | None = None
@@ -67,7 +82,7 @@ class SlotMemory(ABC):
     def _units(self) -> list[UnitSection]:
         """Return the layers of all slots of the groups whose digests the messenger can compute."""
         return [
-            UnitSection(base, self._layer_nbytes[g], self.num_slots * len(group.layers))
+            UnitSection(base, self._layer_nbytes[g], self.slots_per_group[g] * len(group.layers))
             for g, (group, base) in enumerate(zip(self.spec.groups, self._base, strict=True))
             if group.token_row_nbytes % 4 == 0 and base % 4 == 0
         ]
@@ -94,13 +109,31 @@ class SlotMemory(ABC):
         return self.region if isinstance(self.region, Region) else None
 
     def offsets(self, group: int, slots: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the byte offsets [n] of whole slots in the region."""
-        found: NDArray[np.int64] = self._base[group] + np.asarray(slots, dtype=np.int64) * self._slot_nbytes[group]
+        """Return the byte offsets [n] of whole slots in the region.
+
+        Raises ValueError for a block that has no slot in a windowed group.
+        """
+        numbers = self.numbers(group, slots)
+        if len(numbers) and numbers.min() < 0:
+            raise ValueError(f"block {np.asarray(slots)[int(numbers.argmin())]} has no slot in group {group}")
+        found: NDArray[np.int64] = self._base[group] + numbers * self._slot_nbytes[group]
         return found
 
-    def all_offsets(self, slots: Sequence[int]) -> NDArray[np.int64]:
-        """Return the byte offsets [groups, n] of whole slots in the region."""
-        return np.stack([self.offsets(g, slots) for g in range(self.num_groups)])
+    def numbers(self, group: int, slots: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return the numbers [n] of slots within the group; -1 for blocks that have none."""
+        if self.windows is None or group not in self.spec.windowed:
+            return np.asarray(slots, dtype=np.int64)
+        return self.windows.slot_of[np.asarray(slots, dtype=np.int64)].astype(np.int64)
+
+    def with_slots(self, group: int, slots: Sequence[int]) -> Sequence[int]:
+        """Return those of the blocks that have a slot in the group."""
+        if self.windows is None or group not in self.spec.windowed:
+            return slots
+        return [slot for slot, number in zip(slots, self.numbers(group, slots), strict=True) if number >= 0]
+
+    def all_offsets(self, slots: Sequence[int], groups: Sequence[int]) -> NDArray[np.int64]:
+        """Return the byte offsets [len(groups), n] of whole slots in the region."""
+        return np.stack([self.offsets(g, slots) for g in groups])
 
     def commits_due(self, slots: Sequence[int]) -> list[Callable[[], None]]:
         """Return functions that commit the memory after these slots, which are about to be used.
@@ -110,8 +143,9 @@ class SlotMemory(ABC):
         due: list[Callable[[], None]] = []
         if not self._ahead:  # it is committed, or a GPU's
             return due
-        for ahead, base, nbytes in zip(self._ahead, self._base, self._slot_nbytes, strict=True):
-            end = base + (max(slots, default=-1) + 1) * nbytes
+        for g, (ahead, base, nbytes) in enumerate(zip(self._ahead, self._base, self._slot_nbytes, strict=True)):
+            count = self.slots_per_group[g] if g in self.spec.windowed else max(slots, default=-1) + 1
+            end = base + count * nbytes
             if ahead.begins(end):
                 due.append(partial(ahead.run, end))
         return due
@@ -123,18 +157,20 @@ class SlotMemory(ABC):
         self._ahead = []
 
     def grant_write(self, slots: Sequence[int]) -> RemoteKey:
-        """Grant write access to the range of the region that contains these slots."""
-        base = self.offsets(0, [min(slots)])[0]
-        end = self.offsets(self.num_groups - 1, [max(slots) + 1])[0]
-        return self._messenger.grant(self.region, int(base), int(end - base), read=False, write=True)
+        """Grant write access to the range of the region that contains these slots, and all of windowed groups."""
+        firsts = [0 if g in self.spec.windowed else min(slots) for g in range(self.num_groups)]
+        ends = [n if g in self.spec.windowed else max(slots) + 1 for g, n in enumerate(self.slots_per_group)]
+        base = min(b + first * n for b, first, n in zip(self._base, firsts, self._slot_nbytes, strict=True))
+        end = max(b + last * n for b, last, n in zip(self._base, ends, self._slot_nbytes, strict=True))
+        return self._messenger.grant(self.region, base, end - base, read=False, write=True)
 
-    def slot_slices(self, slots: Sequence[int], remote: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    def slot_slices(
+        self, slots: Sequence[int], groups: Sequence[int], remote: Sequence[NDArray[np.int64]]
+    ) -> NDArray[np.int64]:
         """Return messenger slices [groups * n, 3] pairing whole slots with remote offsets, one array [n] per group."""
         parts = [
-            np.stack(
-                [self.offsets(g, slots), remote[g], np.full(len(slots), self._slot_nbytes[g], dtype=np.int64)], axis=1
-            )
-            for g in range(self.num_groups)
+            np.stack([self.offsets(g, slots), there, np.full(len(slots), self._slot_nbytes[g], dtype=np.int64)], axis=1)
+            for g, there in zip(groups, remote, strict=True)
         ]
         return np.concatenate(parts)
 
@@ -148,26 +184,32 @@ class SlotMemory(ABC):
         return np.stack([self._array[at : at + size] for at in self.offsets(group, slots).tolist()])
 
     @abstractmethod
-    def to_host(self, slots: Sequence[int]) -> Ticket:
-        """Begin to make the engine's content of these slots readable by the messenger; see `DeviceStaging.to_host`."""
+    def groups_to_host(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
+        """Begin to make the engine's content of these slots readable by the messenger; see `DeviceStaging.to_host`.
+
+        In windowed groups, the caller must hold the blocks: others may get the slots of all others meanwhile.
+        """
 
     @abstractmethod
-    def to_device(self, slots: Sequence[int]) -> Ticket:
-        """Begin to make received content of these slots readable by the engine; see `DeviceStaging.to_device`."""
+    def groups_to_device(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
+        """Begin to make received content of these slots readable by the engine; see `DeviceStaging.to_device`.
 
-    def to_host_now(self, slots: Sequence[int]) -> None:
+        In windowed groups, as `groups_to_host`.
+        """
+
+    def to_host_now(self, slots: Sequence[int], groups: Sequence[int] | None = None) -> None:
         """Make the engine's content of these slots readable by the messenger. Blocks; not on the engine's thread.
 
-        Raises StagingError.
+        In lasting groups, unless others are given. Raises StagingError.
         """
-        self.to_host(slots).wait()
+        self.groups_to_host(slots, self.spec.lasting if groups is None else groups).wait()
 
-    def to_device_now(self, slots: Sequence[int]) -> None:
+    def to_device_now(self, slots: Sequence[int], groups: Sequence[int] | None = None) -> None:
         """Make received content of these slots readable by the engine. Blocks; not on the engine's thread.
 
-        Raises StagingError.
+        In lasting groups, unless others are given. Raises StagingError.
         """
-        self.to_device(slots).wait()
+        self.groups_to_device(slots, self.spec.lasting if groups is None else groups).wait()
 
     def all_ended(self) -> Ticket:
         """Return a ticket of all copies and computation queued so far; only after it may slots be reused."""
@@ -175,8 +217,11 @@ class SlotMemory(ABC):
 
 
 def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
-    """Return the pool's specification of a model's KV: the same groups in the same order."""
-    return KvSpec(
+    """Return the pool's specification of a model's KV: the same groups in the same order.
+
+    Raises SpecError, also for a window that is shorter than a block beside layers with full attention.
+    """
+    spec = KvSpec(
         tuple(
             KvGroup(
                 kind=g.kind, window=g.window, layers=g.layers, kv_heads=g.kv_heads, head_dim=g.head_dim, dtype=g.dtype
@@ -185,6 +230,21 @@ def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
         ),
         block_tokens=block_tokens,
     )
+    if short := [spec.groups[g].window for g in spec.windowed if spec.groups[g].window < block_tokens]:
+        raise SpecError(
+            f"the model's sliding_window is {short[0]} tokens, shorter than a block: set block_tokens to at most "
+            f"{short[0]}, not {block_tokens}"
+        )
+    return spec
+
+
+def windows_of(spec: KvSpec, num_blocks: int, limits: BatchLimits | None = None) -> WindowSlots | None:
+    """Return the slots of the spec's windowed groups, one for every block without `limits`; None without any."""
+    if not spec.windowed:
+        return None
+    needed = num_blocks if limits is None else num_window_slots(limits, spec.window_blocks)
+    window_blocks, lock = spec.window_blocks, threading.Lock()
+    return WindowSlots(num_blocks, min(num_blocks, needed), window_blocks=window_blocks, lock=lock)
 
 
 class EngineMemory(SlotMemory):
@@ -198,11 +258,13 @@ class EngineMemory(SlotMemory):
         *,
         gpu: GpuMemory | None = None,
         other_writers: bool = False,
+        windows: WindowSlots | None = None,
     ) -> None:
         """As SlotMemory."""
         super().__init__(
-            spec, num_slots, messenger, name="moonpool-kv", gpu=gpu, digests_layers=True, other_writers=other_writers
-        )
+            spec, num_slots, messenger, name="moonpool-kv", gpu=gpu, digests_layers=True, other_writers=other_writers,
+            windows=windows,
+        )  # fmt: skip
         # model layer -> (group, layer within the group)
         self.place_of_layer = {
             layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
@@ -247,22 +309,38 @@ class EngineMemory(SlotMemory):
             digests[rest] = self.one_layer_digests(layer, [slots[i] for i in rest.tolist()], valid[rest])
         return digests
 
+    def is_windowed(self, layer: int) -> bool:
+        """Return True for a model layer of a windowed group."""
+        return self.place_of_layer[layer][0] in self.spec.windowed
+
     def layer_nbytes(self, layer: int) -> int:
         """Return the size of one model layer of a slot."""
         return self._layer_nbytes[self.place_of_layer[layer][0]]
 
-    def to_host(self, slots: Sequence[int], layers: int | Sequence[int] | None = None) -> Ticket:
-        """As SlotMemory, for some model layers or all; a no-op for an engine that computes in host memory."""
+    def groups_to_host(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
+        """As SlotMemory; a no-op for an engine that computes in host memory."""
+        return self.staging.to_host(self._group_ranges(slots, groups)) if self.staging.is_needed else READY
+
+    def groups_to_device(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
+        """As SlotMemory; a no-op for an engine that computes in host memory."""
+        return self.staging.to_device(self._group_ranges(slots, groups)) if self.staging.is_needed else READY
+
+    def to_host(self, slots: Sequence[int], layers: int | Sequence[int]) -> Ticket:
+        """As `groups_to_host`, for some model layers."""
         return self.staging.to_host(self._ranges(slots, layers)) if self.staging.is_needed else READY
 
-    def to_device(self, slots: Sequence[int], layers: int | Sequence[int] | None = None) -> Ticket:
-        """As SlotMemory, for some model layers or all; a no-op for an engine that computes in host memory."""
+    def to_device(self, slots: Sequence[int], layers: int | Sequence[int]) -> Ticket:
+        """As `groups_to_device`, for some model layers."""
         return self.staging.to_device(self._ranges(slots, layers)) if self.staging.is_needed else READY
 
-    def _ranges(self, slots: Sequence[int], layers: int | Sequence[int] | None) -> list[Ranges]:
-        """Return the byte ranges of the layers of the slots, equal in the mirror and on the device."""
-        if layers is None:
-            return [Ranges.same(self.offsets(g, slots), self._slot_nbytes[g]) for g in range(self.num_groups)]
+    def _group_ranges(self, slots: Sequence[int], groups: Sequence[int]) -> list[Ranges]:
+        return [Ranges.same(self.offsets(g, self.with_slots(g, slots)), self._slot_nbytes[g]) for g in groups]
+
+    def _ranges(self, slots: Sequence[int], layers: int | Sequence[int]) -> list[Ranges]:
+        """Return the byte ranges of the layers of the slots, equal in the mirror and on the device.
+
+        Blocks without a slot in a windowed group have none there.
+        """
         places = sorted(self.place_of_layer[layer] for layer in ([layers] if isinstance(layers, int) else layers))
         found: list[Ranges] = []
         while places:
@@ -271,7 +349,8 @@ class EngineMemory(SlotMemory):
             while places[count : count + 1] == [(group, first + count)]:  # adjacent in every slot
                 count += 1
             size = self._layer_nbytes[group]
-            found.append(Ranges.same(self.offsets(group, slots) + first * size, count * size))
+            offsets = self.offsets(group, self.with_slots(group, slots))
+            found.append(Ranges.same(offsets + first * size, count * size))
             del places[:count]
         return found
 

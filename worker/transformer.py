@@ -35,7 +35,7 @@ from worker.engine_interface import OnLayer, SampledToken, SteppedEngine
 from worker.errors import StartupError, sequence_error
 from worker.kv_memory import KvMemory, QuantisedMemory
 from worker.logprobs import score_tokens
-from worker.policy import PrefillChunk
+from worker.policy import BatchLimits, PrefillChunk, WindowSlots
 from worker.request import EngineSequence, Request
 from worker.slot_memory import EngineMemory, SlotMemory
 
@@ -139,9 +139,11 @@ def _row(sequence: EngineSequence) -> SamplingRow:
 class ModelSteps:
     """Runner of a model's forward steps over its paged cache, and of sampling."""
 
-    def __init__(self, model: Model, cache: PagedCache) -> None:
+    def __init__(self, model: Model, cache: PagedCache, windows: WindowSlots | None = None) -> None:
+        """`windows`: the slots of groups with windows, if they are not those of the other groups."""
         self._model = model
         self._cache = cache
+        self._windows = windows
 
     @torch.inference_mode()
     def run(
@@ -160,11 +162,12 @@ class ModelSteps:
         return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
 
     def _chunk(self, sequence: EngineSequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
-        used = -(-end // self._cache.block_tokens)
+        used = sequence.table[: -(-end // self._cache.block_tokens)]
+        seen = used if self._windows is None else self._windows.slot_of[used]
         return SequenceChunk(
             token_ids=sequence.tokens[start:end],
             start=start,
-            slot_tables=(sequence.table[:used],) * len(self._model.kv_groups),
+            slot_tables=tuple(seen if group.window else used for group in self._cache.groups),
             want_logits=want_logits or sequence.prompt_scores is not None,
             every=sequence.prompt_scores is not None and start < sequence.prompt_len,
         )
@@ -192,8 +195,12 @@ class Transformer(SteppedEngine):
             raise StartupError(str(error)) from error
         return cls(model, config.kv, hardware_name(model.device, config.engine.threads))
 
-    def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> KvMemory:
-        return KvMemory.of(self.model, messenger, num_slots=num_slots, block_tokens=block_tokens, kv=self._kv)
+    def new_memory(
+        self, messenger: Messenger, *, num_slots: int, block_tokens: int, limits: BatchLimits | None = None
+    ) -> KvMemory:
+        return KvMemory.of(
+            self.model, messenger, num_slots=num_slots, block_tokens=block_tokens, kv=self._kv, limits=limits
+        )
 
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
         if self._kv.kv_storage != "int8":
@@ -203,7 +210,7 @@ class Transformer(SteppedEngine):
 
     def steps(self, memory: EngineMemory) -> ModelSteps:
         assert isinstance(memory, KvMemory)
-        return ModelSteps(self.model, memory.cache)
+        return ModelSteps(self.model, memory.cache, memory.windows)
 
     def warm_up(self) -> None:
         self.model.warm_up()

@@ -32,6 +32,13 @@ class Match(NamedTuple):
     ssd_blocks: int  # number of these on SSD only
 
 
+class WindowedBlocks(NamedTuple):
+    """Where a model's windowed blocks are stored, and how many of them before a block its first token sees."""
+
+    kv_namespace: Namespace
+    num_seen: int
+
+
 class Matches(Mapping[str, Match]):
     """Nodes that hold the chain's first block, by id.
 
@@ -292,19 +299,32 @@ class Directory:
         known.seq = events.seq
         return self._judge(node, known, events)
 
-    def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> Matches:
-        """Return the number of leading blocks of the chain (uint64 [n], see `keys_u64`) that each node holds."""
+    def match(
+        self, kv_namespace: Namespace, keys: NDArray[np.uint64], windows: WindowedBlocks | None = None
+    ) -> Matches:
+        """Return the number of leading blocks of the chain (uint64 [n], see `keys_u64`) that each node holds.
+
+        With `windows`, of those after which it also holds the windowed blocks that the next token sees.
+        """
         places = self._places
         if places is None or places.version != self._numbers.version:
             places = self._places = _Places.of(self._numbers, places)
-        fold = self._folds.get(kv_namespace)
-        if fold is None:
-            fold = self._folds[bytes(kv_namespace)] = fold_of(kv_namespace)
+        fold = self._fold(kv_namespace)
         if not keys.flags.c_contiguous:
             keys = np.ascontiguousarray(keys)
         _, roster, of_numbers = places
         held = np.zeros((2, len(roster)), np.int64)
-        return Matches(roster, held, self._table.match(keys, fold, of_numbers, held))
+        longest = self._table.match(keys, fold, of_numbers, held)
+        if windows is not None and windows.num_seen and longest:
+            fold = self._fold(windows.kv_namespace)
+            longest = self._table.match_windows(keys, fold, of_numbers, windows.num_seen, held)
+        return Matches(roster, held, longest)
+
+    def _fold(self, kv_namespace: Namespace) -> int:
+        fold = self._folds.get(kv_namespace)
+        if fold is None:
+            fold = self._folds[bytes(kv_namespace)] = fold_of(kv_namespace)
+        return fold
 
     def mark_degraded(self, node: str, *, malformed: bool = False) -> None:
         """Mark the node's part as DEGRADED because its stream was interrupted.

@@ -136,6 +136,16 @@ class DirectoryTable:
         longest: int = self._run.match(self._at, keys, fold, self._seed, places, held)
         return longest
 
+    def match_windows(
+        self, keys: NDArray[np.uint64], fold: int, places: NDArray[np.int64], need: int, held: NDArray[np.int64]
+    ) -> int:
+        """Shorten each node's run in `held`, as `match` wrote it, to where it holds the `need` keys before the end.
+
+        `fold` is that of the namespace of windowed blocks. Returns the longest run.
+        """
+        longest: int = _window_kernel()(self._at, keys, fold, self._seed, places, need, held)
+        return longest
+
     def purge(self, numbers: Set[int], begin: int, count: int) -> int:
         """Remove nodes `numbers` from parts [begin, begin + count). Returns the first part not done."""
         end = min(begin + count, self.num_parts)
@@ -269,6 +279,7 @@ class DirectoryTable:
 def warm_up() -> None:
     """Compile the kernels, or load them from the cache. The first time takes seconds, too long during an event."""
     _kernels()
+    _window_kernel()
 
 
 def _kernels() -> "DirectoryKernels":
@@ -276,3 +287,9 @@ def _kernels() -> "DirectoryKernels":
     from conductor.directory.kernels import directory_kernels
 
     return directory_kernels()
+
+
+def _window_kernel() -> Any:
+    from conductor.directory.window_kernels import window_kernel
+
+    return window_kernel()

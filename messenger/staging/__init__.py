@@ -9,7 +9,7 @@ from messenger.staging.copies import Ranges, StridedCopy, merged
 from messenger.staging.mirror import PinnedMirror
 from messenger.staging.runtime import DeviceEvent, DeviceRuntime, DeviceStream
 from messenger.staging.staging import DeviceStaging, DirectStaging, HostStaging, MirrorStaging
-from messenger.staging.ticket import READY, EventTicket, FailedTicket, StagingError, Ticket
+from messenger.staging.ticket import READY, EventTicket, FailedTicket, StagingError, Ticket, TicketsOfAll
 
 __all__ = [
     "READY",
@@ -27,5 +27,6 @@ __all__ = [
     "StagingError",
     "StridedCopy",
     "Ticket",
+    "TicketsOfAll",
     "merged",
 ]

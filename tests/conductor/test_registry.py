@@ -61,6 +61,10 @@ def test_a_refused_node_changes_nothing():
         ({"spec": common_pb2.KvSpec(block_tokens=8)}, "block_tokens 8, not 16"),
         ({"model_fingerprint": "bb"}, "model fingerprint bb, not aa: other weights"),
         ({"kv_namespace": b"n" * 16}, "another provenance"),
+        (
+            {"kv_namespace": b"n" * 16, "window_namespace": b"w" * 16},
+            "another version of Moonpool, which stores only the last blocks of a sequence of layers with windows",
+        ),
     ],
 )
 def test_a_worker_whose_kv_is_not_its_models_is_refused_and_another_models_is_not(other, said):

@@ -14,6 +14,7 @@ from kvpool import Lease, layer_digests
 from messenger import Messenger, MessengerConfig, RemoteKey, SharedMemory
 from settings.keys import assemble
 from telemetry.tracing import OFF
+from worker.policy import TakenSlots
 from worker.request import Request
 
 BLOCK = 8
@@ -31,7 +32,7 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
     region = pool.register(memory)
     source = np.random.default_rng(0).integers(0, 255, memory.nbytes, dtype=np.uint8)
     memory.array[:] = source
-    slots, _ = await node.slots.take(("r", 0), [], 4)
+    slots, *_ = await node.slots.take(("r", 0), [], 4)
     key = pool.grant(region, 0, memory.nbytes, read=True, write=False)
     full = np.full(4, BLOCK, dtype=np.int32)
     digests = layer_digests(source.reshape(4, -1), spec, 0, full)
@@ -46,8 +47,7 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
     )
     reservation = Reservation(
         request,
-        slots=slots,
-        held_blocks=0,
+        TakenSlots(slots, 0),
         num_layers=2,
         block_tokens=BLOCK,
         key=RemoteKey.unpack(key.pack()),

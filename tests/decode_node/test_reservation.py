@@ -10,6 +10,7 @@ import pytest
 from decode_node.reservation import Reservation
 from messenger import Endpoint, RemoteKey
 from moonpool_proto.v1.worker_pb2 import Submit
+from worker.policy import TakenSlots
 from worker.request import Request
 
 BLOCK = 8
@@ -23,8 +24,7 @@ async def reservation() -> Reservation:
     submit.sampling.top_p = 1.0
     return Reservation(
         Request.from_proto(submit, vocab_size=8, max_model_len=64, block_tokens=BLOCK),
-        slots=[0, 1, 2],
-        held_blocks=1,
+        TakenSlots([0, 1, 2], 1),
         num_layers=2,
         block_tokens=BLOCK,
         key=RemoteKey(1, 1, 0, 8, False, True),

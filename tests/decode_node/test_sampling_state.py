@@ -61,7 +61,7 @@ async def in_one_engine(pair: Any, submit: Submit) -> list[int]:
     node = pair.prefill.node
     submit.frontend_id = "nobody"
     request = Request.from_proto(submit, vocab_size=VOCAB, max_model_len=512, block_tokens=BLOCK)
-    slots, _ = await node.slots.take(request.key, (), -(-request.peak_tokens // BLOCK))
+    slots, *_ = await node.slots.take(request.key, (), -(-request.peak_tokens // BLOCK))
     matcher = await node.matcher(request)
     sequence = EngineSequence.of(request, slots, num_computed=0, prefill_only=False, matcher=matcher)
     await node.run_in_engine(sequence)

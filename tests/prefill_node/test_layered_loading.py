@@ -55,7 +55,7 @@ class Reads:
         read, written = PoolLoad._read, pair.prefill._layer_written
 
         async def gated(load: Any, piece: Any, pin: Any) -> Any:
-            layer = piece.batch.first
+            layer = piece.layers[0]
             self.begun[layer].set()
             right = await read(load, piece, pin)
             if layer in self.held:

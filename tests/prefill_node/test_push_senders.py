@@ -18,7 +18,7 @@ import pytest
 from kvpool import KvGroup, KvSpec
 from messenger import Endpoint, Messenger, MessengerConfig, Peer
 from messenger.staging import READY
-from prefill_node.push import DuePush, PushDestination, Pusher, WrittenLayers
+from prefill_node.push import DuePush, PushDestination, PushedPrompt, Pusher, WrittenLayers
 from prefill_node.senders import NUM_SENDERS, PushSenders
 from settings.keys import assemble
 from worker.kv_notification import KvNotification
@@ -177,8 +177,7 @@ def pusher_of(source: Destination, senders: PushSenders, destination: PushDestin
         source.memory,
         senders,
         destination,
-        slots=source.slots,
-        prompt_len=NUM_BLOCKS * BLOCK - 3,
+        prompt=PushedPrompt(source.slots, NUM_BLOCKS * BLOCK - 3),
         deadline_s=lambda: 30.0,
         stall_s=30.0,
         on_moved=lambda nbytes, seconds: None,

@@ -51,7 +51,9 @@ def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     shared: list[SharedMemory] = []
     run, is_direct = ModelSteps.run, getattr(request, "param", "mirror") == "direct"
 
-    def new_memory(self: Transformer, messenger: Messenger, *, num_slots: int, block_tokens: int) -> KvMemory:
+    def new_memory(
+        self: Transformer, messenger: Messenger, *, num_slots: int, block_tokens: int, limits: object
+    ) -> KvMemory:
         groups = self.model.kv_groups
         nbytes = kv_memory.PagedCache.required_nbytes(groups, (num_slots,) * len(groups), block_tokens)
         device = Device(nbytes, seed=len(made))
@@ -270,7 +272,7 @@ async def busy() -> Slots:
 
 
 async def test_slots_are_reused_only_after_the_copies_of_the_device_have_ended(busy: Slots) -> None:
-    slots, _ = await busy.slots.take(("a", 1), [], 4)
+    slots, *_ = await busy.slots.take(("a", 1), [], 4)
     waiting = asyncio.ensure_future(busy.slots.take(("b", 1), [], 2))
     busy.slots.give(slots)
     await asyncio.sleep(0.05)
@@ -287,7 +289,7 @@ async def test_slots_are_reused_only_after_the_copies_of_the_device_have_ended(b
 
 
 async def test_fenced_slots_too_are_reused_only_after_the_copies_have_ended(busy: Slots) -> None:
-    slots, _ = await busy.slots.take(("a", 1), [], 4)
+    slots, *_ = await busy.slots.take(("a", 1), [], 4)
     fencing = asyncio.ensure_future(busy.slots.fence(slots, lambda: None))
     await asyncio.sleep(0.05)
     assert not fencing.done()
@@ -301,7 +303,7 @@ async def test_fenced_slots_too_are_reused_only_after_the_copies_have_ended(busy
 async def test_slots_of_a_failed_device_stay_held_and_the_worker_is_broken(
     busy: Slots, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slots, _ = await busy.slots.take(("a", 1), [], 4)
+    slots, *_ = await busy.slots.take(("a", 1), [], 4)
     assert isinstance(busy.memory.ticket, SlowTicket)
     busy.memory.ticket.error = StagingError("the device is gone")
     busy.memory.ticket.ended.set()

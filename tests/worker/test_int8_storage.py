@@ -44,10 +44,10 @@ def fill(exact: KvMemory, scale: float = 1.0) -> list[torch.Tensor]:
 def test_values_come_back_within_half_a_step_of_their_group(memories, scale):
     exact, stored = memories
     before = fill(exact, scale)
-    stored.to_host(SLOTS)
+    stored.to_host_now(SLOTS)
     for g in range(exact.num_groups):
         exact.slot_values(g).zero_()
-    stored.to_device(SLOTS)
+    stored.to_device_now(SLOTS)
     for g, group in enumerate(stored.spec.groups):
         shape = (*before[g].shape[:-1], -1, group.scale_group)
         want, got = (
@@ -64,8 +64,8 @@ def test_values_come_back_within_half_a_step_of_their_group(memories, scale):
 def test_no_slots_are_nothing_to_do(memories):
     exact, stored = memories
     before = fill(exact)
-    stored.to_host([])
-    stored.to_device([])
+    stored.to_host_now([])
+    stored.to_device_now([])
     assert all(torch.equal(exact.slot_values(g), values) for g, values in enumerate(before))
 
 
@@ -73,12 +73,12 @@ def test_the_same_kv_gives_the_same_bytes_and_digests(memories):
     exact, stored = memories
     fill(exact)
     valid = np.array([4, 2, 4], np.int32)
-    stored.to_host(SLOTS)
+    stored.to_host_now(SLOTS)
     first = [stored.slot_digests(g, SLOTS, valid) for g in range(stored.num_groups)]
-    stored.to_host(SLOTS)
+    stored.to_host_now(SLOTS)
     assert all((stored.slot_digests(g, SLOTS, valid) == want).all() for g, want in enumerate(first))
     exact.slot_values(0)[3] += 1
-    stored.to_host(SLOTS)
+    stored.to_host_now(SLOTS)
     assert (stored.slot_digests(0, SLOTS, valid)[2] != first[0][2]).all()
 
 
@@ -88,8 +88,8 @@ def test_values_that_int8_cannot_stand_for_are_refused(memories, bad):
     fill(exact)
     exact.slot_values(0)[3, 0, 0, 1, 2, 0] = bad
     with pytest.raises(KvPoolError, match="must be finite and small enough"):
-        stored.to_host(SLOTS)
-    stored.to_host([0, 5])
+        stored.to_host_now(SLOTS)
+    stored.to_host_now([0, 5])
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,22 @@ from worker.errors import LoadLost
 from worker.kv_loading import LoadSettings, PoolLoad
 from worker.layer_gate import LayerGate
 from worker.paced.memory import PacedMemory
+from worker.policy import WindowSlots
 from worker.prefix_blocks import PinnedBlocks
 from worker.slot_memory import spec_of
 
 LAYERS, BLOCK, BLOCKS = 4, 4, 6
+SEEN_FROM = 4
+"""First block that the token after the last one sees in the windowed group, layers 1 and 3."""
+
+
+def is_windowed(layer: int) -> bool:
+    return layer % 2 == 1
+
+
+def needs(layer: int, block: int) -> bool:
+    """Return True if the block is to be loaded in this layer."""
+    return not is_windowed(layer) or block >= SEEN_FROM
 
 
 class Host:
@@ -43,7 +55,10 @@ class Host:
         self.messengers = [Messenger(config, node_id=name, incarnation=1) for name in ("worker", "a", "b")]
         for each in self.messengers:
             each.start()
-        self.memory = PacedMemory(spec_of(shapes, BLOCK), BLOCKS, self.messengers[0])
+        spec = spec_of(shapes, BLOCK)
+        windows = WindowSlots(BLOCKS, BLOCKS, window_blocks=spec.window_blocks)
+        windows.hold(range(BLOCKS))
+        self.memory = PacedMemory(spec, BLOCKS, self.messengers[0], windows)
         self.spec = self.memory.spec
         nbytes = BLOCKS * self.spec.block_nbytes
         self.source = np.random.default_rng(0).integers(0, 255, nbytes, dtype=np.uint8)
@@ -65,16 +80,20 @@ class Host:
         return region.array
 
     def pinned(self, cut: int) -> list[PinnedBlocks]:
-        """Blocks [0, cut) at one pool node and the rest at the other."""
-        found = []
-        for at, (first, end) in enumerate(((0, cut), (cut, BLOCKS))):
-            digests = [each[first:end] for each in self.digests]
-            chain = np.zeros((end - first, 16), np.uint8)
-            lease = Lease(
-                "", self.keys[at], self.messengers[1 + at].endpoint, self.offsets[:, first:end], digests, chain
-            )
-            found.append(PinnedBlocks(first, lease, Client(), is_own=False, block_tokens=BLOCK))  # type: ignore[arg-type]
-        return found
+        """Blocks [0, cut) of the lasting group at one pool node and the rest at the other."""
+        return [self._lease(0, at, first, end) for at, (first, end) in enumerate(((0, cut), (cut, BLOCKS)))]
+
+    def windows(self, cut: int) -> list[PinnedBlocks]:
+        """The blocks of the windowed group that the next token sees, at the pool node of the last lasting ones."""
+        return [self._lease(1, int(cut <= SEEN_FROM), SEEN_FROM, BLOCKS)]
+
+    def _lease(self, group: int, at: int, first: int, end: int) -> PinnedBlocks:
+        rows, chain = slice(first, end), np.zeros((end - first, 16), np.uint8)
+        digests = [self.digests[group][rows]]
+        offsets = self.offsets[group : group + 1, rows]
+        lease = Lease("", self.keys[at], self.messengers[1 + at].endpoint, offsets, digests, chain)
+        client: Any = Client()
+        return PinnedBlocks(first, lease, client, is_own=False, block_tokens=BLOCK, is_windowed=group == 1)
 
     def place(self, layer: int, block: int) -> int:
         """Byte of one layer of one block in a pool node's region."""
@@ -152,7 +171,8 @@ def test_leading_blocks_are_right_in_all_layers_and_the_gate_opens_for_right_lay
     for pool in host.pools:
         pool.array[: len(host.source)] = host.source
     for layer, block in set(damaged):
-        host.pools[block >= cut].array[host.place(layer, block)] ^= 8
+        at = cut <= SEEN_FROM if is_windowed(layer) else block >= cut
+        host.pools[at].array[host.place(layer, block)] ^= 8
     host.received[:] = 0
     slots = list(np.random.default_rng(cut).permutation(BLOCKS))
     counters = WorkerCounters()
@@ -171,15 +191,16 @@ def test_leading_blocks_are_right_in_all_layers_and_the_gate_opens_for_right_lay
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_loading, "LEAST_READ_NBYTES", least_read)
         patch.setattr(kv_loading, "LEAST_SLICE_NBYTES", 1)
-        load = PoolLoad(load_settings, host.pinned(cut), [int(s) for s in slots[first:]], first)
+        load = PoolLoad(load_settings, host.pinned(cut), [int(s) for s in slots[first:]], first, host.windows(cut))
     wanted = BLOCKS - first
     gate = LayerGate(LAYERS, wanted, held_blocks=0, stall_s=60.0, lost=LoadLost, changed=lambda: None)
     gate.require(wanted)
+    gate.mark((1, 3), np.arange(SEEN_FROM - first))
     good = asyncio.run(load.run(gate))
     assert load.num_blocks == wanted
     for block in range(first, first + good):
-        assert all(host.has([int(s) for s in slots], layer, block) for layer in range(LAYERS))
-    bad = {block for _, block in damaged if block >= first}
+        assert all(host.has([int(s) for s in slots], layer, block) for layer in range(LAYERS) if needs(layer, block))
+    bad = {block for layer, block in damaged if block >= first and needs(layer, block)}
     if breaks is None:
         assert good == min(bad, default=BLOCKS) - first
         assert (counters.snapshot().get("digest_mismatches", 0) > 0) == bool(bad)
@@ -192,4 +213,5 @@ def test_leading_blocks_are_right_in_all_layers_and_the_gate_opens_for_right_lay
         assert isinstance(gate.error, LoadLost)
         for layer in range(LAYERS):  # whatever a step was allowed to use was right
             if gate.has(layer):
-                assert all(host.has([int(s) for s in slots], layer, block) for block in range(first, BLOCKS))
+                blocks = [block for block in range(first, BLOCKS) if needs(layer, block)]
+                assert all(host.has([int(s) for s in slots], layer, block) for block in blocks)

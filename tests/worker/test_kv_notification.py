@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -19,11 +20,12 @@ from decode_node.reservation import Reservation
 from messenger import Endpoint, RemoteKey
 from moonpool_proto.v1.worker_pb2 import Submit
 from prefill_node.group_member import MemberChunks
-from prefill_node.push import PushDestination, Pusher
+from prefill_node.push import PushDestination, PushedPrompt, Pusher
 from worker.counters import WorkerCounters
 from worker.errors import GroupLost
 from worker.kv_notification import KV_TAG, BadNotification, KvNotification, PushedBlocks, pack_notification
 from worker.kv_receiver import KVReceiver
+from worker.policy import TakenSlots
 from worker.request import Request
 
 BLOCK, NUM_LAYERS = 8, 2
@@ -35,6 +37,8 @@ class Memory:
     """Memory of an engine whose every digest is 7."""
 
     block_tokens = BLOCK
+    windows = None
+    spec = SimpleNamespace(windowed=())
 
     def __init__(self) -> None:
         self.place_of_layer = {0: (0, 0), 1: (0, 1)}
@@ -45,6 +49,9 @@ class Memory:
     def pushed_digests(self, layer: int, slots: list[int], valid: Any, token: int) -> Any:
         assert token == KEY.token
         return self.one_layer_digests(layer, slots, valid)
+
+    def is_windowed(self, layer: int) -> bool:
+        return False
 
     def to_device(self, slots: list[int], layer: int) -> None:
         raise OSError("the device is gone")
@@ -60,7 +67,7 @@ class Messenger:
 class Target:
     """Five blocks, of which the first is held and the last has three tokens."""
 
-    held_blocks, num_blocks = 1, 5
+    held_blocks, num_blocks, seen_from = 1, 5, 3
 
     def __init__(self) -> None:
         self.slots = list(SLOTS)
@@ -297,8 +304,7 @@ async def reservation() -> Reservation:
     submit.sampling.top_p = 1.0
     return Reservation(
         Request.from_proto(submit, vocab_size=8, max_model_len=64, block_tokens=BLOCK),
-        slots=list(SLOTS),
-        held_blocks=1,
+        TakenSlots(list(SLOTS), 1),
         num_layers=NUM_LAYERS,
         block_tokens=BLOCK,
         key=KEY,
@@ -339,6 +345,7 @@ async def test_a_group_whose_member_cannot_use_a_block_is_lost_and_not_waited_fo
         SLOTS,
         num_blocks=5,
         held_blocks=1,
+        seen_from=0,
         stall_s=60.0,
         changed=lambda: None,
     )
@@ -376,8 +383,7 @@ async def test_a_push_ends_although_its_observer_fails() -> None:
         Slots(),  # type: ignore[arg-type]
         Threads(),  # type: ignore[arg-type]
         destination,
-        slots=[0, 1],
-        prompt_len=16,
+        prompt=PushedPrompt([0, 1], 16),
         deadline_s=lambda: 1.0,
         stall_s=1.0,
         on_moved=fail,

@@ -46,7 +46,7 @@ def slots_of(num_slots: int) -> NodeSlots:
 
 async def answer(name: str, slots: NodeSlots, count: int, wants: int) -> EngineSequence:
     """One that runs and has filled its slots but the last one."""
-    taken, _ = await slots.take((name, 0), (), count, wants)
+    taken, *_ = await slots.take((name, 0), (), count, wants)
     prompt = np.zeros((count - 1) * BLOCK + 1, "<i4")
     submit = Submit(request_id=name, prompt_ids=prompt.tobytes(), chain=bytes(16 * (count - 1)), chain_seed=bytes(16))
     submit.sampling.top_p, submit.sampling.max_tokens = 1.0, (wants + 1) * BLOCK

@@ -64,7 +64,7 @@ class Side:
 class Target:
     """All blocks of a prompt whose last one is partial."""
 
-    held_blocks, num_blocks = 0, NUM_BLOCKS
+    held_blocks, num_blocks, seen_from = 0, NUM_BLOCKS, 0
 
     def __init__(self) -> None:
         self.slots = list(range(NUM_BLOCKS))
@@ -104,7 +104,7 @@ def push(sides: tuple[Side, Side]) -> Push:
         valid = target.valid_tokens(blocks)
         digests = np.stack([writer.memory.one_layer_digests(layer, target.slots, valid) for layer in layers])
         damage()
-        remote = list(owner.memory.all_offsets(target.slots))
+        remote = list(owner.memory.all_offsets(target.slots, range(owner.memory.num_groups)))
         slices = np.concatenate([writer.memory.layer_slices(layer, target.slots, remote) for layer in layers])
         told = pack_notification(epoch, key.token, PushedBlocks(layers, blocks, valid, digests))
         peer = writer.messenger.connect(owner.endpoint)

@@ -26,10 +26,10 @@ from worker.paced.memory import PacedMemory
 from worker.paced.pace import Pace
 from worker.paced.profiles import profile_of
 from worker.paced.tokens import Draw, PacedTokens, states_after
-from worker.policy import PrefillChunk
+from worker.policy import BatchLimits, PrefillChunk
 from worker.policy.cost_profile import CostProfile
 from worker.request import EngineSequence, Request
-from worker.slot_memory import EngineMemory, SlotMemory, spec_of
+from worker.slot_memory import EngineMemory, SlotMemory, spec_of, windows_of
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
@@ -85,12 +85,14 @@ class PacedEngine(SteppedEngine):
         )
         return engine
 
-    def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> PacedMemory:
+    def new_memory(
+        self, messenger: Messenger, *, num_slots: int, block_tokens: int, limits: BatchLimits | None = None
+    ) -> PacedMemory:
         try:
             spec = spec_of(self._groups, block_tokens)
         except SpecError as error:
             raise StartupError(str(error)) from error
-        return PacedMemory(spec, num_slots, messenger)
+        return PacedMemory(spec, num_slots, messenger, windows_of(spec, num_slots, limits))
 
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
         return memory, Provenance.EXACT

@@ -2,7 +2,15 @@
 
 from worker.policy.batch import BatchLimits, BatchPlan, PrefillChunk, plan_step
 from worker.policy.health import MAX_FAILED_STEPS, CircuitBreaker, EngineHealth
-from worker.policy.slots import OutOfSlots, SlotPool
+from worker.policy.slots import SlotPool, TakenSlots
+from worker.policy.window_slots import (
+    OutOfSlots,
+    WindowHold,
+    WindowSlots,
+    num_window_slots,
+    slots_of_answer,
+    slots_of_prompt,
+)
 
 __all__ = [
     "MAX_FAILED_STEPS",
@@ -13,5 +21,11 @@ __all__ = [
     "OutOfSlots",
     "PrefillChunk",
     "SlotPool",
+    "TakenSlots",
+    "WindowHold",
+    "WindowSlots",
+    "num_window_slots",
     "plan_step",
+    "slots_of_answer",
+    "slots_of_prompt",
 ]

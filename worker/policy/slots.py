@@ -8,26 +8,38 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from worker.policy.window_slots import OutOfSlots, WindowHold, WindowSlots
 
 IndexChange = Callable[[bytes], None]
 
 
-class OutOfSlots(Exception):
-    """Fewer slots are available than requested; nothing was taken."""
+class TakenSlots(NamedTuple):
+    """Slots of one request in block order; the first `num_shared` are shared. `window`: of groups with windows."""
+
+    slots: list[int]
+    num_shared: int
+    window: WindowHold | None = None
 
 
 class SlotPool:
-    """Slots 0..num_slots-1, each holding one block in every KV group."""
+    """Slots 0..num_slots-1, each holding one block in every KV group without a window.
+
+    `windows` has the slots of the groups with windows; without it, all groups are alike.
+    """
 
     def __init__(
         self,
         num_slots: int,
         *,
+        windows: WindowSlots | None = None,
         on_indexed: IndexChange = lambda key: None,
         on_forgotten: IndexChange = lambda key: None,
     ) -> None:
         """`on_indexed(key)` and `on_forgotten(key)` are called when a block enters the index and when it leaves it."""
         self.num_slots = num_slots
+        self.windows = windows
         self._on_indexed = on_indexed
         self._on_forgotten = on_forgotten
         self._free: deque[int] = deque(range(num_slots))
@@ -79,23 +91,61 @@ class SlotPool:
                 slot, _ = self._cached.popitem(last=False)
                 self._forget(slot)
             self._count[slot] = 1
+            if self.windows is not None:
+                self.windows.forget(slot)
             taken.append(slot)
         return taken
 
-    def acquire(self, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
+    def acquire(
+        self,
+        keys: Sequence[bytes],
+        count: int,
+        *,
+        window_slots: int = 0,
+        seen_from: int | None = None,
+        keeps_windows: bool = False,
+    ) -> TakenSlots:
         """Take `count` slots for a request whose leading blocks are `keys`.
 
-        Indexed blocks are shared, the other slots are empty. Returns (slots in block order, number of shared ones).
-        Raises OutOfSlots, and then takes none: a waiting request holds nothing, so waiting requests cannot starve each
-        other.
+        Indexed blocks are shared, the other slots are empty. Raises OutOfSlots, and then takes none: a waiting request
+        holds nothing, so waiting requests cannot starve each other. In groups with windows, the request holds at most
+        `window_slots` at once. Blocks are shared only as far as it can go on from them there: those from `seen_from` on
+        must have slots; by default, the computation goes on after the shared ones. `keeps_windows`: see `WindowHold`.
         """
-        shared = self.match(keys)
-        self.hold(shared)
+        if self.windows is None:
+            shared = self.match(keys)
+            self.hold(shared)
+            try:
+                return TakenSlots(shared + self.allocate(count - len(shared)), len(shared))
+            except OutOfSlots:
+                self.release(shared)
+                raise
+        self.windows.reserve(window_slots)
+        window = WindowHold(self.windows, [], window_slots, keeps_all=keeps_windows)
+        return self._acquire_windows(self.windows, window, keys, count, seen_from)
+
+    def _acquire_windows(
+        self, windows: WindowSlots, window: WindowHold, keys: Sequence[bytes], count: int, seen_from: int | None
+    ) -> TakenSlots:
+        slots = window.blocks
         try:
-            return shared + self.allocate(count - len(shared)), len(shared)
+            shared = self.match(keys)
+            while True:  # until the engine's thread has taken none of the slots that were found
+                del shared[windows.usable(shared, seen_from) :]
+                slots[:] = shared
+                first = windows.first_seen(len(shared)) if seen_from is None else seen_from
+                if window.try_share(first, len(shared)):
+                    break
+            self.hold(shared)
+            try:
+                slots += self.allocate(count - len(shared))
+            except OutOfSlots:
+                self.release(shared)
+                raise
         except OutOfSlots:
-            self.release(shared)
+            window.close()
             raise
+        return TakenSlots(slots, len(shared), window)
 
     def index(self, slot: int, key: bytes) -> None:
         """Index a held slot that now contains the whole block `key`. The first slot of a key keeps it."""
@@ -113,7 +163,7 @@ class SlotPool:
             self._forget(slot)
             if self._count[slot] == 0:
                 del self._cached[slot]
-                self._free.append(slot)
+                self._add_free(slot)
 
     def release(self, slots: Sequence[int]) -> None:
         """Drop one reference to each slot, given in block order; the last blocks are reused first."""
@@ -123,7 +173,7 @@ class SlotPool:
             self._count[slot] -= 1
             if self._count[slot] == 0:
                 if self._key[slot] is None:
-                    self._free.append(slot)
+                    self._add_free(slot)
                 else:
                     self._cached[slot] = None
 
@@ -140,7 +190,7 @@ class SlotPool:
         """Free quarantined slots after the remote writer is fenced off."""
         for slot in slots:
             self._quarantined.remove(slot)
-            self._free.append(slot)
+            self._add_free(slot)
 
     def validate(self) -> list[str]:
         """Return inconsistencies; empty if there are none."""
@@ -163,7 +213,12 @@ class SlotPool:
             if self._key[slot] != key:
                 problems.append(f"index points at slot {slot}, which holds another block")
         problems += [f"cached slot {slot} has no key" for slot in cached if self._key[slot] is None]
-        return problems
+        return problems if self.windows is None else problems + self.windows.validate()
+
+    def _add_free(self, slot: int) -> None:
+        self._free.append(slot)
+        if self.windows is not None:
+            self.windows.forget(slot)
 
     def _forget(self, slot: int) -> None:
         key = self._key[slot]

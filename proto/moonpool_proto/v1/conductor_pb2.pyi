@@ -150,6 +150,8 @@ class Node(_message.Message):
     SOFTWARE_FIELD_NUMBER: _builtins.int
     HARDWARE_FIELD_NUMBER: _builtins.int
     REPORTS_BLOCKS_FIELD_NUMBER: _builtins.int
+    WINDOW_NAMESPACE_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _common_pb2.Role.ValueType
@@ -173,6 +175,11 @@ class Node(_message.Message):
     """hardware's name in cost profiles; empty for pool nodes and without computation"""
     reports_blocks: _builtins.bool
     """a worker that serves OwnBlocks: events of the blocks in its own memory"""
+    window_namespace: _builtins.bytes
+    """Windowed groups of the KV: namespace of their blocks in pools, empty if there are none, and how many blocks before
+    a block its first token sees in them. A prefix can be reused up to a block if all of these are stored.
+    """
+    window_blocks: _builtins.int
     engine: _builtins.str
     """replacement of the model, such as paced:PROFILE; empty: the model is computed"""
     @_builtins.property
@@ -203,11 +210,13 @@ class Node(_message.Message):
         software: _common_pb2.Software | None = ...,
         hardware: _builtins.str = ...,
         reports_blocks: _builtins.bool = ...,
+        window_namespace: _builtins.bytes = ...,
+        window_blocks: _builtins.int = ...,
         engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "software", b"software", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "reports_blocks", b"reports_blocks", "role", b"role", "software", b"software", "spec", b"spec", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "reports_blocks", b"reports_blocks", "role", b"role", "software", b"software", "spec", b"spec", "target", b"target", "window_blocks", b"window_blocks", "window_namespace", b"window_namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from conductor.directory import Directory, DirectoryState, Match
+from conductor.directory import Directory, DirectoryState, Match, WindowedBlocks
 from conductor.directory.directory import DumpedNode, Position
 from conductor.directory.table import Replicas
 from kvpool import BlockRun, PoolEvents, keys_from_bytes, keys_u64
@@ -314,3 +316,32 @@ def test_one_slice_of_clearing_up_is_short_whatever_a_lost_node_held() -> None:
         directory.purge()
         left.append(directory._table.num_keys)
     assert max(before - after for before, after in itertools.pairwise(left)) <= 20_000
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    held=st.dictionaries(st.sampled_from("abcd"), st.tuples(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))),
+    num_seen=st.integers(1, 4),
+    length=st.integers(0, 12),
+)
+def test_a_match_ends_where_the_node_has_the_windowed_blocks_before(
+    held: dict[str, tuple[set[int], set[int]]], num_seen: int, length: int
+) -> None:
+    directory = Directory()
+    for node, (blocks, windowed) in held.items():
+        directory.apply(node, snapshot(run(*sorted(blocks)), run(*sorted(windowed), ns=OTHER)))
+    expected = {}
+    for node, (blocks, windowed) in held.items():
+        leading = next((i for i in range(length) if i not in blocks), length)
+        ends = [end for end in range(1, leading + 1) if set(range(max(0, end - num_seen), end)) <= windowed]
+        expected |= {node: Match(ends[-1], 0)} if ends else {}
+    found = directory.match(NS, short(*range(length)), WindowedBlocks(OTHER, num_seen))
+    assert found == expected
+    assert found.longest == max((match.blocks for match in expected.values()), default=0)
+
+
+def test_blocks_on_ssd_are_the_last_ones_of_a_shortened_match() -> None:
+    directory = Directory()
+    directory.apply("a", snapshot(run(0, 1), run(2, 3, tier=Tier.SSD), run(1, 2, ns=OTHER)))
+    assert directory.match(NS, short(0, 1, 2, 3), WindowedBlocks(OTHER, 2)) == {"a": Match(3, 1)}
+    assert directory.match(NS, short(0, 1, 2, 3), WindowedBlocks(OTHER, 1)) == {"a": Match(3, 1)}

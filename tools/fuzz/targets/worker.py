@@ -19,6 +19,7 @@ from worker.kv_receiver import KVReceiver
 from worker.slot_memory import EngineMemory
 
 _EPOCH, _TOKEN, _NUM_BLOCKS, _HELD = b"<<epoch>", 0x1122334455667788, 8, 2
+_SEEN_FROM = 5  # in layer 1, which has a window
 
 
 class _Target:
@@ -26,6 +27,7 @@ class _Target:
 
     def __init__(self) -> None:
         self.slots, self.held_blocks, self.num_blocks = list(range(_NUM_BLOCKS)), _HELD, _NUM_BLOCKS
+        self.seen_from = _SEEN_FROM
         self.announced = 0
         self.reported: list[tuple[int, NDArray[np.int64], NDArray[np.bool_]]] = []
         self.changed = threading.Event()
@@ -53,7 +55,8 @@ class KvNotifications(FuzzTarget):
         """Make the receiver."""
         handlers: list[Callable[[str, bytes, bytes], None]] = []
         memory = SimpleNamespace(
-            place_of_layer={0: (0, 0), 1: (0, 1)},
+            place_of_layer={0: (0, 0), 1: (1, 0)},
+            is_windowed=lambda layer: layer == 1,
             pushed_digests=lambda layer, slots, *_: np.array([layer * 100 + slot for slot in slots], np.uint64),
         )
         messenger = SimpleNamespace(on_notify=handlers.append)
@@ -64,7 +67,7 @@ class KvNotifications(FuzzTarget):
 
     def seeds(self) -> Sequence[bytes]:
         blocks, valid = np.array([3, 7], np.int64), np.array([4, 3], np.int32)
-        one = PushedBlocks(range(1, 2), blocks, valid, np.array([[103, 107]], np.uint64))
+        one = PushedBlocks(range(1, 2), blocks[1:], valid[1:], np.array([[107]], np.uint64))
         both = PushedBlocks(range(2), blocks, valid, np.array([[3, 7], [103, 107]], np.uint64))
         epoch = int.from_bytes(_EPOCH, "little")
         return [pack_notification(epoch, _TOKEN, each) for each in (one, both)]
@@ -84,7 +87,7 @@ class KvNotifications(FuzzTarget):
         finally:
             self._receiver.close_epoch(epoch)
         for layer, blocks, right in target.reported:
-            may_be_pushed = set(blocks.tolist()) <= set(range(_HELD, _NUM_BLOCKS))
+            may_be_pushed = set(blocks.tolist()) <= set(range((_HELD, _SEEN_FROM)[layer], _NUM_BLOCKS))
             if layer not in (0, 1) or len(right) != len(blocks) or not may_be_pushed:
                 raise Misjudged("blocks were reported that may not be pushed")
         if len(target.reported) != target.announced:

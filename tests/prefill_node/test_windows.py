@@ -1,0 +1,161 @@
+"""Layers with windows: O(window) slots on every node, only what is seen is pushed and stored, and reuse ends where
+it can go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Model, load_model
+from engine.random_model import RandomModelSpec, write_random_model
+from tests.worker.node_pair import BLOCK, Pair, Start
+from worker.policy import WindowHold
+
+WINDOW, CHUNK = 24, 32
+WINDOW_BLOCKS = 3
+"""Blocks before a block that its first token sees: 23 tokens."""
+
+
+@pytest.fixture(scope="module")
+def windowed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(
+        tmp_path_factory.mktemp("windowed"),
+        RandomModelSpec(family="qwen2", layers=4, window=WINDOW, full_layers=2, vocab=256, max_len=512, scale=3.0),
+    )
+
+
+@pytest.fixture(scope="module")
+def windowed(windowed_path: Path) -> Model:
+    return load_model(windowed_path, threads=1)
+
+
+@pytest.fixture
+def most_held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The largest number of window slots that any request held at once."""
+    most = [0]
+    reach = WindowHold.reach
+
+    def counted(self: WindowHold, first: int, end: int) -> None:
+        reach(self, first, end)
+        most[0] = max(most[0], len(self._held))
+
+    monkeypatch.setattr(WindowHold, "reach", counted)
+    return most
+
+
+def pool_blocks(pair: Pair) -> tuple[int, int]:
+    """Blocks in the pool: of the lasting groups, and of the windowed ones."""
+    assert pair.pool is not None
+    parts = pair.prefill.node.stored_parts
+    assert parts.windowed is not None
+    stored = [block.kv_namespace for block in pair.pool.core.store.index]
+    return stored.count(parts.lasting.kv_namespace), stored.count(parts.windowed.kv_namespace)
+
+
+async def test_a_long_prompt_takes_no_more_window_slots_than_its_window_and_a_chunk(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any, most_held: list[int]
+) -> None:
+    pair = await start_pair(
+        pool=True, path=windowed_path, capacity_tokens=1024, max_batch=4, prefill_options={"max_batch": 4}
+    )
+    request = await pair.ask(prompt(430), "long", max_tokens=40)
+    assert request.token_ids == greedy(windowed, prompt(430), 40)
+    assert most_held[0] <= 2 * WINDOW_BLOCKS + CHUNK // BLOCK + 2
+    for face in (pair.prefill, pair.decode):
+        memory = face.node.memory
+        lasting, seen = memory.slots_per_group
+        assert (lasting, seen) == (128, 4 * 5 + 2 * (3 * 3 + 4 + 3))
+        assert memory.nbytes == lasting * memory.spec.slot_nbytes(0) + seen * memory.spec.slot_nbytes(1)
+    pushed = pair.prefill.node.counters.snapshot()["kv_push_bytes"]
+    spec = pair.prefill.node.memory.spec
+    assert pushed == 54 * spec.slot_nbytes(0) + (WINDOW_BLOCKS + 1) * spec.slot_nbytes(1)
+    # The prompt's 53 whole blocks and the answer's; of the windowed ones, those before both ends.
+    assert pool_blocks(pair) == (59, WINDOW_BLOCKS + WINDOW_BLOCKS + 1)
+
+
+async def test_the_next_turn_goes_on_where_the_answer_ended(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any
+) -> None:
+    pair = await start_pair(pool=True, path=windowed_path)
+    dialogue = prompt(100)
+    for turn in range(4):
+        request = await pair.ask(dialogue, f"turn {turn}", max_tokens=20)
+        assert request.token_ids == greedy(windowed, dialogue, 20)
+        if turn:  # all but the tokens since the last answer's end, which has no KV for its last token
+            assert request.cached_tokens == len(dialogue) - 10 - 1
+        dialogue = [*dialogue, *request.token_ids, *prompt(10, seed=turn + 1)]
+        pair.forget()
+
+
+async def test_a_prefix_that_ends_inside_another_prompt_is_reused_from_the_third_time_on(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any
+) -> None:
+    pair = await start_pair(pool=True, path=windowed_path)
+    cached = list[int]()
+    for i in range(3):
+        ids = [*prompt(10 * BLOCK), *prompt(60, seed=i + 1)]
+        request = await pair.ask(ids, f"request {i}")
+        assert request.token_ids == greedy(windowed, ids, 12)
+        cached.append(request.cached_tokens)
+        pair.forget()
+    assert cached == [0, 0, 10 * BLOCK]
+
+
+async def test_a_prefix_is_reused_in_the_worker_s_own_slots(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any
+) -> None:
+    pair = await start_pair(path=windowed_path)
+    first = await pair.ask(prompt(200), "first")
+    again = await pair.ask([*prompt(200), *prompt(9, seed=1)], "again")
+    assert (first.cached_tokens, again.cached_tokens) == (0, 200)
+    assert again.token_ids == greedy(windowed, [*prompt(200), *prompt(9, seed=1)], 12)
+
+
+@pytest.mark.parametrize("part", ["lasting", "windowed"])
+@pytest.mark.parametrize("storage", ["exact", "int8"])
+async def test_a_flipped_bit_in_either_part_is_found_and_never_used(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any, part: str, storage: Any
+) -> None:
+    pair = await start_pair(pool=True, path=windowed_path, storage=storage)
+    await pair.ask(prompt(160), "first")
+    pair.forget()
+    assert pair.pool is not None
+    stored = pair.prefill.node.stored_parts
+    namespace = stored[part == "windowed"].kv_namespace
+    damaged = 0
+    for block in pair.pool.core.store.index:
+        if block.kv_namespace == namespace:
+            pair.pool.region.array[block.offsets[0] + 5] ^= 16
+            damaged += 1
+    assert damaged
+    request = await pair.ask([*prompt(160), 1, 2, 3], "again")
+    assert request.token_ids == greedy(windowed, [*prompt(160), 1, 2, 3], 12)
+    assert request.cached_tokens == 0
+    assert pair.prefill.node.counters.snapshot()["digest_mismatches"] >= 1
+
+
+async def test_a_worker_with_blocks_longer_than_the_window_does_not_start(start_pair: Start, tmp_path: Path) -> None:
+    path = write_random_model(
+        tmp_path / "short", RandomModelSpec(family="qwen2", layers=2, window=6, full_layers=1, vocab=256, max_len=512)
+    )
+    with pytest.raises(
+        Exception, match="sliding_window is 6 tokens, shorter than a block: set block_tokens to at most 6"
+    ):
+        await start_pair(path=path)
+
+
+async def test_sampled_answers_are_those_of_a_model_that_keeps_everything(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any
+) -> None:
+    """Several sequences at once, whose blocks take each other's slots."""
+    pair = await start_pair(pool=True, path=windowed_path, max_batch=3, prefill_options={"max_batch": 3})
+    prompts = [prompt(int(length), seed=i) for i, length in enumerate(np.random.default_rng(5).integers(20, 300, 9))]
+    requests = [await pair.frontend.submit(pair.submit(ids, f"r{i}", max_tokens=30)) for i, ids in enumerate(prompts)]
+    for ids, request in zip(prompts, requests, strict=True):
+        await request.ended.wait()
+        assert request.failures == []
+        assert request.token_ids == greedy(windowed, ids, 30)
+    await pair.at_rest()
