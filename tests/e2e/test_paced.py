@@ -101,7 +101,7 @@ async def test_answers_end_by_themselves_or_with_their_grammar_and_probabilities
     assert "not supported by the paced engine" in refusal["error"]["message"]
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-1"])
+@pytest.mark.parametrize("victim", ["decode-0", pytest.param("prefill-1", marks=pytest.mark.nightly)])
 async def test_a_request_that_moves_ends_with_the_tokens_that_it_would_have_had(
     victim: str, cluster: Any, folder: Path, session: aiohttp.ClientSession
 ) -> None:

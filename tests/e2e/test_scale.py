@@ -81,6 +81,7 @@ async def check(answers: list[Streamed], judge: Any) -> None:
         assert judge.wrong_tokens(answer, temperature=0.8, seed=42) == []
 
 
+@pytest.mark.nightly
 async def test_scaling_up_and_down_under_load_loses_nothing(
     cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:

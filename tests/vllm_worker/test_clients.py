@@ -38,6 +38,7 @@ async def client(cluster: Any) -> AsyncIterator[openai.AsyncOpenAI]:
         yield opened
 
 
+@pytest.mark.nightly
 async def test_streamed_answers_of_the_openai_package_are_those_that_are_not_streamed(
     cluster: Any, client: openai.AsyncOpenAI
 ) -> None:

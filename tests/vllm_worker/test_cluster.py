@@ -192,7 +192,8 @@ LONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("victim", ["worker", pytest.param("VLLM::EngineCore", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["worker", "VLLM::EngineCore"])
 async def test_running_answers_go_on_with_the_same_tokens_after_the_death_of_a(
     victim: str, cluster: Any, session: aiohttp.ClientSession
 ) -> None:

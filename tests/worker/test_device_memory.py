@@ -281,7 +281,7 @@ async def test_slots_are_reused_only_after_the_copies_of_the_device_have_ended(b
     assert isinstance(busy.memory.ticket, SlowTicket)
     busy.memory.ticket.ended.set()
     async with asyncio.timeout(10):
-        taken, _ = await waiting
+        taken, *_ = await waiting
     busy.memory.ticket = READY
     busy.slots.give(taken)
     assert busy.slots.pool.num_held == 0

@@ -16,6 +16,7 @@ from worker.counters import WorkerCounters
 from worker.kv_notification import KV_TAG, PushedBlocks, pack_notification
 from worker.kv_receiver import KVReceiver
 from worker.paced.memory import PacedMemory
+from worker.slot_memory import windows_of
 
 BLOCK, NUM_BLOCKS, LAST_TOKENS = 8, 5, 3
 SPEC = KvSpec(
@@ -35,7 +36,10 @@ class Side:
         self.messenger = Messenger(config, node_id=name, incarnation=1)
         self.receiver = KVReceiver(self, self.messenger, WorkerCounters())  # type: ignore[arg-type]
         self.endpoint = self.messenger.start()
-        self.memory = PacedMemory(SPEC, NUM_BLOCKS, self.messenger)
+        windows = windows_of(SPEC, NUM_BLOCKS)
+        assert windows is not None
+        windows.hold(range(NUM_BLOCKS))
+        self.memory = PacedMemory(SPEC, NUM_BLOCKS, self.messenger, windows)
         self.memory._array[:] = np.random.default_rng(len(name)).integers(0, 256, self.memory.nbytes, np.uint8)
         self.read: list[tuple[int, list[int]]] = []  # layers and slots that were read for their digests
         real = self.memory.one_layer_digests
@@ -51,6 +55,9 @@ class Side:
     @property
     def place_of_layer(self) -> dict[int, tuple[int, int]]:
         return self.memory.place_of_layer
+
+    def is_windowed(self, layer: int) -> bool:
+        return self.memory.is_windowed(layer)
 
     def pushed_digests(self, *pushed: Any) -> Any:
         return self.memory.pushed_digests(*pushed)

@@ -7,12 +7,14 @@ import pytest
 
 from kvpool import KvGroup, KvSpec
 from messenger import Messenger, MessengerConfig
-from worker.slot_memory import SlotMemory
+from messenger.staging import READY, Ticket
+from worker.policy import BatchLimits
+from worker.slot_memory import SlotMemory, windows_of
 
 SPEC = KvSpec(
     (
         KvGroup("full", 0, (0,), kv_heads=8, head_dim=128, dtype="float32"),
-        KvGroup("window", 128, (1,), kv_heads=8, head_dim=128, dtype="float32"),
+        KvGroup("full", 0, (1,), kv_heads=8, head_dim=128, dtype="float32"),
     ),
     128,
 )
@@ -21,9 +23,11 @@ NUM_SLOTS = 40
 
 
 class HostMemory(SlotMemory):
-    def to_host(self, slots: Sequence[int]) -> None: ...
+    def groups_to_host(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
+        return READY
 
-    def to_device(self, slots: Sequence[int]) -> None: ...
+    def groups_to_device(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
+        return READY
 
     def committed(self) -> int:
         return os.fstat(self._memory.fd).st_blocks * 512
@@ -52,3 +56,23 @@ def test_each_group_is_committed_ahead_of_its_slots_once(memory: HostMemory) -> 
         commit()
     assert memory.committed() == 2 * NUM_SLOTS * SLOT_NBYTES == memory.nbytes
     assert not memory.commits_due([NUM_SLOTS - 1])
+
+
+WINDOWED = KvSpec((SPEC.groups[0], KvGroup("window", 256, (1,), kv_heads=8, head_dim=128, dtype="float32")), 128)
+
+
+def test_a_windowed_group_has_slots_of_its_own_and_offsets_only_for_blocks_that_have_one() -> None:
+    messenger = Messenger(MessengerConfig(), node_id="slots", incarnation=1)
+    windows = windows_of(WINDOWED, NUM_SLOTS, BatchLimits(max_batch=2, chunk_tokens=128, block_tokens=128))
+    assert windows is not None
+    memory = HostMemory(WINDOWED, NUM_SLOTS, messenger, name="slots", windows=windows)
+    assert memory.slots_per_group == (NUM_SLOTS, 2 * 4 + 2 * (3 * 2 + 1 + 3)) == (NUM_SLOTS, windows.num_slots)
+    assert memory.nbytes == sum(memory.slots_per_group) * SLOT_NBYTES
+    windows.hold([39, 7])
+    base = NUM_SLOTS * SLOT_NBYTES
+    assert memory.offsets(1, [39, 7]).tolist() == [base + int(windows.slot_of[b]) * SLOT_NBYTES for b in (39, 7)]
+    assert memory.offsets(0, [39, 7]).tolist() == [39 * SLOT_NBYTES, 7 * SLOT_NBYTES]
+    with pytest.raises(ValueError, match="block 8 has no slot in group 1"):
+        memory.offsets(1, [7, 8])
+    memory.close()
+    messenger.close()
