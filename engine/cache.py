@@ -1,7 +1,8 @@
 """The paged KV cache: slots of `block_tokens` tokens in the canonical layout, in one contiguous buffer.
 
-The buffer holds group 0's slots, then group 1's, and so on. A slot is [layer_in_group][kv_head][k|v][token][head_dim],
-contiguous. This module only computes positions; the caller decides what a slot holds.
+The buffer holds group 0's slots, then group 1's, and so on. A slot is [layer_in_group][kv_head][k|v][token][row],
+contiguous; a row has head_dim values, in int8 followed by its scales (`engine.int8_rows`). This module only computes
+positions; the caller decides what a slot holds.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,12 @@ import torch
 
 from engine.config import KvGroupShape
 from engine.errors import CacheMismatch
+from engine.int8_rows import row_nbytes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Types of computation, and of a cache."""
+CACHE_DTYPES = {**DTYPES, "int8": torch.uint8}
+"""Types as which a cache is read; int8 rows are bytes."""
 
 
 class PagedCache:
@@ -38,7 +43,7 @@ class PagedCache:
         self.num_slots = tuple(num_slots)
         self.block_tokens = block_tokens
         self.memory = memory
-        dtype = DTYPES[self.groups[0].dtype]
+        dtype = CACHE_DTYPES[self.groups[0].dtype]
         if memory.data_ptr() % dtype.itemsize:
             raise CacheMismatch(f"cache memory must be aligned to the {dtype.itemsize} bytes of a {dtype} value")
         self.flat = memory[:needed].view(dtype)
@@ -47,11 +52,15 @@ class PagedCache:
         self.slot_sizes = np.zeros(len(self.groups), np.int64)  # in values of the dtype, as is layer_base
         self.layer_group = np.zeros(1 + max(max(group.layers) for group in self.groups), np.int32)
         self.layer_base = np.zeros(len(self.layer_group), np.int64)  # offset of each layer in slot 0 of its group
-        self.views: list[torch.Tensor] = []  # per group [slots, layers, kv_heads, 2, block_tokens, head_dim]
+        self.scale_group = self.groups[0].scale_group  # 0 unless the cache is in int8
+        self.views: list[
+            torch.Tensor
+        ] = []  # per group [slots, layers, kv_heads, 2, block_tokens, row], row in the dtype
         offset = 0
         for index, (group, slots) in enumerate(zip(self.groups, self.num_slots, strict=True)):
             nbytes = slots * _slot_nbytes(group, block_tokens)
-            shape = (slots, len(group.layers), group.kv_heads, 2, block_tokens, group.head_dim)
+            row = _row_nbytes(group) // dtype.itemsize
+            shape = (slots, len(group.layers), group.kv_heads, 2, block_tokens, row)
             self.views.append(memory[offset : offset + nbytes].view(dtype).view(shape))
             self._starts.append(offset)
             layers = list(group.layers)
@@ -70,10 +79,21 @@ class PagedCache:
             raise CacheMismatch(
                 f"block_tokens must be positive and num_slots not negative, got {block_tokens} and {list(num_slots)}"
             )
-        if len({group.dtype for group in groups}) != 1:
-            raise CacheMismatch(f"the groups of a cache must share one dtype, got {[group.dtype for group in groups]}")
-        if unknown := [group.dtype for group in groups if group.dtype not in DTYPES]:
-            raise CacheMismatch(f"cache dtype must be one of {', '.join(DTYPES)}, got {unknown[0]!r}")
+        if len({(group.dtype, group.scale_group) for group in groups}) != 1:
+            raise CacheMismatch(
+                "the groups of a cache must share one dtype and scale_group, got "
+                f"{[(group.dtype, group.scale_group) for group in groups]}"
+            )
+        if unknown := [group.dtype for group in groups if group.dtype not in CACHE_DTYPES]:
+            raise CacheMismatch(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {unknown[0]!r}")
+        for group in groups:
+            if bool(group.scale_group) != (group.dtype == "int8") or (
+                group.scale_group and group.head_dim % group.scale_group
+            ):
+                raise CacheMismatch(
+                    f"scale_group must divide head_dim ({group.head_dim}) for dtype int8, and be 0 for others, got "
+                    f"{group.scale_group} for {group.dtype}"
+                )
         return sum(n * _slot_nbytes(group, block_tokens) for group, n in zip(groups, num_slots, strict=True))
 
     def slot_offset(self, group: int, slot: int) -> int:
@@ -92,5 +112,10 @@ class PagedCache:
 
 
 def _slot_nbytes(group: KvGroupShape, block_tokens: int) -> int:
-    values = len(group.layers) * group.kv_heads * 2 * block_tokens * group.head_dim
-    return values * DTYPES[group.dtype].itemsize
+    return len(group.layers) * group.kv_heads * 2 * block_tokens * _row_nbytes(group)
+
+
+def _row_nbytes(group: KvGroupShape) -> int:
+    if group.scale_group:
+        return row_nbytes(group.head_dim, group.scale_group)
+    return group.head_dim * DTYPES[group.dtype].itemsize

@@ -62,6 +62,7 @@ class KvGroupShape:
     kv_heads: int
     head_dim: int
     dtype: str
+    scale_group: int = 0  # of dtype int8: values of a row that share a scale (`engine.int8_rows`)
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class ModelConfig:
     kv_owners: tuple[int, ...]  # per layer; the layer whose keys and values it attends to, itself if it computes them
     attention_scale: float  # of the products of queries and keys
     attention_softcap: float  # scores become cap * tanh(score / cap); 0 = they do not
+    kv_scale_group: int  # > 0: KV is rounded to int8, of which so many values of a row share a scale
     attention_sinks: bool  # each head has a learned score that takes a share of the softmax and adds nothing
     logits_softcap: float
     activation: str
@@ -129,7 +131,8 @@ class ModelConfig:
                 layers=tuple(i for i, own in enumerate(owned) if own == window),
                 kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
-                dtype=dtype,
+                dtype="int8" if self.kv_scale_group else dtype,
+                scale_group=self.kv_scale_group,
             )
             for window in windows
         )
@@ -195,6 +198,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         layer_ropes=tuple(len(ropes) - 1 if window else 0 for window in windows),
         layer_windows=windows,
         kv_owners=_kv_owners(read, family, windows),
+        kv_scale_group=_kv_scale_group(read, family, head_dim),
         attention_scale=(read.positive("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
         attention_softcap=_softcap(read, "attn_logit_softcapping", 50.0) if family == "gemma2" else 0.0,
         attention_sinks=family == "moonpool" and read.typed("attention_sinks", bool, False),
@@ -381,6 +385,24 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
     if "sliding_attention" in types and window is None:
         raise ConfigInvalid(f"{where}: layer_types has sliding_attention but sliding windows are off")
     return tuple(window or 0 if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _kv_scale_group(read: _Reader, family: str, head_dim: int) -> int:
+    """Return `kv_scale_group`, by default two groups per row, if `kv_dtype` is int8; 0 otherwise."""
+    where = read.where
+    if family != "moonpool":
+        return 0
+    dtype = read.typed("kv_dtype", str, "auto")
+    if dtype not in ("auto", "int8"):
+        raise ConfigInvalid(f"{where}: kv_dtype must be int8, or auto for the dtype of the computation, got {dtype!r}")
+    if dtype == "auto":
+        if read.raw.get("kv_scale_group") is not None:
+            raise ConfigInvalid(f"{where}: kv_scale_group is for kv_dtype int8, got kv_dtype auto")
+        return 0
+    group = read.count("kv_scale_group", max(head_dim // 2, 1))
+    if head_dim % group:
+        raise ConfigInvalid(f"{where}: kv_scale_group must divide head_dim ({head_dim}), got {group}")
+    return group
 
 
 def _kv_owners(read: _Reader, family: str, windows: tuple[int, ...]) -> tuple[int, ...]:

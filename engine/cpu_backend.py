@@ -29,6 +29,18 @@ _FEW_THREADS = 2
 
 
 @dataclass(frozen=True)
+class _Reads:
+    """Where attention reads keys and values; see `StepArrays`."""
+
+    memory: kernels.Floats
+    tables: kernels.Ints
+    sizes: np.ndarray
+    bases: np.ndarray
+    decoded: kernels.Ints
+    decoded_ends: kernels.Ints
+
+
+@dataclass(frozen=True)
 class _Tile:
     """Rows of the step that attend to the same range of `keys` of the gathered context; rows begin at `first_row`."""
 
@@ -67,7 +79,7 @@ class ChunkAttention:
         sizes = np.diff(plan.chunk_rows)
         self.short_rows = np.flatnonzero(sizes[plan.row_chunk] <= _SHORT_CHUNK).astype(np.int32)
         for chunk, group in itertools.product(np.flatnonzero(sizes > _SHORT_CHUNK), range(len(cache.groups))):
-            self._contexts[group].append(_context(plan, cache, int(chunk), group))
+            self._contexts[group].append(_context(plan, cache, int(chunk), group, step.read_tables))
         contexts = [context for contexts in self._contexts for context in contexts]
         tokens = max((context.tokens for context in contexts), default=0)
         self._gathered = torch.empty(2 * shape.kv_heads * tokens * shape.head_dim)
@@ -138,13 +150,13 @@ class ChunkAttention:
         out[rows] = mixed[0].transpose(0, 1).reshape(tile.queries, -1).numpy()
 
 
-def _context(plan: FlatBatch, cache: PagedCache, chunk: int, group: int) -> _Context:
+def _context(plan: FlatBatch, cache: PagedCache, chunk: int, group: int, tables: kernels.Ints) -> _Context:
     block_tokens, window = cache.block_tokens, cache.groups[group].window
     start, row = int(plan.starts[chunk]), int(plan.chunk_rows[chunk])
     size = int(plan.chunk_rows[chunk + 1]) - row
     skipped = first_visible(start, window) // block_tokens
     begin = int(plan.table_begin[group, chunk])
-    table = plan.tables[begin + skipped : begin - (-(start + size) // block_tokens)]
+    table = tables[begin + skipped : begin - (-(start + size) // block_tokens)]
     tiles = []
     for offset in range(0, size, _QUERY_TILE):
         count = min(_QUERY_TILE, size - offset)
@@ -237,6 +249,8 @@ class CpuBackend:
             kernels.place_rows(layer, shape, arrays, step, work.qkv)
             if own and on_layer is not None:
                 on_layer(kv_layer)
+            if step.coded.size:
+                kernels.decode_slots(layer, shape, step)
             sinks, rows = arrays.sinks[layer], attention.short_rows
             kernels.attend_rows(layer, rows, shape, sinks, step, work.qkv, work.scores, work.mixed)
             attention.run(layer, work.qkv, work.mixed)
@@ -293,6 +307,14 @@ class CpuBackend:
         return self._buffers[name][:size]
 
     def _step(self, plan: FlatBatch, cache: PagedCache) -> StepArrays:
+        layer_groups, layer_bases = cache.layer_group[self._kv_layers], cache.layer_base[self._kv_layers]
+        none = np.zeros(0, np.int32)
+        reads = _Reads(
+            cache.flat.numpy() if not cache.scale_group else none.view(np.float32),
+            plan.tables, cache.slot_sizes, layer_bases, none, np.zeros(len(cache.groups) + 1, np.int32),
+        )  # fmt: skip
+        if cache.scale_group:
+            reads = self._reads_of_coded(plan, cache)
         return StepArrays(
             positions=plan.positions,
             row_tables=plan.table_begin[:, plan.row_chunk],
@@ -301,12 +323,45 @@ class CpuBackend:
             sin=self._rope.sin.numpy(),
             layer_ropes=self._ropes,
             layer_owns=self._owns,
-            memory=cache.flat.numpy(),
+            memory=reads.memory,
+            coded=cache.flat.numpy() if cache.scale_group else none.view(np.uint8),
+            scale_group=cache.scale_group,
+            read_tables=reads.tables,
+            read_sizes=reads.sizes,
+            read_bases=reads.bases,
+            decoded=reads.decoded,
+            decoded_ends=reads.decoded_ends,
             block_tokens=cache.block_tokens,
             windows=cache.windows,
             slot_sizes=cache.slot_sizes,
-            layer_groups=cache.layer_group[self._kv_layers],
-            layer_bases=cache.layer_base[self._kv_layers],
+            layer_groups=layer_groups,
+            layer_bases=layer_bases,
+        )
+
+    def _reads_of_coded(self, plan: FlatBatch, cache: PagedCache) -> _Reads:
+        """Return where the slots of an int8 cache are read: decoded, in the order of the tables' entries."""
+        block_tokens = cache.block_tokens
+        ends = plan.starts + np.diff(plan.chunk_rows)
+        tables, decoded, counts, most = np.empty_like(plan.tables), list[kernels.Ints](), [0], 0
+        for g, group in enumerate(cache.groups):
+            first = int(plan.table_begin[g, 0])
+            stop = int(plan.table_begin[g, -1] + plan.table_length[g, -1])
+            tables[first:stop] = np.arange(stop - first, dtype=np.int32)
+            most = max(most, stop - first)
+            for begin, start, end in zip(
+                plan.table_begin[g].tolist(), plan.starts.tolist(), ends.tolist(), strict=True
+            ):
+                seen = first_visible(start, group.window) // block_tokens
+                decoded.append(np.arange(begin + seen, begin - (-end // block_tokens), dtype=np.int32))
+            counts.append(sum(map(len, decoded)))
+        size = 2 * self._shape.kv_heads * block_tokens * self._shape.head_dim
+        return _Reads(
+            memory=self._buffer("decoded", most * size),
+            tables=tables,
+            sizes=np.full(len(cache.groups), size, np.int64),
+            bases=np.zeros(len(self._kv_layers), np.int64),
+            decoded=np.concatenate(decoded),
+            decoded_ends=np.array(counts, np.int32),
         )
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.config import SILU, ModelConfig, RopeConfig
+from engine.int8_rows import rounded
 from engine.rope import inverse_frequencies
 from engine.weights import DecoderWeights
 
@@ -48,7 +49,7 @@ def _attention(
         k = _rms_norm(k, weights.k_norm[layer], config.rms_norm_eps)
     owner = config.kv_owners[layer]
     if owner == layer:
-        kept[layer] = _rotate(k, *rotation), v
+        kept[layer] = _stored(config, _rotate(k, *rotation)), _stored(config, v)
     k, v = (t.repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1) for t in kept[owner])
     q = _rotate(q, *rotation).transpose(0, 1)
     positions = torch.arange(n, device=h.device)
@@ -65,6 +66,11 @@ def _attention(
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=config.attention_scale)
     return _linear(mixed.transpose(0, 1).reshape(n, -1), weights.out[layer], weights.out_bias[layer])
+
+
+def _stored(config: ModelConfig, rows: torch.Tensor) -> torch.Tensor:
+    """Return keys or values as they are read from the cache."""
+    return rounded(rows, config.kv_scale_group) if config.kv_scale_group else rows
 
 
 def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """KV rows in int8: a row is one token's K, or V, in one head, cut into groups that share a float16 scale.
 
 A group is stored as round(x / s) in int8 with s = max|x| / 127 in float16, after the row's values (PPL.LLM's group-wise
-int8 KV). The error of a value is at most s / 2. Values that are not finite, or too large for the scale, are read back as
-values that are not finite. `engine.kernels` computes the same bytes.
+int8 KV). The error of a value is at most s / 2. Values that are not finite, or too large for the scale, are read back
+as values that are not finite. `engine.kernels` computes the same bytes.
 """
 
 import torch
@@ -18,7 +18,7 @@ def row_nbytes(head_dim: int, scale_group: int) -> int:
 
 def encode_rows(values: torch.Tensor, scale_group: int) -> torch.Tensor:
     """Return rows as uint8 [..., row_nbytes] for values [..., head_dim]."""
-    grouped = values.float().unflatten(-1, (-1, scale_group))
+    grouped = _grouped(values.float(), scale_group)
     scales = (grouped.abs().amax(dim=-1, keepdim=True) / LARGEST).half()
     # A scale of 0 represents values that underflow to 0 in float16.
     steps = (grouped / torch.where(scales == 0, 1.0, scales.float())).round().clamp(-LARGEST, LARGEST)
@@ -29,7 +29,7 @@ def encode_rows(values: torch.Tensor, scale_group: int) -> torch.Tensor:
 
 def decode_rows(rows: torch.Tensor, head_dim: int, scale_group: int) -> torch.Tensor:
     """Return the values, float32 [..., head_dim], of rows uint8 [..., row_nbytes]."""
-    steps = rows[..., :head_dim].contiguous().view(torch.int8).float().unflatten(-1, (-1, scale_group))
+    steps = _grouped(rows[..., :head_dim].contiguous().view(torch.int8).float(), scale_group)
     scales = rows[..., head_dim:].contiguous().view(torch.float16).float().unsqueeze(-1)
     return (steps * scales).flatten(-2)
 
@@ -38,3 +38,7 @@ def rounded(values: torch.Tensor, scale_group: int) -> torch.Tensor:
     """Return the values as they are read back, in their dtype."""
     rows = encode_rows(values, scale_group)
     return decode_rows(rows, values.shape[-1], scale_group).to(values.dtype)
+
+
+def _grouped(values: torch.Tensor, size: int) -> torch.Tensor:
+    return values.reshape(*values.shape[:-1], values.shape[-1] // size, size)

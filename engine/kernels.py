@@ -7,7 +7,9 @@ order for any batch. Only dot products and sums may be reassociated (`_SUM`), in
 The first part is explicit vector code for loops that numba vectorises poorly: vectors of 16 float32, which LLVM lowers
 to the machine's vectors. Indices and counts are in floats and are not checked.
 
-Within a layer of a slot the order is [kv_head][k|v][token][head_dim]; kernels read and write it in place.
+Within a layer of a slot the order is [kv_head][k|v][token][head_dim]; kernels read and write it in place. Of an int8
+cache, rows are written as `engine.int8_rows` defines, and the slots of one layer are decoded before attention reads
+them: int8 arithmetic is emulated in float32.
 """
 
 from collections.abc import Callable
@@ -110,6 +112,7 @@ weights[w + r] * values[v + r * count + k]; count must be a multiple of 16."""
 
 
 Ints = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _CONTRACT = {"contract"}
@@ -124,6 +127,10 @@ _EXP_POLY = tuple(
     np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 )
 _BELOW_SIGN = np.int32(0x7FFFFFFF)
+_HALF_OVERFLOWS = np.float32(65520.0)  # rounds to infinity in float16
+_HALF_LEAST_NORMAL = np.float32(2.0**-14)
+_HALF_STEPS = np.float32(2.0**24)  # per 1, below the least normal value
+_HALF_EXPONENT = np.int32(112 << 23)  # difference of the exponents' biases
 _LINE = 16  # floats per cache line
 _COLUMNS = 512  # columns of a weight slab of 8 rows that together stay in the first-level cache
 
@@ -173,7 +180,14 @@ class StepArrays(NamedTuple):
     sin: Floats
     layer_ropes: Ints  # [L]
     layer_owns: npt.NDArray[np.bool_]  # [L]: whether the layer computes the KV that it uses
-    memory: Floats  # the whole cache
+    memory: Floats  # the whole cache; of an int8 cache, the decoded slots of one layer
+    coded: Bytes  # the whole int8 cache; otherwise empty
+    scale_group: int
+    read_tables: Ints  # as `tables`, of slots in `memory`
+    read_sizes: npt.NDArray[np.int64]  # as `slot_sizes` and `layer_bases`, in `memory`
+    read_bases: npt.NDArray[np.int64]
+    decoded: Ints  # entries of `tables` whose slots the step reads, by group; empty unless the cache is in int8
+    decoded_ends: Ints  # [G + 1]
     block_tokens: int
     windows: Ints  # [G]
     slot_sizes: npt.NDArray[np.int64]  # [G]
@@ -344,6 +358,72 @@ def gate(gate_up: Floats, gelu: bool, out: Floats) -> None:
             y[j] = g[j] * u[j] * (share if g[j] >= 0 else small * share)
 
 
+@_kernel(set())
+def _half(x: np.float32) -> tuple[np.int32, np.float32]:
+    """Return the bits of x >= 0 rounded to float16, and its value."""
+    if not x < _HALF_OVERFLOWS:
+        return (np.int32(0x7E00), np.float32(np.nan)) if x != x else (np.int32(0x7C00), np.float32(np.inf))
+    if x < _HALF_LEAST_NORMAL:
+        steps = np.rint(x * _HALF_STEPS)
+        return np.int32(steps), np.float32(steps / _HALF_STEPS)
+    bits = np.float32(x).view(np.int32)
+    bits = np.int32((bits + np.int32(0xFFF) + ((bits >> np.int32(13)) & np.int32(1))) & ~np.int32(0x1FFF))
+    return np.int32((bits - _HALF_EXPONENT) >> np.int32(13)), bits.view(np.float32)
+
+
+@_kernel(set())
+def _from_half(bits: np.int32) -> np.float32:
+    """Return the value of a float16 that is not negative."""
+    if bits < 0x400:
+        return np.float32(np.float32(bits) / _HALF_STEPS)
+    if bits >= 0x7C00:
+        return np.float32(np.nan) if bits > 0x7C00 else np.float32(np.inf)
+    return np.int32((bits << np.int32(13)) + _HALF_EXPONENT).view(np.float32)
+
+
+@_kernel(set())
+def encode_row(x: Floats, scale_group: int, out: Bytes) -> None:
+    """Write values and scales of one row, as `engine.int8_rows.encode_rows`."""
+    for g in range(x.size // scale_group):
+        first = g * scale_group
+        top = np.float32(0.0)
+        for i in range(first, first + scale_group):
+            value = abs(x[i])
+            if value > top or value != value:
+                top = value
+        bits, scale = _half(np.float32(top / np.float32(127.0)))
+        for i in range(first, first + scale_group):
+            value = x[i] / scale if scale > 0 else np.float32(0.0)
+            value = np.rint(min(max(value, np.float32(-127.0)), np.float32(127.0)))
+            out[i] = np.uint8(np.int32(value if value == value else np.float32(0.0)) & np.int32(0xFF))
+        out[x.size + 2 * g] = np.uint8(bits & np.int32(0xFF))
+        out[x.size + 2 * g + 1] = np.uint8(bits >> np.int32(8))
+
+
+@_kernel(set())
+def decode_row(row: Bytes, scale_group: int, out: Floats) -> None:
+    for g in range(out.size // scale_group):
+        at = out.size + 2 * g
+        scale = _from_half(np.int32(np.int32(row[at]) | np.int32(row[at + 1]) << np.int32(8)))
+        steps, values = row[g * scale_group : (g + 1) * scale_group], out[g * scale_group : (g + 1) * scale_group]
+        for i in range(scale_group):
+            values[i] = np.float32(np.int8(steps[i])) * scale
+
+
+@_kernel(set())
+def decode_slots(layer: int, shape: DecoderDims, step: StepArrays) -> None:
+    """Decode one layer of all slots of an int8 cache that the step reads to `step.memory`."""
+    group, head_dim = step.layer_groups[layer], shape.head_dim
+    size = head_dim + 2 * (head_dim // step.scale_group)
+    for n in range(step.decoded_ends[group], step.decoded_ends[group + 1]):
+        entry = step.decoded[n]
+        source = step.layer_bases[layer] + step.tables[entry] * step.slot_sizes[group]
+        target = step.read_bases[layer] + step.read_tables[entry] * step.read_sizes[group]
+        for r in range(2 * shape.kv_heads * step.block_tokens):
+            row = step.coded[source + r * size : source + (r + 1) * size]
+            decode_row(row, step.scale_group, step.memory[target + r * head_dim : target + (r + 1) * head_dim])
+
+
 @_kernel(_CONTRACT)
 def place_rows(layer: int, shape: DecoderDims, weights: KernelWeights, step: StepArrays, qkv: Floats) -> None:
     """Rotate the queries and keys of qkv [N, Q + 2K] in place, after normalising them if the model has QK-norms, and
@@ -369,7 +449,18 @@ def place_rows(layer: int, shape: DecoderDims, weights: KernelWeights, step: Ste
         if not owns:
             continue
         slot = step.tables[step.row_tables[group, i] + position // step.block_tokens]
-        base = step.layer_bases[layer] + slot * step.slot_sizes[group] + position % step.block_tokens * head_dim
+        base = step.layer_bases[layer] + slot * step.slot_sizes[group]
+        if step.coded.size:
+            row = head_dim + 2 * (head_dim // step.scale_group)
+            for h in range(kv_heads):
+                at = base + (2 * h * step.block_tokens + position % step.block_tokens) * row
+                k = (heads + h) * head_dim
+                v = k + kv_heads * head_dim
+                encode_row(qkv[i, k : k + head_dim], step.scale_group, step.coded[at : at + row])
+                at += step.block_tokens * row
+                encode_row(qkv[i, v : v + head_dim], step.scale_group, step.coded[at : at + row])
+            continue
+        base += position % step.block_tokens * head_dim
         for h in range(kv_heads):
             at = base + 2 * h * run
             k = (heads + h) * head_dim
@@ -414,12 +505,12 @@ def attend_rows(
     heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
     group = step.layer_groups[layer]
     window, block_tokens = step.windows[group], step.block_tokens
-    layer_base, slot_size = step.layer_bases[layer], step.slot_sizes[group]
+    layer_base, slot_size = step.read_bases[layer], step.read_sizes[group]
     for r in range(rows.size):
         i = rows[r]
         position = int(step.positions[i])
         first = max(position - window + 1, 0) if window else 0
-        table = step.tables[step.row_tables[group, i] :]
+        table = step.read_tables[step.row_tables[group, i] :]
         for h in range(heads):
             base = layer_base + 2 * (h // (heads // kv_heads)) * block_tokens * head_dim
             q = qkv[i, h * head_dim : (h + 1) * head_dim]
@@ -495,7 +586,7 @@ def gather(layer: int, step: StepArrays, table: Ints, keys: Floats, values: Floa
     run, memory = step.block_tokens * head_dim, step.memory
     for h in range(kv_heads):
         for b in range(table.size):
-            at = step.layer_bases[layer] + table[b] * step.slot_sizes[group] + 2 * h * run
+            at = step.read_bases[layer] + table[b] * step.read_sizes[group] + 2 * h * run
             here = slice(b * step.block_tokens, (b + 1) * step.block_tokens)
             keys[h, here] = memory[at : at + run].reshape(step.block_tokens, head_dim)
             values[h, here] = memory[at + run : at + 2 * run].reshape(step.block_tokens, head_dim)
@@ -582,6 +673,8 @@ def run_layers(
         projected = qkv.shape[1] if step.layer_owns[layer] else queries
         multiply(hidden, weights.qkv[layer], weights.qkv_bias[layer], qkv, False, projected)
         place_rows(layer, shape, weights, step, qkv)
+        if step.coded.size:
+            decode_slots(layer, shape, step)
         attend_rows(layer, rows, shape, weights.sinks[layer], step, qkv, work.scores, mixed)
         post_norm = weights.attention_post_norm[layer]
         if post_norm.size:

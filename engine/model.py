@@ -172,6 +172,7 @@ def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 _PLAIN = {
+    "kv_scale_group": 0,
     "attention_softcap": 0.0,
     "attention_sinks": False,
     "logits_softcap": 0.0,

@@ -4,6 +4,7 @@ Attention is split within a step: all decode rows in one padded call, each longe
 are gathered from the slots through the cache's strided views.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from engine.batch import FlatBatch, LayerHook, first_visible
 from engine.cache import PagedCache
 from engine.config import SILU, ModelConfig
+from engine.int8_rows import decode_rows, encode_rows
 from engine.rope import RopeTable
 from engine.weights import DecoderWeights
 
@@ -59,12 +61,12 @@ class TorchBackend:
             if k.numel():
                 if before_layer is not None:
                     before_layer(kv_layer)
-                view[index.slots, :, 0, index.offsets] = k
-                view[index.slots, :, 1, index.offsets] = v
+                view[index.slots, :, 0, index.offsets] = self._rows(k)
+                view[index.slots, :, 1, index.offsets] = self._rows(v)
                 if on_layer is not None:
                     on_layer(kv_layer)
             scoring = _Scoring(config.attention_scale, config.attention_softcap, w.sinks[layer])
-            mixed = _attend(q, view, index, scoring)
+            mixed = _attend(q, view, index, scoring, self._values)
             h = _linear(mixed.reshape(len(x), -1), w.out[layer], w.out_bias[layer])
             x = x + (self._norm(h, w.attention_post_norm[layer]) if config.post_norms else h)
             h = self._norm(x, w.mlp_norm[layer])
@@ -89,6 +91,16 @@ class TorchBackend:
         if config.qk_norm:
             q, k = self._norm(q, w.q_norm[layer]), self._norm(k, w.k_norm[layer])
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+    def _rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Return keys or values [..., head_dim] as the cache keeps them."""
+        group = self._config.kv_scale_group
+        return encode_rows(values, group) if group else values
+
+    def _values(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what the cache keeps as keys or values [..., head_dim]."""
+        group = self._config.kv_scale_group
+        return decode_rows(rows, self._config.head_dim, group).to(self._weights.embedding.dtype) if group else rows
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         eps = self._config.rms_norm_eps
@@ -165,16 +177,24 @@ def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(scores / cap) if cap else scores
 
 
-def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex, scoring: _Scoring) -> torch.Tensor:
-    """Return the attention output [N, heads, head_dim] of queries [N, heads, head_dim] over one layer's slots."""
-    kv_heads, head_dim = view.shape[1], view.shape[-1]
+def _attend(
+    q: torch.Tensor,
+    view: torch.Tensor,
+    index: _GroupIndex,
+    scoring: _Scoring,
+    values: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the attention output [N, heads, head_dim] of queries [N, heads, head_dim] over one layer's slots.
+
+    `values` returns the keys and values of the slots' rows.
+    """
+    kv_heads, head_dim = view.shape[1], q.shape[-1]
     mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
     if len(index.decode_rows):
         queries = q[index.decode_rows]
         count = len(queries)
-        form_group = view[index.decode_slots].permute(
-            3, 0, 2, 1, 4, 5
-        )  # [2, D, kv_heads, blocks, block_tokens, head_dim]
+        # [2, D, kv_heads, blocks, block_tokens, head_dim]
+        form_group = values(view[index.decode_slots]).permute(3, 0, 2, 1, 4, 5)
         seen = index.decode_mask.transpose(-1, -2)  # the unused rest of a slot may hold anything, NaN included
         k, v = form_group.reshape(2, count, kv_heads, -1, head_dim).where(seen, 0)
         grouped = queries.view(count, kv_heads, -1, head_dim)
@@ -182,7 +202,7 @@ def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex, scoring: _S
         mixed[index.decode_rows] = result.view(count, -1, head_dim)
     for first, last, slots, mask in index.prefills:
         seen = mask.any(dim=0)[:, None]
-        k, v = view[slots].permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, head_dim).where(seen, 0)
+        k, v = values(view[slots]).permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, head_dim).where(seen, 0)
         queries = q[first:last].transpose(0, 1).unsqueeze(0)
         k, v = (t.repeat_interleave(q.shape[1] // kv_heads, dim=0).unsqueeze(0) for t in (k, v))
         mixed[first:last] = scoring.attend(queries, k, v, mask, scoring.sinks[None, :, None])[0].transpose(0, 1)

@@ -5,10 +5,8 @@ page-locked mirror of the cache in host memory, with the same offsets, or the ca
 adapters that access it (`kv_staging`): `to_host` comes before a peer reads a slot and `to_device` after a slot was
 received. On a CPU both do nothing.
 
-In int8 (`kv_storage`), each row (one token's K or V in one head of one layer) is cut into groups of `scale_group`
-values. A group is stored as round(x / s) in int8 with s = max|x| / 127 as float16, after the row's values (PPL.LLM's
-group-wise int8 KV). The error of a value is at most s / 2, and a row takes head_dim + 2 head_dim / scale_group bytes.
-Such KV is an approximation, and so is everything computed from it, so it has its own namespace.
+With `kv_storage` int8, the pool stores rows in int8 (`engine.int8_rows`). Such KV is an approximation, and so is
+everything computed from it, so it has its own namespace. A model whose own cache is in int8 needs no conversion.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine import Model, PagedCache
+from engine.int8_rows import decode_rows, encode_rows
 from kvpool import KvGroup, KvPoolError, KvSpec
 from kvpool.errors import SpecError
 from messenger import GpuMemory, GpuMemoryUnsupported, Messenger
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 
 # Relative to the largest value of a block's layer, K and V separately. Chunks and decode steps sum in different orders:
 # with the bundled model they differ by up to 7e-6, 3e-3 and 2e-2, and errors grow with a model's depth.
-TOLERANCE: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+TOLERANCE: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 5e-2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,9 +163,13 @@ def values_differ(
 ) -> NDArray[np.bool_]:
     """As `EngineMemory.differ`, for slots of floating-point values: compares with the tolerance of their dtype."""
     g = spec.groups[group]
-    shape = (len(given), len(g.layers), g.kv_heads, 2, spec.block_tokens, g.head_dim)
-    dtype: torch.dtype = getattr(torch, g.dtype)
-    a, b = (torch.from_numpy(each).view(dtype).reshape(shape).float() for each in (given, computed))
+    shape = (len(given), len(g.layers), g.kv_heads, 2, spec.block_tokens, -1)
+    if g.scale_group:
+        rows = (torch.from_numpy(each).reshape(shape) for each in (given, computed))
+        a, b = (decode_rows(each, g.head_dim, g.scale_group) for each in rows)
+    else:
+        dtype: torch.dtype = getattr(torch, g.dtype)
+        a, b = (torch.from_numpy(each).view(dtype).reshape(shape).float() for each in (given, computed))
     counts = torch.arange(spec.block_tokens) < torch.from_numpy(valid)[:, None]
     mask = counts[:, None, None, None, :, None]
     zero = torch.zeros(())
@@ -198,7 +201,6 @@ def _require_direct(messenger: Messenger, kv: KvSettings) -> None:
         raise GpuMemoryUnsupported(f"kv_storage {kv.kv_storage} converts KV in host memory: set kv_storage to exact")
 
 
-_LARGEST = 127
 _LONGEST_GROUP = 64
 
 
@@ -233,15 +235,10 @@ class QuantisedMemory(SlotMemory):
         for g in groups:
             group = self.spec.groups[g]
             index = self._index(g, slots)
-            values = _grouped(self._exact.slot_values(g)[index].float(), group.scale_group)
-            scales = (values.abs().amax(dim=-1, keepdim=True) / _LARGEST).half()
-            if not torch.isfinite(scales).all():
+            rows = encode_rows(self._exact.slot_values(g)[index], group.scale_group)
+            if not torch.isfinite(rows[..., group.head_dim :].contiguous().view(torch.float16)).all():
                 raise KvPoolError("KV must be finite and small enough for float16 scales to be stored as int8")
-            # A scale of 0 represents values that underflow to 0 in float16.
-            steps = (values / torch.where(scales > 0, scales.float(), 1.0)).round().clamp_(-_LARGEST, _LARGEST)
-            rows = self._rows(g)
-            rows[index, ..., : group.head_dim] = steps.to(torch.int8).flatten(-2).view(torch.uint8)
-            rows[index, ..., group.head_dim :] = scales.squeeze(-1).contiguous().view(torch.uint8)
+            self._rows(g)[index] = rows
         return READY
 
     def groups_to_device(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
@@ -249,11 +246,8 @@ class QuantisedMemory(SlotMemory):
         for g in groups:
             group = self.spec.groups[g]
             index = self._index(g, slots)
-            rows = self._rows(g)[index]
-            steps = _grouped(rows[..., : group.head_dim].view(torch.int8).float(), group.scale_group)
-            scales = rows[..., group.head_dim :].contiguous().view(torch.float16).float().unsqueeze(-1)
             exact = self._exact.slot_values(g)
-            exact[index] = (steps * scales).flatten(-2).to(exact.dtype)
+            exact[index] = decode_rows(self._rows(g)[index], group.head_dim, group.scale_group).to(exact.dtype)
         return self._exact.groups_to_device(slots, groups)
 
     def _index(self, group: int, slots: Sequence[int]) -> torch.Tensor:
@@ -266,10 +260,6 @@ class QuantisedMemory(SlotMemory):
         end = self._base[group + 1] if group + 1 < self.num_groups else self.nbytes
         shape = (-1, len(g.layers), g.kv_heads, 2, self.block_tokens, g.token_row_nbytes)
         return self._bytes[start:end].view(shape)
-
-
-def _grouped(values: torch.Tensor, size: int) -> torch.Tensor:
-    return values.reshape(*values.shape[:-1], values.shape[-1] // size, size)
 
 
 def _scale_group(group: KvGroup) -> int:

@@ -224,7 +224,13 @@ def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
     spec = KvSpec(
         tuple(
             KvGroup(
-                kind=g.kind, window=g.window, layers=g.layers, kv_heads=g.kv_heads, head_dim=g.head_dim, dtype=g.dtype
+                kind=g.kind,
+                window=g.window,
+                layers=g.layers,
+                kv_heads=g.kv_heads,
+                head_dim=g.head_dim,
+                dtype=g.dtype,
+                scale_group=g.scale_group,
             )
             for g in groups
         ),

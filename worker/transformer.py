@@ -203,7 +203,7 @@ class Transformer(SteppedEngine):
         )
 
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
-        if self._kv.kv_storage != "int8":
+        if self._kv.kv_storage != "int8" or self.model.config.kv_scale_group:
             return memory, Provenance.EXACT
         assert isinstance(memory, KvMemory)
         return QuantisedMemory(memory, messenger, num_slots=memory.num_slots), Provenance.QUANTISED

@@ -80,6 +80,25 @@ p99 to {number(real["copy"]["p99_ratio"])} times. The rounds differ as widely wi
 machine ran other work as well."""
 
 
+def kv_bytes() -> str:
+    result, file = latest("kv_bytes")
+    rows = [
+        [row["shape"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.1f}", row.get("claim", "")]
+        for row in (*result["techniques"], *result["public"])
+    ]
+    header = ["model", "bytes of KV per token", "times less than GQA-8 in 16 bits", "Character.AI's claim"]
+    return f"""## Small KV
+
+{source("python -m benchmarks.kv_bytes", file)}: memory that a decode node allocates for one sequence of {result["context"]:,} tokens, scales included,
+[technique by technique](small-kv.md) and for the layouts of public models. The first rows are {len(result["techniques"])} models of 12 layers and heads of 64, of which the last
+decode steps run in exactly this memory; the baseline of each row has the same depth and heads.
+
+{table(header, rows)}
+
+A window of 1,024 takes 66 blocks of 16 tokens: those that the next token sees, and a new one. Mistral's window is the same in all layers, so all blocks
+are kept."""
+
+
 def compression() -> str:
     result, file = latest("compression")
     quality = result["quality"]

@@ -16,6 +16,7 @@ SECTIONS = (
     serving.frontend,
     serving.conductor,
     data_plane.pool,
+    data_plane.kv_bytes,
     data_plane.compression,
     data_plane.interference,
     data_plane.eviction,

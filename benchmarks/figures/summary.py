@@ -13,6 +13,7 @@ def at_a_glance() -> str:
     paths, beside, frontend, conductor, compression = (
         latest(name)[0] for name in ("messenger-paths", "pool-interference", "frontend", "conductor", "compression")
     )
+    small_kv = latest("kv_bytes")[0]
     vllm, scheduling, admission = latest("vllm_pd")[0], latest("scheduling")[0], latest("admission")[0]
     small = [row for size, row in pool["by_size"].items() if size != "16 MiB"]
     large = pool["by_size"]["16 MiB"]
@@ -83,6 +84,12 @@ def at_a_glance() -> str:
             "compression at rest",
             f"{number(compression['worst_auto_over_off'])} / {number(compression['best_auto_over_off'])}",
             "≤ 1",
+        ],
+        [
+            "KV per token of GQA-8 in 16 bits to the smallest KV, at 8,192 tokens, with / without int8",
+            "small KV",
+            f"{number(small_kv['small_kv_ratio'])} / {number(small_kv['small_kv_ratio_without_int8'])}",
+            "≥ 80 / 45",
         ],
         ["SSD reads of 4 KiB to fio", "KV pool", _known(ssd["by_size"]["4 KiB"]["depth_8"]["read"], "vs_fio"), "≥ 0.9"],
         [

@@ -159,3 +159,34 @@ async def test_sampled_answers_are_those_of_a_model_that_keeps_everything(
         assert request.failures == []
         assert request.token_ids == greedy(windowed, ids, 30)
     await pair.at_rest()
+
+
+async def test_a_model_with_every_kind_of_small_kv_goes_on_where_it_ended_and_finds_flipped_bits(
+    start_pair: Start, tmp_path: Path, prompt: Any, greedy: Any
+) -> None:
+    """Multi-query attention, windows, shared KV and int8 KV, through two nodes and the pool."""
+    spec = RandomModelSpec(
+        family="moonpool", layers=6, heads=4, kv_heads=1, head_dim=16, vocab=256, max_len=512, window=WINDOW, scale=3.0,
+        extra={
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "kv_owners": [0, 1, 2, 3, 0, 1],
+            "kv_dtype": "int8",
+        },
+    )  # fmt: skip
+    path = write_random_model(tmp_path / "small", spec)
+    model = load_model(path, threads=1)
+    pair = await start_pair(pool=True, path=path)
+    assert pair.prefill.node.memory.spec.bytes_per_token == 4 * 2 * (16 + 2 * 2)
+    dialogue = prompt(100)
+    for turn in range(3):
+        request = await pair.ask(dialogue, f"turn {turn}", max_tokens=20)
+        assert request.token_ids == greedy(model, dialogue, 20)
+        assert request.cached_tokens == (len(dialogue) - 10 - 1 if turn else 0)
+        dialogue = [*dialogue, *request.token_ids, *prompt(10, seed=turn + 1)]
+        pair.forget()
+    assert pair.pool is not None
+    for block in pair.pool.core.store.index:
+        pair.pool.region.array[block.offsets[0] + 3] ^= 2
+    request = await pair.ask(dialogue, "damaged", max_tokens=20)
+    assert request.token_ids == greedy(model, dialogue, 20)
+    assert request.cached_tokens == 0

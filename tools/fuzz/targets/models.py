@@ -36,12 +36,13 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {**_LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window_pattern": 2,
      "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
     {**_LLAMA, "architectures": ["MoonpoolForCausalLM"], "model_type": "moonpool", "sliding_window": 8,
-     "kv_owners": [0, 0], "attention_sinks": True},
+     "kv_owners": [0, 0], "attention_sinks": True, "kv_dtype": "int8", "kv_scale_group": 4},
     {**_LLAMA, "architectures": ["MoonpoolForCausalLM"], "model_type": "moonpool", "num_kv_shared_layers": 1},
 )  # fmt: skip
 _WORDS = (
     *_LLAMA, "rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "layer_types", "head_dim", "yarn",
-    "llama3", "linear", "kv_owners", "num_kv_shared_layers", "attention_sinks", "final_logit_softcapping",
+    "llama3", "linear", "kv_owners", "num_kv_shared_layers", "attention_sinks", "kv_dtype", "kv_scale_group", "int8",
+    "final_logit_softcapping",
     "full_attention", "sliding_attention", "quantization_config", "mlp_bias", "float16", 2, 4,
 )  # fmt: skip
 

@@ -1,0 +1,172 @@
+"""Models whose KV is in int8: the bytes of both backends, and logits against the dense reference."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine import (
+    CacheMismatch,
+    ConfigInvalid,
+    ForwardBatch,
+    KvGroupShape,
+    Model,
+    PagedCache,
+    SequenceChunk,
+    kernels,
+    load_model,
+)
+from engine.config import parse_config
+from engine.int8_rows import decode_rows, encode_rows, row_nbytes
+from engine.random_model import RandomModelSpec, write_random_model
+
+BACKENDS = ["compiled", "torch"]
+MOST_FLIPS = 0.25
+"""Share of logits that may differ by more than 1e-4: a sum in another order may round a value to the next step, which
+changes all logits after it."""
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def encoded(values: np.ndarray, group: int) -> np.ndarray:
+    out = np.zeros(row_nbytes(len(values), group), np.uint8)
+    kernels.encode_row(values, group, out)
+    return out
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(FLOATS | st.floats(-4, 4, width=32), min_size=8, max_size=8), st.sampled_from([2, 4, 8]))
+@example([0.0] * 8, 4)
+@example([1e-45, -1e-45, 1e-8, -3e-6, 7.5e-6, 1e-5, 0.0, 2.0**-14 * 127], 8)
+@example([65520.0 * 127, 1.0, 0, 0, 65503.0 * 127, -1.0, 3.0, 0.0], 4)
+def test_the_kernels_write_and_read_the_same_bytes_as_torch(values: list[float], group: int) -> None:
+    row = np.array(values, np.float32)
+    theirs = encode_rows(torch.from_numpy(row), group)
+    assert encoded(row, group).tolist() == theirs.tolist()
+    out = np.zeros(8, np.float32)
+    kernels.decode_row(theirs.numpy(), group, out)
+    np.testing.assert_array_equal(out, decode_rows(theirs, 8, group).numpy())
+    finite = np.isfinite(out)
+    for first in range(0, 8, group):
+        part = slice(first, first + group)
+        step = np.abs(row[part]).max() / 127
+        if finite[part].all():
+            assert np.abs(out[part] - row[part]).max() <= step * 0.51 + 2.0**-24 * 64
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_values_that_cannot_be_represented_are_read_back_as_not_finite(bad: float) -> None:
+    row = np.array([1, 2, bad, 3, 4, 5, 6, 7], np.float32)
+    for rows in (encode_rows(torch.from_numpy(row), 4), torch.from_numpy(encoded(row, 4))):
+        read = decode_rows(rows, 8, 4)
+        assert not read[:4].isfinite().any()
+        assert read[4:].isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Multi-query attention, windows, shared KV, sinks, and KV in int8."""
+    spec = RandomModelSpec(
+        family="moonpool", layers=6, heads=4, kv_heads=1, head_dim=16, vocab=200, max_len=256, window=24, scale=2.0,
+        extra={
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "kv_owners": [0, 1, 2, 3, 0, 1],
+            "attention_sinks": True,
+            "kv_dtype": "int8",
+        },
+    )  # fmt: skip
+    return write_random_model(tmp_path_factory.mktemp("int8"), spec)
+
+
+@pytest.fixture(params=BACKENDS)
+def model(request: pytest.FixtureRequest, folder: Path) -> Model:
+    return load_model(folder, backend=request.param, threads=1)
+
+
+def paged(model: Model, ids: np.ndarray, cuts: list[int], block_tokens: int) -> np.ndarray:
+    blocks = -(-len(ids) // block_tokens)
+    cache = model.new_cache((blocks + 3,) * len(model.kv_groups), block_tokens)
+    cache.memory.fill_(0xFF)  # scales of unused tokens are not numbers
+    table = np.random.default_rng(1).permutation(blocks + 3)[:blocks].astype(np.int32)
+    tables = (table,) * len(model.kv_groups)
+    found, start = [], 0
+    for end in [*cuts, len(ids)]:
+        used = tuple(each[: -(-end // block_tokens)] for each in tables)
+        chunk = SequenceChunk(ids[start:end], start, used, want_logits=True, every=True)
+        found.append(model.forward(ForwardBatch([chunk]), cache).numpy())
+        start = end
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("block_tokens", [4, 16, 50])
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 40], [33], list(range(1, 90, 7))], ids=str)
+def test_logits_are_the_dense_references_in_any_cuts_and_pages(
+    model: Model, cuts: list[int], block_tokens: int
+) -> None:
+    ids = np.random.default_rng(3).integers(0, 200, 90).astype(np.int32)
+    off = np.abs(paged(model, ids, cuts, block_tokens) - model.score(ids))
+    assert (off > 1e-4).mean() <= MOST_FLIPS
+    assert off.max() < 0.05
+
+
+def test_a_batch_of_sequences_gives_what_each_gives_alone(model: Model) -> None:
+    rng = np.random.default_rng(4)
+    sequences = [rng.integers(0, 200, n).astype(np.int32) for n in (3, 20, 41)]
+    cache = model.new_cache((40,) * len(model.kv_groups), 8)
+    tables = [np.arange(i * 10, i * 10 + 6, dtype=np.int32) for i in range(3)]
+
+    def chunk(i: int, start: int, end: int) -> SequenceChunk:
+        used = (tables[i][: -(-end // 8)],) * len(model.kv_groups)
+        return SequenceChunk(sequences[i][start:end], start, used, want_logits=True)
+
+    model.forward(ForwardBatch([chunk(i, 0, len(ids) - 1) for i, ids in enumerate(sequences)]), cache)
+    last = model.forward(ForwardBatch([chunk(i, len(ids) - 1, len(ids)) for i, ids in enumerate(sequences)]), cache)
+    for ids, logits in zip(sequences, last.numpy(), strict=True):
+        np.testing.assert_allclose(logits, model.score(ids)[-1], atol=0.05)
+
+
+def test_the_cache_takes_a_byte_per_value_and_two_per_scale(folder: Path) -> None:
+    model = load_model(folder, threads=1)
+    lasting, windowed = model.kv_groups
+    assert (lasting.dtype, lasting.scale_group, lasting.layers, windowed.layers) == ("int8", 8, (1, 3), (0, 2))
+    assert PagedCache.required_nbytes(model.kv_groups, (1, 1), 16) == 2 * (2 * 2 * 16 * (16 + 2 * 2))
+
+
+def test_int8_changes_the_fingerprint(folder: Path, tmp_path: Path) -> None:
+    spec: dict[str, Any] = {"family": "moonpool", "layers": 2, "vocab": 50, "max_len": 64}
+    plain = write_random_model(tmp_path / "plain", RandomModelSpec(**spec))
+    other = write_random_model(tmp_path / "int8", RandomModelSpec(**spec, extra={"kv_dtype": "int8"}))
+    assert load_model(plain, threads=1).fingerprint != load_model(other, threads=1).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"kv_dtype": "int4"}, "kv_dtype must be int8, or auto for the dtype of the computation, got 'int4'"),
+        ({"kv_dtype": "int8", "kv_scale_group": 5}, r"kv_scale_group must divide head_dim \(16\), got 5"),
+        ({"kv_scale_group": 4}, "kv_scale_group is for kv_dtype int8, got kv_dtype auto"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_by_its_key(extra: dict[str, Any], said: str) -> None:
+    raw = {
+        "architectures": ["MoonpoolForCausalLM"], "model_type": "moonpool", "vocab_size": 8, "hidden_size": 32,
+        "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    with pytest.raises(ConfigInvalid, match=said):
+        parse_config({**raw, **extra}, {}, where="config.json")
+
+
+def test_groups_of_a_cache_with_scales_that_do_not_fit_are_refused() -> None:
+    good = KvGroupShape("full", 0, (0,), 1, 8, "int8", 4)
+    for wrong in (
+        KvGroupShape("full", 0, (0,), 1, 8, "int8", 3),
+        KvGroupShape("full", 0, (0,), 1, 8, "float32", 4),
+        KvGroupShape("full", 0, (0,), 1, 8, "int8"),
+    ):
+        with pytest.raises(CacheMismatch, match="scale_group must divide head_dim"):
+            PagedCache((wrong,), (1,))
+    with pytest.raises(CacheMismatch, match="must share one dtype and scale_group"):
+        PagedCache((good, KvGroupShape("window", 8, (1,), 1, 8, "int8", 8)), (1, 1))
