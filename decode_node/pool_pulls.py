@@ -87,8 +87,7 @@ class PoolPuller:
         except NetworkError as error:
             log.warning("reused blocks could not be pulled, the prefill node will push them: %s", error)
         finally:
-            layers = [layer for group in self._node.stored_parts.lasting.spec.groups for layer in group.layers]
-            reservation.landed(layers, blocks, right)
+            reservation.landed(memory.spec.layers_of(groups), blocks, right)
 
     def _rows_right(self, slots: list[int], expected: list[NDArray[np.uint64]]) -> NDArray[np.bool_]:
         valid = np.full(len(slots), self._node.config.block_tokens, dtype=np.int32)

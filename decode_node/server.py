@@ -13,7 +13,6 @@ from messenger import Endpoint
 from moonpool_proto.v1.conductor_pb2 import PHASE_DECODE_JOINED, PHASE_ENDED
 from moonpool_proto.v1.worker_pb2 import (
     AbortRequest,
-    BlockSlots,
     CommitReply,
     CommitRequest,
     HandoffTiming,
@@ -73,11 +72,7 @@ class DecodeService:
             epoch=reservation.epoch,
             key=RemoteKey(packed=reservation.key.pack()),
             held_blocks=reservation.held_blocks,
-            groups=[
-                BlockSlots(offsets=node.memory.offsets(g, blocks[first:]), first_block=first)
-                for g in range(node.memory.num_groups)
-                for first in [reservation.seen_from if g in node.memory.spec.windowed else 0]
-            ],
+            groups=node.memory.block_slots(blocks, reservation.seen_from),
             endpoint=node.endpoint.to_proto(),
             takes_layer_ranges=True,
         )
@@ -176,7 +171,7 @@ class DecodeService:
             key=memory.grant_write(slots),
             writer=writer,
             seen_from=seen_from,
-            windowed_layers=[layer for g in memory.spec.windowed for layer in memory.spec.groups[g].layers],
+            windowed_layers=memory.spec.layers_of(memory.spec.windowed),
         )
         reservation.epoch = node.kv_receiver.open_epoch(reservation.key, reservation)
         self._open[reservation.epoch] = reservation

@@ -29,18 +29,6 @@ _FEW_THREADS = 2
 
 
 @dataclass(frozen=True)
-class _Reads:
-    """Where attention reads keys and values; see `StepArrays`."""
-
-    memory: kernels.Floats
-    tables: kernels.Ints
-    sizes: np.ndarray
-    bases: np.ndarray
-    decoded: kernels.Ints
-    decoded_ends: kernels.Ints
-
-
-@dataclass(frozen=True)
 class _Tile:
     """Rows of the step that attend to the same range of `keys` of the gathered context; rows begin at `first_row`."""
 
@@ -307,15 +295,8 @@ class CpuBackend:
         return self._buffers[name][:size]
 
     def _step(self, plan: FlatBatch, cache: PagedCache) -> StepArrays:
-        layer_groups, layer_bases = cache.layer_group[self._kv_layers], cache.layer_base[self._kv_layers]
-        none = np.zeros(0, np.int32)
-        reads = _Reads(
-            cache.flat.numpy() if not cache.scale_group else none.view(np.float32),
-            plan.tables, cache.slot_sizes, layer_bases, none, np.zeros(len(cache.groups) + 1, np.int32),
-        )  # fmt: skip
-        if cache.scale_group:
-            reads = self._reads_of_coded(plan, cache)
-        return StepArrays(
+        layer_bases, none = cache.layer_base[self._kv_layers], np.zeros(0, np.int32)
+        step = StepArrays(
             positions=plan.positions,
             row_tables=plan.table_begin[:, plan.row_chunk],
             tables=plan.tables,
@@ -323,23 +304,24 @@ class CpuBackend:
             sin=self._rope.sin.numpy(),
             layer_ropes=self._ropes,
             layer_owns=self._owns,
-            memory=reads.memory,
+            memory=none.view(np.float32) if cache.scale_group else cache.flat.numpy(),
             coded=cache.flat.numpy() if cache.scale_group else none.view(np.uint8),
             scale_group=cache.scale_group,
-            read_tables=reads.tables,
-            read_sizes=reads.sizes,
-            read_bases=reads.bases,
-            decoded=reads.decoded,
-            decoded_ends=reads.decoded_ends,
+            read_tables=plan.tables,
+            read_sizes=cache.slot_sizes,
+            read_bases=layer_bases,
+            decoded=none,
+            decoded_ends=none,
             block_tokens=cache.block_tokens,
             windows=cache.windows,
             slot_sizes=cache.slot_sizes,
-            layer_groups=layer_groups,
+            layer_groups=cache.layer_group[self._kv_layers],
             layer_bases=layer_bases,
         )
+        return self._reading_decoded(step, plan, cache) if cache.scale_group else step
 
-    def _reads_of_coded(self, plan: FlatBatch, cache: PagedCache) -> _Reads:
-        """Return where the slots of an int8 cache are read: decoded, in the order of the tables' entries."""
+    def _reading_decoded(self, step: StepArrays, plan: FlatBatch, cache: PagedCache) -> StepArrays:
+        """Return the step with the slots of an int8 cache read where they are decoded, in the order of the tables."""
         block_tokens = cache.block_tokens
         ends = plan.starts + np.diff(plan.chunk_rows)
         tables, decoded, counts, most = np.empty_like(plan.tables), list[kernels.Ints](), [0], 0
@@ -355,11 +337,11 @@ class CpuBackend:
                 decoded.append(np.arange(begin + seen, begin - (-end // block_tokens), dtype=np.int32))
             counts.append(sum(map(len, decoded)))
         size = 2 * self._shape.kv_heads * block_tokens * self._shape.head_dim
-        return _Reads(
+        return step._replace(
             memory=self._buffer("decoded", most * size),
-            tables=tables,
-            sizes=np.full(len(cache.groups), size, np.int64),
-            bases=np.zeros(len(self._kv_layers), np.int64),
+            read_tables=tables,
+            read_sizes=np.full(len(cache.groups), size, np.int64),
+            read_bases=np.zeros(len(self._kv_layers), np.int64),
             decoded=np.concatenate(decoded),
             decoded_ends=np.array(counts, np.int32),
         )

@@ -145,6 +145,10 @@ class KvSpec:
         longest = max((self.groups[g].window for g in self.windowed), default=1)
         return -(-(longest - 1) // self.block_tokens)
 
+    def layers_of(self, groups: Sequence[int]) -> list[int]:
+        """Return the layers of these groups."""
+        return [layer for g in groups for layer in self.groups[g].layers]
+
     def part(self, groups: Sequence[int]) -> "KvSpec":
         """Return the spec of these groups alone; itself if they are all."""
         if tuple(groups) == tuple(range(self.num_groups)):

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Endpoint, RemoteKey
-from moonpool_proto.v1.worker_pb2 import BlockSlots, Enlisted, Member
+from moonpool_proto.v1.worker_pb2 import Enlisted, Member
 from moonpool_proto.v1.worker_pb2 import RemoteKey as KeyMessage
 from prefill_node.chunk_assignment import TokenSpan
 from prefill_node.push import DuePush, PushDestination, PushedPrompt, Pusher, remote_offsets
@@ -67,8 +67,7 @@ class MemberChunks:
             lost=GroupLost,
             changed=changed,
         )
-        windowed = [layer for g in memory.spec.windowed for layer in memory.spec.groups[g].layers]
-        self.gate.mark(windowed, np.arange(seen_from))  # of these, nothing comes
+        self.gate.mark(memory.spec.layers_of(memory.spec.windowed), np.arange(seen_from))  # of these, nothing comes
         self.seen_from = seen_from
         self._memory = memory
         self._forward = forward
@@ -188,11 +187,7 @@ class GroupMember:
             epoch=self.epoch,
             key=KeyMessage(packed=self.key.pack()),
             held_blocks=self.held_blocks,
-            groups=[
-                BlockSlots(offsets=memory.offsets(g, self.chunks.slots[first:]), first_block=first)
-                for g in range(memory.num_groups)
-                for first in [self.chunks.seen_from if g in memory.spec.windowed else 0]
-            ],
+            groups=memory.block_slots(self.chunks.slots, self.chunks.seen_from),
             endpoint=self._node.endpoint.to_proto(),
         )
 

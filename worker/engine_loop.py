@@ -190,10 +190,9 @@ class EngineLoop:
             limits = self._limits
             if arriving and not (ready or prompts):
                 prompts = arriving[:1]
-                # Where there are windows, every token of a step takes a slot in them.
-                if (
-                    prompts[0].prefill_only and prompts[0].window is None
-                ):  # where sequences decode, the next one waits for the end of the step
+                # Where sequences decode, the next one waits for the end of the step; where there are windows, every
+                # token of a step takes a slot in them.
+                if prompts[0].prefill_only and prompts[0].window is None:
                     limits = self._arriving_limits
             plan = plan_step(
                 [s.remaining for s in ready],
@@ -336,13 +335,16 @@ class EngineLoop:
             def before(layer: int) -> None:
                 self._await_layer(chunks[0][0], layer)
 
-        spans_of_all = [(s, s.num_computed, s.num_tokens) for s in decoding] + [(s, c.start, c.end) for s, c in chunks]
-        windowed = [each for each in spans_of_all if each[0].window is not None]
-        self._enter_windows(windowed)
+        windowed = [(s.window, s.num_computed, s.num_tokens) for s in decoding if s.window is not None]
+        windowed += [(s.window, c.start, c.end) for s, c in chunks if s.window is not None]
+        block_tokens = self._limits.block_tokens
+        for window, start, end in windowed:
+            window.step(start // block_tokens, -(-end // block_tokens))
         waited_s = sum(s.waited_s for s, _ in chunks)
         chosen = self._steps.run(decoding, chunks, hook, before)
         waited_s = sum(s.waited_s for s, _ in chunks) - waited_s
-        self._leave_windows(windowed)
+        for window, _, end in windowed:  # the step has ended, on the device, too
+            window.leave(end // block_tokens)
         ended = time.monotonic()
         result.seconds = ended - began
         for sequence in decoding:
@@ -368,19 +370,6 @@ class EngineLoop:
                 sequence.group_chunks.chunk_computed()
         result.left += [s for s, c in chunks if s.has_ended or _has_left(s, c)]
         return result
-
-    def _enter_windows(self, spans: list[tuple[EngineSequence, int, int]]) -> None:
-        """Hold the window slots of the blocks that a step writes. Raises ValueError if it would see dropped ones."""
-        block_tokens = self._limits.block_tokens
-        for sequence, start, end in spans:
-            assert sequence.window is not None
-            sequence.window.step(start // block_tokens, -(-end // block_tokens))
-
-    def _leave_windows(self, spans: list[tuple[EngineSequence, int, int]]) -> None:
-        """Drop the blocks that no later token of the sequences sees. The step has ended, on the device, too."""
-        for sequence, _, end in spans:
-            assert sequence.window is not None
-            sequence.window.leave(end // self._limits.block_tokens)
 
 
 def _has_left(sequence: EngineSequence, chunk: PrefillChunk) -> bool:

@@ -161,8 +161,8 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
             changed=node.engine.wake,
         )
         work.gate.require(wanted)
-        windowed = [layer for g in node.memory.spec.windowed for layer in node.memory.spec.groups[g].layers]
-        work.gate.mark(windowed, np.arange(seen_from - local))  # of these, nothing comes
+        spec = node.memory.spec
+        work.gate.mark(spec.layers_of(spec.windowed), np.arange(seen_from - local))  # of these, nothing comes
         work.reused_tokens = pooled * block_tokens + (work.pinned[-1].tail_tokens if tail is not None else 0)
     if work.gate is None:
         await _load(node, work, pool_load, wanted, span)

@@ -21,6 +21,7 @@ from kvpool import CommitAhead, KvGroup, KvSpec, layer_digests_at
 from kvpool.errors import SpecError
 from messenger import GpuMemory, GpuRegion, Messenger, Region, RemoteKey, SharedMemory, UnitSection
 from messenger.staging import READY, DeviceStaging, HostStaging, Ranges, Ticket
+from moonpool_proto.v1.worker_pb2 import BlockSlots
 from worker.policy import BatchLimits, WindowSlots, num_window_slots
 
 
@@ -314,6 +315,11 @@ class EngineMemory(SlotMemory):
         if len(rest):
             digests[rest] = self.one_layer_digests(layer, [slots[i] for i in rest.tolist()], valid[rest])
         return digests
+
+    def block_slots(self, slots: Sequence[int], seen_from: int) -> list[BlockSlots]:
+        """Describe a prompt's blocks to a peer that writes them; of windowed groups, those from `seen_from` on."""
+        firsts = [seen_from if g in self.spec.windowed else 0 for g in range(self.num_groups)]
+        return [BlockSlots(offsets=self.offsets(g, slots[first:]), first_block=first) for g, first in enumerate(firsts)]
 
     def is_windowed(self, layer: int) -> bool:
         """Return True for a model layer of a windowed group."""

@@ -12,10 +12,10 @@ from jit.compiling import compiled
 
 
 @numba.njit
-def _count(place: Any, depth: Any, need: Any, limit: Any, state: Any) -> Any:
+def _count(depth: Any, need: Any, limit: Any, state: Any) -> Any:
     """Record that a node holds the key at `depth`. `state`: its last key, the length of the run that this ends, and
     the number of leading blocks that can be reused."""
-    if place < 0 or depth >= limit:
+    if depth >= limit:
         return
     state[1] = state[1] + 1 if state[0] == depth - 1 else 1
     state[0] = depth
@@ -42,7 +42,7 @@ def match_windows(addresses: Any, keys: Any, fold: Any, seed: Any, places: Any, 
         if not several & SEVERAL:
             place = places[np.int64(several >> np.uint32(1))]
             if place >= 0:
-                _count(place, depth, need, held[0, place], state[place])
+                _count(depth, need, held[0, place], state[place])
             continue
         row = np.int64(several & ~SEVERAL) * 4
         dense, _, count, row_width = shape(t, row)
@@ -52,7 +52,7 @@ def match_windows(addresses: Any, keys: Any, fold: Any, seed: Any, places: Any, 
             number = np.int64(j) if dense else np.int64(t.rows[row + 1 + j] >> np.uint32(1))
             place = places[number]
             if place >= 0:
-                _count(place, depth, need, held[0, place], state[place])
+                _count(depth, need, held[0, place], state[place])
     for place in range(held.shape[1]):
         lost = held[0, place] - state[place, 2]
         held[0, place] = state[place, 2]

@@ -7,7 +7,6 @@ import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node.reservation import Reservation
+from kvpool import KvGroup, KvSpec
 from messenger import Endpoint, RemoteKey
 from moonpool_proto.v1.worker_pb2 import Submit
 from prefill_node.group_member import MemberChunks
@@ -38,7 +38,7 @@ class Memory:
 
     block_tokens = BLOCK
     windows = None
-    spec = SimpleNamespace(windowed=())
+    spec = KvSpec((KvGroup("full", 0, (0, 1), kv_heads=1, head_dim=4, dtype="float32"),), BLOCK)
 
     def __init__(self) -> None:
         self.place_of_layer = {0: (0, 0), 1: (0, 1)}

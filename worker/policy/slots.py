@@ -90,9 +90,9 @@ class SlotPool:
             else:
                 slot, _ = self._cached.popitem(last=False)
                 self._forget(slot)
+                if self.windows is not None:
+                    self.windows.forget(slot)
             self._count[slot] = 1
-            if self.windows is not None:
-                self.windows.forget(slot)
             taken.append(slot)
         return taken
 
