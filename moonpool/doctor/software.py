@@ -20,6 +20,7 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?\s*(?:;\s*(.*))?$")
 KERNELS: Final = (  # modules whose functions numba compiles and caches
     "conductor/directory/kernels.py",
+    "conductor/directory/window_kernels.py",
     "conductor/policy/kernels.py",
     "conductor/policy/lengths.py",
     "conductor/policy/placement/decode.py",

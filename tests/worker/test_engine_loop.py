@@ -27,7 +27,9 @@ BLOCK = 8
 class Harness:
     """An engine loop over a cache of its own, driven from the test's thread."""
 
-    def __init__(self, model: Model, hook: LayerHook | None = None, *, allows_long_steps: bool = False) -> None:
+    def __init__(
+        self, model: Model, hook: LayerHook | None = None, *, allows_long_steps: bool = False, starts: bool = True
+    ) -> None:
         self.model = model
         self.steps: queue.Queue[StepResult] = queue.Queue()
         self.slots = SlotPool(64)
@@ -37,7 +39,8 @@ class Harness:
         self.loop = EngineLoop(steps, limits, self.steps.put, allows_long_steps=allows_long_steps)
         if hook is not None:
             self.loop.on_layer(hook)
-        self.loop.start()
+        if starts:
+            self.loop.start()
 
     def sequence(self, prompt: list[int], max_tokens: int, **options: object) -> EngineSequence:
         submit = Submit(request_id=str(prompt[:3]), prompt_ids=np.array(prompt, dtype="<i4").tobytes())
@@ -61,8 +64,8 @@ class Harness:
 def harness(model: Model) -> Iterator[Callable[..., Harness]]:
     made: list[Harness] = []
 
-    def make(hook: LayerHook | None = None, *, allows_long_steps: bool = False) -> Harness:
-        made.append(Harness(model, hook, allows_long_steps=allows_long_steps))
+    def make(hook: LayerHook | None = None, *, allows_long_steps: bool = False, starts: bool = True) -> Harness:
+        made.append(Harness(model, hook, allows_long_steps=allows_long_steps, starts=starts))
         return made[-1]
 
     yield make
@@ -238,12 +241,13 @@ def test_a_thread_that_ended_keeps_no_sequence_waiting(harness: Callable[..., Ha
 
 
 def test_more_sequences_than_rows_take_turns(harness: Callable[..., Harness]) -> None:
-    run = harness()
+    run = harness(starts=False)
     sequences = [run.sequence([i, i + 1, i + 2], 9) for i in range(12)]
     for sequence in sequences:  # handed over by a prefill node
         sequence.num_computed = sequence.prompt_len
         sequence.append(0)
         run.loop.submit(sequence)
+    run.loop.start()  # from here on, all of them want a step
     steps = run.run(len(sequences))
     done = dict.fromkeys(map(id, sequences), 0)
     for step in steps:
