@@ -276,6 +276,7 @@ class Registry:
         sizes = {
             "capacity_tokens": node.capacity_tokens,
             "kv_bytes_per_token": node.kv_bytes_per_token,
+            "window_bytes_per_token": node.window_bytes_per_token,
             "spec.block_tokens": node.spec.block_tokens,
         }
         for name, size in sizes.items():

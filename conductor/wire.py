@@ -73,6 +73,8 @@ def node_view(node: conductor_pb2.Node) -> NodeView:
         model_fingerprint=node.model_fingerprint,
         hardware=node.hardware,
         chunk_tokens=node.prefill_chunk_tokens,
+        window_blocks=node.window_blocks,
+        window_bytes_per_token=node.window_bytes_per_token,
     )
 
 

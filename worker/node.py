@@ -132,6 +132,7 @@ class WorkerNode(EngineNode):
             kv_bytes_per_token=self.stored_parts.lasting.spec.bytes_per_token,
             window_namespace=windowed.kv_namespace if windowed is not None else b"",
             window_blocks=self.stored_parts.window_blocks,
+            window_bytes_per_token=windowed.spec.bytes_per_token if windowed is not None else 0,
             model_fingerprint=self.model.fingerprint,
             hardware=self.model.hardware,
             engine=self.model.label,

@@ -143,10 +143,12 @@ class NodeView:
     capacity_tokens: int = 0
     max_model_len: int = 0
     max_batch: int = 1
-    kv_bytes_per_token: int = 0
+    kv_bytes_per_token: int = 0  # in KV groups without a window
     model_fingerprint: str = ""
     hardware: str = ""
     chunk_tokens: int = 0  # most prompt tokens of one step; 0: unknown
+    window_blocks: int = 0  # at the end of a prefix, what is kept of it in KV groups with windows
+    window_bytes_per_token: int = 0  # in these groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,6 +442,8 @@ def clamp_event(event: Event) -> Event:
                 "kv_bytes_per_token",
                 "block_tokens",
                 "chunk_tokens",
+                "window_blocks",
+                "window_bytes_per_token",
             )
             view = _within(node, dict.fromkeys(names, MOST_TOKENS), ())
             view = view if view.block_tokens else replace(view, block_tokens=1)

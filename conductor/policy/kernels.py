@@ -65,6 +65,8 @@ ARRIVAL: Final = np.dtype(
         ("most_blocks", np.int64),  # that it may reuse
         ("block_tokens", np.int64),
         ("block_nbytes", np.int64),
+        ("window_blocks", np.int64),
+        ("window_nbytes", np.int64),  # of a block
         ("fetch_threshold", np.float64),  # ratio of prefixes above which one is fetched; inf: none is
     ]
 )
@@ -73,6 +75,7 @@ ARRIVAL: Final = np.dtype(
 MATCH: Final = np.dtype([("blocks", np.int64), ("ssd_blocks", np.int64), ("slot", np.int64)])
 """Leading blocks of the prompt on a pool node, and those of them on SSD only. `slot` NONE: it must not be used."""
 
+_read_nbytes: Any = numba.njit(cost_formulas.read_nbytes)
 _read_s: Any = numba.njit(cost_formulas.read_s)
 _fetch_s: Any = numba.njit(cost_formulas.fetch_s)
 _margin: Any = numba.njit(cost_formulas.margin)
@@ -156,11 +159,13 @@ def _durations(
 
     `on_ssd`: blocks that pool nodes read from SSD, `have` and `local` as in PREFILL_CANDIDATE.
     """
-    loaded_nbytes = float(max(0, have - local)) * request.block_nbytes
-    missing_nbytes = float(missing) * request.block_nbytes
+    sizes = request.block_nbytes, request.window_blocks, request.window_nbytes
+    loaded_nbytes = float(_read_nbytes(max(0, have - local), *sizes))
+    missing_nbytes = float(_read_nbytes(missing, *sizes))
+    ssd_nbytes = float(_read_nbytes(on_ssd, *sizes))
     transfer_s = (
         _read_s(path.load_fixed_s, path.load_per_byte_s, loaded_nbytes, 0)
-        + _read_s(path.ssd_fixed_s, path.ssd_per_byte_s, float(on_ssd) * request.block_nbytes, 0)
+        + _read_s(path.ssd_fixed_s, path.ssd_per_byte_s, ssd_nbytes, 0)
         + _fetch_s(
             _read_s(path.fetch_fixed_s, path.fetch_per_byte_s, missing_nbytes, num_sends),
             _read_s(path.load_fixed_s, path.load_per_byte_s, missing_nbytes, 0),

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.events import NodeView
+from worker.policy.cost_formulas import read_nbytes
 
 __all__ = [
     "DECODE_CANDIDATE",
@@ -164,11 +165,15 @@ class ModelNodes:
 
     model: str
     block_tokens: int
-    block_nbytes: int
+    kv_sizes: tuple[int, int, int]  # after the count of blocks, the arguments of `cost_formulas.read_nbytes`
     prefill: Candidates  # prefill and aggregated nodes
     decode: Candidates
     all_prefill: Candidates  # including draining and suspect nodes
     all_decode: Candidates
+
+    def read_nbytes(self, blocks: int) -> int:
+        """Return the bytes of the last `blocks` blocks of a prefix."""
+        return read_nbytes(blocks, *self.kv_sizes)
 
     @property
     def all_slots(self) -> Ints:
@@ -274,10 +279,15 @@ class NodeTable:
             idle = self._draining | self._suspect
             active = [node for node in nodes if node.node_id not in idle]
             kinds = ("prefill", "aggregated"), ("decode",)
+            one = nodes[0]
             self._models[model] = ModelNodes(
                 model,
-                nodes[0].block_tokens,
-                nodes[0].block_tokens * nodes[0].kv_bytes_per_token,
+                one.block_tokens,
+                (
+                    one.block_tokens * one.kv_bytes_per_token,
+                    one.window_blocks,
+                    one.block_tokens * one.window_bytes_per_token,
+                ),
                 *(self._candidates(among, roles) for among in (active, nodes) for roles in kinds),
             )
         return self._models[model]

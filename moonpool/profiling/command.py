@@ -127,6 +127,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
     from engine import EngineError, load_model
     from moonpool.profiling.measuring import EngineRun
     from moonpool.role_configs import choose_device
+    from worker.slot_memory import spec_of
     from worker.transformer import hardware_name
 
     console, settings, repeats = Console(stderr=True), work.settings, work.repeats
@@ -156,9 +157,8 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
         from moonpool.profiling.measuring import measure_transfers
 
         moved = measure_transfers(0.5, console)
-    kv_bytes = sum(
-        2 * group.kv_heads * group.head_dim * _itemsize(group.dtype) * len(group.layers) for group in loaded.kv_groups
-    )
+    spec = spec_of(loaded.kv_groups, settings["block_tokens"])
+    windowed = [spec.groups[g] for g in spec.windowed]
     hardware = hardware_name(loaded.device, settings["threads"])
     made = CostProfile(
         name=f"{work.name} on {hardware}",
@@ -167,7 +167,9 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
         model=work.name,
         model_fingerprint=loaded.fingerprint,
         hardware=hardware,
-        kv_bytes_per_token=kv_bytes,
+        kv_bytes_per_token=spec.part(spec.lasting).bytes_per_token,
+        window_tokens=max((group.window for group in windowed), default=0),
+        window_bytes_per_token=sum(group.token_nbytes for group in windowed),
         engine={**settings, "dtype": loaded.dtype, "max_model_len": loaded.config.max_positions},
         prefill=_prefill_cost(prefills),
         decode=_decode_cost(grid, steps),
@@ -196,10 +198,6 @@ def _decode_cost(grid: WorkGrid, points: list[MeasuredPoint]) -> DecodeCost:
     batches, contexts = [point.x[0] for point in points], [point.x[1] for point in points]
     ranges = Range(min(batches), max(batches)), Range(min(contexts), max(contexts))
     return DecodeCost(fixed, per_sequence, per_token, *ranges, error=fit_error(features, seconds, found))
-
-
-def _itemsize(dtype: str) -> int:
-    return {"float32": 4, "float16": 2, "bfloat16": 2}[dtype]
 
 
 def _table(made: CostProfile) -> Table:

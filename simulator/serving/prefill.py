@@ -120,9 +120,9 @@ class SimulatedPrefillNode:
     def _read(self, pool: str, blocks: int, on_ssd: int, into: SimulatedLink, reporter: SimulatedReporter) -> int:
         """Read blocks of a pool node, `on_ssd` of them from its SSD; return the time when they have arrived."""
         now_ns, holder = self._clock.now_ns, self.hosts[pool]
-        nbytes = blocks * self._block_tokens * self._truth.bytes_per_token
+        nbytes = self._truth.read_nbytes(blocks * self._block_tokens)
         if on_ssd:
-            ssd_nbytes = on_ssd * self._block_tokens * self._truth.bytes_per_token
+            ssd_nbytes = self._truth.read_nbytes(on_ssd * self._block_tokens)
             ssd_ns = self._truth.transfer_ns("ssd_read", ssd_nbytes)
             now_ns = send(now_ns, (holder.ssd,), ssd_ns)
             holder.reporter.transfer(TransferSample(ssd_nbytes, ssd_ns / NS, "ssd_read"))
@@ -142,7 +142,7 @@ class SimulatedPrefillNode:
             blocks = min(holder.first_block + holder.num_blocks, work.reused_tokens // self._block_tokens) - first
             if blocks > 0:
                 first += blocks
-                nbytes = blocks * self._block_tokens * self._truth.bytes_per_token
+                nbytes = self._truth.read_nbytes(blocks * self._block_tokens)
                 alone_ns = self._truth.transfer_ns("fetch", nbytes)
                 end_ns = send(now_ns, (self.hosts[holder.pool].out, decode.into), alone_ns)
                 decode.reporter.transfer(TransferSample(nbytes, (end_ns - now_ns) / NS, "pull"))
@@ -184,7 +184,7 @@ class SimulatedPrefillNode:
 
     def _pass_on(self, work: SimulatedRequest, span: tuple[int, int], ready_ns: int) -> None:
         """Send KV computed by a group to the decode node; as in `_push`, only the last layer's bytes arrive later."""
-        alone_ns = self._truth.transfer_ns("push", (span[1] - span[0]) * self._truth.bytes_per_token)
+        alone_ns = self._truth.push_ns(*span, work.job.prompt_tokens)
         sent_ns = send(self._clock.now_ns, (self.out, self._decode_nodes[work.decode_node].into), alone_ns)
         work.sent_ns = max(work.sent_ns, sent_ns, ready_ns + alone_ns // self._settings.layers)
 
@@ -223,7 +223,7 @@ class SimulatedPrefillNode:
 
     def _push(self, work: SimulatedRequest, start: int, end: int, step_s: float) -> None:
         """Send the chunk's KV layer by layer while it is computed: only its last layer's bytes arrive later."""
-        alone_ns = self._truth.transfer_ns("push", (end - start) * self._truth.bytes_per_token)
+        alone_ns = self._truth.push_ns(start, end, work.job.prompt_tokens)
         tail_ns = self._clock.now_ns + round(step_s * NS) + alone_ns // self._settings.layers
         sent_ns = send(self._clock.now_ns, (self.out, self._decode_nodes[work.decode_node].into), alone_ns)
         work.sent_ns = max(work.sent_ns, sent_ns, tail_ns)

@@ -122,6 +122,8 @@ class ActualCosts:
         self._speed: dict[str, float] = {}
         self._dice: dict[str, Random] = {}
         self.bytes_per_token = profile.kv_bytes_per_token
+        self.window_tokens = profile.window_tokens
+        self.window_bytes_per_token = profile.window_bytes_per_token
 
     def chunk_s(self, node_id: str, work: SimulatedRequest, start: int, end: int) -> float:
         """Return the seconds to compute prompt tokens [start, end) of a request on a node."""
@@ -132,6 +134,14 @@ class ActualCosts:
         """Return the seconds of one decode step, with noise drawn for each call."""
         luck = exp(self._settings.step_noise * self._rolls(node_id).gauss(0, 1))
         return self._of(node_id).decode_s(batch, context_tokens) * luck * self._node(node_id)
+
+    def read_nbytes(self, tokens: int) -> int:
+        """Return the bytes of the last `tokens` tokens of a prefix."""
+        return self._profile.read_nbytes(tokens)
+
+    def push_ns(self, start: int, end: int, prompt_tokens: int) -> int:
+        """Return the duration of a push of a prompt's tokens [start, end) without contention."""
+        return self.transfer_ns("push", self._profile.pushed_nbytes(start, end, prompt_tokens))
 
     def transfer_ns(self, path: str, nbytes: int) -> int:
         """Return the duration of a transfer without contention; paths as in TransferSample."""

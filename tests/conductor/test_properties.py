@@ -240,10 +240,14 @@ def test_when_all_is_completed_and_all_let_go_nothing_is_left(history):
     sends=st.integers(0, 4),
     slowdowns=st.lists(st.floats(0.2, 5.0), min_size=6, max_size=6),
     most=st.sampled_from([0, 100, 1000, 1 << 20]),
+    window=st.sampled_from([(0, 0), (8, 700), (1000, 50)]),
 )
 def test_the_vectorised_algorithm_is_the_papers_loop(
-    own, local, best, on_ssd, queues, threshold, sends, slowdowns, most
+    own, local, best, on_ssd, queues, threshold, sends, slowdowns, most, window
 ):
+    def nbytes(blocks: int) -> float:
+        return blocks * 1000.0 + min(blocks, window[0]) * window[1]
+
     best = max([best, *own])
     prompt = 101 * BLOCK
     state = ClusterState(PolicyConfig(balancing_threshold=threshold))
@@ -251,7 +255,7 @@ def test_the_vectorised_algorithm_is_the_papers_loop(
     costs.slowdowns.make_room(6)
     costs.slowdowns.factors[0] = slowdowns
     costs.prefill_most = float(most), 2.0 * most
-    model: Any = SimpleNamespace(block_tokens=BLOCK, block_nbytes=1000)
+    model: Any = SimpleNamespace(block_tokens=BLOCK, kv_sizes=(1000, *window))
     context = PlacementContext(0, state, RequestArrived("r", 0, "f", "m", prompt, 8), model, costs, None)
     candidates = np.zeros(len(own), PREFILL_CANDIDATE)
     candidates["slot"], candidates["own_blocks"] = np.arange(len(own))[::-1], own
@@ -262,12 +266,12 @@ def test_the_vectorised_algorithm_is_the_papers_loop(
     for i, in_pool in enumerate(own):
         prefix, loaded = max(in_pool, local[i]), max(0, in_pool - local[i])
         ratio = best / prefix if prefix else (float("inf") if best else 0.0)
-        reuse, transfer_s, ssd = prefix, transfers.load_s(loaded * 1000.0), min(in_pool, on_ssd // 2)
+        reuse, transfer_s, ssd = prefix, transfers.load_s(nbytes(loaded)), min(in_pool, on_ssd // 2)
         if ratio > threshold:
             reuse, missing = best, best - prefix
             ssd += min(missing, on_ssd)
-            transfer_s += transfers.fetch_s(missing * 1000.0, sends)
-        transfer_s += transfers.ssd_read_s(ssd * 1000.0)
+            transfer_s += transfers.fetch_s(nbytes(missing), sends)
+        transfer_s += transfers.ssd_read_s(nbytes(ssd))
         prefill_s = costs.prefill_cost_s(prompt - reuse * BLOCK, reuse * BLOCK, len(own) - 1 - i)
         assert found.candidates[["reuse_blocks", "fetches"]][i].tolist() == (reuse, ratio > threshold)
         assert found.prefill_s[i] == prefill_s

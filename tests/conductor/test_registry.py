@@ -3,7 +3,9 @@
 import pytest
 
 from conductor.errors import JoinRefused, SwitchRefused, UnknownNode
+from conductor.policy.nodes import NodeTable
 from conductor.registry import Registry
+from conductor.wire import node_view
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 
@@ -31,11 +33,19 @@ def test_a_worker_that_does_not_describe_itself_is_refused_by_field(field):
         Registry().admit(incomplete)
 
 
-@pytest.mark.parametrize("field", ["capacity_tokens", "kv_bytes_per_token"])
+@pytest.mark.parametrize("field", ["capacity_tokens", "kv_bytes_per_token", "window_bytes_per_token"])
 def test_a_worker_with_a_size_that_no_sum_can_take_is_refused(field):
     Registry().admit(node(**{field: 1 << 30}))
     with pytest.raises(JoinRefused, match=f"{field} of node .* must be at most"):
         Registry().admit(node(**{field: 1 << 62}))
+
+
+def test_a_model_with_windows_needs_their_bytes_only_for_the_end_of_a_prefix():
+    table = NodeTable()
+    table.add(node_view(node(kv_bytes_per_token=100, window_blocks=2, window_bytes_per_token=30)))
+    model = table.model(node().model)
+    block = node().spec.block_tokens
+    assert [model.read_nbytes(blocks) for blocks in (0, 1, 10)] == [0, 130 * block, (1000 + 60) * block]
 
 
 def test_an_unknown_role_is_refused():

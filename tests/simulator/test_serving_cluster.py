@@ -197,3 +197,23 @@ def test_with_known_lengths_no_node_takes_pages_for_more_than_the_answer(build: 
     for work in served:
         needed = work.job.prompt_tokens + max(2, work.job.output_tokens)
         assert needed <= work.committed_tokens < needed + 512
+
+
+def test_windows_reduce_what_pools_send(profile: CostProfile, workload: SimulatedWorkload) -> None:
+    def run(costs: CostProfile) -> SimulatedCluster:
+        cluster = SimulatedCluster(SETTINGS, PolicyConfig(), costs, workload, seed=3)
+        cluster.run()
+        return cluster
+
+    per_token, window = profile.kv_bytes_per_token, 1024
+    whole = run(profile)
+    small = run(
+        replace(
+            profile,
+            kv_bytes_per_token=per_token // 6,
+            window_tokens=window,
+            window_bytes_per_token=per_token - per_token // 6,
+        )
+    )
+    moved = [sum(host.fetched_bytes for host in cluster.prefill.values()) for cluster in (whole, small)]
+    assert 0 < moved[1] < moved[0] / 2

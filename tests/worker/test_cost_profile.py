@@ -1,6 +1,7 @@
 """Cost profiles: what they predict, and what their files are refused for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -53,6 +54,15 @@ def test_the_analytic_prefill_is_mooncakes_polynomial(new, reused):
 def test_loading_beats_computing_from_the_bandwidth_that_mooncake_names():
     rate = MOONCAKE_SETTING.kv_bytes_per_token * 8192 / BUNDLED.prefill_s(8192)
     assert rate * 2 == pytest.approx(6e9, rel=0.05)  # the paper reckons with all of the peak, the profile with half
+
+
+@given(cuts=st.lists(st.integers(0, 5000), max_size=6), window=st.integers(0, 3000), windowed=st.integers(0, 100))
+def test_the_chunks_of_a_push_have_the_bytes_of_a_prefix_whose_window_alone_is_kept(cuts, window, windowed):
+    profile = replace(BUNDLED, kv_bytes_per_token=7, window_tokens=window, window_bytes_per_token=windowed)
+    ends = [*sorted(cuts), 5000]
+    pushed = [profile.pushed_nbytes(start, end, 5000) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    assert sum(pushed) == profile.read_nbytes(5000) == 5000 * 7 + min(window, 5000) * windowed
+    assert all(nbytes >= 0 for nbytes in pushed)
 
 
 @given(new=TOKENS, more=TOKENS, reused=TOKENS)

@@ -4,7 +4,7 @@ Plain arithmetic that numba also compiles (conductor/policy/kernels.py). No coef
 After an edit, delete the cache of compiled kernels: numba notices changes only in the file that it compiles.
 """
 
-__all__ = ["fetch_s", "margin", "prefill_s", "read_s", "tbt_s"]
+__all__ = ["fetch_s", "margin", "prefill_s", "read_nbytes", "read_s", "tbt_s"]
 
 _LEAST_FETCH = 1.25  # multiple of a load's duration: measurement noise must not move a conversation away from its KV
 _MARGIN_PER_RANGE = 0.1  # share of a prediction, per measured range that the argument exceeds
@@ -22,6 +22,15 @@ def margin(first: float, first_most: float, second: float, second_most: float) -
         return 1.0
     ratio = max(first / first_most, second / second_most if second_most > 0 else 1.0)
     return 1.0 + min(_MOST_MARGIN, _MARGIN_PER_RANGE * (ratio - 1.0))
+
+
+def read_nbytes(count: int, nbytes: int, window: int, window_nbytes: int) -> int:
+    """Return the bytes of the last `count` blocks (or tokens) of a prefix.
+
+    `nbytes` are those of each in the lasting KV groups. In the groups with windows, each of the last `window` has
+    `window_nbytes` more; those before them are not kept.
+    """
+    return count * nbytes + min(count, window) * window_nbytes
 
 
 def read_s(fixed: float, per_byte: float, nbytes: float, num_concurrent: int) -> float:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, RootModel, ValidationError, model_valida
 from pydantic.dataclasses import dataclass
 
 from worker.errors import ProfileError
-from worker.policy.cost_formulas import fetch_s, margin, prefill_s, read_s, tbt_s
+from worker.policy.cost_formulas import fetch_s, margin, prefill_s, read_nbytes, read_s, tbt_s
 
 __all__ = [
     "BUNDLED_PROFILES",
@@ -108,6 +108,9 @@ class CostProfile:
 
     `transfers` by path: "fetch" (from another host's pool), "load" (from the own host's), "ssd_read" (within a pool
     node), "push" (prefill to decode), and "messenger_TRANSPORT" if measured separately.
+
+    `kv_bytes_per_token` counts KV groups without a window. Groups with windows have `window_bytes_per_token`, of the
+    last `window_tokens` of a prefix only.
     """
 
     name: str
@@ -122,6 +125,17 @@ class CostProfile:
     decode: DecodeCost
     transfers: Mapping[str, TransferCost]
     notes: tuple[str, ...] = ()
+    window_tokens: Count = 0
+    window_bytes_per_token: Count = 0
+
+    def read_nbytes(self, tokens: int) -> int:
+        """Return the bytes of the last `tokens` tokens of a prefix whose next token is to be computed."""
+        return read_nbytes(tokens, self.kv_bytes_per_token, self.window_tokens, self.window_bytes_per_token)
+
+    def pushed_nbytes(self, start: int, end: int, prompt_tokens: int) -> int:
+        """Return the bytes of a prompt's tokens [start, end) that its decode node needs."""
+        seen = max(0, end - max(start, prompt_tokens - self.window_tokens))
+        return (end - start) * self.kv_bytes_per_token + seen * self.window_bytes_per_token
 
     def prefill_s(self, new_tokens: int, reused_tokens: int = 0) -> float:
         """Return the seconds to compute `new_tokens` that follow `reused_tokens`; increases with both.

@@ -95,7 +95,7 @@ def _busy_s(context: PlacementContext, nodes: Candidates, prefixes: Prefixes, sc
     prefill_s = scores.best.prefill_s
     if nodes.is_aggregated.item(scores.chosen):
         return prefill_s
-    nbytes = float(prefixes.best * context.model.block_nbytes)
+    nbytes = float(context.model.read_nbytes(prefixes.best))
     return max(prefill_s, context.state.transfers.fetch_s(nbytes, 0))
 
 
@@ -142,7 +142,7 @@ def _num_holders(prefixes: Prefixes) -> int:
 
 def _reads_s(context: PlacementContext, prefixes: Prefixes, index: int, num_sends: int) -> tuple[float, float]:
     """Seconds to read what candidate `index` lacks of the prefix: from its best holder, and from its own pool."""
-    transfers, block_nbytes = context.state.transfers, context.model.block_nbytes
-    nbytes = float(prefixes.best - int(prefixes.own[index])) * block_nbytes
-    on_ssd = min(nbytes, float(prefixes.best_ssd * block_nbytes))
+    transfers, model = context.state.transfers, context.model
+    nbytes = float(model.read_nbytes(prefixes.best - int(prefixes.own[index])))
+    on_ssd = min(nbytes, float(model.read_nbytes(prefixes.best_ssd)))
     return transfers.fetch_s(nbytes, num_sends) + transfers.ssd_read_s(on_ssd), transfers.load_s(nbytes)

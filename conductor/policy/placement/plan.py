@@ -211,7 +211,7 @@ def _plan_decode(
 def extrapolated(context: PlacementContext, plan: PlacementPlan) -> tuple[str, ...]:
     """Return which of "prefill", "decode", "load", "fetch" and "ssd_read" are predicted beyond what was measured."""
     request, model, transfers, found = context.request, context.model, context.state.transfers, []
-    best, block_nbytes = plan.scores.best, model.block_nbytes
+    best = plan.scores.best
     reuse = best.reuse_blocks
     if not context.costs.covers_prefill(request.prompt_tokens - reuse * model.block_tokens, request.prompt_tokens):
         found.append("prefill")
@@ -221,10 +221,10 @@ def extrapolated(context: PlacementContext, plan: PlacementPlan) -> tuple[str, .
         loaded = max(0, best.own_blocks - best.local_blocks)
         missing = reuse - max(best.own_blocks, best.local_blocks)
         on_ssd = best.own_ssd_blocks + min(missing, plan.prefixes.best_ssd)
-        if loaded and not transfers.covers("load", loaded * block_nbytes):
+        if loaded and not transfers.covers("load", model.read_nbytes(loaded)):
             found.append("load")
-        if missing and not transfers.covers("fetch", missing * block_nbytes):
+        if missing and not transfers.covers("fetch", model.read_nbytes(missing)):
             found.append("fetch")
-        if on_ssd and not transfers.covers("ssd_read", on_ssd * block_nbytes):
+        if on_ssd and not transfers.covers("ssd_read", model.read_nbytes(on_ssd)):
             found.append("ssd_read")
     return tuple(found)

@@ -144,7 +144,7 @@ def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, 
     """Return ARRIVAL [1]; `key`: see `OrderingKey`, `clock`: (clock_ns, started_ns, finish_ns)."""
     request, model = context.request, context.model
     threshold = context.state.fetch_threshold
-    sizes = request.prompt_tokens, _most_reused(context), model.block_tokens, model.block_nbytes
+    sizes = request.prompt_tokens, _most_reused(context), model.block_tokens, *model.kv_sizes
     arrival = np.empty(1, ARRIVAL)
     arrival[0] = *key, *clock, *sizes, threshold
     return arrival
