@@ -85,6 +85,7 @@ class ModelConfig:
     kv_owners: tuple[int, ...]  # per layer; the layer whose keys and values it attends to, itself if it computes them
     attention_scale: float  # of the products of queries and keys
     attention_softcap: float  # scores become cap * tanh(score / cap); 0 = they do not
+    int8_linears: bool  # weights and activations of linear layers are rounded to int8 (`engine.int8_linear`)
     kv_scale_group: int  # > 0: KV is rounded to int8, of which so many values of a row share a scale
     attention_sinks: bool  # each head has a learned score that takes a share of the softmax and adds nothing
     logits_softcap: float
@@ -198,6 +199,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         layer_ropes=tuple(len(ropes) - 1 if window else 0 for window in windows),
         layer_windows=windows,
         kv_owners=_kv_owners(read, family, windows),
+        int8_linears=_int8_linears(read),
         kv_scale_group=_kv_scale_group(read, family, head_dim),
         attention_scale=(read.positive("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
         attention_softcap=_softcap(read, "attn_logit_softcapping", 50.0) if family == "gemma2" else 0.0,
@@ -303,9 +305,6 @@ def _refuse_features(read: _Reader, family: str) -> None:
             raise UnsupportedModel(f"{where}: attn_logit_softcapping is not supported for gemma3_text")
     elif (activation := read.raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModel(f"{where}: hidden_act must be silu, got {activation!r}")
-    if quantization := read.typed("quantization_config", dict, {}):
-        method = quantization.get("quant_method", "unnamed")
-        raise UnsupportedModel(f"{where}: quantized weights (quantization_config, method {method!r}) are not supported")
 
 
 def _softcap(read: _Reader, key: str, default: float) -> float:
@@ -385,6 +384,50 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
     if "sliding_attention" in types and window is None:
         raise ConfigInvalid(f"{where}: layer_types has sliding_attention but sliding windows are off")
     return tuple(window or 0 if kind == "sliding_attention" else 0 for kind in types)
+
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_INT8_WEIGHTS: dict[str, object] = {**_INT8, "strategy": "channel"}
+_INT8_ACTIVATIONS: dict[str, object] = {**_INT8, "strategy": "token", "dynamic": True}
+
+
+def _int8_linears(read: _Reader) -> bool:
+    """Return whether `quantization_config` says that all linear layers but the head are in int8; False if absent."""
+    given = read.typed("quantization_config", dict, {})
+    if not given:
+        return False
+
+    def require(key: str, value: object, wanted: object) -> None:
+        if value != wanted:
+            raise UnsupportedModel(
+                f"{read.where}: quantization_config.{key} must be {_plain_json(wanted)}, got {_plain_json(value)}: of "
+                "quantized weights, only compressed-tensors in int8 is supported, per channel, with activations in "
+                "int8, per token and dynamic"
+            )
+
+    require("quant_method", given.get("quant_method"), "compressed-tensors")
+    require("format", given.get("format"), "int-quantized")
+    require("kv_cache_scheme", given.get("kv_cache_scheme"), None)
+    groups = _Reader(given, f"{read.where}: quantization_config").typed("config_groups", dict, {})
+    require("config_groups", len(groups), 1)
+    (name, group), *_ = groups.items()
+    group = group if isinstance(group, dict) else {}
+    require(f"config_groups.{name}.targets", group.get("targets"), ["Linear"])
+    for part, wanted in (("weights", _INT8_WEIGHTS), ("input_activations", _INT8_ACTIVATIONS)):
+        scheme = group.get(part)
+        for key, value in wanted.items():
+            found = scheme.get(key) if isinstance(scheme, dict) else None
+            require(f"config_groups.{name}.{part}.{key}", found, value)
+    require(f"config_groups.{name}.output_activations", group.get("output_activations"), None)
+    ignored = given.get("ignore") or []
+    if ignored or not read.typed("tie_word_embeddings", bool, False):
+        require("ignore", ignored, ["lm_head"])
+    return True
+
+
+def _plain_json(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _kv_scale_group(read: _Reader, family: str, head_dim: int) -> int:

@@ -224,14 +224,14 @@ class CpuBackend:
         on_layer: LayerHook,
         before_layer: LayerHook,
     ) -> None:
-        w, shape, arrays = self._weights, self._shape, self._arrays
-        _, hidden, qkv, mixed, gate_up, gated, _ = (torch.from_numpy(buffer) for buffer in work)
+        shape, arrays = self._shape, self._arrays
+        _, hidden, qkv, mixed, gate_up, gated, *_ = (torch.from_numpy(buffer) for buffer in work)
         queries = self._config.q_size
         for layer in range(self._config.num_layers):
             own, kv_layer = self._owns[layer], int(self._kv_layers[layer])
             kernels.rms_norm(work.x, arrays.attention_norm[layer], shape.eps, work.hidden)
             width = None if own else queries
-            _multiply(hidden, w.qkv[layer][:, :width], w.qkv_bias[layer][:width], qkv[:, :width])
+            self._project("qkv", layer, hidden, qkv, work, width=width)
             if own and before_layer is not None:
                 before_layer(kv_layer)
             kernels.place_rows(layer, shape, arrays, step, work.qkv)
@@ -242,21 +242,53 @@ class CpuBackend:
             sinks, rows = arrays.sinks[layer], attention.short_rows
             kernels.attend_rows(layer, rows, shape, sinks, step, work.qkv, work.scores, work.mixed)
             attention.run(layer, work.qkv, work.mixed)
-            self._add(mixed, w.out[layer], w.out_bias[layer], arrays.attention_post_norm[layer], work)
+            self._add("out", layer, mixed, arrays.attention_post_norm[layer], work)
             kernels.rms_norm(work.x, arrays.mlp_norm[layer], shape.eps, work.hidden)
-            _multiply(hidden, w.gate_up[layer], w.gate_up_bias[layer], gate_up)
+            self._project("gate_up", layer, hidden, gate_up, work)
             kernels.gate(work.gate_up, shape.gelu, work.gated)
-            self._add(gated, w.down[layer], w.down_bias[layer], arrays.mlp_post_norm[layer], work)
+            self._add("down", layer, gated, arrays.mlp_post_norm[layer], work)
 
-    def _add(
-        self, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, post_norm: kernels.Floats, work: WorkBuffers
-    ) -> None:
-        """Add a @ weight + bias to work.x, normalised if `post_norm` [d | 0] is not empty; overwrites work.hidden."""
+    def _add(self, name: str, layer: int, a: torch.Tensor, post_norm: kernels.Floats, work: WorkBuffers) -> None:
+        """Add a linear layer's output to work.x, normalised if `post_norm` [d | 0] is not empty; overwrites
+        work.hidden.
+        """
         if post_norm.size:
-            _multiply(a, weight, bias, torch.from_numpy(work.hidden))
+            self._project(name, layer, a, torch.from_numpy(work.hidden), work)
             kernels.add_normed(work.hidden, post_norm, self._shape.eps, work.x)
         else:
-            _accumulate(a, weight, bias, torch.from_numpy(work.x))
+            self._project(name, layer, a, torch.from_numpy(work.x), work, accumulate=True)
+
+    def _project(
+        self,
+        name: str,
+        layer: int,
+        a: torch.Tensor,
+        out: torch.Tensor,
+        work: WorkBuffers,
+        *,
+        accumulate: bool = False,
+        width: int | None = None,
+    ) -> None:
+        """Compute out (+)= a @ weight + bias of a linear layer, of it the first `width` columns."""
+        parts = (getattr(self._weights, name + part)[layer] for part in ("", "_scale", "_bias"))
+        weight, scale, bias = (part[..., :width] for part in parts)
+        if scale.numel():
+            rows, depth = a.shape
+            steps = work.steps[: rows * depth].reshape(rows, depth)
+            products = work.products[: rows * weight.shape[1]].reshape(rows, -1)
+            kernels.quantise_tokens(a.numpy(), steps, work.token_scales)
+            torch.mm(torch.from_numpy(steps), weight, out=torch.from_numpy(products))
+            kernels.scale_products(products, work.token_scales, scale.numpy(), bias.numpy(), out.numpy(), accumulate)
+            return
+        out = out[:, :width]
+        if accumulate:
+            if bias.numel():
+                out += bias
+            out.addmm_(a, weight)
+        elif bias.numel():
+            torch.addmm(bias, a, weight, out=out)
+        else:
+            torch.mm(a, weight, out=out)
 
     def _logits(self, plan: FlatBatch, x: kernels.Floats, *, compiled: bool) -> torch.Tensor:
         cap, logits = self._config.logits_softcap, self._plain_logits(plan, x, compiled=compiled)
@@ -287,6 +319,9 @@ class CpuBackend:
             gate_up=buffer("gate_up", 2 * f),
             gated=buffer("gated", f),
             scores=self._buffer("scores", positions),
+            steps=self._buffer("steps", c.int8_linears * rows * max(c.hidden_size, c.q_size, f)),
+            products=self._buffer("products", c.int8_linears * rows * max(c.hidden_size, qkv, 2 * f)),
+            token_scales=self._buffer("token_scales", c.int8_linears * rows),
         )
 
     def _buffer(self, name: str, size: int) -> kernels.Floats:
@@ -345,18 +380,3 @@ class CpuBackend:
             decoded=np.concatenate(decoded),
             decoded_ends=np.array(counts, np.int32),
         )
-
-
-def _multiply(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute out = a @ weight + bias [M | 0]."""
-    if bias.numel():
-        torch.addmm(bias, a, weight, out=out)
-    else:
-        torch.mm(a, weight, out=out)
-
-
-def _accumulate(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute out += a @ weight + bias [M | 0]."""
-    if bias.numel():
-        out += bias
-    out.addmm_(a, weight)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.config import SILU, ModelConfig, RopeConfig
+from engine.int8_linear import linear as int8_linear
 from engine.int8_rows import rounded
 from engine.rope import inverse_frequencies
 from engine.weights import DecoderWeights
@@ -24,9 +25,9 @@ def score_dense(config: ModelConfig, weights: DecoderWeights, token_ids: torch.T
         h = _attention(config, weights, layer, h, rotations[config.layer_ropes[layer]], kept)
         x = x + (_rms_norm(h, weights.attention_post_norm[layer], eps) if config.post_norms else h)
         h = _rms_norm(x, weights.mlp_norm[layer], eps)
-        gate, up = _linear(h, weights.gate_up[layer], weights.gate_up_bias[layer]).chunk(2, dim=-1)
+        gate, up = _linear(weights, "gate_up", layer, h).chunk(2, dim=-1)
         active = F.silu(gate) if config.activation == SILU else F.gelu(gate, approximate="tanh")
-        h = _linear(active * up, weights.down[layer], weights.down_bias[layer])
+        h = _linear(weights, "down", layer, active * up)
         x = x + (_rms_norm(h, weights.mlp_post_norm[layer], eps) if config.post_norms else h)
     return _capped((_rms_norm(x, weights.final_norm, eps) @ weights.head.t()).float(), config.logits_softcap)
 
@@ -41,7 +42,7 @@ def _attention(
 ) -> torch.Tensor:
     """Return the attention's output; keys and values of layers that own them are added to ``kept``."""
     n, heads, kv_heads, head_dim = len(h), config.num_heads, config.num_kv_heads, config.head_dim
-    qkv = _linear(h, weights.qkv[layer], weights.qkv_bias[layer])
+    qkv = _linear(weights, "qkv", layer, h)
     q, k, v = torch.split(qkv, [config.q_size, config.kv_size, config.kv_size], dim=-1)
     q, k, v = q.view(n, heads, head_dim), k.view(n, kv_heads, head_dim), v.view(n, kv_heads, head_dim)
     if config.qk_norm:
@@ -65,7 +66,7 @@ def _attention(
         mixed = scores.softmax(dim=-1)[..., :n].to(v.dtype) @ v
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=config.attention_scale)
-    return _linear(mixed.transpose(0, 1).reshape(n, -1), weights.out[layer], weights.out_bias[layer])
+    return _linear(weights, "out", layer, mixed.transpose(0, 1).reshape(n, -1))
 
 
 def _stored(config: ModelConfig, rows: torch.Tensor) -> torch.Tensor:
@@ -95,5 +96,9 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _linear(weights: DecoderWeights, name: str, layer: int, x: torch.Tensor) -> torch.Tensor:
+    weight: torch.Tensor
+    weight, scale, bias = (getattr(weights, name + part)[layer] for part in ("", "_scale", "_bias"))
+    if scale.numel():
+        return int8_linear(x, weight, scale, bias)
     return x @ weight + bias if bias.numel() else x @ weight

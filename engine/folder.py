@@ -11,6 +11,7 @@ from engine.config import ModelConfig, read_config
 from engine.errors import CheckpointDamaged, ModelFolderMissing, TensorMismatch, UnsupportedModel
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+SCALE_SUFFIX = "_scale"  # after the name of a tensor in int8: its scales
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class TensorPart:
     name: str
     shape: tuple[int, ...]  # in the checkpoint
     first_column: int = 0
+    is_int8: bool = False
 
     def in_layer(self, layer: int) -> str:
         """Return the tensor's full name in this layer."""
@@ -38,6 +40,16 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
+
+
+def int8_tensors(config: ModelConfig) -> list[str]:
+    """Return the names of the tensors that a checkpoint of this configuration has in int8."""
+    return [
+        part.in_layer(layer)
+        for layer in range(config.num_layers)
+        for part in layer_parts(config, layer)
+        if part.is_int8
+    ]
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
@@ -59,21 +71,29 @@ def layer_parts(config: ModelConfig, layer: int) -> Iterator[TensorPart]:
         yield TensorPart("sinks", "self_attn.sinks", (config.num_heads,))
     columns = (("q", q, 0), ("k", kv, q), ("v", kv, q + kv))
     for projection, size, column in columns if config.kv_owners[layer] == layer else columns[:1]:
-        yield TensorPart("qkv", f"self_attn.{projection}_proj.weight", (size, d), column)
+        yield from _matrix(config, "qkv", f"self_attn.{projection}_proj.weight", (size, d), column)
         if config.qkv_bias:
             yield TensorPart("qkv_bias", f"self_attn.{projection}_proj.bias", (size,), column)
         if config.qk_norm and projection in "qk":
             yield TensorPart(f"{projection}_norm", f"self_attn.{projection}_norm.weight", (config.head_dim,))
-    yield TensorPart("out", "self_attn.o_proj.weight", (d, q))
+    yield from _matrix(config, "out", "self_attn.o_proj.weight", (d, q))
     if config.attention_out_bias:
         yield TensorPart("out_bias", "self_attn.o_proj.bias", (d,))
     for projection, column in (("gate", 0), ("up", f)):
-        yield TensorPart("gate_up", f"mlp.{projection}_proj.weight", (f, d), column)
+        yield from _matrix(config, "gate_up", f"mlp.{projection}_proj.weight", (f, d), column)
         if config.mlp_bias:
             yield TensorPart("gate_up_bias", f"mlp.{projection}_proj.bias", (f,), column)
-    yield TensorPart("down", "mlp.down_proj.weight", (d, f))
+    yield from _matrix(config, "down", "mlp.down_proj.weight", (d, f))
     if config.mlp_bias:
         yield TensorPart("down_bias", "mlp.down_proj.bias", (d,))
+
+
+def _matrix(
+    config: ModelConfig, field: str, name: str, shape: tuple[int, int], column: int = 0
+) -> Iterator[TensorPart]:
+    yield TensorPart(field, name, shape, column, is_int8=config.int8_linears)
+    if config.int8_linears:
+        yield TensorPart(f"{field}_scale", name + SCALE_SUFFIX, (shape[0], 1), column)
 
 
 _DTYPES = {"F32", "F16", "BF16"}
@@ -114,7 +134,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def check_tensors(folder: Path, config: ModelConfig, found: dict[str, StoredTensor]) -> None:
     """Compare names, shapes and dtypes of the tensors found with those that `config` requires.
 
-    Raises `TensorMismatch` with every difference, and `UnsupportedModel` for a dtype other than F32, F16 and BF16.
+    Raises `TensorMismatch` with every difference, and `UnsupportedModel` for a dtype other than F32, F16 and BF16, or
+    I8 for the weights of linear layers in int8.
     """
     expected = tensor_shapes(config)
     missing = [name for name in expected if name not in found]
@@ -122,9 +143,11 @@ def check_tensors(folder: Path, config: ModelConfig, found: dict[str, StoredTens
     wrong = {n: (shape, found[n].shape) for n, shape in expected.items() if n in found and found[n].shape != shape}
     if missing or unexpected or wrong:
         raise TensorMismatch(str(folder), missing=missing, unexpected=unexpected, wrong_shape=wrong)
+    in_int8 = set(int8_tensors(config))
     for name in expected:
-        if (dtype := found[name].dtype) not in _DTYPES:
-            supported = ", ".join(sorted(_DTYPES))
+        dtypes = {"I8"} if name in in_int8 else _DTYPES
+        if (dtype := found[name].dtype) not in dtypes:
+            supported = ", ".join(sorted(dtypes))
             raise UnsupportedModel(f"{folder}: tensor {name} is stored as {dtype} (supported: {supported})")
 
 

@@ -153,17 +153,21 @@ class KernelWeights(NamedTuple):
     attention_norm: Floats
     attention_post_norm: Floats
     qkv: Floats
+    qkv_scale: Floats
     qkv_bias: Floats
     q_norm: Floats
     k_norm: Floats
     sinks: Floats
     out: Floats
+    out_scale: Floats
     out_bias: Floats
     mlp_norm: Floats
     mlp_post_norm: Floats
     gate_up: Floats
+    gate_up_scale: Floats
     gate_up_bias: Floats
     down: Floats
+    down_scale: Floats
     down_bias: Floats
 
 
@@ -196,7 +200,7 @@ class StepArrays(NamedTuple):
 
 
 class WorkBuffers(NamedTuple):
-    """Work buffers of N rows; `scores` has one value per position."""
+    """Work buffers of N rows; `scores` has one value per position. The last three are for linear layers in int8."""
 
     x: Floats
     hidden: Floats
@@ -205,6 +209,9 @@ class WorkBuffers(NamedTuple):
     gate_up: Floats
     gated: Floats
     scores: Floats
+    steps: Floats  # [N * the most inputs]
+    products: Floats  # [N * the most outputs]
+    token_scales: Floats  # [N]
 
 
 def _kernel(fastmath: set[str]) -> Callable[[_F], _F]:
@@ -267,6 +274,56 @@ def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: b
                 y, x0 = out[i, left:right], a[i, k]
                 for j in range(right - left):
                     y[j] += x0 * w0[j]
+
+
+@_kernel(set())
+def quantise_tokens(a: Floats, steps: Floats, token_scales: Floats) -> None:
+    """Write the integers of a [N, K] and the scale of each row, as `engine.int8_linear.quantised`."""
+    for i in range(a.shape[0]):
+        x, y = a[i], steps[i]
+        top = np.float32(0.0)
+        for j in range(x.size):
+            value = abs(x[j])
+            if value > top or value != value:
+                top = value
+        scale = np.float32(top / np.float32(127.0))
+        token_scales[i] = scale
+        divisor = scale if scale != 0 else np.float32(1.0)
+        for j in range(x.size):
+            y[j] = np.rint(min(max(x[j] / divisor, np.float32(-127.0)), np.float32(127.0)))
+
+
+@_kernel(_CONTRACT)
+def scale_products(
+    products: Floats, token_scales: Floats, scale: Floats, bias: Floats, out: Floats, accumulate: bool
+) -> None:
+    """Compute out (+)= products [N, M] * token_scales [N] * scale [M] + bias [M | 0], of it the first M columns."""
+    width = products.shape[1]
+    for i in range(products.shape[0]):
+        x, y, token_scale = products[i], out[i], token_scales[i]
+        if not accumulate:
+            y[:width] = np.float32(0.0)
+        for j in range(width):
+            y[j] += x[j] * token_scale * scale[j]
+        if bias.size:
+            for j in range(width):
+                y[j] += bias[j]
+
+
+@_kernel(_CONTRACT)
+def project(
+    a: Floats, weight: Floats, scale: Floats, bias: Floats, out: Floats, accumulate: bool, width: int, work: WorkBuffers
+) -> None:
+    """Compute a linear layer as `multiply` does; in int8 if `scale` [M | 0] is not empty."""
+    if not scale.size:
+        multiply(a, weight, bias, out, accumulate, width)
+        return
+    rows, depth = a.shape
+    steps = work.steps[: rows * depth].reshape(rows, depth)
+    products = work.products[: rows * width].reshape(rows, width)
+    quantise_tokens(a, steps, work.token_scales)
+    multiply(steps, weight, bias[:0], products, False, width)
+    scale_products(products, work.token_scales, scale, bias, out, accumulate)
 
 
 @_kernel(_SUM)
@@ -671,24 +728,28 @@ def run_layers(
     for layer in range(first, last):
         rms_norm(x, weights.attention_norm[layer], shape.eps, hidden)
         projected = qkv.shape[1] if step.layer_owns[layer] else queries
-        multiply(hidden, weights.qkv[layer], weights.qkv_bias[layer], qkv, False, projected)
+        scale, bias = weights.qkv_scale[layer], weights.qkv_bias[layer]
+        project(hidden, weights.qkv[layer], scale, bias, qkv, False, projected, work)
         place_rows(layer, shape, weights, step, qkv)
         if step.coded.size:
             decode_slots(layer, shape, step)
         attend_rows(layer, rows, shape, weights.sinks[layer], step, qkv, work.scores, mixed)
         post_norm = weights.attention_post_norm[layer]
+        scale, bias = weights.out_scale[layer], weights.out_bias[layer]
         if post_norm.size:
-            multiply(mixed, weights.out[layer], weights.out_bias[layer], hidden, False, width)
+            project(mixed, weights.out[layer], scale, bias, hidden, False, width, work)
             add_normed(hidden, post_norm, shape.eps, x)
         else:
-            multiply(mixed, weights.out[layer], weights.out_bias[layer], x, True, width)
+            project(mixed, weights.out[layer], scale, bias, x, True, width, work)
         rms_norm(x, weights.mlp_norm[layer], shape.eps, hidden)
         gates = weights.gate_up.shape[2]
-        multiply(hidden, weights.gate_up[layer], weights.gate_up_bias[layer], work.gate_up, False, gates)
+        scale, bias = weights.gate_up_scale[layer], weights.gate_up_bias[layer]
+        project(hidden, weights.gate_up[layer], scale, bias, work.gate_up, False, gates, work)
         gate(work.gate_up, shape.gelu, work.gated)
         post_norm = weights.mlp_post_norm[layer]
+        scale, bias = weights.down_scale[layer], weights.down_bias[layer]
         if post_norm.size:
-            multiply(work.gated, weights.down[layer], weights.down_bias[layer], hidden, False, width)
+            project(work.gated, weights.down[layer], scale, bias, hidden, False, width, work)
             add_normed(hidden, post_norm, shape.eps, x)
         else:
-            multiply(work.gated, weights.down[layer], weights.down_bias[layer], x, True, width)
+            project(work.gated, weights.down[layer], scale, bias, x, True, width, work)

@@ -124,15 +124,17 @@ def load_model(
     kind = _dtype(dtype, config, target)
     if threads is not None:
         torch.set_num_threads(threads)
-    with open_checkpoint(folder, tensors) as checkpoint:
-        weights = load_weights(config, checkpoint, device=target, dtype=kind)
-        fingerprint = _fingerprint(config, checkpoint.digest())
-    rope = RopeTable(config.ropes, config.head_dim, config.max_positions, target)
     compiled = target.type == "cpu" and kind == torch.float32
     if not compiled and (backend == "compiled" or batch_invariant):
         raise DeviceUnavailable(f"compiled kernels run on cpu in float32, not on {target} in {kind}")
+    compiled = compiled and backend != "torch"
+    with open_checkpoint(folder, tensors) as checkpoint:
+        int8_dtype = torch.float32 if compiled else torch.int8
+        weights = load_weights(config, checkpoint, device=target, dtype=kind, int8_dtype=int8_dtype)
+        fingerprint = _fingerprint(config, checkpoint.digest())
+    rope = RopeTable(config.ropes, config.head_dim, config.max_positions, target)
     runner: Backend
-    if compiled and backend != "torch":
+    if compiled:
         runner = CpuBackend(config, weights, rope, batch_invariant=batch_invariant)
     else:
         runner = TorchBackend(config, weights, rope)
@@ -172,6 +174,7 @@ def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 _PLAIN = {
+    "int8_linears": False,
     "kv_scale_group": 0,
     "attention_softcap": 0.0,
     "attention_sinks": False,

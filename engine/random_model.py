@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import parse_config
-from engine.folder import tensor_shapes
+from engine.folder import SCALE_SUFFIX, int8_tensors, tensor_shapes
+from engine.int8_linear import quantise_checkpoint
 
 _ARCHITECTURE = {
     "llama": "LlamaForCausalLM",
@@ -100,11 +101,12 @@ def write_random_model(
     generation = {} if spec.eos is None else {"eos_token_id": spec.eos}
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n", encoding="utf-8")
     generator = torch.Generator().manual_seed(spec.seed)
-    shapes = tensor_shapes(parse_config(raw, generation, where=str(folder)))
-    save_file(
-        {name: _random(name, shapes[name], spec.scale, generator) for name in sorted(shapes)},
-        folder / "model.safetensors",
-    )
+    config = parse_config(raw, generation, where=str(folder))
+    shapes, in_int8 = tensor_shapes(config), int8_tensors(config)
+    for name in in_int8:
+        del shapes[name + SCALE_SUFFIX]
+    tensors = {name: _random(name, shapes[name], spec.scale, generator) for name in sorted(shapes)}
+    save_file(quantise_checkpoint(tensors, in_int8), folder / "model.safetensors")
     if tokenizer is not None:
         for name in _TOKENIZER_FILES:
             if (Path(tokenizer) / name).is_file():

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from engine.batch import FlatBatch, LayerHook, first_visible
 from engine.cache import PagedCache
 from engine.config import SILU, ModelConfig
+from engine.int8_linear import linear as int8_linear
 from engine.int8_rows import decode_rows, encode_rows
 from engine.rope import RopeTable
 from engine.weights import DecoderWeights
@@ -67,12 +68,12 @@ class TorchBackend:
                     on_layer(kv_layer)
             scoring = _Scoring(config.attention_scale, config.attention_softcap, w.sinks[layer])
             mixed = _attend(q, view, index, scoring, self._values)
-            h = _linear(mixed.reshape(len(x), -1), w.out[layer], w.out_bias[layer])
+            h = self._linear("out", layer, mixed.reshape(len(x), -1))
             x = x + (self._norm(h, w.attention_post_norm[layer]) if config.post_norms else h)
             h = self._norm(x, w.mlp_norm[layer])
-            gate, up = _linear(h, w.gate_up[layer], w.gate_up_bias[layer]).chunk(2, dim=-1)
+            gate, up = self._linear("gate_up", layer, h).chunk(2, dim=-1)
             active = F.silu(gate) if config.activation == SILU else F.gelu(gate, approximate="tanh")
-            h = _linear(active * up, w.down[layer], w.down_bias[layer])
+            h = self._linear("down", layer, active * up)
             x = x + (self._norm(h, w.mlp_post_norm[layer]) if config.post_norms else h)
         x = x[self._index(plan.logits_rows)]
         return _capped((self._norm(x, w.final_norm) @ w.head.t()).float(), config.logits_softcap)
@@ -86,11 +87,19 @@ class TorchBackend:
         """
         config, w = self._config, self._weights
         width = None if config.kv_owners[layer] == layer else config.q_size
-        qkv = _linear(h, w.qkv[layer][:, :width], w.qkv_bias[layer][:width]).view(len(h), -1, config.head_dim)
+        qkv = self._linear("qkv", layer, h, width).view(len(h), -1, config.head_dim)
         q, k, v = qkv.tensor_split([config.num_heads, config.num_heads + config.num_kv_heads], dim=1)
         if config.qk_norm:
             q, k = self._norm(q, w.q_norm[layer]), self._norm(k, w.k_norm[layer])
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+    def _linear(self, name: str, layer: int, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        """Return the first `width` outputs of a linear layer."""
+        parts = (getattr(self._weights, name + part)[layer] for part in ("", "_scale", "_bias"))
+        weight, scale, bias = (part[..., :width] for part in parts)
+        if scale.numel():
+            return int8_linear(x, weight, scale, bias)
+        return torch.addmm(bias, x, weight) if bias.numel() else x @ weight
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor:
         """Return keys or values [..., head_dim] as the cache keeps them."""
@@ -213,10 +222,6 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return torch.addmm(bias, x, weight) if bias.numel() else x @ weight
 
 
 def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:

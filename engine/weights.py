@@ -62,55 +62,68 @@ class DecoderWeights:
     """Weights of the decoder: L layers, d hidden, Q = heads * head_dim, K = kv_heads * head_dim, F intermediate, V
     vocab.
 
-    Biases, norms and sinks that the family does not have are empty: their last dimension is 0. Norms contain the
-    family's offset. Layers that use the KV of another one have only the first Q columns of `qkv`; the others are unset.
+    Biases, scales, norms and sinks that the model does not have are empty: their last dimension is 0. Matrices with
+    scales hold the integers of `engine.int8_linear`, in int8 or float32. Norms contain the family's offset. Layers
+    that use the KV of another one have only the first Q columns of `qkv`; the others are unset.
     """
 
     embedding: torch.Tensor  # [V, d]
     attention_norm: torch.Tensor  # [L, d]
     attention_post_norm: torch.Tensor  # [L, d | 0]
     qkv: torch.Tensor  # [L, d, Q + 2K]
+    qkv_scale: torch.Tensor  # [L, Q + 2K | 0]
     qkv_bias: torch.Tensor  # [L, Q + 2K | 0]
     q_norm: torch.Tensor  # [L, head_dim | 0]
     k_norm: torch.Tensor  # [L, head_dim | 0]
     sinks: torch.Tensor  # [L, heads | 0]
     out: torch.Tensor  # [L, Q, d]
+    out_scale: torch.Tensor  # [L, d | 0]
     out_bias: torch.Tensor  # [L, d | 0]
     mlp_norm: torch.Tensor  # [L, d]
     mlp_post_norm: torch.Tensor  # [L, d | 0]
     gate_up: torch.Tensor  # [L, d, 2F]
+    gate_up_scale: torch.Tensor  # [L, 2F | 0]
     gate_up_bias: torch.Tensor  # [L, 2F | 0]
     down: torch.Tensor  # [L, F, d]
+    down_scale: torch.Tensor  # [L, d | 0]
     down_bias: torch.Tensor  # [L, d | 0]
     final_norm: torch.Tensor  # [d]
     head: torch.Tensor  # [V, d]; `embedding` itself if they are tied
 
 
 def load_weights(
-    config: ModelConfig, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    int8_dtype: torch.dtype = torch.float32,
 ) -> DecoderWeights:
     """Read, convert and fuse the weights. The checkpoint must have the tensors that the configuration requires.
 
-    Norms with an offset are float32 whatever `dtype` is: the sum would lose most of the weight's digits.
+    Integers of linear layers in int8 have `int8_dtype`. Their scales, and norms with an offset, are float32 whatever
+    `dtype` is: the sum would lose most of the weight's digits.
     """
-    norm_dtype = torch.float32 if config.norm_offset else dtype
 
-    def place(name: str) -> torch.Tensor:
-        return checkpoint.read(name).to(device=device, dtype=dtype)
+    def dtype_of(field: str) -> torch.dtype:
+        if field.endswith("scale") or (field.endswith("norm") and config.norm_offset):
+            return torch.float32
+        return int8_dtype if config.int8_linears and field in _MATRICES else dtype
 
-    def place_norm(name: str) -> torch.Tensor:
-        return checkpoint.read(name).to(device=device, dtype=norm_dtype) + config.norm_offset
+    def place(name: str, field: str = "") -> torch.Tensor:
+        return checkpoint.read(name).to(device=device, dtype=dtype_of(field))
+
+    def place_norm(name: str, field: str = "norm") -> torch.Tensor:
+        return place(name, field) + config.norm_offset
 
     stacked = {
-        field: torch.empty(
-            (config.num_layers, *shape), device=device, dtype=norm_dtype if field.endswith("norm") else dtype
-        )
+        field: torch.empty((config.num_layers, *shape), device=device, dtype=dtype_of(field))
         for field, shape in _stacked_shapes(config).items()
     }
     for layer in range(config.num_layers):
         for part in layer_parts(config, layer):
             read = place_norm if part.field.endswith("norm") else place
-            tensor = read(part.in_layer(layer)).t()  # t() leaves vectors as they are
+            tensor = read(part.in_layer(layer), part.field).t()  # t() leaves vectors as they are
             stacked[part.field][layer, ..., part.first_column : part.first_column + tensor.shape[-1]] = tensor
     embedding = place(EMBEDDING)
     return DecoderWeights(
@@ -121,6 +134,9 @@ def load_weights(
     )
 
 
+_MATRICES = ("qkv", "out", "gate_up", "down")
+
+
 def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     d, f = config.hidden_size, config.intermediate_size
     qkv = config.q_size + 2 * config.kv_size
@@ -128,16 +144,20 @@ def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "attention_norm": (d,),
         "attention_post_norm": (d * config.post_norms,),
         "qkv": (d, qkv),
+        "qkv_scale": (qkv * config.int8_linears,),
         "qkv_bias": (qkv * config.qkv_bias,),
         "q_norm": (config.head_dim * config.qk_norm,),
         "k_norm": (config.head_dim * config.qk_norm,),
         "sinks": (config.num_heads * config.attention_sinks,),
         "out": (config.q_size, d),
+        "out_scale": (d * config.int8_linears,),
         "out_bias": (d * config.attention_out_bias,),
         "mlp_norm": (d,),
         "mlp_post_norm": (d * config.post_norms,),
         "gate_up": (d, 2 * f),
+        "gate_up_scale": (2 * f * config.int8_linears,),
         "gate_up_bias": (2 * f * config.mlp_bias,),
         "down": (f, d),
+        "down_scale": (d * config.int8_linears,),
         "down_bias": (d * config.mlp_bias,),
     }

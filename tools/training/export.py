@@ -8,9 +8,11 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from engine.folder import SCALE_SUFFIX
+from engine.int8_linear import quantise_checkpoint
 from tools.training import checkpoint
 from tools.training import tokenizer as bpe
 from tools.training.model import Llama, ModelShape
@@ -20,8 +22,38 @@ from tools.training.sources import sha256_of
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
 def config_of(shape: ModelShape) -> dict[str, object]:
-    """Return the config.json of LlamaForCausalLM, with the rotary base under its old and new (transformers 5) key."""
+    """Return the config.json of LlamaForCausalLM, with the rotary base under its old and new (transformers 5) key.
+
+    The small-KV form is a MoonpoolForCausalLM.
+    """
+    small: dict[str, object] = {}
+    if shape.windows:
+        types = ["sliding_attention" if window else "full_attention" for window in shape.windows]
+        small |= {"sliding_window": max(shape.windows), "layer_types": types}
+    if shape.owners:
+        small["kv_owners"] = list(shape.owners)
+    if shape.sinks:
+        small["attention_sinks"] = True
+    if shape.int8:
+        small |= {"kv_dtype": "int8", "kv_scale_group": shape.kv_scale_group, "quantization_config": _QUANTIZATION}
+    if small:
+        small |= {"architectures": ["MoonpoolForCausalLM"], "model_type": "moonpool"}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -47,15 +79,18 @@ def config_of(shape: ModelShape) -> dict[str, object]:
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": "float16",
+        **small,
     }
 
 
 def export(path: Path, tokenizer_folder: Path, folder: Path) -> None:
-    """Write config, float16 weights and tokenizer files into ``folder``; other files in it are kept."""
+    """Write config, weights (float16, or int8 if they were trained in it) and tokenizer files into ``folder``.
+
+    Other files in it are kept.
+    """
     _, model, _ = checkpoint.read(path)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.to(torch.float16).contiguous() for name, tensor in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_stored(model), folder / "model.safetensors", metadata={"format": "pt"})
     generation = {"bos_token_id": bpe.BOS_ID, "eos_token_id": bpe.EOS_ID, "pad_token_id": bpe.PAD_ID}
     (folder / "config.json").write_text(json.dumps(config_of(model.shape), indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({**generation, "do_sample": False}, indent=2) + "\n")
@@ -64,9 +99,17 @@ def export(path: Path, tokenizer_folder: Path, folder: Path) -> None:
     write_sums(folder)
 
 
+def _stored(model: Llama) -> dict[str, Tensor]:
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    in_int8 = [name for name in tensors if model.shape.int8 and name.endswith("proj.weight")]
+    rounded = quantise_checkpoint(tensors, in_int8)
+    return {name: tensor.half() if name in tensors.keys() - in_int8 else tensor for name, tensor in rounded.items()}
+
+
 def load(folder: Path) -> Llama:
     """Load an exported model in float32."""
     config = json.loads((folder / "config.json").read_text())
+    types = config.get("layer_types", [])
     shape = ModelShape(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
@@ -78,9 +121,16 @@ def load(folder: Path) -> Llama:
         positions=config["max_position_embeddings"],
         rope_theta=config["rope_theta"],
         norm_eps=config["rms_norm_eps"],
+        windows=tuple(config["sliding_window"] if kind == "sliding_attention" else 0 for kind in types),
+        owners=tuple(config.get("kv_owners", ())),
+        sinks=config.get("attention_sinks", False),
+        int8=config.get("kv_dtype") == "int8",
     )
     model = Llama(shape)
-    model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    stored = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name in [name for name in stored if name.endswith(SCALE_SUFFIX)]:
+        stored[name.removesuffix(SCALE_SUFFIX)] *= stored.pop(name)
+    model.load_state_dict(stored)
     return model.eval()
 
 

@@ -49,6 +49,10 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage((Phase(0.5, 512, _READING), Phase(1.0, 1024, _READING))),
         Stage((Phase(0.3, 1024, _READING), Phase(0.7, 2048, _READING), Phase(1.0, 4096, _READING)), decays=True),
     ),
+    "small": (
+        Stage((Phase(0.5, 512, _READING), Phase(1.0, 1024, _READING))),
+        Stage((Phase(0.3, 1024, _READING), Phase(0.7, 2048, _READING), Phase(1.0, 4096, _READING)), decays=True),
+    ),
     "nano": (Stage((Phase(0.45, 512, _FACTS), Phase(0.78, 1024, _FACTS), Phase(1.0, 2048, _FACTS)), decays=True),),
 }
 """Stages by preset."""

@@ -1,8 +1,8 @@
 """Training loop. ``python -m tools.training.train --stage 1 --deadline 13:45`` starts or resumes a stage of a run.
 
-The first stage starts from random weights with the written circuits, every other from the weights that the one before
-exported (``--weights``), with fresh optimisers. Writes ``last.pt`` (resumable state) and ``log.jsonl`` (one line
-every few steps) to the run folder.
+The first stage starts from random weights with the written circuits, or for `small` from those of the base, every other
+from the weights that the one before exported (``--weights``), with fresh optimisers. Writes ``last.pt`` (resumable
+state) and ``log.jsonl`` (one line every few steps) to the run folder.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from tools.training.lookup import write_lookup
 from tools.training.model import PRESETS, Llama, ModelShape
 from tools.training.muon import Muon
 from tools.training.prepare import CACHE, SEED
+from tools.training.small import small_from
 from tools.training.sources import sha256_of
 from tools.training.windows import batch
 
@@ -39,7 +40,10 @@ HAS_BFLOAT16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Folders, end, checkpoint interval and model shape of one stage. ``weights``: exported by the stage before."""
+    """Folders, end, checkpoint interval and model shape of one stage.
+
+    ``weights``: exported by the stage before, or by the model from which a sibling starts.
+    """
 
     cache: Path
     run: Path
@@ -117,6 +121,8 @@ def _begin(
         return progress, model, optimisers
     if plan.weights is not None:
         model = load(plan.weights).train()
+        if model.shape != plan.shape:
+            model = small_from(model, plan.shape)
     else:
         model = Llama(plan.shape)
         model.initialise(plan.seed)
@@ -129,7 +135,8 @@ def _step(
     model: Llama, optimisers: list[torch.optim.Optimizer], tensors: list[Tensor], rate: float
 ) -> tuple[float, float]:
     inputs, targets, weights = tensors
-    with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BFLOAT16):
+    # bfloat16 does not represent products of a scale and an integer.
+    with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BFLOAT16 and not model.shape.int8):
         entering = model.entering(inputs)
         logits = model.logits(entering[-1])
     loss, answer_loss = weighted_loss(logits, targets, weights)
@@ -140,7 +147,8 @@ def _step(
             group["lr"] = base * rate
         optimiser.step()
         optimiser.zero_grad()
-    sinks.hold(model, entering)
+    if not model.shape.sinks:
+        sinks.hold(model, entering)
     return float(loss.detach()), answer_loss
 
 
@@ -157,7 +165,9 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=CACHE / "run", help="folder of checkpoints and log")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="base", help="model size and stages")
     parser.add_argument("--stage", type=int, default=1, help="stage of the run, from 1")
-    parser.add_argument("--weights", type=Path, help="folder that the stage before exported; required from stage 2 on")
+    parser.add_argument(
+        "--weights", type=Path, help="folder that the stage before exported, or the base's, of which small is a sibling"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads that compute")
     end = parser.add_mutually_exclusive_group(required=True)
     end.add_argument("--deadline", type=today_at, default=0.0, help="end of the schedule, HH:MM UTC today")
@@ -167,8 +177,8 @@ def main() -> None:
     stages = schedule.STAGES[given.preset]
     if not 1 <= given.stage <= len(stages):
         parser.error(f"--stage is {given.stage}, but {given.preset} has the stages 1 to {len(stages)}")
-    if (given.weights is None) != (given.stage == 1):
-        parser.error("--weights is for the stages from 2 on, which require it")
+    if (given.weights is None) != (given.stage == 1 and given.preset != "small"):
+        parser.error("--weights is for stages from 2 on, and for all stages of small, which require it")
     torch.set_num_threads(given.threads)
     plan = TrainingPlan(
         cache=given.cache,
