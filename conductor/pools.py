@@ -258,7 +258,10 @@ class PoolNodes:
             num_blocks, nbytes = await target.copy(kv_namespace, keys, source_target, self._copy_timeout_s)
             if windows is not None:
                 seen = keys[-windows.num_seen :]
-                nbytes += (await target.copy(windows.kv_namespace, seen, source_target, self._copy_timeout_s))[1]
+                _, seen_nbytes = await target.copy(
+                    windows.kv_namespace, seen, source_target, self._copy_timeout_s, alone=True
+                )
+                nbytes += seen_nbytes
             log.info("copied %d hot blocks from %s to %s", num_blocks, copy.source, copy.target)
         except (KvPoolError, NetworkError) as error:
             log.warning("hot blocks were not copied from %s to %s: %s", copy.source, copy.target, error)

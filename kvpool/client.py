@@ -231,9 +231,17 @@ class PoolClient:
         return reply.removed
 
     async def copy(
-        self, kv_namespace: bytes, chain: NDArray[np.uint8], source_target: str, timeout_s: float
+        self,
+        kv_namespace: bytes,
+        chain: NDArray[np.uint8],
+        source_target: str,
+        timeout_s: float,
+        *,
+        alone: bool = False,
     ) -> tuple[int, int]:
         """Make this node read blocks from another pool node. Returns (blocks copied and verified, their bytes).
+
+        `alone`: each of them is kept or evicted without regard to the others.
 
         The node skips blocks that it has, that the source lacks or that do not fit, and reports corrupt ones to the
         source. Raises CopyFailed if the source cannot be reached or read in time.
@@ -243,6 +251,7 @@ class PoolClient:
             chain=check_chain(chain).tobytes(),
             source_target=source_target,
             timeout_s=timeout_s,
+            alone=alone,
         )
         reply = await self._call("Copy", self._stub().Copy(request), timeout_s + 5)
         return reply.copied, reply.bytes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.address import keys_from_bytes
+from kvpool.address import KEY_NBYTES, keys_from_bytes
 from kvpool.client import PoolClient
 from kvpool.coded_copies import decode_message
 from kvpool.copy_compression import try_codec
@@ -38,9 +38,17 @@ class Copied:
 
 
 async def copy_blocks(
-    node: PoolNode, kv_namespace: bytes, chain: Sequence[bytes], source_target: str, timeout_s: float
+    node: PoolNode,
+    kv_namespace: bytes,
+    chain: Sequence[bytes],
+    source_target: str,
+    timeout_s: float,
+    *,
+    alone: bool = False,
 ) -> Copied:
-    """Copy the leading run of `chain` that the source has into `node`; the chain begins at a prompt's first block.
+    """Copy the leading run of `chain` that the source has into `node`.
+
+    The chain begins at a prompt's first block, unless the blocks are kept `alone`, without those before them.
 
     Blocks that `node` has already are skipped; those on the source's SSD are loaded to its DRAM first. A block whose
     bytes do not match the source's digests is discarded, counted, and reported to the source, which removes it; the
@@ -52,7 +60,7 @@ async def copy_blocks(
     began = time.monotonic()
     try:
         async with asyncio.timeout_at(deadline), node.copying:
-            copied = await _copy(node, kv_namespace, chain, source, deadline)
+            copied = await _copy(node, kv_namespace, chain, source, deadline, alone)
         node.counters["copied_blocks"] += copied.num_blocks
         node.counters["copied_bytes"] += copied.nbytes
         node.counters["copy_seconds"] += time.monotonic() - began
@@ -67,7 +75,7 @@ async def copy_blocks(
 
 
 async def _copy(
-    node: PoolNode, kv_namespace: bytes, chain: Sequence[bytes], source: PoolClient, deadline: float
+    node: PoolNode, kv_namespace: bytes, chain: Sequence[bytes], source: PoolClient, deadline: float, alone: bool
 ) -> Copied:
     if len(node.core.store.leading_run(kv_namespace, chain)) == len(chain):
         return Copied(0, 0)
@@ -79,19 +87,19 @@ async def _copy(
         return Copied(0, 0)
     try:
         assert lease.spec is not None
-        return await _copy_leased(node, kv_namespace, lease.spec, source, lease, deadline)
+        keys = [bytes(key) for key in lease.chain]
+        parents = [bytes(KEY_NBYTES)] * len(keys) if alone else [bytes(KEY_NBYTES), *keys[:-1]]
+        return await _copy_leased(node, PutRequest(kv_namespace, lease.spec, keys, parents), source, lease, deadline)
     finally:
         # If the source cannot be reached, the lease expires.
         with contextlib.suppress(NetworkError):
             await source.unpin(lease, deadline_s=2)
 
 
-async def _copy_leased(
-    node: PoolNode, kv_namespace: bytes, spec: KvSpec, source: PoolClient, lease: Lease, deadline: float
-) -> Copied:
-    keys = [bytes(key) for key in lease.chain]
+async def _copy_leased(node: PoolNode, put: PutRequest, source: PoolClient, lease: Lease, deadline: float) -> Copied:
+    kv_namespace, spec = put.kv_namespace, put.spec
     allocation = node.allocate(
-        PutRequest(kv_namespace, spec, keys, [bytes(16), *keys[:-1]]),
+        put,
         owner=node.config.node_id,
         owner_incarnation=node.incarnation,
         ttl_ns=int(_left_s(deadline) * 1e9),

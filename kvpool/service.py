@@ -200,7 +200,9 @@ class PoolService(pool_pb2_grpc.PoolServicer):
         _nanoseconds("timeout_s", request.timeout_s)
         chain = _keys(request.chain)
         namespace = _namespace(request.kv_namespace)
-        copied = await copy_blocks(self._node, namespace, chain, request.source_target, request.timeout_s)
+        copied = await copy_blocks(
+            self._node, namespace, chain, request.source_target, request.timeout_s, alone=request.alone
+        )
         return pool_pb2.CopyReply(copied=copied.num_blocks, bytes=copied.nbytes)
 
     async def ReadCoded(

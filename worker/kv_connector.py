@@ -458,7 +458,7 @@ class PoolWriter:
 
         `token_s` is the time that computing one token took, which the pool uses to weigh evictions.
         """
-        keys, parents, partial = kept.names(first)
+        keys, parents, partial = kept.names(first, alone=part.is_windowed)
         valid = np.array([tokens or self._memory.block_tokens for tokens in partial], np.int32)
         # A separate task: even if cancelled, the caller must learn which slots were allocated, to abort the put.
         allocating = asyncio.ensure_future(

@@ -25,6 +25,7 @@ class StoredPart:
     groups: tuple[int, ...]  # of the worker's spec
     spec: KvSpec  # of these groups
     kv_namespace: bytes
+    is_windowed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class StoredParts:
         """Return the parts of `spec` for the weights, or the computation, named `identity`."""
 
         def part(groups: tuple[int, ...]) -> StoredPart:
-            return StoredPart(groups, spec.part(groups), kv_namespace(identity, spec.part(groups), provenance))
+            name = kv_namespace(identity, spec.part(groups), provenance)
+            return StoredPart(groups, spec.part(groups), name, groups == spec.windowed)
 
         return cls(part(spec.lasting), part(spec.windowed) if spec.windowed else None, spec.window_blocks)
 
@@ -103,11 +105,16 @@ class PrefixSave:
         """Return the number of tokens in all blocks."""
         return len(self.keys) * block_tokens + self.tail_tokens
 
-    def names(self, first: int) -> tuple[list[bytes], list[bytes], list[int]]:
-        """Return (keys, parents' keys, tokens of partial blocks and 0 for whole ones) of the blocks from `first` on."""
+    def names(self, first: int, *, alone: bool = False) -> tuple[list[bytes], list[bytes], list[int]]:
+        """Return (keys, parents' keys, tokens of partial blocks and 0 for whole ones) of the blocks from `first` on.
+
+        `alone`: whole blocks have no parent, as in windowed groups. The pool evicts no block before those that follow
+        it, but of a window the first blocks are the first that nobody needs.
+        """
         keys = [*self.keys, self.tail_key] if self.tail_tokens else list(self.keys)
-        parents = [keys[i - 1] if i else bytes(16) for i in range(first, len(keys))]
         partial = [self.tail_tokens if i == len(self.keys) else 0 for i in range(first, len(keys))]
+        is_first = [i == 0 or (alone and i < len(self.keys)) for i in range(first, len(keys))]
+        parents = [bytes(16) if is_first[i - first] else keys[i - 1] for i in range(first, len(keys))]
         return keys[first:], parents, partial
 
 

@@ -13,6 +13,7 @@ from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from tests.worker.node_pair import BLOCK, Pair, Start
 from worker.policy import WindowHold
+from worker.slot_memory import spec_of
 
 WINDOW, CHUNK = 24, 32
 WINDOW_BLOCKS = 3
@@ -88,6 +89,27 @@ async def test_the_next_turn_goes_on_where_the_answer_ended(
             assert request.cached_tokens == len(dialogue) - 10 - 1
         dialogue = [*dialogue, *request.token_ids, *prompt(10, seed=turn + 1)]
         pair.forget()
+
+
+async def test_a_full_pool_evicts_windowed_blocks_that_dialogues_have_left_behind(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any
+) -> None:
+    spec = spec_of(windowed.kv_groups, BLOCK)
+    assert spec.slot_nbytes(0) == spec.slot_nbytes(1)
+    pair = await start_pair(pool={"pool_bytes": 74 * spec.slot_nbytes(0)}, path=windowed_path)
+    dialogue = prompt(60)
+    for turn in range(12):
+        request = await pair.ask(dialogue, f"turn {turn}", max_tokens=20)
+        assert request.token_ids == greedy(windowed, dialogue, 20)
+        if turn:
+            assert request.cached_tokens > len(dialogue) - 10 - 1 - BLOCK  # perhaps without the partial block
+        dialogue = [*dialogue, *request.token_ids, *prompt(10, seed=turn + 1)]
+        pair.forget()
+    lasting, seen = pool_blocks(pair)
+    assert lasting >= (len(dialogue) - 11) // BLOCK  # all of the dialogue: only windowed blocks were evicted
+    assert WINDOW_BLOCKS <= seen < 40
+    assert pair.pool is not None
+    assert pair.pool.core.validate() == []
 
 
 async def test_a_prefix_that_ends_inside_another_prompt_is_reused_from_the_third_time_on(

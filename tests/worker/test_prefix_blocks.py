@@ -61,6 +61,7 @@ def test_a_kept_sequence_names_its_blocks_with_their_parents() -> None:
     assert kept.names(0) == ([*kept.keys, kept.tail_key], [bytes(16), *kept.keys], [0, 0, 2])
     assert kept.names(2) == ([kept.tail_key], [kept.keys[1]], [2])
     assert kept.whole().names(1) == ([kept.keys[1]], [kept.keys[0]], [0])
+    assert kept.names(1, alone=True) == ([kept.keys[1], kept.tail_key], [bytes(16), kept.keys[1]], [0, 2])
     assert kept_of(list(range(8)), [8]).num_blocks == 2
 
 

@@ -26,17 +26,17 @@ from moonpool_proto.v1 import common_pb2 as moonpool__proto_dot_v1_dot_common__p
 from moonpool_proto.v1 import worker_pb2 as moonpool__proto_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmoonpool_proto/v1/pool.proto\x12\x0bmoonpool.v1\x1a\x1emoonpool_proto/v1/common.proto\x1a\x1emoonpool_proto/v1/worker.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x94\x01\n\rDescribeReply\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\'\n\x08\x65ndpoint\x18\x03 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\x12\x11\n\tssd_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04\x64oor\x18\x06 \x01(\t\"\xca\x01\n\x0f\x41llocateRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.moonpool.v1.KvSpec\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x04 \x01(\x04\x12\r\n\x05\x63hain\x18\x05 \x01(\x0c\x12\x0f\n\x07parents\x18\x06 \x01(\x0c\x12\r\n\x05ttl_s\x18\x07 \x01(\x01\x12\x12\n\nnum_tokens\x18\x08 \x03(\r\x12\x11\n\tcompute_s\x18\t \x01(\x01\"\x96\x01\n\rAllocateReply\x12\x0e\n\x06put_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\'\n\x06status\x18\x03 \x03(\x0e\x32\x17.moonpool.v1.SlotStatus\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.moonpool.v1.BlockSlots\"E\n\x0bSealRequest\x12\x0e\n\x06put_id\x18\x01 \x01(\t\x12&\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x16.moonpool.v1.PullBlock\"\x1b\n\tSealReply\x12\x0e\n\x06sealed\x18\x01 \x01(\r\"!\n\x0f\x41\x62ortPutRequest\x12\x0e\n\x06put_id\x18\x01 \x01(\t\"\x0f\n\rAbortPutReply\"\x9e\x01\n\nPinRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x04 \x01(\x04\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\r\n\x05tails\x18\x07 \x01(\x08\x12\x11\n\ttail_keys\x18\x08 \x01(\x0c\"\xeb\x01\n\x08PinReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12&\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x16.moonpool.v1.PullBlock\x12\'\n\x08\x65ndpoint\x18\x04 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12\x12\n\nssd_blocks\x18\x05 \x01(\r\x12!\n\x04spec\x18\x06 \x01(\x0b\x32\x13.moonpool.v1.KvSpec\x12 \n\x05tails\x18\x07 \x03(\x0b\x32\x11.moonpool.v1.Tail\"N\n\x04Tail\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12%\n\x05\x62lock\x18\x03 \x01(\x0b\x32\x16.moonpool.v1.PullBlock\"4\n\x10ReadCodedRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"9\n\nCodedBlock\x12\x0f\n\x05\x63oded\x18\x01 \x01(\x0cH\x00\x12\x0f\n\x05plain\x18\x02 \x01(\x0cH\x00\x42\t\n\x07\x63ontent\"1\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x1b\n\nRenewReply\x12\r\n\x05\x61live\x18\x01 \x01(\x08\"J\n\x0cUnpinRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nsuperseded\x18\x02 \x01(\x0c\x12\x14\n\x0ckv_namespace\x18\x03 \x01(\x0c\"\x0c\n\nUnpinReply\"3\n\x0c\x45victRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\"\x1d\n\nEvictReply\x12\x0f\n\x07removed\x18\x01 \x01(\r\"\\\n\x0b\x43opyRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x15\n\rsource_target\x18\x03 \x01(\t\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"*\n\tCopyReply\x12\x0e\n\x06\x63opied\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"I\n\x0fPrefetchRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x11\n\ttail_keys\x18\x03 \x01(\x0c\" \n\rPrefetchReply\x12\x0f\n\x07loading\x18\x01 \x01(\r\"J\n\x0bHintRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x16\n\x0eother_replicas\x18\x03 \x03(\r\"\x0b\n\tHintReply\"{\n\rRetainRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nlifetime_s\x18\x04 \x01(\x01\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\x12\x10\n\x08priority\x18\x06 \x01(\x11\"\x1f\n\x0bRetainReply\x12\x10\n\x08retained\x18\x01 \x01(\x08\":\n\x0eInspectRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\x12\n\nkey_prefix\x18\x02 \x01(\x0c\"7\n\x0c\x46lushRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\x11\n\tdram_only\x18\x02 \x01(\x08\"+\n\nFlushReply\x12\x0f\n\x07removed\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\"%\n\rVerifyRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\"A\n\x0eVerifyProgress\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x03 \x01(\x04\"7\n\rEventsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x11\n\tafter_seq\x18\x02 \x01(\x04\"\xd7\x01\n\nPoolEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x16\n\x0esnapshot_begin\x18\x03 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x04 \x01(\x08\x12%\n\x06stored\x18\x05 \x03(\x0b\x32\x15.moonpool.v1.BlockRun\x12&\n\x07removed\x18\x06 \x03(\x0b\x32\x15.moonpool.v1.BlockRun\x12\x19\n\x0c\x63ontents_sum\x18\x07 \x01(\x06H\x00\x88\x01\x01\x42\x0f\n\r_contents_sum\"P\n\x08\x42lockRun\x12\x1f\n\x04tier\x18\x03 \x01(\x0e\x32\x11.moonpool.v1.Tier\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c*T\n\nSlotStatus\x12\x14\n\x10SLOT_UNSPECIFIED\x10\x00\x12\x0c\n\x08SLOT_NEW\x10\x01\x12\x0f\n\x0bSLOT_EXISTS\x10\x02\x12\x11\n\rSLOT_NO_SPACE\x10\x03*9\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_DRAM\x10\x01\x12\x0c\n\x08TIER_SSD\x10\x02\x32\xff\t\n\x04Pool\x12\x44\n\x08\x44\x65scribe\x12\x1c.moonpool.v1.DescribeRequest\x1a\x1a.moonpool.v1.DescribeReply\x12\x44\n\x08\x41llocate\x12\x1c.moonpool.v1.AllocateRequest\x1a\x1a.moonpool.v1.AllocateReply\x12\x38\n\x04Seal\x12\x18.moonpool.v1.SealRequest\x1a\x16.moonpool.v1.SealReply\x12\x44\n\x08\x41\x62ortPut\x12\x1c.moonpool.v1.AbortPutRequest\x1a\x1a.moonpool.v1.AbortPutReply\x12\x35\n\x03Pin\x12\x17.moonpool.v1.PinRequest\x1a\x15.moonpool.v1.PinReply\x12;\n\x05Renew\x12\x19.moonpool.v1.RenewRequest\x1a\x17.moonpool.v1.RenewReply\x12;\n\x05Unpin\x12\x19.moonpool.v1.UnpinRequest\x1a\x17.moonpool.v1.UnpinReply\x12;\n\x05\x45vict\x12\x19.moonpool.v1.EvictRequest\x1a\x17.moonpool.v1.EvictReply\x12@\n\nQuarantine\x12\x19.moonpool.v1.EvictRequest\x1a\x17.moonpool.v1.EvictReply\x12\x38\n\x04\x43opy\x12\x18.moonpool.v1.CopyRequest\x1a\x16.moonpool.v1.CopyReply\x12\x45\n\tReadCoded\x12\x1d.moonpool.v1.ReadCodedRequest\x1a\x17.moonpool.v1.CodedBlock0\x01\x12\x44\n\x08Prefetch\x12\x1c.moonpool.v1.PrefetchRequest\x1a\x1a.moonpool.v1.PrefetchReply\x12\x38\n\x04Hint\x12\x18.moonpool.v1.HintRequest\x1a\x16.moonpool.v1.HintReply\x12>\n\x06Retain\x12\x1a.moonpool.v1.RetainRequest\x1a\x18.moonpool.v1.RetainReply\x12>\n\x07Inspect\x12\x1b.moonpool.v1.InspectRequest\x1a\x16.moonpool.v1.JsonReply\x12;\n\x05\x46lush\x12\x19.moonpool.v1.FlushRequest\x1a\x17.moonpool.v1.FlushReply\x12\x43\n\x06Verify\x12\x1a.moonpool.v1.VerifyRequest\x1a\x1b.moonpool.v1.VerifyProgress0\x01\x12?\n\x06\x45vents\x12\x1a.moonpool.v1.EventsRequest\x1a\x17.moonpool.v1.PoolEvents0\x01\x12\x39\n\x05State\x12\x18.moonpool.v1.JsonRequest\x1a\x16.moonpool.v1.JsonReply\x12<\n\x08Validate\x12\x18.moonpool.v1.JsonRequest\x1a\x16.moonpool.v1.JsonReply2L\n\tOwnBlocks\x12?\n\x06\x45vents\x12\x1a.moonpool.v1.EventsRequest\x1a\x17.moonpool.v1.PoolEvents0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmoonpool_proto/v1/pool.proto\x12\x0bmoonpool.v1\x1a\x1emoonpool_proto/v1/common.proto\x1a\x1emoonpool_proto/v1/worker.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x94\x01\n\rDescribeReply\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\'\n\x08\x65ndpoint\x18\x03 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\x12\x11\n\tssd_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04\x64oor\x18\x06 \x01(\t\"\xca\x01\n\x0f\x41llocateRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.moonpool.v1.KvSpec\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x04 \x01(\x04\x12\r\n\x05\x63hain\x18\x05 \x01(\x0c\x12\x0f\n\x07parents\x18\x06 \x01(\x0c\x12\r\n\x05ttl_s\x18\x07 \x01(\x01\x12\x12\n\nnum_tokens\x18\x08 \x03(\r\x12\x11\n\tcompute_s\x18\t \x01(\x01\"\x96\x01\n\rAllocateReply\x12\x0e\n\x06put_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12\'\n\x06status\x18\x03 \x03(\x0e\x32\x17.moonpool.v1.SlotStatus\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.moonpool.v1.BlockSlots\"E\n\x0bSealRequest\x12\x0e\n\x06put_id\x18\x01 \x01(\t\x12&\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x16.moonpool.v1.PullBlock\"\x1b\n\tSealReply\x12\x0e\n\x06sealed\x18\x01 \x01(\r\"!\n\x0f\x41\x62ortPutRequest\x12\x0e\n\x06put_id\x18\x01 \x01(\t\"\x0f\n\rAbortPutReply\"\x9e\x01\n\nPinRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x04 \x01(\x04\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\r\n\x05tails\x18\x07 \x01(\x08\x12\x11\n\ttail_keys\x18\x08 \x01(\x0c\"\xeb\x01\n\x08PinReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.RemoteKey\x12&\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x16.moonpool.v1.PullBlock\x12\'\n\x08\x65ndpoint\x18\x04 \x01(\x0b\x32\x15.moonpool.v1.Endpoint\x12\x12\n\nssd_blocks\x18\x05 \x01(\r\x12!\n\x04spec\x18\x06 \x01(\x0b\x32\x13.moonpool.v1.KvSpec\x12 \n\x05tails\x18\x07 \x03(\x0b\x32\x11.moonpool.v1.Tail\"N\n\x04Tail\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12%\n\x05\x62lock\x18\x03 \x01(\x0b\x32\x16.moonpool.v1.PullBlock\"4\n\x10ReadCodedRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"9\n\nCodedBlock\x12\x0f\n\x05\x63oded\x18\x01 \x01(\x0cH\x00\x12\x0f\n\x05plain\x18\x02 \x01(\x0cH\x00\x42\t\n\x07\x63ontent\"1\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x1b\n\nRenewReply\x12\r\n\x05\x61live\x18\x01 \x01(\x08\"J\n\x0cUnpinRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nsuperseded\x18\x02 \x01(\x0c\x12\x14\n\x0ckv_namespace\x18\x03 \x01(\x0c\"\x0c\n\nUnpinReply\"3\n\x0c\x45victRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\"\x1d\n\nEvictReply\x12\x0f\n\x07removed\x18\x01 \x01(\r\"k\n\x0b\x43opyRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x15\n\rsource_target\x18\x03 \x01(\t\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\r\n\x05\x61lone\x18\x05 \x01(\x08\"*\n\tCopyReply\x12\x0e\n\x06\x63opied\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"I\n\x0fPrefetchRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x11\n\ttail_keys\x18\x03 \x01(\x0c\" \n\rPrefetchReply\x12\x0f\n\x07loading\x18\x01 \x01(\r\"J\n\x0bHintRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x16\n\x0eother_replicas\x18\x03 \x03(\r\"\x0b\n\tHintReply\"{\n\rRetainRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nlifetime_s\x18\x04 \x01(\x01\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\x12\x10\n\x08priority\x18\x06 \x01(\x11\"\x1f\n\x0bRetainReply\x12\x10\n\x08retained\x18\x01 \x01(\x08\":\n\x0eInspectRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\x12\n\nkey_prefix\x18\x02 \x01(\x0c\"7\n\x0c\x46lushRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\x11\n\tdram_only\x18\x02 \x01(\x08\"+\n\nFlushReply\x12\x0f\n\x07removed\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\"%\n\rVerifyRequest\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\"A\n\x0eVerifyProgress\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x03 \x01(\x04\"7\n\rEventsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x11\n\tafter_seq\x18\x02 \x01(\x04\"\xd7\x01\n\nPoolEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x16\n\x0esnapshot_begin\x18\x03 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x04 \x01(\x08\x12%\n\x06stored\x18\x05 \x03(\x0b\x32\x15.moonpool.v1.BlockRun\x12&\n\x07removed\x18\x06 \x03(\x0b\x32\x15.moonpool.v1.BlockRun\x12\x19\n\x0c\x63ontents_sum\x18\x07 \x01(\x06H\x00\x88\x01\x01\x42\x0f\n\r_contents_sum\"P\n\x08\x42lockRun\x12\x1f\n\x04tier\x18\x03 \x01(\x0e\x32\x11.moonpool.v1.Tier\x12\x14\n\x0ckv_namespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c*T\n\nSlotStatus\x12\x14\n\x10SLOT_UNSPECIFIED\x10\x00\x12\x0c\n\x08SLOT_NEW\x10\x01\x12\x0f\n\x0bSLOT_EXISTS\x10\x02\x12\x11\n\rSLOT_NO_SPACE\x10\x03*9\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_DRAM\x10\x01\x12\x0c\n\x08TIER_SSD\x10\x02\x32\xff\t\n\x04Pool\x12\x44\n\x08\x44\x65scribe\x12\x1c.moonpool.v1.DescribeRequest\x1a\x1a.moonpool.v1.DescribeReply\x12\x44\n\x08\x41llocate\x12\x1c.moonpool.v1.AllocateRequest\x1a\x1a.moonpool.v1.AllocateReply\x12\x38\n\x04Seal\x12\x18.moonpool.v1.SealRequest\x1a\x16.moonpool.v1.SealReply\x12\x44\n\x08\x41\x62ortPut\x12\x1c.moonpool.v1.AbortPutRequest\x1a\x1a.moonpool.v1.AbortPutReply\x12\x35\n\x03Pin\x12\x17.moonpool.v1.PinRequest\x1a\x15.moonpool.v1.PinReply\x12;\n\x05Renew\x12\x19.moonpool.v1.RenewRequest\x1a\x17.moonpool.v1.RenewReply\x12;\n\x05Unpin\x12\x19.moonpool.v1.UnpinRequest\x1a\x17.moonpool.v1.UnpinReply\x12;\n\x05\x45vict\x12\x19.moonpool.v1.EvictRequest\x1a\x17.moonpool.v1.EvictReply\x12@\n\nQuarantine\x12\x19.moonpool.v1.EvictRequest\x1a\x17.moonpool.v1.EvictReply\x12\x38\n\x04\x43opy\x12\x18.moonpool.v1.CopyRequest\x1a\x16.moonpool.v1.CopyReply\x12\x45\n\tReadCoded\x12\x1d.moonpool.v1.ReadCodedRequest\x1a\x17.moonpool.v1.CodedBlock0\x01\x12\x44\n\x08Prefetch\x12\x1c.moonpool.v1.PrefetchRequest\x1a\x1a.moonpool.v1.PrefetchReply\x12\x38\n\x04Hint\x12\x18.moonpool.v1.HintRequest\x1a\x16.moonpool.v1.HintReply\x12>\n\x06Retain\x12\x1a.moonpool.v1.RetainRequest\x1a\x18.moonpool.v1.RetainReply\x12>\n\x07Inspect\x12\x1b.moonpool.v1.InspectRequest\x1a\x16.moonpool.v1.JsonReply\x12;\n\x05\x46lush\x12\x19.moonpool.v1.FlushRequest\x1a\x17.moonpool.v1.FlushReply\x12\x43\n\x06Verify\x12\x1a.moonpool.v1.VerifyRequest\x1a\x1b.moonpool.v1.VerifyProgress0\x01\x12?\n\x06\x45vents\x12\x1a.moonpool.v1.EventsRequest\x1a\x17.moonpool.v1.PoolEvents0\x01\x12\x39\n\x05State\x12\x18.moonpool.v1.JsonRequest\x1a\x16.moonpool.v1.JsonReply\x12<\n\x08Validate\x12\x18.moonpool.v1.JsonRequest\x1a\x16.moonpool.v1.JsonReply2L\n\tOwnBlocks\x12?\n\x06\x45vents\x12\x1a.moonpool.v1.EventsRequest\x1a\x17.moonpool.v1.PoolEvents0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonpool_proto.v1.pool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SLOTSTATUS']._serialized_start=2754
-  _globals['_SLOTSTATUS']._serialized_end=2838
-  _globals['_TIER']._serialized_start=2840
-  _globals['_TIER']._serialized_end=2897
+  _globals['_SLOTSTATUS']._serialized_start=2769
+  _globals['_SLOTSTATUS']._serialized_end=2853
+  _globals['_TIER']._serialized_start=2855
+  _globals['_TIER']._serialized_end=2912
   _globals['_DESCRIBEREQUEST']._serialized_start=109
   _globals['_DESCRIBEREQUEST']._serialized_end=126
   _globals['_DESCRIBEREPLY']._serialized_start=129
@@ -76,39 +76,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVICTREPLY']._serialized_start=1604
   _globals['_EVICTREPLY']._serialized_end=1633
   _globals['_COPYREQUEST']._serialized_start=1635
-  _globals['_COPYREQUEST']._serialized_end=1727
-  _globals['_COPYREPLY']._serialized_start=1729
-  _globals['_COPYREPLY']._serialized_end=1771
-  _globals['_PREFETCHREQUEST']._serialized_start=1773
-  _globals['_PREFETCHREQUEST']._serialized_end=1846
-  _globals['_PREFETCHREPLY']._serialized_start=1848
-  _globals['_PREFETCHREPLY']._serialized_end=1880
-  _globals['_HINTREQUEST']._serialized_start=1882
-  _globals['_HINTREQUEST']._serialized_end=1956
-  _globals['_HINTREPLY']._serialized_start=1958
-  _globals['_HINTREPLY']._serialized_end=1969
-  _globals['_RETAINREQUEST']._serialized_start=1971
-  _globals['_RETAINREQUEST']._serialized_end=2094
-  _globals['_RETAINREPLY']._serialized_start=2096
-  _globals['_RETAINREPLY']._serialized_end=2127
-  _globals['_INSPECTREQUEST']._serialized_start=2129
-  _globals['_INSPECTREQUEST']._serialized_end=2187
-  _globals['_FLUSHREQUEST']._serialized_start=2189
-  _globals['_FLUSHREQUEST']._serialized_end=2244
-  _globals['_FLUSHREPLY']._serialized_start=2246
-  _globals['_FLUSHREPLY']._serialized_end=2289
-  _globals['_VERIFYREQUEST']._serialized_start=2291
-  _globals['_VERIFYREQUEST']._serialized_end=2328
-  _globals['_VERIFYPROGRESS']._serialized_start=2330
-  _globals['_VERIFYPROGRESS']._serialized_end=2395
-  _globals['_EVENTSREQUEST']._serialized_start=2397
-  _globals['_EVENTSREQUEST']._serialized_end=2452
-  _globals['_POOLEVENTS']._serialized_start=2455
-  _globals['_POOLEVENTS']._serialized_end=2670
-  _globals['_BLOCKRUN']._serialized_start=2672
-  _globals['_BLOCKRUN']._serialized_end=2752
-  _globals['_POOL']._serialized_start=2900
-  _globals['_POOL']._serialized_end=4179
-  _globals['_OWNBLOCKS']._serialized_start=4181
-  _globals['_OWNBLOCKS']._serialized_end=4257
+  _globals['_COPYREQUEST']._serialized_end=1742
+  _globals['_COPYREPLY']._serialized_start=1744
+  _globals['_COPYREPLY']._serialized_end=1786
+  _globals['_PREFETCHREQUEST']._serialized_start=1788
+  _globals['_PREFETCHREQUEST']._serialized_end=1861
+  _globals['_PREFETCHREPLY']._serialized_start=1863
+  _globals['_PREFETCHREPLY']._serialized_end=1895
+  _globals['_HINTREQUEST']._serialized_start=1897
+  _globals['_HINTREQUEST']._serialized_end=1971
+  _globals['_HINTREPLY']._serialized_start=1973
+  _globals['_HINTREPLY']._serialized_end=1984
+  _globals['_RETAINREQUEST']._serialized_start=1986
+  _globals['_RETAINREQUEST']._serialized_end=2109
+  _globals['_RETAINREPLY']._serialized_start=2111
+  _globals['_RETAINREPLY']._serialized_end=2142
+  _globals['_INSPECTREQUEST']._serialized_start=2144
+  _globals['_INSPECTREQUEST']._serialized_end=2202
+  _globals['_FLUSHREQUEST']._serialized_start=2204
+  _globals['_FLUSHREQUEST']._serialized_end=2259
+  _globals['_FLUSHREPLY']._serialized_start=2261
+  _globals['_FLUSHREPLY']._serialized_end=2304
+  _globals['_VERIFYREQUEST']._serialized_start=2306
+  _globals['_VERIFYREQUEST']._serialized_end=2343
+  _globals['_VERIFYPROGRESS']._serialized_start=2345
+  _globals['_VERIFYPROGRESS']._serialized_end=2410
+  _globals['_EVENTSREQUEST']._serialized_start=2412
+  _globals['_EVENTSREQUEST']._serialized_end=2467
+  _globals['_POOLEVENTS']._serialized_start=2470
+  _globals['_POOLEVENTS']._serialized_end=2685
+  _globals['_BLOCKRUN']._serialized_start=2687
+  _globals['_BLOCKRUN']._serialized_end=2767
+  _globals['_POOL']._serialized_start=2915
+  _globals['_POOL']._serialized_end=4194
+  _globals['_OWNBLOCKS']._serialized_start=4196
+  _globals['_OWNBLOCKS']._serialized_end=4272
 # @@protoc_insertion_point(module_scope)

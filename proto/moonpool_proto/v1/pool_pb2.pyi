@@ -586,10 +586,13 @@ class CopyRequest(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     SOURCE_TARGET_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
     kv_namespace: _builtins.bytes
     chain: _builtins.bytes
     source_target: _builtins.str
     timeout_s: _builtins.float
+    alone: _builtins.bool
+    """each block is kept or evicted alone, as those of groups with windows"""
     def __init__(
         self,
         *,
@@ -597,10 +600,11 @@ class CopyRequest(_message.Message):
         chain: _builtins.bytes = ...,
         source_target: _builtins.str = ...,
         timeout_s: _builtins.float = ...,
+        alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "source_target", b"source_target", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "chain", b"chain", "kv_namespace", b"kv_namespace", "source_target", b"source_target", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
