@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvpool.address import KEY_NBYTES
 from kvpool.errors import AddressError, PoolConfigError, PoolRefused, PutLost, SpecError
 from kvpool.policy.audit import audit
 from kvpool.policy.counters import PolicyMetrics
@@ -131,6 +132,7 @@ def _kept(
     return [blocks[i] for i in kept], [digests[i] for i in kept]
 
 
+_NO_PARENT = bytes(KEY_NBYTES)
 MOST_RETAINED_NS = 24 * 3600 * 10**9
 LOAD_AHEAD_NS = 2 * 10**9  # loads from SSD begin this long before the expected use
 _MAX_RETURNS_NBYTES = 32 << 20  # of the chains of announced prefixes that wait for `due_loads`
@@ -187,6 +189,9 @@ class PoolCore:
         kv_namespace, chain, parents = request.kv_namespace, request.chain, request.parents
         cost_s = cost_of_each(request.compute_s, len(chain))
         store = self.store
+        if len(parents) > 1 and parents[1] == _NO_PARENT:  # the blocks of a window
+            store.dram.keep_to_recency()
+            store.ssd.keep_to_recency()
         index = store.index
         namespace = store.namespaces.of(kv_namespace, request.spec)
         keys = [kv_namespace + chain_key for chain_key in chain]

@@ -157,6 +157,7 @@ def _mean_last_use(copies: Iterable[BlockCopy]) -> float:
     return sum(uses) / len(uses) if uses else 0.0
 
 
+_BETWEEN_CLEARINGS = 16  # evictions after which slabs of other sizes are considered again if none was worth it
 _NUM_LOOKED_AT = 8  # next victims of another size whose slabs are considered for clearing
 
 GiveUp = Callable[[BlockCopy, str, int], None]  # copy, reason, now_ns
@@ -186,6 +187,8 @@ class TierSpace:
         self._give_up = give_up
         self.retention = Retention(slabs.num_units * slabs.unit_nbytes, *retained_shares)
         self._partitions: dict[tuple[bytes, tuple[int, ...]], Partition] = {}
+        self._keeps_to_recency = False
+        self._until_clearing: Counter[tuple[int, ...]] = Counter()  # by sizes: evictions, see `_BETWEEN_CLEARINGS`
         self._num_uses = 0
         self._now_ns = 0  # of the last use
         # SSD only: blocks whose DRAM copy's last use is not later than this are not evicted.
@@ -201,10 +204,23 @@ class TierSpace:
         if known is None:
             capacity_nbytes = max(1, self.slabs.num_units * self.slabs.unit_nbytes)
             retaining = RetainingPolicy(make_policy(self._policy, capacity_nbytes), self.retention)
+            if self._keeps_to_recency:
+                retaining.keep_to_recency()
             known = Partition(owner, sizes, retaining)
             self._partitions[owner, sizes] = known
         known.num_namespaces += 1
         return known
+
+    def keep_to_recency(self) -> None:
+        """Let all policies evict the least recently used blocks. Idempotent.
+
+        Of models with windows, a prefix needs blocks of two namespaces. A policy that judges each block by its own uses
+        keeps one without the other; by recency, they leave together.
+        """
+        if not self._keeps_to_recency:
+            self._keeps_to_recency = True
+            for partition in self._partitions.values():
+                partition.policy.keep_to_recency()
 
     def forget(self, partition: Partition) -> None:
         """Remove a namespace from the partition, and the partition with its last namespace."""
@@ -445,6 +461,9 @@ class TierSpace:
         heads = [(victims[0].last_use, each) for each in others if (victims := self._victims(each, now_ns, 1))]
         heads.sort(key=lambda head: head[0])
         same = next((last_use for last_use, each in heads if each.sizes == own.sizes), None)
+        if same is not None and self._until_clearing[own.sizes] > 0:
+            self._until_clearing[own.sizes] -= 1
+            heads = [head for head in heads if head[1].sizes == own.sizes]
         for _, partition in heads:
             if partition.sizes == own.sizes:
                 return self._evict_one(partition, reason, now_ns, recipient)
@@ -458,6 +477,7 @@ class TierSpace:
                     for size, first_unit in clearing.slabs:
                         self.slabs.open(size, first_unit)
                 return True
+            self._until_clearing[own.sizes] = _BETWEEN_CLEARINGS
         return False
 
     def make_room(self, namespace: NamespaceState, nbytes: int, spare_until: float, now_ns: int) -> None:

@@ -375,3 +375,33 @@ def test_two_models_used_in_turns_both_stay() -> None:
         models.store(Models.LARGE, hot[:3])
         models.store(Models.SMALL if salt % 2 else Models.LARGE, keys(4, salt))
     assert (models.held(Models.SMALL, hot), models.held(Models.LARGE, hot)) == (6, 3)
+
+
+@pytest.mark.parametrize("policy", ["lru", "moonpool"])
+def test_a_prefix_and_its_window_leave_a_full_pool_together(policy: str) -> None:
+    lasting = KvSpec((KvGroup("full", 0, (1,), 1, 16, "float32"),), 16)
+    windowed = KvSpec((KvGroup("window", 64, (0, 2, 3), 1, 16, "float32"),), 16)
+    core = PoolCore(
+        PoolLimits(600 * lasting.block_nbytes, 16 << 10, operation_ns=30 * S, max_lease_ns=600 * S, policy=policy),
+        incarnation=1,
+    )
+    names = kv_namespace("w", lasting), kv_namespace("w", windowed)
+
+    def store(now: int, spec: KvSpec, name: bytes, chain: list[bytes], parents: list[bytes]) -> None:
+        put = PutRequest(name, spec, chain, parents, compute_s=0.01 * len(chain))
+        got = core.allocate(now * S, put, owner="w", owner_incarnation=1, ttl_ns=60 * S)
+        digests = [(bytes(8 * spec.num_layers(0)),)] * len(got.new_blocks)
+        core.seal(now * S, got.put_id, digests)
+        core.fence_revoked(got.put_id)
+
+    chains = [keys(40, salt) for salt in range(30)]
+    for now, chain in enumerate(chains):
+        store(now, lasting, names[0], chain, [ROOT, *chain[:-1]])
+        store(now, windowed, names[1], chain[-4:], [ROOT] * 4)
+    held = [len(core.store.leading_run(names[0], chain)) for chain in chains]
+    seen = [sum(core.store.find(names[1], key) is not None for key in chain[-4:]) for chain in chains]
+    whole = [a == 40 and b == 4 for a, b in zip(held, seen, strict=True)]
+    assert sum(whole) >= 9  # of eleven for which there is room
+    assert whole[-sum(whole) :] == [True] * sum(whole)
+    assert sum(a > 0 or b > 0 for a, b in zip(held, seen, strict=True)) <= sum(whole) + 2
+    assert core.validate() == []

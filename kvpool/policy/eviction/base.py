@@ -65,6 +65,10 @@ class EvictionPolicy(ABC):
         """
         return True
 
+    def keep_to_recency(self) -> None:
+        """Evict the least recently used blocks from now on; the default does nothing."""
+        return
+
     @abstractmethod
     def insert(self, block: Resident, use: Use) -> None:
         """Add a block to the tier; `block.key` may have been here before (ghosts)."""

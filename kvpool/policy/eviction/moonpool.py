@@ -43,6 +43,7 @@ class Moonpool(EvictionPolicy):
         self._ordered_at = -1  # number of uses; -1: outdated
         self._num_passed = 0  # of them
         self._use: Use | None = None
+        self._is_settled = False  # it follows one expert for good
         self._peak_blocks = self._num_pops = self._max_pops = 0
         self._cost_s = self._cost_nbytes = 0.0
 
@@ -74,6 +75,10 @@ class Moonpool(EvictionPolicy):
         else:
             del self._expected[block.key]
         return admits
+
+    def keep_to_recency(self) -> None:
+        self.follow(at.LRU)
+        self._is_settled = True
 
     def insert(self, block: Resident, use: Use) -> None:
         if use is not self._use:
@@ -213,7 +218,7 @@ class Moonpool(EvictionPolicy):
         """Play the collected uses, and choose the expert to follow."""
         shadows = self._shadows
         left = shadows.flush()
-        if left is None or shadows.choose():
+        if left is None or (not self._is_settled and shadows.choose()):
             self._find_unwanted()
         else:
             self._unwanted += left

@@ -283,6 +283,9 @@ class RetainingPolicy(EvictionPolicy):
     def admits(self, block: Resident, use: Use) -> bool:
         return self.retention.holds(block.key) or self.wrapped.admits(block, use)
 
+    def keep_to_recency(self) -> None:
+        self.wrapped.keep_to_recency()
+
     def insert(self, block: Resident, use: Use) -> None:
         self.wrapped.insert(block, use)
 
