@@ -107,7 +107,7 @@ def measure(folder: Path, work: Path, args: argparse.Namespace) -> dict[str, Any
 
 async def _measure(served: Served, args: argparse.Namespace) -> dict[str, Any]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-        client = Client(session, served.url, served.model)
+        client = CompletionsClient(session, served.url, served.model)
         await client.ask(_tokens(0, 64), 4, "warm-up")
         held = await count_held(client, args)
         before, began = await client.moved(), time.monotonic()
@@ -138,14 +138,14 @@ async def _measure(served: Served, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _equal(one: "Turn", other: "Turn") -> int:
+def _equal(one: "AskedTurn", other: "AskedTurn") -> int:
     """Return the number of leading tokens that are equal; only their log-probabilities can be compared."""
     pairs = enumerate(zip(one.answer, other.answer, strict=True))
     return next((i for i, (a, b) in pairs if a != b), len(one.answer))
 
 
 @dataclass(frozen=True)
-class Turn:
+class AskedTurn:
     """One request and its greedy answer."""
 
     prompt: list[int]
@@ -156,14 +156,14 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Client:
+class CompletionsClient:
     """Sender of completions with token ids."""
 
     session: aiohttp.ClientSession
     url: str
     model: str
 
-    async def ask(self, prompt: list[int], max_tokens: int, salt: str = "") -> Turn:
+    async def ask(self, prompt: list[int], max_tokens: int, salt: str = "") -> AskedTurn:
         """Return the answer. Raises RuntimeError if there is none."""
         body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, "logprobs": 1}
@@ -186,7 +186,7 @@ class Client:
                 cached = ((event.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens", cached)
         if len(answer) != max_tokens or len(logprobs) != max_tokens:
             raise RuntimeError(f"{len(answer)} tokens and {len(logprobs)} log-probabilities instead of {max_tokens}")
-        return Turn(prompt, answer, logprobs, cached, ttft_s)
+        return AskedTurn(prompt, answer, logprobs, cached, ttft_s)
 
     async def moved(self) -> dict[str, float]:
         """Return the bytes of KV that all nodes have moved, by path."""
@@ -198,7 +198,7 @@ class Client:
         return found
 
 
-async def count_held(client: Client, args: argparse.Namespace) -> int:
+async def count_held(client: CompletionsClient, args: argparse.Namespace) -> int:
     """Store histories one after the other; return how many of the newest ones are reused when they go on."""
     stored = []
     for i in range(args.fill):
@@ -211,9 +211,9 @@ async def count_held(client: Client, args: argparse.Namespace) -> int:
     return len(stored)
 
 
-async def dialogue(client: Client, number: int, turns: int) -> list[Turn]:
+async def dialogue(client: CompletionsClient, number: int, turns: int) -> list[AskedTurn]:
     """Run one dialogue; return its turns."""
-    found, history = list[Turn](), _tokens(0, SYSTEM_TOKENS)
+    found, history = list[AskedTurn](), _tokens(0, SYSTEM_TOKENS)
     for turn in range(turns):
         history = [*history, *_tokens(10_000 * (number + 1) + turn, QUESTION_TOKENS)]
         found.append(await client.ask(history, ANSWER_TOKENS))

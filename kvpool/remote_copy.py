@@ -87,9 +87,9 @@ async def _copy(
         return Copied(0, 0)
     try:
         assert lease.spec is not None
-        keys = [bytes(key) for key in lease.chain]
-        parents = [bytes(KEY_NBYTES)] * len(keys) if alone else [bytes(KEY_NBYTES), *keys[:-1]]
-        return await _copy_leased(node, PutRequest(kv_namespace, lease.spec, keys, parents), source, lease, deadline)
+        leased = [bytes(key) for key in lease.chain]
+        parents = [bytes(KEY_NBYTES)] * len(leased) if alone else [bytes(KEY_NBYTES), *leased[:-1]]
+        return await _copy_leased(node, PutRequest(kv_namespace, lease.spec, leased, parents), source, lease, deadline)
     finally:
         # If the source cannot be reached, the lease expires.
         with contextlib.suppress(NetworkError):
