@@ -25,7 +25,6 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -238,7 +237,7 @@ def show(result: dict[str, Any]) -> None:
     Console(file=sys.stderr, width=150).print(table)
 
 
-def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", type=_named, default=[], metavar="NAME=FOLDER", help="other models")
     parser.add_argument("--turns", type=int, default=90, help="questions of each dialogue")
@@ -246,7 +245,7 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fill", type=int, default=48, help="histories with which the pool is filled")
     parser.add_argument("--pool-bytes", type=int, default=24 << 20, help="of both pool nodes together")
     parser.add_argument("--store", action="store_true", help="store the result")
-    return parser.parse_args(given)
+    return parser.parse_args()
 
 
 def _named(text: str) -> tuple[str, Path]:

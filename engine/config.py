@@ -263,7 +263,10 @@ def _rounded(value: int) -> str:
 
 def _shown(value: object) -> str:
     """Return a value for an error, shortened: a file may hold integers that Python does not convert to decimal."""
-    text = hex(value) if isinstance(value, int) and value.bit_length() > 64 else repr(value)
+    return _shortened(hex(value) if isinstance(value, int) and value.bit_length() > 64 else repr(value))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
@@ -387,8 +390,9 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
 
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-_INT8_WEIGHTS: dict[str, object] = {**_INT8, "strategy": "channel"}
-_INT8_ACTIVATIONS: dict[str, object] = {**_INT8, "strategy": "token", "dynamic": True}
+INT8_WEIGHTS: dict[str, object] = {**_INT8, "strategy": "channel"}
+INT8_ACTIVATIONS: dict[str, object] = {**_INT8, "strategy": "token", "dynamic": True}
+"""Schemes in compressed-tensors' `quantization_config` for linear layers in int8."""
 
 
 def _int8_linears(read: _Reader) -> bool:
@@ -399,8 +403,9 @@ def _int8_linears(read: _Reader) -> bool:
 
     def require(key: str, value: object, wanted: object) -> None:
         if value != wanted:
+            found = _shortened(json.dumps(value))
             raise UnsupportedModel(
-                f"{read.where}: quantization_config.{key} must be {_plain_json(wanted)}, got {_plain_json(value)}: of "
+                f"{read.where}: quantization_config.{key} must be {json.dumps(wanted)}, got {found}: of "
                 "quantized weights, only compressed-tensors in int8 is supported, per channel, with activations in "
                 "int8, per token and dynamic"
             )
@@ -413,7 +418,7 @@ def _int8_linears(read: _Reader) -> bool:
     (name, group), *_ = groups.items()
     group = group if isinstance(group, dict) else {}
     require(f"config_groups.{name}.targets", group.get("targets"), ["Linear"])
-    for part, wanted in (("weights", _INT8_WEIGHTS), ("input_activations", _INT8_ACTIVATIONS)):
+    for part, wanted in (("weights", INT8_WEIGHTS), ("input_activations", INT8_ACTIVATIONS)):
         scheme = group.get(part)
         for key, value in wanted.items():
             found = scheme.get(key) if isinstance(scheme, dict) else None
@@ -423,11 +428,6 @@ def _int8_linears(read: _Reader) -> bool:
     if ignored or not read.typed("tie_word_embeddings", bool, False):
         require("ignore", ignored, ["lm_head"])
     return True
-
-
-def _plain_json(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _kv_scale_group(read: _Reader, family: str, head_dim: int) -> int:

@@ -270,8 +270,7 @@ class CpuBackend:
         width: int | None = None,
     ) -> None:
         """Compute out (+)= a @ weight + bias of a linear layer, of it the first `width` columns."""
-        parts = (getattr(self._weights, name + part)[layer] for part in ("", "_scale", "_bias"))
-        weight, scale, bias = (part[..., :width] for part in parts)
+        weight, scale, bias = self._weights.linear(name, layer, width)
         if scale.numel():
             rows, depth = a.shape
             steps = work.steps[: rows * depth].reshape(rows, depth)

@@ -97,8 +97,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def _linear(weights: DecoderWeights, name: str, layer: int, x: torch.Tensor) -> torch.Tensor:
-    weight: torch.Tensor
-    weight, scale, bias = (getattr(weights, name + part)[layer] for part in ("", "_scale", "_bias"))
+    weight, scale, bias = weights.linear(name, layer)
     if scale.numel():
         return int8_linear(x, weight, scale, bias)
     return x @ weight + bias if bias.numel() else x @ weight

@@ -277,16 +277,22 @@ def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: b
 
 
 @_kernel(set())
+def _largest_magnitude(x: Floats) -> np.float32:
+    """Return max |x|; not a number if one of x is not."""
+    top = np.float32(0.0)
+    for i in range(x.size):
+        value = abs(x[i])
+        if value > top or value != value:
+            top = value
+    return top
+
+
+@_kernel(set())
 def quantise_tokens(a: Floats, steps: Floats, token_scales: Floats) -> None:
     """Write the integers of a [N, K] and the scale of each row, as `engine.int8_linear.quantised`."""
     for i in range(a.shape[0]):
         x, y = a[i], steps[i]
-        top = np.float32(0.0)
-        for j in range(x.size):
-            value = abs(x[j])
-            if value > top or value != value:
-                top = value
-        scale = np.float32(top / np.float32(127.0))
+        scale = np.float32(_largest_magnitude(x) / np.float32(127.0))
         token_scales[i] = scale
         divisor = scale if scale != 0 else np.float32(1.0)
         for j in range(x.size):
@@ -443,11 +449,7 @@ def encode_row(x: Floats, scale_group: int, out: Bytes) -> None:
     """Write values and scales of one row, as `engine.int8_rows.encode_rows`."""
     for g in range(x.size // scale_group):
         first = g * scale_group
-        top = np.float32(0.0)
-        for i in range(first, first + scale_group):
-            value = abs(x[i])
-            if value > top or value != value:
-                top = value
+        top = _largest_magnitude(x[first : first + scale_group])
         bits, scale = _half(np.float32(top / np.float32(127.0)))
         for i in range(first, first + scale_group):
             value = x[i] / scale if scale > 0 else np.float32(0.0)

@@ -95,8 +95,7 @@ class TorchBackend:
 
     def _linear(self, name: str, layer: int, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
         """Return the first `width` outputs of a linear layer."""
-        parts = (getattr(self._weights, name + part)[layer] for part in ("", "_scale", "_bias"))
-        weight, scale, bias = (part[..., :width] for part in parts)
+        weight, scale, bias = self._weights.linear(name, layer, width)
         if scale.numel():
             return int8_linear(x, weight, scale, bias)
         return torch.addmm(bias, x, weight) if bias.numel() else x @ weight

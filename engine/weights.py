@@ -90,6 +90,13 @@ class DecoderWeights:
     final_norm: torch.Tensor  # [d]
     head: torch.Tensor  # [V, d]; `embedding` itself if they are tied
 
+    def linear(
+        self, name: str, layer: int, width: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (matrix, scale, bias) of one layer of the field `name`, of it the first `width` columns."""
+        weight, scale, bias = (getattr(self, name + part)[layer][..., :width] for part in ("", "_scale", "_bias"))
+        return weight, scale, bias
+
 
 def load_weights(
     config: ModelConfig,

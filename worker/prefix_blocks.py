@@ -113,8 +113,8 @@ class PrefixSave:
         """
         keys = [*self.keys, self.tail_key] if self.tail_tokens else list(self.keys)
         partial = [self.tail_tokens if i == len(self.keys) else 0 for i in range(first, len(keys))]
-        is_first = [i == 0 or (alone and i < len(self.keys)) for i in range(first, len(keys))]
-        parents = [bytes(16) if is_first[i - first] else keys[i - 1] for i in range(first, len(keys))]
+        chained_from = len(self.keys) if alone else 1
+        parents = [keys[i - 1] if i and i >= chained_from else bytes(16) for i in range(first, len(keys))]
         return keys[first:], parents, partial
 
 

@@ -161,9 +161,9 @@ class SimulatedCluster:
             block_tokens=self._workload.block_tokens,
             capacity_tokens=settings.capacity_tokens,
             max_batch=settings.max_batch,
-            kv_bytes_per_token=self.truth.bytes_per_token,
-            window_blocks=-(-self.truth.window_tokens // self._workload.block_tokens),
-            window_bytes_per_token=self.truth.window_bytes_per_token,
+            kv_bytes_per_token=self.truth.profile.kv_bytes_per_token,
+            window_blocks=-(-self.truth.profile.window_tokens // self._workload.block_tokens),
+            window_bytes_per_token=self.truth.profile.window_bytes_per_token,
             hardware=self._kinds[name].hardware if name in self._kinds else "",
             chunk_tokens=settings.chunk_tokens,
         )
@@ -396,7 +396,7 @@ class SimulatedCluster:
 
     def _copy(self, conductor: int, copy: Copy, blocks: tuple[int, ...]) -> None:
         missing = len(blocks) - self.pools.held(copy.target, blocks)[0]
-        nbytes = self.truth.read_nbytes(missing * self._workload.block_tokens)
+        nbytes = self.truth.profile.read_nbytes(missing * self._workload.block_tokens)
         links = (self._hosts[copy.source].out, self._hosts[copy.target].into)
         began_ns = self.clock.now_ns
         end_ns = send(began_ns, links, self.truth.transfer_ns("fetch", nbytes))

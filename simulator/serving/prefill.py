@@ -120,9 +120,9 @@ class SimulatedPrefillNode:
     def _read(self, pool: str, blocks: int, on_ssd: int, into: SimulatedLink, reporter: SimulatedReporter) -> int:
         """Read blocks of a pool node, `on_ssd` of them from its SSD; return the time when they have arrived."""
         now_ns, holder = self._clock.now_ns, self.hosts[pool]
-        nbytes = self._truth.read_nbytes(blocks * self._block_tokens)
+        nbytes = self._truth.profile.read_nbytes(blocks * self._block_tokens)
         if on_ssd:
-            ssd_nbytes = self._truth.read_nbytes(on_ssd * self._block_tokens)
+            ssd_nbytes = self._truth.profile.read_nbytes(on_ssd * self._block_tokens)
             ssd_ns = self._truth.transfer_ns("ssd_read", ssd_nbytes)
             now_ns = send(now_ns, (holder.ssd,), ssd_ns)
             holder.reporter.transfer(TransferSample(ssd_nbytes, ssd_ns / NS, "ssd_read"))
@@ -142,7 +142,7 @@ class SimulatedPrefillNode:
             blocks = min(holder.first_block + holder.num_blocks, work.reused_tokens // self._block_tokens) - first
             if blocks > 0:
                 first += blocks
-                nbytes = self._truth.read_nbytes(blocks * self._block_tokens)
+                nbytes = self._truth.profile.read_nbytes(blocks * self._block_tokens)
                 alone_ns = self._truth.transfer_ns("fetch", nbytes)
                 end_ns = send(now_ns, (self.hosts[holder.pool].out, decode.into), alone_ns)
                 decode.reporter.transfer(TransferSample(nbytes, (end_ns - now_ns) / NS, "pull"))

@@ -88,7 +88,9 @@ class SimulatedGroup:
         """Send KV that the member computes from `begin_ns` to `end_ns`, layer by layer, to the members that need it."""
         self._first_ns[member.node_id] = max(self._first_ns[member.node_id], begin_ns + layer_ns)
         self._last_ns[member.node_id] = max(self._last_ns[member.node_id], end_ns)
-        nbytes = (span[1] - span[0]) * (self._truth.bytes_per_token + self._truth.window_bytes_per_token)
+        nbytes = (span[1] - span[0]) * (
+            self._truth.profile.kv_bytes_per_token + self._truth.profile.window_bytes_per_token
+        )
         needing = {other.node_id: other for other, _ in self._chunks[self._next :]}
         for other in needing.values():
             if other is member or not nbytes:

@@ -115,15 +115,12 @@ class ActualCosts:
         self, profile: CostProfile, settings: ServingSettings, seed: int, kinds: Mapping[str, CostProfile] = NO_KINDS
     ) -> None:
         """`kinds`: profiles of the nodes whose computation `profile` does not describe, by node id."""
-        self._profile = profile
+        self.profile = profile
         self._kinds = kinds
         self._settings = settings
         self._seed = seed
         self._speed: dict[str, float] = {}
         self._dice: dict[str, Random] = {}
-        self.bytes_per_token = profile.kv_bytes_per_token
-        self.window_tokens = profile.window_tokens
-        self.window_bytes_per_token = profile.window_bytes_per_token
 
     def chunk_s(self, node_id: str, work: SimulatedRequest, start: int, end: int) -> float:
         """Return the seconds to compute prompt tokens [start, end) of a request on a node."""
@@ -135,20 +132,16 @@ class ActualCosts:
         luck = exp(self._settings.step_noise * self._rolls(node_id).gauss(0, 1))
         return self._of(node_id).decode_s(batch, context_tokens) * luck * self._node(node_id)
 
-    def read_nbytes(self, tokens: int) -> int:
-        """Return the bytes of the last `tokens` tokens of a prefix."""
-        return self._profile.read_nbytes(tokens)
-
     def push_ns(self, start: int, end: int, prompt_tokens: int) -> int:
         """Return the duration of a push of a prompt's tokens [start, end) without contention."""
-        return self.transfer_ns("push", self._profile.pushed_nbytes(start, end, prompt_tokens))
+        return self.transfer_ns("push", self.profile.pushed_nbytes(start, end, prompt_tokens))
 
     def transfer_ns(self, path: str, nbytes: int) -> int:
         """Return the duration of a transfer without contention; paths as in TransferSample."""
-        return round(self._profile.transfer_s(path, nbytes) * NS)
+        return round(self.profile.transfer_s(path, nbytes) * NS)
 
     def _of(self, node_id: str) -> CostProfile:
-        return self._kinds.get(node_id, self._profile)
+        return self._kinds.get(node_id, self.profile)
 
     def _node(self, node_id: str) -> float:
         if node_id not in self._speed:

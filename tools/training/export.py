@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.config import INT8_ACTIVATIONS, INT8_WEIGHTS
 from engine.folder import SCALE_SUFFIX
 from engine.int8_linear import quantise_checkpoint
 from tools.training import checkpoint
@@ -22,15 +23,14 @@ from tools.training.sources import sha256_of
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _QUANTIZATION = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+            "weights": {**INT8_WEIGHTS, "dynamic": False},
+            "input_activations": INT8_ACTIVATIONS,
         }
     },
     "ignore": ["lm_head"],
@@ -102,8 +102,8 @@ def export(path: Path, tokenizer_folder: Path, folder: Path) -> None:
 def _stored(model: Llama) -> dict[str, Tensor]:
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     in_int8 = [name for name in tensors if model.shape.int8 and name.endswith("proj.weight")]
-    rounded = quantise_checkpoint(tensors, in_int8)
-    return {name: tensor.half() if name in tensors.keys() - in_int8 else tensor for name, tensor in rounded.items()}
+    rounded, in_floats = quantise_checkpoint(tensors, in_int8), tensors.keys() - in_int8
+    return {name: tensor.half() if name in in_floats else tensor for name, tensor in rounded.items()}
 
 
 def load(folder: Path) -> Llama:
