@@ -49,7 +49,9 @@ class _Context:
 
 
 class ChunkAttention:
-    """Attention of one step's rows: `run` computes long chunks, and the row kernel computes `short_rows`."""
+    """Attention of one step's rows: `run` computes long chunks, and the row kernel all others (`short_rows`), or all
+    chunks `by_row`.
+    """
 
     def __init__(
         self,
@@ -58,15 +60,17 @@ class ChunkAttention:
         shape: DecoderDims,
         sinks: kernels.Floats,
         step: kernels.StepArrays,
+        *,
+        by_row: bool,
     ) -> None:
         self._shape = shape
         self._sinks = sinks  # [L, heads | 0]
         self._step = step
         self._fused = not sinks.size and not shape.softcap and torch.get_num_threads() > _FEW_THREADS
         self._contexts: list[list[_Context]] = [[] for _ in cache.groups]
-        sizes = np.diff(plan.chunk_rows)
-        self.short_rows = np.flatnonzero(sizes[plan.row_chunk] <= _SHORT_CHUNK).astype(np.int32)
-        for chunk, group in itertools.product(np.flatnonzero(sizes > _SHORT_CHUNK), range(len(cache.groups))):
+        are_long = (np.diff(plan.chunk_rows) > _SHORT_CHUNK) & (not by_row)
+        self.short_rows = np.flatnonzero(~are_long[plan.row_chunk]).astype(np.int32)
+        for chunk, group in itertools.product(np.flatnonzero(are_long), range(len(cache.groups))):
             self._contexts[group].append(_context(plan, cache, int(chunk), group, step.read_tables))
         contexts = [context for contexts in self._contexts for context in contexts]
         tokens = max((context.tokens for context in contexts), default=0)
@@ -162,7 +166,9 @@ class CpuBackend:
     """Backend that runs planned steps with compiled kernels; its work buffers grow to the largest step so far.
 
     With `batch_invariant` every step runs through the compiled kernels, whose rows do not depend on the rest of the
-    batch: equal tokens give equal bits for any chunking and any other rows, at a lower prefill speed.
+    batch: equal tokens give equal bits for any chunking and any other rows, at a lower prefill speed. A model in int8
+    gives equal bits always: its matrix products are exact, and the row kernel computes all of its attention. Otherwise
+    a sum in another order could round an activation to the next integer.
     """
 
     def __init__(
@@ -172,6 +178,7 @@ class CpuBackend:
         self._weights = weights
         self._rope = rope
         self._few_rows = config.max_positions * 1024 if batch_invariant else FEW_ROWS
+        self._by_row = config.int8_linears
         self._shape = DecoderDims(
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -199,9 +206,9 @@ class CpuBackend:
         if count <= self._few_rows:
             self._run_compiled(step, work, on_layer, before_layer)
         else:
-            attention = ChunkAttention(plan, cache, self._shape, self._arrays.sinks, step)
+            attention = ChunkAttention(plan, cache, self._shape, self._arrays.sinks, step, by_row=self._by_row)
             self._run_composed(attention, step, work, on_layer, before_layer)
-        return self._logits(plan, work.x, compiled=count <= self._few_rows)
+        return self._logits(plan, work.x, compiled=count <= self._few_rows or self._by_row)
 
     def _run_compiled(self, step: StepArrays, work: WorkBuffers, on_layer: LayerHook, before_layer: LayerHook) -> None:
         layers, rows = self._config.num_layers, np.arange(len(work.x), dtype=np.int32)

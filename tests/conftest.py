@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import gc
 import ipaddress
 import os
 import shutil
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = {item: str(item.path.relative_to(TESTS)) for item in items}
     order = order_of(files.values())
     items.sort(key=lambda item: (order[files[item]], files[item]))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and items live until the end: whoever collects garbage need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

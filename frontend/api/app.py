@@ -1,5 +1,6 @@
 """ASGI application: routes, error responses, and the trace span of each request."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from frontend.api.body import BodyReservation, parse_body, read_body
 from frontend.api.formats import ChatFormatter, CompletionFormatter, ResponseFormatter
 from frontend.api.generate import PreparedAnswer, answer, given_request_id
-from frontend.api.openapi import describe
+from frontend.api.openapi import encoded_description
 from frontend.api.request_base import RequestModel
 from frontend.api.request_models import (
     ChatBody,
@@ -110,7 +111,6 @@ class _Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._description = encode(describe(asks_for_key=service.keys.are_required))
 
     async def completions(self, http: Request) -> Response:
         return await self._generate(http, CompletionBody, Preparer.completion, CompletionFormatter)
@@ -178,7 +178,8 @@ class _Routes:
         return _json(self._service.validate())
 
     async def openapi(self, http: Request) -> Response:
-        return Response(self._description, media_type="application/json")
+        description = partial(encoded_description, asks_for_key=self._service.keys.are_required)
+        return Response(await asyncio.to_thread(description), media_type="application/json")
 
     async def _generate(
         self, http: Request, kind: type[G], prepare: Prepare[G], form: type[ResponseFormatter]

@@ -1,6 +1,7 @@
 """OpenAPI description of the API, generated from the models that validate requests."""
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -8,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from frontend.api import request_models, response_models
 from frontend.api.request_models import CLASS_NAME, refused_fields
+from frontend.api.stream import encode
 from frontend.sessions import MAX_SESSION_CHARS, PARENT_HEADERS, SESSION_HEADERS
 
 _ERRORS: Final = {
@@ -88,8 +90,14 @@ _ANSWERS: Final = (
 )
 
 
+@cache
+def encoded_description(*, asks_for_key: bool) -> bytes:
+    """Return what is served at /openapi.json. The first call takes a fraction of a second."""
+    return encode(describe(asks_for_key=asks_for_key))
+
+
 def describe(*, asks_for_key: bool) -> dict[str, Any]:
-    """Return the description served at /openapi.json."""
+    """Return the description of the API."""
     paths = {
         "/v1/completions": _post(
             "Continue prompts",

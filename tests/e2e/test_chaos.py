@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 11
 KINDS = "kill,pause_short,pause_long,cut_frontend_conductor,cut_prefill_decode,disk_errors,disk_full,clock_jump"
 
 
+@pytest.mark.nightly
 def test_a_cluster_under_faults_loses_no_request_and_answers_no_wrong_token(namespaces: None, tmp_path: Path) -> None:
     arguments = ["--seconds", "44", "--seed", str(SEED), "--engines", "paced", "--kinds", KINDS, "--out", str(tmp_path)]
     done = subprocess.run(

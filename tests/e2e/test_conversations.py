@@ -115,7 +115,7 @@ async def talk_long(dialogue: Dialogue, turns: int = TURNS, **options: Any) -> D
     return dialogue
 
 
-@pytest.fixture(scope="module", params=CLUSTERS)
+@pytest.fixture(scope="module", params=[pytest.param(8, marks=pytest.mark.nightly), 16])
 def live(request: pytest.FixtureRequest, start_cluster: Callable[..., AbstractContextManager[Any]]) -> Iterator[Live]:
     with start_cluster(MODEL, "--block-tokens", str(request.param), *CLUSTERS[request.param]) as cluster:
         yield Live(cluster, request.param)

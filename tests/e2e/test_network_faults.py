@@ -76,7 +76,13 @@ async def ask(session: aiohttp.ClientSession, cluster: Any, prompt_ids: list[int
     return type("A", (), {"prompt_ids": prompt_ids, "token_ids": answer["choices"][0]["token_ids"]})
 
 
-@pytest.mark.parametrize("cut", [DECODERS[:1], DECODERS], ids=["from one of two decode nodes", "from all decode nodes"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(DECODERS[:1], id="from one of two decode nodes"),
+        pytest.param(DECODERS, id="from all decode nodes", marks=pytest.mark.nightly),
+    ],
+)
 async def test_a_partition_in_mid_request_ends_every_request_in_time_and_heals(
     cut: tuple[str, ...],
     networked: Networked,

@@ -138,7 +138,10 @@ async def test_what_would_stop_the_service_is_refused(cluster: Any, arguments: t
     assert {"prefill-0", "decode-0"} <= workers(cluster)
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "pool-0", "conductor", "frontend"])
+@pytest.mark.parametrize(
+    "victim",
+    ["decode-0", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pool-0", "frontend")), "conductor"],
+)
 async def test_a_process_that_hangs_is_started_again(
     victim: str, cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:

@@ -93,6 +93,13 @@ def test_logits_are_the_dense_references_in_any_cuts(folder: Path, backend: Any,
     assert off.mean() < MOST_FLIPPED * np.abs(exact - expected).mean()
 
 
+@pytest.mark.parametrize("cuts", [[1, 2, 3, 50], [33, 34], list(range(1, 90, 7))], ids=str)
+def test_cuts_do_not_change_a_bit_with_compiled_kernels(folder: Path, cuts: list[int]) -> None:
+    model = load_model(folder)
+    ids = np.random.default_rng(1).integers(0, model.config.vocab_size, 100)
+    assert np.array_equal(forward(model, ids, cuts), forward(model, ids, []))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 1040), st.integers(1, 24), st.booleans(), st.integers(0, 1 << 30))
 def test_float32_and_the_kernels_give_the_bits_of_integer_products(

@@ -21,7 +21,16 @@ LARGE = (
 )
 
 
-@pytest.mark.parametrize("attack", [bombs.SCHEMAS, bombs.SCATTERED_SCHEMAS], ids=lambda attack: attack.name)
+def nightly(attack: Attack) -> Any:
+    """For attacks of which a cheaper one of the same kind runs always."""
+    return pytest.param(attack, marks=pytest.mark.nightly)
+
+
+def _name(attack: Attack) -> str:
+    return attack.name
+
+
+@pytest.mark.parametrize("attack", [nightly(bombs.SCHEMAS), bombs.SCATTERED_SCHEMAS], ids=_name)
 async def test_schema_bombs_are_refused_and_delay_nobody(
     target: AttackedCluster, second_tenant: Any, attack: Attack
 ) -> None:
@@ -29,7 +38,7 @@ async def test_schema_bombs_are_refused_and_delay_nobody(
 
 
 @pytest.mark.parametrize(
-    "attack", [bombs.GRAMMARS, bombs.SCATTERED_GRAMMARS, bombs.AUTOMATA, bombs.LATE], ids=lambda attack: attack.name
+    "attack", [bombs.GRAMMARS, bombs.SCATTERED_GRAMMARS, bombs.AUTOMATA, nightly(bombs.LATE)], ids=_name
 )
 async def test_grammar_bombs_are_refused_and_delay_nobody(
     target: AttackedCluster, second_tenant: Any, attack: Attack
@@ -37,7 +46,7 @@ async def test_grammar_bombs_are_refused_and_delay_nobody(
     await carry_out(attack, target)
 
 
-@pytest.mark.parametrize("attack", LARGE, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", LARGE, ids=_name)
 async def test_long_texts_are_refused_and_delay_nobody(
     target: AttackedCluster, second_tenant: Any, attack: Attack
 ) -> None:

@@ -148,7 +148,8 @@ async def change_nodes(cluster: Any, *command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("victim", [pytest.param("decode-0", marks=pytest.mark.nightly), "prefill-0"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 async def test_after_the_death_of_a_worker_answers_go_on_and_prefixes_come_from_the_pool(
     victim: str, pair: Any, session: aiohttp.ClientSession
 ) -> None:

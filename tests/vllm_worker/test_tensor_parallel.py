@@ -29,6 +29,8 @@ from tests.vllm_worker.test_cluster import SAMPLED, prompts
 from tests.vllm_worker.test_handover import GREEDY, complete_all, nodes_metric
 from tools.soak.proxy import UP, FaultProxy
 
+pytestmark = pytest.mark.nightly  # three engines start
+
 CAPACITY = 4096
 HERE, PROXY = "127.0.0.1", "127.0.0.2"
 

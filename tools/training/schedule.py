@@ -46,7 +46,6 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "base": (
         Stage((Phase(0.3, 256, _COPYING), Phase(1.0, 512, _READING))),
         Stage((Phase(0.6, 512, _READING), Phase(1.0, 1024, _READING))),
-        Stage((Phase(0.5, 512, _READING), Phase(1.0, 1024, _READING))),
         Stage((Phase(0.3, 1024, _READING), Phase(0.7, 2048, _READING), Phase(1.0, 4096, _READING)), decays=True),
     ),
     "small": (
