@@ -8,8 +8,9 @@ suffices.
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,10 +19,11 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
 
+from engine import ForwardBatch, SequenceChunk, load_model
 from tools.training import knowledge, passages, sinks
 from tools.training import tokenizer as bpe
 from tools.training.corpus import Corpus
-from tools.training.export import load
+from tools.training.export import load, write
 from tools.training.facts import Fact, draw_fact, values_of
 from tools.training.model import Llama
 from tools.training.prepare import CACHE
@@ -198,6 +200,43 @@ def sink_report(model: Llama, tokens: np.ndarray) -> dict[str, object]:
     return {"mass_by_layer": masses, "window_nats_by_sinks": losses, "full_attention_nats": every}
 
 
+def int8_report(folder: Path, model: Llama, sources: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return the loss as training computes it and as the engine serves it, on one window of each source.
+
+    For a model that was not trained in int8, also its loss after weights, activations and KV are rounded to int8.
+    """
+    windows = [torch.tensor([bpe.BOS_ID, *tokens[: model.shape.positions // 2].astype(np.int64)]) for tokens in sources]
+    report = {"nats_in_training": _mean_loss(windows, lambda ids: model(ids[None])[0])}
+    report["nats_served"] = _served_loss(folder, windows)
+    if not model.shape.int8:
+        rounded = Llama(replace(model.shape, int8=True))
+        rounded.load_state_dict(model.state_dict())
+        with tempfile.TemporaryDirectory() as name:
+            write(rounded, folder, Path(name))
+            report["nats_served_after_rounding"] = _served_loss(Path(name), windows)
+    return {key: round(nats, 4) for key, nats in report.items()}
+
+
+def _served_loss(folder: Path, windows: list[torch.Tensor]) -> float:
+    engine, block_tokens = load_model(folder, threads=1), 16
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        blocks = -(-len(ids) // block_tokens)
+        table = np.arange(blocks, dtype=np.int32)
+        groups = len(engine.kv_groups)
+        cache = engine.new_cache((blocks,) * groups, block_tokens)
+        chunk = SequenceChunk(ids.numpy().astype(np.int32), 0, (table,) * groups, want_logits=True, every=True)
+        return engine.forward(ForwardBatch([chunk]), cache)
+
+    return _mean_loss(windows, logits)
+
+
+@torch.no_grad()
+def _mean_loss(windows: list[torch.Tensor], logits: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    losses = [functional.cross_entropy(logits(ids)[:-1].double(), ids[1:]) for ids in windows]
+    return float(torch.stack(losses).mean())
+
+
 def evaluate(folder: Path, cache: Path, *, windows: int, questions: int) -> dict[str, object]:
     """Return all measures of the model in ``folder`` as JSON-compatible data."""
     model, tokenizer = load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -217,6 +256,7 @@ def evaluate(folder: Path, cache: Path, *, windows: int, questions: int) -> dict
     report["reading_exact_match"] = reading_table(model, corpus, tokenizer)
     if not model.shape.sinks:  # learned ones are no tokens
         report["sinks"] = sink_report(model, corpus.tokens[0])
+    report["int8"] = int8_report(folder, model, corpus.tokens)
     report["recall_exact_match"] = recall_table(model, corpus, tokenizer, questions)
     return report
 

@@ -84,11 +84,16 @@ def config_of(shape: ModelShape) -> dict[str, object]:
 
 
 def export(path: Path, tokenizer_folder: Path, folder: Path) -> None:
-    """Write config, weights (float16, or int8 if they were trained in it) and tokenizer files into ``folder``.
+    """Write a checkpoint's model; see `write`."""
+    _, model, _ = checkpoint.read(path)
+    write(model, tokenizer_folder, folder)
+
+
+def write(model: Llama, tokenizer_folder: Path, folder: Path) -> None:
+    """Write config, weights (float16, or int8 if the model computes in it) and tokenizer files into ``folder``.
 
     Other files in it are kept.
     """
-    _, model, _ = checkpoint.read(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_stored(model), folder / "model.safetensors", metadata={"format": "pt"})
     generation = {"bos_token_id": bpe.BOS_ID, "eos_token_id": bpe.EOS_ID, "pad_token_id": bpe.PAD_ID}

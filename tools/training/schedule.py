@@ -40,13 +40,22 @@ class Stage:
 
 _COPYING = Mixture(reading=0.35, recall=0.2, copy=0.15)
 _READING = Mixture(reading=0.55, recall=0.12, copy=0.03)
+_ANSWERING = Mixture(reading=0.62, recall=0.16, copy=0.02)
 _FACTS = Mixture(reading=0.0, recall=0.4, copy=0.1)
 
 STAGES: dict[str, tuple[Stage, ...]] = {
     "base": (
         Stage((Phase(0.3, 256, _COPYING), Phase(1.0, 512, _READING))),
         Stage((Phase(0.6, 512, _READING), Phase(1.0, 1024, _READING))),
-        Stage((Phase(0.3, 1024, _READING), Phase(0.7, 2048, _READING), Phase(1.0, 4096, _READING)), decays=True),
+        Stage(
+            (
+                Phase(0.35, 512, _ANSWERING),
+                Phase(0.6, 1024, _ANSWERING),
+                Phase(0.85, 2048, _ANSWERING),
+                Phase(1.0, 4096, _ANSWERING),
+            ),
+            decays=True,
+        ),
     ),
     "small": (
         Stage((Phase(0.5, 512, _READING), Phase(1.0, 1024, _READING))),

@@ -12,6 +12,7 @@ from torch.nn import functional
 from engine import load_model
 from tools.training import checkpoint
 from tools.training.errors import UnsuitableShape
+from tools.training.evaluate import int8_report
 from tools.training.export import export, load
 from tools.training.int8 import fake_kept, fake_quantised
 from tools.training.model import Llama, ModelShape
@@ -60,6 +61,17 @@ def test_the_served_loss_is_that_of_training(small: Llama, tmp_path: Path, cache
         # Weights are stored in float16 where they are not in int8.
         assert loss_of(logits, ids[row]) == pytest.approx(loss_of(expected, ids[row]), abs=2e-2)
         assert loss_of(logits, ids[row]) == pytest.approx(loss_of(same, ids[row]), abs=1e-3)
+
+
+def test_the_report_compares_training_serving_and_rounding(small: Llama, tmp_path: Path, cache: Path) -> None:
+    folder = exported(small, tmp_path, cache)
+    sources = [np.random.default_rng(seed).integers(6, 2048, 200).astype(np.uint16) for seed in (3, 4)]
+    report = int8_report(folder, load(folder), sources)
+    assert report["nats_served"] == pytest.approx(report["nats_in_training"], abs=1e-3)
+    rounded = report.get("nats_served_after_rounding")
+    assert (rounded is None) == small.shape.int8
+    if rounded is not None:
+        assert 1e-4 < abs(rounded - report["nats_served"]) < 0.5
 
 
 def test_windows_sinks_and_owners_take_part(small: Llama) -> None:
