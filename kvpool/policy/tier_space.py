@@ -7,14 +7,15 @@ victim. Between partitions, the one whose next victim was used longest ago loses
 Freed slots of one size are of no use to another size; only a whole free slab is. Evicting the copies of one size in the
 policy's order frees slots scattered over many slabs, and a few copies in frequent use would keep every slab from
 another model indefinitely. Therefore slabs are cleared whole, with all copies in them and all that follow those copies
-(`plan_clearing`): among the slabs around the next victims, those whose copies have the oldest mean last use.
+(`plan_clearing`): among the slabs around the next victims, those whose copies have the oldest mean last use. In a tier
+that keeps to recency, the newest last use counts instead: a prefix that loses one block of its window is lost whole.
 
 `NamespaceTable` holds what the blocks of a namespace share: spec, slot sizes, partitions and quota.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import SpecError, SpecMismatch
@@ -31,8 +32,12 @@ class SlabClearing:
     """Copies to evict, in this order (followers first), and the slabs to create afterwards."""
 
     copies: list[BlockCopy]
-    mean_last_use: float
+    last_use: float  # of these, as `LastUse`
     slabs: list[tuple[int, int]]  # size of a slot, first unit
+
+
+LastUse = Callable[[Collection[BlockCopy]], float]
+"""What counts as the last use of several copies."""
 
 
 def plan_clearing(
@@ -42,6 +47,7 @@ def plan_clearing(
     freed: Mapping[int, int],
     sizes: Sequence[int],
     victims: Sequence[BlockCopy],
+    last_use: LastUse,
 ) -> SlabClearing | None:
     """Return the evictions that make room for a slot of each of the sizes; None if impossible.
 
@@ -51,7 +57,7 @@ def plan_clearing(
     # Free slots are allocated while the rest is planned, so that none is planned twice.
     free, missing = _take_free(slabs, sizes)
     try:
-        return _plan(tier, slabs, holders, freed, missing, victims)
+        return _plan(tier, slabs, holders, freed, missing, victims, last_use)
     finally:
         for offset in free:
             slabs.free(offset)
@@ -81,6 +87,7 @@ def _plan(
     freed: Mapping[int, int],
     sizes: Sequence[int],
     victims: Sequence[BlockCopy],
+    last_use: LastUse,
 ) -> SlabClearing | None:
     chosen: dict[BlockCopy, None] = {}
     taken: set[int] = set()  # units of the slabs to come
@@ -97,14 +104,14 @@ def _plan(
         for window in windows.values():
             copies = _with_followers(tier, slabs.used_offsets(window), holders, freed)
             if copies is not None:
-                plans.append((_mean_last_use(copies), window.start, copies))
+                plans.append((last_use(copies), window.start, copies))
         if not plans:
             return None
         _, start, best = min(plans, key=lambda plan: plan[:2])
         chosen |= best
         taken |= set(windows[start])
         made.append((size, start))
-    return SlabClearing(list(chosen), _mean_last_use(chosen), made)
+    return SlabClearing(list(chosen), last_use(chosen), made)
 
 
 def _with_followers(
@@ -152,9 +159,12 @@ def _copy_in(block: Block, tier: int) -> BlockCopy | None:
     return block.dram if tier == DRAM else block.ssd
 
 
-def _mean_last_use(copies: Iterable[BlockCopy]) -> float:
-    uses = [copy.last_use for copy in copies]
-    return sum(uses) / len(uses) if uses else 0.0
+def mean_last_use(copies: Collection[BlockCopy]) -> float:
+    return sum(copy.last_use for copy in copies) / len(copies) if copies else 0.0
+
+
+def newest_last_use(copies: Collection[BlockCopy]) -> float:
+    return max((copy.last_use for copy in copies), default=0.0)
 
 
 _BETWEEN_CLEARINGS = 16  # evictions after which slabs of other sizes are considered again if none was worth it
@@ -468,8 +478,9 @@ class TierSpace:
             if partition.sizes == own.sizes:
                 return self._evict_one(partition, reason, now_ns, recipient)
             victims = self._victims(partition, now_ns, _NUM_LOOKED_AT)
-            clearing = plan_clearing(self._tier, self.slabs, self.holders, self.freed, own.sizes, victims)
-            if clearing is not None and clearing.copies and (same is None or clearing.mean_last_use <= same):
+            last_use = newest_last_use if self._keeps_to_recency else mean_last_use
+            clearing = plan_clearing(self._tier, self.slabs, self.holders, self.freed, own.sizes, victims, last_use)
+            if clearing is not None and clearing.copies and (same is None or clearing.last_use <= same):
                 for copy in clearing.copies:
                     self.leave(copy)
                     self._give_up(copy, "slab", now_ns)

@@ -59,6 +59,19 @@ def test_a_conversation_that_stays_away_for_long_leaves_before_new_prompts() -> 
     assert drained(policy, 3060) == ["a0", "b0"]
 
 
+def test_a_prompt_is_evicted_from_its_end_before_a_younger_one_is_touched() -> None:
+    policy = make_policy("moonpool", 100)
+    policy.keep_to_recency()
+    chains = [stored(policy, n, [f"{name}{depth}" for depth in range(4)]) for n, name in enumerate("abc")]
+    by_key = {block.key: block for chain in chains for block in chain}
+    found = list[object]()
+    while (victim := policy.pop(10 * SECOND, always)) is not None:
+        found.append(victim.key)
+        if victim.parent is not None:
+            policy.offer(by_key[victim.parent])
+    assert found == [block.key for chain in chains for block in reversed(chain)]
+
+
 @pytest.mark.parametrize(
     "cheapen",
     [

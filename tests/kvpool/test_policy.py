@@ -378,12 +378,17 @@ def test_two_models_used_in_turns_both_stay() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "moonpool"])
-def test_a_prefix_and_its_window_leave_a_full_pool_together(policy: str) -> None:
-    lasting = KvSpec((KvGroup("full", 0, (1,), 1, 16, "float32"),), 16)
-    windowed = KvSpec((KvGroup("window", 64, (0, 2, 3), 1, 16, "float32"),), 16)
+@pytest.mark.parametrize(
+    ("blocks", "window_blocks", "arena_nbytes", "slab_nbytes", "room"),
+    [(40, 4, 600 * 1024, 16 << 10, 9), (116, 64, 11_175_000, 174_080, 21)],
+)
+def test_prefixes_and_their_windows_leave_a_full_pool_together_and_in_turn(
+    policy: str, blocks: int, window_blocks: int, arena_nbytes: int, slab_nbytes: int, room: int
+) -> None:
+    lasting = KvSpec((KvGroup("full", 0, (1,), 1, 8, "float32"),), 16)
+    windowed = KvSpec((KvGroup("window", 64, (0, 2, 3, 4, 5, 6), 1, 8, "float32"),), 16)
     core = PoolCore(
-        PoolLimits(600 * lasting.block_nbytes, 16 << 10, operation_ns=30 * S, max_lease_ns=600 * S, policy=policy),
-        incarnation=1,
+        PoolLimits(arena_nbytes, slab_nbytes, operation_ns=30 * S, max_lease_ns=600 * S, policy=policy), incarnation=1
     )
     names = kv_namespace("w", lasting), kv_namespace("w", windowed)
 
@@ -394,14 +399,18 @@ def test_a_prefix_and_its_window_leave_a_full_pool_together(policy: str) -> None
         core.seal(now * S, got.put_id, digests)
         core.fence_revoked(got.put_id)
 
-    chains = [keys(40, salt) for salt in range(30)]
+    chains = [keys(blocks, salt) for salt in range(60)]
     for now, chain in enumerate(chains):
-        store(now, lasting, names[0], chain, [ROOT, *chain[:-1]])
-        store(now, windowed, names[1], chain[-4:], [ROOT] * 4)
-    held = [len(core.store.leading_run(names[0], chain)) for chain in chains]
-    seen = [sum(core.store.find(names[1], key) is not None for key in chain[-4:]) for chain in chains]
-    whole = [a == 40 and b == 4 for a, b in zip(held, seen, strict=True)]
-    assert sum(whole) >= 9  # of eleven for which there is room
-    assert whole[-sum(whole) :] == [True] * sum(whole)
-    assert sum(a > 0 or b > 0 for a, b in zip(held, seen, strict=True)) <= sum(whole) + 2
+        parents = [ROOT, *chain[:-1]]
+        for first in range(0, blocks, blocks // 8):  # as a prompt is stored, chunk by chunk
+            chunk = slice(first, first + blocks // 8)
+            store(now, lasting, names[0], chain[chunk], parents[chunk])
+        for half in (chain[-window_blocks : -window_blocks // 2], chain[-window_blocks // 2 :]):
+            store(now, windowed, names[1], half, [ROOT] * len(half))
+        held = [len(core.store.leading_run(names[0], chain)) for chain in chains]
+        seen = [sum(core.store.find(names[1], key) is not None for key in chain[-window_blocks:]) for chain in chains]
+        whole = [a == blocks and b == window_blocks for a, b in zip(held, seen, strict=True)][: now + 1]
+        assert sum(whole) >= min(now + 1, 0.8 * room)
+        assert whole[-sum(whole) :] == [True] * sum(whole)
+        assert sum(a > 0 or b > 0 for a, b in zip(held, seen, strict=True)) <= sum(whole) + 3
     assert core.validate() == []

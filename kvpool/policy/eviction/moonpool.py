@@ -42,6 +42,9 @@ class Moonpool(EvictionPolicy):
         self._order: list[tuple[int, int]] = []  # (row, its visit) of further victims, next one first
         self._ordered_at = -1  # number of uses; -1: outdated
         self._num_passed = 0  # of them
+        # Like `_order`, last one first: what evictions of further victims have made evictable since that was made.
+        self._exposed: list[tuple[int, int]] = []
+        self._evicted_visit = -1  # of the last of these victims
         self._use: Use | None = None
         self._is_settled = False  # it follows one expert for good
         self._peak_blocks = self._num_pops = self._max_pops = 0
@@ -133,6 +136,8 @@ class Moonpool(EvictionPolicy):
             self._unwanted.appendleft(row)
             if len(self._unwanted) > 2 * len(self._blocks) + 256:
                 self._unwanted = deque(row for row in dict.fromkeys(self._unwanted) if self._is_unwanted(row))
+        elif cells[place + at.VISIT] <= self._evicted_visit:
+            self._exposed.append((row, cells[place + at.VISIT]))
 
     def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
         self._flush()
@@ -159,6 +164,7 @@ class Moonpool(EvictionPolicy):
             block = self._blocks[row]
             cells[row * at.NUM_COLUMNS + at.OFFERED] = 0
             if may_take(block):
+                self._evicted_visit = cells[row * at.NUM_COLUMNS + at.VISIT]
                 self._forget(block)
                 return block
         self._num_admitted -= self._num_admitted > 0  # the block that was to be stored is refused
@@ -280,14 +286,23 @@ class Moonpool(EvictionPolicy):
             cells = shadows.cells
             self._order = [(row, cells[row * at.NUM_COLUMNS + at.VISIT]) for row in shadows.victims(now_ns)]
             self._ordered_at, self._num_passed = num_uses, 0
+            self._exposed.clear()
+            self._evicted_visit = -1
+        exposed = self._exposed
+        while exposed and not self._is_offered_since(*exposed[-1]):
+            exposed.pop()
+        yield from (row for row, visit in exposed[::-1] if self._is_offered_since(row, visit))
         for i in range(self._num_passed, len(self._order)):
             row, visit = self._order[i]
-            place = row * at.NUM_COLUMNS
-            cells = shadows.cells
-            if cells[place + at.LIVE] and cells[place + at.OFFERED] and cells[place + at.VISIT] == visit:
+            if self._is_offered_since(row, visit):
                 yield row
             elif i == self._num_passed:  # so that evicting all takes linear time
                 self._num_passed += 1
+
+    def _is_offered_since(self, row: int, visit: int) -> bool:
+        """Return True if the row's block is offered and has not been used since that visit."""
+        cells, place = self._shadows.cells, row * at.NUM_COLUMNS
+        return bool(cells[place + at.LIVE] and cells[place + at.OFFERED] and cells[place + at.VISIT] == visit)
 
     def _forget(self, block: Resident) -> None:
         row = _row_of(block)
