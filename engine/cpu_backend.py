@@ -49,9 +49,7 @@ class _Context:
 
 
 class ChunkAttention:
-    """Attention of one step's rows: `run` computes long chunks, and the row kernel all others (`short_rows`), or all
-    chunks `by_row`.
-    """
+    """Attention of one step: `run` computes long chunks, and the row kernel `short_rows`, or all rows if `by_row`."""
 
     def __init__(
         self,

@@ -159,11 +159,11 @@ def _copy_in(block: Block, tier: int) -> BlockCopy | None:
     return block.dram if tier == DRAM else block.ssd
 
 
-def mean_last_use(copies: Collection[BlockCopy]) -> float:
+def _mean_last_use(copies: Collection[BlockCopy]) -> float:
     return sum(copy.last_use for copy in copies) / len(copies) if copies else 0.0
 
 
-def newest_last_use(copies: Collection[BlockCopy]) -> float:
+def _newest_last_use(copies: Collection[BlockCopy]) -> float:
     return max((copy.last_use for copy in copies), default=0.0)
 
 
@@ -474,11 +474,11 @@ class TierSpace:
         if same is not None and self._until_clearing[own.sizes] > 0:
             self._until_clearing[own.sizes] -= 1
             heads = [head for head in heads if head[1].sizes == own.sizes]
+        last_use = _newest_last_use if self._keeps_to_recency else _mean_last_use
         for _, partition in heads:
             if partition.sizes == own.sizes:
                 return self._evict_one(partition, reason, now_ns, recipient)
             victims = self._victims(partition, now_ns, _NUM_LOOKED_AT)
-            last_use = newest_last_use if self._keeps_to_recency else mean_last_use
             clearing = plan_clearing(self._tier, self.slabs, self.holders, self.freed, own.sizes, victims, last_use)
             if clearing is not None and clearing.copies and (same is None or clearing.last_use <= same):
                 for copy in clearing.copies:

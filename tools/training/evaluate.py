@@ -41,18 +41,26 @@ SINK_TOKENS = 1500
 SEED = 7
 
 
-@torch.no_grad()
+Logits = Callable[[torch.Tensor], torch.Tensor]
+"""Maps ids [1, tokens] to logits [1, tokens, vocabulary], as a model does."""
+
+
 def text_losses(model: Llama, tokens: np.ndarray, windows: int) -> np.ndarray:
+    """Return the losses of windows as long as the model's context; see `window_losses`."""
+    return window_losses(model, tokens, windows, model.shape.positions - 1)
+
+
+@torch.no_grad()
+def window_losses(logits: Logits, tokens: np.ndarray, windows: int, context: int) -> np.ndarray:
     """Return the loss in nats of every target, [windows, context], over evenly spaced windows of one source.
 
     Each window starts with BOS.
     """
-    context = model.shape.positions - 1
     starts = np.linspace(0, len(tokens) - context, windows).astype(int)
     losses = []
     for start in starts:
         ids = torch.tensor([[bpe.BOS_ID, *tokens[start : start + context].astype(np.int64)]])
-        losses.append(functional.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="none").numpy())
+        losses.append(functional.cross_entropy(logits(ids[:, :-1])[0], ids[0, 1:], reduction="none").numpy())
     return np.stack(losses)
 
 
@@ -205,36 +213,32 @@ def int8_report(folder: Path, model: Llama, sources: Sequence[np.ndarray]) -> di
 
     For a model that was not trained in int8, also its loss after weights, activations and KV are rounded to int8.
     """
-    windows = [torch.tensor([bpe.BOS_ID, *tokens[: model.shape.positions // 2].astype(np.int64)]) for tokens in sources]
-    report = {"nats_in_training": _mean_loss(windows, lambda ids: model(ids[None])[0])}
-    report["nats_served"] = _served_loss(folder, windows)
+    ways: dict[str, Logits] = {"nats_in_training": model, "nats_served": _served(folder)}
     if not model.shape.int8:
         rounded = Llama(replace(model.shape, int8=True))
         rounded.load_state_dict(model.state_dict())
         with tempfile.TemporaryDirectory() as name:
             write(rounded, folder, Path(name))
-            report["nats_served_after_rounding"] = _served_loss(Path(name), windows)
-    return {key: round(nats, 4) for key, nats in report.items()}
+            ways["nats_served_after_rounding"] = _served(Path(name))
+    context = model.shape.positions // 2
+
+    def loss(logits: Logits) -> float:
+        return float(np.mean([window_losses(logits, tokens, 1, context) for tokens in sources]))
+
+    return {key: round(loss(logits), 4) for key, logits in ways.items()}
 
 
-def _served_loss(folder: Path, windows: list[torch.Tensor]) -> float:
+def _served(folder: Path) -> Logits:
     engine, block_tokens = load_model(folder, threads=1), 16
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
-        blocks = -(-len(ids) // block_tokens)
-        table = np.arange(blocks, dtype=np.int32)
+        table = np.arange(-(-ids.shape[1] // block_tokens), dtype=np.int32)
         groups = len(engine.kv_groups)
-        cache = engine.new_cache((blocks,) * groups, block_tokens)
-        chunk = SequenceChunk(ids.numpy().astype(np.int32), 0, (table,) * groups, want_logits=True, every=True)
-        return engine.forward(ForwardBatch([chunk]), cache)
+        cache = engine.new_cache((len(table),) * groups, block_tokens)
+        chunk = SequenceChunk(ids[0].numpy().astype(np.int32), 0, (table,) * groups, want_logits=True, every=True)
+        return engine.forward(ForwardBatch([chunk]), cache)[None]
 
-    return _mean_loss(windows, logits)
-
-
-@torch.no_grad()
-def _mean_loss(windows: list[torch.Tensor], logits: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    losses = [functional.cross_entropy(logits(ids)[:-1].double(), ids[1:]) for ids in windows]
-    return float(torch.stack(losses).mean())
+    return logits
 
 
 def evaluate(folder: Path, cache: Path, *, windows: int, questions: int) -> dict[str, object]:

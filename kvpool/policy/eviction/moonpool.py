@@ -42,9 +42,7 @@ class Moonpool(EvictionPolicy):
         self._order: list[tuple[int, int]] = []  # (row, its visit) of further victims, next one first
         self._ordered_at = -1  # number of uses; -1: outdated
         self._num_passed = 0  # of them
-        # Like `_order`, last one first: what evictions of further victims have made evictable since that was made.
-        self._exposed: list[tuple[int, int]] = []
-        self._evicted_visit = -1  # of the last of these victims
+        self._vacant = -1  # place in it of the block that was evicted last; -1: none
         self._use: Use | None = None
         self._is_settled = False  # it follows one expert for good
         self._peak_blocks = self._num_pops = self._max_pops = 0
@@ -136,8 +134,10 @@ class Moonpool(EvictionPolicy):
             self._unwanted.appendleft(row)
             if len(self._unwanted) > 2 * len(self._blocks) + 256:
                 self._unwanted = deque(row for row in dict.fromkeys(self._unwanted) if self._is_unwanted(row))
-        elif cells[place + at.VISIT] <= self._evicted_visit:
-            self._exposed.append((row, cells[place + at.VISIT]))
+        elif self._vacant >= self._num_passed and cells[place + at.VISIT] <= self._order[self._vacant][1]:
+            # Likewise: it is the next victim in place of its child.
+            self._order[self._vacant] = row, cells[place + at.VISIT]
+            self._vacant = -1
 
     def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
         self._flush()
@@ -160,11 +160,12 @@ class Moonpool(EvictionPolicy):
                     del self._blocks[row]
                     return block
             unwanted.popleft()
-        for row in self._further_victims(now_ns):
+        for i in self._further_victims(now_ns):
+            row = self._order[i][0]
             block = self._blocks[row]
             cells[row * at.NUM_COLUMNS + at.OFFERED] = 0
             if may_take(block):
-                self._evicted_visit = cells[row * at.NUM_COLUMNS + at.VISIT]
+                self._vacant = i
                 self._forget(block)
                 return block
         self._num_admitted -= self._num_admitted > 0  # the block that was to be stored is refused
@@ -182,9 +183,12 @@ class Moonpool(EvictionPolicy):
                     seen[row] = self._blocks[row]
             return len(seen) >= count
 
-        if not look(row for row in list(self._unwanted) if self._is_unwanted(row)) and not look(self._ordered(now_ns)):
+        def look_further() -> bool:
+            return look(self._order[i][0] for i in self._ordered(now_ns))
+
+        if not look(row for row in list(self._unwanted) if self._is_unwanted(row)) and not look_further():
             self._ordered_at = -1
-            look(self._ordered(now_ns))
+            look_further()
         return list(seen.values())
 
     def remove(self, block: Resident) -> None:
@@ -259,50 +263,43 @@ class Moonpool(EvictionPolicy):
         )
 
     def _further_victims(self, now_ns: int) -> Iterator[int]:
-        """Yield offered rows in the order in which the followed expert would evict them, each at its current value.
+        """Yield the places in `_order` of offered rows, as the followed expert would evict them, each at its current
+        value.
 
         Needed if the tier evicts before its uses fill the experts' caches.
         """
         shadows = self._shadows
         is_renewed = False
         while True:
-            for row in self._ordered(now_ns):
+            for i in self._ordered(now_ns):
+                row = self._order[i][0]
                 steps = self._value_steps(self._blocks[row])
                 if steps != shadows.cells[row * at.NUM_COLUMNS + at.VALUE]:
                     shadows.set_value(row, steps)
                     self._ordered_at = -1
                     break
-                yield row
+                yield i
             else:
                 if is_renewed:
                     return
                 self._ordered_at, is_renewed = -1, True  # rows may have been offered since it was made
 
     def _ordered(self, now_ns: int) -> Iterator[int]:
-        """Yield the offered rows in the order of eviction, which is kept for some uses, except those used since."""
+        """Yield the places in `_order`, which is kept for some uses, of offered rows that were not used since."""
         shadows = self._shadows
         num_uses = shadows.counters[at.NUM_USES]
         if self._ordered_at < 0 or num_uses - self._ordered_at > shadows.capacity // 8:
             cells = shadows.cells
             self._order = [(row, cells[row * at.NUM_COLUMNS + at.VISIT]) for row in shadows.victims(now_ns)]
-            self._ordered_at, self._num_passed = num_uses, 0
-            self._exposed.clear()
-            self._evicted_visit = -1
-        exposed = self._exposed
-        while exposed and not self._is_offered_since(*exposed[-1]):
-            exposed.pop()
-        yield from (row for row, visit in exposed[::-1] if self._is_offered_since(row, visit))
+            self._ordered_at, self._num_passed, self._vacant = num_uses, 0, -1
         for i in range(self._num_passed, len(self._order)):
             row, visit = self._order[i]
-            if self._is_offered_since(row, visit):
-                yield row
+            place = row * at.NUM_COLUMNS
+            cells = shadows.cells
+            if cells[place + at.LIVE] and cells[place + at.OFFERED] and cells[place + at.VISIT] == visit:
+                yield i
             elif i == self._num_passed:  # so that evicting all takes linear time
                 self._num_passed += 1
-
-    def _is_offered_since(self, row: int, visit: int) -> bool:
-        """Return True if the row's block is offered and has not been used since that visit."""
-        cells, place = self._shadows.cells, row * at.NUM_COLUMNS
-        return bool(cells[place + at.LIVE] and cells[place + at.OFFERED] and cells[place + at.VISIT] == visit)
 
     def _forget(self, block: Resident) -> None:
         row = _row_of(block)
