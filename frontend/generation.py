@@ -259,6 +259,7 @@ class Generation:
             idle_s=request.idle_s,
             traceparent=attempt.span.traceparent,
             hints=request.hints.to_proto(),
+            head_tokens=request.head_tokens,
         )
 
     async def _follow(self, attempt: Attempt) -> OutputChunk | None:

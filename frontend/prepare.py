@@ -358,6 +358,7 @@ class Preparer:
                     request,
                     place=prompt.place,
                     previous_tokens=prompt.previous_tokens,
+                    head_tokens=prompt.head_tokens,
                     dropped_messages=num_dropped,
                     prefills_next_turn=next_turn,
                 )

@@ -41,6 +41,7 @@ class ChatPrompt:
     place: bytes = b""
     num_recalled: int = 0  # answers in its history that use the generated ids
     num_forgotten: int = 0  # answers in its history that were tokenised again from their text
+    head_tokens: int = 0  # of the leading system messages, if the model's layers have windows
 
 
 class PromptReader:
@@ -96,10 +97,12 @@ class PromptReader:
         text = render(chat)
         check(text)
         # If the tokenizer adds special tokens (such as BOS), parts tokenised separately would not equal the whole.
-        if add_special_tokens or not self._answers.is_on:
+        splices = self._answers.is_on and not add_special_tokens
+        spans, head = self._spans(text, chat, render, with_answers=splices)
+        if not splices:
             ids = self._ids(text, add_special_tokens=add_special_tokens)
-            return ChatPrompt(ids, _previous_tokens(messages, rendering, len(text), len(ids)))
-        spans = self._spans(text, chat, render)
+            head_tokens = self._tokenizer.num_within(ids, head)
+            return ChatPrompt(ids, _previous_tokens(messages, rendering, len(text), len(ids)), head_tokens=head_tokens)
         trail = ChatDigest(self._secret, (self._model_name, self._tokenizer.identity, *scope))
         requested, at = [], 0
         for span in spans:
@@ -111,7 +114,8 @@ class PromptReader:
         if not ids:
             raise _empty()
         previous_tokens = _previous_tokens(messages, rendering, len(text), len(ids))
-        return ChatPrompt(ids, previous_tokens, place, num_recalled, len(spans) - num_recalled)
+        head_tokens = self._tokenizer.num_within(ids, head)
+        return ChatPrompt(ids, previous_tokens, place, num_recalled, len(spans) - num_recalled, head_tokens)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequest for an id outside the vocabulary."""
@@ -145,15 +149,29 @@ class PromptReader:
             raise _empty()
         return ids
 
-    def _spans(self, text: str, chat: Sequence[Message], render: Render) -> list[ContentSpan]:
-        """Return the spans of the history's answers in the text."""
-        answers = [at for at, message in enumerate(chat) if message["role"] == "assistant" and _has_text(message)]
-        if not answers:
-            return []
+    def _spans(
+        self, text: str, chat: Sequence[Message], render: Render, *, with_answers: bool
+    ) -> tuple[list[ContentSpan], str]:
+        """Return the spans of the history's answers in the text, and the text up to the end of the head.
+
+        That text is empty if there is no head, or if the model has no windows and nobody needs to know.
+        """
+        marked = [
+            at
+            for at, message in enumerate(chat)
+            if with_answers and message["role"] == "assistant" and _has_text(message)
+        ]
+        head = head_length([message["role"] for message in chat]) - 1 if self._tokenizer.has_windows else -1
+        if head >= 0 and _has_text(chat[head]):
+            marked.append(head)
+        if not marked:
+            return [], ""
         try:
-            return content_spans(text, chat, answers, render, secrets.token_hex(8))
+            spans = content_spans(text, chat, marked, render, secrets.token_hex(8))
         except InvalidRequest:  # the template checks the messages' content and rejects the marks
-            return []
+            return [], ""
+        head_end = next((span.end for span in spans if span.index == head), 0)
+        return [span for span in spans if span.index != head], text[:head_end]
 
     def _spliced(
         self, text: str, spans: Sequence[ContentSpan], found: Sequence[AnswerTokens | None]

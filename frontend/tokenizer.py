@@ -161,6 +161,7 @@ class Tokenizer:
         settings = _read_json(path / "tokenizer_config.json", optional=True)
         self.vocab_size = _count(config, "vocab_size", path) or self._fast.get_vocab_size()
         self.max_positions = _count(config, "max_position_embeddings", path)
+        self.has_windows = bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
         self.eos_token_ids = self._eos_ids(config, generation, settings)
         self.chat_template = ChatTemplate.find(path, settings)
         added = self._fast.get_added_tokens_decoder()
@@ -229,6 +230,20 @@ class Tokenizer:
             return b"".join(map(self.token_bytes, token_ids)) == text.encode()
         own = self.encode(text, add_special_tokens=False)
         return self.decode(token_ids, skip_special_tokens=False) == self.decode(own, skip_special_tokens=False)
+
+    def num_within(self, token_ids: Sequence[int], start: str) -> int:
+        """Return the number of leading ids whose text lies within `start`, with which their whole text begins.
+
+        If the decoder depends on neighbours, it is that of the ids of `start` but for the last one.
+        """
+        if not self._is_byte_level:
+            return max(0, len(self.encode(start, add_special_tokens=False)) - 1)
+        left_nbytes = utf8_nbytes(start)
+        for count, token_id in enumerate(token_ids):
+            left_nbytes -= len(self.token_bytes(token_id))
+            if left_nbytes < 0:
+                return count
+        return len(token_ids)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Return the ids' vocabulary entries."""

@@ -57,6 +57,15 @@ class Prepared:
     window: WindowHold | None = None  # slots of windowed groups
 
     @property
+    def branch(self) -> int:
+        """Computed block before which windowed blocks are stored for prompts that go on differently there; 0: none.
+
+        Where an earlier prompt was seen to part from this one, or else the end of the chat's system messages.
+        """
+        block = min(self.prefix.branch or self.request.head_blocks, len(self.request.keys))
+        return block if block > max(self.pooled_blocks, self.local_blocks) else 0
+
+    @property
     def pinned(self) -> list[PinnedBlocks]:
         """Leased blocks of the lasting groups."""
         return self.prefix.blocks
@@ -182,9 +191,8 @@ def _reach_windows(work: Prepared, window_blocks: int, pooled: int, wanted: int)
         return seen_from
     if wanted:
         work.window.reach(seen_from, work.local_blocks + wanted)
-    branch = work.prefix.branch
-    if branch > max(pooled, work.local_blocks):
-        work.window.keep(range(max(0, branch - window_blocks), branch))
+    if work.branch:
+        work.window.keep(range(max(0, work.branch - window_blocks), work.branch))
     return min(seen_from, work.local_blocks + wanted)
 
 
@@ -376,7 +384,7 @@ async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence
         _first_to_store(work),
         token_s=sequence.token_s,
         window=work.window,
-        branch=min(work.prefix.branch, len(kept.keys)),
+        branch=min(work.branch, len(kept.keys)),  # the answer may have been ended before the prompt was computed
     )
     work.is_superseding = kept.num_tokens(node.config.block_tokens) > work.pooled_tokens
 

@@ -126,6 +126,35 @@ async def test_a_prefix_that_ends_inside_another_prompt_is_reused_from_the_third
     assert cached == [0, 0, 10 * BLOCK]
 
 
+@pytest.mark.parametrize("head_tokens", [10 * BLOCK, 10 * BLOCK + 5])
+async def test_a_shared_head_that_the_frontend_names_is_reused_from_the_second_time_on(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any, head_tokens: int
+) -> None:
+    pair = await start_pair(pool=True, path=windowed_path)
+    cached = list[int]()
+    for i in range(3):
+        ids = [*prompt(head_tokens), *prompt(60, seed=i + 1)]
+        request = await pair.ask(ids, f"request {i}", head_tokens=head_tokens)
+        assert request.token_ids == greedy(windowed, ids, 12)
+        cached.append(request.cached_tokens)
+        pair.forget()
+    assert cached == [0, 10 * BLOCK, 10 * BLOCK]
+    # The head's windowed blocks once, and for each request those before the ends of its prompt and its answer.
+    assert pool_blocks(pair)[1] <= WINDOW_BLOCKS + 3 * (2 * WINDOW_BLOCKS + 2)
+
+
+@pytest.mark.parametrize("head_tokens", [0, 3, 4000, 2**32 - 1])
+async def test_any_length_of_a_shared_head_is_correct(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any, head_tokens: int
+) -> None:
+    pair = await start_pair(pool=True, path=windowed_path)
+    for i in range(2):
+        request = await pair.ask(prompt(100), f"request {i}", head_tokens=head_tokens)
+        assert request.token_ids == greedy(windowed, prompt(100), 12)
+        pair.forget()
+    assert request.cached_tokens == 12 * BLOCK
+
+
 async def test_a_prefix_is_reused_in_the_worker_s_own_slots(
     start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any
 ) -> None:

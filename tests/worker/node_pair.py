@@ -154,7 +154,14 @@ class Pair:
     helpers: tuple[PrefillService, ...] = ()  # placements name them
 
     def submit(
-        self, prompt: list[int], name: str, *, max_tokens: int = 12, attempt: int = 1, generated: int = 0
+        self,
+        prompt: list[int],
+        name: str,
+        *,
+        max_tokens: int = 12,
+        attempt: int = 1,
+        generated: int = 0,
+        head_tokens: int = 0,
     ) -> Submit:
         """`generated` of the prompt's tokens are an earlier attempt's; `max_tokens` counts over all attempts."""
         ids = np.array(prompt, dtype=np.int32)
@@ -163,6 +170,7 @@ class Pair:
             request_id=name,
             attempt=attempt,
             generated=generated,
+            head_tokens=head_tokens,
             frontend_id="front",
             model="m",
             prompt_ids=ids.astype("<i4").tobytes(),

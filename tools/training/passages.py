@@ -14,6 +14,8 @@ from tools.training.relations import SUBJECT_WEIGHTS, UNKNOWN, Relation, relatio
 
 HELD_OUT_ONE_IN = 8
 REVERSED_SHARE = 0.2
+TRAINED_REVERSED_SHARE = 0.4
+"""More than are evaluated, since questions that name the value and ask for the subject are learned later."""
 UNKNOWN_SHARE = 0.12
 PRONOUN_SHARE = 0.5
 LIST_SHARE = 0.15
@@ -86,19 +88,21 @@ def text_of(rng: np.random.Generator, groups: list[list[Statement]]) -> str:
 
 
 def ask(rng: np.random.Generator, stated: list[Statement]) -> QuestionAnswer:
-    """Return a question about one of the statements, or sometimes one that they do not answer."""
+    """Return a training question about one of the statements, or sometimes one that they do not answer."""
     if rng.random() < UNKNOWN_SHARE:
         unknown = ask_unanswered(rng, stated)
         if unknown is not None:
             return unknown
-    return ask_about(rng, stated[int(rng.integers(len(stated)))], stated)
+    return ask_about(rng, stated[int(rng.integers(len(stated)))], stated, TRAINED_REVERSED_SHARE)
 
 
-def ask_about(rng: np.random.Generator, statement: Statement, stated: list[Statement]) -> QuestionAnswer:
+def ask_about(
+    rng: np.random.Generator, statement: Statement, stated: list[Statement], reversed_share: float = REVERSED_SHARE
+) -> QuestionAnswer:
     """Return a question that this statement alone answers."""
     relation = statement.relation
     answer = _filled(relation.answer, statement.subject, statement.value)
-    if relation.reverse and rng.random() < REVERSED_SHARE:
+    if relation.reverse and rng.random() < reversed_share:
         same = [
             other for other in stated if other.value == statement.value and other.relation.subject == relation.subject
         ]

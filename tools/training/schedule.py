@@ -1,7 +1,7 @@
 """Schedule of a run: stages, and within each the learning rate, the window length and the kinds of windows. Pure.
 
-Every stage but the last keeps the full learning rate, so that the next one can go on from its weights alone; the last
-one decays to zero (warm-up, stable, decay; Hu et al., 2024).
+A stage keeps the full learning rate, so that the next one can go on from its weights alone, or decays to zero (warm-up,
+stable, decay; Hu et al., 2024). The last one of a run decays.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a run. ``decays``: it is the last one."""
+    """One stage of a run. ``decays``: its rate ends at zero, and its weights can be used."""
 
     phases: tuple[Phase, ...]
     decays: bool = False
@@ -33,7 +33,7 @@ class Stage:
         return next(phase for phase in self.phases if progress <= phase.end)
 
     def rate(self, progress: float) -> float:
-        """Return the relative learning rate: linear warm-up, constant and, in the last stage, linear decay to zero."""
+        """Return the relative learning rate: linear warm-up, constant, and linear decay to zero if the stage decays."""
         decay = (1.0 - progress) / (1.0 - DECAY_FROM) if self.decays else 1.0
         return min(progress / WARM_UP, 1.0, decay)
 
@@ -41,6 +41,7 @@ class Stage:
 _COPYING = Mixture(reading=0.35, recall=0.2, copy=0.15)
 _READING = Mixture(reading=0.55, recall=0.12, copy=0.03)
 _ANSWERING = Mixture(reading=0.62, recall=0.16, copy=0.02)
+_ASKING = Mixture(reading=0.8, recall=0.06, copy=0.0)
 _FACTS = Mixture(reading=0.0, recall=0.4, copy=0.1)
 
 STAGES: dict[str, tuple[Stage, ...]] = {
@@ -53,6 +54,15 @@ STAGES: dict[str, tuple[Stage, ...]] = {
                 Phase(0.6, 1024, _ANSWERING),
                 Phase(0.85, 2048, _ANSWERING),
                 Phase(1.0, 4096, _ANSWERING),
+            ),
+            decays=True,
+        ),
+        Stage(
+            (
+                Phase(0.75, 512, _ASKING),
+                Phase(0.85, 1024, _ASKING),
+                Phase(0.93, 2048, _ASKING),
+                Phase(1.0, 4096, _ASKING),
             ),
             decays=True,
         ),

@@ -116,6 +116,7 @@ class Submit(_message.Message):
     IDLE_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
+    HEAD_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -134,6 +135,10 @@ class Submit(_message.Message):
     """> 0: endless; after its first token it ends after this time without a token"""
     traceparent: _builtins.str
     """W3C Trace Context of the sender's span; empty: not traced"""
+    head_tokens: _builtins.int
+    """Leading tokens that other prompts may share (the system messages of a chat), where models with windows store what
+    the tokens after them see; 0: unknown. Any number is correct.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling: ...
     @_builtins.property
@@ -159,10 +164,11 @@ class Submit(_message.Message):
         idle_s: _builtins.float = ...,
         traceparent: _builtins.str = ...,
         hints: _conductor_pb2.RequestHints | None = ...,
+        head_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "hints", b"hints", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "head_tokens", b"head_tokens", "hints", b"hints", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
