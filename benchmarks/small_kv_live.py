@@ -7,9 +7,9 @@ The cluster has two prefill, two decode and two pool nodes. By default three mod
 the next bundled one, are served in turn: grouped-query attention; one KV head, windows of 1,024 tokens in 10 of 12
 layers, shared KV and learned sinks; and the same with KV, weights and activations in int8.
 
-    held        `--fill` histories of `--turns` turns are stored one after the other, then continued from the newest to
-                the oldest: the number of them of whose history at least nine tenths are reused. The workers' own slots
-                have room for one each.
+    held        `--fill` histories of `--turns` turns are stored, one on each host at a time, then continued from the
+                newest to the oldest: the number of them of whose history at least nine tenths are reused. The workers'
+                own slots have room for one each.
     dialogues   `--dialogues` at a time of 2 * `--turns` messages: the share of prompt tokens that are reused, bytes
                 moved, and TTFT
     cold        every tenth of their turns again under a cache salt of its own, so that nothing is reused: TTFT, and
@@ -41,6 +41,7 @@ from engine.random_model import RandomModelSpec, write_random_model
 from tools.training.export import config_of
 from tools.training.model import PRESETS
 
+HOSTS = 2
 SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, PROBE_TOKENS = 64, 15, 25, 4
 HELD_SHARE = 0.9
 COLD_EVERY = 10
@@ -97,8 +98,8 @@ def history_tokens(turns: int) -> int:
 
 def measure(folder: Path, work: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Serve the model and return its figures."""
-    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2"]
-    flags += ["--pool-bytes", str(args.pool_bytes // 2), "--capacity-tokens", str(PRESETS["base"].positions)]
+    flags = [flag for role in ("prefill", "decode", "pool") for flag in (f"--{role}-nodes", str(HOSTS))]
+    flags += ["--pool-bytes", str(args.pool_bytes // HOSTS), "--capacity-tokens", str(PRESETS["base"].positions)]
     flags += ["--max-batch", "4"]
     with cluster(folder, work, *flags) as served:
         return asyncio.run(_measure(served, args))
@@ -198,11 +199,11 @@ class CompletionsClient:
 
 
 async def count_held(client: CompletionsClient, args: argparse.Namespace) -> int:
-    """Store histories one after the other; return how many of the newest ones are reused when they go on."""
-    stored = []
-    for i in range(args.fill):
-        stored.append(await client.ask(_tokens(1000 + i, history_tokens(args.turns)), PROBE_TOKENS))
-        print(f"\r{i + 1} of {args.fill} histories stored", end="", file=sys.stderr, flush=True)
+    """Store histories, as many at a time as there are hosts; return how many of the newest are reused later."""
+    prompts, stored = [_tokens(1000 + i, history_tokens(args.turns)) for i in range(args.fill)], list[AskedTurn]()
+    for at in range(0, len(prompts), HOSTS):
+        stored += await asyncio.gather(*(client.ask(prompt, PROBE_TOKENS) for prompt in prompts[at : at + HOSTS]))
+        print(f"\r{len(stored)} of {args.fill} histories stored", end="", file=sys.stderr, flush=True)
     for held, turn in enumerate(reversed(stored)):
         question = [*turn.prompt, *turn.answer, *_tokens(2000 + held, QUESTION_TOKENS)]
         if (await client.ask(question, PROBE_TOKENS)).cached < HELD_SHARE * len(turn.prompt):

@@ -95,7 +95,10 @@ def _node(node: PoolNodeStatus) -> list[RenderableType]:
         lines.append(_ssd(node))
     if node.lost_blocks:
         lines.append(f"lost from this node: {counts_text(node.lost_blocks)}")
-    lines += [f"namespace {name}: {count:,} blocks" for name, count in node.namespaces.items()]
+    lines += [
+        f"namespace {name} ({node.namespace_users[name] or 'used by no worker'}): {count:,} blocks"
+        for name, count in node.namespaces.items()
+    ]
     lines.append(
         f"memory of {node.memory_pages} pages; {f'host socket {node.door}' if node.door else 'no socket for its host'}"
     )

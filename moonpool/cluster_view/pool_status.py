@@ -56,7 +56,8 @@ class PoolNodeStatus:
     corrupt_blocks: int = 0  # in memory, on SSD, or in a copy from another node
     leases: int = 0
     puts: int = 0
-    namespaces: dict[str, int] = field(default_factory=dict)  # blocks by KV namespace: one per model and storage
+    namespaces: dict[str, int] = field(default_factory=dict)  # blocks by KV namespace
+    namespace_users: dict[str, str] = field(default_factory=dict)  # what they belong to; "": no worker of the cluster
     memory_pages: str = ""  # kind of memory pages of the arena
     door: str = ""  # socket for processes of the host; "" if there is none
 
@@ -125,6 +126,7 @@ def node_status(
     hits = sum(count(f"hit_{tier}_blocks") for tier in TIERS)
     ssd = state["ssd"]
     on_ssd = state["tiers"]["ssd"]["blocks"]
+    users = _namespace_users(reply)
     return PoolNodeStatus(
         **_known(item, reply),
         tiers=tiers,
@@ -148,6 +150,7 @@ def node_status(
         leases=state["counts"]["leases"],
         puts=state["counts"]["puts"],
         namespaces={name: held["blocks"] for name, held in sorted(state["namespaces"].items())},
+        namespace_users={name: users.get(name, "") for name in sorted(state["namespaces"])},
         memory_pages=state["arena_pages"],
         door=state["door"],
     )
@@ -169,6 +172,16 @@ def _known(item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterReply) ->
         "directory": directory,
         "directory_blocks": blocks if directory else None,
     }
+
+
+def _namespace_users(reply: conductor_pb2.ClusterReply) -> dict[str, str]:
+    """Return the model of each KV namespace that a worker uses; layers with windows have one of their own."""
+    found = dict[str, str]()
+    for node in (item.node for item in reply.nodes if item.node.kv_namespace):
+        found[node.kv_namespace.hex()] = node.model
+        if node.window_namespace:
+            found[node.window_namespace.hex()] = f"{node.model}, layers with windows"
+    return found
 
 
 def _tier(tier: str, state: Mapping[str, Any]) -> TierStatus:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvpool import PoolNodeConfig, node_metrics
 from kvpool.node import PoolNode
 from moonpool.cluster_view.pool_client import ask_pool_status
+from moonpool.cluster_view.pool_rendering import status_table
 from moonpool.cluster_view.pool_status import node_status, pool_status, unreachable_node
 from moonpool.cluster_view.reply import is_pool
 from moonpool.errors import ClusterNotFound
@@ -75,6 +78,24 @@ def test_a_disk_in_trouble_an_inexact_directory_and_damage_are_troubles(
         "pool: the conductor's directory of it is incomplete",
         "pool: 1 damaged blocks were removed",
     ]
+
+
+def test_namespaces_are_told_with_the_models_whose_workers_use_them(
+    reply: conductor_pb2.ClusterReply, state: dict[str, Any]
+) -> None:
+    reply.nodes[0].node.MergeFrom(
+        conductor_pb2.Node(model="small", kv_namespace=b"\xab", window_namespace=b"\xac", window_blocks=3)
+    )
+    (item,) = (item for item in reply.nodes if is_pool(item))
+    state["namespaces"] = {name: {"blocks": blocks, "spec": {}} for name, blocks in (("ab", 5), ("ac", 2), ("ad", 1))}
+    node = node_status(item, reply, state)
+    assert node.namespace_users == {"ab": "small", "ac": "small, layers with windows", "ad": ""}
+    screen = io.StringIO()
+    Console(file=screen, width=120).print(status_table(pool_status(reply, [node])))
+    told = screen.getvalue()
+    assert "namespace ab (small): 5 blocks" in told
+    assert "namespace ac (small, layers with windows): 2 blocks" in told
+    assert "namespace ad (used by no worker): 1 blocks" in told
 
 
 def test_evictions_are_told_by_tier_and_reason_with_their_median_age(
