@@ -200,7 +200,7 @@ class CpuBackend:
         np.take(self._weights.embedding.numpy(), plan.token_ids, axis=0, out=work.x)
         if self._config.embedding_scale != 1:
             work.x[:] *= np.float32(self._config.embedding_scale)
-        step = self._step(plan, cache)
+        step = self._step(plan, cache, at_once=count > self._few_rows)
         if count <= self._few_rows:
             self._run_compiled(step, work, on_layer, before_layer)
         else:
@@ -333,7 +333,8 @@ class CpuBackend:
             self._buffers[name] = np.empty(size, np.float32)
         return self._buffers[name][:size]
 
-    def _step(self, plan: FlatBatch, cache: PagedCache) -> StepArrays:
+    def _step(self, plan: FlatBatch, cache: PagedCache, *, at_once: bool) -> StepArrays:
+        """Return the step's arrays. `at_once`: slots of an int8 cache are decoded for all chunks, not for each."""
         layer_bases, none = cache.layer_base[self._kv_layers], np.zeros(0, np.int32)
         step = StepArrays(
             positions=plan.positions,
@@ -350,37 +351,43 @@ class CpuBackend:
             read_sizes=cache.slot_sizes,
             read_bases=layer_bases,
             decoded=none,
-            decoded_ends=none,
+            decoded_ends=none.reshape(0, 1),
+            chunk_rows=plan.chunk_rows,
             block_tokens=cache.block_tokens,
             windows=cache.windows,
             slot_sizes=cache.slot_sizes,
             layer_groups=cache.layer_group[self._kv_layers],
             layer_bases=layer_bases,
         )
-        return self._reading_decoded(step, plan, cache) if cache.scale_group else step
+        return self._reading_decoded(step, plan, cache, at_once) if cache.scale_group else step
 
-    def _reading_decoded(self, step: StepArrays, plan: FlatBatch, cache: PagedCache) -> StepArrays:
-        """Return the step with the slots of an int8 cache read where they are decoded, in the order of the tables."""
+    def _reading_decoded(self, step: StepArrays, plan: FlatBatch, cache: PagedCache, at_once: bool) -> StepArrays:
+        """Return the step with the visible slots of an int8 cache read where they are decoded, in their order.
+
+        If they are not decoded `at_once`, those of each chunk begin at the same place.
+        """
         block_tokens = cache.block_tokens
         ends = plan.starts + np.diff(plan.chunk_rows)
-        tables, decoded, counts, most = np.empty_like(plan.tables), list[kernels.Ints](), [0], 0
+        tables, decoded, counts, most = np.zeros_like(plan.tables), list[kernels.Ints](), [0], 0
         for g, group in enumerate(cache.groups):
-            first = int(plan.table_begin[g, 0])
-            stop = int(plan.table_begin[g, -1] + plan.table_length[g, -1])
-            tables[first:stop] = np.arange(stop - first, dtype=np.int32)
-            most = max(most, stop - first)
+            first = 0
             for begin, start, end in zip(
                 plan.table_begin[g].tolist(), plan.starts.tolist(), ends.tolist(), strict=True
             ):
                 seen = first_visible(start, group.window) // block_tokens
-                decoded.append(np.arange(begin + seen, begin - (-end // block_tokens), dtype=np.int32))
-            counts.append(sum(map(len, decoded)))
-        size = 2 * self._shape.kv_heads * block_tokens * self._shape.head_dim
+                entries = np.arange(begin + seen, begin - (-end // block_tokens), dtype=np.int32)
+                tables[entries] = np.arange(first, first + len(entries), dtype=np.int32)
+                most = max(most, first + len(entries))
+                first += at_once * len(entries)
+                decoded.append(entries)
+                counts.append(counts[-1] + len(entries))
+        size, chunks = 2 * self._shape.kv_heads * block_tokens * self._shape.head_dim, len(ends)
+        bounds = np.arange(len(cache.groups))[:, None] * chunks + np.arange(chunks + 1)
         return step._replace(
             memory=self._buffer("decoded", most * size),
             read_tables=tables,
             read_sizes=np.full(len(cache.groups), size, np.int64),
             read_bases=np.zeros(len(self._kv_layers), np.int64),
             decoded=np.concatenate(decoded),
-            decoded_ends=np.array(counts, np.int32),
+            decoded_ends=np.array(counts, np.int32)[bounds],
         )

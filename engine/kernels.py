@@ -63,14 +63,11 @@ def _emit_mix(typing_context: Any, y: Any, count: Any, weights: Any, w: Any, val
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         out = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         weight, value = (_address(context, builder, signature, arguments, at) for at in (2, 4))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
         with cgutils.for_range(builder, _vectors(builder, arguments[1])) as column:
             total = cgutils.alloca_once_value(builder, _load(builder, out, column.index))
             builder.store(_load(builder, out, column.index), total)
             with cgutils.for_range(builder, arguments[6]) as row:
-                share = builder.load(builder.gep(weight, [row.index]))
-                lone = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), share, ir.Constant(ir.IntType(32), 0))
-                spread = builder.shuffle_vector(lone, ir.Constant(_VECTOR, ir.Undefined), lanes)
+                spread = _spread(builder, builder.load(builder.gep(weight, [row.index])))
                 here = builder.gep(value, [builder.mul(row.index, arguments[1])])
                 product = builder.fmul(spread, _load(builder, here, column.index), flags=_CONTRACT_FLAG)
                 builder.store(builder.fadd(builder.load(total), product, flags=_CONTRACT_FLAG), total)
@@ -79,6 +76,27 @@ def _emit_mix(typing_context: Any, y: Any, count: Any, weights: Any, w: Any, val
         return context.get_dummy_value()
 
     return types.void(y, types.intp, weights, types.intp, values, types.intp, types.intp), generate
+
+
+def _emit_widen(typing_context: Any, y: Any, k: Any, bytes_: Any, b: Any, count: Any, scale: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, source = (_address(context, builder, signature, arguments, at) for at in (0, 2))
+        spread = _spread(builder, arguments[5])
+        with cgutils.for_range(builder, _vectors(builder, arguments[4])) as loop:
+            here = builder.gep(source, [builder.mul(loop.index, ir.Constant(loop.index.type, LANES))])
+            steps = builder.load(builder.bitcast(here, ir.VectorType(ir.IntType(8), LANES).as_pointer()), align=1)
+            values = builder.sitofp(builder.sext(steps, ir.VectorType(ir.IntType(32), LANES)), _VECTOR)
+            builder.store(builder.fmul(values, spread), _vector_at(builder, target, loop.index), align=4)
+        return context.get_dummy_value()
+
+    return types.void(y, types.intp, bytes_, types.intp, types.intp, types.float32), generate
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    """Return a vector with `value` in all lanes."""
+    lone = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(lone, ir.Constant(_VECTOR, ir.Undefined), lanes)
 
 
 def _address(context: Any, builder: Any, signature: Any, arguments: Any, at: int) -> Any:
@@ -109,6 +127,10 @@ dot = cast("Callable[[Floats, int, Floats, int, int], np.float32]", intrinsic(_e
 mix = cast("Callable[[Floats, int, Floats, int, Floats, int, int], None]", intrinsic(_emit_mix))
 """mix(y, count, weights, w, values, v, n): for k < count, y[k] += sum over rows r < n of
 weights[w + r] * values[v + r * count + k]; count must be a multiple of 16."""
+
+widen = cast("Callable[[Floats, int, Bytes, int, int, np.float32], None]", intrinsic(_emit_widen))
+"""widen(y, k, bytes, b, count, scale): y[k + i] = int8(bytes[b + i]) * scale for i < count; count must be a multiple of
+16."""
 
 
 Ints = npt.NDArray[np.int32]
@@ -184,14 +206,15 @@ class StepArrays(NamedTuple):
     sin: Floats
     layer_ropes: Ints  # [L]
     layer_owns: npt.NDArray[np.bool_]  # [L]: whether the layer computes the KV that it uses
-    memory: Floats  # the whole cache; of an int8 cache, the decoded slots of one layer
+    memory: Floats  # the whole cache; of an int8 cache, decoded slots of one layer: of all chunks, or of one at a time
     coded: Bytes  # the whole int8 cache; otherwise empty
     scale_group: int
     read_tables: Ints  # as `tables`, of slots in `memory`
     read_sizes: npt.NDArray[np.int64]  # as `slot_sizes` and `layer_bases`, in `memory`
     read_bases: npt.NDArray[np.int64]
-    decoded: Ints  # entries of `tables` whose slots the step reads, by group; empty unless the cache is in int8
-    decoded_ends: Ints  # [G + 1]
+    decoded: Ints  # entries of `tables` whose slots the step reads, by group and chunk; only of an int8 cache
+    decoded_ends: Ints  # [G, C + 1]
+    chunk_rows: Ints  # [C + 1]: chunk c is rows chunk_rows[c]..chunk_rows[c + 1] - 1
     block_tokens: int
     windows: Ints  # [G]
     slot_sizes: npt.NDArray[np.int64]  # [G]
@@ -460,27 +483,49 @@ def encode_row(x: Floats, scale_group: int, out: Bytes) -> None:
 
 
 @_kernel(set())
-def decode_row(row: Bytes, scale_group: int, out: Floats) -> None:
-    for g in range(out.size // scale_group):
-        at = out.size + 2 * g
-        scale = _from_half(np.int32(np.int32(row[at]) | np.int32(row[at + 1]) << np.int32(8)))
-        steps, values = row[g * scale_group : (g + 1) * scale_group], out[g * scale_group : (g + 1) * scale_group]
-        for i in range(scale_group):
-            values[i] = np.float32(np.int8(steps[i])) * scale
+def decode_rows(coded: Bytes, at: int, scale_group: int, out: Floats, first: int, head_dim: int, rows: int) -> None:
+    """Write the values of `rows` rows that begin at coded[at] to out[first : first + rows * head_dim]."""
+    groups, are_vectors = head_dim // scale_group, scale_group % LANES == 0
+    for _ in range(rows):
+        place = at + head_dim
+        for _ in range(groups):
+            scale = _from_half(np.int32(np.int32(coded[place]) | np.int32(coded[place + 1]) << np.int32(8)))
+            if are_vectors:
+                widen(out, first, coded, at, scale_group, scale)
+            else:
+                for i in range(scale_group):
+                    out[first + i] = np.float32(np.int8(coded[at + i])) * scale
+            first += scale_group
+            at += scale_group
+            place += 2
+        at = place
+
+
+@_kernel(set())
+def decode_chunk(layer: int, chunk: int, shape: DecoderDims, step: StepArrays) -> None:
+    """Decode one layer of the slots of an int8 cache that a chunk reads to `step.memory`."""
+    group, rows = step.layer_groups[layer], 2 * shape.kv_heads * step.block_tokens
+    for n in range(step.decoded_ends[group, chunk], step.decoded_ends[group, chunk + 1]):
+        entry = step.decoded[n]
+        source = step.layer_bases[layer] + step.tables[entry] * step.slot_sizes[group]
+        target = step.read_bases[layer] + step.read_tables[entry] * step.read_sizes[group]
+        decode_rows(step.coded, source, step.scale_group, step.memory, target, shape.head_dim, rows)
+
+
+@_kernel(set())
+def _reads_the_same(layer: int, step: StepArrays) -> bool:
+    """Return True if the preceding layer uses the same KV, so that what it has decoded is still there."""
+    before = max(layer - 1, 0)
+    same_place = step.layer_bases[layer] == step.layer_bases[before]
+    return not step.layer_owns[layer] and same_place and step.layer_groups[layer] == step.layer_groups[before]
 
 
 @_kernel(set())
 def decode_slots(layer: int, shape: DecoderDims, step: StepArrays) -> None:
-    """Decode one layer of all slots of an int8 cache that the step reads to `step.memory`."""
-    group, head_dim = step.layer_groups[layer], shape.head_dim
-    size = head_dim + 2 * (head_dim // step.scale_group)
-    for n in range(step.decoded_ends[group], step.decoded_ends[group + 1]):
-        entry = step.decoded[n]
-        source = step.layer_bases[layer] + step.tables[entry] * step.slot_sizes[group]
-        target = step.read_bases[layer] + step.read_tables[entry] * step.read_sizes[group]
-        for r in range(2 * shape.kv_heads * step.block_tokens):
-            row = step.coded[source + r * size : source + (r + 1) * size]
-            decode_row(row, step.scale_group, step.memory[target + r * head_dim : target + (r + 1) * head_dim])
+    """Decode one layer of the slots of an int8 cache that all chunks read to `step.memory`."""
+    if not _reads_the_same(layer, step):
+        for chunk in range(step.chunk_rows.size - 1):
+            decode_chunk(layer, chunk, shape, step)
 
 
 @_kernel(_CONTRACT)
@@ -733,9 +778,15 @@ def run_layers(
         scale, bias = weights.qkv_scale[layer], weights.qkv_bias[layer]
         project(hidden, weights.qkv[layer], scale, bias, qkv, False, projected, work)
         place_rows(layer, shape, weights, step, qkv)
+        sinks, chunks = weights.sinks[layer], step.chunk_rows.size - 1
         if step.coded.size:
-            decode_slots(layer, shape, step)
-        attend_rows(layer, rows, shape, weights.sinks[layer], step, qkv, work.scores, mixed)
+            for chunk in range(chunks):  # what one chunk reads stays in the cache of the processor
+                if chunks > 1 or not _reads_the_same(layer, step):
+                    decode_chunk(layer, chunk, shape, step)
+                chunk_rows = rows[step.chunk_rows[chunk] : step.chunk_rows[chunk + 1]]
+                attend_rows(layer, chunk_rows, shape, sinks, step, qkv, work.scores, mixed)
+        else:
+            attend_rows(layer, rows, shape, sinks, step, qkv, work.scores, mixed)
         post_norm = weights.attention_post_norm[layer]
         scale, bias = weights.out_scale[layer], weights.out_bias[layer]
         if post_norm.size:
