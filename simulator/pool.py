@@ -1,4 +1,4 @@
-"""Pool of equal blocks under one of the live pool's eviction policies, without data and leases.
+"""Pool of blocks under one of the live pool's eviction policies, without data and leases.
 
 With `leaf_first` the pool follows the live pool's rule: a block is evicted only after its successors, and if a block
 cannot be stored, neither can its successors. Otherwise any block may be evicted, as policies of the literature assume.
@@ -15,12 +15,16 @@ class SimulatedPool:
     def __init__(
         self, policy: EvictionPolicy, capacity: int, *, leaf_first: bool, retention: Retention | None = None
     ) -> None:
-        """`retention`: of prefixes that are announced by `retain`; None: there are none."""
+        """`capacity` is in the unit of the blocks' sizes (see `store`).
+
+        `retention`: of prefixes that are announced by `retain`; None: there are none.
+        """
         self.present: dict[object, Resident] = {}
         self.evictions = 0
         self.not_stored = 0
         self._retaining = None if retention is None else RetainingPolicy(policy, retention)
         self._policy = policy if self._retaining is None else self._retaining
+        self.used = 0  # sum of the sizes of all blocks
         self._capacity = capacity
         self._leaf_first = leaf_first
         self._num_children: dict[object, int] = {}  # kept with `leaf_first` only
@@ -40,9 +44,9 @@ class SimulatedPool:
             hits += 1
         return hits
 
-    def retain(self, chain: Sequence[Hashable], now_ns: int, request: RetainRequest) -> bool:
+    def retain(self, chain: Sequence[Hashable], now_ns: int, request: RetainRequest, *, block_size: int = 1) -> bool:
         """Retain the blocks of a prefix; return False if there is no room for it among the retained ones."""
-        return self._retaining is not None and self._retaining.retain(now_ns, chain, 1, request)
+        return self._retaining is not None and self._retaining.retain(now_ns, chain, block_size, request)
 
     def await_use(self, chain: Sequence[Hashable], now_ns: int) -> None:
         """Record that a request with this prompt has arrived and waits."""
@@ -54,10 +58,12 @@ class SimulatedPool:
         self._policy.hit(resident, use)
         resident.used_ns = use.now_ns
 
-    def store(self, chain: Sequence[Hashable], start: int, use: Use, last_tokens: int = 0) -> None:
+    def store(
+        self, chain: Sequence[Hashable], start: int, use: Use, last_tokens: int = 0, *, block_size: int = 1
+    ) -> None:
         """Store the missing blocks from index `start` on, in order; present ones are marked as used.
 
-        `last_tokens`: tokens of the last block, if it is partial.
+        `last_tokens`: tokens of the last block, if it is partial. `block_size`: size of each of them.
         """
         added: list[Resident] = []
         refused: list[Resident] = []
@@ -75,7 +81,9 @@ class SimulatedPool:
                 expected = self._expect(chain, depth, use, last_tokens)
             partial = last_tokens if depth == len(chain) - 1 else 0
             now_ns = use.now_ns
-            resident = Resident(key, parent, 1, depth=depth, num_tokens=partial, born_ns=now_ns, used_ns=now_ns)
+            resident = Resident(
+                key, parent, block_size, depth=depth, num_tokens=partial, born_ns=now_ns, used_ns=now_ns
+            )
             if not self._try_add(resident, use):
                 refused.append(resident)
             elif self._leaf_first:
@@ -112,23 +120,26 @@ class SimulatedPool:
         # Counted before evicting, so that the parent cannot be the victim. `store` reverts it for a refused block.
         if self._leaf_first and resident.parent is not None:
             self._num_children[resident.parent] = self._num_children.get(resident.parent, 0) + 1
-        if len(self.present) >= self._capacity and not self._make_room(resident, use):
+        if self.used + resident.nbytes > self._capacity and not self._make_room(resident, use):
             return False
         self.present[resident.key] = resident
+        self.used += resident.nbytes
         return True
 
     def _make_room(self, resident: Resident, use: Use) -> bool:
         if not self._policy.admits(resident, use):
             return False
-        victim = self._policy.pop(use.now_ns, self._may_take)
-        if victim is None:
-            return False
-        self._forget(victim)
-        self.evictions += 1
+        while self.used + resident.nbytes > self._capacity:
+            victim = self._policy.pop(use.now_ns, self._may_take)
+            if victim is None:
+                return False
+            self._forget(victim)
+            self.evictions += 1
         return True
 
     def _forget(self, resident: Resident) -> None:
         del self.present[resident.key]
+        self.used -= resident.nbytes
         self._drop_child(resident.parent)
 
     def _drop_child(self, parent: object) -> None:

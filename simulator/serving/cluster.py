@@ -21,7 +21,7 @@ from conductor.policy.events import (
 )
 from simulator.serving.clock import NS, VirtualClock, send
 from simulator.serving.decode import SimulatedDecodeNode
-from simulator.serving.pools import SimulatedPools
+from simulator.serving.pools import BlockSizes, SimulatedPools
 from simulator.serving.prefill import SimulatedPrefillNode
 from simulator.serving.requests import Arrival, RequestEnd, SimulatedRequest, SimulatedWorkload
 from simulator.serving.settings import NO_KINDS, ActualCosts, ServingSettings, SimulationContext
@@ -63,7 +63,8 @@ class SimulatedCluster:
         # A host's worker has one name in both roles.
         prefill_name, decode_name = ("node", "node") if settings.hosts else ("prefill", "decode")
         decode_name = "aggregated" if settings.is_aggregated else decode_name
-        self.pools = SimulatedPools(settings, [f"pool-{i}" for i in range(num_hosts)])
+        sizes = BlockSizes.of(profile, workload.block_tokens)
+        self.pools = SimulatedPools(settings, [f"pool-{i}" for i in range(num_hosts)], sizes)
         self.truth = ActualCosts(profile, settings, seed, kinds)
         self._kinds = kinds
 

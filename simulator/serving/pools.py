@@ -2,9 +2,15 @@
 
 As in the live pool, a tier evicts a block only after its successors. Blocks evicted from memory stay on SSD, like with
 the live node's write-behind, and are promoted again when used.
+
+Of layers with windows, blocks of their own are stored before the ends of prompts and where prompts part, and a prefix
+ends where these are there (docs/small-kv.md). Such pools evict by recency.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Self
 
 import numpy as np
 
@@ -12,15 +18,38 @@ from conductor.policy.events import PoolMatches
 from kvpool.policy.eviction import RetainRequest, Retention, Use, make_policy
 from simulator.pool import SimulatedPool
 from simulator.serving.settings import ServingSettings
+from worker.policy.cost_profile import CostProfile
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Relative sizes of a block in layers without (`lasting`) and with windows, and the blocks that a window sees."""
+
+    lasting: int = 1
+    windowed: int = 0
+    window_blocks: int = 0  # 0: no layer has a window
+
+    @classmethod
+    def of(cls, profile: CostProfile, block_tokens: int) -> Self:
+        """Return the sizes for the profile's model."""
+        if not profile.window_bytes_per_token:
+            return cls()
+        common = gcd(profile.kv_bytes_per_token, profile.window_bytes_per_token)
+        sizes = (profile.kv_bytes_per_token // common, profile.window_bytes_per_token // common)
+        return cls(*sizes, -(-profile.window_tokens // block_tokens))
+
+
+_EQUAL = BlockSizes()
 
 
 class SimulatedPools:
-    """All pool nodes, one per prefill node."""
+    """All pool nodes, one per prefill node. Capacities are in blocks of layers without windows."""
 
-    def __init__(self, settings: ServingSettings, names: Sequence[str]) -> None:
+    def __init__(self, settings: ServingSettings, names: Sequence[str], sizes: BlockSizes = _EQUAL) -> None:
         self.roster = tuple(sorted(names))
-        self._memory = {name: _tier(settings, settings.pool_blocks) for name in names}
-        self._ssd = {name: _tier(settings, settings.ssd_blocks) for name in names if settings.ssd_blocks}
+        self._sizes = sizes
+        self._memory = {name: _tier(settings, settings.pool_blocks, sizes) for name in names}
+        self._ssd = {name: _tier(settings, settings.ssd_blocks, sizes) for name in names if settings.ssd_blocks}
         self._copied: dict[int, dict[str, int]] = {}  # match_key by target, by the last block of a copied prefix
 
     def match(self, blocks: Sequence[int]) -> PoolMatches:
@@ -34,6 +63,14 @@ class SimulatedPools:
         return PoolMatches(self.roster, np.ascontiguousarray(counts), np.ascontiguousarray(on_ssd), replicas)
 
     def held(self, name: str, blocks: Sequence[int]) -> tuple[int, int]:
+        """Return (number of leading blocks that can be reused from the pool node, number of these on SSD only)."""
+        count, on_ssd = self._leading(name, blocks)
+        if self._sizes.window_blocks and count:
+            end = self._usable(name, blocks[:count])
+            return self._leading(name, blocks[:end]) if end < count else (count, on_ssd)
+        return count, on_ssd
+
+    def _leading(self, name: str, blocks: Sequence[int]) -> tuple[int, int]:
         """Return (number of leading blocks that the pool node holds, number of these on SSD only)."""
         memory = self._memory[name].present
         if name not in self._ssd:
@@ -53,11 +90,27 @@ class SimulatedPools:
             count += 1
         return count, on_ssd
 
+    def _usable(self, name: str, blocks: Sequence[int]) -> int:
+        """Return how many leading ones of these blocks are followed by a window that the pool node holds."""
+        tiers = [tier.present for tier in self._tiers(name)]
+        end = run = 0
+        for count, block in enumerate(blocks, 1):
+            run = run + 1 if any(_windowed(block) in present for present in tiers) else 0
+            if run >= min(self._sizes.window_blocks, count):
+                end = count
+        return end
+
+    def _window(self, blocks: Sequence[int]) -> list[int]:
+        """Return the keys of the windowed blocks before the end of these blocks."""
+        return [_windowed(block) for block in blocks[max(0, len(blocks) - self._sizes.window_blocks) :]]
+
     def use(self, name: str, now_ns: int, blocks: Sequence[int]) -> None:
         """Mark the leading blocks that the pool node holds as used: they are read."""
         use = Use(now_ns, len(blocks))
         for tier in self._tiers(name):
             tier.look_up(blocks, use)
+            for key in self._window(blocks):
+                tier.look_up((key,), use)
 
     def store(self, name: str, now_ns: int, blocks: Sequence[int], first: int = 0) -> None:
         """Store the prompt's blocks from index `first` on; leading ones that are present are marked as used.
@@ -65,20 +118,31 @@ class SimulatedPools:
         As on a live node, blocks before `first` were read from a pool node and are not stored again, so that what
         follows them is kept only if this pool node holds them.
         """
-        use = Use(now_ns, len(blocks))
+        use, sizes = Use(now_ns, len(blocks)), self._sizes
+        ends = {len(blocks)}
+        if sizes.window_blocks and (have := self._leading(name, blocks)[0]) > self.held(name, blocks)[0]:
+            ends.add(have)  # here another prompt parts from this one
         for tier in self._tiers(name):
-            tier.store(blocks, max(first, tier.look_up(blocks, use)), use)
+            tier.store(blocks, max(first, tier.look_up(blocks, use)), use, block_size=sizes.lasting)
+            for key in (key for end in sorted(ends) for key in self._window(blocks[:end])):
+                tier.store((key,), 0, use, block_size=sizes.windowed)
 
     def retain(self, name: str, now_ns: int, blocks: Sequence[int], request: RetainRequest) -> bool:
         """Retain a prefix in all tiers of the pool node. Returns True if its memory retains it."""
-        for tier in self._tiers(name)[1:]:
-            tier.retain(blocks, now_ns, request)
-        return self._memory[name].retain(blocks, now_ns, request)
+        window, sizes = self._window(blocks), self._sizes
+
+        def retained_by(tier: SimulatedPool) -> bool:
+            is_kept = tier.retain(blocks, now_ns, request, block_size=sizes.lasting)
+            return is_kept and (not window or tier.retain(window, now_ns, request, block_size=sizes.windowed))
+
+        in_memory, *_ = [retained_by(tier) for tier in self._tiers(name)]
+        return in_memory
 
     def await_use(self, name: str, now_ns: int, blocks: Sequence[int]) -> None:
         """Record that a request which will read these blocks from the pool node is waiting."""
         for tier in self._tiers(name):
             tier.await_use(blocks, now_ns)
+            tier.await_use(self._window(blocks), now_ns)
 
     def copied(self, target: str, blocks: Sequence[int], match_key: int) -> None:
         """Record a prefix copied to `target` by a Copy decision."""
@@ -91,19 +155,29 @@ class SimulatedPools:
             self._memory[target].remove(block)
 
     def _tiers(self, name: str) -> list[SimulatedPool]:
+        """Return the tiers of a pool node, its memory first."""
         return [self._memory[name], *([self._ssd[name]] if name in self._ssd else [])]
 
     def validate(self, settings: ServingSettings) -> list[str]:
-        """Describe the pool nodes that hold more blocks than their capacity."""
+        """Describe the pool nodes that hold more than their capacity."""
         tiers = [(self._memory, settings.pool_blocks), (self._ssd, settings.ssd_blocks)]
         return [
-            f"{name} holds {len(tier.present)} blocks of at most {most}"
+            f"{name} holds {len(tier.present)} blocks as large as {tier.used / self._sizes.lasting:g} of at most {most}"
             for named, most in tiers
             for name, tier in named.items()
-            if len(tier.present) > most
+            if tier.used > most * self._sizes.lasting
         ]
 
 
-def _tier(settings: ServingSettings, blocks: int) -> SimulatedPool:
-    retention = Retention(blocks, settings.retained_share, settings.retained_tenant_share)
-    return SimulatedPool(make_policy(settings.eviction, blocks), blocks, leaf_first=True, retention=retention)
+def _tier(settings: ServingSettings, blocks: int, sizes: BlockSizes) -> SimulatedPool:
+    capacity = blocks * sizes.lasting
+    policy = make_policy(settings.eviction, capacity)
+    if sizes.window_blocks:
+        policy.keep_to_recency()
+    retention = Retention(capacity, settings.retained_share, settings.retained_tenant_share)
+    return SimulatedPool(policy, capacity, leaf_first=True, retention=retention)
+
+
+def _windowed(block: int) -> int:
+    """Return the key of the same block in layers with windows."""
+    return ~block
