@@ -7,11 +7,11 @@ The cluster has two prefill, two decode and two pool nodes. By default three mod
 the next bundled one, are served in turn: grouped-query attention; one KV head, windows of 1,024 tokens in 10 of 12
 layers, shared KV and learned sinks; and the same with KV, weights and activations in int8.
 
-    held        `--fill` histories of `--turns` turns are stored, one on each host at a time, then continued from the
-                newest to the oldest: the number of them of whose history at least nine tenths are reused. The workers'
-                own slots have room for one each.
+    held        `--fill` histories of `--turns` turns are stored, two at a time, so that they go to both hosts, then
+                continued from the newest to the oldest: the number of them of whose history at least nine tenths are
+                reused. The workers' own slots have room for one each.
     dialogues   `--dialogues` at a time of 2 * `--turns` messages: the share of prompt tokens that are reused, bytes
-                moved, and TTFT
+                moved, TTFT, and the time per further token (TPOT) in the last half
     cold        every tenth of their turns again under a cache salt of its own, so that nothing is reused: TTFT, and
                 the log-probabilities of the answer compared with those of the first time
 
@@ -125,6 +125,7 @@ async def _measure(served: Served, args: argparse.Namespace) -> dict[str, Any]:
         "dialogue_reuse": sum(turn.cached for turn in turns) / sum(len(turn.prompt) for turn in turns),
         "moved_bytes_per_turn": {path: nbytes / len(turns) for path, nbytes in sorted(moved.items()) if nbytes},
         "ttft_p50_s": median(turn.ttft_s for turn in turns),
+        "last_tpot_p50_s": median(turn.tpot_s for talk in talks for turn in talk.result()[args.turns // 2 :]),
         "last_ttft_p50_s": median(warm.ttft_s for warm, _ in cold[len(cold) // 2 :]),
         "last_ttft_cold_p50_s": median(again.ttft_s for _, again in cold[len(cold) // 2 :]),
         "same_tokens": fmean(float(a == b) for pair in cold for a, b in zip(*(p.answer for p in pair), strict=True)),
@@ -153,6 +154,7 @@ class AskedTurn:
     logprobs: list[float]
     cached: int
     ttft_s: float
+    tpot_s: float
 
 
 @dataclass(frozen=True)
@@ -184,9 +186,10 @@ class CompletionsClient:
                     answer += choice["token_ids"] or []
                     logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
                 cached = ((event.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens", cached)
+        tpot_s = (time.perf_counter() - began - ttft_s) / max(1, max_tokens - 1)
         if len(answer) != max_tokens or len(logprobs) != max_tokens:
             raise RuntimeError(f"{len(answer)} tokens and {len(logprobs)} log-probabilities instead of {max_tokens}")
-        return AskedTurn(prompt, answer, logprobs, cached, ttft_s)
+        return AskedTurn(prompt, answer, logprobs, cached, ttft_s, tpot_s)
 
     async def moved(self) -> dict[str, float]:
         """Return the bytes of KV that all nodes have moved, by path."""
@@ -229,12 +232,13 @@ def _tokens(seed: int, count: int) -> list[int]:
 def show(result: dict[str, Any]) -> None:
     """Print a row for each model."""
     table = Table(title=f"{result['messages']} messages, {result['history_tokens']:,} tokens")
-    for heading in ("model", "dialogues held", "reuse", "moved per turn", "TTFT", "last", "last, cold"):
+    for heading in ("model", "dialogues held", "reuse", "moved per turn", "TTFT", "last", "last, cold", "last TPOT"):
         table.add_column(heading)
     for name, row in result["models"].items():
         moved = ", ".join(f"{path} {nbytes / 1e3:,.0f} kB" for path, nbytes in row["moved_bytes_per_turn"].items())
-        ttfts = (f"{1e3 * row[key]:,.0f} ms" for key in ("ttft_p50_s", "last_ttft_p50_s", "last_ttft_cold_p50_s"))
-        table.add_row(name, str(row["held"]), f"{row['dialogue_reuse']:.3f}", moved, *ttfts)
+        keys = ("ttft_p50_s", "last_ttft_p50_s", "last_ttft_cold_p50_s", "last_tpot_p50_s")
+        times = (f"{1e3 * row[key]:,.1f} ms" for key in keys)
+        table.add_row(name, str(row["held"]), f"{row['dialogue_reuse']:.3f}", moved, *times)
     Console(file=sys.stderr, width=150).print(table)
 
 

@@ -41,7 +41,7 @@ class ChatPrompt:
     place: bytes = b""
     num_recalled: int = 0  # answers in its history that use the generated ids
     num_forgotten: int = 0  # answers in its history that were tokenised again from their text
-    head_tokens: int = 0  # of the leading system messages, if the model's layers have windows
+    head_tokens: int = 0  # before the first message that is not the system's, if the model may have windows
 
 
 class PromptReader:
@@ -98,11 +98,12 @@ class PromptReader:
         check(text)
         # If the tokenizer adds special tokens (such as BOS), parts tokenised separately would not equal the whole.
         splices = self._answers.is_on and not add_special_tokens
-        spans, head = self._spans(text, chat, render, with_answers=splices)
+        head = self._head(text, chat, render)
         if not splices:
             ids = self._ids(text, add_special_tokens=add_special_tokens)
             head_tokens = self._tokenizer.num_within(ids, head)
             return ChatPrompt(ids, _previous_tokens(messages, rendering, len(text), len(ids)), head_tokens=head_tokens)
+        spans = self._spans(text, chat, render)
         trail = ChatDigest(self._secret, (self._model_name, self._tokenizer.identity, *scope))
         requested, at = [], 0
         for span in spans:
@@ -149,29 +150,21 @@ class PromptReader:
             raise _empty()
         return ids
 
-    def _spans(
-        self, text: str, chat: Sequence[Message], render: Render, *, with_answers: bool
-    ) -> tuple[list[ContentSpan], str]:
-        """Return the spans of the history's answers in the text, and the text up to the end of the head.
+    def _head(self, text: str, chat: Sequence[Message], render: Render) -> str:
+        """Return the text before the content of the first message that is not the system's.
 
-        That text is empty if there is no head, or if the model has no windows and nobody needs to know.
+        It is empty if that message has no text, or if the model has no windows, so that nobody needs it.
         """
-        marked = [
-            at
-            for at, message in enumerate(chat)
-            if with_answers and message["role"] == "assistant" and _has_text(message)
-        ]
-        head = head_length([message["role"] for message in chat]) - 1 if self._tokenizer.has_windows else -1
-        if head >= 0 and _has_text(chat[head]):
-            marked.append(head)
-        if not marked:
-            return [], ""
-        try:
-            spans = content_spans(text, chat, marked, render, secrets.token_hex(8))
-        except InvalidRequest:  # the template checks the messages' content and rejects the marks
-            return [], ""
-        head_end = next((span.end for span in spans if span.index == head), 0)
-        return [span for span in spans if span.index != head], text[:head_end]
+        first = head_length([message["role"] for message in chat])
+        if not self._tokenizer.may_have_windows or first == len(chat) or not _has_text(chat[first]):
+            return ""
+        span = next(iter(_spans_of(text, chat, [first], render)), None)
+        return text[: span.start] if span is not None else ""
+
+    def _spans(self, text: str, chat: Sequence[Message], render: Render) -> list[ContentSpan]:
+        """Return the spans of the history's answers in the text."""
+        answers = [at for at, message in enumerate(chat) if message["role"] == "assistant" and _has_text(message)]
+        return _spans_of(text, chat, answers, render)
 
     def _spliced(
         self, text: str, spans: Sequence[ContentSpan], found: Sequence[AnswerTokens | None]
@@ -226,6 +219,16 @@ def _previous_tokens(messages: Sequence[ChatMessage], rendering: ChatRendering, 
     calls = [f"{call.function.name}{call.function.arguments or ''}" for call in answer.tool_calls or ()]
     answer_chars = len(answer.text) + sum(map(len, calls))
     return max(1, round(num_tokens * min(1.0, answer_chars / max(1, num_chars))))
+
+
+def _spans_of(text: str, chat: Sequence[Message], indices: Sequence[int], render: Render) -> list[ContentSpan]:
+    """Return the spans of these messages in the text; none if the template does more than put the contents down."""
+    if not indices:
+        return []
+    try:
+        return content_spans(text, chat, indices, render, secrets.token_hex(8))
+    except InvalidRequest:  # the template checks the messages' content and rejects the marks
+        return []
 
 
 def _has_text(message: Message) -> bool:

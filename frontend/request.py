@@ -210,7 +210,7 @@ class GenerationRequest:
     idle_s: float = 0.0  # > 0: endless; after the first token, the deadline is this long after the last one
     place: bytes = b""  # of a chat's answer, where it is remembered; b"": it is not
     previous_tokens: int = 0  # estimated length of the last answer in a chat's history; 0: there is none
-    head_tokens: int = 0  # prompt tokens that other chats may share; 0: unknown
+    head_tokens: int = 0  # before a chat's first message that is not the system's; 0: unknown
     dropped_messages: int = 0  # number of chat messages dropped to fit into the context
     text: TextOptions = TextOptions()
     wants_receipt: bool = False

@@ -161,7 +161,7 @@ class Tokenizer:
         settings = _read_json(path / "tokenizer_config.json", optional=True)
         self.vocab_size = _count(config, "vocab_size", path) or self._fast.get_vocab_size()
         self.max_positions = _count(config, "max_position_embeddings", path)
-        self.has_windows = bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
+        self.may_have_windows = bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
         self.eos_token_ids = self._eos_ids(config, generation, settings)
         self.chat_template = ChatTemplate.find(path, settings)
         added = self._fast.get_added_tokens_decoder()
@@ -232,15 +232,20 @@ class Tokenizer:
         return self.decode(token_ids, skip_special_tokens=False) == self.decode(own, skip_special_tokens=False)
 
     def num_within(self, token_ids: Sequence[int], start: str) -> int:
-        """Return the number of leading ids whose text lies within `start`, with which their whole text begins.
+        """Return the number of leading ids whose text lies within `start`, with which the text of all ids begins.
 
-        If the decoder depends on neighbours, it is that of the ids of `start` but for the last one.
+        A special token before it, which the tokenizer adds itself, counts, too. For a decoder that depends on
+        neighbours, the number is an estimate: one less than `start` alone has.
         """
         if not self._is_byte_level:
             return max(0, len(self.encode(start, add_special_tokens=False)) - 1)
-        left_nbytes = utf8_nbytes(start)
+        left = start.encode()
+        left_nbytes = len(left)
         for count, token_id in enumerate(token_ids):
-            left_nbytes -= len(self.token_bytes(token_id))
+            text = self.token_bytes(token_id)
+            if count == 0 and left and token_id in self._special_ids and not left.startswith(text):
+                continue
+            left_nbytes -= len(text)
             if left_nbytes < 0:
                 return count
         return len(token_ids)

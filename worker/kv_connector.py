@@ -323,17 +323,17 @@ class KVConnector:
         pool: NodeRef | None = None,
         token_s: float = 0.0,
         window: WindowHold | None = None,
-        branch: int = 0,
+        shared_ends: Sequence[int] = (),
     ) -> None:
         """Put blocks from `first` on into `pool`, or into this host's pool; `token_s` as in `PoolWriter.put`.
 
-        In windowed groups, puts the blocks that the next token sees, and those that the first token of block `branch`
-        sees, as far as `window` still holds all of them. A failure is only logged and counted: the blocks cannot be
+        In windowed groups, puts the blocks that the next token sees, and those that the tokens after `shared_ends` see,
+        as far as `window` still holds all of them. A failure is only logged and counted: the blocks cannot be
         reused then.
         """
         puts = [(self._parts.lasting, kept, first)]
         if window is not None and self._parts.windowed is not None:
-            for each in (kept.head(branch), kept):
+            for each in (*map(kept.head, shared_ends), kept):
                 tail = window.tail(len(each.keys)) if each.num_blocks else None
                 if tail is not None:
                     puts.append((self._parts.windowed, each, tail.start))

@@ -57,13 +57,13 @@ class Prepared:
     window: WindowHold | None = None  # slots of windowed groups
 
     @property
-    def branch(self) -> int:
-        """Computed block before which windowed blocks are stored for prompts that go on differently there; 0: none.
+    def shared_ends(self) -> list[int]:
+        """Ends, in blocks, of what other prompts may share and this request computes.
 
-        Where an earlier prompt was seen to part from this one, or else the end of the chat's system messages.
+        They are the end of the chat's head, and the place where an earlier prompt was seen to part from this one.
         """
-        block = min(self.prefix.branch or self.request.head_blocks, len(self.request.keys))
-        return block if block > max(self.pooled_blocks, self.local_blocks) else 0
+        reused = max(self.pooled_blocks, self.local_blocks)
+        return sorted({end for end in (self.prefix.branch, self.request.head_blocks) if end > reused})
 
     @property
     def pinned(self) -> list[PinnedBlocks]:
@@ -191,8 +191,7 @@ def _reach_windows(work: Prepared, window_blocks: int, pooled: int, wanted: int)
         return seen_from
     if wanted:
         work.window.reach(seen_from, work.local_blocks + wanted)
-    if work.branch:
-        work.window.keep(range(max(0, work.branch - window_blocks), work.branch))
+    work.window.keep(i for end in work.shared_ends for i in range(max(0, end - window_blocks), end))
     return min(seen_from, work.local_blocks + wanted)
 
 
@@ -384,7 +383,7 @@ async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence
         _first_to_store(work),
         token_s=sequence.token_s,
         window=work.window,
-        branch=min(work.branch, len(kept.keys)),  # the answer may have been ended before the prompt was computed
+        shared_ends=[end for end in work.shared_ends if end <= len(kept.keys)],  # perhaps not all was computed
     )
     work.is_superseding = kept.num_tokens(node.config.block_tokens) > work.pooled_tokens
 

@@ -40,7 +40,7 @@ class Request:
     prompt: NDArray[np.int32]
     generated: int
     keys: tuple[bytes, ...]  # chain key per full block of the prompt
-    head_blocks: int  # leading blocks that other prompts may share; 0: unknown
+    head_blocks: int  # of what precedes the chat's first message of a user, at most those of the prompt; 0: unknown
     chain_seed: bytes
     sampling: ValidatedSamplingParams
     max_tokens: int  # over all attempts
@@ -98,7 +98,7 @@ class Request:
             prompt=prompt,
             generated=submit.generated,
             keys=keys,
-            head_blocks=submit.head_tokens // block_tokens,
+            head_blocks=min(submit.head_tokens // block_tokens, len(keys)),
             chain_seed=submit.chain_seed,
             sampling=ValidatedSamplingParams.from_proto(submit.sampling, vocab_size=vocab_size),
             max_tokens=min(submit.sampling.max_tokens, submit.generated + max_model_len - len(prompt)),

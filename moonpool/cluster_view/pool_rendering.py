@@ -96,7 +96,7 @@ def _node(node: PoolNodeStatus) -> list[RenderableType]:
     if node.lost_blocks:
         lines.append(f"lost from this node: {counts_text(node.lost_blocks)}")
     lines += [
-        f"namespace {name} ({node.namespace_users[name] or 'used by no worker'}): {count:,} blocks"
+        f"namespace {name} ({node.namespace_users[name] or 'of no worker that has joined'}): {count:,} blocks"
         for name, count in node.namespaces.items()
     ]
     lines.append(

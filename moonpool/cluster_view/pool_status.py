@@ -57,7 +57,7 @@ class PoolNodeStatus:
     leases: int = 0
     puts: int = 0
     namespaces: dict[str, int] = field(default_factory=dict)  # blocks by KV namespace
-    namespace_users: dict[str, str] = field(default_factory=dict)  # what they belong to; "": no worker of the cluster
+    namespace_users: dict[str, str] = field(default_factory=dict)  # the model whose workers use it; "": none has joined
     memory_pages: str = ""  # kind of memory pages of the arena
     door: str = ""  # socket for processes of the host; "" if there is none
 

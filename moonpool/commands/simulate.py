@@ -41,7 +41,10 @@ OutputScale = Annotated[float, typer.Option(help="Factor on the trace's answer l
 LongestAnswer = Annotated[
     int, typer.Option(min=0, help="Maximum tokens of an answer, and max_tokens of requests; 0: the trace's longest.")
 ]
-PoolBlocks = Annotated[int, typer.Option(min=1, help="Blocks in the memory of each pool node.")]
+PoolBlocks = Annotated[
+    int,
+    typer.Option(min=1, help="Blocks in the memory of each pool node, of layers without windows if the model has any."),
+]
 Processes = Annotated[int, typer.Option(min=0, help="Concurrent runs; 0: one per CPU.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the result to a .svg or .png file.")]
 

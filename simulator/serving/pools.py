@@ -142,7 +142,8 @@ class SimulatedPools:
         """Record that a request which will read these blocks from the pool node is waiting."""
         for tier in self._tiers(name):
             tier.await_use(blocks, now_ns)
-            tier.await_use(self._window(blocks), now_ns)
+            if self._sizes.window_blocks:
+                tier.await_use([_windowed(block) for block in blocks], now_ns)
 
     def copied(self, target: str, blocks: Sequence[int], match_key: int) -> None:
         """Record a prefix copied to `target` by a Copy decision."""
@@ -162,7 +163,7 @@ class SimulatedPools:
         """Describe the pool nodes that hold more than their capacity."""
         tiers = [(self._memory, settings.pool_blocks), (self._ssd, settings.ssd_blocks)]
         return [
-            f"{name} holds {len(tier.present)} blocks as large as {tier.used / self._sizes.lasting:g} of at most {most}"
+            f"{name} holds {len(tier.present)} blocks, in the room of {tier.used / self._sizes.lasting:g} of {most}"
             for named, most in tiers
             for name, tier in named.items()
             if tier.used > most * self._sizes.lasting

@@ -26,9 +26,9 @@ from engine.int8_rows import decode_rows, encode_rows, row_nbytes
 from engine.random_model import RandomModelSpec, write_random_model
 
 BACKENDS = ["compiled", "torch"]
-MOST_FLIPS = 0.5
-"""Share of logits that may differ by more than 1e-4: a sum in another order may round a value to the next step, which
-changes all logits after it."""
+MOST_FLIPS = {8: 0.25, 16: 0.5}
+"""Share of logits that may differ by more than 1e-4, by the values that share a scale: a sum in another order may round
+a value to the next step, which changes all logits after it."""
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -138,8 +138,23 @@ def test_logits_are_the_dense_references_in_any_cuts_and_pages(
 ) -> None:
     ids = np.random.default_rng(3).integers(0, 200, 90).astype(np.int32)
     off = np.abs(paged(model, ids, cuts, block_tokens) - model.score(ids))
-    assert (off > 1e-4).mean() <= MOST_FLIPS
+    assert (off > 1e-4).mean() <= MOST_FLIPS[model.kv_groups[0].scale_group]
     assert off.max() < 0.05
+
+
+def test_a_step_that_stops_between_layers_gives_the_same_bits(near_folder: Path) -> None:
+    """As where layers wait for reused KV: layers that share KV with the one before read what that has decoded."""
+    model, ids = load_model(near_folder, threads=1), np.random.default_rng(5).integers(0, 200, 41).astype(np.int32)
+    found, layers = [], list[int]()
+    for before_layer in (None, layers.append):
+        cache = model.new_cache((6,) * len(model.kv_groups), 8)
+        for start, end in ((0, 40), (40, 41)):
+            table = np.arange(-(-end // 8), dtype=np.int32)
+            chunk = SequenceChunk(ids[start:end], start, (table,) * len(model.kv_groups), want_logits=True)
+            logits = model.forward(ForwardBatch([chunk]), cache, before_layer=before_layer).numpy()
+        found.append(logits)
+    assert layers == [0, 1, 2] * 2
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_a_batch_of_sequences_gives_what_each_gives_alone(model: Model) -> None:

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers
 
 from frontend.answer_memory import AnswerMemory, AnswerTokens, answer_tokens
 from frontend.api.request_models import ChatMessage, ChatRendering
@@ -274,28 +272,6 @@ def test_ids_that_show_no_text_do_not_come_back(model_path: Path, tmp_path: Path
     start = len(first.token_ids)
     assert second.token_ids[start : start + 3] == letters("the")
     assert second.token_ids[start:].count(2) == plain(reader, [user("x")]).count(2)
-
-
-@pytest.fixture(params=["gemma", "llama-2"])
-def piece_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A tokenizer of pieces (▁ for spaces, bytes as tokens); Llama 2's puts a space before every text."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abu:", "▁a", "▁ab", "ab"]
-    merges = [("▁", "a"), ("▁a", "b"), ("a", "b")]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    fast = FastTokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    spaces = normalizers.Replace(" ", "▁")
-    starts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if request.param == "llama-2":
-        fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
-        fast.decoder = decoders.Sequence([*starts, decoders.Strip(" ", 1, 0)])
-    else:
-        fast.normalizer, fast.decoder = spaces, decoders.Sequence(starts)
-    fast.add_special_tokens(["<s>", "</s>"])
-    fast.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": len(tokens)}))
-    template = "{% for m in messages %}<s>{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}<s>a:"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return tmp_path
 
 
 @pytest.mark.parametrize("text", ["ab ab", "b é ab", " ab", "ab\n", "a🎉b"])

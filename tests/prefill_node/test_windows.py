@@ -12,7 +12,7 @@ import pytest
 from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from tests.worker.node_pair import BLOCK, Pair, Start
-from worker.policy import WindowHold
+from worker.policy import WindowHold, slots_of_prompt
 from worker.slot_memory import spec_of
 
 WINDOW, CHUNK = 24, 32
@@ -68,7 +68,7 @@ async def test_a_long_prompt_takes_no_more_window_slots_than_its_window_and_a_ch
     for face in (pair.prefill, pair.decode):
         memory = face.node.memory
         lasting, seen = memory.slots_per_group
-        assert (lasting, seen) == (128, 4 * 5 + 2 * (3 * 3 + 4 + 3))
+        assert (lasting, seen) == (128, 4 * 5 + 2 * (4 * 3 + 4 + 3))
         assert memory.nbytes == lasting * memory.spec.slot_nbytes(0) + seen * memory.spec.slot_nbytes(1)
     pushed = pair.prefill.node.counters.snapshot()["kv_push_bytes"]
     spec = pair.prefill.node.memory.spec
@@ -140,7 +140,27 @@ async def test_a_shared_head_that_the_frontend_names_is_reused_from_the_second_t
         pair.forget()
     assert cached == [0, 10 * BLOCK, 10 * BLOCK]
     # The head's windowed blocks once, and for each request those before the ends of its prompt and its answer.
-    assert pool_blocks(pair)[1] <= WINDOW_BLOCKS + 3 * (2 * WINDOW_BLOCKS + 2)
+    ends = [len(ids) // BLOCK, (len(ids) + 11) // BLOCK]
+    of_each = {block for end in ends for block in range(end - WINDOW_BLOCKS, end)}
+    assert pool_blocks(pair)[1] == WINDOW_BLOCKS + 3 * (len(of_each) + 1)  # and the answer's partial block
+
+
+async def test_heads_of_their_own_behind_a_shared_beginning_are_reused_from_the_second_time_on(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any, most_held: list[int]
+) -> None:
+    """The beginning is where prompts were seen to part, the head ends behind it: both are kept."""
+    pair = await start_pair(pool=True, path=windowed_path)
+    cached = list[int]()
+    for i, user in enumerate([1, 2, 3, 2, 2, 4]):
+        head = [*prompt(12 * BLOCK), *prompt(10 * BLOCK, seed=user)]
+        ids = [*head, *prompt(60, seed=10 + i)]
+        request = await pair.ask(ids, f"request {i}", head_tokens=len(head))
+        assert request.token_ids == greedy(windowed, ids, 12)
+        cached.append(request.cached_tokens)
+        pair.forget()
+    shared, whole = 12 * BLOCK, 22 * BLOCK
+    assert cached == [0, 0, shared, whole, whole, shared]
+    assert most_held[0] <= slots_of_prompt(WINDOW_BLOCKS, CHUNK // BLOCK)
 
 
 @pytest.mark.parametrize("head_tokens", [0, 3, 4000, 2**32 - 1])

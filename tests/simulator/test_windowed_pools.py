@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.policy import PolicyConfig
+from kvpool.policy.eviction import RetainRequest
 from simulator.serving.cluster import SimulatedCluster
 from simulator.serving.hot_prefixes import HotPrefixes, draw_hot_workload
 from simulator.serving.pools import BlockSizes, SimulatedPools
@@ -56,6 +57,22 @@ def test_windows_are_found_on_ssd() -> None:
     pools.store("a", 1, (11, 12, 13, 14))
     assert pools.held("a", (1, 2, 3, 4)) == (4, 4)
     assert pools.held("a", (11, 12, 13, 14)) == (4, 0)
+
+
+def test_a_retained_prefix_keeps_its_window_while_a_request_waits_for_it() -> None:
+    pools = SimulatedPools(replace(SETTINGS, retained_share=1.0, retained_tenant_share=1.0), ["a"], SIZES)
+    assert pools.retain("a", 0, (1, 2, 3, 4), RetainRequest("tenant", 10))
+    pools.store("a", 0, (1, 2, 3, 4))
+
+    def store_others(times: range) -> int:
+        for at in times:
+            pools.store("a", at, tuple(range(10 * at, 10 * at + 4)))
+        return held(pools, 1, 2, 3, 4)
+
+    assert store_others(range(2, 9)) == 4
+    pools.await_use("a", 9, (1, 2, 3, 4, 5, 6, 7, 8))
+    assert store_others(range(11, 19)) == 4
+    assert store_others(range(20, 23)) == 0
 
 
 @given(

@@ -219,4 +219,4 @@ def test_slots_taken_on_another_thread_are_not_shared() -> None:
 
 
 def test_a_worker_has_window_slots_for_a_full_batch_and_two_prompts() -> None:
-    assert num_window_slots(BatchLimits(64, 512, 16), 3) == 64 * 5 + 2 * (3 * 3 + 32 + 3)
+    assert num_window_slots(BatchLimits(64, 512, 16), 3) == 64 * 5 + 2 * (4 * 3 + 32 + 3)

@@ -36,10 +36,10 @@ def slots_of_answer(window_blocks: int) -> int:
 def slots_of_prompt(window_blocks: int, chunk_blocks: int) -> int:
     """Return the most window slots that a sequence holds at once until its prompt is computed.
 
-    The ends of the blocks shared here and of those loaded from a pool, what one step writes, and a block range that it
-    keeps for others.
+    The ends of the blocks shared here and of those loaded from a pool, what one step writes, and two block ranges that
+    it keeps for others.
     """
-    return 3 * window_blocks + chunk_blocks + 3
+    return 4 * window_blocks + chunk_blocks + 3
 
 
 def num_window_slots(limits: BatchLimits, window_blocks: int) -> int:
@@ -203,7 +203,7 @@ class WindowHold:
         self._reserved = reserved
         self._held: set[int] = set()
         self._first = 0  # none below is held, apart from kept ones
-        self._kept = range(0)
+        self._kept: frozenset[int] = frozenset()
         self._is_checked = False
         self.keeps_all = keeps_all
 
@@ -234,9 +234,9 @@ class WindowHold:
         self.reach(first, end)
         self._is_checked = True
 
-    def keep(self, blocks: range) -> None:
-        """Hold these blocks, once they are reached, until the request ends."""
-        self._kept = blocks
+    def keep(self, blocks: Iterable[int]) -> None:
+        """Hold these blocks and no others, once they are reached, until the request ends."""
+        self._kept = frozenset(blocks)
 
     def leave(self, block: int) -> None:
         """Drop the blocks that no token from `block` on may see, apart from kept ones."""

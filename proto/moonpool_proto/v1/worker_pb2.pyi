@@ -136,8 +136,8 @@ class Submit(_message.Message):
     traceparent: _builtins.str
     """W3C Trace Context of the sender's span; empty: not traced"""
     head_tokens: _builtins.int
-    """Leading tokens that other prompts may share (the system messages of a chat), where models with windows store what
-    the tokens after them see; 0: unknown. Any number is correct.
+    """Tokens before a chat's first message that is not the system's: other chats may share them, so models with windows
+    store what the tokens after them see. 0: unknown. Answers are correct with any number.
     """
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling: ...

@@ -95,7 +95,7 @@ def test_namespaces_are_told_with_the_models_whose_workers_use_them(
     told = screen.getvalue()
     assert "namespace ab (small): 5 blocks" in told
     assert "namespace ac (small, layers with windows): 2 blocks" in told
-    assert "namespace ad (used by no worker): 1 blocks" in told
+    assert "namespace ad (of no worker that has joined): 1 blocks" in told
 
 
 def test_evictions_are_told_by_tier_and_reason_with_their_median_age(
