@@ -56,7 +56,7 @@ help:
 	@echo "make format  apply the formatter and the safe fixes"
 	@echo "make proto   generate Python from proto/"
 	@echo "make chart   generated files of the deployment: schemas, the chart's table, golden renders"
-	@echo "make train   train the next bundled model, four stages of TRAIN_STEPS=$(TRAIN_STEPS), into .train/base4/model"
+	@echo "make train   train the next bundled model, six stages of TRAIN_STEPS=$(TRAIN_STEPS), into .train/base6/model"
 	@echo "make bench   run every benchmark"
 	@echo "make clients the openai, aiperf, guidellm and lm-eval clients against a live cluster; installs them in .clients"
 	@echo "make compare 1 prefill + 1 decode worker against 2 aggregated ones, on the same trace and cores"
@@ -134,7 +134,7 @@ chart: $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/python -m tools.training.prepare
-	@set -e; weights=; for stage in 1 2 3 4; do \
+	@set -e; weights=; for stage in 1 2 3 4 5 6; do \
 	  run=.train/base$$stage; \
 	  $(BIN)/python -m tools.training.train --stage $$stage --steps $(TRAIN_STEPS) --threads $$(nproc) --run $$run $$weights; \
 	  $(BIN)/python -m tools.training.export $$run/last.pt $$run/model; weights="--weights $$run/model"; \

@@ -191,6 +191,13 @@ class CompletionsClient:
             raise RuntimeError(f"{len(answer)} tokens and {len(logprobs)} log-probabilities instead of {max_tokens}")
         return AskedTurn(prompt, answer, logprobs, cached, ttft_s, tpot_s)
 
+    async def stored(self) -> None:
+        """Return when no node has stored KV for a second: answers end before their KV is stored."""
+        before, now = -1.0, 0.0
+        while now > before:
+            await asyncio.sleep(1.0)
+            before, now = now, (await self.moved()).get("store", 0.0)
+
     async def moved(self) -> dict[str, float]:
         """Return the bytes of KV that all nodes have moved, by path."""
         async with self.session.get(f"{self.url}/metrics") as reply:
@@ -207,6 +214,7 @@ async def count_held(client: CompletionsClient, args: argparse.Namespace) -> int
     for at in range(0, len(prompts), HOSTS):
         stored += await asyncio.gather(*(client.ask(prompt, PROBE_TOKENS) for prompt in prompts[at : at + HOSTS]))
         print(f"\r{len(stored)} of {args.fill} histories stored", end="", file=sys.stderr, flush=True)
+    await client.stored()
     for held, turn in enumerate(reversed(stored)):
         question = [*turn.prompt, *turn.answer, *_tokens(2000 + held, QUESTION_TOKENS)]
         if (await client.ask(question, PROBE_TOKENS)).cached < HELD_SHARE * len(turn.prompt):

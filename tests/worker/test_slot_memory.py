@@ -66,7 +66,7 @@ def test_a_windowed_group_has_slots_of_its_own_and_offsets_only_for_blocks_that_
     windows = windows_of(WINDOWED, NUM_SLOTS, BatchLimits(max_batch=2, chunk_tokens=128, block_tokens=128))
     assert windows is not None
     memory = HostMemory(WINDOWED, NUM_SLOTS, messenger, name="slots", windows=windows)
-    assert memory.slots_per_group == (NUM_SLOTS, 2 * 4 + 2 * (3 * 2 + 1 + 3)) == (NUM_SLOTS, windows.num_slots)
+    assert memory.slots_per_group == (NUM_SLOTS, 2 * 4 + 2 * (4 * 2 + 1 + 3)) == (NUM_SLOTS, windows.num_slots)
     assert memory.nbytes == sum(memory.slots_per_group) * SLOT_NBYTES
     windows.hold([39, 7])
     base = NUM_SLOTS * SLOT_NBYTES

@@ -31,8 +31,9 @@ from tools.training.recall import Recall
 from tools.training.sources import SOURCES
 from tools.training.words import ATTRIBUTES, NAMES
 
-EDGES = (0, 16, 64, 256, 512, 1024, 1536, 2047)
-DISTANCES = (96, 128, 256, 512, 1024, 1900)
+EDGES = (0, 16, 64, 256, 512, 1024, 2048, 3072)
+DISTANCES = (96, 128, 256, 512, 1024, 1900, 3800)
+"""Those below 95 % of the model's positions are measured."""
 FACTS_STATED = 4
 FILLER_FRAME = 14
 """Tokens around the filler: role markers, opening words, and the acknowledgement."""
@@ -141,7 +142,7 @@ def recall_table(model: Llama, corpus: Corpus, tokenizer: Tokenizer, questions: 
     """Return the share of exact answers per distance: mixed attributes, equal attributes, and without the fact."""
     kinds = {"mixed": (False, True), "same_attribute": (True, True), "fact_absent": (False, False)}
     rows = []
-    for distance in DISTANCES:
+    for distance in (each for each in DISTANCES if each < 0.95 * model.shape.positions):
         rng = np.random.default_rng((SEED, distance))
         row: dict[str, float] = {"distance": distance}
         for kind, (same, stated) in kinds.items():
@@ -250,7 +251,8 @@ def evaluate(folder: Path, cache: Path, *, windows: int, questions: int) -> dict
     for source, tokens in zip(SOURCES, corpus.tokens, strict=True):
         losses = text_losses(model, tokens, windows)
         entry = manifest[f"{source.name}.held.npy"]
-        by_position = {f"{low}-{high}": round(float(losses[:, low:high].mean()), 3) for low, high in pairwise(EDGES)}
+        edges = [*(edge for edge in EDGES if edge < losses.shape[1]), losses.shape[1]]
+        by_position = {f"{low}-{high}": round(float(losses[:, low:high].mean()), 3) for low, high in pairwise(edges)}
         bits = losses.mean() / np.log(2) * entry["tokens"] / entry["characters"]
         report[source.name] = {
             "nats_per_token": round(float(losses.mean()), 3),
@@ -270,7 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--windows", type=int, default=5, help="windows of 2,047 tokens from each source")
+    parser.add_argument("--windows", type=int, default=5, help="windows of all positions from each source")
     parser.add_argument("--questions", type=int, default=64, help="questions for each distance and kind")
     given = parser.parse_args()
     torch.set_num_threads(1)

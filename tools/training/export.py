@@ -20,7 +20,8 @@ from tools.training.model import Llama, ModelShape
 from tools.training.prepare import CACHE
 from tools.training.sources import sha256_of
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 _QUANTIZATION = {
@@ -101,6 +102,9 @@ def write(model: Llama, tokenizer_folder: Path, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**generation, "do_sample": False}, indent=2) + "\n")
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer_folder / name, folder / name)
+    settings = json.loads((tokenizer_folder / TOKENIZER_CONFIG).read_text())
+    settings["model_max_length"] = model.shape.positions
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     write_sums(folder)
 
 

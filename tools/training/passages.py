@@ -14,7 +14,7 @@ from tools.training.relations import SUBJECT_WEIGHTS, UNKNOWN, Relation, relatio
 
 HELD_OUT_ONE_IN = 8
 REVERSED_SHARE = 0.2
-TRAINED_REVERSED_SHARE = 0.4
+TRAINED_REVERSED_SHARE = 0.5
 """More than are evaluated, since questions that name the value and ask for the subject are learned later."""
 UNKNOWN_SHARE = 0.12
 PRONOUN_SHARE = 0.5

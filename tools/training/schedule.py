@@ -66,6 +66,16 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             ),
             decays=True,
         ),
+        Stage((Phase(1.0, 512, _ASKING),)),
+        Stage(
+            (
+                Phase(0.65, 512, _ASKING),
+                Phase(0.8, 1024, _ASKING),
+                Phase(0.9, 2048, _ASKING),
+                Phase(1.0, 4096, _ASKING),
+            ),
+            decays=True,
+        ),
     ),
     "small": (
         Stage((Phase(0.5, 512, _READING), Phase(1.0, 1024, _READING))),

@@ -12,7 +12,7 @@ from tools.training import checkpoint, evaluate, runlog
 from tools.training.errors import CheckpointMismatch
 from tools.training.export import export
 from tools.training.model import Llama
-from tools.training.plot import draw
+from tools.training.plot import draw, joined
 from tools.training.train import TrainingPlan, train
 
 
@@ -70,7 +70,9 @@ def test_a_resumed_log_forgets_the_steps_after_the_checkpoint(make_plan: Callabl
     with runlog.resume(path, 20) as file:
         runlog.write(file, runlog.Row(30, 1920, 64, 4.0, 4.0, 1.0, 40.0))
     assert [(row.step, row.time_s) for row in runlog.read(path)] == [(10, 10.0), (20, 20.0), (30, 40.0)]
-    draw(runlog.read(path), plan.run / "loss.svg")
+    twice = joined([runlog.read(path), runlog.read(path)])
+    assert [row.tokens for row in twice] == [640, 1280, 1920, 2560, 3200, 3840]
+    draw(twice, plan.run / "loss.svg")
     assert "tokens seen" in (plan.run / "loss.svg").read_text()
 
 
