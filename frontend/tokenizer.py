@@ -237,13 +237,15 @@ class Tokenizer:
         A special token before it, which the tokenizer adds itself, counts, too. For a decoder that depends on
         neighbours, the number is an estimate: one less than `start` alone has.
         """
+        if not start:
+            return 0
         if not self._is_byte_level:
             return max(0, len(self.encode(start, add_special_tokens=False)) - 1)
         left = start.encode()
         left_nbytes = len(left)
         for count, token_id in enumerate(token_ids):
             text = self.token_bytes(token_id)
-            if count == 0 and left and token_id in self._special_ids and not left.startswith(text):
+            if count == 0 and token_id in self._special_ids and not left.startswith(text):
                 continue
             left_nbytes -= len(text)
             if left_nbytes < 0:

@@ -120,8 +120,10 @@ class SimulatedPools:
         """
         use, sizes = Use(now_ns, len(blocks)), self._sizes
         ends = {len(blocks)}
-        if sizes.window_blocks and (have := self._leading(name, blocks)[0]) > self.held(name, blocks)[0]:
-            ends.add(have)  # here another prompt parts from this one
+        if sizes.window_blocks:
+            have, _ = self._leading(name, blocks)
+            if self._usable(name, blocks[:have]) < have:
+                ends.add(have)  # here another prompt parts from this one
         for tier in self._tiers(name):
             tier.store(blocks, max(first, tier.look_up(blocks, use)), use, block_size=sizes.lasting)
             for key in (key for end in sorted(ends) for key in self._window(blocks[:end])):

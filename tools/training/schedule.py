@@ -44,38 +44,22 @@ _ANSWERING = Mixture(reading=0.62, recall=0.16, copy=0.02)
 _ASKING = Mixture(reading=0.8, recall=0.06, copy=0.0)
 _FACTS = Mixture(reading=0.0, recall=0.4, copy=0.1)
 
+
+def _lengthening(mixture: Mixture, *ends: float) -> tuple[Phase, ...]:
+    """Return phases of windows of 512, 1,024, 2,048 and 4,096 tokens; ``ends`` are those of the first three."""
+    return tuple(
+        Phase(end, context, mixture) for end, context in zip((*ends, 1.0), (512, 1024, 2048, 4096), strict=True)
+    )
+
+
 STAGES: dict[str, tuple[Stage, ...]] = {
     "base": (
         Stage((Phase(0.3, 256, _COPYING), Phase(1.0, 512, _READING))),
         Stage((Phase(0.6, 512, _READING), Phase(1.0, 1024, _READING))),
-        Stage(
-            (
-                Phase(0.35, 512, _ANSWERING),
-                Phase(0.6, 1024, _ANSWERING),
-                Phase(0.85, 2048, _ANSWERING),
-                Phase(1.0, 4096, _ANSWERING),
-            ),
-            decays=True,
-        ),
-        Stage(
-            (
-                Phase(0.75, 512, _ASKING),
-                Phase(0.85, 1024, _ASKING),
-                Phase(0.93, 2048, _ASKING),
-                Phase(1.0, 4096, _ASKING),
-            ),
-            decays=True,
-        ),
+        Stage(_lengthening(_ANSWERING, 0.35, 0.6, 0.85), decays=True),
+        Stage(_lengthening(_ASKING, 0.75, 0.85, 0.93), decays=True),
         Stage((Phase(1.0, 512, _ASKING),)),
-        Stage(
-            (
-                Phase(0.65, 512, _ASKING),
-                Phase(0.8, 1024, _ASKING),
-                Phase(0.9, 2048, _ASKING),
-                Phase(1.0, 4096, _ASKING),
-            ),
-            decays=True,
-        ),
+        Stage(_lengthening(_ASKING, 0.65, 0.8, 0.9), decays=True),
     ),
     "small": (
         Stage((Phase(0.5, 512, _READING), Phase(1.0, 1024, _READING))),
