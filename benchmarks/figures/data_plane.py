@@ -91,13 +91,21 @@ def kv_bytes() -> str:
 
     def live_row(name: str, row: Result) -> list[str]:
         moved = sum(row["moved_bytes_per_turn"].values()) / 1e3
-        ttfts = (f"{1e3 * row[key]:,.0f}" for key in ("ttft_p50_s", "last_ttft_p50_s", "last_ttft_cold_p50_s"))
+        ttfts = [f"{1e3 * row[key]:,.0f}" for key in ("ttft_p50_s", "last_ttft_p50_s", "last_ttft_cold_p50_s")]
         same = f"{row['same_tokens']:.0%}, {row['logprob_difference']:.1g}"
-        return [name, str(row["held"]), f"{row['dialogue_reuse']:.3f}", f"{moved:,.0f}", *ttfts, same]
+        return [
+            name,
+            str(row["held"]),
+            f"{row['dialogue_reuse']:.3f}",
+            f"{moved:,.0f}",
+            *ttfts,
+            f"{1e3 * row['last_tpot_p50_s']:.1f}",
+            same,
+        ]
 
     live_rows = [live_row(name, row) for name, row in live["models"].items()]
     live_header = ["model", "histories held", "reuse", "kB moved per turn", "TTFT, ms", "last half", "last half, cold"]
-    live_header.append("cold run: equal tokens, largest difference of log-probabilities")
+    live_header += ["TPOT, ms", "cold run: equal tokens, largest difference of log-probabilities"]
     return f"""## Small KV
 
 {source("python -m benchmarks.kv_bytes", file)}: memory that a decode node allocates for one sequence of {result["context"]:,} tokens, scales included,
@@ -110,9 +118,9 @@ A window of 1,024 takes 66 blocks of 16 tokens: those that the next token sees, 
 are kept.
 
 Live ({source("python -m benchmarks.small_kv_live", live_file)}): models with random weights of the next bundled one's sizes, with two prefill, two decode
-and two pool nodes of {live["pool_bytes"] / 2e6:,.1f} MB each. *Held*: of histories of {live["history_tokens"]:,} tokens that were stored one after the other, all on one of the hosts,
-the newest that are still reused, up to one of them in a worker's own slots. *Reuse*: share of all prompt tokens in two dialogues of {live["messages"]} messages. The engine
-keeps the first two models' KV in float32.
+and two pool nodes of {live["pool_bytes"] / 2e6:,.1f} MB each. *Held*: of histories of {live["history_tokens"]:,} tokens that were stored two at a time, so that they go to both hosts,
+the newest that are still reused, up to two of them in the workers' own slots. *Reuse*: share of all prompt tokens in two dialogues of {live["messages"]} messages. *TPOT*: time
+per further token in their last half. The engine keeps the first two models' KV in float32.
 
 {table(live_header, live_rows)}
 
