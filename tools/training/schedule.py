@@ -42,13 +42,19 @@ _COPYING = Mixture(reading=0.35, recall=0.2, copy=0.15)
 _READING = Mixture(reading=0.55, recall=0.12, copy=0.03)
 _ANSWERING = Mixture(reading=0.62, recall=0.16, copy=0.02)
 _ASKING = Mixture(reading=0.8, recall=0.06, copy=0.0)
+_REACHING = Mixture(reading=0.6, recall=0.3, copy=0.0)
 _FACTS = Mixture(reading=0.0, recall=0.4, copy=0.1)
 
 
-def _lengthening(mixture: Mixture, *ends: float) -> tuple[Phase, ...]:
-    """Return phases of windows of 512, 1,024, 2,048 and 4,096 tokens; ``ends`` are those of the first three."""
+def _lengthening(mixture: Mixture, *ends: float, long: Mixture | None = None) -> tuple[Phase, ...]:
+    """Return phases of windows of 512, 1,024, 2,048 and 4,096 tokens.
+
+    ``ends`` are those of the first three. ``long`` is the mixture of the last two, if it differs.
+    """
+    mixtures = (mixture, mixture, long or mixture, long or mixture)
     return tuple(
-        Phase(end, context, mixture) for end, context in zip((*ends, 1.0), (512, 1024, 2048, 4096), strict=True)
+        Phase(end, context, kinds)
+        for end, context, kinds in zip((*ends, 1.0), (512, 1024, 2048, 4096), mixtures, strict=True)
     )
 
 
@@ -59,11 +65,11 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage(_lengthening(_ANSWERING, 0.35, 0.6, 0.85), decays=True),
         Stage(_lengthening(_ASKING, 0.75, 0.85, 0.93), decays=True),
         Stage((Phase(1.0, 512, _ASKING),)),
-        Stage(_lengthening(_ASKING, 0.65, 0.8, 0.9), decays=True),
+        Stage(_lengthening(_ASKING, 0.6, 0.7, 0.85, long=_REACHING), decays=True),
     ),
     "small": (
-        Stage((Phase(0.5, 512, _READING), Phase(1.0, 1024, _READING))),
-        Stage((Phase(0.3, 1024, _READING), Phase(0.7, 2048, _READING), Phase(1.0, 4096, _READING)), decays=True),
+        Stage((Phase(0.5, 512, _ASKING), Phase(1.0, 1024, _ASKING))),
+        Stage(_lengthening(_ASKING, 0.3, 0.55, 0.8, long=_REACHING), decays=True),
     ),
     "nano": (Stage((Phase(0.45, 512, _FACTS), Phase(0.78, 1024, _FACTS), Phase(1.0, 2048, _FACTS)), decays=True),),
 }
