@@ -163,6 +163,7 @@ def request_arrived(
         expected_tokens=request.hints.expected_output_tokens if request.HasField("hints") else 0,
         session=request.session.id,
         parent_session=request.session.parent_id,
+        window_tokens=request.window_tokens,
     )
 
 

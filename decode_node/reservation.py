@@ -12,13 +12,27 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Endpoint, RemoteKey
 from worker.policy import TakenSlots
+from worker.policy.kept_blocks import KeptBlocks
 from worker.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingBlocks:
+    """Blocks of a prompt that arrive: in windowed layers those from `seen_from` on, and if set, only `kept` ones."""
+
+    seen_from: int = 0
+    windowed_layers: Sequence[int] = ()
+    kept: KeptBlocks | None = None
+
+
+ALL_BLOCKS = ArrivingBlocks()
 
 
 class Reservation:
@@ -33,13 +47,12 @@ class Reservation:
         block_tokens: int,
         key: RemoteKey,
         writer: Endpoint,
-        seen_from: int = 0,
-        windowed_layers: Sequence[int] = (),
+        arriving: ArrivingBlocks = ALL_BLOCKS,
     ) -> None:
-        """In windowed layers, only blocks from `seen_from` on arrive."""
         self.request = request
         self.epoch = 0  # once it is open
-        self.slots = taken.slots
+        self.held_slots = taken.slots
+        self.slots = taken.slots if arriving.kept is None else arriving.kept.slots(taken.slots)  # by block
         self.held_blocks = taken.num_shared
         self.window = taken.window
         self.key = key
@@ -48,8 +61,10 @@ class Reservation:
         self._block_tokens = block_tokens
         self._arrived = np.zeros((num_layers, self.num_blocks), dtype=bool)
         self._arrived[:, : taken.num_shared] = True
-        self._arrived[list(windowed_layers), :seen_from] = True
-        self.seen_from = seen_from
+        if arriving.kept is not None:
+            self._arrived[:, arriving.kept.has_sinks : arriving.kept.window_from] = True
+        self._arrived[list(arriving.windowed_layers), : arriving.seen_from] = True
+        self.seen_from = arriving.seen_from
         self.corrupt_blocks: set[int] = set()  # pulled damaged from a pool node
         self._pending = 0
         self._loop = asyncio.get_running_loop()

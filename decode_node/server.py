@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from decode_node.pool_pulls import PoolPuller
-from decode_node.reservation import Reservation
+from decode_node.reservation import ArrivingBlocks, Reservation
 from messenger import Endpoint
 from moonpool_proto.v1.conductor_pb2 import PHASE_DECODE_JOINED, PHASE_ENDED
 from moonpool_proto.v1.worker_pb2 import (
@@ -26,6 +26,7 @@ from telemetry.tracing import Span
 from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode
 from worker.policy import TakenSlots
+from worker.policy.kept_blocks import KeptBlocks
 from worker.prefix_blocks import PrefixSave
 from worker.prepare import reusable_blocks, trace_answer
 from worker.request import EngineSequence, Request
@@ -129,17 +130,21 @@ class DecodeService:
     ) -> None:
         node = self.node
         block_tokens = node.config.block_tokens
-        cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens))
+        rolling = request.rolling_up_to(request.peak_tokens)
+        cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens)) if rolling is None else None
         with span.child("slots"), node.queued(request):
-            most = -(-request.peak_tokens // block_tokens)
-            count = _first_slots(request, block_tokens, most) if node.engine.computes_in_slots else most
+            most = request.num_slots(request.peak_tokens, block_tokens)
+            grows = node.engine.computes_in_slots and rolling is None
+            count = _first_slots(request, block_tokens, most) if grows else most
             taken = await node.slots.take(
                 request.key,
-                request.keys[:cut],
+                request.keys[:cut] if rolling is None else (),  # its slots are used in turn, so nobody shares them
                 count,
                 most - count,
                 decodes_from=len(request.prompt) // block_tokens,
             )
+            if rolling is not None and taken.window is not None:
+                taken.window.roll(most - 1)
         reservation: Reservation | None = None
         try:
             reservation = self._open_reservation(request, reserve, taken)
@@ -148,7 +153,9 @@ class DecodeService:
                 first = await self._receive(reservation, reserve, receiving)
             if first is not None:
                 kept = await self._decode(reservation, *first, cut, span)
-                if kept.tail_key != reserve.superseded:  # it is current if nothing was computed after it
+                if (
+                    kept is not None and kept.tail_key != reserve.superseded
+                ):  # it is current if nothing was computed after it
                     await node.kv_connector.drop(reserve.superseded, request.placement.pool)
         finally:
             node.slots.growing.end(request.key)
@@ -159,8 +166,8 @@ class DecodeService:
 
     def _open_reservation(self, request: Request, reserve: ReserveRequest, taken: TakenSlots) -> Reservation:
         node, memory, block_tokens = self.node, self.node.memory, self.node.config.block_tokens
-        writer = Endpoint.from_proto(reserve.writer)
-        slots, seen_from = taken.slots, node.slots.first_seen(len(request.prompt) // block_tokens)
+        writer, slid = Endpoint.from_proto(reserve.writer), request.rolling_up_to(len(request.prompt))
+        seen_from = node.slots.first_seen(len(request.prompt) // block_tokens)
         if taken.window is not None:
             taken.window.reach(max(seen_from, taken.num_shared), -(-len(request.prompt) // block_tokens))
         reservation = Reservation(
@@ -168,14 +175,17 @@ class DecodeService:
             taken,
             num_layers=len(memory.place_of_layer),
             block_tokens=block_tokens,
-            key=memory.grant_write(slots),
+            key=memory.grant_write(taken.slots),
             writer=writer,
-            seen_from=seen_from,
-            windowed_layers=memory.spec.layers_of(memory.spec.windowed),
+            arriving=ArrivingBlocks(
+                seen_from,
+                memory.spec.layers_of(memory.spec.windowed),
+                None if slid is None else KeptBlocks.of(slid, len(request.prompt)),
+            ),
         )
         reservation.epoch = node.kv_receiver.open_epoch(reservation.key, reservation)
         self._open[reservation.epoch] = reservation
-        node.hold(request, committed_tokens=len(slots) * node.config.block_tokens)
+        node.hold(request, committed_tokens=len(taken.slots) * node.config.block_tokens)
         return reservation
 
     async def _receive(self, reservation: Reservation, reserve: ReserveRequest, span: Span) -> tuple[int, int] | None:
@@ -199,8 +209,8 @@ class DecodeService:
 
     async def _decode(
         self, reservation: Reservation, first_index: int, first_token: int, cut: int | None, span: Span
-    ) -> PrefixSave:
-        """Generate the answer.
+    ) -> PrefixSave | None:
+        """Generate the answer, and return what was stored of it; None after a rolling window has slid.
 
         From block `cut` on the prompt's KV was recomputed for parity and replaces the blocks held here.
         """
@@ -212,17 +222,20 @@ class DecodeService:
         # The writer has ended: its key is revoked now, so the slots need no quarantine later.
         await in_thread(node.messenger.revoke, reservation.key)
         reservation.fenced = True
-        blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
+        blocks = list(dict.fromkeys(reservation.slots[reservation.held_blocks : reservation.num_blocks]))
         if node.memory.staging.is_needed:
             await in_thread(node.memory.to_device_now, blocks, range(node.memory.num_groups))
-        node.slots.index(reservation.slots, request.keys, anew_from=cut)
+        rolling = request.rolling_up_to(request.peak_tokens)
+        if rolling is None:
+            node.slots.index(reservation.slots, request.keys, anew_from=cut)
         sequence = EngineSequence.of(
             request,
-            reservation.slots,
+            reservation.held_slots,
             num_computed=len(request.prompt),
             prefill_only=False,
             matcher=matcher,
             window=reservation.window,
+            rolling=rolling,
         )
         if not sequence.try_append(first_token):
             assert sequence.error is not None
@@ -233,8 +246,11 @@ class DecodeService:
         with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)
             trace_answer(span, sequence)
+            if sequence.slid or sequence.has_sinks:  # its KV is no prefix's
+                return None
             kept = PrefixSave.of(sequence, node.config.block_tokens)
-            node.slots.index(reservation.slots, kept.keys)
+            if rolling is None:
+                node.slots.index(reservation.slots, kept.keys)
             await node.kv_connector.retain(request, kept.keys)
             # Stored in the same pool as the prompt, so that the next turn finds all blocks in one place.
             await node.kv_connector.store(
@@ -254,7 +270,7 @@ class DecodeService:
         self._open.pop(reservation.epoch, None)
         node.kv_receiver.close_epoch(reservation.epoch)
         node.reporter.progress(reservation.request.request_id, reservation.request.attempt, PHASE_ENDED)
-        slots, window = reservation.slots, reservation.window
+        slots, window = reservation.held_slots, reservation.window
         if reservation.fenced:
             node.slots.give(slots, window)
         else:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from engine.cache import PagedCache
 from engine.config import ModelConfig
 from engine.errors import InvalidBatch
+from engine.rolling import RollingWindow
 
 IntArray = npt.NDArray[np.int32]
 LayerHook = Callable[[int], None] | None
@@ -26,7 +27,8 @@ class SequenceChunk:
     `token_ids` is int32 [n]. `slot_tables` has one int32 array per KV group: the slots of the blocks of positions
     0..start+n-1, in order. In a window group, entries of blocks outside the window of every token of the chunk are
     ignored and may be -1. `want_logits` requests the logits of the last token, and together with `every` those of all n
-    tokens.
+    tokens. With `rolling`, what is visible is bounded, no token may be visible only to some of the chunk, and after
+    the first slide the tables hold the sinks' slot and those of the window.
     """
 
     token_ids: IntArray
@@ -34,6 +36,7 @@ class SequenceChunk:
     slot_tables: tuple[IntArray, ...]
     want_logits: bool
     every: bool = False  # with want_logits
+    rolling: RollingWindow | None = None
 
 
 @dataclass
@@ -45,13 +48,19 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """A validated batch as flat arrays: N tokens, C chunks, G KV groups. All arrays are int32."""
+    """A validated batch as flat arrays: N tokens, C chunks, G KV groups. All arrays are int32.
+
+    A position is an index into the slots of the sequence's table. It is that in the sequence unless a rolling window
+    has slid.
+    """
 
     token_ids: IntArray  # [N]
     positions: IntArray  # [N]
+    rotations: IntArray  # [N]: positions in the sequence
     row_chunk: IntArray  # [N]: index of the token's chunk
     chunk_rows: IntArray  # [C + 1]: chunk c is rows chunk_rows[c]..chunk_rows[c+1]-1
-    starts: IntArray  # [C]
+    starts: IntArray  # [C]: position of the chunk's first token
+    firsts: IntArray  # [G, C]: first position that is visible to the chunk, apart from the group's window
     tables: IntArray  # all slot tables, concatenated
     table_begin: IntArray  # [G, C]: where the chunk's table for a group begins in `tables`
     table_length: IntArray  # [G, C]
@@ -70,13 +79,14 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
             raise InvalidBatch(f"chunk {index} must have {num_groups} slot tables, got {len(chunk.slot_tables)}")
     sizes = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
     starts = np.array([chunk.start for chunk in chunks], np.int32)
+    if starts.min() < 0:
+        raise InvalidBatch(f"chunk {int(starts.argmin())} must start at 0 or later, got {starts.min()}")
+    slid, firsts = _rolled(chunks, cache)
+    starts -= slid
     ends = starts + sizes
     token_ids = np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32, copy=False)
-    if sizes.min() <= 0 or starts.min() < 0:
-        bad = int(np.argmax((sizes <= 0) | (starts < 0)))
-        raise InvalidBatch(
-            f"chunk {bad} must have at least one token and start at 0 or later, got {sizes[bad]} from {starts[bad]}"
-        )
+    if sizes.min() <= 0:
+        raise InvalidBatch(f"chunk {int(sizes.argmin())} must have at least one token, got none")
     max_context = int(ends.max())
     if max_context > config.max_positions:
         bad = int(ends.argmax())
@@ -89,13 +99,15 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
     chunk_rows = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(sizes, out=chunk_rows[1:])
     row_chunk = np.repeat(np.arange(len(chunks), dtype=np.int32), sizes)
-    rows = np.arange(len(token_ids), dtype=np.int32)
+    positions = np.arange(len(token_ids), dtype=np.int32) + (starts - chunk_rows[:-1])[row_chunk]
     plan = FlatBatch(
         token_ids=token_ids,
-        positions=rows + (starts - chunk_rows[:-1])[row_chunk],
+        positions=positions,
+        rotations=positions + slid[row_chunk],
         row_chunk=row_chunk,
         chunk_rows=chunk_rows,
         starts=starts,
+        firsts=firsts,
         tables=np.concatenate(flat).astype(np.int32, copy=False),
         table_begin=begins.reshape(num_groups, -1),
         table_length=lengths.reshape(num_groups, -1),
@@ -115,9 +127,34 @@ def _logits_rows(chunks: list[SequenceChunk], chunk_rows: IntArray) -> IntArray:
     return np.concatenate([chunk_rows[:0], *wanted]).astype(np.int32)
 
 
-def first_visible(position: int, window: int) -> int:
-    """Return the earliest position visible to a query at `position`; a window of 0 means full attention."""
-    return max(0, position - window + 1) if window else 0
+def _rolled(chunks: list[SequenceChunk], cache: PagedCache) -> tuple[IntArray, IntArray]:
+    """Return how far each chunk's sequence has slid, [C], and its first visible position per group, [G, C].
+
+    Raises `InvalidBatch`.
+    """
+    slid, firsts = np.zeros(len(chunks), np.int32), np.zeros((len(cache.groups), len(chunks)), np.int32)
+    for index, chunk in enumerate(chunks):
+        if (rolling := chunk.rolling) is None:
+            continue
+        if rolling.block_tokens != cache.block_tokens:
+            raise InvalidBatch(
+                f"the window of chunk {index} must have blocks of {cache.block_tokens}, got {rolling.block_tokens}"
+            )
+        end, slide = chunk.start + len(chunk.token_ids), rolling.end(chunk.start)
+        if end > slide:
+            raise InvalidBatch(f"chunk {index} must end by position {slide}, where its window slides, got {end}")
+        if start := rolling.start(chunk.start):
+            slid[index] = start - cache.block_tokens
+            firsts[:, index] = np.where(cache.windows, cache.block_tokens, cache.block_tokens - rolling.sinks)
+    return slid, firsts
+
+
+def first_visible(position: int, window: int, first: int) -> int:
+    """Return the earliest position visible to a query at `position`, `first` or later.
+
+    A window of 0 means full attention.
+    """
+    return max(first, position - window + 1) if window else first
 
 
 def _check_tables(plan: FlatBatch, cache: PagedCache, group: int, ends: IntArray) -> None:
@@ -130,7 +167,8 @@ def _check_tables(plan: FlatBatch, cache: PagedCache, group: int, ends: IntArray
         raise InvalidBatch(
             f"chunk {bad} needs {needed[bad]} slots of group {group} up to position {ends[bad]}, got {found}"
         )
-    first = np.maximum(plan.starts - window + 1, 0) // block_tokens if window else np.zeros_like(needed)
+    first = plan.firsts[group]
+    first = (np.maximum(plan.starts - window + 1, first) if window else first) // block_tokens
     begins = plan.table_begin[group]
     lows, highs = _range_extremes(plan.tables, begins + first, begins + needed)
     if lows < 0 or highs >= cache.num_slots[group]:

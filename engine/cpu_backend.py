@@ -142,16 +142,16 @@ class ChunkAttention:
 
 def _context(plan: FlatBatch, cache: PagedCache, chunk: int, group: int, tables: kernels.Ints) -> _Context:
     block_tokens, window = cache.block_tokens, cache.groups[group].window
-    start, row = int(plan.starts[chunk]), int(plan.chunk_rows[chunk])
+    start, row, first = int(plan.starts[chunk]), int(plan.chunk_rows[chunk]), int(plan.firsts[group, chunk])
     size = int(plan.chunk_rows[chunk + 1]) - row
-    skipped = first_visible(start, window) // block_tokens
+    skipped = first_visible(start, window, first) // block_tokens
     begin = int(plan.table_begin[group, chunk])
     table = tables[begin + skipped : begin - (-(start + size) // block_tokens)]
     tiles = []
     for offset in range(0, size, _QUERY_TILE):
         count = min(_QUERY_TILE, size - offset)
         first_query = start + offset
-        first_key = first_visible(first_query, window)
+        first_key = first_visible(first_query, window, first)
         keys = slice(first_key - skipped * block_tokens, first_query + count - skipped * block_tokens)
         tiles.append(_Tile(row + offset, count, keys, first_query - first_key))
     return _Context(table, len(table) * block_tokens, window, tuple(tiles))
@@ -194,7 +194,6 @@ class CpuBackend:
 
     def run(self, plan: FlatBatch, cache: PagedCache, on_layer: LayerHook, before_layer: LayerHook) -> torch.Tensor:
         """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
-        self._rope.reach(plan.max_context)
         count = len(plan.token_ids)
         work = self._work(count, plan.max_context)
         np.take(self._weights.embedding.numpy(), plan.token_ids, axis=0, out=work.x)
@@ -336,12 +335,15 @@ class CpuBackend:
     def _step(self, plan: FlatBatch, cache: PagedCache, *, at_once: bool) -> StepArrays:
         """Return the step's arrays. `at_once`: slots of an int8 cache are decoded for all chunks, not for each."""
         layer_bases, none = cache.layer_base[self._kv_layers], np.zeros(0, np.int32)
+        cos, sin, angles = self._rope.rows(plan.rotations, plan.rotations != plan.positions)
         step = StepArrays(
             positions=plan.positions,
             row_tables=plan.table_begin[:, plan.row_chunk],
             tables=plan.tables,
-            cos=self._rope.cos.numpy(),
-            sin=self._rope.sin.numpy(),
+            row_firsts=plan.firsts[:, plan.row_chunk],
+            angles=angles,
+            cos=cos.numpy(),
+            sin=sin.numpy(),
             layer_ropes=self._ropes,
             layer_owns=self._owns,
             memory=none.view(np.float32) if cache.scale_group else cache.flat.numpy(),
@@ -371,10 +373,14 @@ class CpuBackend:
         tables, decoded, counts, most = np.zeros_like(plan.tables), list[kernels.Ints](), [0], 0
         for g, group in enumerate(cache.groups):
             first = 0
-            for begin, start, end in zip(
-                plan.table_begin[g].tolist(), plan.starts.tolist(), ends.tolist(), strict=True
+            for begin, start, end, seen_from in zip(
+                plan.table_begin[g].tolist(),
+                plan.starts.tolist(),
+                ends.tolist(),
+                plan.firsts[g].tolist(),
+                strict=True,
             ):
-                seen = first_visible(start, group.window) // block_tokens
+                seen = first_visible(start, group.window, seen_from) // block_tokens
                 entries = np.arange(begin + seen, begin - (-end // block_tokens), dtype=np.int32)
                 tables[entries] = np.arange(first, first + len(entries), dtype=np.int32)
                 most = max(most, first + len(entries))

@@ -9,20 +9,27 @@ import torch.nn.functional as F
 from engine.config import SILU, ModelConfig, RopeConfig
 from engine.int8_linear import linear as int8_linear
 from engine.int8_rows import rounded
+from engine.rolling import RollingWindow
 from engine.rope import inverse_frequencies
 from engine.weights import DecoderWeights
 
 
-def score_dense(config: ModelConfig, weights: DecoderWeights, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits of every position, float32 [n, vocab], for token ids int64 [n]."""
+def score_dense(
+    config: ModelConfig, weights: DecoderWeights, token_ids: torch.Tensor, rolling: RollingWindow | None = None
+) -> torch.Tensor:
+    """Return the logits of every position, float32 [n, vocab], for token ids int64 [n].
+
+    With `rolling`, each token sees only what the window leaves it.
+    """
     n, eps = len(token_ids), config.rms_norm_eps
-    rotations = [_rotation(rope, config.head_dim, n, token_ids.device) for rope in config.ropes]
+    exact_from = n if rolling is None else rolling.window
+    rotations = [_rotation(rope, config.head_dim, n, exact_from, token_ids.device) for rope in config.ropes]
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     x = weights.embedding[token_ids]
     x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
     for layer in range(config.num_layers):
         h = _rms_norm(x, weights.attention_norm[layer], eps)
-        h = _attention(config, weights, layer, h, rotations[config.layer_ropes[layer]], kept)
+        h = _attention(config, weights, layer, h, rotations[config.layer_ropes[layer]], kept, rolling)
         x = x + (_rms_norm(h, weights.attention_post_norm[layer], eps) if config.post_norms else h)
         h = _rms_norm(x, weights.mlp_norm[layer], eps)
         gate, up = _linear(weights, "gate_up", layer, h).chunk(2, dim=-1)
@@ -39,6 +46,7 @@ def _attention(
     h: torch.Tensor,
     rotation: tuple[torch.Tensor, torch.Tensor],
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    rolling: RollingWindow | None,
 ) -> torch.Tensor:
     """Return the attention's output; keys and values of layers that own them are added to ``kept``."""
     n, heads, kv_heads, head_dim = len(h), config.num_heads, config.num_kv_heads, config.head_dim
@@ -53,20 +61,65 @@ def _attention(
         kept[layer] = _stored(config, _rotate(k, *rotation)), _stored(config, v)
     k, v = (t.repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1) for t in kept[owner])
     q = _rotate(q, *rotation).transpose(0, 1)
-    positions = torch.arange(n, device=h.device)
-    distance = positions[:, None] - positions[None, :]
+    sinks = weights.sinks[layer] if config.attention_sinks else None
+    if rolling is None:
+        mixed = _mix(config, layer, q, k, v, (0, 0), sinks)
+    else:
+        mixed = _mix_rolling(config, layer, q, k, v, rolling, sinks)
+    return _linear(weights, "out", layer, mixed.transpose(0, 1).reshape(n, -1))
+
+
+def _mix_rolling(
+    config: ModelConfig,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rolling: RollingWindow,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return what `_mix` does, slide by slide."""
+    n, begin, parts = q.shape[1], 0, []
+    while begin < n:
+        start, end = rolling.start(begin), min(n, rolling.end(begin))
+        keys, values, kept = k[:, start:end], v[:, start:end], 0
+        if start and not config.layer_windows[layer]:
+            kept = rolling.sinks
+            cos, sin = _turn(config.ropes[config.layer_ropes[layer]], config.head_dim, start - kept, k.device)
+            moved = _stored(config, _rotate(k[:, :kept], cos, sin))
+            keys, values = torch.cat([moved, keys], dim=1), torch.cat([v[:, :kept], values], dim=1)
+        parts.append(_mix(config, layer, q[:, begin:end], keys, values, (begin, start - kept), sinks))
+        begin = end
+    return torch.cat(parts, dim=1)
+
+
+def _mix(
+    config: ModelConfig,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    begins: tuple[int, int],
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the mixed values [heads, queries, head_dim] of rotated queries and keys whose positions begin at `begins`.
+
+    `sinks` are learned scores [heads].
+    """
+    rows, columns = (
+        torch.arange(begin, begin + t.shape[1], device=q.device) for begin, t in zip(begins, (q, k), strict=True)
+    )
+    distance = rows[:, None] - columns[None, :]
     visible = distance >= 0
     if window := config.layer_windows[layer]:
         visible &= distance < window
-    if config.attention_sinks or config.attention_softcap:
-        scores = _capped(q.float() @ k.float().transpose(1, 2) * config.attention_scale, config.attention_softcap)
-        scores = scores.masked_fill(~visible, -torch.inf)
-        if config.attention_sinks:
-            scores = torch.cat([scores, weights.sinks[layer].float()[:, None, None].expand(-1, n, 1)], dim=-1)
-        mixed = scores.softmax(dim=-1)[..., :n].to(v.dtype) @ v
-    else:
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=config.attention_scale)
-    return _linear(weights, "out", layer, mixed.transpose(0, 1).reshape(n, -1))
+    if sinks is None and not config.attention_softcap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=config.attention_scale)
+    scores = _capped(q.float() @ k.float().transpose(1, 2) * config.attention_scale, config.attention_softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(rows), 1)], dim=-1)
+    return scores.softmax(dim=-1)[..., : len(columns)].to(v.dtype) @ v
 
 
 def _stored(config: ModelConfig, rows: torch.Tensor) -> torch.Tensor:
@@ -78,11 +131,24 @@ def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(scores / cap) if cap else scores
 
 
-def _rotation(rope: RopeConfig, head_dim: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotation(
+    rope: RopeConfig, head_dim: int, n: int, exact_from: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines, float32 [n, 1, head_dim]; angles from position `exact_from` on are in float64."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
-    angles = torch.outer(torch.arange(n, dtype=torch.float32), frequencies)
+    positions = torch.arange(n)
+    near = torch.outer(positions.float(), frequencies).double()
+    exact = torch.outer(positions.double(), frequencies.double())
+    angles = torch.where(positions[:, None] < exact_from, near, exact)
     angles = torch.cat([angles, angles], dim=-1)[:, None, :].to(device)
-    return angles.cos() * factor, angles.sin() * factor
+    return angles.cos().float() * factor, angles.sin().float() * factor
+
+
+def _turn(rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what rotates keys by `positions` further."""
+    frequencies, _ = inverse_frequencies(rope, head_dim)
+    angles = (positions * frequencies.double()).repeat(2).to(device)
+    return angles.cos().float(), angles.sin().float()
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -202,7 +202,9 @@ class StepArrays(NamedTuple):
     positions: Ints  # [N]
     row_tables: Ints  # [G, N]: where the table of the row's sequence begins in `tables`
     tables: Ints  # slot tables, concatenated
-    cos: Floats  # [ropes, positions, head_dim // 2]
+    row_firsts: Ints  # [G, N]: first position that is visible to the row, apart from the group's window
+    angles: Ints  # [N]: rows in `cos` and `sin`
+    cos: Floats  # [ropes, angles, head_dim // 2]
     sin: Floats
     layer_ropes: Ints  # [L]
     layer_owns: npt.NDArray[np.bool_]  # [L]: whether the layer computes the KV that it uses
@@ -540,7 +542,7 @@ def place_rows(layer: int, shape: DecoderDims, weights: KernelWeights, step: Ste
     cos, sin = step.cos[step.layer_ropes[layer]], step.sin[step.layer_ropes[layer]]
     for i in range(qkv.shape[0]):
         position = int(step.positions[i])
-        c, s = cos[position], sin[position]
+        c, s = cos[step.angles[i]], sin[step.angles[i]]
         for h in range(heads + kv_heads if owns else heads):
             x = qkv[i, h * head_dim : (h + 1) * head_dim]
             if q_norm.size:
@@ -613,7 +615,8 @@ def attend_rows(
     for r in range(rows.size):
         i = rows[r]
         position = int(step.positions[i])
-        first = max(position - window + 1, 0) if window else 0
+        first = int(step.row_firsts[group, i])
+        first = max(position - window + 1, first) if window else first
         table = step.read_tables[step.row_tables[group, i] :]
         for h in range(heads):
             base = layer_base + 2 * (h // (heads // kv_heads)) * block_tokens * head_dim

@@ -18,7 +18,9 @@ from engine.cpu_backend import CpuBackend
 from engine.dense import score_dense
 from engine.errors import CacheMismatch, DeviceUnavailable, InvalidBatch
 from engine.folder import check_tensors, stored_tensors, tensor_shapes
-from engine.rope import RopeTable
+from engine.int8_rows import decode_rows, encode_rows
+from engine.rolling import RollingWindow
+from engine.rope import RopeTable, rotated
 from engine.sampling import SamplingRow, sample
 from engine.torch_backend import TorchBackend
 from engine.weights import DecoderWeights, load_weights, open_checkpoint
@@ -40,7 +42,9 @@ class Model:
     Methods may be called from several threads; `forward` runs one step at a time.
     """
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, fingerprint: str) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, backend: Backend, rope: RopeTable, fingerprint: str
+    ) -> None:
         self.config = config
         self.fingerprint = fingerprint
         self.device = weights.embedding.device
@@ -48,6 +52,7 @@ class Model:
         self.kv_groups: tuple[KvGroupShape, ...] = config.kv_groups(self.dtype)
         self._weights = weights
         self._backend = backend
+        self._rope = rope
         self._turn = threading.Lock()
 
     def new_cache(
@@ -89,16 +94,46 @@ class Model:
         with self._turn, torch.inference_mode():
             return self._backend.run(plan, cache, on_layer, before_layer)
 
-    def score(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    def keep_sinks(
+        self, cache: PagedCache, source: tuple[int, ...], target: tuple[int, ...], rolling: RollingWindow, position: int
+    ) -> None:
+        """Prepare the sinks' slots `target` for chunks from `position` on, which is after a slide.
+
+        `source` are the slots of the sequence's first block, or the sinks' slots so far; one of each per group. Slots
+        of window groups are ignored. On CUDA, the work is queued on the current stream.
+        """
+        count = rolling.sinks
+        with self._turn, torch.inference_mode():
+            cos, sin = self._rope.turn(rolling.start(position) - count)
+            ropes = [self.config.layer_ropes[layer] for layer in self.config.kv_layers]
+            for shape, view, old, new in zip(cache.groups, cache.views, source, target, strict=True):
+                if shape.window or not count:
+                    continue
+                rows = view[old, :, :, :, :count].clone()  # [layers, kv_heads, 2, sinks, row]
+                turns = [ropes[layer] for layer in shape.layers]
+                keys = rotated(self._values(rows[:, :, 0]), cos[turns, None, None], sin[turns, None, None])
+                view[new, :, :, :, :count] = rows
+                view[new, :, :, 0, -count:] = self._rows(keys)
+                view[new, :, :, 1, -count:] = rows[:, :, 1]
+
+    def _values(self, rows: torch.Tensor) -> torch.Tensor:
+        group = self.config.kv_scale_group
+        return decode_rows(rows, self.config.head_dim, group) if group else rows
+
+    def _rows(self, values: torch.Tensor) -> torch.Tensor:
+        group = self.config.kv_scale_group
+        return encode_rows(values, group) if group else values
+
+    def score(self, token_ids: npt.NDArray[np.int32], rolling: RollingWindow | None = None) -> npt.NDArray[np.float32]:
         """Return the logits of every position, float32 [n, vocab], computed densely as the reference for verification.
 
-        Raises `InvalidBatch`.
+        With `rolling`, a token sees only what the window leaves it. Raises `InvalidBatch`.
         """
         if not len(token_ids) or min(token_ids) < 0 or max(token_ids) >= self.config.vocab_size:
             raise InvalidBatch(f"token_ids must hold at least one id, all in 0..{self.config.vocab_size - 1}")
         with torch.inference_mode():
             ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(self.device)
-            scores: npt.NDArray[np.float32] = score_dense(self.config, self._weights, ids).cpu().numpy()
+            scores: npt.NDArray[np.float32] = score_dense(self.config, self._weights, ids, rolling).cpu().numpy()
             return scores
 
 
@@ -138,7 +173,7 @@ def load_model(
         runner = CpuBackend(config, weights, rope, batch_invariant=batch_invariant)
     else:
         runner = TorchBackend(config, weights, rope)
-    return Model(config, weights, runner, fingerprint)
+    return Model(config, weights, runner, rope, fingerprint)
 
 
 def fingerprint_of(folder: Path) -> str:

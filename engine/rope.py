@@ -7,6 +7,8 @@ contexts agree with it. Llama 3's scaling: "The Llama 3 Herd of Models", §3.4.2
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.config import RopeConfig
@@ -27,27 +29,59 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
 
 
 class RopeTable:
-    """Cosines and sines of each of a model's embeddings, float32 [ropes, positions, head_dim // 2] each.
-
-    The table doubles when more positions are needed.
-    """
+    """Cosines and sines of each of a model's embeddings; the table doubles when more positions are needed."""
 
     def __init__(self, ropes: Sequence[RopeConfig], head_dim: int, max_positions: int, device: torch.device) -> None:
         self._frequencies = [inverse_frequencies(rope, head_dim) for rope in ropes]
+        self._exact = torch.stack([frequencies.double() for frequencies, _ in self._frequencies])
+        self._factors = torch.tensor([factor for _, factor in self._frequencies])[:, None, None]
         self._max_positions = max_positions
         self._device = device
-        self.cos = torch.empty(len(ropes), 0, head_dim // 2)
-        self.sin = torch.empty(len(ropes), 0, head_dim // 2)
-        self.reach(min(1024, max_positions))
+        self._cos = torch.empty(len(ropes), 0, head_dim // 2)
+        self._sin = torch.empty(len(ropes), 0, head_dim // 2)
+        self._reach(min(1024, max_positions))
 
-    def reach(self, positions: int) -> None:
+    def rows(
+        self, positions: npt.NDArray[np.int32], slid: npt.NDArray[np.bool_]
+    ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int32]]:
+        """Return cosines and sines, float32 [ropes, rows, head_dim // 2] each, and each position's row, int32 [n].
+
+        Positions that have `slid`, bool [n], have no bound, so their angles are computed in float64 and not kept.
+        """
+        if not slid.any():
+            self._reach(int(positions.max(initial=0)) + 1)
+            return self._cos, self._sin, positions
+        near = np.where(slid, 0, positions)
+        self._reach(int(near.max()) + 1)
+        index = torch.from_numpy(near).to(self._device)
+        cos, sin = self._cos[:, index], self._sin[:, index]
+        far = np.flatnonzero(slid)
+        rows = torch.from_numpy(far).to(self._device)
+        angles = torch.from_numpy(positions[far]).double()[:, None] * self._exact[:, None, :]
+        cos[:, rows] = (angles.cos().float() * self._factors).to(self._device)
+        sin[:, rows] = (angles.sin().float() * self._factors).to(self._device)
+        return cos, sin, np.arange(len(positions), dtype=np.int32)
+
+    def turn(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, float32 [ropes, head_dim // 2] each, that rotate keys by `positions` further."""
+        angles = positions * self._exact
+        return angles.cos().float().to(self._device), angles.sin().float().to(self._device)
+
+    def _reach(self, positions: int) -> None:
         """Extend the table to at least `positions` rows."""
-        if positions <= self.cos.shape[1]:
+        if positions <= self._cos.shape[1]:
             return
-        rows = torch.arange(max(positions, min(2 * self.cos.shape[1], self._max_positions)), dtype=torch.float32)
+        rows = torch.arange(max(positions, min(2 * self._cos.shape[1], self._max_positions)), dtype=torch.float32)
         tables = [(torch.outer(rows, frequencies), factor) for frequencies, factor in self._frequencies]
-        self.cos = torch.stack([angles.cos() * factor for angles, factor in tables]).to(self._device)
-        self.sin = torch.stack([angles.sin() * factor for angles, factor in tables]).to(self._device)
+        self._cos = torch.stack([angles.cos() * factor for angles, factor in tables]).to(self._device)
+        self._sin = torch.stack([angles.sin() * factor for angles, factor in tables]).to(self._device)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return queries or keys [..., head_dim] rotated by cosines and sines that broadcast to [..., head_dim // 2]."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _llama3(plain: torch.Tensor, scaling: dict[str, float]) -> torch.Tensor:

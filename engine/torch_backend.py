@@ -16,7 +16,7 @@ from engine.cache import PagedCache
 from engine.config import SILU, ModelConfig
 from engine.int8_linear import linear as int8_linear
 from engine.int8_rows import decode_rows, encode_rows
-from engine.rope import RopeTable
+from engine.rope import RopeTable, rotated
 from engine.weights import DecoderWeights
 
 
@@ -44,9 +44,9 @@ class TorchBackend:
     def run(self, plan: FlatBatch, cache: PagedCache, on_layer: LayerHook, before_layer: LayerHook) -> torch.Tensor:
         """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         config, w = self._config, self._weights
-        self._rope.reach(plan.max_context)
-        positions = self._index(plan.positions)
-        cos, sin = self._rope.cos[:, positions, None, :], self._rope.sin[:, positions, None, :]
+        cos, sin, rows = self._rope.rows(plan.rotations, plan.rotations != plan.positions)
+        places = self._index(rows)
+        cos, sin = cos[:, places, None, :], sin[:, places, None, :]
         groups = [_index_group(plan, cache, g, self._device) for g in range(len(cache.groups))]
         place = {layer: (g, i) for g, shape in enumerate(cache.groups) for i, layer in enumerate(shape.layers)}
         x = w.embedding[self._index(plan.token_ids)]
@@ -91,7 +91,7 @@ class TorchBackend:
         q, k, v = qkv.tensor_split([config.num_heads, config.num_heads + config.num_kv_heads], dim=1)
         if config.qk_norm:
             q, k = self._norm(q, w.q_norm[layer]), self._norm(k, w.k_norm[layer])
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+        return rotated(q, cos, sin), rotated(k, cos, sin), v
 
     def _linear(self, name: str, layer: int, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
         """Return the first `width` outputs of a linear layer."""
@@ -121,31 +121,32 @@ class TorchBackend:
 
 
 def _index_group(plan: FlatBatch, cache: PagedCache, group: int, device: torch.device) -> _GroupIndex:
-    block_tokens, window = cache.block_tokens, cache.groups[group].window
+    block_tokens, window, firsts = cache.block_tokens, cache.groups[group].window, plan.firsts[group]
     begin = plan.table_begin[group].astype(np.int64)
     slots = plan.tables[begin[plan.row_chunk] + plan.positions // block_tokens]
     sizes = np.diff(plan.chunk_rows)
     prefills = []
     for chunk in np.nonzero(sizes > 1)[0]:
-        start, size = int(plan.starts[chunk]), int(sizes[chunk])
-        skipped = first_visible(start, window) // block_tokens
+        start, size, first = int(plan.starts[chunk]), int(sizes[chunk]), int(firsts[chunk])
+        skipped = first_visible(start, window, first) // block_tokens
         table = plan.tables[begin[chunk] + skipped : begin[chunk] - (-(start + size) // block_tokens)]
         keys = np.arange(skipped * block_tokens, (skipped + len(table)) * block_tokens)
         distance = np.arange(start, start + size)[:, None] - keys[None, :]
-        visible = (distance >= 0) & (distance < (window or plan.max_context + 1))
+        visible = (distance >= 0) & (distance < (window or plan.max_context + 1)) & (keys >= first)
         row = int(plan.chunk_rows[chunk])
         prefills.append((row, row + size, _to(table, device), torch.from_numpy(visible).to(device)))
     decodes = np.nonzero(sizes == 1)[0]
     rows = plan.chunk_rows[:-1][decodes]
     now = plan.starts[decodes]
-    first = np.maximum(now - window + 1, 0) // block_tokens if window else np.zeros_like(now)
+    seen_from = firsts[decodes]
+    first = (np.maximum(now - window + 1, seen_from) if window else seen_from) // block_tokens
     last = now // block_tokens
     columns = np.arange((last - first).max(initial=-1) + 1)
     blocks = np.minimum(first[:, None] + columns, last[:, None])
     decode_slots = plan.tables[begin[decodes][:, None] + blocks]
     keys = first[:, None] * block_tokens + np.arange(len(columns) * block_tokens)
     distance = now[:, None] - keys
-    visible = (distance >= 0) & (distance < (window or plan.max_context + 1))
+    visible = (distance >= 0) & (distance < (window or plan.max_context + 1)) & (keys >= seen_from[:, None])
     return _GroupIndex(
         slots=_to(slots, device),
         offsets=_to(plan.positions % block_tokens, device),
@@ -215,12 +216,6 @@ def _attend(
         k, v = (t.repeat_interleave(q.shape[1] // kv_heads, dim=0).unsqueeze(0) for t in (k, v))
         mixed[first:last] = scoring.attend(queries, k, v, mask, scoring.sinks[None, :, None])[0].transpose(0, 1)
     return mixed
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:

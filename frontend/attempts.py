@@ -167,6 +167,10 @@ class Attempt:
         """Worker streams that the attempt is subscribed to."""
         return [stream for stream in (self.prefill, self.decode) if stream is not None]
 
+    def older_than(self, wire: int) -> WorkerStream | None:
+        """Return the stream to a worker whose protocol is older than `wire`; None if there is none."""
+        return next((stream for stream in self.streams if stream.software.wire < wire), None)
+
     def _in_order(self, event: TokenReceived) -> list[TokenReceived]:
         index = event.token.index
         if index == self.next_index and not self._early:  # nearly always
@@ -328,6 +332,7 @@ class Placer:
             wants_receipt=request.wants_receipt,
             hints=request.hints.to_proto(),
             session=self._session(),
+            window_tokens=request.rolling.window + request.block_tokens if request.rolling is not None else 0,
         )
 
     def _session(self) -> conductor_pb2.Session | None:

@@ -24,6 +24,7 @@ from frontend.request import GenerationRequest, HandoffBreakdown, RequestStats, 
 from frontend.request_reports import RecentRequests, RequestOutcome, report_end
 from frontend.worker_streams import Inbox, TokenReceived, WorkerStream, WorkerStreams
 from moonpool_proto.v1 import conductor_pb2, worker_pb2
+from rpc.versions import named
 from telemetry import RequestMetrics, logs
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ _FINISH: Final[dict[int, FinishReason]] = {
     worker_pb2.FINISH_COMPLETE: "stop",
 }
 _DEADLINE_CODES: Final = frozenset({"deadline", "deadline_exceeded", "timeout"})
-_CLIENTS_CODES: Final = frozenset({"bad_grammar", "grammar", "unsupported"})
+_CLIENTS_CODES: Final = frozenset({"bad_grammar", "grammar", "unsupported", "bad_endless"})
+FIRST_WIRE_WITH_ROLLING: Final = 3
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,10 @@ class Generation:
         if attempt.prefill is None:
             return None
         self._retry_budget.record_reached()
+        if self.request.rolling is not None and (old := attempt.older_than(FIRST_WIRE_WITH_ROLLING)) is not None:
+            message = f"{old.node_id} is {named(old.software)}, which does not know windows of endless requests"
+            self._fail_attempt(attempt, AttemptFailure(old.node_id, "old_version", message, retryable=True))
+            return None
         attempt.prefill.send(worker_pb2.FrontendMessage(submit=self._submit(attempt)))
         return attempt
 
@@ -260,6 +266,7 @@ class Generation:
             traceparent=attempt.span.traceparent,
             hints=request.hints.to_proto(),
             head_tokens=request.head_tokens,
+            rolling=request.rolling,
         )
 
     async def _follow(self, attempt: Attempt) -> OutputChunk | None:

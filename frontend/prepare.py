@@ -14,7 +14,15 @@ import numpy as np
 from frontend.answer_memory import AnswerMemory
 from frontend.api.hints import hints_of, prefills_next_turn, priority_of
 from frontend.api.request_base import MAX_TOKEN_ID
-from frontend.api.request_models import CLASS_NAME, ChatBody, ChatMessage, CompletionBody, GenerationBody, TokenizeBody
+from frontend.api.request_models import (
+    CLASS_NAME,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    EndlessWindow,
+    GenerationBody,
+    TokenizeBody,
+)
 from frontend.callers import ApiCaller
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ServedModelConfig
@@ -28,6 +36,7 @@ from frontend.request import GenerationRequest, Grammar, SamplingParams, TextOpt
 from frontend.sessions import NO_SESSION, SessionIds, session_number
 from frontend.tokenizer import Tokenizer
 from kvpool import chain_keys, chain_seed
+from moonpool_proto.v1 import worker_pb2
 from telemetry import RequestMetrics
 from telemetry.tracing import OFF, Span
 
@@ -304,9 +313,11 @@ class Preparer:
             raise InvalidRequest(f"prompt must hold at most {most} prompts, got {len(prompts)}", param="prompt")
         grammar = await self._grammar(body, arrival)
         special = body.add_special_tokens is not False
+        rolling = self._rolling(body)
+        limit = self._limit(rolling)
 
         def read(prompt: str | list[int]) -> list[int]:
-            self._check_prompt(prompt, body)
+            self._check_prompt(prompt, body, limit)
             return self._truncated(self._reader.prompt_ids(prompt, add_special_tokens=special), body)
 
         def begin() -> list[list[int]]:
@@ -321,9 +332,11 @@ class Preparer:
                     len(ids),
                     self._wanted_tokens(body, body.max_tokens),
                     MAX_TOKEN_ID if body.endless else self._config.completion_default_tokens,
+                    limit,
                     param="prompt",
                 )
-                requests += self._requests(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
+                prompt_requests = self._requests(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
+                requests += [replace(request, rolling=rolling) for request in prompt_requests]
             return requests
 
         tenant, nbytes = arrival.caller.tenant, arrival.body_nbytes // len(prompts)
@@ -339,23 +352,26 @@ class Preparer:
     async def chat(self, body: ChatBody, arrival: RequestContext) -> list[GenerationRequest]:
         """Return one request per choice."""
         grammar = await self._grammar(body, arrival)
+        rolling = self._rolling(body)
+        limit = self._limit(rolling)
 
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, 1)
             named = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
             requested = self._wanted_tokens(body, named)
             next_turn = wants_next_turn(body)
-            prompt, num_dropped = self._chat_prompt(body, arrival, requested)
+            prompt, num_dropped = self._chat_prompt(body, arrival, requested, limit)
             self._metrics.answer_memory_hits.inc(prompt.num_recalled)
             self._metrics.answer_memory_misses.inc(prompt.num_forgotten)
             ids = prompt.token_ids
             check_prompt_scores(body, self._config, [ids])
             default = MAX_TOKEN_ID if body.endless else self._config.chat_default_tokens
-            max_tokens = self._max_tokens(len(ids), requested, default, param="messages")
+            max_tokens = self._max_tokens(len(ids), requested, default, limit, param="messages")
             requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return [
                 replace(
                     request,
+                    rolling=rolling,
                     place=prompt.place,
                     previous_tokens=prompt.previous_tokens,
                     head_tokens=prompt.head_tokens,
@@ -373,15 +389,15 @@ class Preparer:
         """Return a request that computes what the prompt after the answer `text` is known to begin with.
 
         Returns None if hardly any of its blocks are missing among those of the prompt and the answer, if it does not
-        fit into the context, or if messages were dropped, since the next turn may drop more. Raises InvalidRequest if
-        the template rejects a further message.
+        fit into the context, if messages were dropped, since the next turn may drop more, or if the answer had a
+        rolling window. Raises InvalidRequest if the template rejects a further message.
         """
 
         def prepare() -> GenerationRequest | None:
-            if answered.dropped_messages:
+            if answered.dropped_messages or answered.rolling is not None:
                 return None
             special, scope = body.add_special_tokens is True, (arrival.caller.tenant, body.cache_salt or "")
-            check = partial(self._check_text, wanted=1, param="messages")
+            check = partial(self._check_text, wanted=1, param="messages", limit=self.max_model_len)
 
             def read(messages: Sequence[ChatMessage]) -> list[int]:
                 return self._reader.chat(messages, body, add_special_tokens=special, scope=scope, check=check).token_ids
@@ -431,11 +447,43 @@ class Preparer:
         unchecked = await self._threads.run(lambda: requested_grammar(body), tenant=tenant, nbytes=nbytes)
         return None if unchecked is None else await self._grammars.check(unchecked, arrival.caller.tenant)
 
-    def _chat_prompt(self, body: ChatBody, arrival: RequestContext, requested: int | None) -> tuple[ChatPrompt, int]:
+    def _rolling(self, body: GenerationBody) -> worker_pb2.RollingWindow | None:
+        """Return the window of an endless request; None if everything stays visible. Raises InvalidRequest."""
+        asked = body.endless
+        if asked is None:
+            return None
+        if isinstance(asked, EndlessWindow):
+            sinks, window, param = asked.sinks, asked.window, "endless.window"
+        else:
+            sinks, window, param = None, self._config.http.endless_window, "endless"
+        if not window:
+            return None
+        block_tokens, limit = self._config.block_tokens, self.max_model_len
+        most = max(0, limit // block_tokens - 1) * block_tokens
+        whole = window // block_tokens * block_tokens
+        if whole < 2 * block_tokens or (limit and whole > most):
+            raise InvalidRequest(
+                f"the window must have {2 * block_tokens} to {most} tokens: at least two "
+                f"blocks of {block_tokens}, and a block less than max_model_len ({limit}); got {window}",
+                param=param,
+            )
+        if sinks is not None and sinks > block_tokens // 2:
+            raise InvalidRequest(
+                f"sinks must be at most {block_tokens // 2}, half of a block, got {sinks}", param="endless.sinks"
+            )
+        slide = max(1, whole // 8 // block_tokens) * block_tokens
+        return worker_pb2.RollingWindow(sinks=sinks, window=whole, slide=slide)
+
+    def _limit(self, rolling: worker_pb2.RollingWindow | None) -> int:
+        """Return the most tokens of prompt and answer together; 0 while unknown."""
+        return self.max_model_len if rolling is None else self._config.http.endless_max_tokens
+
+    def _chat_prompt(
+        self, body: ChatBody, arrival: RequestContext, requested: int | None, limit: int
+    ) -> tuple[ChatPrompt, int]:
         """Return (the chat's prompt, number of dropped messages)."""
         special, scope = body.add_special_tokens is True, (arrival.caller.tenant, body.cache_salt or "")
-        limit = self.max_model_len
-        check = partial(self._check_text, wanted=requested or 1, param="messages")
+        check = partial(self._check_text, wanted=requested or 1, param="messages", limit=limit)
         if body.truncation != "auto" or not limit:
             return self._reader.chat(body.messages, body, add_special_tokens=special, scope=scope, check=check), 0
         self.limits.check_truncatable([message.text for message in body.messages], "messages")
@@ -495,20 +543,20 @@ class Preparer:
         further = range(1, body.num_choices)
         return [first, *(first.other_choice(choice) for choice in further)]
 
-    def _check_prompt(self, prompt: str | list[int], body: CompletionBody) -> None:
+    def _check_prompt(self, prompt: str | list[int], body: CompletionBody, limit: int) -> None:
         """Raise InvalidRequest for a completion's prompt that is too long to be tokenised."""
         if body.truncate_prompt_tokens is not None:
             if isinstance(prompt, str):
                 self.limits.check_truncatable([prompt], "prompt")
         elif isinstance(prompt, str):
-            self._check_text(prompt, body.max_tokens or 1, "prompt")
+            self._check_text(prompt, body.max_tokens or 1, "prompt", limit)
         else:
-            self._check_length(len(prompt), body.max_tokens or 1, param="prompt")
+            self._check_length(len(prompt), body.max_tokens or 1, limit, param="prompt")
 
-    def _check_text(self, text: str, wanted: int, param: str) -> None:
+    def _check_text(self, text: str, wanted: int, param: str, limit: int) -> None:
         """Raise ContextLengthExceeded for a text that is certainly too long, before it is tokenised."""
-        if limit := self.max_model_len:
-            self._check_length(self._tokenizer.least_tokens(text, limit), wanted, param=param, least=True)
+        if limit:
+            self._check_length(self._tokenizer.least_tokens(text, limit), wanted, limit, param=param, least=True)
 
     def _truncated(self, ids: list[int], body: CompletionBody) -> list[int]:
         """Return the prompt's last `truncate_prompt_tokens` tokens; -1 keeps as many as fit."""
@@ -541,16 +589,14 @@ class Preparer:
             raise InvalidRequest("max_tokens must be at least 1; 0 is allowed only with echo", param="max_tokens")
         return 1
 
-    def _max_tokens(self, num_prompt: int, requested: int | None, default: int, *, param: str) -> int:
-        limit = self.max_model_len
+    def _max_tokens(self, num_prompt: int, requested: int | None, default: int, limit: int, *, param: str) -> int:
         if not limit:
             return requested or default
-        self._check_length(num_prompt, requested or 1, param=param)
+        self._check_length(num_prompt, requested or 1, limit, param=param)
         return requested or min(default, limit - num_prompt)
 
-    def _check_length(self, num_prompt: int, wanted: int, *, param: str, least: bool = False) -> None:
+    def _check_length(self, num_prompt: int, wanted: int, limit: int, *, param: str, least: bool = False) -> None:
         """Raise ContextLengthExceeded if it does not fit. `least`: `num_prompt` is a lower bound."""
-        limit = self.max_model_len
         if limit and num_prompt + wanted > limit:
             more = "or more " if least else ""
             raise ContextLengthExceeded(

@@ -207,6 +207,7 @@ class GenerationRequest:
     slo_class: str = ""  # "": the tenant's class, or the default one
     allowed_classes: tuple[str, ...] = ()  # that the tenant may use; (): all
     priority: int = 0  # among the tenant's requests of the same class: lower goes first
+    rolling: worker_pb2.RollingWindow | None = None  # of an endless request; None: everything stays visible
     idle_s: float = 0.0  # > 0: endless; after the first token, the deadline is this long after the last one
     place: bytes = b""  # of a chat's answer, where it is remembered; b"": it is not
     previous_tokens: int = 0  # estimated length of the last answer in a chat's history; 0: there is none

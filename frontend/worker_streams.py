@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from frontend.errors import WorkerLost
-from moonpool_proto.v1 import conductor_pb2, worker_pb2, worker_pb2_grpc
+from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2, worker_pb2_grpc
 from rpc.control import open_channel
 from rpc.versions import own_software
 
@@ -151,6 +151,7 @@ class WorkerStream:
         self.node_id = node.node_id
         self.incarnation = node.incarnation
         self.target = node.target
+        self.software = common_pb2.Software()  # of the worker, once it is attached
         self.ended = False
         self._hello = hello
         self._inboxes: dict[tuple[str, int], Inbox] = {}
@@ -245,6 +246,7 @@ class WorkerStream:
             await call.write(worker_pb2.FrontendMessage(hello=self._hello))
             async for message in call:
                 if writer is None:
+                    self.software = message.software
                     self._attached.set_result(None)
                     writer = asyncio.create_task(self._write(call), name=f"attach writer {self.node_id}")
                 await self._deliver(message)

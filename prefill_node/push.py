@@ -31,6 +31,7 @@ from prefill_node.senders import PushSenders
 from telemetry.tracing import Span
 from worker.errors import RequestFailed
 from worker.kv_notification import KV_TAG, PushedBlocks, pack_notification
+from worker.policy.kept_blocks import KeptBlocks
 from worker.slot_memory import EngineMemory
 
 _TOGETHER_NBYTES = 512 << 10
@@ -67,6 +68,7 @@ class PushedPrompt:
     slots: Sequence[int]
     num_tokens: int
     seen_from: int = 0
+    kept: KeptBlocks | None = None  # if a rolling window slides in the prompt: the blocks that are pushed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +76,7 @@ class DuePush:
     """Blocks of a prompt that one pusher pushes next, in every layer."""
 
     pusher: Pusher
-    blocks: range
+    blocks: Sequence[int]
 
 
 class WrittenLayers:
@@ -195,6 +197,7 @@ class Pusher:
         self._prompt_len = prompt.num_tokens
         self._destination: PushDestination | None = destination
         self._seen_from = prompt.seen_from
+        self._kept = prompt.kept
         self._deadline_s = deadline_s
         self._stall_s = stall_s
         self._on_moved = on_moved
@@ -224,6 +227,11 @@ class Pusher:
             return destination.push_from
         return min(destination.push_from, max(self._seen_from, destination.held_blocks))
 
+    @property
+    def window_from(self) -> int:
+        """First block that a rolling window has not left behind at the end of the prompt."""
+        return 0 if self._kept is None else self._kept.window_from
+
     def _needed(self, layer: int, blocks: Sequence[int], *, on_request: bool) -> list[int]:
         """Return those of the blocks that the destination needs in this layer; it is known."""
         destination = self._destination
@@ -238,7 +246,9 @@ class Pusher:
         """Return the push of the blocks that prompt tokens [start, end) complete; empty if there are none."""
         block_tokens = self._memory.block_tokens
         last = end // block_tokens if end < self._prompt_len else -(-end // block_tokens)
-        blocks = range(max(self.first_block, start // block_tokens), last)
+        blocks = list(range(max(self.first_block, self.window_from, start // block_tokens), last))
+        if self._kept is not None and self._kept.has_sinks and end == self._prompt_len:
+            blocks.insert(0, 0)
         return [DuePush(self, blocks)] if blocks else []
 
     def push_blocks(self, blocks: Sequence[int], *, on_request: bool = True) -> None:

@@ -24,6 +24,7 @@ from telemetry import tracing
 from telemetry.tracing import Span
 from worker.grammar_matching import GrammarMatcher
 from worker.node import WorkerNode
+from worker.policy.kept_blocks import KeptBlocks
 from worker.prepare import Prepared, compute, load, prepared, reusable_blocks, save_prefix, sequence_of, trace_prompt
 from worker.request import EngineSequence, Request
 from worker.shielded_wait import run_both, shielded
@@ -119,7 +120,7 @@ class PrefillService:
             reserved.set()
             pusher.open(self._destination(handoff))
             await loaded.wait()
-            reused = range(pusher.first_block, work.reused_tokens // node.config.block_tokens)
+            reused = range(max(pusher.first_block, pusher.window_from), work.reused_tokens // node.config.block_tokens)
             pusher.push_blocks(reused, on_request=False)
 
         try:
@@ -151,11 +152,7 @@ class PrefillService:
             node.memory,
             self._senders,
             None,
-            prompt=PushedPrompt(
-                work.slots,
-                len(request.prompt),
-                node.slots.first_seen(len(request.prompt) // node.config.block_tokens),
-            ),
+            prompt=_pushed(work, node),
             deadline_s=lambda: request.time_left_s,
             stall_s=node.config.kv.push_timeout_s,
             on_moved=lambda nbytes, seconds: node.counters.add_transfer("push", nbytes, seconds),
@@ -198,3 +195,12 @@ class PrefillService:
         if target not in self._channels:
             self._channels[target] = open_channel(target)
         return self._channels[target]
+
+
+def _pushed(work: Prepared, node: WorkerNode) -> PushedPrompt:
+    block_tokens, num_tokens = node.config.block_tokens, len(work.request.prompt)
+    seen_from = node.slots.first_seen(num_tokens // block_tokens)
+    if work.rolling is None:
+        return PushedPrompt(work.slots, num_tokens, seen_from)
+    kept = KeptBlocks.of(work.rolling, num_tokens)
+    return PushedPrompt(kept.slots(work.slots), num_tokens, seen_from, kept)

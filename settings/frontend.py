@@ -62,6 +62,24 @@ class HttpSettings(SettingsGroup):
     endless_idle_s: Annotated[
         float, Key("Seconds without a token after which an endless request fails", low=1, high=86400, unit="s")
     ] = 120.0
+    endless_window: Annotated[
+        int,
+        Key(
+            "Tokens that an endless request sees at once if it does not say so; 0: it ends when its context is full",
+            low=0,
+            high=1 << 24,
+            unit="tokens",
+        ),
+    ] = 0
+    endless_max_tokens: Annotated[
+        int,
+        Key(
+            "Tokens of prompt and answer at which an endless request with a window ends",
+            low=1,
+            high=1 << 24,
+            unit="tokens",
+        ),
+    ] = 1_000_000
     hold_off_s: Annotated[
         float,
         Key(

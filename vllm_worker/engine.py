@@ -22,7 +22,7 @@ from vllm_worker.engine_args import engine_args, prepare_environment, require_vl
 from vllm_worker.event_subscriber import EventSockets
 from worker.config import WorkerConfig
 from worker.engine_interface import Engine
-from worker.errors import StartupError
+from worker.errors import RequestRefused, StartupError
 from worker.kv_memory import values_differ
 from worker.policy import BatchLimits
 from worker.request import Request
@@ -56,7 +56,9 @@ class EngineInVllm(Engine):
         return  # vLLM does that when it starts
 
     def check(self, request: Request) -> None:
-        return  # vLLM checks a request when it is submitted
+        # vLLM checks everything else when a request is submitted.
+        if request.rolling is not None:
+            raise RequestRefused("unsupported", "vLLM has no windows of endless requests: set endless to true")
 
 
 class VllmEngine(EngineInVllm):

@@ -15,7 +15,7 @@ from kvpool import Provenance
 from messenger import Messenger
 from moonpool_proto.v1.worker_pb2 import LogProbs
 from worker.policy import BatchLimits, PrefillChunk
-from worker.request import EngineSequence, Request
+from worker.request import DEFAULT_SINKS, EngineSequence, Request
 from worker.slot_memory import EngineMemory, SlotMemory
 
 OnLayer = Callable[[int], None]
@@ -73,6 +73,7 @@ class Engine(ABC):
     computation = ""  # what the KV depends on beside the fingerprint, if that names the weights alone
     hardware = ""  # name of the device in cost profiles; empty if nothing is computed
     label = ""  # name of the stand-in; empty for a real model
+    default_sinks = DEFAULT_SINKS  # of endless requests with a window that do not say how many
 
     @abstractmethod
     def new_memory(

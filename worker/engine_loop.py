@@ -32,7 +32,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jit.fast_dataclass import fast_dataclass
 from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
@@ -196,11 +196,13 @@ class EngineLoop:
                     limits = self._arriving_limits
             plan = plan_step(
                 [s.remaining for s in ready],
-                [(s.num_computed, s.prompt_len) for s in prompts],
+                [(s.num_computed, s.chunk_end) for s in prompts],
                 limits,
             )
             if not plan.is_empty:
-                self._step([ready[i] for i in plan.decode], [(prompts[c.index], c) for c in plan.prefill])
+                chunks = [(prompts[c.index], c) for c in plan.prefill]
+                chunks = [(s, replace(c, last=c.end == s.prompt_len)) for s, c in chunks]
+                self._step([ready[i] for i in plan.decode], chunks)
 
     def _take_commands(self) -> bool:
         self._await_grammars()
@@ -234,7 +236,7 @@ class EngineLoop:
 
         A growing answer may have to wait for a slot.
         """
-        has_room = sequence.num_tokens <= len(sequence.table) * self._limits.block_tokens
+        has_room = sequence.has_room(self._limits.block_tokens)
         return has_room and (sequence.steering is None or not sequence.waits_for_grammar)
 
     def _drop_cancelled(self) -> None:

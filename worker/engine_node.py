@@ -30,7 +30,7 @@ from worker.jobs import RequestJobs
 from worker.policy import EngineHealth
 from worker.policy.scheduling_order import WaitQueue
 from worker.reporter import ConductorReporter
-from worker.request import EngineSequence, Request, queue_entry_to_proto
+from worker.request import DEFAULT_SINKS, EngineSequence, Request, queue_entry_to_proto
 from worker.role_switch import RoleSwitch
 from worker.shielded_wait import in_thread, shielded
 from worker.streams import TokenStreams
@@ -74,6 +74,7 @@ class EngineNode(ABC):
     grammars: GrammarCompiler
     max_model_len: int
     vocab_size: int
+    default_sinks = DEFAULT_SINKS  # of endless requests with a window that do not say so
 
     def __init__(self, config: WorkerConfig, role: Role.ValueType) -> None:
         self.config = config
@@ -194,8 +195,9 @@ class EngineNode(ABC):
             attempt=request.attempt,
             committed_tokens=committed_tokens,
             remaining_prefill_tokens=remaining_prefill_tokens,
-            prompt_tokens=len(request.prompt),
-            max_new_tokens=request.max_tokens - request.generated,
+            prompt_tokens=request.most_held(len(request.prompt)),
+            max_new_tokens=request.most_held(len(request.prompt) + request.max_tokens - request.generated)
+            - request.most_held(len(request.prompt)),
             decode_node=decode_node,
         )
         self.reporter.request_accepted()
@@ -341,7 +343,8 @@ class EngineNode(ABC):
             sequence.computed_tokens == len(request.prompt) - cached
         )  # otherwise a group computed it, and its time does not describe a single node
         # The same holds for prompts that a decode node computes beside its batch.
-        if is_alone and not (sequence.is_beside_decodes and self.role.role == ROLE_DECODE):
+        # Nor does the time of a prompt in which a window slides follow the formula.
+        if is_alone and not sequence.slid and not (sequence.is_beside_decodes and self.role.role == ROLE_DECODE):
             self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
         self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
 

@@ -59,6 +59,7 @@ class WorkerNode(EngineNode):
         self.stored, provenance = self.model.new_stored(
             self.memory, self.messenger
         )  # the slots in the form that the pool stores
+        self.default_sinks = self.model.default_sinks
         identity = f"{self.model.fingerprint} {self.model.computation}".strip()
         self.stored_parts = StoredParts.of(identity, self.stored.spec, provenance)
         self.namespace = self.stored_parts.lasting.kv_namespace

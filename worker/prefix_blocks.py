@@ -9,7 +9,7 @@ its own next tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,6 +212,14 @@ class PinnedPrefix:
     blocks: list[PinnedBlocks]
     windows: list[PinnedBlocks] = field(default_factory=list)
     branch: int = 0  # blocks that pools hold although nothing can go on after them, for want of a window; 0: none
+
+    def whole(self) -> PinnedPrefix:
+        """Return the leases without partial blocks."""
+
+        def without(pins: list[PinnedBlocks]) -> list[PinnedBlocks]:
+            return [replace(pin, tail=None, tail_tokens=0) for pin in pins]
+
+        return PinnedPrefix(without(self.blocks), without(self.windows), self.branch)
 
     @property
     def all(self) -> list[PinnedBlocks]:

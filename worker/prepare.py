@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.rolling import RollingWindow
 from moonpool_proto.v1.worker_pb2 import Timing
 from rpc.waiting import first_of
 from telemetry.tracing import Span
@@ -55,6 +56,7 @@ class Prepared:
     gate: LayerGate | None = None  # before the layers that `loading` has still to bring
     is_superseding: bool = False  # a stored block contains the reused partial one
     window: WindowHold | None = None  # slots of windowed groups
+    rolling: RollingWindow | None = None  # if it slides here: nobody shares the slots
 
     @property
     def shared_ends(self) -> list[int]:
@@ -64,6 +66,11 @@ class Prepared:
         """
         reused = max(self.pooled_blocks, self.local_blocks)
         return sorted({end for end in (self.prefix.branch, self.request.head_blocks) if end > reused})
+
+    @property
+    def rolls_in_prompt(self) -> bool:
+        """True if the window slides before the prompt is computed."""
+        return self.request.rolling_up_to(len(self.request.prompt)) is not None
 
     @property
     def pinned(self) -> list[PinnedBlocks]:
@@ -89,6 +96,8 @@ class Prepared:
     @property
     def shared_blocks(self) -> int:
         """Number of leased blocks that other nodes may read as well."""
+        if self.rolls_in_prompt:
+            return 0
         return self.pooled_blocks if self.cut is None else min(self.cut, self.pooled_blocks)
 
 
@@ -99,21 +108,24 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     """
     block_tokens = node.config.block_tokens
     reusable = reusable_blocks(request, block_tokens)
-    cut = node.parity.cut(request.request_id, reusable)
-    num_slots = -(-peak_tokens // block_tokens)
+    rolling = request.rolling_up_to(peak_tokens)
+    cut = node.parity.cut(request.request_id, reusable) if rolling is None else None
+    num_slots = request.num_slots(peak_tokens, block_tokens)
     if node.slots.must_wait(num_slots):
         node.kv_connector.prefetch(request, reusable)
     slots, num_shared, window = await node.slots.take(
         request.key,
-        request.keys[: reusable if cut is None else cut],
+        request.keys[: reusable if cut is None else cut] if rolling is None else (),
         num_slots,
-        keeps_windows=bool(request.placement.helpers),
+        keeps_windows=bool(request.placement.helpers) and rolling is None,
     )
+    if rolling is not None and window is not None:
+        window.roll(num_slots - 1)
     # A separate task: even if cancelled, the caller must learn which leases were granted, to return them.
     pinning = asyncio.ensure_future(_pin(node, request, reusable))
     work: Prepared | None = None
     try:
-        work = Prepared(request, slots, num_shared, await asyncio.shield(pinning), cut, window=window)
+        work = Prepared(request, slots, num_shared, await asyncio.shield(pinning), cut, window=window, rolling=rolling)
         yield work
     finally:
         if work is not None:
@@ -128,15 +140,20 @@ def reusable_blocks(request: Request, block_tokens: int) -> int:
     """Return the number of whole blocks of the prompt that may be reused.
 
     The last prompt token is always computed, since its logits are needed; a prompt that is to be scored is computed
-    whole.
+    whole. With a rolling window, blocks can be reused until it slides.
     """
-    return 0 if request.scores_prompt else (len(request.prompt) - 1) // block_tokens
+    if request.scores_prompt:
+        return 0
+    reusable = (len(request.prompt) - 1) // block_tokens
+    return reusable if request.rolling is None else min(reusable, request.rolling.window // block_tokens)
 
 
 async def _pin(node: WorkerNode, request: Request, reusable: int) -> PinnedPrefix:
     if request.scores_prompt or len(request.prompt) == 1:
         return PinnedPrefix([])
-    return await node.kv_connector.pin(request, reusable)
+    pinned = await node.kv_connector.pin(request, reusable)
+    slides = request.rolling_up_to(len(request.prompt)) is not None
+    return pinned.whole() if slides else pinned  # a partial block may lie behind the place where the window slides
 
 
 async def _unpin(node: WorkerNode, pinning: asyncio.Task[PinnedPrefix], *, superseded: bool) -> None:
@@ -158,8 +175,8 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
     wanted = max(0, pooled - local) + (tail is not None)
     seen_from = _reach_windows(work, node.memory.spec.window_blocks, pooled, wanted)
     pool_load = node.kv_connector.begin_load(work.prefix, work.slots[local : local + wanted], local)
-    # Blocks that are compared must all be here before any of them is computed.
-    whole = whole or not node.engine.computes_in_slots
+    # Blocks that are compared must all be here before any of them is computed, and the sinks before a window slides.
+    whole = whole or not node.engine.computes_in_slots or work.rolls_in_prompt
     if pool_load.has_steps and not whole and work.cut is None and pool_load.num_blocks == wanted:
         work.gate = LayerGate(
             len(node.memory.place_of_layer),
@@ -232,7 +249,8 @@ async def _loaded(node: WorkerNode, work: Prepared, good: int, wanted: int) -> N
     if work.cut is not None and work.cut * block_tokens < work.reused_tokens:
         await _set_aside(node, work, good)
         work.reused_tokens = work.cut * block_tokens
-    node.slots.index(work.slots[: work.reused_tokens // block_tokens], work.request.keys)
+    if work.rolling is None:
+        node.slots.index(work.slots[: work.reused_tokens // block_tokens], work.request.keys)
 
 
 def _take_up_load(work: Prepared) -> None:
@@ -324,6 +342,7 @@ def sequence_of(
         prefill_only=prefill_only,
         matcher=matcher,
         window=work.window,
+        rolling=work.rolling,
     )
     sequence.queue_entry = node.wait_queue.entry(work.request.key)
     sequence.loading = work.gate
@@ -370,11 +389,16 @@ async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence
 
     With `goes_on` the sequence continues on another node: only whole blocks are saved, since the partial one will grow.
     """
+    if (
+        sequence.slid or sequence.has_sinks
+    ):  # what is left is not the KV of a prefix, and what preceded it is overwritten
+        return
     kept = PrefixSave.of(sequence, node.config.block_tokens)
     aside, work.aside = work.aside, None
     if aside is not None:
         await _compare(node, work, aside)
-    node.slots.index(work.slots, kept.keys, anew_from=work.cut)
+    if work.rolling is None:
+        node.slots.index(work.slots, kept.keys, anew_from=work.cut)
     kept = kept.whole() if goes_on else kept
     await node.kv_connector.retain(work.request, kept.keys)  # first, so that nothing of it is evicted for the rest
     await node.kv_connector.store(

@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import InvalidBatch
+from engine.rolling import RollingWindow
 from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.conductor_pb2 import Placement
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Finish, Submit
@@ -25,6 +27,9 @@ from worker.sampling import ValidatedSamplingParams
 from worker.steering import Steering
 
 KEY_NBYTES = 16
+DEFAULT_SINKS = 4  # StreamingLLM, Table 2
+MOST_ENDLESS_TOKENS = 1 << 24  # bound of prompt and answer with a rolling window; frontends have a lower one
+_TOKENS_AHEAD = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,12 +53,21 @@ class Request:
     placement: Placement
     submitted: float  # time.monotonic() instants
     deadline: float
+    rolling: RollingWindow | None  # what an endless request sees; None: everything
     idle_s: float  # > 0: endless request; each token extends the deadline by this
     proto: Submit
     queue_entry: QueueEntry
 
     @classmethod
-    def from_proto(cls, submit: Submit, *, vocab_size: int, max_model_len: int, block_tokens: int) -> Request:
+    def from_proto(
+        cls,
+        submit: Submit,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        block_tokens: int,
+        default_sinks: int = DEFAULT_SINKS,
+    ) -> Request:
         """Parse and validate a Submit. Raises RequestRefused, which names the field, its value and the expected one."""
         if len(submit.prompt_ids) % 4:
             raise RequestRefused(
@@ -66,7 +80,8 @@ class Request:
             raise RequestRefused(
                 "bad_prompt", f"prompt token ids must be in 0..{vocab_size - 1}, got {prompt.min()}..{prompt.max()}"
             )
-        if len(prompt) >= max_model_len:
+        rolling = _rolling(submit, max_model_len, block_tokens, default_sinks)
+        if rolling is None and len(prompt) >= max_model_len:
             raise RequestRefused(
                 "too_long",
                 f"the prompt must have at most {max_model_len - 1} tokens, to leave room for an answer, "
@@ -90,6 +105,7 @@ class Request:
         _check_times(submit)
         _check_placement(submit.placement)
         now = time.monotonic()
+        room = MOST_ENDLESS_TOKENS if rolling is not None else max_model_len
         keys = tuple(submit.chain[i : i + KEY_NBYTES] for i in range(0, len(submit.chain), KEY_NBYTES))
         return cls(
             request_id=submit.request_id,
@@ -101,11 +117,12 @@ class Request:
             head_blocks=min(submit.head_tokens // block_tokens, len(keys)),
             chain_seed=submit.chain_seed,
             sampling=ValidatedSamplingParams.from_proto(submit.sampling, vocab_size=vocab_size),
-            max_tokens=min(submit.sampling.max_tokens, submit.generated + max_model_len - len(prompt)),
+            max_tokens=min(submit.sampling.max_tokens, submit.generated + room - len(prompt)),
             vocab_size=vocab_size,
             placement=submit.placement,
             submitted=now,
             deadline=now + (submit.timeout_s or 600.0),
+            rolling=rolling,
             idle_s=submit.idle_s,
             proto=submit,
             queue_entry=queue_entry_from_proto(submit.placement.turn, now),
@@ -136,6 +153,19 @@ class Request:
         """Largest number of tokens whose KV this attempt may hold; the last generated token is never an input."""
         return len(self.prompt) + self.max_tokens - self.generated - 1
 
+    def rolling_up_to(self, tokens: int) -> RollingWindow | None:
+        """Return the request's rolling window if it slides before the KV of `tokens` tokens is computed."""
+        return self.rolling if self.rolling is not None and tokens > self.rolling.window else None
+
+    def num_slots(self, tokens: int, block_tokens: int) -> int:
+        """Return the slots that a node needs which computes or decodes up to `tokens` tokens."""
+        rolling = self.rolling_up_to(tokens)
+        return -(-(tokens if rolling is None else rolling.capacity) // block_tokens)
+
+    def most_held(self, tokens: int) -> int:
+        """Return the tokens whose KV a node holds at most, of `tokens`."""
+        return tokens if self.rolling is None else min(tokens, self.rolling.capacity)
+
     @property
     def time_left_s(self) -> float:
         """Seconds until the deadline; negative after it."""
@@ -155,6 +185,25 @@ class Request:
     def scores_prompt(self) -> bool:
         """True if log-probabilities of the whole prompt are still to be sent; none of it is reused then."""
         return self.sampling.prompt_logprobs is not None and self.generated == 0
+
+
+def _rolling(submit: Submit, max_model_len: int, block_tokens: int, default_sinks: int) -> RollingWindow | None:
+    """Return the rolling window of an endless request. Raises RequestRefused."""
+    if not submit.HasField("rolling"):
+        return None
+    asked = submit.rolling
+    try:
+        sinks = asked.sinks if asked.HasField("sinks") else default_sinks
+        rolling = RollingWindow(sinks, asked.window, asked.slide, block_tokens)
+    except InvalidBatch as error:
+        raise RequestRefused("bad_endless", f"endless: {error}") from error
+    if rolling.capacity > max_model_len:
+        raise RequestRefused(
+            "bad_endless",
+            f"endless: window must be at most {max_model_len - block_tokens} tokens, a block less than max_model_len "
+            f"({max_model_len}), got {rolling.window}",
+        )
+    return rolling
 
 
 def _check_placement(placement: Placement) -> None:
@@ -207,6 +256,10 @@ class EngineSequence:
     steering: Steering | None = None  # None: logits are sampled unchanged
     prompt_scores: PromptLogprobs | None = None
     window: WindowHold | None = None  # slots of windowed groups, if the model has any
+    rolling: RollingWindow | None = None
+    """If set, `slots` are used in turn by the blocks, except the last one, which is the sinks'."""
+    slid: int = 0  # first token in the window for which the sinks' slot was prepared; 0: no slide yet
+    has_sinks: bool = False  # the sinks' slot holds the first tokens' KV
     table: NDArray[np.int32] = field(init=False)
     error: WorkerError | None = None  # set if the sequence failed by itself
     finish: Finish.ValueType = FINISH_NONE
@@ -240,19 +293,22 @@ class EngineSequence:
         prefill_only: bool,
         matcher: GrammarMatcher | None = None,
         window: WindowHold | None = None,
+        rolling: RollingWindow | None = None,
     ) -> EngineSequence:
         """Create the sequence of a request. `matcher` has been advanced by the request's generated ids; None without a
-        grammar."""
+        grammar. With `rolling`, the sinks' slot holds their KV if more tokens are computed than the window has."""
         n = len(request.prompt)
-        tokens = np.zeros(n + request.max_tokens - request.generated, dtype=np.int32)
+        room = request.max_tokens - request.generated
+        tokens = np.zeros(n + (room if request.rolling is None else min(room, _TOKENS_AHEAD)), dtype=np.int32)
         tokens[:n] = request.prompt
-        sequence = cls(request, slots, tokens, n, num_computed, prefill_only, window=window)
+        sequence = cls(request, slots, tokens, n, num_computed, prefill_only, window=window, rolling=rolling)
+        sequence.has_sinks = rolling is not None and num_computed > rolling.window
         if Steering.is_wanted(request.sampling):
             sequence.steering = Steering(
                 request.sampling,
                 request.prompt,
                 request.generated,
-                capacity=len(tokens),
+                capacity=n + room,
                 vocab_size=request.vocab_size,
                 matcher=matcher,
             )
@@ -273,6 +329,20 @@ class EngineSequence:
         self.slots.extend(slots)
         self.table = np.array(self.slots, dtype=np.int32)
 
+    def has_room(self, block_tokens: int) -> bool:
+        """Return True if there is a slot for the last token."""
+        return self.rolling is not None or self.num_tokens <= len(self.table) * block_tokens
+
+    def table_of(self, start: int, end: int, block_tokens: int) -> NDArray[np.int32]:
+        """Return the slots that a chunk of tokens [start, end) reads and writes, as `engine.SequenceChunk` has them."""
+        rolling = self.rolling
+        if rolling is None:
+            return self.table[: -(-end // block_tokens)]
+        first = rolling.start(start)
+        blocks = np.arange(first // block_tokens, -(-end // block_tokens))
+        slots = self.table[blocks % (len(self.table) - 1)]
+        return np.concatenate([self.table[-1:], slots]) if first else slots
+
     @property
     def gate(self) -> LayerGate | None:
         """Gate before each layer of the next chunk; None if nothing has to arrive first."""
@@ -282,6 +352,13 @@ class EngineSequence:
     def prompt_len(self) -> int:
         """Number of prompt tokens, those of earlier attempts included."""
         return len(self.request.prompt)
+
+    @property
+    def chunk_end(self) -> int:
+        """End of the longest next chunk of the prompt: it does not go beyond the place where a window slides."""
+        if self.rolling is None:
+            return self.prompt_len
+        return min(self.prompt_len, self.rolling.end(self.num_computed))
 
     @property
     def token_s(self) -> float:
@@ -318,6 +395,8 @@ class EngineSequence:
 
     def append(self, token: int) -> None:
         """Append a generated token and set `finish` if it ends the request. Raises GrammarError."""
+        if self.num_tokens == len(self.tokens) and self.request.rolling is not None:
+            self.tokens = np.concatenate([self.tokens, np.zeros(_TOKENS_AHEAD, np.int32)])
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
         if self.steering is not None:

@@ -123,7 +123,7 @@ class WorkerService(WorkerServicer):
         self, stream: FrontendStream, context: grpc.aio.ServicerContext[FrontendMessage, WorkerMessage]
     ) -> None:
         try:
-            await context.write(WorkerMessage())  # confirms the attachment
+            await context.write(WorkerMessage(software=own_software()))  # confirms the attachment
             async for message in stream.messages():
                 await context.write(message)
         finally:
@@ -186,6 +186,7 @@ class WorkerService(WorkerServicer):
             vocab_size=node.vocab_size,
             max_model_len=node.max_model_len,
             block_tokens=node.config.block_tokens,
+            default_sinks=node.default_sinks,
         )
         node.check(request)
         return request

@@ -28,15 +28,16 @@ from engine import (
     sample,
     steer,
 )
+from engine.rolling import RollingWindow
 from kvpool import Provenance
 from messenger import Messenger
 from settings.worker import KvSettings
 from worker.engine_interface import OnLayer, SampledToken, SteppedEngine
-from worker.errors import StartupError, sequence_error
+from worker.errors import RequestRefused, StartupError, sequence_error
 from worker.kv_memory import KvMemory, QuantisedMemory
 from worker.logprobs import score_tokens
 from worker.policy import BatchLimits, PrefillChunk, WindowSlots
-from worker.request import EngineSequence, Request
+from worker.request import DEFAULT_SINKS, EngineSequence, Request
 from worker.slot_memory import EngineMemory, SlotMemory
 
 if TYPE_CHECKING:
@@ -153,6 +154,9 @@ class ModelSteps:
         on_layer: OnLayer | None,
         before_layer: OnLayer | None = None,
     ) -> list[SampledToken | None]:
+        for sequence, start in (*((s, s.num_computed) for s in decoding), *((s, c.start) for s, c in chunks)):
+            if sequence.rolling is not None:
+                self._slide(sequence, sequence.rolling, start)
         batch = ForwardBatch(
             [self._chunk(s, s.num_computed, s.num_tokens, True) for s in decoding]
             + [self._chunk(s, c.start, c.end, c.last) for s, c in chunks]
@@ -162,7 +166,7 @@ class ModelSteps:
         return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
 
     def _chunk(self, sequence: EngineSequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
-        used = sequence.table[: -(-end // self._cache.block_tokens)]
+        used = sequence.table_of(start, end, self._cache.block_tokens)
         seen = used if self._windows is None else self._windows.slot_of[used]
         return SequenceChunk(
             token_ids=sequence.tokens[start:end],
@@ -170,7 +174,17 @@ class ModelSteps:
             slot_tables=tuple(seen if group.window else used for group in self._cache.groups),
             want_logits=want_logits or sequence.prompt_scores is not None,
             every=sequence.prompt_scores is not None and start < sequence.prompt_len,
+            rolling=sequence.rolling,
         )
+
+    def _slide(self, sequence: EngineSequence, rolling: RollingWindow, start: int) -> None:
+        """Prepare the sinks' slot if the window has slid since the last chunk."""
+        if rolling.start(start) == sequence.slid:
+            return
+        sinks, groups = int(sequence.table[-1]), len(self._cache.groups)
+        source = sinks if sequence.has_sinks else int(sequence.table[0])
+        self._model.keep_sinks(self._cache, (source,) * groups, (sinks,) * groups, rolling, start)
+        sequence.slid, sequence.has_sinks = rolling.start(start), True
 
 
 class Transformer(SteppedEngine):
@@ -182,6 +196,7 @@ class Transformer(SteppedEngine):
         self.fingerprint = model.fingerprint
         self.hardware = hardware
         self.allows_long_steps = model.device.type == "cpu"
+        self.default_sinks = 0 if model.config.attention_sinks else DEFAULT_SINKS
         self._kv = kv
 
     @classmethod
@@ -216,4 +231,18 @@ class Transformer(SteppedEngine):
         self.model.warm_up()
 
     def check(self, request: Request) -> None:
-        return  # any request that passed validation can be computed
+        rolling = request.rolling
+        if rolling is None:
+            return
+        config = self.model.config
+        if rolling.sinks and config.attention_sinks:
+            raise RequestRefused(
+                "bad_endless", f"endless: sinks must be 0, since the model has learned sinks, got {rolling.sinks}"
+            )
+        longest = max(config.layer_windows)
+        if 0 in config.layer_windows and rolling.window < longest + rolling.block_tokens:
+            raise RequestRefused(
+                "bad_endless",
+                f"endless: window must be at least {longest + rolling.block_tokens} tokens, a block more than the "
+                f"model's own windows, got {rolling.window}",
+            )

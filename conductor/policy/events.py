@@ -290,6 +290,11 @@ class RequestArrived:
     expected_tokens: int = 0  # of its whole answer, as its client expects; 0: the client does not say
     session: int = 0  # hash of its session's id and its tenant; 0: it has none
     parent_session: int = 0  # likewise, of the session that started its session
+    window_tokens: int = 0  # most tokens whose KV it holds at once; 0: that of all
+
+    def most_held(self, tokens: int) -> int:
+        """Return the tokens whose KV it holds at most, of `tokens`."""
+        return min(tokens, self.window_tokens) if self.window_tokens else tokens
 
 
 @fast_dataclass

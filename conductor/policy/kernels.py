@@ -62,6 +62,7 @@ ARRIVAL: Final = np.dtype(
         ("started_ns", np.int64),
         ("finish_ns", np.int64),  # of its account
         ("prompt_tokens", np.int64),
+        ("seen_tokens", np.int64),  # the most that one of them sees
         ("most_blocks", np.int64),  # that it may reuse
         ("block_tokens", np.int64),
         ("block_nbytes", np.int64),
@@ -172,6 +173,11 @@ def _durations(
         )
     )
     reused, prompt = float((max(have, local) + missing) * request.block_tokens), request.prompt_tokens
+    seen = request.seen_tokens
+    if prompt > seen:  # each of the last tokens sees as many
+        usual_s = _prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, seen, reused)
+        usual_s += (prompt - seen) * (cost.per_token_s + cost.per_pair_s * seen)
+        return transfer_s, usual_s, _margin(seen - reused, cost.most_new, float(seen), cost.most_prompt)
     usual_s = _prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, reused)
     return transfer_s, usual_s, _margin(prompt - reused, cost.most_new, float(prompt), cost.most_prompt)
 

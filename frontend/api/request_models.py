@@ -70,6 +70,27 @@ def _biases(value: Any) -> dict[int, float]:
     return biases
 
 
+class EndlessWindow(RequestModel):
+    """The tokens that an endless answer sees: the first `sinks` and the last `window` ones."""
+
+    sinks: Annotated[int, Field(ge=0, le=64)] | None = None
+    window: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
+
+
+def _endless(value: Any) -> Any:
+    # Not a union of types, for the same reason as `_listed`.
+    if value is None or isinstance(value, bool | EndlessWindow):
+        return value or None
+    if not isinstance(value, Mapping):
+        raise ValueError("must be true, or an object with `window` and `sinks`")
+    return EndlessWindow.model_validate(value)
+
+
+Endless = Annotated[
+    bool | EndlessWindow | None,
+    PlainValidator(_endless),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, EndlessWindow.model_json_schema()]}),
+]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 SessionId = Annotated[str, Field(max_length=MAX_SESSION_CHARS)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP)]
@@ -326,7 +347,7 @@ class GenerationBody(RequestModel):
     hints: Hints | None = None
     nvext: NvExt | None = None
     cache_control: CacheControl | None = None
-    endless: bool | None = None
+    endless: Endless = None
     add_special_tokens: bool | None = None
 
     def cache_controls(self) -> Iterator[CacheControl]:

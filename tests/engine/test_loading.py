@@ -277,7 +277,7 @@ def test_unknown_dtypes_are_refused(folder):
     [
         (lambda c: {"token_ids": np.array([1, 256], np.int32)}, "token ids must be in 0..255"),
         (lambda c: {"token_ids": np.array([], np.int32)}, "at least one"),
-        (lambda c: {"start": -1}, "must have at least one token and start at 0 or later"),
+        (lambda c: {"start": -1}, "must start at 0 or later"),
         (lambda c: {"start": 2047}, "must end by position 2048"),
         (lambda c: {"start": 20}, "slots of group 0 up to position 29"),
         (lambda c: {"slot_tables": c.slot_tables * 2}, "must have 1 slot tables, got 2"),

@@ -9,6 +9,7 @@ import numpy as np
 
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.control import ControlServer, start_server
+from rpc.versions import own_software
 
 WAIT_S = 10.0
 
@@ -102,6 +103,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.submits: asyncio.Queue[worker_pb2.Submit] = asyncio.Queue()
         self.cancels: asyncio.Queue[worker_pb2.Cancel] = asyncio.Queue()
         self._outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue()
+        self.software = own_software()
         self._server: ControlServer | None = None
 
     async def start(self) -> None:
@@ -120,7 +122,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._outbox = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator))
         try:
-            yield worker_pb2.WorkerMessage()
+            yield worker_pb2.WorkerMessage(software=self.software)
             while (message := await self._outbox.get()) is not None:
                 yield message
         finally:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from moonpool_proto.v1 import worker_pb2
+from moonpool_proto.v1 import common_pb2, worker_pb2
+from tests.frontend.conftest import BLOCK_TOKENS, MAX_MODEL_LEN
 
 BODY = {"prompt": [5, 6, 7], "stream": True, "endless": True}
 
@@ -52,3 +53,71 @@ async def test_it_ends_when_its_client_leaves(front: Any, cluster: Any) -> None:
     await front.events_of(stream, 1)
     stream.close()
     assert (await cluster.conductor.completion()).outcome == "cancelled"
+
+
+async def seen_by_workers(start_front: Any, cluster: Any, body: dict[str, Any], **settings: Any) -> Any:
+    """The Submit of an endless request, and its ScheduleRequest."""
+    submits: list[worker_pb2.Submit] = []
+
+    def answer(submit: worker_pb2.Submit) -> tuple[list[int], int]:
+        submits.append(submit)
+        return [20, 21, 22], worker_pb2.FINISH_STOP
+
+    cluster.answer_with(answer)
+    async with start_front(**settings) as front:
+        events = await front.events("/v1/completions", body)
+    assert not any("error" in event for event in events), events
+    return submits[0], cluster.conductor.scheduled[0]
+
+
+async def test_a_window_of_whole_blocks_and_its_slides_reach_the_workers(start_front: Any, cluster: Any) -> None:
+    prompt = [5] * (MAX_MODEL_LEN + 300)
+    body = BODY | {"prompt": prompt, "endless": {"sinks": 1, "window": 131}}
+    submit, asked = await seen_by_workers(start_front, cluster, body, endless_max_tokens=5000)
+    assert submit.rolling == worker_pb2.RollingWindow(sinks=1, window=128, slide=16)
+    assert asked.window_tokens == 128 + BLOCK_TOKENS
+    assert submit.sampling.max_tokens == 5000 - len(prompt)
+
+
+async def test_workers_choose_the_sinks_and_the_setting_the_window_if_the_request_does_not(
+    start_front: Any, cluster: Any
+) -> None:
+    submit, _ = await seen_by_workers(start_front, cluster, BODY, endless_window=64)
+    assert not submit.rolling.HasField("sinks")
+    assert (submit.rolling.window, submit.rolling.slide) == (64, 8)
+
+
+async def test_a_request_longer_than_the_bound_is_refused(start_front: Any) -> None:
+    async with start_front(endless_max_tokens=5000) as front:
+        body = BODY | {"prompt": [5] * 5000, "endless": {"window": 64}}
+        status, answer = await front.post("/v1/completions", body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length is 5000 tokens" in answer["error"]["message"]
+
+
+async def test_a_worker_that_does_not_know_windows_is_named(start_front: Any, cluster: Any) -> None:
+    cluster.answer_with(lambda submit: ([20], worker_pb2.FINISH_STOP))
+    cluster.workers["d0"].software = common_pb2.Software(version="0.9.0", wire=2, oldest_wire=1)
+    async with start_front() as front:
+        status, body = await front.post("/v1/completions", BODY | {"endless": {"window": 64}})
+        assert status == 500
+        assert "d0 is Moonpool 0.9.0 (wire 2), which does not know windows" in body["error"]["message"]
+        assert "error" not in (await front.events("/v1/completions", BODY))[-1]
+
+
+@pytest.mark.parametrize(
+    ("endless", "param", "words"),
+    [
+        ({"window": 7}, "endless.window", f"8 to {MAX_MODEL_LEN - BLOCK_TOKENS} tokens"),
+        ({"window": MAX_MODEL_LEN}, "endless.window", f"8 to {MAX_MODEL_LEN - BLOCK_TOKENS} tokens"),
+        ({"window": 64, "sinks": 3}, "endless.sinks", "at most 2, half of a block, got 3"),
+        ({"window": 64, "sinks": -1}, "endless", "sinks"),
+        ({"sinks": 4}, "endless", "window"),
+        (3, "endless", "must be true, or an object with `window` and `sinks`"),
+    ],
+)
+async def test_a_bad_window_is_refused_by_its_field(front: Any, endless: Any, param: str, words: str) -> None:
+    status, answer = await front.post("/v1/completions", BODY | {"endless": endless})
+    assert status == 400
+    assert answer["error"]["param"].startswith(param)
+    assert words in answer["error"]["message"]

@@ -106,6 +106,10 @@ class PacedEngine(SteppedEngine):
         kernels()
 
     def check(self, request: Request) -> None:
+        if request.rolling is not None:
+            raise RequestRefused(
+                "unsupported", "paced engines have no windows of endless requests: set endless to true"
+            )
         sampling = request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             raise RequestRefused(

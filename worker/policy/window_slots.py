@@ -206,6 +206,11 @@ class WindowHold:
         self._kept: frozenset[int] = frozenset()
         self._is_checked = False
         self.keeps_all = keeps_all
+        self._cycle = 0
+
+    def roll(self, num_blocks: int) -> None:
+        """Let the sequence's blocks use the first `num_blocks` of the request's in turn."""
+        self._cycle = num_blocks
 
     def try_share(self, first: int, end: int) -> bool:
         """Hold blocks [first, end), which have content. Returns False, and holds none, if some have no slot."""
@@ -218,7 +223,7 @@ class WindowHold:
         """Hold blocks [first, end), which are about to be written."""
         new = [i for i in range(first, end) if i not in self._held]
         if new:
-            self._slots.hold(self.blocks[i] for i in new)
+            self._slots.hold(self._blocks_of(new))
             self._held.update(new)
             self._first = min(self._first, first)
 
@@ -247,7 +252,7 @@ class WindowHold:
         self._first = first
         if behind:
             self._held.difference_update(behind)
-            self._slots.drop([self.blocks[i] for i in behind], left_behind=True)
+            self._slots.drop(self._blocks_of(behind), left_behind=True)
 
     def restart(self) -> None:
         """Check again, at the next step, that all blocks that it sees are held."""
@@ -257,7 +262,7 @@ class WindowHold:
         """Drop the blocks before `end`, kept or not."""
         gone = sorted(i for i in self._held if i < end)
         self._held.difference_update(gone)
-        self._slots.drop(self.blocks[i] for i in gone)
+        self._slots.drop(self._blocks_of(gone))
 
     def tail(self, end: int) -> range | None:
         """Return the blocks before block `end` that its first token may see; None unless all of them are held."""
@@ -267,6 +272,9 @@ class WindowHold:
     def close(self) -> None:
         """Drop everything. Idempotent."""
         held, self._held = sorted(self._held, reverse=True), set()
-        self._slots.drop(self.blocks[i] for i in held)  # the last ones are reused first
+        self._slots.drop(self._blocks_of(held))  # the last ones are reused first
         self._slots.unreserve(self._reserved)
         self._reserved = 0
+
+    def _blocks_of(self, indices: Iterable[int]) -> list[int]:
+        return [self.blocks[i % self._cycle if self._cycle else i] for i in indices]

@@ -35,7 +35,7 @@ def find_candidates(now_ns: int, state: ClusterState, request: RequestArrived) -
     model = state.nodes.model(request.model)
     if model is None:
         return _unserved(now_ns, state, request)
-    need = peak_tokens(request.prompt_tokens, request.max_new_tokens, model.block_tokens)
+    need = request.most_held(peak_tokens(request.prompt_tokens, request.max_new_tokens, model.block_tokens))
     excluded = request.excluded
     prefill, decode = model.prefill, model.decode
     if excluded:
@@ -43,7 +43,7 @@ def find_candidates(now_ns: int, state: ClusterState, request: RequestArrived) -
     places = _fitting(request, model, need, prefill, decode)
     if places.prefill.ids:
         return places
-    total = request.prompt_tokens + request.max_new_tokens
+    total = request.most_held(request.prompt_tokens + request.max_new_tokens)
     everyone = model.all_prefill, model.all_decode
     if len(_staffed(request, *everyone)) and not len(_fitting(request, model, need, *everyone).prefill):
         message = (
@@ -115,7 +115,7 @@ def _staffed(request: RequestArrived, prefill: Candidates, decode: Candidates) -
 def _fitting(
     request: RequestArrived, model: ModelNodes, need: int, prefill: Candidates, decode: Candidates
 ) -> FittingNodes:
-    total = request.prompt_tokens + request.max_new_tokens
+    total = request.most_held(request.prompt_tokens + request.max_new_tokens)
     if (
         prefill.floor_capacity >= need
         and decode.floor_capacity >= need
@@ -124,7 +124,7 @@ def _fitting(
     ):
         return FittingNodes(_staffed(request, prefill, decode), decode, need)
     decode = decode.where((decode.capacity_tokens >= need) & (decode.max_model_len >= total))
-    prompt_pages = peak_tokens(request.prompt_tokens, 0, model.block_tokens)
+    prompt_pages = request.most_held(peak_tokens(request.prompt_tokens, 0, model.block_tokens))
     pages = np.where(prefill.is_aggregated, need, prompt_pages)
     prefill = prefill.where((prefill.capacity_tokens >= pages) & (prefill.max_model_len >= total))
     return FittingNodes(_staffed(request, prefill, decode), decode, need)

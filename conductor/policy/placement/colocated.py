@@ -47,7 +47,8 @@ def consider_colocated(
     decode = plan.decode
     if decode is None or plan.places.prefill.is_aggregated[plan.chosen]:
         return plan, considered, ""
-    need_tokens = peak_tokens(request.prompt_tokens, request.max_new_tokens, context.model.block_tokens)
+    most = peak_tokens(request.prompt_tokens, request.max_new_tokens, context.model.block_tokens)
+    need_tokens = request.most_held(most)
     found = _best(context, plan, decode, need_tokens, objectives)
     if found is None:
         score = ColocatedScore(decode.node_id, 0.0, 0.0, 0.0, plan.ttft_s, why_not="no_room")

@@ -343,11 +343,11 @@ def _pick(
     context: PlacementContext, candidates: Records, loads: Records, future: int, at_ns: int, need_tokens: int
 ) -> tuple[int, float, float]:
     """Run `pick_decode` for the request by one view of the future; NOW ignores `at_ns`."""
-    state, costs, now_ns = context.state, context.costs, context.now_ns
+    state, request, costs, now_ns = context.state, context.request, context.costs, context.now_ns
     when_ns = now_ns if future == NOW else at_ns
     picked: tuple[int, float, float] = decode_kernels().pick_decode(
         state.requests.records,
-        _query(costs, now_ns, when_ns, future, context.request.prompt_tokens, need_tokens),
+        _query(costs, now_ns, when_ns, future, request.most_held(request.prompt_tokens), need_tokens),
         state.lengths.curves,
         loads,
         costs.slowdowns.factors,

@@ -144,7 +144,8 @@ def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, 
     """Return ARRIVAL [1]; `key`: see `OrderingKey`, `clock`: (clock_ns, started_ns, finish_ns)."""
     request, model = context.request, context.model
     threshold = context.state.fetch_threshold
-    sizes = request.prompt_tokens, _most_reused(context), model.block_tokens, *model.kv_sizes
+    tokens = request.prompt_tokens, request.window_tokens or request.prompt_tokens
+    sizes = *tokens, _most_reused(context), model.block_tokens, *model.kv_sizes
     arrival = np.empty(1, ARRIVAL)
     arrival[0] = *key, *clock, *sizes, threshold
     return arrival
@@ -197,7 +198,9 @@ def _usable_matches(context: PlacementContext, matches: PoolMatches) -> Records:
 
 def _most_reused(context: PlacementContext) -> int:
     """Return the most blocks to reuse: never the whole prompt, so that at least one token is computed."""
-    return (context.request.prompt_tokens - 1) // context.model.block_tokens
+    request, block_tokens = context.request, context.model.block_tokens
+    most = (request.prompt_tokens - 1) // block_tokens
+    return min(most, request.window_tokens // block_tokens - 1) if request.window_tokens else most
 
 
 def replicas_used(context: PlacementContext) -> dict[str, Replica]:

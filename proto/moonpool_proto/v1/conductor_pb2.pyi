@@ -574,6 +574,7 @@ class ScheduleRequest(_message.Message):
     WANTS_RECEIPT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
+    WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -603,6 +604,8 @@ class ScheduleRequest(_message.Message):
     """length of the previous answer in its dialogue; 0: there is none, or it is not known"""
     wants_receipt: _builtins.bool
     """the placement names its decision and the version of the objectives"""
+    window_tokens: _builtins.int
+    """most tokens whose KV it holds at once; 0: that of all"""
     @_builtins.property
     def exclude_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -642,10 +645,11 @@ class ScheduleRequest(_message.Message):
         wants_receipt: _builtins.bool = ...,
         session: Global___Session | None = ...,
         hints: Global___RequestHints | None = ...,
+        window_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_classes", b"allowed_classes", "attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "hints", b"hints", "max_new_tokens", b"max_new_tokens", "model", b"model", "previous_tokens", b"previous_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s", "wants_receipt", b"wants_receipt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_classes", b"allowed_classes", "attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "hints", b"hints", "max_new_tokens", b"max_new_tokens", "model", b"model", "previous_tokens", b"previous_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s", "wants_receipt", b"wants_receipt", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

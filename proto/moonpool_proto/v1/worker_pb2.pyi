@@ -117,6 +117,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
     HEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    ROLLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -147,6 +148,10 @@ class Submit(_message.Message):
     def hints(self) -> _conductor_pb2.RequestHints:
         """unset: the client gave none"""
 
+    @_builtins.property
+    def rolling(self) -> Global___RollingWindow:
+        """unset: all preceding tokens are visible"""
+
     def __init__(
         self,
         *,
@@ -165,14 +170,48 @@ class Submit(_message.Message):
         traceparent: _builtins.str = ...,
         hints: _conductor_pb2.RequestHints | None = ...,
         head_tokens: _builtins.int = ...,
+        rolling: Global___RollingWindow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "placement", b"placement", "rolling", b"rolling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "head_tokens", b"head_tokens", "hints", b"hints", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "head_tokens", b"head_tokens", "hints", b"hints", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "rolling", b"rolling", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class RollingWindow(_message.Message):
+    """What an endless request sees and keeps: its first tokens, and a window over the last ones, which slides by several
+    blocks when it is full.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINKS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    SLIDE_FIELD_NUMBER: _builtins.int
+    sinks: _builtins.int
+    """unset: the worker's default for the model"""
+    window: _builtins.int
+    """in tokens, as `slide`"""
+    slide: _builtins.int
+    def __init__(
+        self,
+        *,
+        sinks: _builtins.int | None = ...,
+        window: _builtins.int = ...,
+        slide: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sinks", b"_sinks", "sinks", b"sinks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sinks", b"_sinks", "sinks", b"sinks", "slide", b"slide", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__sinks: _TypeAlias = _typing.Literal["sinks"]  # noqa: Y015
+    _WhichOneofArgType__sinks: _TypeAlias = _typing.Literal["_sinks", b"_sinks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sinks) -> _WhichOneofReturnType__sinks | None: ...
+
+Global___RollingWindow: _TypeAlias = RollingWindow  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
@@ -211,21 +250,27 @@ class WorkerMessage(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
         """of this frontend's requests, from one engine step"""
 
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failure]: ...
+    @_builtins.property
+    def software(self) -> _common_pb2.Software:
+        """of the worker, in its first message"""
+
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[Global___Token] | None = ...,
         failures: _abc.Iterable[Global___Failure] | None = ...,
+        software: _common_pb2.Software | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["software", b"software"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "software", b"software", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

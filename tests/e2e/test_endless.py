@@ -1,0 +1,130 @@
+"""Endless requests with a window on a cluster: brute force's tokens, beyond the model's positions, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from engine import Model, load_model
+from engine.random_model import RandomModelSpec, write_random_model
+from engine.rolling import RollingWindow
+from tests.e2e.conftest import TOKENIZER, TOLERANCE
+
+BLOCK = 8
+WINDOW = 64
+ROLLING = RollingWindow(sinks=4, window=WINDOW, slide=8, block_tokens=BLOCK)
+ENDLESS = {"sinks": 4, "window": WINDOW}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(
+        tmp_path_factory.mktemp("model"),
+        RandomModelSpec(layers=3, hidden=64, heads=4, kv_heads=2, vocab=2048, max_len=128, scale=3.0, seed=7),
+        tokenizer=TOKENIZER,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return load_model(folder, threads=1)
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, start_cluster: Callable[..., Any]) -> Any:
+    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--block-tokens", str(BLOCK), "--capacity-tokens", "1024"]
+    with start_cluster(folder, *flags, "--max-model-len", "128") as running:
+        yield running
+
+
+async def first_tokens(
+    session: aiohttp.ClientSession,
+    cluster: Any,
+    prompt: list[int],
+    count: int,
+    on_token: Callable[[int], None] = lambda count: None,
+) -> list[int]:
+    """The first tokens of an endless answer, whose client then leaves."""
+    ids: list[int] = []
+    body = {"model": cluster.ready["model"], "prompt": prompt, "endless": ENDLESS, "temperature": 0.0}
+    body |= {"stream": True, "return_token_ids": True, "ignore_eos": True}
+    async with session.post(f"{cluster.url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if not line.startswith(b"data: "):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                ids += choice.get("token_ids") or []
+            on_token(len(ids))
+            if len(ids) >= count:
+                return ids[:count]
+    raise AssertionError(f"the answer ended after {len(ids)} tokens")
+
+
+def wrong_tokens(model: Model, prompt: list[int], answer: list[int]) -> list[int]:
+    """Indices of tokens that lie more than the tolerance below the best that brute force finds."""
+    logits = model.score(np.array(prompt + answer, np.int32), ROLLING)
+    rows = logits[len(prompt) - 1 : -1]
+    return [i for i, token in enumerate(answer) if rows[i][token] < rows[i].max() - TOLERANCE]
+
+
+@pytest.mark.parametrize("length", [20, 300])
+async def test_an_answer_goes_on_beyond_the_models_positions(
+    cluster: Any, model: Model, session: aiohttp.ClientSession, length: int
+) -> None:
+    prompt = np.random.default_rng(1).integers(5, 2000, length).tolist()
+    answer = await first_tokens(session, cluster, prompt, 500)
+    assert wrong_tokens(model, prompt, answer) == []
+    await cluster.validate()
+
+
+@pytest.mark.parametrize("victim", ["decode", "prefill", "conductor", "pool-0"])
+async def test_it_survives_the_death_of(
+    cluster: Any, model: Model, session: aiohttp.ClientSession, victim: str
+) -> None:
+    prompt = np.random.default_rng(2).integers(5, 2000, 40).tolist()
+    victims = [f"{victim}-0", f"{victim}-1"] if victim in ("decode", "prefill") else [victim]
+    olds: dict[str, int] = {}
+
+    def kill(count: int) -> None:
+        if count >= 150 and not olds:
+            olds.update({name: cluster.kill(name) for name in victims[:1]})
+
+    answers = await asyncio.gather(*(first_tokens(session, cluster, prompt, 400, kill) for _ in range(2)))
+    assert olds
+    for answer in answers:
+        assert wrong_tokens(model, prompt, answer) == []
+    for name, old in olds.items():
+        await cluster.wait_restarted(name, old)
+    await cluster.validate()
+
+
+@pytest.mark.parametrize(
+    ("endless", "param", "words"),
+    [
+        ({"window": 8}, "endless.window", "16 to 120 tokens"),
+        ({"window": 128}, "endless.window", "16 to 120 tokens"),
+        ({"sinks": 5, "window": 64}, "endless.sinks", "sinks must be at most 4, half of a block, got 5"),
+        ({"sinks": 4}, "endless", "window"),
+        ({"window": "64"}, "endless", "window"),
+        (3, "endless", "must be true, or an object with `window` and `sinks`"),
+    ],
+)
+async def test_bad_windows_are_refused_by_the_field(
+    cluster: Any, session: aiohttp.ClientSession, endless: Any, param: str, words: str
+) -> None:
+    body = {"model": cluster.ready["model"], "prompt": [5, 6, 7], "stream": True, "endless": endless}
+    async with session.post(f"{cluster.url}/v1/completions", json=body) as response:
+        answer = await response.json()
+    assert response.status == 400, answer
+    assert answer["error"]["param"].startswith(param), answer
+    assert words in answer["error"]["message"], answer

@@ -1,0 +1,143 @@
+"""Endless requests with sinks and a rolling window: right tokens through any hand-off, in constant memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Model, load_model
+from engine.random_model import RandomModelSpec, write_random_model
+from engine.rolling import RollingWindow
+from moonpool_proto.v1.worker_pb2 import RollingWindow as RollingMessage
+from moonpool_proto.v1.worker_pb2 import Submit
+from tests.worker.node_pair import BLOCK, Pair, Start
+
+ROLLING = RollingWindow(sinks=3, window=64, slide=16, block_tokens=BLOCK)
+SHAPES = {
+    "full": RandomModelSpec(layers=3, vocab=256, max_len=96, scale=3.0, seed=3),
+    "windows": RandomModelSpec(
+        family="qwen2", layers=4, window=24, full_layers=2, vocab=256, max_len=96, scale=3.0, seed=3
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(SHAPES))
+def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("shapes") / request.param, SHAPES[request.param])
+
+
+@pytest.fixture(scope="module")
+def shaped(shape: Path) -> Model:
+    return load_model(shape, threads=1)
+
+
+def endless(pair: Pair, ids: list[int], name: str, *, max_tokens: int, **options: Any) -> Submit:
+    submit = pair.submit(ids, name, max_tokens=max_tokens, **options)
+    submit.rolling.CopyFrom(RollingMessage(sinks=ROLLING.sinks, window=ROLLING.window, slide=ROLLING.slide))
+    return submit
+
+
+async def ask(pair: Pair, ids: list[int], name: str, *, max_tokens: int, **options: Any) -> Any:
+    request = await pair.frontend.submit(endless(pair, ids, name, max_tokens=max_tokens, **options))
+    await request.ended.wait()
+    assert request.failures == []
+    await pair.at_rest()
+    return request
+
+
+def answer(model: Model, ids: list[int], count: int) -> list[int]:
+    """The greedy answer of brute force over what each token sees."""
+    out = list(ids)
+    for _ in range(count):
+        out.append(int(model.score(np.array(out, np.int32), ROLLING)[-1].argmax()))
+    return out[len(ids) :]
+
+
+@pytest.mark.parametrize("length", [10, 63, 64, 65, 80, 81, 200])
+async def test_answers_are_those_of_brute_force(
+    start_pair: Start, shape: Path, shaped: Model, prompt: Any, length: int
+) -> None:
+    pair = await start_pair(pool=True, path=shape)
+    ids, count = prompt(length), 120
+    expected = answer(shaped, ids, count)
+    request = await ask(pair, ids, "one", max_tokens=count)
+    assert request.token_ids == expected
+    if length > ROLLING.window:  # another request stores what is reused of its beginning
+        await pair.ask(ids[: ROLLING.window + 1], "plain", max_tokens=1)
+    again = await ask(pair, ids, "two", max_tokens=count)
+    assert again.token_ids == expected
+    assert again.cached_tokens == min((length - 1) // BLOCK * BLOCK, ROLLING.window)
+
+
+async def test_a_request_goes_on_on_other_nodes_from_any_token(
+    start_pair: Start, shape: Path, shaped: Model, prompt: Any
+) -> None:
+    pair = await start_pair(path=shape)
+    ids = prompt(50)
+    expected = answer(shaped, ids, 90)
+    for split in (5, 14, 30, 55, 89):
+        request = await ask(pair, ids + expected[:split], f"split {split}", max_tokens=90, generated=split, attempt=2)
+        assert [request.tokens[i] for i in range(split, 90)] == expected[split:]
+
+
+@pytest.mark.parametrize("length", [30, 64, 130])
+async def test_a_worker_that_decodes_what_it_has_prefilled_gives_the_same_answer(
+    start_pair: Start, shape: Path, shaped: Model, prompt: Any, length: int
+) -> None:
+    pair = await start_pair(pool=True, path=shape)
+    for name in ("one", "two"):
+        submit = endless(pair, prompt(length), name, max_tokens=90)
+        submit.placement.ClearField("decode")
+        request = await pair.frontend.submit(submit)
+        await request.ended.wait()
+        assert request.failures == []
+        assert request.token_ids == answer(shaped, prompt(length), 90)
+    await pair.at_rest()
+
+
+async def test_a_sequence_holds_as_many_slots_as_its_window_and_one_more(
+    start_pair: Start, shape: Path, prompt: Any
+) -> None:
+    pair = await start_pair(path=shape)
+    request = await pair.frontend.submit(endless(pair, prompt(20), "long", max_tokens=400))
+    held = set()
+    for count in range(1, 400, 20):
+        await request.reaches(count)
+        held.add(pair.decode.node.slots.pool.num_held)
+    await request.ended.wait()
+    assert held - {0} == {ROLLING.capacity // BLOCK}
+    await pair.at_rest()
+
+
+async def test_what_a_window_has_left_behind_is_never_stored(start_pair: Start, shape: Path, prompt: Any) -> None:
+    pair = await start_pair(pool=True, path=shape)
+    assert pair.pool is not None
+    await ask(pair, prompt(200), "long", max_tokens=20)
+    assert not len(pair.pool.core.store.index)
+    await ask(pair, prompt(40), "short", max_tokens=60)
+    kept = pair.prefill.node.stored_parts.lasting.kv_namespace
+    assert [block.kv_namespace for block in pair.pool.core.store.index].count(kept) == 40 // BLOCK
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sinks": 5}, "endless: sinks must be in 0..4"),
+        ({"slide": 12}, "endless: slide must be whole blocks of 8 tokens, got 12"),
+        ({"window": 16}, "endless: window must be whole blocks of 8 tokens and more than slide"),
+        ({"window": 96}, "endless: window must be at most 88 tokens, a block less than max_model_len (96), got 96"),
+    ],
+)
+async def test_a_bad_window_is_refused_by_its_field(
+    start_pair: Start, shape: Path, prompt: Any, fields: dict[str, int], words: str
+) -> None:
+    pair = await start_pair(path=shape)
+    submit = endless(pair, prompt(20), "bad", max_tokens=9)
+    submit.rolling.MergeFrom(RollingMessage(**fields))
+    request = await pair.frontend.submit(submit)
+    await request.ended.wait()
+    assert request.failures[0].code == "bad_endless"
+    assert words in request.failures[0].message
