@@ -476,7 +476,7 @@ class Preparer:
 
     def _limit(self, rolling: worker_pb2.RollingWindow | None) -> int:
         """Return the most tokens of prompt and answer together; 0 while unknown."""
-        return self.max_model_len if rolling is None else self._config.http.endless_max_tokens
+        return self.max_model_len if rolling is None else self._config.http.endless_limit_tokens
 
     def _chat_prompt(
         self, body: ChatBody, arrival: RequestContext, requested: int | None, limit: int

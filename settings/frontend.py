@@ -71,7 +71,7 @@ class HttpSettings(SettingsGroup):
             unit="tokens",
         ),
     ] = 0
-    endless_max_tokens: Annotated[
+    endless_limit_tokens: Annotated[
         int,
         Key(
             "Tokens of prompt and answer at which an endless request with a window ends",

@@ -22,7 +22,7 @@ from moonpool.supervision.ready_file import ReadyFile
 from moonpool.supervision.run_dir import default_run_dir
 
 BLOCK_TOKENS = 8
-# The replay computes about 260 MB of KV. The workers' pages and the pool's memory each hold a small part of it, the SSD
+# The replay computes about 390 MB of KV. The workers' pages and the pool's memory each hold a small part of it, the SSD
 # all of it: the ideal hit rate is that of an infinite cache.
 CAPACITY_TOKENS = 12288
 POOL_BYTES = "64MiB"

@@ -117,7 +117,8 @@ async def talk_long(dialogue: Dialogue, turns: int = TURNS, **options: Any) -> D
 
 @pytest.fixture(scope="module", params=[pytest.param(8, marks=pytest.mark.nightly), 16])
 def live(request: pytest.FixtureRequest, start_cluster: Callable[..., AbstractContextManager[Any]]) -> Iterator[Live]:
-    with start_cluster(MODEL, "--block-tokens", str(request.param), *CLUSTERS[request.param]) as cluster:
+    flags = ["--block-tokens", str(request.param), "--max-model-len", "2048"]
+    with start_cluster(MODEL, *flags, *CLUSTERS[request.param]) as cluster:
         yield Live(cluster, request.param)
 
 
@@ -160,7 +161,7 @@ async def test_without_the_memory_of_answers_less_is_reused(live: Live, session:
     on = await talk_in_letters(Dialogue(live.url, session, "on"))
     print(f"blocks of {live.block}: {on.share_cached():.4f} with the memory, {off.share_cached():.4f} without")
     assert on.share_cached() >= 0.97
-    assert off.share_cached() < 0.95
+    assert off.share_cached() < on.share_cached() - 0.01
 
 
 async def test_all_of_an_answer_that_a_stop_string_cut_is_found_by_the_next_turn(live: Live, session: Any) -> None:

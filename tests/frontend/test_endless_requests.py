@@ -73,7 +73,7 @@ async def seen_by_workers(start_front: Any, cluster: Any, body: dict[str, Any], 
 async def test_a_window_of_whole_blocks_and_its_slides_reach_the_workers(start_front: Any, cluster: Any) -> None:
     prompt = [5] * (MAX_MODEL_LEN + 300)
     body = BODY | {"prompt": prompt, "endless": {"sinks": 1, "window": 131}}
-    submit, asked = await seen_by_workers(start_front, cluster, body, endless_max_tokens=5000)
+    submit, asked = await seen_by_workers(start_front, cluster, body, endless_limit_tokens=5000)
     assert submit.rolling == worker_pb2.RollingWindow(sinks=1, window=128, slide=16)
     assert asked.window_tokens == 128 + BLOCK_TOKENS
     assert submit.sampling.max_tokens == 5000 - len(prompt)
@@ -88,7 +88,7 @@ async def test_workers_choose_the_sinks_and_the_setting_the_window_if_the_reques
 
 
 async def test_a_request_longer_than_the_bound_is_refused(start_front: Any) -> None:
-    async with start_front(endless_max_tokens=5000) as front:
+    async with start_front(endless_limit_tokens=5000) as front:
         body = BODY | {"prompt": [5] * 5000, "endless": {"window": 64}}
         status, answer = await front.post("/v1/completions", body)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")

@@ -67,7 +67,7 @@ async def test_errors_are_the_openai_packages_own(cluster: Any, client: openai.A
     with pytest.raises(openai.NotFoundError):
         await client.completions.create(model="gpt-4", prompt=TEXT)
     with pytest.raises(openai.BadRequestError) as long:
-        await client.completions.create(model=cluster.ready["model"], prompt=[7] * 2048, max_tokens=1)
+        await client.completions.create(model=cluster.ready["model"], prompt=[7] * 4096, max_tokens=1)
     assert long.value.code == "context_length_exceeded"
 
 

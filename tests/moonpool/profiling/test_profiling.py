@@ -61,7 +61,7 @@ def test_the_command_writes_a_profile_of_the_model_and_a_picture(tmp_path, capsy
     sizes = ["--capacity-tokens", "320", "--max-batch", "4", "--repeats", "3", "--no-transfers"]
     command.app(["--out", str(out), "--plot", str(picture), "--name", "tiny", *sizes], standalone_mode=False)
     made = load_profile(out)
-    assert (made.kind, made.model, made.engine["max_batch"], made.kv_bytes_per_token) == ("measured", "tiny", 4, 4096)
+    assert (made.kind, made.model, made.engine["max_batch"], made.kv_bytes_per_token) == ("measured", "tiny", 4, 6144)
     assert len(made.model_fingerprint) > 16
     assert 0 < made.prefill_s(32) < made.prefill_s(300) < 60
     assert made.decode.batch.most == 4

@@ -15,14 +15,15 @@ def test_the_folder_is_complete_and_small(bundled: Path) -> None:
     texts = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "LICENSE", "NOTICE"}
     assert weights | texts <= names
     assert (bundled / "model.safetensors").stat().st_size < 8_000_000
-    assert json.loads((bundled / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    settings = json.loads((bundled / "tokenizer_config.json").read_text())
+    assert (settings["tokenizer_class"], settings["model_max_length"]) == ("PreTrainedTokenizerFast", 4096)
 
 
 def test_transformers_loads_it_and_runs_the_last_position(bundled: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(bundled, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.randint(6, 2048, (1, 2048), generator=torch.Generator().manual_seed(1))).logits
-    assert logits.shape == (1, 2048, 2048)
+        logits = model(torch.randint(6, 2048, (1, 4096), generator=torch.Generator().manual_seed(1))).logits
+    assert logits.shape == (1, 4096, 2048)
     assert torch.isfinite(logits).all()
 
 
