@@ -143,8 +143,13 @@ class Generation:
 
         The deadline of an endless request moves with each token and with each call of `next`.
         """
-        last_s, idle_s = self.stats.last_token_s, self.request.idle_s
-        return self.request.deadline_s if not idle_s or last_s is None else max(last_s, self._next_called_s) + idle_s
+        request, last_s, attempt = self.request, self.stats.last_token_s, self._attempt
+        if not request.idle_s or last_s is None:
+            return request.deadline_s
+        deadline_s = max(last_s, self._next_called_s) + request.idle_s
+        if attempt is not None and attempt.next_index == attempt.first_index:  # all so far is computed again
+            return max(deadline_s, self._placed_s + request.deadline_s - request.arrival_s)
+        return deadline_s
 
     async def next(self) -> OutputChunk:
         """Return the next tokens.
@@ -400,7 +405,7 @@ class Generation:
         if failure.code in _DEADLINE_CODES:
             raise RequestDeadline(f"{self._deadline_text()} ({text})")
         if failure.code in _CLIENTS_CODES:  # errors in the request that only a worker can detect
-            raise InvalidRequest(text, code=failure.code)
+            raise InvalidRequest(text, param="endless" if failure.code == "bad_endless" else None, code=failure.code)
         if not failure.retryable:
             raise GenerationFailed(text, code=failure.code or None)
         if self._retry_budget.is_exhausted(self.stats.attempts, monotonic()):

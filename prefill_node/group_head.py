@@ -195,9 +195,10 @@ async def form_group(
             members=members,
         )  # fmt: skip
 
-    # Computed on this node only: prompts that are compared or scored, or too long for the window slots.
+    # Computed on this node only: prompts that are compared or scored, too long for the window slots, or in which a
+    # rolling window slides.
     drops = work.window is not None and not work.window.keeps_all
-    is_whole = work.cut is not None or work.request.scores_prompt or drops
+    is_whole = work.cut is not None or work.request.scores_prompt or drops or work.rolling is not None
     if not work.request.placement.helpers or is_whole or sum(map(len, chunks(1))) < MIN_CHUNKS:
         yield None
         return

@@ -58,7 +58,9 @@ class EngineInVllm(Engine):
     def check(self, request: Request) -> None:
         # vLLM checks everything else when a request is submitted.
         if request.rolling is not None:
-            raise RequestRefused("unsupported", "vLLM has no windows of endless requests: set endless to true")
+            raise RequestRefused(
+                "unsupported", "vLLM has no windows of endless requests (endless.window, --endless-window)"
+            )
 
 
 class VllmEngine(EngineInVllm):

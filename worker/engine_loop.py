@@ -318,7 +318,7 @@ class EngineLoop:
         began = time.monotonic()
         for sequence, _ in chunks:
             sequence.first_step_at = sequence.first_step_at or began
-        result = StepResult(decode_batch=len(decoding), decode_context=sum(s.num_computed for s in decoding))
+        result = StepResult(decode_batch=len(decoding), decode_context=sum(s.visible_tokens for s in decoding))
         rows = decoding + [s for s, c in chunks if c.last]
         hook = before = None
         spans = [(s, c.start, c.end) for s, c in chunks if s.prefill_only]

@@ -354,6 +354,14 @@ class EngineSequence:
         return len(self.request.prompt)
 
     @property
+    def visible_tokens(self) -> int:
+        """Number of computed tokens that the next one sees."""
+        if self.rolling is None:
+            return self.num_computed
+        start = self.rolling.start(self.num_computed)
+        return self.num_computed - start + (self.rolling.sinks if start else 0)
+
+    @property
     def chunk_end(self) -> int:
         """End of the longest next chunk of the prompt: it does not go beyond the place where a window slides."""
         if self.rolling is None:

@@ -196,7 +196,7 @@ class Transformer(SteppedEngine):
         self.fingerprint = model.fingerprint
         self.hardware = hardware
         self.allows_long_steps = model.device.type == "cpu"
-        self.default_sinks = 0 if model.config.attention_sinks else DEFAULT_SINKS
+        self.default_sinks = 0 if model.config.attention_sinks or 0 not in model.config.layer_windows else DEFAULT_SINKS
         self._kv = kv
 
     @classmethod
@@ -238,6 +238,11 @@ class Transformer(SteppedEngine):
         if rolling.sinks and config.attention_sinks:
             raise RequestRefused(
                 "bad_endless", f"endless: sinks must be 0, since the model has learned sinks, got {rolling.sinks}"
+            )
+        if rolling.sinks and 0 not in config.layer_windows:
+            raise RequestRefused(
+                "bad_endless",
+                f"endless: sinks must be 0, since all layers of the model have windows, got {rolling.sinks}",
             )
         longest = max(config.layer_windows)
         if 0 in config.layer_windows and rolling.window < longest + rolling.block_tokens:

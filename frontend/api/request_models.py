@@ -73,7 +73,7 @@ def _biases(value: Any) -> dict[int, float]:
 class EndlessWindow(RequestModel):
     """The tokens that an endless answer sees: the first `sinks` and the last `window` ones."""
 
-    sinks: Annotated[int, Field(ge=0, le=64)] | None = None
+    sinks: Annotated[int, Field(ge=0, le=2048)] | None = None
     window: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
 
 

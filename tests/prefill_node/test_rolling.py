@@ -98,6 +98,15 @@ async def test_a_worker_that_decodes_what_it_has_prefilled_gives_the_same_answer
     await pair.at_rest()
 
 
+@pytest.mark.parametrize("length", [65, 200])
+async def test_a_prompt_in_which_the_window_slides_is_computed_by_one_node(
+    start_pair: Start, shape: Path, shaped: Model, prompt: Any, length: int
+) -> None:
+    pair = await start_pair(path=shape, helpers=1, prefill_options={"prefill_chunk_tokens": 24})
+    request = await ask(pair, prompt(length), "grouped", max_tokens=20)
+    assert request.token_ids == answer(shaped, prompt(length), 20)
+
+
 async def test_a_sequence_holds_as_many_slots_as_its_window_and_one_more(
     start_pair: Start, shape: Path, prompt: Any
 ) -> None:

@@ -108,7 +108,7 @@ class PacedEngine(SteppedEngine):
     def check(self, request: Request) -> None:
         if request.rolling is not None:
             raise RequestRefused(
-                "unsupported", "paced engines have no windows of endless requests: set endless to true"
+                "unsupported", "paced engines have no windows of endless requests (endless.window, --endless-window)"
             )
         sampling = request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:

@@ -47,8 +47,8 @@ def form_group(
     state, request, nodes, chosen = context.state, context.request, places.prefill, scores.chosen
     config, slowdowns = state.config, context.costs.slowdowns
     new_tokens = request.prompt_tokens - scores.best.reuse_blocks * context.model.block_tokens
-    if request.most_held(request.prompt_tokens) < request.prompt_tokens:  # a window slides in it: one node computes it
-        return None
+    if 0 < request.window_tokens < request.prompt_tokens + context.model.block_tokens:
+        return None  # a window slides in the prompt
     if new_tokens < config.prefill_group_min_tokens or nodes.is_aggregated[chosen] or request.max_new_tokens <= 1:
         return None
     queue_s, alone_s = scores.queue_s, scores.best.prefill_s
