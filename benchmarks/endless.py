@@ -36,6 +36,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.frontend.processes import BUNDLED, Served, cluster
+from benchmarks.sse import completion_events
 from benchmarks.stored import PICTURES, store
 from engine import Model, load_model
 from engine.rolling import RollingWindow
@@ -127,8 +128,8 @@ def _by_position(positions: NDArray[np.int64], losses: NDArray[np.float64], wind
 
 async def measure_live(served: Served, tokens: int, window: int) -> dict[str, float]:
     """Return times per token and memory over one answer of `tokens` tokens."""
-    times, held = list[float](), list[float]()
-    early = max(2 * window, tokens // 10)  # by then, the node has reported
+    times, held = list[float](), list[asyncio.Task[float]]()
+    early = max(2 * window, tokens // 10)
     resident = dict[int, int]()
     body: dict[str, Any] = {
         "model": served.model,
@@ -142,24 +143,18 @@ async def measure_live(served: Served, tokens: int, window: int) -> dict[str, fl
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
         session.post(f"{served.url}/v1/completions", json=body) as reply,
     ):
-        if reply.status != 200:
-            raise RuntimeError(f"HTTP {reply.status}: {await reply.text()}")
-        async for line in reply.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(str(event["error"]))
+        async for event in completion_events(reply):
             now = time.perf_counter()
             times += [now] * sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
             if len(times) >= mark:
                 resident[mark] = served.rss("decode-0")
-                held.append(await _held_tokens(session, served))
+                held.append(asyncio.create_task(_held_tokens(session, served)))
                 if mark == tokens:
                     break
                 mark = next(marks)
             if len(times) % 5000 == 0:
                 print(f"\r{len(times):,} of {tokens:,} tokens", end="", file=sys.stderr, flush=True)
+        first_held, last_held = await asyncio.gather(*held)
     config = json.loads((BUNDLED / "config.json").read_text())
     row = 4 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     tenth = (len(times) - 2 * window) // 10
@@ -171,18 +166,22 @@ async def measure_live(served: Served, tokens: int, window: int) -> dict[str, fl
         "last_token_s": fmean(steps[-tenth:]),
         "first_median_s": median(steps[:tenth]),
         "last_median_s": median(steps[-tenth:]),
-        "kv_growth_bytes": row * (held[1] - held[0]),
+        "kv_growth_bytes": row * (last_held - first_held),
         "resident_growth_bytes": resident[tokens] - resident[early],
     }
 
 
 async def _held_tokens(session: aiohttp.ClientSession, served: Served) -> float:
-    async with session.get(f"{served.url}/metrics") as reply:
-        text = await reply.text()
-    found = re.findall(r'^vllm:kv_cache_usage_perc\{.*"decode-0".*\} (\S+)$', text, re.MULTILINE)
-    if len(found) != 1:
-        raise RuntimeError("the decode node does not report its use of KV")
-    return float(found[0]) * CAPACITY_TOKENS
+    """Return the tokens whose slots the decode node holds, once it has reported that it holds some."""
+    while True:
+        async with session.get(f"{served.url}/metrics") as reply:
+            text = await reply.text()
+        found = re.findall(r'^vllm:kv_cache_usage_perc\{.*"decode-0".*\} (\S+)$', text, re.MULTILINE)
+        if len(found) != 1:
+            raise RuntimeError("the decode node does not report its use of KV")
+        if share := float(found[0]):
+            return share * CAPACITY_TOKENS
+        await asyncio.sleep(0.1)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.frontend.processes import BUNDLED, Served, cluster
+from benchmarks.sse import completion_events
 from benchmarks.stored import store
 from engine.random_model import RandomModelSpec, write_random_model
 from tools.training.export import config_of
@@ -173,14 +174,7 @@ class CompletionsClient:
         answer, logprobs, cached, ttft_s = list[int](), list[float](), 0, 0.0
         began = time.perf_counter()
         async with self.session.post(f"{self.url}/v1/completions", json=body) as reply:
-            if reply.status != 200:
-                raise RuntimeError(f"HTTP {reply.status}: {await reply.text()}")
-            async for line in reply.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(str(event["error"]))
+            async for event in completion_events(reply):
                 for choice in event["choices"]:
                     ttft_s = ttft_s or time.perf_counter() - began
                     answer += choice["token_ids"] or []

@@ -138,13 +138,12 @@ class DecodeService:
             count = _first_slots(request, block_tokens, most) if grows else most
             taken = await node.slots.take(
                 request.key,
-                request.keys[:cut] if rolling is None else (),  # its slots are used in turn, so nobody shares them
+                request.keys[:cut],
                 count,
                 most - count,
                 decodes_from=len(request.prompt) // block_tokens,
+                rolling=rolling,
             )
-            if rolling is not None and taken.window is not None:
-                taken.window.roll(most - 1)
         reservation: Reservation | None = None
         try:
             reservation = self._open_reservation(request, reserve, taken)
@@ -153,9 +152,8 @@ class DecodeService:
                 first = await self._receive(reservation, reserve, receiving)
             if first is not None:
                 kept = await self._decode(reservation, *first, cut, span)
-                if (
-                    kept is not None and kept.tail_key != reserve.superseded
-                ):  # it is current if nothing was computed after it
+                # The partial block is current if nothing was computed after it.
+                if kept is not None and kept.tail_key != reserve.superseded:
                     await node.kv_connector.drop(reserve.superseded, request.placement.pool)
         finally:
             node.slots.growing.end(request.key)
@@ -246,7 +244,7 @@ class DecodeService:
         with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)
             trace_answer(span, sequence)
-            if sequence.slid or sequence.has_sinks:  # its KV is no prefix's
+            if sequence.has_sinks:  # its KV is no prefix's
                 return None
             kept = PrefixSave.of(sequence, node.config.block_tokens)
             if rolling is None:

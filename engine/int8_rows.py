@@ -34,6 +34,16 @@ def decode_rows(rows: torch.Tensor, head_dim: int, scale_group: int) -> torch.Te
     return (steps * scales).flatten(-2)
 
 
+def stored_rows(values: torch.Tensor, scale_group: int) -> torch.Tensor:
+    """Return keys or values [..., head_dim] as a cache keeps them; unchanged if `scale_group` is 0."""
+    return encode_rows(values, scale_group) if scale_group else values
+
+
+def read_rows(rows: torch.Tensor, head_dim: int, scale_group: int) -> torch.Tensor:
+    """Return the keys or values that `stored_rows` keeps, of int8 in float32."""
+    return decode_rows(rows, head_dim, scale_group) if scale_group else rows
+
+
 def rounded(values: torch.Tensor, scale_group: int) -> torch.Tensor:
     """Return the values as they are read back, in their dtype."""
     rows = encode_rows(values, scale_group)

@@ -18,7 +18,7 @@ from engine.cpu_backend import CpuBackend
 from engine.dense import score_dense
 from engine.errors import CacheMismatch, DeviceUnavailable, InvalidBatch
 from engine.folder import check_tensors, stored_tensors, tensor_shapes
-from engine.int8_rows import decode_rows, encode_rows
+from engine.int8_rows import read_rows, stored_rows
 from engine.rolling import RollingWindow
 from engine.rope import RopeTable, rotated
 from engine.sampling import SamplingRow, sample
@@ -111,18 +111,11 @@ class Model:
                     continue
                 rows = view[old, :, :, :, :count].clone()  # [layers, kv_heads, 2, sinks, row]
                 turns = [ropes[layer] for layer in shape.layers]
-                keys = rotated(self._values(rows[:, :, 0]), cos[turns, None, None], sin[turns, None, None])
+                keys = read_rows(rows[:, :, 0], shape.head_dim, shape.scale_group)
+                keys = rotated(keys, cos[turns, None, None], sin[turns, None, None])
                 view[new, :, :, :, :count] = rows
-                view[new, :, :, 0, -count:] = self._rows(keys)
+                view[new, :, :, 0, -count:] = stored_rows(keys, shape.scale_group)
                 view[new, :, :, 1, -count:] = rows[:, :, 1]
-
-    def _values(self, rows: torch.Tensor) -> torch.Tensor:
-        group = self.config.kv_scale_group
-        return decode_rows(rows, self.config.head_dim, group) if group else rows
-
-    def _rows(self, values: torch.Tensor) -> torch.Tensor:
-        group = self.config.kv_scale_group
-        return encode_rows(values, group) if group else values
 
     def score(self, token_ids: npt.NDArray[np.int32], rolling: RollingWindow | None = None) -> npt.NDArray[np.float32]:
         """Return the logits of every position, float32 [n, vocab], computed densely as the reference for verification.

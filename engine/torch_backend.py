@@ -15,7 +15,7 @@ from engine.batch import FlatBatch, LayerHook, first_visible
 from engine.cache import PagedCache
 from engine.config import SILU, ModelConfig
 from engine.int8_linear import linear as int8_linear
-from engine.int8_rows import decode_rows, encode_rows
+from engine.int8_rows import read_rows, stored_rows
 from engine.rope import RopeTable, rotated
 from engine.weights import DecoderWeights
 
@@ -102,13 +102,12 @@ class TorchBackend:
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor:
         """Return keys or values [..., head_dim] as the cache keeps them."""
-        group = self._config.kv_scale_group
-        return encode_rows(values, group) if group else values
+        return stored_rows(values, self._config.kv_scale_group)
 
     def _values(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what the cache keeps as keys or values [..., head_dim]."""
-        group = self._config.kv_scale_group
-        return decode_rows(rows, self._config.head_dim, group).to(self._weights.embedding.dtype) if group else rows
+        config = self._config
+        return read_rows(rows, config.head_dim, config.kv_scale_group).to(self._weights.embedding.dtype)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         eps = self._config.rms_norm_eps

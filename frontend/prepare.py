@@ -19,13 +19,13 @@ from frontend.api.request_models import (
     ChatBody,
     ChatMessage,
     CompletionBody,
-    EndlessWindow,
     GenerationBody,
     TokenizeBody,
 )
 from frontend.callers import ApiCaller
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ServedModelConfig
+from frontend.endless import check_endless, rolling_window
 from frontend.errors import ContextLengthExceeded, Forbidden, InvalidRequest
 from frontend.event_loop import WorkThreads
 from frontend.grammars import GrammarChecker, requested_grammar, wants_grammar
@@ -171,19 +171,6 @@ def text_options(body: GenerationBody) -> TextOptions:
     )
 
 
-def check_endless(body: GenerationBody, max_tokens: int | None) -> None:
-    """Raise InvalidRequest for an endless request that has a limit, several choices or no streaming."""
-    problem = ""
-    if not body.stream:
-        problem = "must be streamed: set stream to true"
-    elif max_tokens is not None:
-        problem = "must not have a limit: omit max_tokens"
-    elif body.num_choices > 1:
-        problem = f"must have one choice, got n = {body.num_choices}: send several requests"
-    if problem:
-        raise InvalidRequest(f"an endless answer {problem}", param="endless")
-
-
 def check_choices(body: GenerationBody, config: FrontendConfig, num_prompts: int) -> None:
     """Raise InvalidRequest for too many choices, or for a best_of that differs from n."""
     if body.best_of is not None and body.best_of != body.num_choices:
@@ -313,7 +300,7 @@ class Preparer:
             raise InvalidRequest(f"prompt must hold at most {most} prompts, got {len(prompts)}", param="prompt")
         grammar = await self._grammar(body, arrival)
         special = body.add_special_tokens is not False
-        rolling = self._rolling(body)
+        rolling = self._rolling_window(body)
         limit = self._limit(rolling)
 
         def read(prompt: str | list[int]) -> list[int]:
@@ -352,7 +339,7 @@ class Preparer:
     async def chat(self, body: ChatBody, arrival: RequestContext) -> list[GenerationRequest]:
         """Return one request per choice."""
         grammar = await self._grammar(body, arrival)
-        rolling = self._rolling(body)
+        rolling = self._rolling_window(body)
         limit = self._limit(rolling)
 
         def prepare() -> list[GenerationRequest]:
@@ -447,32 +434,11 @@ class Preparer:
         unchecked = await self._threads.run(lambda: requested_grammar(body), tenant=tenant, nbytes=nbytes)
         return None if unchecked is None else await self._grammars.check(unchecked, arrival.caller.tenant)
 
-    def _rolling(self, body: GenerationBody) -> worker_pb2.RollingWindow | None:
-        """Return the window of an endless request; None if everything stays visible. Raises InvalidRequest."""
-        asked = body.endless
-        if asked is None:
-            return None
-        if isinstance(asked, EndlessWindow):
-            sinks, window, param = asked.sinks, asked.window, "endless.window"
-        else:
-            sinks, window, param = None, self._config.http.endless_window, "endless"
-        if not window:
-            return None
-        block_tokens, limit = self._config.block_tokens, self.max_model_len
-        most = max(0, limit // block_tokens - 1) * block_tokens
-        whole = window // block_tokens * block_tokens
-        if whole < 2 * block_tokens or (limit and whole > most):
-            raise InvalidRequest(
-                f"the window must have {2 * block_tokens} to {most} tokens: at least two "
-                f"blocks of {block_tokens}, and a block less than max_model_len ({limit}); got {window}",
-                param=param,
-            )
-        if sinks is not None and sinks > block_tokens // 2:
-            raise InvalidRequest(
-                f"sinks must be at most {block_tokens // 2}, half of a block, got {sinks}", param="endless.sinks"
-            )
-        slide = max(1, whole // 8 // block_tokens) * block_tokens
-        return worker_pb2.RollingWindow(sinks=sinks, window=whole, slide=slide)
+    def _rolling_window(self, body: GenerationBody) -> worker_pb2.RollingWindow | None:
+        config = self._config
+        return rolling_window(
+            body.endless, config.http.endless_window, block_tokens=config.block_tokens, max_model_len=self.max_model_len
+        )
 
     def _limit(self, rolling: worker_pb2.RollingWindow | None) -> int:
         """Return the most tokens of prompt and answer together; 0 while unknown."""

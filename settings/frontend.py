@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
 
-__all__ = ["HttpSettings"]
+__all__ = ["MOST_ENDLESS_TOKENS", "HttpSettings"]
+
+MOST_ENDLESS_TOKENS: Final = 1 << 24  # bound of a prompt and its answer with a rolling window
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class HttpSettings(SettingsGroup):
         Key(
             "Tokens that an endless request sees at once if it does not say so; 0: it ends when its context is full",
             low=0,
-            high=1 << 24,
+            high=MOST_ENDLESS_TOKENS,
             unit="tokens",
         ),
     ] = 0
@@ -76,7 +78,7 @@ class HttpSettings(SettingsGroup):
         Key(
             "Tokens of prompt and answer at which an endless request with a window ends",
             low=1,
-            high=1 << 24,
+            high=MOST_ENDLESS_TOKENS,
             unit="tokens",
         ),
     ] = 1_000_000

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.rolling import RollingWindow
 from messenger.staging import READY, StagingError, Ticket
 from worker.config import WorkerConfig
 from worker.errors import RequestRefused
@@ -242,13 +243,15 @@ class NodeSlots:
         *,
         decodes_from: int | None = None,
         keeps_windows: bool = False,
+        rolling: RollingWindow | None = None,
     ) -> TakenSlots:
         """Acquire slots as SlotPool.acquire does, after waiting for the request's turn and for free slots. Cancellable.
 
         `wants` is the number of further slots that it may need while it runs. `decodes_from`: the block in which the
         first token lies that is computed here; by default the prompt is computed here, from the shared blocks on, and
-        with `keeps_windows` it keeps a window slot for every block, if the node has so many. Raises RequestRefused if
-        the node has too few slots.
+        with `keeps_windows` it keeps a window slot for every block, if the node has so many. With `rolling` the blocks
+        use the slots in turn, except the last one, so nobody shares them. Raises RequestRefused if the node has too few
+        slots.
         """
         if count + wants > self._config.num_slots:
             raise RequestRefused(
@@ -258,7 +261,11 @@ class NodeSlots:
             )
         windows = self.pool.windows
         kept = count if keeps_windows and windows is not None and count <= windows.num_slots else 0
-        return await self._queue.take(request, keys, count, wants, _WindowNeed(decodes_from, kept))
+        shareable = keys if rolling is None else ()
+        taken = await self._queue.take(request, shareable, count, wants, _WindowNeed(decodes_from, kept))
+        if rolling is not None and taken.window is not None:
+            taken.window.roll(count - 1)
+        return taken
 
     def take_now(self, request: RequestKey, keys: Sequence[bytes], count: int) -> TakenSlots | None:
         """Acquire slots, and as many window slots, for a request outside the wait queue; None if it had to wait."""

@@ -115,12 +115,11 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
         node.kv_connector.prefetch(request, reusable)
     slots, num_shared, window = await node.slots.take(
         request.key,
-        request.keys[: reusable if cut is None else cut] if rolling is None else (),
+        request.keys[: reusable if cut is None else cut],
         num_slots,
         keeps_windows=bool(request.placement.helpers) and rolling is None,
+        rolling=rolling,
     )
-    if rolling is not None and window is not None:
-        window.roll(num_slots - 1)
     # A separate task: even if cancelled, the caller must learn which leases were granted, to return them.
     pinning = asyncio.ensure_future(_pin(node, request, reusable))
     work: Prepared | None = None
@@ -389,9 +388,7 @@ async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence
 
     With `goes_on` the sequence continues on another node: only whole blocks are saved, since the partial one will grow.
     """
-    if (
-        sequence.slid or sequence.has_sinks
-    ):  # what is left is not the KV of a prefix, and what preceded it is overwritten
+    if sequence.has_sinks:  # what is left is not the KV of a prefix, and what preceded it is overwritten
         return
     kept = PrefixSave.of(sequence, node.config.block_tokens)
     aside, work.aside = work.aside, None

@@ -17,6 +17,7 @@ from moonpool_proto.v1.conductor_pb2 import Placement
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Finish, Submit
 from rpc.control import check_target
 from rpc.errors import InvalidArgument
+from settings.frontend import MOST_ENDLESS_TOKENS
 from worker.errors import RequestRefused, WorkerError, sequence_error
 from worker.grammar_matching import GrammarMatcher
 from worker.layer_gate import LayerGate
@@ -28,7 +29,6 @@ from worker.steering import Steering
 
 KEY_NBYTES = 16
 DEFAULT_SINKS = 4  # StreamingLLM, Table 2
-MOST_ENDLESS_TOKENS = 1 << 24  # bound of prompt and answer with a rolling window; frontends have a lower one
 _TOKENS_AHEAD = 1 << 16
 
 
