@@ -5,8 +5,8 @@ A request's path from HTTP to its tokens, in order:
 1. `http/shared_listener.py`, `acceptor.py`, `connections.py`: accept the connection, parse HTTP within limits.
 2. `api/app.py`: route; `api_keys.py`, `callers.py`: authenticate, check the quota.
 3. `api/body.py`, `api/request_models.py`: read and validate the body.
-4. `prepare.py` (with `prompts.py`, `chat_rendering.py`, `tokenizer.py`, `grammars.py`, `endless.py`): make GenerationRequests
-   (`request.py`).
+4. `prepare.py` (with `prompts.py`, `chat_rendering.py`, `tokenizer.py`, `grammars.py`, `endless.py`): make
+   GenerationRequests (`request.py`).
 5. `api/generate.py`: open a session (`service.py`) and run it.
 6. `generation.py`: for each attempt, place it (`attempts.py`, `conductor.py`), submit it and receive its tokens
    (`worker_streams.py`).
