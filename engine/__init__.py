@@ -29,6 +29,7 @@ from engine.folder import check_folder
 if TYPE_CHECKING:
     from engine.batch import ForwardBatch, SequenceChunk
     from engine.cache import PagedCache
+    from engine.layer_reuse import LayerInputs, LayerSpan, Recomputation
     from engine.logprobs import TokenLogprobs, log_probs
     from engine.model import Model, load_model
     from engine.sampling import SamplingRow, noisy_scores, sample
@@ -46,6 +47,8 @@ __all__ = [
     "HubError",
     "InvalidBatch",
     "KvGroupShape",
+    "LayerInputs",
+    "LayerSpan",
     "LogitSteering",
     "Model",
     "ModelConfig",
@@ -53,6 +56,7 @@ __all__ = [
     "ModelFormatError",
     "PagedCache",
     "Penalties",
+    "Recomputation",
     "SamplingError",
     "SamplingRow",
     "SequenceChunk",
@@ -73,10 +77,13 @@ _COMPUTING = {
     "Bias": "steered_row",
     "ForwardBatch": "batch",
     "TokenLogprobs": "logprobs",
+    "LayerInputs": "layer_reuse",
+    "LayerSpan": "layer_reuse",
     "LogitSteering": "steered_row",
     "Model": "model",
     "PagedCache": "cache",
     "Penalties": "steered_row",
+    "Recomputation": "layer_reuse",
     "SamplingRow": "sampling",
     "SequenceChunk": "batch",
     "load_model": "model",

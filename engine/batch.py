@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.cache import PagedCache
 from engine.config import ModelConfig
 from engine.errors import InvalidBatch
+from engine.layer_reuse import LayerInputs, LayerSpan, Recomputation
 from engine.rolling import RollingWindow
 
 IntArray = npt.NDArray[np.int32]
@@ -41,9 +43,14 @@ class SequenceChunk:
 
 @dataclass
 class ForwardBatch:
-    """The chunks of one step; no two may belong to the same sequence."""
+    """The chunks of one step; no two may belong to the same sequence.
+
+    With `recomputation`, only its layers are computed, and no chunk may want logits.
+    """
 
     chunks: list[SequenceChunk]
+    recomputation: Recomputation | None = None
+    layer_inputs: LayerInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,10 @@ class FlatBatch:
     table_length: IntArray  # [G, C]
     logits_rows: IntArray  # rows whose logits are computed: the last row, or every row, of each chunk that wants them
     max_context: int  # largest start + n
+    span: LayerSpan  # layers that are computed
+    only_kv: bool  # the span's last layer is computed only as far as its KV
+    inputs: torch.Tensor | None  # [N, d]: what enters the span's first layer; None: the tokens' embeddings
+    layer_inputs: LayerInputs | None
 
 
 def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -> FlatBatch:
@@ -96,6 +107,7 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
     flat = [chunk.slot_tables[group] for group in range(num_groups) for chunk in chunks]
     lengths = np.array([len(table) for table in flat], np.int32)
     begins = np.cumsum(lengths, dtype=np.int32) - lengths
+    recomputation = _checked_recomputation(batch, config, len(token_ids))
     chunk_rows = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(sizes, out=chunk_rows[1:])
     row_chunk = np.repeat(np.arange(len(chunks), dtype=np.int32), sizes)
@@ -113,10 +125,36 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
         table_length=lengths.reshape(num_groups, -1),
         logits_rows=_logits_rows(chunks, chunk_rows),
         max_context=max_context,
+        span=recomputation.span if recomputation else LayerSpan(0, config.num_layers - 1),
+        only_kv=recomputation is not None,
+        inputs=recomputation.inputs if recomputation else None,
+        layer_inputs=batch.layer_inputs,
     )
     for group in range(num_groups):
         _check_tables(plan, cache, group, ends)
     return plan
+
+
+def _checked_recomputation(batch: ForwardBatch, config: ModelConfig, rows: int) -> Recomputation | None:
+    """Return the batch's recomputation; raise `InvalidBatch` if the model or its inputs do not allow it."""
+    wanted = batch.layer_inputs.layers if batch.layer_inputs else frozenset()
+    if wanted and not (min(wanted) >= 0 and max(wanted) < config.num_layers):
+        raise InvalidBatch(f"inputs of layers must be of 0..{config.num_layers - 1}, got {sorted(wanted)}")
+    if (recomputation := batch.recomputation) is None:
+        return None
+    span, inputs = recomputation.span, recomputation.inputs
+    if span.last >= config.num_layers:
+        raise InvalidBatch(f"a span must end by layer {config.num_layers - 1}, got {span.first}..{span.last}")
+    if len(config.kv_layers) < config.num_layers:
+        raise InvalidBatch("a span can be computed only if every layer of the model has KV of its own")
+    if any(chunk.want_logits for chunk in batch.chunks):
+        raise InvalidBatch("no chunk may want logits in a step that computes a span of layers")
+    if (inputs is None) != (span.first == 0):
+        found = "none" if inputs is None else "some"
+        raise InvalidBatch(f"a span from layer {span.first} needs inputs unless it is the first layer, got {found}")
+    if inputs is not None and inputs.shape != (rows, config.hidden_size):
+        raise InvalidBatch(f"the span's inputs must be [{rows}, {config.hidden_size}], got {list(inputs.shape)}")
+    return recomputation
 
 
 def _logits_rows(chunks: list[SequenceChunk], chunk_rows: IntArray) -> IntArray:

@@ -157,6 +157,12 @@ def _context(plan: FlatBatch, cache: PagedCache, chunk: int, group: int, tables:
     return _Context(table, len(table) * block_tokens, window, tuple(tiles))
 
 
+def _hand_out(plan: FlatBatch, layer: int, work: WorkBuffers) -> None:
+    """Hand out what enters `layer`, if the step was asked for it."""
+    if plan.layer_inputs is not None and layer in plan.layer_inputs.layers:
+        plan.layer_inputs.take(layer, torch.from_numpy(work.x))
+
+
 FEW_ROWS = 16  # largest step for which one compiled call beats separate matrix products
 
 
@@ -196,32 +202,54 @@ class CpuBackend:
         """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         count = len(plan.token_ids)
         work = self._work(count, plan.max_context)
-        np.take(self._weights.embedding.numpy(), plan.token_ids, axis=0, out=work.x)
-        if self._config.embedding_scale != 1:
-            work.x[:] *= np.float32(self._config.embedding_scale)
+        self._enter(plan, work.x)
         step = self._step(plan, cache, at_once=count > self._few_rows)
         if count <= self._few_rows:
-            self._run_compiled(step, work, on_layer, before_layer)
+            self._run_compiled(plan, step, work, on_layer, before_layer)
         else:
             attention = ChunkAttention(plan, cache, self._shape, self._arrays.sinks, step, by_row=self._by_row)
-            self._run_composed(attention, step, work, on_layer, before_layer)
+            self._run_composed(plan, attention, step, work, on_layer, before_layer)
         return self._logits(plan, work.x, compiled=count <= self._few_rows or self._by_row)
 
-    def _run_compiled(self, step: StepArrays, work: WorkBuffers, on_layer: LayerHook, before_layer: LayerHook) -> None:
-        layers, rows = self._config.num_layers, np.arange(len(work.x), dtype=np.int32)
-        if on_layer is None and before_layer is None:
-            kernels.run_layers(0, layers, self._shape, self._arrays, step, work, rows)
+    def _enter(self, plan: FlatBatch, x: kernels.Floats) -> None:
+        """Write what enters the first layer that the step computes to `x` [N, d]."""
+        if plan.inputs is not None:
+            x[:] = plan.inputs.numpy()
             return
-        for layer in range(layers):
+        np.take(self._weights.embedding.numpy(), plan.token_ids, axis=0, out=x)
+        if self._config.embedding_scale != 1:
+            x *= np.float32(self._config.embedding_scale)
+
+    def _run_compiled(
+        self, plan: FlatBatch, step: StepArrays, work: WorkBuffers, on_layer: LayerHook, before_layer: LayerHook
+    ) -> None:
+        rows, end = np.arange(len(work.x), dtype=np.int32), plan.span.last + 1
+        if on_layer is None and before_layer is None and plan.layer_inputs is None and not plan.only_kv:
+            kernels.run_layers(0, end, self._shape, self._arrays, step, work, rows)
+            return
+        for layer in range(plan.span.first, end):
             own, kv_layer = self._owns[layer], int(self._kv_layers[layer])
+            _hand_out(plan, layer, work)
             if own and before_layer is not None:
                 before_layer(kv_layer)
-            kernels.run_layers(layer, layer + 1, self._shape, self._arrays, step, work, rows)
+            if plan.only_kv and layer == plan.span.last:
+                self._write_kv(layer, step, work)
+            else:
+                kernels.run_layers(layer, layer + 1, self._shape, self._arrays, step, work, rows)
             if own and on_layer is not None:
                 on_layer(kv_layer)
 
+    def _write_kv(self, layer: int, step: StepArrays, work: WorkBuffers) -> None:
+        """Write a layer's KV by the same kernels as `run_layers`."""
+        arrays, width = self._arrays, work.qkv.shape[1]
+        kernels.rms_norm(work.x, arrays.attention_norm[layer], self._shape.eps, work.hidden)
+        scale, bias = arrays.qkv_scale[layer], arrays.qkv_bias[layer]
+        kernels.project(work.hidden, arrays.qkv[layer], scale, bias, work.qkv, False, width, work)
+        kernels.place_rows(layer, self._shape, arrays, step, work.qkv)
+
     def _run_composed(
         self,
+        plan: FlatBatch,
         attention: ChunkAttention,
         step: StepArrays,
         work: WorkBuffers,
@@ -231,8 +259,9 @@ class CpuBackend:
         shape, arrays = self._shape, self._arrays
         _, hidden, qkv, mixed, gate_up, gated, *_ = (torch.from_numpy(buffer) for buffer in work)
         queries = self._config.q_size
-        for layer in range(self._config.num_layers):
+        for layer in range(plan.span.first, plan.span.last + 1):
             own, kv_layer = self._owns[layer], int(self._kv_layers[layer])
+            _hand_out(plan, layer, work)
             kernels.rms_norm(work.x, arrays.attention_norm[layer], shape.eps, work.hidden)
             width = None if own else queries
             self._project("qkv", layer, hidden, qkv, work, width=width)
@@ -241,6 +270,8 @@ class CpuBackend:
             kernels.place_rows(layer, shape, arrays, step, work.qkv)
             if own and on_layer is not None:
                 on_layer(kv_layer)
+            if plan.only_kv and layer == plan.span.last:
+                return
             if step.coded.size:
                 kernels.decode_slots(layer, shape, step)
             sinks, rows = arrays.sinks[layer], attention.short_rows

@@ -49,11 +49,12 @@ class TorchBackend:
         cos, sin = cos[:, places, None, :], sin[:, places, None, :]
         groups = [_index_group(plan, cache, g, self._device) for g in range(len(cache.groups))]
         place = {layer: (g, i) for g, shape in enumerate(cache.groups) for i, layer in enumerate(shape.layers)}
-        x = w.embedding[self._index(plan.token_ids)]
-        if config.embedding_scale != 1:
-            x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
-        for layer, kv_layer in enumerate(config.used_kv_layers):
+        x, kv_layers = self._entering(plan), config.used_kv_layers
+        for layer in range(plan.span.first, plan.span.last + 1):
+            kv_layer = kv_layers[layer]
             group, depth = place[kv_layer]
+            if plan.layer_inputs is not None and layer in plan.layer_inputs.layers:
+                plan.layer_inputs.take(layer, x)
             h = self._norm(x, w.attention_norm[layer])
             rope = config.layer_ropes[layer]
             q, k, v = self._project(layer, h, cos[rope], sin[rope])
@@ -66,6 +67,8 @@ class TorchBackend:
                 view[index.slots, :, 1, index.offsets] = self._rows(v)
                 if on_layer is not None:
                     on_layer(kv_layer)
+            if plan.only_kv and layer == plan.span.last:
+                break
             scoring = _Scoring(config.attention_scale, config.attention_softcap, w.sinks[layer])
             mixed = _attend(q, view, index, scoring, self._values)
             h = self._linear("out", layer, mixed.reshape(len(x), -1))
@@ -77,6 +80,14 @@ class TorchBackend:
             x = x + (self._norm(h, w.mlp_post_norm[layer]) if config.post_norms else h)
         x = x[self._index(plan.logits_rows)]
         return _capped((self._norm(x, w.final_norm) @ w.head.t()).float(), config.logits_softcap)
+
+    def _entering(self, plan: FlatBatch) -> torch.Tensor:
+        """Return what enters the first layer that the step computes, [N, d]."""
+        if plan.inputs is not None:
+            return plan.inputs.to(self._weights.embedding)
+        x = self._weights.embedding[self._index(plan.token_ids)]
+        scale = self._config.embedding_scale
+        return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
     def _project(
         self, layer: int, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

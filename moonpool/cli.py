@@ -92,6 +92,11 @@ _LAZY_GROUPS = (
         "[bold]moonpool decisions replay out/decisions --set ttft_objective_s=1[/bold]",
     ),
     (
+        "droidspeak",
+        "Let a model reuse the KV of another one that was tuned from the same base.\n\n"
+        "[bold]moonpool droidspeak profile ./base ./tuned questions.jsonl --out reuse.json[/bold]",
+    ),
+    (
         "keys",
         "Create API keys for the API server, and the entries by which it recognises them.\n\n"
         "[bold]moonpool keys new --name acme-2027 --tenant acme --file keys.yaml[/bold]",

@@ -9,7 +9,7 @@ WorkerError
 ├── GrammarError          a grammar that cannot be compiled
 │   └── GrammarTooCostly  a grammar that exceeds the limits on time or memory
 ├── GrammarBusy           a grammar could not be handled now; it may be sent again
-├── ProfileError          a cost profile that cannot be read or lacks a requested entry
+├── ProfileError          a profile that cannot be read or lacks a requested entry
 ├── EngineBroken          the engine fails every step; the process must be restarted
 └── StartupError          the node cannot start with this configuration
 """
@@ -76,7 +76,7 @@ class GrammarBusy(WorkerError):
 
 
 class ProfileError(WorkerError):
-    """A file is not a cost profile of this version, or a profile lacks a requested entry."""
+    """A file is not a profile of this version, or a profile lacks a requested entry."""
 
 
 class EngineBroken(WorkerError):

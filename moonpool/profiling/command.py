@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,13 +13,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moonpool.errors import ConfigError
 from moonpool.model_files import local_model
 from moonpool.options import reported_errors
 from moonpool.profiling.fitting import MeasuredPoint, WorkGrid, fit, fit_error, grid_of
+from moonpool.profiling.measurement import check_out, progress_bar
 from settings.hub_model import parse_model
 from settings.worker import BUNDLED_MODEL, name_of_model
 from worker.errors import ProfileError
@@ -67,7 +65,7 @@ def profile(
     Example: moonpool bench profile --out costs.json --plot costs.svg
     """
     with reported_errors():
-        _check_out(out)
+        check_out(out)
         if plot is not None:
             from moonpool.profiling.picture import check_picture_path
 
@@ -100,16 +98,6 @@ def profile(
             draw(made, prefills, steps, plot)
         points = {"prefill": [asdict(point) for point in prefills], "decode": [asdict(point) for point in steps]}
         print(json.dumps({"profile": str(out), "points": points}))
-
-
-def _check_out(path: Path) -> None:
-    """Raise ConfigError before measuring if the profile cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: cannot create its folder: {error}") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--out {path} cannot be written: choose a file in a writable folder")
 
 
 @dataclass(frozen=True)
@@ -148,9 +136,9 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
         repeats=repeats,
         clock=work.clock,
     )
-    with _progress(console, "prefills", len(grid.prefills) * (repeats + 1)) as done:
+    with progress_bar(console, "prefills", "runs", len(grid.prefills) * (repeats + 1)) as done:
         prefills = run.prefills(grid, done)
-    with _progress(console, "decode steps", len(grid.steps) * (repeats + 1)) as done:
+    with progress_bar(console, "decode steps", "runs", len(grid.steps) * (repeats + 1)) as done:
         steps = run.steps(grid, done)
     moved: dict[str, TransferCost] = {}
     if transfers:
@@ -226,16 +214,3 @@ def _table(made: CostProfile) -> Table:
         shares = (error.median, error.p90, error.worst)
         table.add_row(work, formula, most, str(error.points), *(f"{100 * share:.1f} %" for share in shares))
     return table
-
-
-@contextmanager
-def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
-    """Show a bar on a terminal, otherwise print one line."""
-    if not console.is_terminal:
-        console.print(f"measuring {what}: {total} runs", highlight=False)
-    columns: tuple[Any, ...] = (TextColumn(what), BarColumn(), TextColumn("{task.completed} of {task.total}"))
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)

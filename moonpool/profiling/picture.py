@@ -13,21 +13,21 @@ from moonpool.errors import ConfigError
 from moonpool.profiling.fitting import MeasuredPoint
 from worker.policy.cost_profile import CostProfile
 
-__all__ = ["check_picture_path", "draw"]
+__all__ = ["GRID", "INK", "MUTED", "STYLE", "check_picture_path", "draw", "save_picture"]
 
-_INK, _MUTED, _GRID = "#1f2328", "#59636e", "#d8dee4"
+INK, MUTED, GRID = "#1f2328", "#59636e", "#d8dee4"
 _COLOURS: Final = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#9a6700")
-_STYLE: Final[dict[Any, Any]] = {
+STYLE: Final[dict[Any, Any]] = {
     "svg.hashsalt": "profile",
     "font.size": 10.0,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _MUTED,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "text.color": _INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "text.color": INK,
     "lines.linewidth": 1.6,
     "lines.markersize": 5.0,
 }
@@ -41,9 +41,17 @@ def check_picture_path(path: Path) -> None:
         raise ConfigError(f"cannot draw {path}: there is no folder {path.parent}")
 
 
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write the file, the same bytes for the same figure. Raises ConfigError if it cannot be written."""
+    try:
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise ConfigError(f"cannot draw {path}: {error}") from error
+
+
 def draw(profile: CostProfile, prefills: Sequence[MeasuredPoint], steps: Sequence[MeasuredPoint], path: Path) -> None:
     """Plot medians as dots and the fit as lines. Raises ConfigError if the file cannot be written."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 4.4), layout="constrained")
         left, right = figure.subplots(1, 2)
         for colour, reused in zip(_COLOURS, sorted({p.x[1] for p in prefills}), strict=False):
@@ -67,11 +75,8 @@ def draw(profile: CostProfile, prefills: Sequence[MeasuredPoint], steps: Sequenc
             )
         _finish(left, "Prefill", "new tokens", "ms")
         _finish(right, "Decode step", "sequences in the batch", "")
-        figure.suptitle(f"{profile.name}: dots measured, lines fitted", fontsize=10, color=_MUTED)
-        try:
-            figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except OSError as error:
-            raise ConfigError(f"cannot draw {path}: {error}") from error
+        figure.suptitle(f"{profile.name}: dots measured, lines fitted", fontsize=10, color=MUTED)
+        save_picture(figure, path)
 
 
 def _line(axes: Axes, measured: Sequence[tuple[int, float]], fitted: Sequence[float], colour: str, label: str) -> None:
@@ -83,7 +88,7 @@ def _line(axes: Axes, measured: Sequence[tuple[int, float]], fitted: Sequence[fl
 def _finish(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.grid(True, color=_GRID, linewidth=0.6)
+    axes.grid(True, color=GRID, linewidth=0.6)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import ConfigDict, Field, RootModel, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from worker.errors import ProfileError
 from worker.policy.cost_formulas import fetch_s, margin, prefill_s, read_nbytes, read_s, tbt_s
+from worker.policy.profile_file import STRICT, ProfileFile
 
 __all__ = [
     "BUNDLED_PROFILES",
@@ -30,15 +31,11 @@ __all__ = [
 BUNDLED_PROFILES: Final = Path(__file__).resolve().parent.parent / "profiles"
 MOONCAKE: Final = BUNDLED_PROFILES / "mooncake-70b-8xa800.json"  # analytic: derived in `analytic_costs`
 
-_FORMAT: Final = "moonpool-cost-profile"
-_VERSION: Final = 1
-_STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
 Seconds = Annotated[float, Field(ge=0, le=1e4)]
 Count = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Range:
     """Measured range from `least` to `most`."""
 
@@ -55,7 +52,7 @@ class Range:
         return self.least <= value <= self.most
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class FitError:
     """Relative error of the fitted formula, |predicted - measured| / measured, over `points` points."""
 
@@ -65,7 +62,7 @@ class FitError:
     worst: Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class PrefillCost:
     """Cost of one prompt; `per_pair_s` counts once per (new token, token that it attends to).
 
@@ -80,7 +77,7 @@ class PrefillCost:
     error: FitError | None = None
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class DecodeCost:
     """Cost of one step that generates one token for each sequence of a batch."""
 
@@ -92,7 +89,7 @@ class DecodeCost:
     error: FitError | None = None
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class TransferCost:
     """Cost of one batch of bytes over one path."""
 
@@ -102,7 +99,7 @@ class TransferCost:
     error: FitError | None = None
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class CostProfile:
     """Costs used by placements, simulated nodes and the paced engine. All times are in seconds.
 
@@ -195,43 +192,17 @@ class CostProfile:
         return self.transfers[path]
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
-class _File:
-    format: Literal["moonpool-cost-profile"]
-    version: Literal[1]
-    profile: CostProfile
+_FILE: Final = ProfileFile("cost profile", "moonpool-cost-profile", 1, CostProfile, "moonpool bench profile")
 
 
 def load_profile(path: Path) -> CostProfile:
     """Read a profile. Raises ProfileError, which names the file, the field, the value and the expected value."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cost profile {path} cannot be read: {error}") from error
-    try:
-        return RootModel[_File].model_validate_json(text).root.profile
-    except ValidationError as error:
-        raise ProfileError(f"cost profile {path}: {_first_problem(error)}") from None
+    return _FILE.load(path)
 
 
 def save_profile(profile: CostProfile, path: Path) -> None:
     """Write a profile; `load_profile` reads back an equal one. Raises ProfileError."""
-    text = RootModel[_File](_File(_FORMAT, _VERSION, profile)).model_dump_json(indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ProfileError(f"cost profile {path} cannot be written: {error}") from error
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "json_invalid":
-        return f"not JSON ({first['msg']}); make a profile with `moonpool profile`"
-    found = "" if first["type"] == "missing" else f", got {str(first['input'])[:60]!r}"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where}: {first['msg']}{found}{more}"
+    _FILE.save(profile, path)
 
 
 def _not_negative(**values: float) -> None:
